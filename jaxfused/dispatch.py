@@ -1,0 +1,77 @@
+"""Which implementation of an operator runs, and the reason why another one does not.
+
+An operator hands `choose` one reason per implementation, in order of preference: None where the
+implementation can run, a sentence where it cannot. Nothing else decides: no environment variable, no
+registry, no state.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+
+Implementation = Literal["pallas", "cuda", "xla"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What an operator needs to know of the device that it will run on."""
+
+    platform: str
+    name: str
+    compute_capability: tuple[int, int] | None
+    """(major, minor) of an NVIDIA GPU, None for everything else."""
+    multiprocessors: int
+    """Streaming multiprocessors of a GPU, 0 elsewhere."""
+
+
+def current_device(*arrays: object) -> Device:
+    """The device on which an operation over `arrays` will run.
+
+    Concrete arrays say where they are. Under a transformation they do not, and JAX's default device
+    (`jax.default_device`, then the default backend) is taken.
+    """
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            return _describe(next(iter(array.devices())))
+    default = jax.config.jax_default_device
+    if isinstance(default, jax.Device):
+        return _describe(default)
+    return _describe(jax.local_devices(backend=default)[0])
+
+
+def _describe(device: jax.Device) -> Device:
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability is None or "." not in str(capability):
+        return Device(device.platform, device.device_kind, None, 0)
+    major, minor = str(capability).split(".")
+    return Device(device.platform, device.device_kind, (int(major), int(minor)), device.core_count)
+
+
+def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> str:
+    """The implementation to run: the named one, or the first of `reasons` that can.
+
+    Args:
+      op: the operator's public name, for the message.
+      implementation: what the caller named, or None for the fastest one that can run.
+      reasons: for each implementation, fastest first, None or why it cannot run.
+
+    Raises:
+      ValueError: the named implementation does not exist or cannot run; the message says why.
+    """
+    if implementation is None:
+        return next(name for name, reason in reasons.items() if reason is None)
+    if implementation not in reasons:
+        names = ", ".join(repr(name) for name in reasons)
+        raise ValueError(
+            f"{op}: implementation must be None or one of {names}, but {implementation!r} was passed;"
+            " pass None for the fastest one that can run."
+        )
+    reason = reasons[implementation]
+    if reason is not None:
+        raise ValueError(
+            f"{op}: implementation={implementation!r} cannot run here: {reason}."
+            " Pass implementation=None for the fastest one that can."
+        )
+    return implementation

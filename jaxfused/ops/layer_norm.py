@@ -1,0 +1,375 @@
+"""layer_norm and rms_norm: validation, choice of implementation, gradient.
+
+RMSNorm is LayerNorm without the mean, so both are one function to the kernels.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxfused import cuda, dispatch, reference
+from jaxfused.ops.batching import fold_into_rows, is_batched, one_by_one, unfold_rows
+from jaxfused.reference.activation import ACTIVATIONS
+from pallas_kernels import layer_norm as pallas_layer_norm
+
+Output = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    residual: jax.Array | None = None,
+    pre_bias: jax.Array | None = None,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Output:
+    r"""Layer normalisation over the last axis, with what stands before and after it in one pass.
+
+    .. math::
+        h &= x + \text{pre\_bias} + \text{residual} \\
+        u &= \text{pre\_activation}(h) \\
+        y &= \text{activation}\Bigl(\frac{u - \operatorname{mean}(u)}
+             {\sqrt{\operatorname{var}(u) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr)
+
+    Every part but the normalisation is optional. Statistics are taken in float32 (float64 for float64
+    inputs) and the variance is the mean of squared deviations, not a difference of two means.
+
+    Args:
+      x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); D from 1 up.
+      scale: [D], multiplies the normalised values. Any float dtype, as for the other parameters.
+      bias: [D], is added after `scale`.
+      epsilon: is added to the variance.
+      residual: [..., D] like x: the residual stream of a Transformer.
+      pre_bias: [D], is added to x: the bias of the projection that made x.
+      pre_activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu", between the sum and the norm.
+      activation: the same choice, after the norm.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      y, of x's shape and dtype. With `residual`: `(y, h)`, where h is the next residual, of the
+      residual's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> x = jnp.array([[1.0, 3.0], [2.0, -2.0]])
+      >>> jaxfused.layer_norm(x, jnp.ones(2), jnp.zeros(2))
+      Array([[-0.9999995,  0.9999995],
+             [ 0.9999999, -0.9999999]], dtype=float32)
+      >>> y, x = jaxfused.layer_norm(x, residual=jnp.ones((2, 2)))
+      >>> x
+      Array([[ 2.,  4.],
+             [ 3., -1.]], dtype=float32)
+
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
+
+    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
+    """
+    options = _Options("layer_norm", True, epsilon, 0.0, pre_activation, activation)
+    return _run(options, x, scale, bias, residual, pre_bias, implementation)
+
+
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float = 1e-6,
+    scale_offset: float = 0.0,
+    residual: jax.Array | None = None,
+    pre_bias: jax.Array | None = None,
+    pre_activation: str | None = None,
+    activation: str | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> Output:
+    r"""Root-mean-square normalisation over the last axis, with what stands around it in one pass.
+
+    .. math::
+        h &= x + \text{pre\_bias} + \text{residual} \\
+        u &= \text{pre\_activation}(h) \\
+        y &= \text{activation}\Bigl(\frac{u}{\sqrt{\operatorname{mean}(u^2) + \epsilon}}
+             \cdot (\text{scale} + \text{scale\_offset}) + \text{bias}\Bigr)
+
+    Args:
+      scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as Gemma's do.
+
+    The other arguments, the result and the errors are those of `layer_norm`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> jaxfused.rms_norm(jnp.array([3.0, 4.0]), jnp.ones(2), epsilon=0.0)
+      Array([0.8485281, 1.1313709], dtype=float32)
+
+    Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019,
+    https://arxiv.org/abs/1910.07467
+    """
+    options = _Options("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
+    return _run(options, x, scale, bias, residual, pre_bias, implementation)
+
+
+def implementations(
+    device: dispatch.Device,
+    *,
+    rows: int,
+    features: int,
+    dtype: Any,
+    residual_dtype: Any = None,
+) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
+    limits = dict(rows=rows, features=features, dtype=dtype, residual_dtype=residual_dtype)
+    capability = device.compute_capability
+    return {
+        "pallas": pallas_layer_norm.why_unsupported(compute_capability=capability, **limits),
+        "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
+        "xla": None,
+    }
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is static in a call: which norm, and its constants."""
+
+    op: str
+    subtract_mean: bool
+    epsilon: float
+    scale_offset: float
+    pre_activation: str | None
+    activation: str | None
+
+    def keywords(self) -> dict[str, Any]:
+        """The options as every implementation takes them."""
+        return dict(
+            subtract_mean=self.subtract_mean,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            pre_activation=self.pre_activation,
+            activation=self.activation,
+        )
+
+
+def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
+    x, scale, bias, residual, pre_bias = (
+        None if a is None else jnp.asarray(a) for a in (x, scale, bias, residual, pre_bias)
+    )
+    _validate(options, x, scale, bias, residual, pre_bias)
+    features = x.shape[-1]
+    rows = x.size // features
+    device = dispatch.current_device(x, residual)
+    chosen = dispatch.choose(
+        options.op,
+        implementation,
+        implementations(
+            device,
+            rows=rows,
+            features=features,
+            dtype=x.dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+        ),
+    )
+    # Without rows there is nothing for a kernel to do, and an empty launch is an error in CUDA.
+    if chosen == "xla" or rows == 0:
+        y, next_residual = reference.layer_norm.norm(
+            x, scale, bias, residual, pre_bias, **options.keywords()
+        )
+        return y if residual is None else (y, next_residual)
+
+    launch = _Launch(options, chosen, device.multiprocessors)
+    x_rows = x.reshape(rows, features)
+    residual_rows = None if residual is None else residual.reshape(rows, features)
+    y, next_residual = _norm(launch, x_rows, scale, bias, residual_rows, pre_bias)
+    y = y.reshape(x.shape)
+    return y if residual is None else (y, next_residual.reshape(x.shape))
+
+
+def _validate(options, x, scale, bias, residual, pre_bias) -> None:
+    op = options.op
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but the norm needs a last axis of at least one feature;"
+            " pass x of shape [..., features]."
+        )
+    features = x.shape[-1]
+    operands = dict(x=x, scale=scale, bias=bias, residual=residual, pre_bias=pre_bias)
+    for name, array in operands.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{op}: {name} has dtype {array.dtype}, but the norm takes floating-point arrays;"
+                f" pass {name}.astype(jnp.float32)."
+            )
+    for name, array in dict(scale=scale, bias=bias, pre_bias=pre_bias).items():
+        if array is not None and array.shape != (features,):
+            raise ValueError(
+                f"{op}: {name} has shape {array.shape}, but x has {features} features in its last"
+                f" axis; pass {name} of shape ({features},)."
+            )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            f"{op}: residual has shape {residual.shape}, but x has shape {x.shape};"
+            " pass both with one shape."
+        )
+    for name in ("pre_activation", "activation"):
+        value = getattr(options, name)
+        if value is not None and value not in ACTIVATIONS:
+            names = ", ".join(repr(n) for n in ACTIVATIONS)
+            raise ValueError(f"{op}: {name}={value!r} is not known; pass None or one of {names}.")
+    for name in ("epsilon", "scale_offset"):
+        if not isinstance(getattr(options, name), (int, float)):
+            raise ValueError(
+                f"{op}: {name} is {getattr(options, name)!r}, but it is a constant of the kernel;"
+                " pass a Python float."
+            )
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Which kernel runs, and how: the static argument of the custom_vjp."""
+
+    options: _Options
+    implementation: str
+    multiprocessors: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.implementation == "cuda":
+            return cuda.layer_norm.forward(*args, **kwargs, **self.options.keywords())
+        return pallas_layer_norm.forward(
+            *args, **kwargs, **self.options.keywords(), multiprocessors=self.multiprocessors
+        )
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.implementation == "cuda":
+            return cuda.layer_norm.backward(*args, **kwargs, **self.options.keywords())
+        return pallas_layer_norm.backward(
+            *args, **kwargs, **self.options.keywords(), multiprocessors=self.multiprocessors
+        )
+
+
+class _Residuals(NamedTuple):
+    h: jax.Array
+    """The next residual where there is one, else x: pre_bias is still to be added to x."""
+    mean: jax.Array | None
+    rstd: jax.Array
+    scale: jax.Array | None
+    bias: jax.Array | None
+    pre_bias: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(launch: _Launch, x, scale, bias, residual, pre_bias):
+    y, next_residual, _, _ = _forward(
+        launch, x, scale, bias, residual, pre_bias, save_statistics=False
+    )
+    return y, next_residual
+
+
+def _norm_fwd(launch: _Launch, x, scale, bias, residual, pre_bias):
+    y, next_residual, mean, rstd = _forward(
+        launch, x, scale, bias, residual, pre_bias, save_statistics=True
+    )
+    h = x if residual is None else next_residual
+    return (y, next_residual), _Residuals(h, mean, rstd, scale, bias, pre_bias)
+
+
+def _norm_bwd(launch: _Launch, saved: _Residuals, cotangents):
+    dy, dnext_residual = cotangents
+    has_residual = dnext_residual is not None
+    dx, dscale, dbias, dpre_bias = _backward(launch, dy, dnext_residual, saved)
+
+    def parameter_gradient(gradient, parameter):
+        return None if parameter is None else gradient[0].astype(parameter.dtype)
+
+    return (
+        dx,
+        parameter_gradient(dscale, saved.scale),
+        parameter_gradient(dbias, saved.bias),
+        dx if has_residual else None,
+        parameter_gradient(dpre_bias, saved.pre_bias),
+    )
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)
+
+
+def _forward(launch: _Launch, x, scale, bias, residual, pre_bias, *, save_statistics: bool):
+    """(y, next_residual, mean, rstd) of [M, D] rows, with a rule for `jax.vmap`."""
+
+    @custom_vmap
+    def forward(x, residual, scale, bias, pre_bias):
+        return launch.forward(x, scale, bias, residual, pre_bias, save_statistics=save_statistics)
+
+    @forward.def_vmap
+    def rule(axis_size, in_batched, x, residual, scale, bias, pre_bias):
+        if is_batched(in_batched[2:]):
+            outputs = one_by_one(forward, in_batched, (x, residual, scale, bias, pre_bias))
+        else:
+            folded = [
+                fold_into_rows(axis_size, b, a)
+                for b, a in zip(in_batched[:2], (x, residual), strict=True)
+            ]
+            outputs = tuple(
+                unfold_rows(axis_size, o) for o in forward(*folded, scale, bias, pre_bias)
+            )
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return forward(x, residual, scale, bias, pre_bias)
+
+
+def _backward(launch: _Launch, dy, dnext_residual, saved: _Residuals, *, segments: int = 1):
+    """(dx, dscale, dbias, dpre_bias), the last three of shape [segments, D] or None.
+
+    `segments` splits the rows into that many equal runs, each with parameter gradients of its own:
+    what a batch folded into the rows needs.
+    """
+
+    @custom_vmap
+    def backward(rows, parameters):
+        dy, dnext_residual, h, mean, rstd = rows
+        scale, bias, pre_bias = parameters
+        return launch.backward(
+            dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias, segments=segments
+        )
+
+    @backward.def_vmap
+    def rule(axis_size, in_batched, rows, parameters):
+        rows_batched, parameters_batched = in_batched
+        if is_batched(parameters_batched):
+            leaves, treedef = jax.tree.flatten((rows, parameters))
+            outputs = one_by_one(
+                lambda *leaves: backward(*jax.tree.unflatten(treedef, leaves)),
+                jax.tree.leaves(in_batched),
+                leaves,
+            )
+        else:
+            folded = _Residuals(
+                *(
+                    fold_into_rows(axis_size, b, a)
+                    for b, a in zip(rows_batched[2:], rows[2:], strict=True)
+                ),
+                *parameters,
+            )
+            dy, dnext_residual = (
+                fold_into_rows(axis_size, b, a)
+                for b, a in zip(rows_batched[:2], rows[:2], strict=True)
+            )
+            outputs = tuple(
+                unfold_rows(axis_size, o)
+                for o in _backward(
+                    launch, dy, dnext_residual, folded, segments=axis_size * segments
+                )
+            )
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    h, mean, rstd, *parameters = saved
+    return backward((dy, dnext_residual, h, mean, rstd), tuple(parameters))

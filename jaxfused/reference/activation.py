@@ -1,0 +1,21 @@
+"""The activation functions that fused operators accept by name.
+
+Names say which formula is meant: `gelu_tanh` is `jax.nn.gelu`'s default, `gelu_erf` the exact one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu_erf": partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+
+def activate(name: str | None, x: jax.Array) -> jax.Array:
+    """Applies the activation called `name`; None is the identity."""
+    return x if name is None else ACTIVATIONS[name](x)
