@@ -1,0 +1,43 @@
+"""The checks that every operator makes of its arguments, each worded once: rule, value, remedy."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.reference.activation import ACTIVATIONS
+
+
+def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
+    """Every array that is there has a floating-point dtype."""
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{op}: {name} has dtype {array.dtype}, but {op} takes a floating-point {name};"
+                f" pass {name}.astype(jnp.float32)."
+            )
+
+
+def check_shape(
+    op: str, name: str, array: jax.Array | None, shape: tuple[int, ...], rule: str
+) -> None:
+    """`array` has this shape, where it is there; `rule` says what the shape follows from."""
+    if array is not None and array.shape != shape:
+        raise ValueError(
+            f"{op}: {name} has shape {array.shape}, but {rule}; pass {name} of shape {shape}."
+        )
+
+
+def check_activation(op: str, activation: str | None, name: str = "activation") -> None:
+    """`activation` is None or the name of one."""
+    if activation is not None and activation not in ACTIVATIONS:
+        names = ", ".join(repr(n) for n in ACTIVATIONS)
+        raise ValueError(f"{op}: {name}={activation!r} is not known; pass None or one of {names}.")
+
+
+def check_constant(op: str, name: str, value: object) -> None:
+    """`value` is a Python number, because a kernel is compiled for it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass a Python float."
+        )
