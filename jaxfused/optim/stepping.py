@@ -1,0 +1,194 @@
+"""One step in place: what stands before an optimizer's update and after it, as one function.
+
+Before: unscaling, the test for NaN and Inf, clipping. After: the write, the average of the
+parameters, their low-precision copy, the loss scale.
+"""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+LARGEST_LOSS_SCALE = 2.0**127  # The next power of two is infinite in float32.
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepState:
+    """What `step` keeps from step to step besides the parameters; made by `init_step`.
+
+    A pytree: it goes through jit, scan, sharding and checkpoints. What was not asked for is None.
+    """
+
+    optimizer: optax.OptState
+    """Optax's own state: `optax.adamw(...).update` takes it as it is."""
+    ema: Any
+    """The average of the parameters, in float32 at least."""
+    compute: Any
+    """The parameters in the compute dtype."""
+    loss_scale: jax.Array | None
+    """float32 scalar: multiply the loss by it."""
+    good_steps: jax.Array | None
+    """int32 scalar: finite steps since the loss scale last changed."""
+    skipped: jax.Array
+    """int32 scalar: steps skipped so far because a gradient was not finite."""
+    ema_decay: float | None = field(metadata={"static": True})
+    growth_interval: int = field(metadata={"static": True})
+
+
+def init(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    *,
+    ema_decay: float | None,
+    compute_dtype: Any,
+    loss_scale: float | None,
+    growth_interval: int,
+) -> StepState:
+    """`FusedTransformation.init_step`, where the arguments are described."""
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(
+            f"init_step: ema_decay is {ema_decay}, but an average needs a decay in [0, 1);"
+            " pass 0.999, or None for no average."
+        )
+    if loss_scale is not None and not 1 <= loss_scale <= LARGEST_LOSS_SCALE:
+        raise ValueError(
+            f"init_step: loss_scale is {loss_scale}, but it must be from 1 to 2**127;"
+            " pass 2.0**15, or None for no scaling."
+        )
+    if growth_interval < 1:
+        raise ValueError(
+            f"init_step: growth_interval is {growth_interval}, but the loss scale can only grow"
+            " after one good step or more; pass 2000."
+        )
+
+    # Copies, even where the dtype stays: `step` donates params and state, and one buffer cannot be
+    # donated twice.
+    def copy(dtype_of):
+        return jax.tree.map(lambda p: jnp.array(p, dtype_of(p), copy=True), params)
+
+    return StepState(
+        optimizer=tx.init(params),
+        ema=None if ema_decay is None else copy(_accumulator_dtype),
+        compute=None if compute_dtype is None else copy(lambda p: compute_dtype),
+        loss_scale=None if loss_scale is None else jnp.array(loss_scale, jnp.float32),
+        good_steps=None if loss_scale is None else jnp.zeros([], jnp.int32),
+        skipped=jnp.zeros([], jnp.int32),
+        ema_decay=ema_decay,
+        growth_interval=growth_interval,
+    )
+
+
+def step(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: Any,
+    params: optax.Params,
+    *,
+    max_norm: float | jax.Array | None,
+    skip_nonfinite: bool,
+) -> tuple[optax.Params, Any]:
+    """`FusedTransformation.step`, where the arguments are described."""
+    if isinstance(max_norm, (int, float)) and not max_norm > 0:
+        raise ValueError(
+            f"step: max_norm is {max_norm}, but gradients can only be clipped to a positive norm;"
+            " pass 1.0, or None for no clipping."
+        )
+    return _step(tx, grads, state, params, max_norm, skip_nonfinite)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("tx", "skip_nonfinite"), donate_argnames=("state", "params")
+)
+def _step(tx, grads, state, params, max_norm, skip_nonfinite):
+    kept = state if isinstance(state, StepState) else None
+    opt_state = state if kept is None else kept.optimizer
+    _check_state(tx, opt_state, params)
+
+    if kept is not None:
+        grads = jax.tree.map(lambda g: g.astype(_accumulator_dtype(g)), grads)
+        if kept.loss_scale is not None:
+            skip_nonfinite = True
+            grads = jax.tree.map(lambda g: g / kept.loss_scale, grads)
+    finite = _all_finite(grads) if skip_nonfinite else jnp.array(True)
+    if max_norm is not None:
+        grads = _clip(grads, max_norm)
+
+    updates, new_opt_state = tx.update(grads, opt_state, params)
+
+    def write(old, new):
+        new = new.astype(old.dtype)
+        return jnp.where(finite, new, old) if skip_nonfinite else new
+
+    new_params = jax.tree.map(
+        lambda u, p: p if u is None else write(p, p + u),
+        updates,
+        params,
+        is_leaf=lambda u: u is None,
+    )
+    new_opt_state = jax.tree.map(write, opt_state, new_opt_state)
+    if kept is None:
+        return new_params, new_opt_state
+
+    ema = kept.ema
+    if kept.ema_decay is not None:
+        d = kept.ema_decay
+        ema = jax.tree.map(lambda e, p: write(e, d * e + (1 - d) * p), ema, new_params)
+    compute = kept.compute
+    if compute is not None:
+        compute = jax.tree.map(lambda c, p: p.astype(c.dtype), compute, new_params)
+    return new_params, replace(
+        _rescale_loss(kept, finite),
+        optimizer=new_opt_state,
+        ema=ema,
+        compute=compute,
+        skipped=kept.skipped + jnp.where(finite, 0, 1),
+    )
+
+
+def _rescale_loss(kept: StepState, finite: jax.Array) -> StepState:
+    """Doubles the loss scale after enough good steps in a row, halves it after a bad one."""
+    if kept.loss_scale is None or kept.good_steps is None:
+        return kept
+    good_steps = jnp.where(finite, kept.good_steps + 1, 0)
+    grows = good_steps == kept.growth_interval
+    factor = jnp.where(finite, jnp.where(grows, 2.0, 1.0), 0.5)
+    return replace(
+        kept,
+        loss_scale=jnp.clip(kept.loss_scale * factor, 1.0, LARGEST_LOSS_SCALE),
+        good_steps=jnp.where(grows, 0, good_steps),
+    )
+
+
+def _all_finite(grads: optax.Updates) -> jax.Array:
+    leaves = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+    return functools.reduce(jnp.logical_and, leaves, jnp.array(True))
+
+
+def _clip(grads: optax.Updates, max_norm: float | jax.Array) -> optax.Updates:
+    """`optax.clip_by_global_norm`, in float32: the square of 256 overflows float16."""
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(_accumulator_dtype(g)), grads))
+    return jax.tree.map(
+        lambda g: jnp.where(norm < max_norm, g, (g / norm * max_norm).astype(g.dtype)), grads
+    )
+
+
+def _accumulator_dtype(array: jax.Array) -> jnp.dtype:
+    return jnp.promote_types(array.dtype, jnp.float32)
+
+
+def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Params) -> None:
+    def shapes(tree):
+        return {(jax.tree_util.keystr(k), x.shape) for k, x in jax.tree.leaves_with_path(tree)}
+
+    expected, received = shapes(jax.eval_shape(tx.init, params)), shapes(state)
+    if expected != received:
+        raise ValueError(
+            "step: the state is not this optimizer's for these parameters: of the leaves and"
+            f" shapes, it lacks {sorted(expected - received)[:3]} and has"
+            f" {sorted(received - expected)[:3]} too many; pass a state made by this optimizer's"
+            " init(params) or init_step(params)."
+        )

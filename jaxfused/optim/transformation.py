@@ -1,0 +1,259 @@
+"""An optimizer as one formula per leaf: Optax's transformation, whose `step` also writes.
+
+Optax chains transformations, each of which walks over the whole tree. Here an optimizer is a
+`Rule`, what becomes of one leaf, and the few things that every optimizer does around it: weight
+decay, a trust ratio, the learning rate. `update` and `step` run that one formula; the state is
+Optax's own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxfused.optim import stepping
+
+Moments = tuple[jax.Array, ...]
+LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
+"""(gradient, moments) -> (direction, moments), for one leaf."""
+Rule = Callable[[Any], LeafRule]
+"""The number of this step, from 1 up, -> the rule for its leaves, which share what depends on it.
+
+What the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
+differently when each leaf computes the scalar anew, and the numbers would no longer be Optax's.
+"""
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """An `optax.GradientTransformation` that can also write parameters, by `step`.
+
+    It is the pair `(init, update)` that Optax asks for, so it goes wherever one goes:
+    `optax.chain`, `optax.multi_transform`, `optax.MultiSteps`, `optax.inject_hyperparams`, Flax's
+    `TrainState` and `nnx.Optimizer`. What those return is their own: it has no `step`.
+    """
+
+    def step(
+        self,
+        grads: optax.Updates,
+        state: Any,
+        params: optax.Params,
+        *,
+        max_norm: float | jax.Array | None = None,
+        skip_nonfinite: bool = False,
+    ) -> tuple[optax.Params, Any]:
+        r"""Takes one step in place: clipping, moments, decay and write in one jitted function.
+
+        .. math::
+            g &\leftarrow g \cdot \min(1, \text{max\_norm} / \lVert g \rVert) \\
+            u, s &\leftarrow \text{update}(g, s, p) \\
+            p &\leftarrow p + u
+
+        `state` and `params` are donated: their buffers become the results', so the arrays passed in
+        must not be used again. Inside another jitted function that function's `donate_argnums`
+        decides. `grads` are only read: no result would fit their buffers. Every leaf of the
+        parameters and of the state keeps its dtype and its sharding.
+
+        Args:
+          grads: gradients, a tree like params. A leaf that is None leaves its parameter as it is.
+          state: from `init`, or from `init_step` to keep more than Optax's state between steps.
+          params: the parameters.
+          max_norm: gradients are scaled down to this global norm, as `optax.clip_by_global_norm`
+            does; the norm is taken in float32. None for no clipping.
+          skip_nonfinite: where any gradient is NaN or infinite, leave params and state untouched.
+            Always so where the state has a loss scale.
+
+        Returns:
+          (params, state), both new.
+
+        Raises:
+          ValueError: the state is not this optimizer's for these parameters, or max_norm is not
+            positive.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxfused
+          >>> opt = jaxfused.optim.adamw(0.1)
+          >>> params = {"w": jnp.array([1.0, 2.0])}
+          >>> state = opt.init(params)
+          >>> for _ in range(3):
+          ...     grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+          ...     params, state = opt.step(grads, state, params, max_norm=1.0)
+          >>> [round(float(w), 2) for w in params["w"]]
+          [0.7, 1.7]
+        """
+        return stepping.step(
+            self, grads, state, params, max_norm=max_norm, skip_nonfinite=skip_nonfinite
+        )
+
+    def init_step(
+        self,
+        params: optax.Params,
+        *,
+        ema_decay: float | None = None,
+        compute_dtype: Any = None,
+        loss_scale: float | None = None,
+        growth_interval: int = 2000,
+    ) -> stepping.StepState:
+        r"""A state for `step` that also keeps an average, a low-precision copy, or a loss scale.
+
+        .. math::
+            \text{ema} &\leftarrow d \cdot \text{ema} + (1 - d) \cdot p \\
+            \text{compute} &\leftarrow \text{cast}(p)
+
+        With such a state `step` takes gradients in any float dtype, those of a bfloat16 copy for
+        instance, and computes in float32 (float64 for float64 gradients).
+
+        Args:
+          params: the parameters.
+          ema_decay: d above, in [0, 1): keep an exponential moving average of the parameters, in
+            float32 at least, that starts at their values. None for no average.
+          compute_dtype: keep a copy of the parameters in this dtype, written in the same pass; take
+            gradients with respect to it. None for no copy.
+          loss_scale: the first dynamic loss scale, at least 1; multiply the loss by
+            `state.loss_scale`. `step` divides the gradients by it. Where one of them is not finite
+            it skips the step and halves the scale (not below 1); after `growth_interval` good steps
+            in a row it doubles the scale. None for no scaling.
+          growth_interval: good steps after which the scale doubles.
+
+        Returns:
+          A `StepState`; `state.optimizer` is Optax's own state.
+
+        Raises:
+          ValueError: an argument is out of its range.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxfused
+          >>> opt = jaxfused.optim.sgd(0.5)
+          >>> params = jnp.array([1.0, 2.0])
+          >>> state = opt.init_step(
+          ...     params, ema_decay=0.5, compute_dtype=jnp.float16, loss_scale=8.0
+          ... )
+          >>> loss = lambda p: state.loss_scale * jnp.sum(p**2) / 2
+          >>> params, state = opt.step(jax.grad(loss)(state.compute), state, params)
+          >>> params, state.ema
+          (Array([0.5, 1. ], dtype=float32), Array([0.75, 1.5 ], dtype=float32))
+          >>> state.compute
+          Array([0.5, 1. ], dtype=float16)
+
+        Source: Micikevicius et al., "Mixed Precision Training", 2018,
+        https://arxiv.org/abs/1710.03740
+        """
+        return stepping.init(
+            self,
+            params,
+            ema_decay=ema_decay,
+            compute_dtype=compute_dtype,
+            loss_scale=loss_scale,
+            growth_interval=growth_interval,
+        )
+
+
+def fuse(
+    rule: Rule,
+    like: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: optax.ScalarOrSchedule | None = None,
+    mask: Any = None,
+    rescale: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> FusedTransformation:
+    """The transformation that runs `rule` on every leaf.
+
+    Args:
+      rule: the optimizer's formula for one leaf.
+      like: Optax's optimizer of the same arguments; its `init` makes the state, whose first element
+        holds the moments of `rule`.
+      learning_rate: a constant, or a schedule whose count is in the state's last element.
+      weight_decay: a constant, or a schedule whose count is in the state's second element; None for
+        an optimizer that has no decay in its state.
+      mask: which leaves decay, as in `optax.add_decayed_weights`.
+      rescale: (direction, parameter) -> direction, after the decay.
+    """
+    recipe = _Recipe(rule, learning_rate, weight_decay, mask, rescale)
+    return FusedTransformation(like.init, recipe.update)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recipe:
+    rule: Rule
+    learning_rate: optax.ScalarOrSchedule
+    weight_decay: optax.ScalarOrSchedule | None
+    mask: Any
+    rescale: Callable[[jax.Array, jax.Array], jax.Array] | None
+
+    def update(
+        self, updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        del extra_args  # Optax hands every member of a chain what one of them asked for.
+        if params is None and (self.weight_decay is not None or self.rescale is not None):
+            raise ValueError(
+                "update: params is None, but this optimizer's update depends on the parameters;"
+                " pass update(grads, state, params)."
+            )
+        moments = state[0]._asdict()
+        count = moments.pop("count", None)
+        if count is not None:
+            count = optax.safe_increment(count)
+        leaf_rule = self.rule(count)
+        decay = None if self.weight_decay is None else _at(self.weight_decay, state[1])
+        learning_rate = _at(self.learning_rate, state[-1])
+
+        def update_leaf(g, p, decays, *leaf_moments):
+            if g is None:
+                return None, leaf_moments
+            u, leaf_moments = leaf_rule(g, leaf_moments)
+            if decays:
+                u = u + decay * p
+            if self.rescale is not None:
+                u = self.rescale(u, p)
+            if callable(self.learning_rate):
+                return jnp.asarray(-learning_rate, u.dtype) * u, leaf_moments
+            return -learning_rate * u, leaf_moments
+
+        leaves, treedef = _flatten(updates)
+        rows = zip(
+            leaves,
+            [None] * len(leaves) if params is None else treedef.flatten_up_to(params),
+            self._decayed(updates),
+            *(treedef.flatten_up_to(tree) for tree in moments.values()),
+            strict=True,
+        )
+        results = [update_leaf(*row) for row in rows]
+        for i, name in enumerate(moments):
+            moments[name] = treedef.unflatten([leaf_moments[i] for _, leaf_moments in results])
+        if count is not None:
+            moments["count"] = count
+        # All that the rest of the state holds are the counts of schedules.
+        schedules = jax.tree.map(optax.safe_increment, state[1:])
+        new_state = (type(state[0])(**moments), *schedules)
+        return treedef.unflatten([u for u, _ in results]), new_state
+
+    def _decayed(self, updates: optax.Updates) -> list[bool]:
+        """For each leaf, whether its weight decays."""
+        leaves, treedef = _flatten(updates)
+        constant_zero = isinstance(self.weight_decay, (int, float)) and self.weight_decay == 0
+        if self.weight_decay is None or constant_zero:
+            return [False] * len(leaves)
+        if self.mask is None:
+            return [True] * len(leaves)
+        # A module can be a mask and callable; only of a function every leaf, itself, is callable.
+        is_function = all(map(callable, jax.tree.leaves(self.mask) or [None]))
+        mask = self.mask(updates) if is_function else self.mask
+        return treedef.flatten_up_to(jax.tree.broadcast(mask, updates))
+
+
+def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
+    """A moment as Optax stores it: in the dtype asked for; without one, as wide as it came out."""
+    return new if dtype is None else new.astype(old.dtype)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure, where None is a leaf: a parameter that has no gradient."""
+    return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+
+
+def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:
+    """A hyperparameter at this step: a constant, or a schedule at the count that `state` holds."""
+    return value(*jax.tree.leaves(state)) if callable(value) else value
