@@ -1,0 +1,92 @@
+"""The command: `python -m benchmarks [NAME...]`."""
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+import benchmarks
+from benchmarks import ceilings, peers, plot, report, results, runner
+from benchmarks.case import LABELS, OURS
+
+
+def operators() -> dict[str, ModuleType]:
+    """The files here that have cases to run."""
+    names = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name != "__main__"]
+    modules = {name: importlib.import_module(f"benchmarks.{name}") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "cases")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    modules = operators()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(modules)}")
+    parser.add_argument("--peers", default=",".join(peers.PROBES), help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY)
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=210.0,
+        metavar="SECONDS",
+        help="per NAME; torch.compile is left out of the cases that begin later (default 210)",
+    )
+    options = parser.parse_args(arguments)
+    names = options.names or list(modules)
+    wanted = [name for name in options.peers.split(",") if name]
+    for kind, given, known in (("NAME", names, modules), ("--peers", wanted, peers.PROBES)):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"{kind}: {', '.join(unknown)} is not known; known are {', '.join(known)}")
+
+    if jax.default_backend() != "gpu":
+        print(
+            "The benchmarks need an NVIDIA GPU, but JAX sees only"
+            f" {jax.devices()[0].device_kind!r}; install jax[cuda13] on a machine that has one."
+        )
+        return 2
+
+    gpu = jax.devices()[0].device_kind
+    missing = peers.missing(wanted)
+    for peer, reason in missing.items():
+        print(f"missing peer: {LABELS[peer]}: {reason}", flush=True)
+    chosen = {*OURS, *wanted} - set(missing)
+    machine: dict[str, Any] = {"versions": results.versions(), "gpu_before": results.gpu_state()}
+    print(f"{gpu}, {machine['gpu_before']}", flush=True)
+    measured = ceilings.measure()
+    print(report.ceilings_line({"ceilings": measured}), flush=True)
+
+    for name in names:
+        begin = time.monotonic()
+        section: dict[str, Any] = {
+            "date": results.now(),
+            "machine": machine,
+            "ceilings": measured,
+            "missing": missing,
+            "quick": options.quick,
+        }
+
+        def save(cases: list[dict[str, Any]], name: str = name, section: Any = section) -> None:
+            section["cases"] = cases
+            results.save_section(options.out, gpu, name, section)
+
+        runner.run(modules[name].cases(options.quick), chosen, budget=options.budget, save=save)
+        section["seconds"] = time.monotonic() - begin
+        machine["gpu_after"] = results.gpu_state()
+        path = results.save_section(options.out, gpu, name, section)
+        # What is drawn is what was written: the file's rounded numbers.
+        written = results.load(path)["benchmarks"][name]
+        plot.draw(gpu, name, written, plot.chart_path(options.out, gpu, name))
+        report.print_report(name, written)
+        print(f"{name}: {section['seconds']:.0f} s; {path}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Which peers are installed here, and why another one is not."""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def _torch() -> None:
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise ImportError("torch is installed, but torch.cuda.is_available() is False")
+
+
+def _liger() -> None:
+    _torch()
+    importlib.import_module("liger_kernel.ops")
+
+
+def _nothing() -> None:
+    """Stock XLA comes with JAX."""
+
+
+PROBES: dict[str, Callable[[], object]] = {
+    "xla": _nothing,
+    "torch_compile": _torch,
+    "liger": _liger,
+    "tokamax": lambda: importlib.import_module("tokamax"),
+}
+
+
+def missing(names: Iterable[str] = tuple(PROBES)) -> dict[str, str]:
+    """For each of `names` that cannot be used here, the error that its import gave."""
+    reasons = {}
+    for name in names:
+        # A peer that is there but broken may raise anything while it is imported.
+        try:
+            PROBES[name]()
+        except Exception as error:
+            reasons[name] = describe(error)
+    return reasons
+
+
+def describe(error: BaseException) -> str:
+    """One line, short enough for a table and a JSON file."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,0 +1,152 @@
+"""Draws charts and the README's part from the result files: `python -m benchmarks.plot`."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report, results
+from benchmarks.case import LABELS
+
+_README = Path(__file__).parent.parent / "README.md"
+
+# Ours in one hue, the peers in muted ones, so that the eye finds ours first.
+_COLORS = {
+    "pallas": "#0f766e",
+    "cuda": "#5eb8ad",
+    "xla": "#9aa5b1",
+    "torch_compile": "#e0a458",
+    "liger": "#b07aa1",
+    "tokamax": "#6b8fc9",
+}
+_INK = "#1f2933"
+_FAINT = "#d5dbe1"
+
+
+def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
+    """One panel per operation, the implementations side by side at each shape."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for case in section["cases"]:
+        by_name.setdefault(case["case"], []).append(case)
+    shown = [
+        n for n in _COLORS if any(report.microseconds(c, n) is not None for c in section["cases"])
+    ]
+    columns = 1 if len(by_name) == 1 else 2
+    lines = -(-len(by_name) // columns)
+    style = {"font.size": 9, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK}
+    style |= {"ytick.color": _INK, "axes.edgecolor": _FAINT, "font.family": "sans-serif"}
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(
+            lines, columns, figsize=(6.2 * columns, 2.5 * lines + 0.9), squeeze=False, dpi=150
+        )
+        for axis, (case_name, cases) in zip(axes.flat, by_name.items(), strict=False):
+            _panel(axis, case_name, cases, shown, section)
+        for axis in list(axes.flat)[len(by_name) :]:
+            axis.set_visible(False)
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        # matplotlib fills a legend by columns; the ceiling's line goes last.
+        order = sorted(range(len(labels)), key=lambda i: labels[i].endswith("ceiling"))
+        height = figure.get_figheight()
+        figure.suptitle(
+            f"{name} on {gpu}, {section['cases'][0]['dtype']}: rate reached, higher is better",
+            x=0.012,
+            y=1 - 0.10 / height,
+            ha="left",
+            va="top",
+            fontsize=13,
+            fontweight="bold",
+        )
+        figure.legend(
+            [handles[i] for i in order],
+            [labels[i] for i in order],
+            loc="upper left",
+            bbox_to_anchor=(0.005, 1 - 0.36 / height),
+            ncols=len(labels),
+            frameon=False,
+            handlelength=1.2,
+            columnspacing=1.6,
+        )
+        figure.tight_layout(rect=(0, 0, 1, 1 - 0.62 / height), h_pad=1.6, w_pad=2.0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _panel(
+    axis: Any, title: str, cases: Sequence[dict[str, Any]], shown: Sequence[str], section: Any
+) -> None:
+    arithmetic = bool(cases[0]["flops"])
+    scale, unit = (1.0, "TFLOP/s") if arithmetic else (1e-3, "TB/s")
+    width = 0.84 / max(1, len(shown))
+    for i, name in enumerate(shown):
+        xs, heights = [], []
+        for j, case in enumerate(cases):
+            time = report.microseconds(case, name)
+            if time is not None:
+                xs.append(j + (i - (len(shown) - 1) / 2) * width)
+                heights.append(scale * report.rate(case, time)[0])
+        axis.bar(xs, heights, width * 0.92, color=_COLORS[name], label=LABELS[name], zorder=2)
+    ceiling = section["ceilings"].get("gemm" if arithmetic else "copy")
+    if ceiling:
+        kind = "matrix-product ceiling" if arithmetic else "copy ceiling"
+        axis.axhline(scale * ceiling, color=_INK, lw=1, ls=(0, (4, 3)), label=kind, zorder=3)
+        axis.set_ylim(0, 1.08 * scale * ceiling)
+    axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axis.set_xticks(range(len(cases)), [report.shape_text(c["shape"]) for c in cases], fontsize=8)
+    axis.set_ylabel(unit)
+    axis.grid(axis="y", color=_FAINT, lw=0.6, zorder=0)
+    axis.tick_params(length=0)
+    axis.set_xlim(-0.55, len(cases) - 0.45)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def chart_path(directory: Path, gpu: str, name: str) -> Path:
+    return directory / f"{results.slug(gpu)}-{name}.png"
+
+
+def update_readme(readme: Path, part: str) -> None:
+    """Replaces what stands between the markers.
+
+    Raises:
+      ValueError: the README does not have both markers, in order.
+    """
+    text = readme.read_text()
+    before, begin, rest = text.partition(report.README_BEGIN)
+    _, end, after = rest.partition(report.README_END)
+    if not begin or not end:
+        raise ValueError(
+            f"{readme} must hold the lines {report.README_BEGIN} and {report.README_END}, but does"
+            " not; add both where the measurements belong."
+        )
+    readme.write_text(before + part + after)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("--results", type=Path, default=results.DIRECTORY)
+    parser.add_argument("--readme", type=Path, default=_README)
+    options = parser.parse_args(arguments)
+
+    loaded = [json.loads(path.read_text()) for path in sorted(options.results.glob("*.json"))]
+    images = {}
+    for result in loaded:
+        for name, section in result["benchmarks"].items():
+            path = chart_path(options.results, result["gpu"], name)
+            draw(result["gpu"], name, section, path)
+            images[result["gpu"], name] = (
+                path.resolve().relative_to(options.readme.resolve().parent).as_posix()
+            )
+            print(path)
+    update_readme(options.readme, report.readme_part(loaded, images))
+    print(options.readme)
+
+
+if __name__ == "__main__":
+    main()

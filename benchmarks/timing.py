@@ -1,0 +1,130 @@
+"""Microseconds per call: CUPTI's kernel times, and events around replays of a CUDA graph."""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental.mosaic.gpu import profiler
+
+SAMPLES = 12
+"""Calls per measurement; the runner measures each implementation in two rounds."""
+
+COLD_BYTES = 256 * 2**20
+"""Input sets are taken in turn until they hold this much: several times any GPU's L2."""
+
+_GRAPH_MILLISECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Microseconds of each call, and the kernels it ran (name, median microseconds)."""
+
+    microseconds: list[float]
+    kernels: list[tuple[str, float]]
+
+
+def input_sets(bytes_per_set: int) -> int:
+    """How many input sets to take in turn so that none is still cached when it comes again."""
+    return min(16, max(2, math.ceil(COLD_BYTES / max(1, bytes_per_set))))
+
+
+class _InTurn:
+    """Calls a function with one input set after the other, as a jitted one for `measure`.
+
+    `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This
+    is one by structure; so torch's kernels can be timed by the same clock as JAX's.
+    """
+
+    def __init__(self, call: Callable[..., Any], sets: Sequence[Any]):
+        self._call = call
+        self._sets = itertools.cycle(sets)
+
+    def __call__(self) -> Any:
+        return self._call(*next(self._sets))
+
+    def trace(self) -> Any:
+        raise NotImplementedError
+
+    def lower(self) -> Any:
+        raise NotImplementedError
+
+
+def cupti(call: Callable[..., Any], sets: Sequence[Any], samples: int = SAMPLES) -> Samples:
+    """Kernel time of each call, the sum over its kernels. Copies by the copy engine are not in it.
+
+    `measure` keeps every output alive, so each call writes to memory of its own.
+    """
+    measured = profiler.measure(_InTurn(call, sets), aggregate=False, iterations=samples)
+    _, timings = measured()
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    names = [name for name, _ in timings[0]]
+    medians = [1e3 * statistics.median(call[i][1] for call in timings) for i in range(len(names))]
+    totals = [1e3 * sum(milliseconds for _, milliseconds in call) for call in timings]
+    return Samples(totals, list(zip(names, medians, strict=True)))
+
+
+def torch_cupti(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
+    """`cupti` for a torch function."""
+    import torch
+
+    def synchronized(*args: Any) -> Any:
+        outputs = call(*args)
+        torch.cuda.synchronize()
+        return outputs
+
+    return cupti(synchronized, sets)
+
+
+def torch_graph(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
+    """A CUDA graph of one call per input set (at least 8), replayed between two events.
+
+    The graph hides what the host needs for a launch; the gap between two kernels stays in.
+    """
+    import torch
+
+    calls = list(itertools.islice(itertools.cycle(sets), max(8, len(sets))))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for args in sets[:2]:
+            call(*args)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Every call's outputs stay alive, so that no call writes where the one before it wrote.
+        outputs = [call(*args) for args in calls]
+
+    def milliseconds(replays: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    milliseconds(1)
+    replays = max(1, math.ceil(_GRAPH_MILLISECONDS / milliseconds(1)))
+    result = [1e3 * milliseconds(replays) / (replays * len(calls)) for _ in range(SAMPLES)]
+    del outputs
+    return Samples(result, [])
+
+
+def wall(call: Callable[..., Any], sets: Sequence[Any], calls: int = 24) -> Samples:
+    """Host time of many calls in flight, divided by their number: for long copies only."""
+    jax.block_until_ready(call(*sets[0]))
+    result = []
+    for _ in range(SAMPLES):
+        turns = list(itertools.islice(itertools.cycle(sets), calls))
+        start = time.perf_counter()
+        jax.block_until_ready([call(*args) for args in turns])
+        result.append(1e6 * (time.perf_counter() - start) / calls)
+    return Samples(result, [])
