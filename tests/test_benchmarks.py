@@ -1,0 +1,313 @@
+"""The benchmarks' bookkeeping on any machine: what is counted, checked, merged, judged, drawn."""
+
+import json
+import sys
+from functools import partial
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import __main__, ceilings, layer_norm, peers, plot, report, results, runner, timing
+from benchmarks.case import BEST_PEER, BULK_COPY
+
+TINY = (6, 64)
+CASES = {case.name: case for case in layer_norm.cases(shapes=[TINY])}
+
+
+def result_of(case, times, **rows):
+    """What the runner would save for `case` if these were the times."""
+    rows |= {
+        name: {"microseconds": time, "least": 0.99 * time, "most": 1.01 * time}
+        for name, time in times.items()
+    }
+    return {
+        "case": case.name,
+        "shape": list(case.shape),
+        "dtype": case.dtype,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "default": "pallas",
+        "bars": [vars(bar) for bar in case.bars],
+        "rows": rows,
+    }
+
+
+def section_of(*cases):
+    return {
+        "date": "2026-01-02T03:04:05+00:00",
+        "machine": {"versions": {"jax": "1.2.3"}},
+        "ceilings": {"bulk_copy": 1e-3, "device_copy": 2e-3, "copy": 2e-3, "gemm": 1e-6},
+        "missing": {"tokamax": "ModuleNotFoundError: No module named 'tokamax'"},
+        "cases": list(cases),
+    }
+
+
+FORWARD = result_of(
+    CASES["layer_norm forward"],
+    {"pallas": 2.0, "cuda": 1.5, "xla": 3.0, "liger": 2.5},
+    torch_compile={"failed": "RuntimeError: no"},
+)
+SECTION = section_of(FORWARD, result_of(CASES["rms_norm forward+backward"], {"xla": 3.0}))
+
+
+# --- the cases ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_case_agrees_with_its_truth(name, implementation):
+    case = CASES[name]
+    inputs = case.make_inputs(jax.random.key(0))
+    with jax.enable_x64(True):
+        truth = runner._in_float64(case.truth)(*inputs)
+    outputs = case.jax[implementation](*inputs)
+    assert runner.distance(outputs, truth) <= runner.ERROR_LIMIT
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_counts_each_operand_once(name):
+    """Forward: inputs and outputs. Backward: what it reads again (h, dy, scale) and its outputs."""
+    case = CASES[name]
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    outputs = jax.eval_shape(case.jax["reference"], *inputs)
+    total = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
+    if case.differentiates:
+        h, scale = inputs[0], inputs[1]
+        total += h.size * h.dtype.itemsize + scale.size * scale.dtype.itemsize
+    assert case.bytes == total
+
+
+def test_gradient_case_returns_outputs_then_gradients():
+    case = CASES["residual + layer_norm forward+backward"]
+    outputs = jax.eval_shape(
+        case.jax["reference"], *jax.eval_shape(case.make_inputs, jax.random.key(0))
+    )
+    assert [o.shape for o in outputs] == [TINY, TINY, TINY, TINY[1:], TINY[1:]]
+    assert [o.dtype for o in outputs] == [jnp.bfloat16] * 3 + [jnp.float32] * 2
+
+
+def test_inputs_are_random_and_differ_between_sets():
+    sets = runner.make_sets(CASES["layer_norm forward"])
+    assert len(sets) == timing.input_sets(sum(a.nbytes for a in sets[0]))
+    assert not (sets[0][0] == sets[1][0]).all()
+    assert all(float(jnp.std(a)) > 0 for a in sets[0])
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 16), (2**26, 4), (2**27 + 1, 2), (2**33, 2)])
+def test_input_sets_outgrow_the_cache(size, count):
+    assert timing.input_sets(size) == count
+
+
+def test_full_run_has_the_shapes_of_the_bars():
+    shapes = {case.shape for case in layer_norm.cases()}
+    assert shapes == set(layer_norm.SHAPES)
+    assert {case.shape for case in layer_norm.cases(quick=True)} == set(layer_norm.QUICK_SHAPES)
+
+
+# --- the check before the timing ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spoil", "right"),
+    [
+        (lambda y: y, True),
+        (lambda y: y.at[3].multiply(1.02), False),  # one wrong row among many
+        (lambda y: y.at[0, 0].set(jnp.nan), False),
+        (lambda y: y[:-1], False),
+        (lambda y: (y, y), False),
+    ],
+)
+def test_distance_sees_every_row(spoil, right):
+    y = jax.random.normal(jax.random.key(0), (512, 64))
+    assert (runner.distance(spoil(y), y) <= runner.ERROR_LIMIT) == right
+
+
+def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
+    def failing(*_):
+        raise ValueError("cannot run here\nsecond line")
+
+    case = CASES["layer_norm forward"]
+    right = case.jax["reference"]
+    functions = {
+        "pallas": right,
+        "cuda": failing,
+        "reference": lambda x, *rest: right(x, *rest) * 1.05,
+        "xla": right,
+    }
+    changed = {**vars(case), "jax": functions, "torch": {"liger": failing}}
+    timed = []
+
+    def fake_cupti(call, sets):
+        timed.append(call)
+        return timing.Samples([2.0, 1.0, 3.0], [("kernel", 2.0)])
+
+    monkeypatch.setattr(timing, "cupti", fake_cupti)
+    saved = []
+    runner.run(
+        [type(case)(**changed)],
+        {"pallas", "cuda", "reference", "liger"},
+        budget=1e9,
+        save=lambda results: saved.append(json.loads(json.dumps(results))),
+    )
+    rows = saved[-1][0]["rows"]
+    assert set(rows) == {"pallas", "cuda", "reference", "liger"}
+    assert rows["pallas"]["microseconds"] == 2.0
+    assert rows["pallas"]["rounds"] == [2.0, 2.0]
+    assert (rows["pallas"]["least"], rows["pallas"]["most"]) == (1.0, 3.0)
+    assert rows["cuda"] == {"failed": "ValueError: cannot run here"}
+    assert "relative error" in rows["reference"]["wrong"]
+    assert "failed" in rows["liger"]
+    assert len(timed) == 2  # two rounds of the one that is right
+
+
+def test_the_clock_that_says_less_is_taken():
+    def samples(*values):
+        return timing.Samples(list(values), [])
+
+    rounds = [
+        {"events": samples(5.0, 5.0), "cupti": samples(4.0, 4.2)},
+        {"events": samples(5.0, 5.0), "cupti": samples(4.1, 4.3)},
+    ]
+    row = runner._combine(rounds)
+    assert row["clock"] == "cupti"
+    assert row["microseconds"] == pytest.approx(4.15)
+    assert row["by_clock"]["events"] == 5.0
+    del rounds[1]["cupti"]
+    assert runner._combine(rounds)["clock"] == "events"
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def test_missing_peer_is_named_with_its_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    reasons = peers.missing(["xla", "tokamax"])
+    assert set(reasons) == {"tokamax"}
+    assert "tokamax" in reasons["tokamax"]
+
+
+def test_broken_peer_counts_as_missing(monkeypatch):
+    def broken():
+        raise OSError("libcuda.so: cannot open")
+
+    monkeypatch.setitem(peers.PROBES, "liger", broken)
+    assert peers.missing(["liger"]) == {"liger": "OSError: libcuda.so: cannot open"}
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_operators_are_the_files_with_cases():
+    assert __main__.operators()["layer_norm"] is layer_norm
+    assert "runner" not in __main__.operators()
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert __main__.main(["layer_norm"]) == 2
+    assert "need an NVIDIA GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["no_such"], ["--peers", "no_such"]])
+def test_unknown_names_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(arguments)
+    assert "no_such is not known" in capsys.readouterr().err
+
+
+def test_copy_kernel_copies():
+    x = jax.random.normal(jax.random.key(0), (7, 256), jnp.bfloat16)
+    with plgpu.force_gpu_interpret_mode():
+        y = ceilings.bulk_copy(x, chunk=256, slots=3, ctas=2)
+    assert bool((y == x).all())
+
+
+@pytest.mark.parametrize("ring", ceilings._RINGS)
+def test_copy_kernel_lowers_for_a_gpu(ring):
+    chunk, slots, ctas = ring
+    copy = jax.jit(partial(ceilings.bulk_copy, chunk=chunk, slots=slots, ctas=132 * ctas))
+    shape = jax.ShapeDtypeStruct((1024, chunk), jnp.bfloat16)
+    jax.export.export(copy, platforms=["cuda"])(shape)
+
+
+# --- results, judgement, report -------------------------------------------------------------------
+
+
+def test_saving_one_section_keeps_the_others(tmp_path):
+    path = results.save_section(tmp_path, "NVIDIA H200", "layer_norm", {"cases": [1 / 3]})
+    assert path.name == "nvidia-h200.json"
+    results.save_section(tmp_path, "NVIDIA H200", "attention", {"cases": []})
+    results.save_section(tmp_path, "NVIDIA H200", "attention", {"cases": [2]})
+    loaded = results.load(path)
+    assert loaded["gpu"] == "NVIDIA H200"
+    assert loaded["benchmarks"] == {
+        "layer_norm": {"cases": [0.33333]},
+        "attention": {"cases": [2]},
+    }
+    assert [p.name for p in tmp_path.iterdir()] == ["nvidia-h200.json"]
+
+
+def test_rates_and_ratios():
+    time = report.microseconds(FORWARD, "pallas")
+    assert report.rate(FORWARD, time) == (FORWARD["bytes"] / 2000.0, "GB/s")
+    assert report.rate({**FORWARD, "flops": 8_000_000}, time) == (4.0, "TFLOP/s")
+    assert report.best_peer(FORWARD) == "liger"
+    judged = {(j.ours, j.against): j for j in report.judge(SECTION) if j.case == FORWARD["case"]}
+    assert judged["default", "xla"].ratio == 1.5
+    assert judged["default", "xla"].met is True
+    assert judged["default", BEST_PEER].ratio == 1.25
+    assert judged["cuda", "pallas"].ratio == 2.0 / 1.5
+    bulk = judged["default", BULK_COPY]
+    assert bulk.ratio == pytest.approx(FORWARD["bytes"] / 2.0 / 1e3 / 1e-3)
+    unmeasured = [j for j in report.judge(SECTION) if j.case != FORWARD["case"]]
+    assert all(j.ratio is None and j.met is None for j in unmeasured)
+
+
+def test_summary_says_no_where_a_must_is_missed_or_not_measured():
+    slow = result_of(CASES["layer_norm forward"], {"pallas": 2.0, "xla": 2.2, "liger": 2.5})
+    _, rows = report.summary(section_of(FORWARD, slow))
+    against_xla = next(row for row in rows if row[2] == "stock XLA")
+    assert against_xla[-2:] == ["1.50 1.10", "NO 1/2"]
+    _, rows = report.summary(SECTION)
+    assert all(row[-1].startswith("NO 0/1") for row in rows if row[0].startswith("rms") and row[3])
+
+
+def test_a_default_slower_than_another_of_ours_is_pointed_out():
+    (line,) = report.slow_defaults(SECTION)
+    assert "jaxfused cuda 1.5 us" in line
+
+
+def test_table_names_what_went_wrong():
+    header, rows = report.table(SECTION)
+    text = report.plain_table("title", header, rows)
+    assert "failed: RuntimeError: no" in text
+    assert all(len(row) == len(header) for row in rows)
+
+
+def test_chart_and_readme_come_from_the_file_alone(tmp_path):
+    directory = tmp_path / "results"
+    results.save_section(directory, "Some GPU", "layer_norm", SECTION)
+    readme = tmp_path / "README.md"
+    old = f"before\n{report.README_BEGIN}\nold\n{report.README_END}\nafter\n"
+    readme.write_text(old)
+    arguments = ["--results", str(directory), "--readme", str(readme)]
+    plot.main(arguments)
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "(results/some-gpu-layer_norm.png)" in text
+    assert "| layer_norm forward | 1 | 1.50x | 1.25x |" in text
+    assert "| rms_norm forward+backward | 1 | not measured |" in text
+    assert (directory / "some-gpu-layer_norm.png").read_bytes().startswith(b"\x89PNG")
+    plot.main(arguments)
+    assert readme.read_text() == text
+
+
+def test_readme_without_markers_is_left_alone(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("no markers\n")
+    with pytest.raises(ValueError, match="benchmarks:begin"):
+        plot.update_readme(readme, "part")
+    assert readme.read_text() == "no markers\n"
