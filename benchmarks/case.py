@@ -63,7 +63,8 @@ class Case:
     """Which of OURS runs here with implementation=None."""
     bars: tuple[Bar, ...] = field(default=())
     dtype: str = "bfloat16"
-    differentiates: bool = False
+    differentiable: int = 0
+    """How many leading inputs need a gradient in torch; 0 where only the forward is measured."""
 
 
 def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> Function:

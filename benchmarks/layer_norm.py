@@ -127,9 +127,10 @@ def _liger_rms_norm() -> Function:
 
 
 def _tokamax(x, scale, bias=None, *, subtract_mean):
+    # Without jax-triton tokamax leaves its Triton norm out and would run XLA's under its own name.
+    import jax_triton  # noqa: F401
     import tokamax
 
-    # Named, so that a machine without jax-triton says so instead of timing XLA under this name.
     return tokamax.layer_norm(
         x,
         scale,
@@ -297,7 +298,7 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
         bytes=operation.passes * rows * features * 2 + operation.parameters * features * 4,
         default=_default(operation, shape),
         bars=operation.bars,
-        differentiates=operation.cotangents > 0,
+        differentiable=operation.differentiable if operation.cotangents else 0,
     )
 
 

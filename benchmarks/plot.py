@@ -22,6 +22,7 @@ _COLORS = {
 }
 _INK = "#1f2933"
 _FAINT = "#d5dbe1"
+_CEILING_LINE: dict[str, Any] = {"color": _INK, "lw": 1, "ls": (0, (4, 3))}
 
 
 def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
@@ -30,13 +31,12 @@ def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     by_name: dict[str, list[dict[str, Any]]] = {}
     for case in section["cases"]:
         by_name.setdefault(case["case"], []).append(case)
-    shown = [
-        n for n in _COLORS if any(report.microseconds(c, n) is not None for c in section["cases"])
-    ]
     columns = 1 if len(by_name) == 1 else 2
     lines = -(-len(by_name) // columns)
     style = {"font.size": 9, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK}
@@ -46,12 +46,9 @@ def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
             lines, columns, figsize=(6.2 * columns, 2.5 * lines + 0.9), squeeze=False, dpi=150
         )
         for axis, (case_name, cases) in zip(axes.flat, by_name.items(), strict=False):
-            _panel(axis, case_name, cases, shown, section)
+            _panel(axis, case_name, cases, section)
         for axis in list(axes.flat)[len(by_name) :]:
             axis.set_visible(False)
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        # matplotlib fills a legend by columns; the ceiling's line goes last.
-        order = sorted(range(len(labels)), key=lambda i: labels[i].endswith("ceiling"))
         height = figure.get_figheight()
         figure.suptitle(
             f"{name} on {gpu}, {section['cases'][0]['dtype']}: rate reached, higher is better",
@@ -62,27 +59,31 @@ def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
             fontsize=13,
             fontweight="bold",
         )
+        handles = [Patch(color=_COLORS[n], label=LABELS[n]) for n in _shown(section["cases"])]
         figure.legend(
-            [handles[i] for i in order],
-            [labels[i] for i in order],
+            handles=[*handles, Line2D([], [], label="measured ceiling", **_CEILING_LINE)],
             loc="upper left",
             bbox_to_anchor=(0.005, 1 - 0.36 / height),
-            ncols=len(labels),
+            ncols=len(handles) + 1,
             frameon=False,
             handlelength=1.2,
             columnspacing=1.6,
         )
-        figure.tight_layout(rect=(0, 0, 1, 1 - 0.62 / height), h_pad=1.6, w_pad=2.0)
+        figure.tight_layout(rect=(0, 0, 1, 1 - 0.50 / height), h_pad=1.6, w_pad=2.0)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
 
 
-def _panel(
-    axis: Any, title: str, cases: Sequence[dict[str, Any]], shown: Sequence[str], section: Any
-) -> None:
+def _shown(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Implementations with a time in any of the cases, in the order of their colours."""
+    return [n for n in _COLORS if any(report.microseconds(case, n) is not None for case in cases)]
+
+
+def _panel(axis: Any, title: str, cases: Sequence[dict[str, Any]], section: Any) -> None:
     arithmetic = bool(cases[0]["flops"])
     scale, unit = (1.0, "TFLOP/s") if arithmetic else (1e-3, "TB/s")
+    shown = _shown(cases)
     width = 0.84 / max(1, len(shown))
     for i, name in enumerate(shown):
         xs, heights = [], []
@@ -91,11 +92,10 @@ def _panel(
             if time is not None:
                 xs.append(j + (i - (len(shown) - 1) / 2) * width)
                 heights.append(scale * report.rate(case, time)[0])
-        axis.bar(xs, heights, width * 0.92, color=_COLORS[name], label=LABELS[name], zorder=2)
+        axis.bar(xs, heights, width * 0.92, color=_COLORS[name], zorder=2)
     ceiling = section["ceilings"].get("gemm" if arithmetic else "copy")
     if ceiling:
-        kind = "matrix-product ceiling" if arithmetic else "copy ceiling"
-        axis.axhline(scale * ceiling, color=_INK, lw=1, ls=(0, (4, 3)), label=kind, zorder=3)
+        axis.axhline(scale * ceiling, zorder=3, **_CEILING_LINE)
         axis.set_ylim(0, 1.08 * scale * ceiling)
     axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axis.set_xticks(range(len(cases)), [report.shape_text(c["shape"]) for c in cases], fontsize=8)

@@ -223,25 +223,28 @@ def _prepare_torch(
 
     function = build()
 
-    def tensor(array: jax.Array) -> Any:
-        return torch.from_dlpack(array).detach().requires_grad_(case.differentiates)
+    def tensors_of(arrays: Arrays) -> tuple[Any, ...]:
+        tensors = [torch.from_dlpack(a).detach() for a in arrays]
+        for tensor in tensors[: case.differentiable]:
+            tensor.requires_grad_()
+        return tuple(tensors)
 
     def call(*args: Any) -> Any:
-        with torch.set_grad_enabled(case.differentiates):
+        with torch.set_grad_enabled(case.differentiable > 0):
             return function(*args)
 
     def call_on_jax(*args: jax.Array) -> Any:
-        outputs = call(*(tensor(a) for a in args))
+        outputs = call(*tensors_of(args))
         torch.cuda.synchronize()
         return jax.tree.map(lambda t: jnp.from_dlpack(t.detach().contiguous()), outputs)
 
-    tensors = [tuple(tensor(a) for a in arrays) for arrays in sets]
+    tensor_sets = [tensors_of(arrays) for arrays in sets]
 
     def clock() -> _Row:
-        samples: _Row = {"events": timing.torch_graph(call, tensors)}
+        samples: _Row = {"events": timing.torch_graph(call, tensor_sets)}
         # The events decide whether there is a number at all; CUPTI can only lower it.
         try:
-            samples["cupti"] = timing.torch_cupti(call, tensors)
+            samples["cupti"] = timing.torch_cupti(call, tensor_sets)
         except Exception as error:
             samples["note"] = f"no CUPTI time: {peers.describe(error)}"
         torch.cuda.empty_cache()

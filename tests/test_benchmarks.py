@@ -73,7 +73,7 @@ def test_case_counts_each_operand_once(name):
     inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
     outputs = jax.eval_shape(case.jax["reference"], *inputs)
     total = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
-    if case.differentiates:
+    if case.differentiable:
         h, scale = inputs[0], inputs[1]
         total += h.size * h.dtype.itemsize + scale.size * scale.dtype.itemsize
     assert case.bytes == total
