@@ -1,0 +1,66 @@
+"""linear in plain jax.numpy: the truth for the kernels, and `implementation="xla"`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfused.reference.activation import activate
+from jaxfused.reference.product import accumulator_dtype, product
+
+PREACTIVATION = "jaxfused_preactivation"
+"""The name under which `preactivation` marks its result for the policies of `jax.checkpoint`."""
+
+save_preactivation = jax.checkpoint_policies.save_only_these_names(PREACTIVATION)
+
+
+def linear(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    precision: Any,
+    out_dtype: Any,
+) -> jax.Array:
+    """Returns act(x @ w + bias) + residual of [..., D] and [D, F], in `out_dtype`.
+
+    The gradient keeps x, w and the preactivation in x's dtype, not the float32 of the accumulators
+    and of the activation's derivative.
+    """
+    if activation is None:
+        return add_residual(affine(x, w, bias, precision=precision), residual, out_dtype)
+
+    def activated(x, w, bias, residual):
+        z = preactivation(x, w, bias, precision=precision)
+        y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+        return add_residual(y, residual, out_dtype)
+
+    return jax.checkpoint(activated, policy=save_preactivation)(x, w, bias, residual)
+
+
+def affine(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any, dtype: Any = None
+) -> jax.Array:
+    """Returns x @ w + bias as it leaves the accumulators of a product in `dtype`, else x's."""
+    rows = "abcefghijklmnopqrstuvwxyz"[: x.ndim - 1]
+    y = product(f"{rows}d,dF->{rows}F", x, w, dtype=dtype, precision=precision)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def preactivation(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
+) -> jax.Array:
+    """Returns x @ w + bias in x's dtype: what an activation reads and a backward may keep.
+
+    The activation reads it as it was rounded, so that a backward that kept it sees the very numbers
+    of the forward.
+    """
+    return checkpoint_name(affine(x, w, bias, precision=precision).astype(x.dtype), PREACTIVATION)
+
+
+def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> jax.Array:
+    """Adds the residual before the one rounding to `out_dtype`."""
+    return (y if residual is None else y + residual.astype(y.dtype)).astype(jnp.dtype(out_dtype))

@@ -1,0 +1,70 @@
+"""The matrix product of every reference: narrow operands, wide accumulators, also in the gradient.
+
+`jnp.einsum` of 16-bit operands with float32 results gets this right going forward; its gradient
+then multiplies a float32 cotangent by a 16-bit operand, which costs a float32 product, and rounds
+the gradient of a float32 weight to 16 bits if the weight was cast first. Stating the gradient
+avoids both.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def product(
+    subscripts: str, a: jax.Array, b: jax.Array, *, dtype: Any = None, precision: Any = None
+) -> jax.Array:
+    """Returns `einsum(subscripts, a, b)` of operands rounded to `dtype` and accumulated in float32.
+
+    Args:
+      subscripts: explicit ("md,df->mf"); an operand's every index is in the other or in the result.
+      a: of any float dtype.
+      b: of any float dtype.
+      dtype: of the multiplication, by default a's. The cotangent is rounded to it as well.
+      precision: as in `jax.lax.dot_general`.
+
+    Returns:
+      float32 (float64 where `dtype` is float64). Gradients are accumulated as wide and rounded
+      once, to the dtype of their operand.
+
+    Reverse-mode differentiation works to any order; forward mode where nothing has to be rounded,
+    which is where both operands are float32 or both are float64.
+    """
+    dtype = jnp.dtype(a.dtype if dtype is None else dtype)
+    if a.dtype == b.dtype == dtype == accumulator_dtype(dtype):
+        return jnp.einsum(subscripts, a, b, precision=precision)
+    return _rounding_product(subscripts, dtype, precision, a, b)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """float32, or float64 for float64: what sums and elementwise arithmetic are carried in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rounding_product(subscripts, dtype, precision, a, b):
+    return jnp.einsum(
+        subscripts,
+        a.astype(dtype),
+        b.astype(dtype),
+        precision=precision,
+        preferred_element_type=accumulator_dtype(dtype),
+    )
+
+
+def _rounding_product_fwd(subscripts, dtype, precision, a, b):
+    return _rounding_product(subscripts, dtype, precision, a, b), (a, b)
+
+
+def _rounding_product_bwd(subscripts, dtype, precision, operands, dy):
+    a, b = operands
+    operand_subscripts, y_axes = subscripts.split("->")
+    a_axes, b_axes = operand_subscripts.split(",")
+    da = _rounding_product(f"{y_axes},{b_axes}->{a_axes}", dtype, precision, dy, b)
+    db = _rounding_product(f"{a_axes},{y_axes}->{b_axes}", dtype, precision, a, dy)
+    return da.astype(a.dtype), db.astype(b.dtype)
+
+
+_rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
