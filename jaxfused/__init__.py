@@ -1,4 +1,18 @@
 """Fused operators for JAX on NVIDIA GPUs; the same functions run as plain jax.numpy elsewhere."""
 
+from jaxfused import optim as optim
+from jaxfused.ops.attention import dot_product_attention as dot_product_attention
 from jaxfused.ops.layer_norm import layer_norm as layer_norm
 from jaxfused.ops.layer_norm import rms_norm as rms_norm
+from jaxfused.ops.linear import linear as linear
+from jaxfused.ops.mlp import gated_mlp as gated_mlp
+from jaxfused.ops.mlp import mlp as mlp
+from jaxfused.ops.qkv_projection import qkv_projection as qkv_projection
+from jaxfused.ops.rope import axial_rope_tables as axial_rope_tables
+from jaxfused.ops.rope import rope as rope
+from jaxfused.ops.rope import rope_tables as rope_tables
+from jaxfused.reference.rope import LinearRope as LinearRope
+from jaxfused.reference.rope import Llama3Rope as Llama3Rope
+from jaxfused.reference.rope import NTKRope as NTKRope
+from jaxfused.reference.rope import RopeScaling as RopeScaling
+from jaxfused.reference.rope import YarnRope as YarnRope

@@ -1,4 +1,9 @@
 """Every operator in plain jax.numpy: `implementation="xla"`, and the truth for the kernels."""
 
 from jaxfused.reference import activation as activation
+from jaxfused.reference import attention as attention
 from jaxfused.reference import layer_norm as layer_norm
+from jaxfused.reference import linear as linear
+from jaxfused.reference import mlp as mlp
+from jaxfused.reference import qkv_projection as qkv_projection
+from jaxfused.reference import rope as rope
