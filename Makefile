@@ -1,0 +1,65 @@
+# make vit         train a Vision Transformer on real handwritten digits
+# make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
+# make test-gpu    the tests that need an NVIDIA GPU
+# make bench       time every operator against its peers on the GPU
+# make lint        ruff, mypy, clang-format
+# make ffi         build the CUDA library into the checkout
+#
+# The first call makes .venv and installs all that is needed. With PYTHON=python3 that interpreter is
+# taken as it is instead, and nothing is installed. JAX_VERSION=0.12.0.1 tests another JAX.
+
+BASE_PYTHON ?= $(shell command -v python3.12 || command -v python3)
+VENV ?= .venv
+JAX_VERSION ?= 0.11.2
+JOBS ?= $(shell nproc)
+NVCC ?= $(shell command -v nvcc)
+# Architectures that `make ffi` builds: this machine's GPU, or Hopper where there is none.
+CUDA_ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .),90)
+
+ifdef PYTHON
+INSTALLED :=
+else
+PYTHON := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed-$(JAX_VERSION)
+endif
+
+# pip cannot see a GPU, so the extra that brings JAX's CUDA plugin is chosen here.
+EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo test)
+# cmake, ninja and clang-format come from the virtual environment where there is one.
+TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
+
+.PHONY: vit test test-gpu bench lint ffi clean
+
+vit: $(INSTALLED)
+	$(PYTHON) -m examples.vit.train
+
+test: lint $(if $(NVCC),ffi)
+	$(PYTHON) -m pytest -n $(JOBS)
+
+test-gpu: $(if $(NVCC),ffi)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m gpu -n 4
+
+bench: $(if $(NVCC),ffi)
+	$(PYTHON) -m benchmarks
+
+lint: $(INSTALLED)
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(TOOLS) clang-format --dry-run --Werror $(wildcard ffi/*.cc ffi/*.cu ffi/*.cuh ffi/*.h)
+
+ffi: $(INSTALLED)
+	$(TOOLS) cmake -S ffi -B build/ffi -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+	  -DJAXFUSED_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES) \
+	  -DPython_EXECUTABLE=$(abspath $(shell command -v $(PYTHON)))
+	$(TOOLS) cmake --build build/ffi
+	$(TOOLS) cmake --install build/ffi --prefix .
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/.installed-$(JAX_VERSION): pyproject.toml
+	$(BASE_PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	$(PYTHON) -m pip install --quiet -C wheel.cmake=false -e '.[$(EXTRAS)]' 'jax==$(JAX_VERSION)'
+	touch $@
