@@ -101,7 +101,10 @@ def step(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("tx", "skip_nonfinite"), donate_argnames=("state", "params")
+    jax.jit,
+    static_argnames=("tx", "skip_nonfinite"),
+    donate_argnames=("state", "params"),
+    keep_unused=True,  # The old compute copy is not read, but its buffer is wanted for the new one.
 )
 def _step(tx, grads, state, params, max_norm, skip_nonfinite):
     kept = state if isinstance(state, StepState) else None
@@ -136,7 +139,9 @@ def _step(tx, grads, state, params, max_norm, skip_nonfinite):
     ema = kept.ema
     if kept.ema_decay is not None:
         d = kept.ema_decay
-        ema = jax.tree.map(lambda e, p: write(e, d * e + (1 - d) * p), ema, new_params)
+        ema = jax.tree.map(
+            lambda e, p: write(e, d * e + (1 - d) * p.astype(e.dtype)), ema, new_params
+        )
     compute = kept.compute
     if compute is not None:
         compute = jax.tree.map(lambda c, p: p.astype(c.dtype), compute, new_params)
