@@ -1,0 +1,100 @@
+// The activation functions of jaxfused/reference/activation.py, and their derivatives, in float32.
+#pragma once
+
+#include <string_view>
+
+enum class Activation : int { kNone, kRelu, kGeluTanh, kGeluErf, kSilu };
+
+inline bool parse_activation(std::string_view name, Activation* activation) {
+  constexpr std::string_view kNames[] = {"none", "relu", "gelu_tanh", "gelu_erf", "silu"};
+  for (int i = 0; i < 5; ++i) {
+    if (name == kNames[i]) {
+      *activation = static_cast<Activation>(i);
+      return true;
+    }
+  }
+  return false;
+}
+
+namespace activation_detail {
+
+constexpr float kSqrtHalf = 0.70710678118654752f;
+constexpr float kInvSqrtTwoPi = 0.39894228040143268f;
+// gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), because 1 + tanh(t) = 2 sigmoid(2 t):
+// one exponential, and no cancellation for negative x.
+constexpr float kGeluTwo = 1.5957691216057308f;
+constexpr float kGeluCubic = 0.044715f;
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
+
+__device__ __forceinline__ float gelu_tanh_gate(float x) {
+  return sigmoid(kGeluTwo * (x + kGeluCubic * x * x * x));
+}
+
+}  // namespace activation_detail
+
+// values[i] = activation(values[i]). The choice is uniform over the grid: one branch for all
+// values.
+template <int kSize>
+__device__ __forceinline__ void activate(Activation activation, float (&values)[kSize]) {
+  using namespace activation_detail;
+  switch (activation) {
+    case Activation::kNone:
+      break;
+    case Activation::kRelu:
+#pragma unroll
+      for (float& x : values) x = x < 0.0f ? 0.0f : x;  // a NaN stays one
+      break;
+    case Activation::kGeluTanh:
+#pragma unroll
+      for (float& x : values) x *= gelu_tanh_gate(x);
+      break;
+    case Activation::kGeluErf:
+#pragma unroll
+      for (float& x : values) x *= 0.5f * erfcf(-kSqrtHalf * x);
+      break;
+    case Activation::kSilu:
+#pragma unroll
+      for (float& x : values) x *= sigmoid(x);
+      break;
+  }
+}
+
+// gradient[i] *= activation'(inputs[i]).
+template <int kSize>
+__device__ __forceinline__ void multiply_derivative(Activation activation,
+                                                    const float (&inputs)[kSize],
+                                                    float (&gradient)[kSize]) {
+  using namespace activation_detail;
+  switch (activation) {
+    case Activation::kNone:
+      break;
+    case Activation::kRelu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] = inputs[i] > 0.0f ? gradient[i] : 0.0f;
+      break;
+    case Activation::kGeluTanh:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = inputs[i];
+        const float gate = gelu_tanh_gate(x);
+        const float slope = kGeluTwo * (1.0f + 3.0f * kGeluCubic * x * x);
+        gradient[i] *= gate + x * gate * (1.0f - gate) * slope;
+      }
+      break;
+    case Activation::kGeluErf:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = inputs[i];
+        gradient[i] *= 0.5f * erfcf(-kSqrtHalf * x) + x * kInvSqrtTwoPi * expf(-0.5f * x * x);
+      }
+      break;
+    case Activation::kSilu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float gate = sigmoid(inputs[i]);
+        gradient[i] *= gate * (1.0f + inputs[i] * (1.0f - gate));
+      }
+      break;
+  }
+}

@@ -1,0 +1,137 @@
+// What every FFI handler needs: the device it runs on, checks of its operands, CUDA errors as
+// ffi::Error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "rows.cuh"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+// Returns from a handler with the error, if there is one.
+#define RETURN_IF_ERROR(expression)                      \
+  do {                                                   \
+    ffi::Error returned_error = (expression);            \
+    if (returned_error.failure()) return returned_error; \
+  } while (false)
+
+// Defines a handler as a symbol of the library: everything else in it is hidden.
+#define DEFINE_HANDLER(symbol, function, ...)                              \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol( \
+      XLA_FFI_CallFrame* call_frame);                                      \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, function, __VA_ARGS__)
+
+inline ffi::Error check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+struct Device {
+  int multiprocessors;
+  int shared_bytes;  // that one block can have
+
+  static ffi::Error current(Device* device) {
+    int id = 0;
+    RETURN_IF_ERROR(check_cuda(cudaGetDevice(&id), "cudaGetDevice"));
+    RETURN_IF_ERROR(check_cuda(
+        cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id),
+        "cudaDeviceGetAttribute"));
+    return check_cuda(
+        cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id),
+        "cudaDeviceGetAttribute");
+  }
+};
+
+// Launches kernel(args) with dynamic shared memory of any size that the device has.
+template <typename Args>
+ffi::Error launch(void (*kernel)(Args), const Args& args, dim3 grid, int block, int shared_bytes,
+                  cudaStream_t stream) {
+  RETURN_IF_ERROR(
+      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                 "cudaFuncSetAttribute"));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(block);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
+  return check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+// How many blocks of `kernel` one multiprocessor holds at a time; 1 at least.
+template <typename Args>
+ffi::Error blocks_per_multiprocessor(void (*kernel)(Args), int threads, int shared_bytes,
+                                     int* blocks) {
+  RETURN_IF_ERROR(
+      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                 "cudaFuncSetAttribute"));
+  RETURN_IF_ERROR(
+      check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                     blocks, reinterpret_cast<const void*>(kernel), threads, shared_bytes),
+                 "cudaOccupancyMaxActiveBlocksPerMultiprocessor"));
+  *blocks = std::max(*blocks, 1);
+  return ffi::Error::Success();
+}
+
+inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F32:
+      return Dtype::kFloat32;
+    case ffi::DataType::BF16:
+      return Dtype::kBfloat16;
+    case ffi::DataType::F16:
+      return Dtype::kFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// An absent operand travels as a buffer without elements.
+inline bool is_absent(const ffi::AnyBuffer& buffer) { return buffer.element_count() == 0; }
+
+// The data of a buffer, or nullptr for an absent one.
+template <typename T = void>
+T* data_or_null(const ffi::AnyBuffer& buffer) {
+  return is_absent(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());
+}
+
+inline std::string to_string(ffi::AnyBuffer::Dimensions dimensions) {
+  std::string text = "[";
+  for (const int64_t dimension : dimensions) {
+    text += (text.size() > 1 ? ", " : "") + std::to_string(dimension);
+  }
+  return text + "]";
+}
+
+inline ffi::Error check_shape(std::string_view name, const ffi::AnyBuffer& buffer,
+                              std::initializer_list<int64_t> expected) {
+  const auto dimensions = buffer.dimensions();
+  if (std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end())) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument(std::string(name) + " has shape " + to_string(dimensions) +
+                                     ", but " + to_string({expected.begin(), expected.size()}) +
+                                     " is needed");
+}
+
+inline ffi::Error check_dtype(std::string_view name, const ffi::AnyBuffer& buffer,
+                              ffi::DataType expected) {
+  if (buffer.element_type() == expected) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument(std::string(name) + " has another dtype than is needed");
+}
+
+// Whether every pointer (nullptr is absent) allows 16-byte accesses.
+inline bool are_aligned(std::initializer_list<const void*> pointers) {
+  for (const void* pointer : pointers) {
+    if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) return false;
+  }
+  return true;
+}

@@ -1,0 +1,76 @@
+// What the forward and the backward of layer_norm and rms_norm share: the constants of a call and
+// the checks of its operands.
+#pragma once
+
+#include "activation.cuh"
+#include "handler.h"
+#include "rows.cuh"
+
+// Threads a row of the kernels that read a row more than once, because one team cannot hold it.
+constexpr int kWideThreads = kMaxThreads;
+
+struct NormOptions {
+  bool subtract_mean;
+  float epsilon;
+  float scale_offset;
+  Activation pre_activation;
+  Activation activation;
+};
+
+inline ffi::Error parse_options(bool subtract_mean, float epsilon, float scale_offset,
+                                std::string_view pre_activation, std::string_view activation,
+                                NormOptions* options) {
+  options->subtract_mean = subtract_mean;
+  options->epsilon = epsilon;
+  options->scale_offset = scale_offset;
+  if (!parse_activation(pre_activation, &options->pre_activation) ||
+      !parse_activation(activation, &options->activation)) {
+    return ffi::Error::InvalidArgument(
+        "layer_norm: an activation is not known: " + std::string(pre_activation) + ", " +
+        std::string(activation));
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {
+  if (x.dimensions().size() != 2 || !dtype_of(x)) {
+    return ffi::Error::InvalidArgument(std::string(name) +
+                                       " must be a matrix of float32, bfloat16 or float16");
+  }
+  const int64_t features = x.dimensions()[1];
+  if (features < 1 || features > 65536) {
+    return ffi::Error::InvalidArgument(std::string(name) + " has " + std::to_string(features) +
+                                       " features; 1 to 65536 are supported");
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error parse_parameter(std::string_view name, const ffi::AnyBuffer& buffer,
+                                  int64_t features, Parameter* parameter) {
+  *parameter = {nullptr, Dtype::kFloat32};
+  if (is_absent(buffer)) return ffi::Error::Success();
+  RETURN_IF_ERROR(check_shape(name, buffer, {features}));
+  const auto dtype = dtype_of(buffer);
+  if (!dtype) {
+    return ffi::Error::InvalidArgument(std::string(name) + " must be float32, bfloat16 or float16");
+  }
+  *parameter = {buffer.untyped_data(), *dtype};
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_like(std::string_view name, const ffi::AnyBuffer& buffer,
+                             const ffi::AnyBuffer& x) {
+  RETURN_IF_ERROR(check_shape(name, buffer, {x.dimensions()[0], x.dimensions()[1]}));
+  return check_dtype(name, buffer, x.element_type());
+}
+
+inline ffi::Error check_like_or_absent(std::string_view name, const ffi::AnyBuffer& buffer,
+                                       const ffi::AnyBuffer& x) {
+  return is_absent(buffer) ? ffi::Error::Success() : check_like(name, buffer, x);
+}
+
+inline ffi::Error check_float32(std::string_view name, const ffi::AnyBuffer& buffer,
+                                std::initializer_list<int64_t> shape) {
+  RETURN_IF_ERROR(check_shape(name, buffer, shape));
+  return check_dtype(name, buffer, ffi::DataType::F32);
+}

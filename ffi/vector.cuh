@@ -1,0 +1,89 @@
+// Short vectors of float32, bfloat16 or float16 values, and their way to and from float32
+// registers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize) Vector {
+  T values[kSize];
+};
+
+// One memory instruction for any vector of up to 16 bytes: nvcc does not promise that for a struct.
+template <typename T, int kSize>
+__device__ __forceinline__ Vector<T, kSize> load_vector(const void* address) {
+  using V = Vector<T, kSize>;
+  V vector;
+  if constexpr (sizeof(V) == 16) {
+    *reinterpret_cast<uint4*>(&vector) = *static_cast<const uint4*>(address);
+  } else {
+    vector = *static_cast<const V*>(address);
+  }
+  return vector;
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void store_vector(void* address, const Vector<T, kSize>& vector) {
+  if constexpr (sizeof(vector) == 16) {
+    *static_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(&vector);
+  } else {
+    *static_cast<Vector<T, kSize>*>(address) = vector;
+  }
+}
+
+template <int kSize>
+__device__ __forceinline__ void unpack(const Vector<float, kSize>& vector, float (&out)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) out[i] = vector.values[i];
+}
+
+template <int kSize>
+__device__ __forceinline__ void unpack(const Vector<__nv_bfloat16, kSize>& vector,
+                                       float (&out)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) out[i] = __bfloat162float(vector.values[i]);
+}
+
+template <int kSize>
+__device__ __forceinline__ void unpack(const Vector<__half, kSize>& vector, float (&out)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) out[i] = __half2float(vector.values[i]);
+}
+
+template <int kSize>
+__device__ __forceinline__ void pack(const float (&in)[kSize], Vector<float, kSize>& vector) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) vector.values[i] = in[i];
+}
+
+// Two values a conversion: one instruction where the GPU has it.
+template <int kSize>
+__device__ __forceinline__ void pack(const float (&in)[kSize],
+                                     Vector<__nv_bfloat16, kSize>& vector) {
+  if constexpr (kSize == 1) {
+    vector.values[0] = __float2bfloat16_rn(in[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(in[i], in[i + 1]);
+      vector.values[i] = pair.x;
+      vector.values[i + 1] = pair.y;
+    }
+  }
+}
+
+template <int kSize>
+__device__ __forceinline__ void pack(const float (&in)[kSize], Vector<__half, kSize>& vector) {
+  if constexpr (kSize == 1) {
+    vector.values[0] = __float2half_rn(in[0]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      const __half2 pair = __floats2half2_rn(in[i], in[i + 1]);
+      vector.values[i] = pair.x;
+      vector.values[i + 1] = pair.y;
+    }
+  }
+}

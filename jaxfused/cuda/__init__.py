@@ -1,0 +1,8 @@
+"""The CUDA C kernels of ffi/, called through the XLA FFI: one module an operator.
+
+They serve the GPUs and shapes that the Pallas kernels do not.
+"""
+
+from jaxfused.cuda import layer_norm, library
+
+__all__ = ["layer_norm", "library"]

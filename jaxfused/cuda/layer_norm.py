@@ -1,0 +1,157 @@
+"""layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
+
+The kernels take a row in pieces of 16 bytes where the number of features allows it, and value by value
+elsewhere, so there is no shape that they refuse.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+
+MAX_FEATURES = 65536
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    rows: int,
+    features: int,
+    dtype: Any,
+    residual_dtype: Any = None,
+) -> str | None:
+    """None where forward and backward can run, else the reason."""
+    if compute_capability is None:
+        return "it needs an NVIDIA GPU"
+    if compute_capability < (7, 5):
+        major, minor = compute_capability
+        return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
+    if dtype not in DTYPES:
+        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+    if residual_dtype is not None and residual_dtype != dtype:
+        return (
+            f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
+            f" residual {jnp.dtype(residual_dtype)}"
+        )
+    if not 1 <= features <= MAX_FEATURES:
+        return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
+    return library.why_unavailable()
+
+
+def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    save_statistics: bool,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, next_residual, mean, rstd) over the rows of x [M, D]; what does not exist is None."""
+    library.register()
+    rows = x.shape[0]
+    save_mean = save_statistics and subtract_mean
+    call = jax.ffi.ffi_call(
+        "jaxfused_layer_norm_forward",
+        (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            _result(x.shape, x.dtype, residual is not None),
+            _result((rows,), jnp.float32, save_mean),
+            _result((rows,), jnp.float32, save_statistics),
+        ),
+    )
+    y, next_residual, mean, rstd = call(
+        x,
+        *_operands(scale, bias, residual, pre_bias),
+        **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
+    )
+    return (
+        y,
+        None if residual is None else next_residual,
+        mean if save_mean else None,
+        rstd if save_statistics else None,
+    )
+
+
+def backward(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dscale, dbias, dpre_bias) over the rows of h [M, D].
+
+    The last three are float32 [segments, D], one entry for each of `segments` equal runs of rows, and
+    None for a parameter that is None. With `dnext_residual`, h is the next residual, and pre_bias is in
+    it already.
+    """
+    library.register()
+    parameters = (scale, bias, pre_bias)
+    shape = (segments, h.shape[1])
+    call = jax.ffi.ffi_call(
+        "jaxfused_layer_norm_backward",
+        (
+            jax.ShapeDtypeStruct(h.shape, h.dtype),
+            *(_result(shape, jnp.float32, parameter is not None) for parameter in parameters),
+        ),
+    )
+    dx, *gradients = call(
+        dy,
+        *_operands(dnext_residual),
+        h,
+        *_operands(mean),
+        rstd,
+        *_operands(*parameters),
+        segments=np.int64(segments),
+        **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
+    )
+    dscale, dbias, dpre_bias = (
+        None if parameter is None else gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    )
+    return dx, dscale, dbias, dpre_bias
+
+
+def _operands(*arrays: jax.Array | None) -> list[jax.Array]:
+    """The arrays as a handler takes them: one that is absent travels without elements."""
+    return [jnp.zeros((0,), jnp.float32) if a is None else a for a in arrays]
+
+
+def _result(shape: tuple[int, ...], dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
+
+
+def _attributes(
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+) -> dict[str, Any]:
+    return dict(
+        subtract_mean=np.bool_(subtract_mean),
+        epsilon=np.float32(epsilon),
+        scale_offset=np.float32(scale_offset),
+        pre_activation=pre_activation or "none",
+        activation=activation or "none",
+    )

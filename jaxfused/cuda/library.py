@@ -1,0 +1,80 @@
+"""The shared library that holds the CUDA kernels: found, loaded and registered on first use.
+
+It is built from ffi/ when jaxfused is installed where nvcc is. It knows nothing of Python, so one file
+serves every Python version, and every jaxlib whose XLA FFI is not older than the one it was built
+against.
+"""
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jaxlib
+
+PATH = Path(__file__).with_name("libjaxfused.so")
+
+TARGETS = (
+    "jaxfused_layer_norm_forward",
+    "jaxfused_layer_norm_backward",
+)
+"""Every handler in the library; the target is registered under the name of its symbol."""
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """None where the kernels can be called, else the reason."""
+    loaded = _load(PATH)
+    return loaded if isinstance(loaded, str) else None
+
+
+@functools.cache
+def register() -> None:
+    """Makes the kernels known to XLA; calls after the first do nothing.
+
+    Raises:
+      RuntimeError: the library is not there or does not fit the installed jaxlib.
+    """
+    loaded = _load(PATH)
+    if isinstance(loaded, str):
+        raise RuntimeError(f"jaxfused: the CUDA kernels cannot be used: {loaded}.")
+    for target in TARGETS:
+        handler = jax.ffi.pycapsule(getattr(loaded, target))
+        jax.ffi.register_ffi_target(target, handler, platform="CUDA")
+
+
+def _load(path: Path) -> ctypes.CDLL | str:
+    """The library, or why it cannot be used."""
+    if not path.exists():
+        return (
+            "jaxfused was installed without its CUDA library, because there was no nvcc; install it"
+            " again with nvcc on PATH"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"the CUDA library does not load on this system ({error}); install jaxfused again"
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.jaxfused_xla_ffi_version(ctypes.byref(major), ctypes.byref(minor))
+    return _version_mismatch((major.value, minor.value), running_ffi_version()) or library
+
+
+def running_ffi_version() -> tuple[int, int]:
+    """(major, minor) of the XLA FFI in the installed jaxlib, which ships the header that states it."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (
+        int(re.findall(rf"^#define XLA_FFI_API_{part} (\d+)$", header, re.MULTILINE)[0])
+        for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def _version_mismatch(built: tuple[int, int], running: tuple[int, int]) -> str | None:
+    if built[0] == running[0] and built <= running:
+        return None
+    return (
+        f"the CUDA library was built against version {built[0]}.{built[1]} of the XLA FFI, but the"
+        f" installed jaxlib {jaxlib.__version__} has version {running[0]}.{running[1]}; install"
+        " jaxfused again beside this jaxlib"
+    )
