@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--budget",
         type=float,
-        default=210.0,
+        default=180.0,
         metavar="SECONDS",
-        help="per NAME; torch.compile is left out of the cases that begin later (default 210)",
+        help="per NAME; torch.compile is left out of the cases that begin later (default 180)",
     )
     options = parser.parse_args(arguments)
     names = options.names or list(modules)

@@ -166,15 +166,31 @@ def slow_defaults(section: Section) -> Iterator[str]:
                 )
 
 
+def faults(section: Section) -> Iterator[str]:
+    """Every reason for which a row has no time, once, with the number of cases that it took."""
+    counts: dict[tuple[str, str], int] = {}
+    for case in section["cases"]:
+        for name, row in case["rows"].items():
+            for kind in ("wrong", "failed", "skipped"):
+                if kind in row:
+                    key = (LABELS.get(name, name), f"{kind}: {row[kind]}")
+                    counts[key] = counts.get(key, 0) + 1
+    for (label, reason), count in counts.items():
+        yield f"{label}, {count} cases, {reason}"
+
+
 def print_report(name: str, section: Section) -> None:
     """The table, then the ceilings and what is missing, then the bars: the end is what matters."""
     _print_table(f"{name}: microseconds", *table(section))
     print(ceilings_line(section))
     for peer, reason in section["missing"].items():
         print(f"missing peer: {LABELS.get(peer, peer)}: {reason}")
+    for line in faults(section):
+        print(line)
     for line in slow_defaults(section):
         print(f"slow default: {line}")
-    _print_table(f"{name}: bars", *summary(section))
+    shapes = dict.fromkeys(shape_text(case["shape"]) for case in section["cases"])
+    _print_table(f"{name}: bars, ratios at {', '.join(shapes)}", *summary(section))
 
 
 def ceilings_line(section: Section) -> str:

@@ -279,6 +279,11 @@ def test_a_default_slower_than_another_of_ours_is_pointed_out():
     assert "jaxfused cuda 1.5 us" in line
 
 
+def test_faults_are_counted_once_each():
+    again = section_of(FORWARD, FORWARD)
+    assert list(report.faults(again)) == ["torch.compile, 2 cases, failed: RuntimeError: no"]
+
+
 def test_table_names_what_went_wrong():
     header, rows = report.table(SECTION)
     text = report.plain_table("title", header, rows)
