@@ -1,0 +1,194 @@
+"""LayerNorm and RMSNorm for Flax Linen: Flax's own parameters, this package's operator."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.layer_norm import call_flax, why_flax
+from jaxfused.ops.layer_norm import Output
+
+
+class LayerNorm(linen.LayerNorm):
+    r"""`flax.linen.LayerNorm` in one kernel, with the residual sum before it and an activation after it.
+
+    .. math:: y = \text{activation}\Bigl(\frac{h - \operatorname{mean}(h)}
+              {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr),
+              \quad h = x + \text{residual}
+
+    Attributes, parameters and their names are Flax's, so a checkpoint of one loads into the other and
+    gives the same output. Differences:
+
+    - The variance is always the mean of squared deviations in float32: `use_fast_variance` and
+      `force_float32_reductions` name forms that are faster in Flax and less accurate; neither holds
+      here.
+    - Masks, `axis_name`, complex numbers, and axes other than the last run Flax's code. Together with
+      `residual` or a named kernel they raise.
+
+    Attributes:
+      activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    The other attributes are those of `flax.linen.LayerNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> norm = jaxfused.linen.LayerNorm()
+      >>> x, residual = jnp.array([1.0, 2.0]), jnp.array([0.0, 3.0])
+      >>> variables = norm.init(jax.random.key(0), x)
+      >>> y, stream = norm.apply(variables, x, residual=residual)
+      >>> stream
+      Array([1., 5.], dtype=float32)
+
+    Source: `jaxfused.layer_norm`.
+    """
+
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> Output:
+        """Normalises x [..., D] over its last axis.
+
+        Args:
+          x: [..., D].
+          residual: [..., D], the residual stream, to which x is added first.
+          mask: broadcastable to x, as in Flax.
+
+        Returns:
+          y [..., D]; with `residual`, (y, the next residual).
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        x = jnp.asarray(x)
+        reason = _why_flax(self, x, mask)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.LayerNorm",
+                reason,
+                lambda: super(LayerNorm, self).__call__(x, mask=mask),
+                residual=residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        shape = (x.shape[-1],)
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        output = ops.layer_norm.layer_norm(
+            _widened(x, result_dtype),
+            scale,
+            bias,
+            epsilon=self.epsilon,
+            residual=residual,
+            activation=self.activation,
+            implementation=self.implementation,
+        )
+        return _as_result(output, result_dtype)
+
+
+class RMSNorm(linen.RMSNorm):
+    r"""`flax.linen.RMSNorm` in one kernel, with the residual sum before it and an activation after it.
+
+    .. math:: y = \text{activation}\Bigl(\frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}} \cdot
+              (\text{scale} + \text{scale\_offset})\Bigr), \quad h = x + \text{residual}
+
+    What `LayerNorm` says of its differences from Flax holds here too.
+
+    Attributes:
+      scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
+        `scale_init` is ones, as in Flax, whatever the offset.
+      activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    The other attributes are those of `flax.linen.RMSNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> norm = jaxfused.linen.RMSNorm(epsilon=0.0)
+      >>> x = jnp.array([3.0, 4.0])
+      >>> norm.apply(norm.init(jax.random.key(0), x), x)
+      Array([0.8485281, 1.1313709], dtype=float32)
+
+    Source: `jaxfused.rms_norm`.
+    """
+
+    scale_offset: float = 0.0
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        mask: jax.Array | None = None,
+    ) -> Output:
+        """Normalises x [..., D] over its last axis; arguments and result are `LayerNorm`'s."""
+        x = jnp.asarray(x)
+        reason = _why_flax(self, x, mask)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.RMSNorm",
+                reason,
+                lambda: super(RMSNorm, self).__call__(x, mask=mask),
+                residual=residual,
+                scale_offset=self.scale_offset,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        scale = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
+        result_dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
+        output = ops.layer_norm.rms_norm(
+            _widened(x, result_dtype),
+            scale,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            residual=residual,
+            activation=self.activation,
+            implementation=self.implementation,
+        )
+        return _as_result(output, result_dtype)
+
+
+def _why_flax(norm: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -> str | None:
+    return why_flax(
+        x,
+        norm.dtype,
+        norm.param_dtype,
+        mask=mask,
+        axis_name=norm.axis_name,
+        reduction_axes=norm.reduction_axes,
+        feature_axes=norm.feature_axes,
+    )
+
+
+def _widened(x: jax.Array, result_dtype: Any) -> jax.Array:
+    """Linen, unlike NNX, rounds to the result's dtype after the norm, not before it."""
+    return x.astype(jnp.promote_types(x.dtype, result_dtype))
+
+
+def _as_result(output: Output, result_dtype: Any) -> Output:
+    if isinstance(output, tuple):
+        y, next_residual = output
+        return y.astype(result_dtype), next_residual
+    return output.astype(result_dtype)

@@ -1,0 +1,4 @@
+"""Flax NNX modules with Flax's own names, arguments and parameters, on this package's operators."""
+
+from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
+from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
