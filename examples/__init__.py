@@ -1,0 +1,1 @@
+"""Training examples of jaxfused; run them from the root of the repository."""

@@ -1,0 +1,583 @@
+"""What every training example shares: flags, run directory, checkpoints, resume, loop, curve.
+
+An example brings its model, its data and a jitted `train_step`; this module does the rest, so that
+all examples keep the same promises. A run lives in one directory:
+
+    config.json      the flags and what the data told (classes, ...); written once
+    checkpoints/N/   the state after N steps, written by orbax, complete or absent
+    metrics.jsonl    one line a step, and one for each evaluation
+    metrics.json     the result, written at the end
+    *.png            pictures
+
+A resumed run gives the numbers of an uninterrupted one: batches and random keys are functions of
+the step, and everything else is in the checkpoint.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from examples.errors import ExampleError, Stopped
+from examples.images import Batch, MakeBatch, batches
+
+State = dict[str, Any]
+"""What a checkpoint holds: a pytree of arrays for each name ("params", "opt_state", ...)."""
+
+TrainStep = Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]
+"""(state, batch, step) -> (next state, metrics); "loss" is among the metrics."""
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+# These say where and how a run is carried out; all other flags define what it computes.
+_PLACE_FLAGS = ("out", "resume", "workers", "checkpoint_every", "data")
+
+
+def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
+    """Adds the flags that every example has; their defaults are the example's to set."""
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--out", type=Path, default=Path(out), help="directory of the run (%(default)s)"
+    )
+    run.add_argument("--resume", action="store_true", help="continue the run in --out")
+    run.add_argument("--seed", type=whole(0), default=0, help="of weights, data order, dropout")
+    run.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of the computation (auto: float32 on a CPU, else bfloat16); parameters are float32",
+    )
+    run.add_argument(
+        "--workers",
+        type=whole(0),
+        default=min(os.cpu_count() or 1, 16),
+        help="processes that decode images (%(default)s here)",
+    )
+    run.add_argument(
+        "--evaluate-every", type=whole(1), default=1, metavar="N", help="epochs (%(default)s)"
+    )
+    run.add_argument(
+        "--checkpoint-every", type=whole(1), default=1, metavar="N", help="epochs (%(default)s)"
+    )
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument("--epochs", type=whole(1), help="passes over the data (%(default)s)")
+    optimizer.add_argument("--batch-size", type=whole(1), help="images a step (%(default)s)")
+    optimizer.add_argument(
+        "--learning-rate", type=number(above=0), help="at the end of the warm-up (%(default)s)"
+    )
+    optimizer.add_argument("--warmup-epochs", type=number(least=0), help="(%(default)s)")
+    optimizer.add_argument(
+        "--weight-decay", type=number(least=0), help="of the kernels only (%(default)s)"
+    )
+    optimizer.add_argument(
+        "--clip-norm",
+        type=number(above=0),
+        default=1.0,
+        help="largest global norm of the gradients (%(default)s)",
+    )
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags; with --resume, those not given are the run's own, and none may differ from it.
+
+    "auto" becomes the dtype of this device, so that a run keeps it when it is resumed elsewhere.
+    """
+    args = parser.parse_args(argv)
+    if args.resume:
+        saved = Run.load(args.out).config["flags"]
+        parser.set_defaults(**saved)
+        args = parser.parse_args(argv)
+        for name, value in saved.items():
+            if name not in _PLACE_FLAGS and getattr(args, name) != value:
+                flag = "--" + name.replace("_", "-")
+                raise ExampleError(
+                    f"a run keeps its flags, but {args.out} was started with {flag} {value} and"
+                    f" now got {flag} {getattr(args, name)}; leave {flag} out, or pass another"
+                    " --out to start a new run."
+                )
+    if args.dtype == "auto":
+        args.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return args
+
+
+def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as config.json keeps them."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in ("out", "resume")
+    }
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """An argparse type: an integer of at least `least`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(f"must be an integer from {least} up, but is {text!r}")
+        return value
+
+    return parse
+
+
+def number(
+    *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+) -> Callable[[str], float]:
+    """An argparse type: a finite number with least <= value, above < value < below."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        # Written so that nan fails it too.
+        if not (least <= value < below and value > above and math.isfinite(value)):
+            limits = [
+                *([f"from {least:g} up"] if least > -math.inf else []),
+                *([f"above {above:g}"] if above > -math.inf else []),
+                *([f"below {below:g}"] if below < math.inf else []),
+            ]
+            raise argparse.ArgumentTypeError(
+                f"must be a number {' and '.join(limits)}, but is {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def steps_per_epoch(args: argparse.Namespace, train_size: int) -> int:
+    """Full batches in an epoch.
+
+    Raises:
+      ExampleError: there is none, or the warm-up is as long as the run.
+    """
+    if args.batch_size > train_size:
+        raise ExampleError(
+            f"a batch must fit into the training data, but --batch-size is {args.batch_size} and"
+            f" there are {train_size} training images; pass --batch-size {train_size} or less."
+        )
+    if args.warmup_epochs >= args.epochs:
+        raise ExampleError(
+            f"the warm-up must be shorter than the run, but --warmup-epochs is"
+            f" {args.warmup_epochs:g} and --epochs is {args.epochs}; pass a shorter warm-up."
+        )
+    return train_size // args.batch_size
+
+
+# --- optimizer ------------------------------------------------------------------------------------
+
+
+def make_optimizer(args: argparse.Namespace, epoch_steps: int) -> optax.GradientTransformation:
+    """AdamW with warm-up, cosine decay to zero and clipping by the global norm of the gradients."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=args.learning_rate,
+        warmup_steps=round(args.warmup_epochs * epoch_steps),
+        decay_steps=args.epochs * epoch_steps,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(args.clip_norm),
+        optax.adamw(schedule, b2=0.99, weight_decay=args.weight_decay, mask=_is_decayed),
+    )
+
+
+def _is_decayed(params: Any) -> Any:
+    """True for the kernels of linear layers and convolutions: no norms, biases or embeddings."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
+    )
+
+
+# --- the run and its checkpoints ------------------------------------------------------------------
+
+
+class Run:
+    """A run's directory: its configuration, checkpoints and metrics.
+
+    `Run.start` makes one, `Run.load` opens one that exists.
+    """
+
+    def __init__(self, directory: Path, config: dict[str, Any], *, step: int | None = None):
+        self.directory = directory
+        self.config = config
+        self._step = step
+        self._manager: ocp.CheckpointManager | None = None
+
+    @classmethod
+    def start(cls, directory: Path, config: dict[str, Any]) -> "Run":
+        """Makes the directory; one that holds anything already is left as it is.
+
+        Raises:
+          ExampleError: the directory is not empty or cannot be written.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if any(directory.iterdir()):
+                remedy = (
+                    "pass --resume to continue it, or another --out"
+                    if (directory / "config.json").exists()
+                    else "pass another --out"
+                )
+                raise ExampleError(
+                    f"a new run needs an empty directory, but {directory} holds"
+                    f" {'a run' if 'resume' in remedy else 'other files'}; {remedy}."
+                )
+            _write_whole(directory / "config.json", json.dumps(config, indent=2) + "\n")
+        except OSError as error:
+            raise ExampleError(
+                f"the run directory must be writable, but {directory} is not"
+                f" ({error.strerror}); pass another --out."
+            ) from error
+        return cls(directory, config)
+
+    @classmethod
+    def load(cls, path: Path) -> "Run":
+        """The run in `path`, which may also name one of its checkpoints, RUN/checkpoints/N.
+
+        Raises:
+          ExampleError: there is none.
+        """
+        directory, step = path, None
+        if path.name.isdigit() and path.parent.name == "checkpoints":
+            directory, step = path.parent.parent, int(path.name)
+        try:
+            config = json.loads((directory / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ExampleError(
+                f"a run's directory holds its config.json, but {directory / 'config.json'} cannot"
+                f" be read ({error}); pass the --out of a run that was started."
+            ) from error
+        return cls(directory, config, step=step)
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the checkpoint that `restore` reads, or None while there is none."""
+        if self._step is not None:
+            return self._step
+        return self._checkpoints().latest_step()
+
+    def save(self, step: int, state: State) -> None:
+        """Writes a checkpoint in the background; the two newest are kept.
+
+        Orbax copies the arrays before this returns, so that the next step may donate them, and
+        renames the finished directory into place, so that a crash leaves no half checkpoint.
+        """
+        items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in state.items()}
+        try:
+            self._checkpoints().save(step, args=ocp.args.Composite(**items))
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def restore(self, like: State) -> State:
+        """The newest checkpoint, in the structure, shapes and shardings of `like`.
+
+        `like` may leave out names that the checkpoint holds: prediction needs only "params".
+
+        Raises:
+          ExampleError: there is no checkpoint, it cannot be read, or its arrays are others.
+        """
+        step = self.latest_step
+        if step is None:
+            raise ExampleError(
+                f"a checkpoint is needed, but {self.directory} has none yet; let the training run"
+                " until it has written one."
+            )
+        where = self.directory / "checkpoints" / str(step)
+        flat = {name: _flat(tree) for name, tree in like.items()}
+        try:
+            for name, arrays in flat.items():
+                _check_same_arrays(where / name, arrays)
+            items = {name: ocp.args.StandardRestore(arrays) for name, arrays in flat.items()}
+            restored = self._checkpoints().restore(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError) as error:
+            raise ExampleError(
+                f"a checkpoint must be readable, but {where} is not"
+                f" ({' '.join(str(error).split())[:200]}); remove it to use the one before it."
+            ) from error
+        return {
+            name: jax.tree.unflatten(
+                jax.tree.structure(tree), [restored[name][leaf] for leaf in flat[name]]
+            )
+            for name, tree in like.items()
+        }
+
+    def record(self, step: int, **values: float) -> None:
+        """Appends a line to metrics.jsonl."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def records(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl; one that a crash cut short is left out."""
+        if not self._metrics.exists():
+            return []
+        lines = self._metrics.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def forget_after(self, step: int) -> None:
+        """Drops the records of steps that a resumed run is about to repeat."""
+        kept = [json.dumps(r) + "\n" for r in self.records() if r["step"] <= step]
+        _write_whole(self._metrics, "".join(kept))
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Waits for the checkpoints and writes metrics.json."""
+        self.wait()
+        _write_whole(self.directory / "metrics.json", json.dumps(result, indent=2) + "\n")
+
+    def wait(self) -> None:
+        """Returns when all checkpoints are on the disk."""
+        try:
+            self._checkpoints().wait_until_finished()
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    @property
+    def _metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    def _checkpoints(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=2)
+            directory = (self.directory / "checkpoints").absolute()
+            self._manager = ocp.CheckpointManager(directory, options=options)
+        return self._manager
+
+    def _cannot_write(self, error: OSError) -> ExampleError:
+        return ExampleError(
+            f"checkpoints must be writable, but {self.directory} is not ({error}); make room there,"
+            " then continue from the checkpoint before with --resume."
+        )
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """A pytree as {"blocks.qkv.kernel": array}: what a checkpoint holds names no Python classes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
+    metadata = ocp.StandardCheckpointer().metadata(where.absolute()).item_metadata
+    saved = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
+    wanted = {name: (a.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
+    for name in [*wanted, *saved]:
+        if saved.get(name) != wanted.get(name):
+            received, needed = (
+                "none" if array is None else f"{array[1]}{list(array[0])}"
+                for array in (saved.get(name), wanted.get(name))
+            )
+            raise ExampleError(
+                f"a checkpoint must hold the arrays of the model, but {where} has {received} for"
+                f" {name!r} where the model has {needed}; pass the checkpoint of this model, or"
+                " start a new run with another --out."
+            )
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file so that a reader, or a crash, sees the old content or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def fit(
+    run: Run,
+    state: State,
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    *,
+    args: argparse.Namespace,
+    epoch_steps: int,
+    evaluate: Callable[[State], dict[str, float]],
+) -> tuple[State, dict[str, float]]:
+    """Trains from where `run` stands to the end, with progress, evaluations and checkpoints.
+
+    Args:
+      run: a new run, or one to resume; its newest checkpoint takes the place of `state`.
+      state: the initial state. It is donated to `train_step`.
+      train_step: (state, batch, step) -> (state, metrics), jitted.
+      make_batch: the training batch of a step.
+      args: the flags of `add_flags`.
+      epoch_steps: steps in an epoch.
+      evaluate: the held-out metrics of a state, for example {"test_accuracy": 0.97}.
+
+    Returns:
+      The final state, and the result that metrics.json holds.
+
+    Raises:
+      ExampleError: the data cannot be read or the loss is not finite.
+      Stopped: the user pressed Ctrl-C; the state is saved.
+    """
+    steps = args.epochs * epoch_steps
+    start = run.latest_step or 0
+    if start:
+        state = run.restore(state)
+    run.forget_after(start)
+    progress = tqdm(
+        total=steps * args.batch_size,
+        initial=start * args.batch_size,
+        unit=" images",
+        unit_scale=True,
+        # A log file wants a line now and then, not ten a second.
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    )
+    clock = _Clock()
+    pending: tuple[int, dict[str, jax.Array]] | None = None
+
+    def settle() -> None:
+        """Waits for the step that was dispatched last, and records it."""
+        nonlocal pending
+        if pending is None:
+            return
+        step, metrics = pending
+        pending = None
+        values = {name: float(value) for name, value in metrics.items()}
+        if not math.isfinite(values["loss"]):
+            raise ExampleError(
+                f"the loss must stay finite, but is {values['loss']} at step {step}; start a new"
+                f" run with a lower --learning-rate (checkpoints up to step {run.latest_step or 0}"
+                " are good)."
+            )
+        run.record(step, **values)
+        progress.set_postfix(loss=f"{values['loss']:.4f}", refresh=False)
+        progress.update(args.batch_size)
+        clock.count(args.batch_size)
+
+    def stop(reason: str) -> str:
+        """Saves what there is and says how to go on."""
+        settle()
+        if step != (run.latest_step or 0):
+            run.save(step, state)
+        run.wait()
+        resume = shlex.join(["--out", str(run.directory), "--resume"])
+        return f"{reason} Step {step} of {steps} is saved; continue with {resume}."
+
+    step = start
+    stream = batches(make_batch, range(start, steps), workers=args.workers)
+    with _stop_signals() as stopped, progress, contextlib.closing(stream):
+        while step < steps:
+            try:
+                batch = next(stream)
+            except ExampleError as error:
+                raise ExampleError(stop(str(error))) from error
+            state, metrics = train_step(state, batch, step)
+            # Reading the step before, not this one, keeps the device busy.
+            settle()
+            step += 1
+            pending = (step, metrics)
+            if stopped():
+                raise Stopped(stop("Stopped."))
+            last = step == steps
+            if last or step % (args.evaluate_every * epoch_steps) == 0:
+                settle()
+                with clock.paused():
+                    values = evaluate(state)
+                run.record(step, **values)
+                shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+                progress.write(f"epoch {step // epoch_steps}/{args.epochs}  {shown}", sys.stderr)
+            if last or step % (args.checkpoint_every * epoch_steps) == 0:
+                settle()
+                with clock.paused():
+                    run.save(step, state)
+    if start == steps:
+        values = evaluate(state)
+    result = {"steps": steps, **values, "images_per_second": round(clock.images_per_second, 1)}
+    run.finish(result)
+    return state, result
+
+
+class _Clock:
+    """Images a second of training proper: without compilation, evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._images = 0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def count(self, images: int) -> None:
+        now = time.perf_counter()
+        # The first step compiles; it starts the clock.
+        if self._since is not None:
+            self._images += images
+            self._seconds += now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self._since is not None:
+            self._since += time.perf_counter() - begin
+
+    @property
+    def images_per_second(self) -> float:
+        return self._images / self._seconds if self._seconds else 0.0
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C (or SIGTERM) into a flag; a second Ctrl-C ends the program at once."""
+    received = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal received
+        received = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nstopping after this step; Ctrl-C again loses what is not saved", file=sys.stderr)
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def save_curve(
+    path: Path, records: Sequence[Mapping[str, float]], *, metric: str, label: str
+) -> None:
+    """Draws the training loss and a held-out metric over the steps of metrics.jsonl."""
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    train = [r for r in records if "loss" in r]
+    steps = np.array([r["step"] for r in train])
+    losses = np.array([r["loss"] for r in train])
+    window = max(1, len(losses) // 50)
+    left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="each step")
+    smooth = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+    left.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
+    left.set(xlabel="step", ylabel="training loss")
+    left.legend(frameon=False)
+
+    test = [r for r in records if metric in r]
+    values = [r[metric] for r in test]
+    right.plot([r["step"] for r in test], values, color="tab:orange", marker=".")
+    right.set(xlabel="step", ylabel=label, title=f"last: {values[-1]:.4f}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

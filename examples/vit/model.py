@@ -1,0 +1,221 @@
+"""The Vision Transformer, in the sizes of its papers, on the fused LayerNorm of jaxfused.
+
+Each block hands on two arrays, the residual stream and what the last branch adds to it, so that the
+addition happens inside the next norm: `y, stream = norm(delta, residual=stream)`.
+
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, https://arxiv.org/abs/2010.11929
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxfused.nnx
+
+
+@dataclass(frozen=True)
+class ViTSize:
+    """The shape of a Vision Transformer, apart from its images and classes."""
+
+    patch: int
+    depth: int
+    width: int
+    heads: int
+    hidden: int
+    """Features inside the MLP."""
+
+
+# digits: what learns 8 x 8 pixels in a minute on two CPU cores.
+# ti, s: DeiT (https://arxiv.org/abs/2012.12877); b, l, h: the paper above, table 1;
+# g: Zhai et al., "Scaling Vision Transformers", 2022, table 2.
+MODELS = {
+    "vit-digits": ViTSize(patch=2, depth=4, width=48, heads=4, hidden=96),
+    "vit-ti16": ViTSize(patch=16, depth=12, width=192, heads=3, hidden=768),
+    "vit-s16": ViTSize(patch=16, depth=12, width=384, heads=6, hidden=1536),
+    "vit-s32": ViTSize(patch=32, depth=12, width=384, heads=6, hidden=1536),
+    "vit-b16": ViTSize(patch=16, depth=12, width=768, heads=12, hidden=3072),
+    "vit-b32": ViTSize(patch=32, depth=12, width=768, heads=12, hidden=3072),
+    "vit-l16": ViTSize(patch=16, depth=24, width=1024, heads=16, hidden=4096),
+    "vit-l32": ViTSize(patch=32, depth=24, width=1024, heads=16, hidden=4096),
+    "vit-h14": ViTSize(patch=14, depth=32, width=1280, heads=16, hidden=5120),
+    "vit-g14": ViTSize(patch=14, depth=40, width=1408, heads=16, hidden=6144),
+}
+
+
+class VisionTransformer(nnx.Module):
+    """Images to logits.
+
+    Args:
+      size: one of `MODELS`.
+      image_size: height and width of the square images, a multiple of `size.patch`.
+      channels: of the images.
+      classes: how many logits.
+      pool: "token" reads the class from a learned token, "mean" from the mean over the patches.
+      dropout: rate after each attention and MLP.
+      drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0
+        at the first block (stochastic depth).
+      dtype: of the computation; parameters are float32.
+      rngs: makes the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from examples.vit.model import MODELS, VisionTransformer
+      >>> model = VisionTransformer(
+      ...     MODELS["vit-digits"], image_size=8, channels=1, classes=10, rngs=nnx.Rngs(0)
+      ... )
+      >>> model(jnp.zeros((5, 8, 8, 1))).shape
+      (5, 10)
+    """
+
+    def __init__(
+        self,
+        size: ViTSize,
+        *,
+        image_size: int,
+        channels: int,
+        classes: int,
+        pool: Literal["token", "mean"] = "token",
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if image_size % size.patch:
+            raise ValueError(
+                f"the image size must be a multiple of the patch size, {size.patch}, but is"
+                f" {image_size}; pass {max(image_size // size.patch, 1) * size.patch}."
+            )
+        self.patch = size.patch
+        self.pool = pool
+        self.drop_path = drop_path
+        self.depth = size.depth
+        self.random = dropout > 0 or drop_path > 0
+        self.embed = nnx.Linear(
+            size.patch**2 * channels,
+            size.width,
+            kernel_init=nnx.initializers.lecun_normal(),
+            dtype=dtype,
+            rngs=rngs,
+        )
+        patches = (image_size // size.patch) ** 2
+        normal = nnx.initializers.normal(0.02)
+        if pool == "token":
+            self.class_token = nnx.Param(normal(rngs.params(), (1, 1, size.width)))
+        tokens = patches + (pool == "token")
+        self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
+
+        # One stack of all blocks, and a scan over it: compile time does not grow with the depth.
+        @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(size, dropout=dropout, dtype=dtype, rngs=rngs)
+
+        self.blocks = stack(rngs.split(size.depth))
+        self.norm = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(
+            size.width, classes, kernel_init=nnx.initializers.zeros, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, images: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Logits, [B, classes] in float32, of `images`, [B, image_size, image_size, channels].
+
+        A `key` turns on dropout and stochastic depth; without one the model is deterministic.
+        """
+        delta = self.embed(patchify(images, self.patch))
+        if self.pool == "token":
+            token = self.class_token.astype(delta.dtype)
+            token = jnp.broadcast_to(token, (len(delta), *token.shape[1:]))
+            delta = jnp.concatenate([token, delta], axis=1)
+        stream = jnp.broadcast_to(self.positions.astype(delta.dtype), delta.shape)
+
+        @functools.partial(nnx.scan, in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry)
+        def run(carry, block, key, drop_path):
+            return block(*carry, key=key, drop_path=drop_path)
+
+        keys = None if key is None or not self.random else jax.random.split(key, self.depth)
+        drop_path = jnp.linspace(0, self.drop_path, self.depth)
+        delta, stream = run((delta, stream), self.blocks, keys, drop_path)
+
+        if self.pool == "token":
+            features, _ = self.norm(delta[:, 0], residual=stream[:, 0])
+        else:
+            features, _ = self.norm(delta, residual=stream)
+            features = features.mean(axis=1)
+        return self.head(features).astype(jnp.float32)
+
+
+class Block(nnx.Module):
+    """Attention, then MLP, each behind a norm and added to the residual stream by the next norm."""
+
+    def __init__(
+        self, size: ViTSize, *, dropout: float, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+    ):
+        linear = functools.partial(
+            nnx.Linear, kernel_init=nnx.initializers.xavier_uniform(), dtype=dtype, rngs=rngs
+        )
+        self.heads = size.heads
+        self.norm1 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
+        self.qkv = linear(size.width, 3 * size.width)
+        self.project = linear(size.width, size.width)
+        self.norm2 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
+        self.mlp_in = linear(size.width, size.hidden)
+        self.mlp_out = linear(size.hidden, size.width)
+        self.dropout = nnx.Dropout(dropout)
+
+    def __call__(
+        self,
+        delta: jax.Array,
+        stream: jax.Array,
+        *,
+        key: jax.Array | None,
+        drop_path: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The next `(delta, stream)`, both [B, T, width]."""
+        keys = (None, None) if key is None else jax.random.split(key)
+        y, stream = self.norm1(delta, residual=stream)
+        delta = self._drop(self._attention(y), keys[0], drop_path)
+        y, stream = self.norm2(delta, residual=stream)
+        delta = self._drop(self._mlp(y), keys[1], drop_path)
+        return delta, stream
+
+    def _attention(self, y: jax.Array) -> jax.Array:
+        batch, tokens, width = y.shape
+        qkv = self.qkv(y).reshape(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = (qkv[:, :, i] for i in range(3))
+        attended = jax.nn.dot_product_attention(query, key, value)
+        return self.project(attended.reshape(batch, tokens, width))
+
+    def _mlp(self, y: jax.Array) -> jax.Array:
+        return self.mlp_out(jax.nn.gelu(self.mlp_in(y), approximate=False))
+
+    def _drop(self, branch: jax.Array, key: jax.Array | None, drop_path: jax.Array) -> jax.Array:
+        if key is None:
+            return branch
+        dropout_key, path_key = jax.random.split(key)
+        branch = self.dropout(branch, deterministic=False, rngs=dropout_key)
+        keep = jax.random.bernoulli(path_key, 1 - drop_path, (len(branch), 1, 1))
+        # The division keeps the expectation, so that nothing changes in scale without a key.
+        return jnp.where(keep, branch / (1 - drop_path).astype(branch.dtype), 0)
+
+
+def patchify(images: jax.Array, patch: int) -> jax.Array:
+    """[B, H, W, C] to [B, H/patch * W/patch, patch * patch * C], row by row."""
+    batch, height, width, channels = images.shape
+    grid = images.reshape(batch, height // patch, patch, width // patch, patch, channels).transpose(
+        0, 1, 3, 2, 4, 5
+    )
+    return grid.reshape(batch, -1, patch * patch * channels)
+
+
+def count_parameters(size: ViTSize, *, image_size: int, channels: int, classes: int) -> int:
+    """How many parameters the model has; nothing is computed or stored."""
+    model = nnx.eval_shape(
+        lambda: VisionTransformer(
+            size, image_size=image_size, channels=channels, classes=classes, rngs=nnx.Rngs(0)
+        )
+    )
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
