@@ -1,5 +1,6 @@
 """jaxfused.optim's `step`: Optax's numbers in place, and what a StepState adds to them."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 from jaxfused import optim
+from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
 
 OPTIMIZERS = {
     "adam": {},
@@ -24,33 +27,9 @@ OPTIMIZERS = {
 optimizers = pytest.mark.parametrize("name, options", OPTIMIZERS.items())
 
 
-def make_params(dtype=jnp.float32):
-    w, b = jax.random.split(jax.random.key(0))
-    return {
-        "w": jax.random.normal(w, (5, 7), dtype),
-        "b": jax.random.normal(b, (33,)),
-        "scalar": jnp.array(0.5, dtype),
-        "rest": [jnp.zeros((0, 3)), None, optax.MaskedNode()],
-    }
-
-
-def make_grads(params, step=0):
-    rng = np.random.default_rng(step)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
-
-
 def copy_of(tree):
     """What a test still wants to read after a step has donated the tree."""
     return jax.tree.map(np.array, tree)
-
-
-def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        assert a.dtype == e.dtype, jax.tree_util.keystr(path)
-        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
 
 
 def assert_close(actual, expected):
@@ -58,15 +37,6 @@ def assert_close(actual, expected):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
-
-
-def optax_step(tx):
-    @jax.jit
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
 
 
 # --- Optax's numbers ------------------------------------------------------------------------------
@@ -97,7 +67,7 @@ def test_clipping(name, options):
     clipped = []
     for i in range(50):
         grads = jax.tree.map(lambda g, i=i: g * (i % 3) / 2, make_grads(params, i))
-        clipped.append(float(optax.global_norm(grads)) > 6.0)
+        clipped.append(float(optax.tree.norm(grads)) > 6.0)
         params, state = ours.step(grads, state, params, max_norm=6.0)
         expected, their_state = their_step(grads, their_state, expected)
     assert_close((params, state), (expected, their_state[1]))
@@ -150,6 +120,19 @@ def test_empty_trees(name, options, empty):
     params, state = tx.step(empty, state, empty, max_norm=1.0)
     assert params == state.ema == state.compute == empty
     assert int(state.skipped) == 0
+
+
+def test_parameters_of_an_nnx_module():
+    tx = optim.adamw(0.1)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    before = copy_of(nnx.state(model, nnx.Param))
+    params = nnx.state(model, nnx.Param)
+    state = tx.init(params)
+    grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((4, 3))) ** 2))(model)
+    params, state = tx.step(grads, state, params)
+    nnx.update(model, params)
+    expected, _ = optax_step(optax.adamw(0.1))(grads, optax.adamw(0.1).init(before), before)
+    assert_same_bits(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(expected))
 
 
 # --- one jitted function that donates -------------------------------------------------------------
@@ -218,26 +201,26 @@ def test_inside_jit_and_scan():
 # --- gradients that are not finite ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @optimizers
-def test_nonfinite_gradients_are_skipped(name, options, bad):
+def test_nonfinite_gradients_are_skipped(name, options):
     tx = getattr(optim, name)(optax.linear_schedule(0.1, 0.0, 10), **options)
+    step = functools.partial(tx.step, max_norm=1.0, skip_nonfinite=True)
     params = make_params()
     state = tx.init(params)
-    params, state = tx.step(make_grads(params), state, params)
+    params, state = step(make_grads(params), state, params)
     before = copy_of((params, state))
+    for bad in (np.nan, np.inf, -np.inf):
+        grads = make_grads(params, 1)
+        grads["dense"]["b"][32] = bad
+        params, state = step(grads, state, params)
+        assert_same_bits((params, state), before)
 
+    # The next good step is taken as if the bad ones had never been.
     grads = make_grads(params, 1)
-    bad_grads = {**grads, "b": grads["b"].at[32].set(bad)}
-    params, state = tx.step(bad_grads, state, params, max_norm=1.0, skip_nonfinite=True)
-    assert_same_bits((params, state), before)
-
-    # The next good step is taken as if the bad one had never been.
-    after = tx.step(grads, state, params, max_norm=1.0, skip_nonfinite=True)
+    after = step(grads, state, params)
     params, state = jax.tree.map(jnp.array, before)
-    expected = tx.step(grads, state, params, max_norm=1.0, skip_nonfinite=True)
-    assert_same_bits(after, expected)
-    assert not np.array_equal(after[0]["w"], before[0]["w"])
+    assert_same_bits(after, step(grads, state, params))
+    assert not np.array_equal(after[0]["dense"]["w"], before[0]["dense"]["w"])
 
 
 def test_nonfinite_gradients_are_taken_without_skip():
@@ -334,7 +317,7 @@ def test_compute_copy(compute_dtype):
         assert_same_bits(state.compute, jax.tree.map(lambda p: p.astype(compute_dtype), params))
         grads = make_grads(state.compute, i)
         params, state = tx.step(grads, state, params)
-    assert params["w"].dtype == jnp.float32
+    assert params["dense"]["w"].dtype == jnp.float32
     assert int(state.skipped) == 0
 
 
@@ -396,6 +379,7 @@ SHARDED_STEP = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxfused import optim
+from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
 
 mesh = jax.make_mesh((4, 2), ("data", "model"))
 specs = {"w": P("data", "model"), "b": P("model"), "replicated": P()}

@@ -1,0 +1,41 @@
+"""What the tests of jaxfused.optim train: a small tree with leaves of every kind, by Optax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def make_params(dtype=jnp.float32):
+    """Matrix and scalar of `dtype`, odd vector and empty leaf of float32, None, masked."""
+    w, b, s = jax.random.split(jax.random.key(0), 3)
+    return {
+        "dense": {"w": jax.random.normal(w, (5, 7), dtype), "b": jax.random.normal(b, (33,))},
+        "rest": [jax.random.normal(s, (), dtype), jnp.zeros((0, 3)), None, optax.MaskedNode()],
+    }
+
+
+def make_grads(params, step=0):
+    """Gradients of the parameters' dtypes that depend on nothing but the step."""
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda p: np.asarray(rng.normal(size=p.shape)).astype(p.dtype), params)
+
+
+def optax_step(tx):
+    """`step` as users of Optax write it: update, then apply_updates."""
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        assert a.dtype == e.dtype, jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
