@@ -1,0 +1,272 @@
+"""The CUDA library without a GPU: it builds, holds what the table promises, and says why it does not load."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfused import cuda, dispatch
+from jaxfused.cuda import library
+from jaxfused.cuda.layer_norm import MAX_FEATURES, why_unsupported
+
+ROOT = Path(__file__).parents[1]
+GOOD = dict(compute_capability=(8, 0), rows=4, features=768, dtype=jnp.bfloat16)
+NO_MEAN = dict(
+    subtract_mean=False, epsilon=1e-6, scale_offset=1.0, pre_activation=None, activation="silu"
+)
+
+
+@pytest.fixture(scope="session")
+def library_path(tmp_path_factory) -> Path:
+    """The library that `make ffi` has put into the checkout, else one built for one architecture."""
+    if library.PATH.exists():
+        return library.PATH
+    if shutil.which("nvcc") is None:
+        pytest.skip("there is no nvcc on PATH to build the CUDA library")
+    build = tmp_path_factory.mktemp("ffi")
+    # cmake and ninja stand beside the interpreter when it is a virtual environment's.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for command in (
+        ["-S", ROOT / "ffi", "-B", build, "-G", "Ninja", "-DJAXFUSED_CUDA_ARCHITECTURES=90-real"]
+        + [f"-DPython_EXECUTABLE={sys.executable}"],
+        ["--build", build],
+    ):
+        done = subprocess.run(
+            ["cmake", *command], env=os.environ | {"PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return build / "libjaxfused.so"
+
+
+@pytest.fixture
+def loadable(library_path, monkeypatch):
+    """Whatever calls the kernels finds the library of `library_path`."""
+    monkeypatch.setattr(library, "PATH", library_path)
+    forget()
+    yield library_path
+    forget()
+
+
+def forget() -> None:
+    library.why_unavailable.cache_clear()
+    library.register.cache_clear()
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def test_every_target_is_in_the_library(library_path):
+    loaded = ctypes.CDLL(str(library_path))
+    for target in library.TARGETS:
+        assert hasattr(loaded, target), target
+
+
+def test_it_was_built_against_the_installed_headers(library_path):
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    ctypes.CDLL(str(library_path)).jaxfused_xla_ffi_version(
+        ctypes.byref(major), ctypes.byref(minor)
+    )
+    assert (major.value, minor.value) == library.running_ffi_version()
+
+
+def test_it_is_available(loadable):
+    assert library.why_unavailable() is None
+    assert why_unsupported(**GOOD) is None
+
+
+@pytest.mark.parametrize("running", [(0, 0), (1, 99)])
+def test_a_library_for_another_xla_ffi_is_refused_in_one_sentence(loadable, monkeypatch, running):
+    monkeypatch.setattr(library, "running_ffi_version", lambda: running)
+    reason = library.why_unavailable()
+    assert f"has version {running[0]}.{running[1]}; install jaxfused again" in reason
+    assert "\n" not in reason
+    with pytest.raises(RuntimeError, match="was built against version"):
+        library.register()
+
+
+def test_a_later_minor_version_of_the_xla_ffi_is_accepted(loadable, monkeypatch):
+    major, minor = library.running_ffi_version()
+    monkeypatch.setattr(library, "running_ffi_version", lambda: (major, minor + 1))
+    assert library.why_unavailable() is None
+
+
+def test_a_file_that_is_no_library_is_a_reason(tmp_path, monkeypatch):
+    broken = tmp_path / "libjaxfused.so"
+    broken.write_text("not a library")
+    monkeypatch.setattr(library, "PATH", broken)
+    forget()
+    assert "does not load on this system" in library.why_unavailable()
+    forget()
+
+
+def test_an_installation_without_nvcc_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "PATH", tmp_path / "libjaxfused.so")
+    forget()
+    with pytest.raises(ValueError, match="installed without its CUDA library.*with nvcc on PATH"):
+        dispatch.choose(
+            "layer_norm", "cuda", {"cuda": cuda.layer_norm.why_unsupported(**GOOD), "xla": None}
+        )
+    forget()
+
+
+# --- handlers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", library.TARGETS)
+def test_a_handler_refuses_a_call_of_another_form(library_path, target):
+    # Registered for the CPU, where a call gets as far as the check of its form.
+    handler = jax.ffi.pycapsule(getattr(ctypes.CDLL(str(library_path)), target))
+    name = f"{target}_on_cpu"
+    jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    x = jnp.ones((2, 8))
+    with pytest.raises(Exception, match="Wrong number of arguments"):
+        jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def call_forward(x, scale, y, **attributes):
+    absent = jnp.zeros((0,))
+    attributes = (
+        dict(
+            subtract_mean=np.bool_(True),
+            epsilon=np.float32(1e-6),
+            scale_offset=np.float32(0.0),
+            pre_activation="none",
+            activation="none",
+        )
+        | attributes
+    )
+    none = jax.ShapeDtypeStruct((0,), jnp.float32)
+    results = (jax.ShapeDtypeStruct(*y), none, none, none)
+    call = jax.ffi.ffi_call("jaxfused_layer_norm_forward", results)
+    return jax.block_until_ready(call(x, scale, absent, absent, absent, **attributes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "arguments, attributes, message",
+    [
+        ((jnp.float32, (2, 8), (7,), (2, 8), jnp.float32), {}, r"scale has shape \[7\], but \[8\]"),
+        ((jnp.float32, (2, 8), (8,), (2, 9), jnp.float32), {}, r"y has shape \[2, 9\]"),
+        ((jnp.float32, (2, 8), (8,), (2, 8), jnp.bfloat16), {}, "y has another dtype"),
+        ((jnp.int32, (2, 8), (8,), (2, 8), jnp.int32), {}, "x must be a matrix of float32"),
+        ((jnp.float32, (16,), (8,), (16,), jnp.float32), {}, "x must be a matrix"),
+        (
+            (jnp.float32, (1, 65537), (65537,), (1, 65537), jnp.float32),
+            {},
+            "65537 features; 1 to 65536",
+        ),
+        (
+            (jnp.float32, (2, 8), (8,), (2, 8), jnp.float32),
+            dict(activation="tanh"),
+            "activation is not known",
+        ),
+    ],
+)
+def test_a_handler_refuses_operands_that_do_not_fit(arguments, attributes, message):
+    dtype, x_shape, scale_shape, y_shape, y_dtype = arguments
+    library.register()
+    with pytest.raises(Exception, match=message):
+        call_forward(
+            jnp.ones(x_shape, dtype), jnp.ones(scale_shape), (y_shape, y_dtype), **attributes
+        )
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+def lowered(function, *shapes) -> str:
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in library.TARGETS]
+    export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
+    return export(*shapes).mlir_module()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("parameter_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_forward_and_backward_lower_for_cuda(loadable, dtype, parameter_dtype, residual):
+    x = jax.ShapeDtypeStruct((6, 197), dtype)
+    parameter = jax.ShapeDtypeStruct((197,), parameter_dtype)
+
+    def both(x, scale, bias, pre_bias):
+        other = x if residual else None
+        y, h, mean, rstd = cuda.layer_norm.forward(
+            x, scale, bias, other, pre_bias, save_statistics=True, **NO_MEAN
+        )
+        assert (h is None) == (not residual) and mean is None
+        gradients = cuda.layer_norm.backward(
+            y,
+            other,
+            h if residual else x,
+            mean,
+            rstd,
+            scale,
+            bias,
+            pre_bias,
+            segments=3,
+            **NO_MEAN,
+        )
+        assert [g.shape for g in gradients] == [(6, 197), (3, 197), (3, 197), (3, 197)]
+        assert [g.dtype for g in gradients] == [x.dtype, *[jnp.float32] * 3]
+        return y, gradients
+
+    text = lowered(both, x, parameter, parameter, parameter)
+    for target in library.TARGETS:
+        assert text.count(f"@{target}(") == 1
+    assert 'activation = "silu"' in text and "scale_offset = 1.0" in text
+
+
+def test_what_is_not_wanted_is_not_written(loadable):
+    x = jax.ShapeDtypeStruct((4, 768), jnp.bfloat16)
+
+    def forward(x):
+        outputs = cuda.layer_norm.forward(
+            x, None, None, None, None, save_statistics=False, **NO_MEAN
+        )
+        assert outputs[1:] == (None, None, None)
+        return outputs[0]
+
+    line = next(line for line in lowered(forward, x).splitlines() if "custom_call" in line)
+    results = line.rsplit("->", 1)[1]
+    assert results.count("tensor<4x768xbf16>") == 1
+    assert results.count("tensor<0x") == 3
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(compute_capability=None), "it needs an NVIDIA GPU"),
+        (dict(compute_capability=(7, 0)), "7.5 or later, and this GPU has 7.0"),
+        (dict(dtype=jnp.float64), "x has dtype float64"),
+        (dict(dtype=jnp.dtype("int8")), "x has dtype int8"),
+        (dict(residual_dtype=jnp.float32), "x has bfloat16, residual float32"),
+        (dict(features=0), "x has 0"),
+        (dict(features=MAX_FEATURES + 1), "x has 65537"),
+    ],
+)
+def test_limits(loadable, change, reason):
+    assert reason in why_unsupported(**GOOD | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(compute_capability=(7, 5)),
+        dict(compute_capability=(12, 0)),
+        dict(features=1),
+        dict(features=MAX_FEATURES),
+        dict(features=197, dtype=jnp.dtype("float16")),
+        dict(residual_dtype=jnp.dtype("bfloat16")),
+    ],
+)
+def test_within_the_limits(loadable, change):
+    assert why_unsupported(**GOOD | change) is None
