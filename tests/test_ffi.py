@@ -1,4 +1,4 @@
-"""The CUDA library without a GPU: it builds, holds what the table promises, and says why it does not load."""
+"""The CUDA library: it builds, holds what the table promises, and says why it cannot be used."""
 
 import ctypes
 import os
@@ -33,9 +33,9 @@ def library_path(tmp_path_factory) -> Path:
     build = tmp_path_factory.mktemp("ffi")
     # cmake and ninja stand beside the interpreter when it is a virtual environment's.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    options = ["-DJAXFUSED_CUDA_ARCHITECTURES=90-real", f"-DPython_EXECUTABLE={sys.executable}"]
     for command in (
-        ["-S", ROOT / "ffi", "-B", build, "-G", "Ninja", "-DJAXFUSED_CUDA_ARCHITECTURES=90-real"]
-        + [f"-DPython_EXECUTABLE={sys.executable}"],
+        ["-S", ROOT / "ffi", "-B", build, "-G", "Ninja", *options],
         ["--build", build],
     ):
         done = subprocess.run(
@@ -109,7 +109,7 @@ def test_a_file_that_is_no_library_is_a_reason(tmp_path, monkeypatch):
 def test_an_installation_without_nvcc_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "PATH", tmp_path / "libjaxfused.so")
     forget()
-    with pytest.raises(ValueError, match="installed without its CUDA library.*with nvcc on PATH"):
+    with pytest.raises(ValueError, match=r"installed without its CUDA library.*with nvcc on PATH"):
         dispatch.choose(
             "layer_norm", "cuda", {"cuda": cuda.layer_norm.why_unsupported(**GOOD), "xla": None}
         )
