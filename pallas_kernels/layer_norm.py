@@ -1,5 +1,401 @@
-"""placeholder while the kernel is written"""
+"""layer_norm and rms_norm on Hopper: limits, forward and backward kernels.
+
+Both read every operand once and write every result once; statistics stay in float32 registers. The
+forward saves mean and 1/std of each row, so that the backward needs one exchange between warps for
+a row. The backward carries the parameter gradients in registers over all rows of a CTA and writes
+one partial sum a CTA; XLA adds those up in a fixed order.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.activation import activation as activate
+from pallas_kernels.activation import derivative
+from pallas_kernels.row_tiles import SHARED_MEMORY_BYTES, WARPS, RowConfig, RowTiles
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def why_unsupported(*, compute_capability, rows, features, dtype, residual_dtype=None):
-    return "the Pallas kernel of layer_norm is not written yet"
+_LARGEST_FEATURES = 16384
+"""Beyond it the backward's sums no longer fit into the registers of one CTA."""
+
+
+def default_forward_config(features: int, itemsize: int, matrices: int) -> RowConfig:
+    """The measured choice for rows of `features`, reading `matrices` arrays (2 with a residual)."""
+    row_bytes = features * itemsize * matrices
+    if _row_per_warp(features):
+        # The shorter the row, the more CTAs, or too few bytes are in flight.
+        ctas = 4 if features > 512 else 8 if features > 256 else 16
+        ctas = _slots(ctas, 3 * WARPS * row_bytes)
+        slots = _slots(4, ctas * WARPS * row_bytes)
+        return RowConfig(True, warpgroups=1, slots=slots, ctas_per_multiprocessor=ctas)
+    # [8192, 4096]: 36.5 us with 8 CTAs, 38.0 with 4; [4096, 16384]: 72.6 us with 2 slots and
+    # 3 CTAs, 76.1 with 3 and 2, 78.3 with one CTA of 4 warpgroups.
+    warpgroups = 1 if features <= 4096 or features % 512 else 2
+    ctas = max(1, _slots(8, (3 if row_bytes < 32768 else 2) * row_bytes))
+    slots = _slots(3, ctas * row_bytes)
+    return RowConfig(False, warpgroups=warpgroups, slots=slots, ctas_per_multiprocessor=ctas)
+
+
+def default_backward_config(features: int, itemsize: int, matrices: int) -> RowConfig:
+    """The measured choice for rows of `features`, reading `matrices` arrays (3 with a residual)."""
+    row_bytes = features * itemsize * matrices
+    if _row_per_warp(features):
+        # [16384, 1024]: 29.3 us with 2 warpgroups a multiprocessor, 49.8 with 3, whose registers
+        # spill. One CTA with 2 leaves half the partial sums of 2 CTAs.
+        ctas = min(8, max(1, 512 // features))
+        sums_bytes = 2 * WARPS * features * 4
+        slots = _slots(3, ctas * 2 * WARPS * row_bytes, reserved=ctas * sums_bytes)
+        return RowConfig(True, warpgroups=2, slots=slots, ctas_per_multiprocessor=ctas)
+    if features > 8192 and features % 4096 == 0:
+        # A row and its sums do not fit into the registers together: 174 us for [4096, 16384] when
+        # the tile is read again from shared memory, 326 when registers spill.
+        slots = _slots(2, row_bytes)
+        return RowConfig(
+            False,
+            warpgroups=4,
+            slots=slots,
+            ctas_per_multiprocessor=1,
+            chunks=features // 2048,
+            resident=False,
+        )
+    # [8192, 4096]: 55.4 us with 1 warpgroup and 2 CTAs; [16384, 8192]: 201 us with 2 and 1.
+    warpgroups = 1 if features <= 4096 or features % 512 else 2
+    ctas = 2 if features <= 4096 else 1
+    slots = _slots(3, ctas * row_bytes)
+    return RowConfig(False, warpgroups=warpgroups, slots=slots, ctas_per_multiprocessor=ctas)
+
+
+def _row_per_warp(features: int) -> bool:
+    return features <= 1024 or (features <= 2048 and features % 256 != 0)
+
+
+def _slots(wanted: int, slot_bytes: int, reserved: int = 0) -> int:
+    """As many slots as wanted, or as fit into a multiprocessor's shared memory."""
+    return min(wanted, (SHARED_MEMORY_BYTES - 4096 - reserved) // slot_bytes)
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    rows: int,
+    features: int,
+    dtype: Any,
+    residual_dtype: Any = None,
+) -> str | None:
+    """None where forward and backward can run, else the rule that stands in the way."""
+    if compute_capability is None or compute_capability[0] != 9:
+        return "the Pallas kernel of layer_norm needs a Hopper GPU (compute capability 9.0)"
+    if dtype not in _DTYPES:
+        return f"x must be float32, bfloat16 or float16, got {dtype}"
+    if residual_dtype is not None and residual_dtype != dtype:
+        return f"residual must have x's dtype {dtype}, got {residual_dtype}"
+    if features > _LARGEST_FEATURES:
+        return f"the number of features must be at most {_LARGEST_FEATURES}, got {features}"
+    itemsize = jnp.dtype(dtype).itemsize
+    residual = 0 if residual_dtype is None else 1
+    for default_config, matrices in (
+        (default_forward_config, 1 + residual),
+        (default_backward_config, 2 + residual),
+    ):
+        try:
+            reason = default_config(features, itemsize, matrices).why_unfit(rows, features)
+        except ValueError:
+            reason = f"{matrices} rows of {features} {dtype} do not fit into shared memory"
+        if reason is not None:
+            return reason
+    return None
+
+
+def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    save_statistics: bool,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    multiprocessors: int,
+    config: RowConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, next_residual, mean, rstd) of [M, D] rows; what was not asked for is None."""
+    rows, features = x.shape
+    matrices = {"x": x} | ({} if residual is None else {"residual": residual})
+    vectors = {"scale": scale, "bias": bias, "pre_bias": pre_bias}
+    vectors = {name: vector for name, vector in vectors.items() if vector is not None}
+    config = config or default_forward_config(features, x.dtype.itemsize, len(matrices))
+    tiles = RowTiles.plan(config, rows, features, 1, multiprocessors)
+    layout = tiles.layout(x.dtype.itemsize)
+
+    matrix = jax.ShapeDtypeStruct(tiles.matrix_shape, x.dtype)
+    statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    outputs = {"y": matrix}
+    if residual is not None:
+        outputs["next_residual"] = matrix
+    if save_statistics:
+        if subtract_mean:
+            outputs["mean"] = statistic
+        outputs["rstd"] = statistic
+    names = (*matrices, *vectors, *outputs)
+
+    def layer_norm_forward(*refs, ring_barriers, exchange_smem, exchange_barrier, **ring):
+        gmem = dict(zip(names, refs, strict=True))
+        place = tiles.place()
+        parameters = _parameters(tiles, {name: gmem[name] for name in vectors}, place, layout)
+
+        def norm_tile(step_idx, row, slot_smem, _):
+            def total(line, parity):
+                return tiles.total([line], exchange_smem, exchange_barrier, parity, place)[0]
+
+            @tiles.per_chunk
+            def summed(chunk):
+                h = tiles.load(slot_smem[0], chunk, layout)
+                if pre_bias is not None:
+                    h += parameters["pre_bias"](chunk)
+                if residual is not None:
+                    h = (h + tiles.load(slot_smem[1], chunk, layout)).astype(x.dtype)
+                return h
+
+            @tiles.per_chunk
+            def u(chunk):
+                return activate(pre_activation, summed(chunk).astype(jnp.float32))
+
+            if residual is not None:
+                for chunk in range(config.chunks):
+                    tiles.store(gmem["next_residual"], place, row, chunk, summed(chunk))
+
+            centred = u
+            if subtract_mean:
+                mean = total(tiles.line_sum(u), 0) * (1.0 / features)
+                centred = tiles.per_chunk(lambda chunk: u(chunk) - tiles.across_columns(mean))
+            # Consecutive exchanges must alternate: within the row after a mean, else from row to row.
+            parity = 1 if subtract_mean else lax.rem(step_idx, jnp.int32(2))
+            squares = total(tiles.line_sum(lambda chunk: centred(chunk) * centred(chunk)), parity)
+            rstd = lax.rsqrt(squares * (1.0 / features) + epsilon)
+
+            for chunk in range(config.chunks):
+                y = centred(chunk) * tiles.across_columns(rstd)
+                if scale is not None:
+                    y *= parameters["scale"](chunk) + scale_offset
+                if bias is not None:
+                    y += parameters["bias"](chunk)
+                y = activate(activation, y).astype(x.dtype)
+                tiles.store(gmem["y"], place, row, chunk, y)
+            if save_statistics:
+                if subtract_mean:
+                    tiles.store_statistic(gmem["mean"], place, row, mean)
+                tiles.store_statistic(gmem["rstd"], place, row, rstd)
+
+        tiles.for_each_tile(
+            place,
+            [(gmem[name], ring[f"{name}_smem"]) for name in matrices],
+            ring_barriers,
+            norm_tile,
+            None,
+        )
+
+    results = plgpu.kernel(
+        layer_norm_forward,
+        out_type=tuple(outputs.values()),
+        scratch_types=dict(
+            **tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
+            **tiles.exchange_scratch(1),
+        ),
+        **tiles.launch,
+    )(
+        *(tiles.matrix_view(m) for m in matrices.values()),
+        *(tiles.vector_view(v) for v in vectors.values()),
+    )
+    named = dict(zip(outputs, results, strict=True))
+    next_residual = named.get("next_residual")
+    return (
+        named["y"].reshape(x.shape),
+        None if next_residual is None else next_residual.reshape(x.shape),
+        named.get("mean"),
+        named.get("rstd"),
+    )
+
+
+def backward(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    multiprocessors: int,
+    config: RowConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dscale, dbias, dpre_bias), the last three float32 [segments, D] for `segments` row runs.
+
+    With `dnext_residual`, `h` is the next residual; without it, x, to which pre_bias is still added.
+    """
+    del epsilon
+    rows, features = h.shape
+    matrices = {"h": h, "dy": dy}
+    if dnext_residual is not None:
+        matrices["dnext_residual"] = dnext_residual
+    statistics = ({"mean": mean} if subtract_mean else {}) | {"rstd": rstd}
+    vectors = {}
+    if scale is not None:
+        vectors["scale"] = scale
+    if bias is not None and activation is not None:
+        vectors["bias"] = bias
+    if pre_bias is not None and dnext_residual is None:
+        vectors["pre_bias"] = pre_bias
+    sums = [
+        name
+        for name, vector in {"scale": scale, "bias": bias, "pre_bias": pre_bias}.items()
+        if vector is not None
+    ]
+    config = config or default_backward_config(features, h.dtype.itemsize, len(matrices))
+    tiles = RowTiles.plan(config, rows, features, segments, multiprocessors)
+    layout = tiles.layout(h.dtype.itemsize)
+
+    outputs = {"dx": jax.ShapeDtypeStruct(tiles.matrix_shape, h.dtype)}
+    if sums:
+        outputs["partials"] = jax.ShapeDtypeStruct(tiles.partials_shape(len(sums)), jnp.float32)
+    names = (*matrices, *statistics, *vectors, *outputs)
+
+    def layer_norm_backward(*refs, ring_barriers, exchange_smem, exchange_barrier, **smem):
+        gmem = dict(zip(names, refs, strict=True))
+        place = tiles.place()
+        parameters = _parameters(tiles, {name: gmem[name] for name in vectors}, place, layout)
+
+        def gradient_tile(step_idx, row, slot_smem, carry):
+            sums_so_far, row_statistics = carry
+            # Loaded now, used for the next tile: the latency of a lone load hides behind this one.
+            next_row = tiles.first_row(place, jnp.minimum(step_idx + 1, last_step))
+            next_statistics = {n: tiles.load_statistic(gmem[n], next_row) for n in statistics}
+            rstd_tile = tiles.across_columns(row_statistics["rstd"])
+            own = tiles.counted(place, step_idx, layout) if tiles.ragged else None
+            new_sums = {name: list(so_far) for name, so_far in sums_so_far.items()}
+
+            def add(name, chunk, value):
+                if name in sums:
+                    value = value if own is None else jnp.where(own, value, 0.0)
+                    new_sums[name][chunk] += value
+
+            @tiles.per_chunk
+            def block(chunk):
+                """Slope of pre_activation, normalised values, dz, gradient of the normalised."""
+                v = tiles.load(slot_smem[0], chunk, layout)
+                if "pre_bias" in vectors:
+                    v += parameters["pre_bias"](chunk)
+                pre_slope = derivative(pre_activation, v)
+                v = activate(pre_activation, v)
+                if subtract_mean:
+                    v -= tiles.across_columns(row_statistics["mean"])
+                v *= rstd_tile
+                dz = tiles.load(slot_smem[1], chunk, layout)
+                gain = None if scale is None else parameters["scale"](chunk) + scale_offset
+                if activation is not None:
+                    z = v if gain is None else v * gain
+                    if bias is not None:
+                        z += parameters["bias"](chunk)
+                    dz *= derivative(activation, z)
+                return pre_slope, v, dz, dz if gain is None else dz * gain
+
+            products, gradients = [], []
+            for chunk in range(config.chunks):
+                _, v, dz, g = block(chunk)
+                add("scale", chunk, dz * v)
+                add("bias", chunk, dz)
+                products.append(g * v)
+                gradients.append(g)
+            lines = [tiles.line_sum(products.__getitem__)]
+            if subtract_mean:
+                lines.append(tiles.line_sum(gradients.__getitem__))
+            means = [
+                tiles.across_columns(total * (1.0 / features))
+                for total in tiles.total(
+                    lines, exchange_smem, exchange_barrier, lax.rem(step_idx, jnp.int32(2)), place
+                )
+            ]
+            for chunk in range(config.chunks):
+                pre_slope, v, _, g = block(chunk)
+                dh = g - v * means[0]
+                if subtract_mean:
+                    dh -= means[1]
+                dh *= rstd_tile
+                if pre_activation is not None:
+                    dh *= pre_slope
+                if dnext_residual is not None:
+                    dh += tiles.load(slot_smem[2], chunk, layout)
+                add("pre_bias", chunk, dh)
+                tiles.store(gmem["dx"], place, row, chunk, dh.astype(h.dtype))
+            return new_sums, next_statistics
+
+        zero = plgpu.layout_cast(jnp.zeros(tiles.shape, jnp.float32), layout)
+        last_step = tiles.tile_count(place) - 1
+        start = tiles.first_row(place, 0)
+        totals, _ = tiles.for_each_tile(
+            place,
+            [(gmem[name], smem[f"{name}_smem"]) for name in matrices],
+            ring_barriers,
+            gradient_tile,
+            (
+                {name: [zero] * config.chunks for name in sums},
+                {n: tiles.load_statistic(gmem[n], start) for n in statistics},
+            ),
+        )
+        for index, name in enumerate(sums):
+            tiles.store_partial(
+                gmem["partials"].at[index, place.cta_idx],
+                totals[name],
+                smem.get("partial_smem"),
+                exchange_barrier,
+                place,
+            )
+
+    results = plgpu.kernel(
+        layer_norm_backward,
+        out_type=tuple(outputs.values()),
+        scratch_types=dict(
+            **tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
+            **tiles.exchange_scratch(2),
+            **tiles.partial_scratch(),
+        ),
+        **tiles.launch,
+    )(
+        *(tiles.matrix_view(m) for m in matrices.values()),
+        *statistics.values(),
+        *(tiles.vector_view(v) for v in vectors.values()),
+    )
+    named = dict(zip(outputs, results, strict=True))
+    gradients: dict[str, jax.Array] = {}
+    if sums:
+        partials = named["partials"].reshape(len(sums), segments, tiles.ctas_per_segment, features)
+        gradients = dict(zip(sums, jnp.sum(partials, axis=2), strict=True))
+    return (
+        named["dx"].reshape(h.shape),
+        gradients.get("scale"),
+        gradients.get("bias"),
+        gradients.get("pre_bias"),
+    )
+
+
+def _parameters(tiles: RowTiles, refs: dict[str, Any], place, layout) -> dict[str, Any]:
+    """For each per-feature vector, a function from the column block to its values."""
+    return {
+        name: tiles.per_chunk(lambda chunk, ref=ref: tiles.load_vector(ref, place, chunk, layout))
+        for name, ref in refs.items()
+    }

@@ -1,0 +1,401 @@
+"""How the rows of a matrix are spread over warps: the frame of the normalisation kernels.
+
+A warp holds a whole row ("row per warp", short rows) or a part of one, with all warps of a CTA sharing
+the row ("row per CTA", long rows). Either way a warpgroup works on a [4, width] tile, one line of it
+for each of its four warps, and a sum over a line is a warp shuffle. Sums that leave the warp go through
+shared memory of our own: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
+
+Tiles arrive through a ring of bulk copies, so that the memory stays busy whatever the warps do.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPS = 4
+"""Warps in a warpgroup, and so lines in its tile."""
+LANES = 32
+SHARED_MEMORY_BYTES = 227 * 1024
+"""What one CTA may use on Hopper."""
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """How a kernel over rows is launched."""
+
+    row_per_warp: bool
+    """A row for each warp; otherwise a row for each CTA."""
+    warpgroups: int
+    """Warpgroups in a CTA: independent of one another with a row per warp, else sharing a row."""
+    slots: int
+    """Tiles that a warpgroup keeps in flight."""
+    ctas_per_multiprocessor: int
+    chunks: int = 1
+    """Column blocks into which a line is cut, to bound what is live in registers at once."""
+    resident: bool = True
+    """Keep a tile and the parameters in registers; otherwise read them again for each pass."""
+
+    def __post_init__(self) -> None:
+        for name in ("warpgroups", "slots", "ctas_per_multiprocessor", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"RowConfig: {name} must be at least 1, got {getattr(self, name)}")
+
+    def width(self, features: int) -> int:
+        """Columns of a warpgroup's tile."""
+        return features if self.row_per_warp else features // (WARPS * self.warpgroups)
+
+    def why_unfit(self, rows: int, features: int) -> str | None:
+        """None if rows of `features` can be spread this way, else the rule that they break."""
+        step = 2 * LANES * self.chunks
+        if not self.row_per_warp:
+            step *= WARPS * self.warpgroups
+        if features % step:
+            return f"the number of features must be a multiple of {step}, got {features}"
+        if self.row_per_warp and rows < WARPS:
+            return f"there must be at least {WARPS} rows, got {rows}"
+        return None
+
+
+class Place(NamedTuple):
+    """Where a warpgroup stands while the kernel runs."""
+
+    cta_idx: jax.Array
+    wg_idx: jax.Array
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """The tiles of a [rows, features] matrix, cut into `segments` equal runs of rows, under a config.
+
+    The grid is `(ctas,)`; a CTA stays inside one segment.
+    """
+
+    config: RowConfig
+    rows: int
+    features: int
+    segments: int
+    ctas_per_segment: int
+
+    @classmethod
+    def plan(
+        cls, config: RowConfig, rows: int, features: int, segments: int, multiprocessors: int
+    ) -> "RowTiles":
+        reason = config.why_unfit(rows, features)
+        if reason is not None:
+            raise ValueError(f"RowTiles: {reason}")
+        rows_per_cta = WARPS * config.warpgroups if config.row_per_warp else 1
+        most = -(-(rows // segments) // rows_per_cta)
+        resident = multiprocessors * config.ctas_per_multiprocessor
+        return cls(config, rows, features, segments, max(1, min(most, resident // segments)))
+
+    @property
+    def ctas(self) -> int:
+        return self.segments * self.ctas_per_segment
+
+    @property
+    def width(self) -> int:
+        return self.config.width(self.features)
+
+    @property
+    def chunk_width(self) -> int:
+        return self.width // self.config.chunks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of one column chunk of a tile."""
+        return (WARPS, self.chunk_width)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some tile holds rows that another tile counts."""
+        return self.config.row_per_warp and (self.rows // self.segments) % WARPS != 0
+
+    def layout(self, itemsize: int) -> plgpu.Layout:
+        """Registers of a chunk: one line a warp, each lane 16 contiguous bytes at a time if it can."""
+        vec = 16 // itemsize
+        while self.chunk_width % (LANES * vec):
+            vec //= 2
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((WARPS, LANES * vec), (vec,))),
+            warp_dims=(-3,),
+            lane_dims=(-2,),
+            vector_dim=-1,
+        )
+
+    # --- host side: arrays as the kernel indexes them ---------------------------------------------
+
+    def matrix_view(self, array: jax.Array) -> jax.Array:
+        return array.reshape(self.matrix_shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        if self.config.row_per_warp:
+            return (self.rows, self.features)
+        return (self.rows, WARPS * self.config.warpgroups, self.width)
+
+    def vector_view(self, array: jax.Array) -> jax.Array:
+        if self.config.row_per_warp:
+            return array
+        return array.reshape(WARPS * self.config.warpgroups, self.width)
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        """The grid, for plgpu.kernel."""
+        return {
+            "grid": (self.ctas,),
+            "grid_names": ("cta",),
+            "num_threads": self.config.warpgroups,
+            "thread_name": "wg",
+        }
+
+    # --- device side ------------------------------------------------------------------------------
+
+    def place(self) -> Place:
+        """Of the warpgroup that runs this."""
+        return Place(lax.axis_index("cta"), lax.axis_index("wg"))
+
+    def lines(self, place: Place) -> pl.Slice:
+        """The lines of a row that this warpgroup holds, where warpgroups share rows."""
+        return pl.ds(place.wg_idx * WARPS, WARPS)
+
+    def columns(self, chunk: int) -> pl.Slice:
+        """The columns of a tile that column block `chunk` holds."""
+        return pl.ds(chunk * self.chunk_width, self.chunk_width)
+
+    def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
+        """`f` of each column block: computed here and kept, or on every call if not resident."""
+        if not self.config.resident:
+            return f
+        return [f(chunk) for chunk in range(self.config.chunks)].__getitem__
+
+    def line_sum(self, f: Callable[[int], jax.Array]) -> jax.Array:
+        """[4]: the sum over each line of `f` of its column blocks."""
+        return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
+
+    def load(self, smem, chunk: int, layout: plgpu.Layout) -> jax.Array:
+        """A column block of a tile in shared memory, as float32."""
+        block = smem.at[:, self.columns(chunk)]
+        return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
+
+    def load_vector(self, ref, place, chunk: int, layout: plgpu.Layout) -> jax.Array:
+        """A column block of a per-feature vector, as float32 of the tile's shape."""
+        columns = self.columns(chunk)
+        if self.config.row_per_warp:
+            line = plgpu.load(ref.at[columns], layout=layout.reduce(0), optimized=False)
+            return lax.broadcast_in_dim(line.astype(jnp.float32), self.shape, (1,))
+        lines = ref.at[self.lines(place), columns]
+        return plgpu.load(lines, layout=layout, optimized=False).astype(jnp.float32)
+
+    def store(self, ref, place, row, chunk: int, value: jax.Array) -> None:
+        """Writes a column block of the tile at `row` of a matrix in global memory."""
+        self.tile(ref, place, row).at[:, self.columns(chunk)][...] = value
+
+    def across_columns(self, per_row: jax.Array) -> jax.Array:
+        """A statistic of each row (see `total`) against the tile."""
+        if self.config.row_per_warp:
+            return lax.broadcast_in_dim(per_row, self.shape, (0,))
+        return per_row
+
+    def tile_count(self, place):
+        """Tiles that this warpgroup works through."""
+        first, step = self._first_and_step(place)
+        rows = self.rows // self.segments
+        tiles = -(-rows // WARPS) if self.config.row_per_warp else rows
+        return lax.div(jnp.int32(tiles - 1) - first, jnp.int32(step)) + 1
+
+    def _first_and_step(self, place):
+        cta_in_segment = lax.rem(place.cta_idx, jnp.int32(self.ctas_per_segment))
+        if not self.config.row_per_warp:
+            return cta_in_segment, self.ctas_per_segment
+        first = place.wg_idx * self.ctas_per_segment + cta_in_segment
+        return first, self.ctas_per_segment * self.config.warpgroups
+
+    def first_row(self, place, step_idx):
+        """First row of this warpgroup's tile number `step_idx`.
+
+        The last tile of a ragged matrix is moved up to end with it: its first rows are computed twice,
+        to the same bits.
+        """
+        first, step = self._first_and_step(place)
+        segment_start = lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment)) * (
+            self.rows // self.segments
+        )
+        tile = first + step_idx * step
+        if not self.config.row_per_warp:
+            return segment_start + tile
+        row = segment_start + tile * WARPS
+        return jnp.minimum(row, self.rows - WARPS) if self.ragged else row
+
+    def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
+        """Which elements of a ragged tile are this tile's own, not another tile's or segment's."""
+        first, step = self._first_and_step(place)
+        rows = self.rows // self.segments
+        segment_start = lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment)) * rows
+        start = segment_start + (first + step_idx * step) * WARPS
+        line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=layout)
+        row = line + self.first_row(place, step_idx)
+        return (row >= start) & (row < segment_start + rows)
+
+    def tile(self, ref, place, row):
+        """The tile that starts at `row` of a matrix in global memory."""
+        if self.config.row_per_warp:
+            return ref.at[pl.ds(row, WARPS)]
+        return ref.at[row, self.lines(place)]
+
+    def load_statistic(self, ref, row) -> jax.Array:
+        """One float32 a row of the tile at `row`, as `total` returns it."""
+        if self.config.row_per_warp:
+            layout = self.layout(4).reduce(1)
+            return plgpu.load(ref.at[pl.ds(row, WARPS)], layout=layout, optimized=False)
+        return ref[row]
+
+    def store_statistic(self, ref, place, row, value: jax.Array) -> None:
+        """Writes what `load_statistic` reads."""
+        if self.config.row_per_warp:
+            ref[pl.ds(row, WARPS)] = value
+            return
+
+        @pl.when(place.wg_idx == 0)
+        def _():
+            ref[row] = value
+
+    def partials_shape(self, quantities: int) -> tuple[int, ...]:
+        """Of the per-CTA sums of per-element quantities over the rows: [quantities, ctas, features]."""
+        return (quantities, self.ctas, *self.matrix_shape[1:])
+
+    def partial_scratch(self) -> dict[str, object]:
+        """Scratch that `store_partial` needs."""
+        if not self.config.row_per_warp:
+            return {}
+        shape = (self.config.warpgroups, WARPS, self.features)
+        return dict(partial_smem=plgpu.SMEM(shape, jnp.float32))
+
+    def store_partial(
+        self, ref, values: list[jax.Array], partial_smem, barrier, place: Place
+    ) -> None:
+        """Writes one quantity's sum over this CTA's rows, of which each line holds a part."""
+        if not self.config.row_per_warp:
+            for chunk, value in enumerate(values):
+                ref.at[self.lines(place), self.columns(chunk)][...] = value
+            return
+
+        def synchronize():
+            if self.config.warpgroups > 1:
+                plgpu.barrier_arrive(barrier)
+                plgpu.barrier_wait(barrier)
+
+        for chunk, value in enumerate(values):
+            partial_smem[place.wg_idx, :, self.columns(chunk)] = value
+        synchronize()
+        if self.features % (WARPS * LANES) == 0:
+            vec = 4 if self.features % 512 == 0 else 2 if self.features % 256 == 0 else 1
+            layout = plgpu.Layout.WG_STRIDED((self.features,), vec_size=vec)
+        else:
+            layout = self.layout(4).reduce(0)
+
+        @pl.when(place.wg_idx == 0)
+        def _():
+            ref[...] = _sum_pairwise(
+                [
+                    plgpu.load(partial_smem.at[other, warp], layout=layout, optimized=False)
+                    for other in range(self.config.warpgroups)
+                    for warp in range(WARPS)
+                ]
+            )
+
+        synchronize()
+
+    def total(self, lines: list[jax.Array], exchange_smem, exchange_barrier, parity, place: Place):
+        """Sums over whole rows of quantities summed over lines ([4] each) before.
+
+        `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
+        that a fast warpgroup never overwrites what a slow one still reads.
+        """
+        if self.config.row_per_warp:
+            return lines
+        for quantity, line in enumerate(lines):
+            exchange_smem[parity, quantity, place.wg_idx] = line
+        if self.config.warpgroups > 1:
+            plgpu.barrier_arrive(exchange_barrier)
+            plgpu.barrier_wait(exchange_barrier)
+        return [
+            _sum_pairwise(
+                [
+                    exchange_smem[parity, quantity, wg_idx, warp]
+                    for wg_idx in range(self.config.warpgroups)
+                    for warp in range(WARPS)
+                ]
+            )
+            for quantity in range(len(lines))
+        ]
+
+    def exchange_scratch(self, quantities: int) -> dict[str, object]:
+        """Scratch that `total` needs for up to `quantities` at once."""
+        shape = (2, quantities, self.config.warpgroups, WARPS)
+        return {
+            "exchange_smem": plgpu.SMEM(shape, jnp.float32),
+            "exchange_barrier": plgpu.Barrier(num_arrivals=self.config.warpgroups),
+        }
+
+    def ring_scratch(self, dtypes: dict[str, jnp.dtype]) -> dict[str, object]:
+        """The ring's slots for each matrix that is read, and its barriers."""
+        shape = (self.config.warpgroups, self.config.slots, WARPS, self.width)
+        scratch: dict[str, object] = {
+            f"{name}_smem": plgpu.SMEM(shape, dtype) for name, dtype in dtypes.items()
+        }
+        scratch["ring_barriers"] = plgpu.Barrier(num_arrivals=len(dtypes), num_barriers=shape[:2])
+        return scratch
+
+    def for_each_tile(
+        self,
+        place: Place,
+        sources: list[tuple[object, object]],
+        ring_barriers,
+        body: Callable[..., object],
+        carry: object,
+    ):
+        """Runs `carry = body(step_idx, row, slot_smem, carry)` over this warpgroup's tiles.
+
+        `sources` are the (global, shared) pairs that the ring copies; `row` is the tile's first row, and
+        `slot_smem` holds the tile of each source.
+        """
+        slots = self.config.slots
+        count = self.tile_count(place)
+
+        def copy_in(step_idx, slot):
+            row = self.first_row(place, step_idx)
+            for gmem, smem in sources:
+                # In bounds by `first_row`; the promise turns the copy into one 1-D bulk copy.
+                plgpu.copy_gmem_to_smem(
+                    self.tile(gmem, place, row),
+                    smem.at[place.wg_idx, slot],
+                    ring_barriers.at[place.wg_idx, slot],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+
+        for slot in range(slots):
+            pl.when(slot < count)(functools.partial(copy_in, slot, slot))
+
+        def step(step_idx, carry):
+            slot = lax.rem(step_idx, jnp.int32(slots))
+            plgpu.barrier_wait(ring_barriers.at[place.wg_idx, slot])
+            row = self.first_row(place, step_idx)
+            carry = body(step_idx, row, [smem.at[place.wg_idx, slot] for _, smem in sources], carry)
+            pl.when(step_idx + slots < count)(functools.partial(copy_in, step_idx + slots, slot))
+            return carry
+
+        return lax.fori_loop(0, count, step, carry)
+
+
+def _sum_pairwise(values: list[jax.Array]) -> jax.Array:
+    while len(values) > 1:
+        paired = [a + b for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = paired + values[2 * len(paired) :]
+    return values[0]
