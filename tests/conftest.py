@@ -1,0 +1,39 @@
+"""Fixtures of every level: a GPU where one is needed, a simulated Hopper where none is."""
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfused import dispatch
+
+HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
+"""An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
+
+
+@pytest.fixture(autouse=True)
+def _gpu_where_marked(request):
+    if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.fail("this test needs an NVIDIA GPU and a JAX that sees it")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Operators believe that they run on a Hopper GPU: for lowering without one."""
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
+    return HOPPER
+
+
+@pytest.fixture
+def interpreted_hopper(hopper):
+    """As `hopper`, and Pallas kernels run in Mosaic's interpreter on the CPU."""
+    with plgpu.force_gpu_interpret_mode():
+        yield hopper
+
+
+@pytest.fixture
+def race_detector(hopper, capfd):
+    """As `interpreted_hopper`, and the test fails if threads of a kernel race."""
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield hopper
+    # The interpreter reports races on its standard output and nowhere else that is public.
+    assert "RACE DETECTED" not in capfd.readouterr().out

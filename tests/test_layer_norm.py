@@ -1,0 +1,535 @@
+"""layer_norm and rms_norm against their float64 truth, on every level."""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused import dispatch, ops
+from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
+from tests.conftest import HOPPER
+from tests.tolerances import assert_accurate
+
+KERNELS = ("pallas", "cuda")
+BENCHMARK_SHAPES = (
+    (16384, 768),
+    (16384, 1024),
+    (8192, 4096),
+    (16384, 8192),
+    (4096, 16384),
+    (50432, 768),
+)
+
+by_name = {case.name: case for case in CASES}
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_op = pytest.mark.parametrize("op", ("layer_norm", "rms_norm"))
+on_gpu = pytest.mark.gpu
+each_implementation = pytest.mark.parametrize(
+    "implementation", ["xla", *(pytest.param(name, marks=on_gpu) for name in KERNELS)]
+)
+
+
+def skip_unless_supported(case: Case, dtype: str, implementation: str) -> None:
+    """Skips with the very sentence that a user would be told."""
+    reasons = ops.layer_norm.implementations(
+        dispatch.current_device(),
+        rows=int(np.prod(case.shape[:-1])),
+        features=case.shape[-1],
+        dtype=jnp.dtype(dtype),
+        residual_dtype=jnp.dtype(case.residual_dtype or dtype) if case.residual else None,
+    )
+    if reasons[implementation] is not None:
+        pytest.skip(reasons[implementation])
+
+
+@functools.cache
+def expectation(case: Case, dtype: str) -> tuple[Inputs, Results, Results]:
+    """Inputs, plain results and truth, computed on the CPU and once for all implementations."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        inputs = case.inputs(dtype)
+        return inputs, jax.jit(case.plain)(inputs), case.truth(inputs)
+
+
+def check(case: Case, dtype: str, implementation: str) -> None:
+    """Holds every result and gradient of one implementation against the truth."""
+    inputs, plain, truth = expectation(case, dtype)
+    inputs = jax.device_put(inputs, jax.devices()[0])
+    actual = jax.jit(functools.partial(case.results, implementation=implementation))(inputs)
+    for name in Results._fields:
+        parts = (getattr(results, name) for results in (actual, plain, truth))
+        if getattr(truth, name) is None:
+            assert getattr(actual, name) is None
+        else:
+            assert_accurate(name, *parts)
+
+
+# --- level 1: the reference -----------------------------------------------------------------------
+
+
+def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
+    """The definition, in NumPy and float64 alone."""
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    activations = {
+        None: lambda x: x,
+        "relu": lambda x: np.maximum(x, 0),
+        "relu2": lambda x: np.maximum(x, 0) ** 2,
+        "gelu_tanh": lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+        "gelu_erf": lambda x: x * (1 + erf(x / 2**0.5)) / 2,
+        "silu": lambda x: x / (1 + np.exp(-x)),
+    }
+    h = sum(a for a in (x, residual, pre_bias) if a is not None)
+    u = activations[case.pre_activation](h)
+    mean = u.mean(-1, keepdims=True) if case.op == "layer_norm" else 0
+    variance = ((u - mean) ** 2).mean(-1, keepdims=True)
+    y = (u - mean) / np.sqrt(variance + case.epsilon)
+    y = y * (1 if scale is None else scale + case.scale_offset)
+    return activations[case.activation](y + (0 if bias is None else bias)), h
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=lambda case: case.name)
+def test_reference_and_truth_are_the_definition(case):
+    with jax.enable_x64(True):
+        inputs = replace(case, parameter_dtype="float64").inputs("float64")
+        arrays = [None if a is None else np.asarray(a) for a in inputs[:5]]
+        y, h = numpy_norm(case, *arrays)
+        truth = case.truth(inputs)
+        ours = case.results(inputs, implementation="xla")
+        np.testing.assert_allclose(ours.y, y, rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(truth.y, y, rtol=1e-11, atol=1e-11)
+        if case.residual:
+            np.testing.assert_allclose(ours.next_residual, h, rtol=1e-12, atol=1e-12)
+        for name, gradient in zip(ours._fields[2:], ours[2:], strict=True):
+            if gradient is not None:
+                np.testing.assert_allclose(
+                    gradient, getattr(truth, name), rtol=1e-9, atol=1e-9, err_msg=name
+                )
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, DTYPES[i % len(DTYPES)], id=f"{case.name}-{DTYPES[i % len(DTYPES)]}")
+        for i, case in enumerate(CASES)
+    ],
+)
+def test_reference_is_accurate(case, dtype):
+    check(case, dtype, "xla")
+
+
+@pytest.mark.parametrize("name", ["everything_odd", "rms_everything_odd", "one_axis"])
+def test_reference_gradients_in_both_modes_and_twice(name):
+    case = replace(by_name[name], epsilon=1e-3)
+    if case.shape != (33,):
+        case = replace(case, shape=(2, 5))
+    with jax.enable_x64(True):
+        inputs = case.inputs("float64")
+        present = [a is not None for a in inputs[:5]]
+
+        def f(*arrays):
+            arrays = iter(arrays)
+            y, h = case.call(*(next(arrays) if p else None for p in present), implementation="xla")
+            return y if h is None else (y, h)
+
+        arrays = [a for a in inputs[:5] if a is not None]
+        check_grads(f, arrays, order=2, modes=("fwd", "rev"), eps=1e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 7), max_size=2).map(tuple),
+    features=st.integers(2, 131),
+    dtype=st.sampled_from(DTYPES),
+    op=st.sampled_from(("layer_norm", "rms_norm")),
+    seed=st.integers(0, 2**31),
+)
+def test_statistics_of_the_result(shape, features, dtype, op, seed):
+    x = np.random.default_rng(seed).normal(1, 3, (*shape, features)).astype(jnp.dtype(dtype))
+    y = jax.jit(getattr(jaxfused, op), static_argnames="implementation")(x, implementation="xla")
+    assert y.shape == x.shape and y.dtype == x.dtype
+    y = np.asarray(y, np.float64)
+    x = np.asarray(x, np.float64)
+    power = x.var(-1) if op == "layer_norm" else (x**2).mean(-1)
+    # A mean of `features` roundings, each of at most half a unit at the largest |y| <= sqrt(D).
+    unit = float(jnp.finfo(dtype).eps) * features**0.5
+    np.testing.assert_allclose((y**2).mean(-1), power / (power + 1e-6), atol=4 * unit)
+    if op == "layer_norm":
+        np.testing.assert_allclose(y.mean(-1), 0, atol=unit)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    features=st.integers(1, 67),
+    dtype=st.sampled_from(DTYPES),
+    with_pre_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_residual_form_is_the_norm_of_the_sum(rows, features, dtype, with_pre_bias, seed):
+    case = Case("", (rows, features), residual=True, pre_bias=with_pre_bias)
+    inputs = case.inputs(dtype, seed)
+    y, h = jax.jit(functools.partial(case.call, implementation="xla"))(*inputs[:5])
+    summands = (a for a in (inputs.x, inputs.pre_bias, inputs.residual) if a is not None)
+    wide = [np.asarray(a, np.float32) for a in summands]
+    np.testing.assert_array_equal(h, sum(wide[1:], wide[0]).astype(h.dtype))
+    norm = jax.jit(functools.partial(jaxfused.layer_norm, implementation="xla"))
+    same(y, norm(h, inputs.scale, inputs.bias))
+
+
+# --- every implementation, under every transformation ---------------------------------------------
+
+TRANSFORMED = (
+    replace(by_name["everything"], shape=(8, 256)),
+    replace(by_name["rms_everything"], shape=(8, 256)),
+)
+each_transformed = pytest.mark.parametrize("case", TRANSFORMED, ids=lambda case: case.op)
+
+
+def same(actual, expected):
+    """Equal to rounding: another order of summation is all that may differ."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), actual, expected
+    )
+
+
+def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inputs, list[Inputs]]:
+    """(stacked inputs, in_axes, the entries one by one); what is not in `batched` is shared."""
+    entries = [case.inputs("float32", seed) for seed in range(size)]
+    shared = entries[0]
+    entries = [
+        shared._replace(**{name: getattr(entry, name) for name in batched}) for entry in entries
+    ]
+    stacked = shared._replace(
+        **{name: jnp.stack([getattr(entry, name) for entry in entries]) for name in batched}
+    )
+    axes = Inputs(*(0 if name in batched else None for name in Inputs._fields))
+    return stacked, axes, entries
+
+
+def check_vmap(case: Case, batched: set[str], implementation: str) -> None:
+    """Per-example results and gradients of a vmapped call are those of the entries one by one."""
+    stacked, axes, entries = batch_of(case, batched)
+    results = functools.partial(case.results, implementation=implementation)
+    actual = jax.jit(jax.vmap(results, in_axes=(axes,)))(stacked)
+    one_by_one = functools.partial(case.results, implementation="xla")
+    same(actual, jax.tree.map(lambda *a: jnp.stack(a), *(one_by_one(e) for e in entries)))
+
+
+def check_gradient_of_vmapped_loss(case: Case, implementation: str) -> None:
+    """The gradient of a loss over a vmapped call sums over the batch for what the batch shares."""
+    batched = {"x", "residual", "dy", "dnext_residual"}
+    stacked, axes, _ = batch_of(case, batched)
+
+    def loss(inputs, implementation):
+        def entry(inputs):
+            y, h = case.call(*inputs[:5], implementation=implementation)
+            return jnp.sum(y * inputs.dy) + jnp.sum(h * inputs.dnext_residual)
+
+        return jnp.sum(jax.vmap(entry, in_axes=(axes,))(inputs))
+
+    actual = jax.jit(jax.grad(loss), static_argnums=1)(stacked, implementation)
+    expected = jax.jit(jax.grad(loss), static_argnums=1)(stacked, "xla")
+    same(actual, expected)
+
+
+ROWS = {"x", "residual", "dy", "dnext_residual"}
+each_batched = pytest.mark.parametrize(
+    "batched",
+    [ROWS, {"x"}, {"scale"}, {*ROWS, "bias", "pre_bias"}, {"dy"}],
+    ids=["rows", "x", "scale", "rows_and_parameters", "dy"],
+)
+
+
+@each_implementation
+@each_batched
+def test_vmap(batched, implementation):
+    check_vmap(TRANSFORMED[0], batched, implementation)
+
+
+@each_implementation
+def test_nested_vmap(implementation):
+    case = TRANSFORMED[0]
+    stacked, _, _ = batch_of(case, set(Inputs._fields[:1]), size=6)
+    x = stacked.x.reshape(2, 3, *case.shape)
+
+    def f(x, implementation):
+        def loss(x, scale):
+            y, _ = case.call(x, scale, *stacked[2:5], implementation=implementation)
+            return jnp.sum(jnp.sin(y))
+
+        return jax.vmap(jax.vmap(jax.grad(loss, (0, 1)), (0, None)), (0, None))(x, stacked.scale)
+
+    same(f(x, implementation), f(x, "xla"))
+
+
+@each_implementation
+@each_transformed
+def test_gradient_of_a_vmapped_loss(case, implementation):
+    check_gradient_of_vmapped_loss(case, implementation)
+
+
+@each_implementation
+@each_transformed
+def test_jit_checkpoint_and_scan(case, implementation):
+    inputs = case.inputs("float32")
+
+    def layer(h, _):
+        y, h = case.call(inputs.x, *inputs[1:3], h, inputs.pre_bias, implementation=implementation)
+        return h + 0.1 * y, jnp.sum(y)
+
+    def loss(h, transform):
+        h, sums = jax.lax.scan(transform(layer), h, length=3)
+        return jnp.sum(jnp.sin(h)) + jnp.sum(sums)
+
+    def by_hand(h):
+        sums = 0.0
+        for _ in range(3):
+            h, total = layer(h, None)
+            sums += total
+        return jnp.sum(jnp.sin(h)) + sums
+
+    expected = jax.value_and_grad(by_hand)(inputs.residual)
+    for transform in (lambda f: f, jax.checkpoint):
+        actual = jax.jit(jax.value_and_grad(loss), static_argnums=1)(inputs.residual, transform)
+        same(actual, expected)
+
+
+@each_implementation
+def test_donation(implementation):
+    case = TRANSFORMED[0]
+    inputs = case.inputs("float32")
+    expected = case.call(*inputs[:5], implementation=implementation)
+    step = jax.jit(
+        lambda x, residual: case.call(
+            x, *inputs[1:3], residual, inputs.pre_bias, implementation=implementation
+        ),
+        donate_argnums=(0, 1),
+    )
+    x, residual = inputs.x.copy(), inputs.residual.copy()
+    same(step(x, residual), expected)
+    assert x.is_deleted() and residual.is_deleted()
+
+
+@each_implementation
+@each_op
+def test_nan_and_infinity_stay_in_their_row(op, implementation):
+    x = np.array(jax.random.normal(jax.random.key(0), (8, 256)))
+    x[1, 3], x[2, 5], x[4, 7] = np.nan, np.inf, -np.inf
+    f = getattr(jaxfused, op)
+    y = np.asarray(f(jnp.asarray(x), jnp.ones(256), implementation=implementation))
+    expected = np.asarray(f(jnp.asarray(x), jnp.ones(256), implementation="xla"))
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    assert np.isnan(y[1]).all() and np.isfinite(y[[0, 3, 5, 6, 7]]).all()
+
+
+@each_implementation
+@pytest.mark.parametrize("shape", [(0, 256), (3, 0, 256)])
+def test_no_rows(shape, implementation):
+    case = Case("", shape, residual=True, pre_bias=True)
+    inputs = case.inputs("float32")
+    results = case.results(inputs, implementation=implementation)
+    assert results.y.shape == results.dx.shape == shape
+    np.testing.assert_array_equal(results.dscale, jnp.zeros(256))
+
+
+@each_implementation
+@pytest.mark.parametrize("size", [1e4, 1e-4])
+def test_large_mean_or_small_values(size, implementation):
+    """The variance is that of the deviations: a large mean costs no digits, a small one no rows."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32) * min(size, 1.0)
+    y = jaxfused.layer_norm(x + size * (size > 1), epsilon=0.0, implementation=implementation)
+    shifted = np.asarray(x + size * (size > 1), np.float64)
+    expected = (shifted - shifted.mean(-1, keepdims=True)) / shifted.std(-1, keepdims=True)
+    # The mean itself is rounded to float32: half a unit at 1e4, against deviations of 1.
+    np.testing.assert_allclose(y, expected, atol=2e-3 if size > 1 else 1e-5)
+
+
+# --- level 1: what is refused ---------------------------------------------------------------------
+
+X = np.zeros((2, 3, 768), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(scale=np.ones(512, np.float32)),
+            "layer_norm: scale has shape (512,), but x has 768 features in its last axis;"
+            " pass scale of shape (768,).",
+        ),
+        (dict(bias=np.ones((1, 768), np.float32)), "bias has shape (1, 768)"),
+        (dict(pre_bias=np.ones((), np.float32)), "pre_bias has shape ()"),
+        (dict(residual=np.ones((3, 768), np.float32)), "residual has shape (3, 768)"),
+        (dict(residual=np.ones((2, 3, 768), int)), "residual has dtype int"),
+        (dict(x=X.astype(np.int32)), "x has dtype int32"),
+        (dict(x=X.astype(np.complex64)), "x has dtype complex64"),
+        (dict(x=np.float32(1)), "x has shape ()"),
+        (dict(x=np.zeros((2, 0), np.float32)), "x has shape (2, 0)"),
+        (dict(activation="gelu"), "activation='gelu'"),
+        (dict(pre_activation="swish"), "pre_activation='swish'"),
+        (dict(epsilon=np.ones(2)), "epsilon"),
+        (dict(implementation="triton"), "'triton'"),
+        (dict(implementation="pallas"), "implementation='pallas' cannot run here"),
+        (dict(implementation="cuda"), "implementation='cuda' cannot run here"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError) as raised:
+        jaxfused.layer_norm(**{"x": X, **arguments})
+    assert message in str(raised.value)
+    assert str(raised.value).startswith("layer_norm: ")
+    assert str(raised.value).endswith(".")
+
+
+# --- level 1: the Pallas kernels without a GPU ----------------------------------------------------
+
+INTERPRETED = (
+    Case("norm", (13, 256)),
+    Case("four_rows", (4, 64), bias=False),
+    Case("many_rows", (70, 128)),
+    Case("row_per_cta", (5, 2048)),
+    replace(by_name["everything"], shape=(13, 256)),
+    replace(by_name["rms_everything"], shape=(13, 256)),
+    replace(by_name["everything"], name="everything_row_per_cta", shape=(3, 2048)),
+    replace(by_name["everything_without_parameters"], shape=(8, 64)),
+    replace(by_name["float32_parameters"], shape=(8, 128)),
+)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_pallas_in_the_interpreter(case):
+    check(case, "bfloat16", "pallas")
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_float32_in_the_interpreter():
+    check(replace(by_name["everything"], shape=(13, 256)), "float32", "pallas")
+
+
+@pytest.mark.usefixtures("race_detector")
+@pytest.mark.parametrize("features", [256, 2048])
+def test_pallas_does_not_race(features):
+    # Whole tiles only: the last tile of a ragged matrix writes rows of its neighbour's again, with the
+    # same values, and the detector cannot know that they are the same.
+    case = replace(by_name["everything"], shape=(8, features))
+    jax.block_until_ready(case.results(case.inputs("bfloat16"), implementation="pallas"))
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("batched", [ROWS, {"scale"}], ids=["rows", "scale"])
+def test_pallas_vmap_in_the_interpreter(batched):
+    check_vmap(TRANSFORMED[0], batched, "pallas")
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_vmap_over_few_rows_in_the_interpreter():
+    """Per-example gradients where each example has fewer rows than a warpgroup has warps."""
+    check_vmap(Case("", (1, 64), residual=True, pre_bias=True), {*ROWS}, "pallas")
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_gradient_of_a_vmapped_loss_in_the_interpreter():
+    check_gradient_of_vmapped_loss(replace(TRANSFORMED[0], shape=(5, 64)), "pallas")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_case
+def test_pallas_lowers_for_cuda(case, dtype):
+    skip_unless_supported(case, dtype, "pallas")
+    results = jax.jit(functools.partial(case.results, implementation="pallas"))
+    module = jax.export.export(results, platforms=["cuda"])(case.shapes(dtype)).mlir_module()
+    assert "mosaic_gpu" in module or not all(case.shape)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
+def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, monkeypatch):
+    monkeypatch.setattr(
+        dispatch, "current_device", lambda *arrays: replace(HOPPER, multiprocessors=132)
+    )
+    case = Case("", shape, residual=True, pre_bias=True, pre_activation="relu")
+    test_pallas_lowers_for_cuda(case, "bfloat16")
+
+
+# --- level 3: on a GPU ----------------------------------------------------------------------------
+
+
+@on_gpu
+@pytest.mark.parametrize("implementation", (*KERNELS, "xla"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_case
+def test_accurate_on_gpu(case, dtype, implementation):
+    skip_unless_supported(case, dtype, implementation)
+    check(case, dtype, implementation)
+
+
+@on_gpu
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
+def test_benchmarked_shapes_on_gpu(shape, implementation):
+    """At full size, the same bits twice; the truth is computed on the GPU, and rows are sampled."""
+    case = Case("", shape, residual=True, pre_bias=True)
+    skip_unless_supported(case, "bfloat16", implementation)
+    shapes, tree = jax.tree.flatten(case.shapes("bfloat16"))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    inputs = jax.tree.unflatten(
+        tree, [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys, shapes, strict=True)]
+    )
+    results = jax.jit(functools.partial(case.results, implementation=implementation))
+    actual = results(inputs)
+    for name, first, again in zip(Results._fields, actual, results(inputs), strict=True):
+        assert jnp.array_equal(first, again), f"{name} differs between two runs"
+
+    step = max(1, shape[0] // 256)
+
+    def sampled(f):
+        return jax.jit(lambda: jax.tree.map(lambda a: a[::step] if a.ndim == 2 else a, f()))()
+
+    plain = sampled(lambda: case.plain(inputs))
+    with jax.enable_x64(True):
+        truth = jax.tree.map(np.asarray, sampled(lambda: case.evaluate(inputs, jnp.float64)))
+    actual = jax.tree.map(lambda a: a[::step] if a.ndim == 2 else a, actual)
+    for name, *parts in zip(Results._fields, actual, plain, truth, strict=True):
+        assert_accurate(name, *parts)
+
+
+@on_gpu
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("name", ["everything_odd", "rms_everything", "D4096", "bias_relu_norm"])
+def test_same_bits_twice_on_gpu(name, implementation):
+    case = replace(by_name[name], shape=(1003, by_name[name].shape[1]))
+    skip_unless_supported(case, "bfloat16", implementation)
+    inputs = case.inputs("bfloat16")
+    results = jax.jit(functools.partial(case.results, implementation=implementation))
+    first = jax.tree.map(lambda a: np.asarray(a).tobytes(), results(inputs))
+    for _ in range(5):
+        assert jax.tree.map(lambda a: np.asarray(a).tobytes(), results(inputs)) == first
+
+
+@on_gpu
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_random_shapes_on_gpu(implementation):
+    """Sizes that no table names: results against "xla", for what the kernel says it supports."""
+    random = np.random.default_rng(0)
+    tried = 0
+    for _ in range(24):
+        rows, multiple, times = (int(random.integers(1, n)) for n in (300, 4, 80))
+        shape = rows, times * (1, 2, 64)[multiple - 1]
+        case = Case("", shape, residual=bool(random.integers(2)), pre_bias=bool(random.integers(2)))
+        reasons = ops.layer_norm.implementations(
+            dispatch.current_device(), rows=shape[0], features=shape[1], dtype=jnp.dtype("float32")
+        )
+        if reasons[implementation] is None:
+            tried += 1
+            check(case, "float32", implementation)
+    assert tried >= 3

@@ -1,0 +1,56 @@
+"""How wrong a result may be: one rule for every operator, dtype and implementation.
+
+An implementation is held against a float64 truth. What low precision costs by nature is measured, not
+guessed: the plain jax.numpy version of the same formula is computed in the same low precision, and its
+largest error over the array is the yardstick.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FACTOR = 2.0
+"""Times the largest error of the plain version that an implementation may be off."""
+ULPS = 1.0
+"""Units in the last place of the output's dtype, at the largest magnitude of the truth, on top."""
+
+
+def ulp(magnitude: float, dtype: jnp.dtype) -> float:
+    """The distance between neighbouring numbers of `dtype` at `magnitude`."""
+    info = jnp.finfo(dtype)
+    exponent = np.floor(np.log2(max(magnitude, float(info.smallest_normal))))
+    return float(2.0 ** (exponent - info.nmant))
+
+
+def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.ndarray) -> None:
+    """Asserts that `actual` is as near to `truth` as the rule asks, and NaN or Inf where `truth` is.
+
+    Args:
+      name: what is compared, for the message.
+      actual: the implementation's result, in its own dtype.
+      plain: the same computed by plain jax.numpy in low precision.
+      truth: the same in float64.
+    """
+    assert truth.dtype == np.float64, f"{name}: the truth is {truth.dtype}, not float64"
+    assert actual.shape == plain.shape == truth.shape, (
+        f"{name}: shapes {actual.shape}, {plain.shape}, {truth.shape}"
+    )
+    assert actual.dtype == plain.dtype, f"{name}: dtypes {actual.dtype}, {plain.dtype}"
+    if truth.size == 0:
+        return
+    ours = np.asarray(actual, np.float64)
+    naive = np.asarray(plain, np.float64)
+    np.testing.assert_array_equal(np.isnan(ours), np.isnan(truth), f"{name}: NaN")
+    for sign in (np.inf, -np.inf):
+        np.testing.assert_array_equal(ours == sign, truth == sign, f"{name}: {sign}")
+    finite = np.isfinite(truth)
+    if not finite.any():
+        return
+    error = np.abs(ours - truth)[finite].max()
+    plain_error = np.abs(naive - truth)[finite].max()
+    unit = ulp(np.abs(truth[finite]).max(), actual.dtype)
+    allowed = FACTOR * plain_error + ULPS * unit
+    assert error <= allowed, (
+        f"{name} ({actual.dtype}): error {error:.3e} is over {allowed:.3e}"
+        f" = {FACTOR} x {plain_error:.3e} of plain jax.numpy + {ULPS} ulp of {unit:.3e}"
+    )
