@@ -13,8 +13,10 @@ from jax.custom_batching import custom_vmap
 
 from jaxfused import cuda, dispatch, reference
 from jaxfused.ops.batching import fold_into_rows, is_batched, one_by_one, unfold_rows
-from jaxfused.reference.activation import ACTIVATIONS
 from pallas_kernels import layer_norm as pallas_layer_norm
+
+ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf", "silu")
+"""What the kernels of this operator know."""
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.reference.activation import ACTIVATIONS, activate
+from jaxfused.ops.layer_norm import ACTIVATIONS
+from jaxfused.reference.activation import activate
 
 
 class Inputs(NamedTuple):
