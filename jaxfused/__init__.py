@@ -2,6 +2,10 @@
 
 from jaxfused import optim as optim
 from jaxfused.ops.attention import dot_product_attention as dot_product_attention
+from jaxfused.ops.batch_norm import batch_norm as batch_norm
+from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm
+from jaxfused.ops.conv import conv as conv
+from jaxfused.ops.group_norm import group_norm as group_norm
 from jaxfused.ops.layer_norm import layer_norm as layer_norm
 from jaxfused.ops.layer_norm import rms_norm as rms_norm
 from jaxfused.ops.linear import linear as linear

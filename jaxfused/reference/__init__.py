@@ -2,6 +2,9 @@
 
 from jaxfused.reference import activation as activation
 from jaxfused.reference import attention as attention
+from jaxfused.reference import batch_norm as batch_norm
+from jaxfused.reference import conv as conv
+from jaxfused.reference import group_norm as group_norm
 from jaxfused.reference import layer_norm as layer_norm
 from jaxfused.reference import linear as linear
 from jaxfused.reference import mlp as mlp

@@ -1,0 +1,192 @@
+"""batch_norm and fold_batch_norm: validation and choice of implementation."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, reference
+from jaxfused.ops.validation import (
+    check_activation,
+    check_constant,
+    check_floating,
+    check_shape,
+)
+
+
+def batch_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    mean: jax.Array | None = None,
+    var: jax.Array | None = None,
+    epsilon: float = 1e-5,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
+    r"""Batch normalisation of channels-last arrays, with what follows it in one pass.
+
+    .. math::
+        y = \text{activation}\Bigl(\frac{x - \text{mean}}{\sqrt{\text{var} + \epsilon}}
+            \cdot \text{scale} + \text{bias} + \text{residual}\Bigr)
+
+    Without `mean` and `var` this is training: both are taken over all axes of x but the last, and
+    over all devices along `axis_name`, and returned beside y for the running averages. With them it
+    is inference.
+
+    Args:
+      x: [..., C], float32, bfloat16 or float16 (float64 with implementation "xla").
+      scale: [C], multiplies the normalised values. Any float dtype, as for bias, mean and var.
+      bias: [C], is added after `scale`.
+      mean: [C], the mean to normalise by; with `var`.
+      var: [C], the variance to normalise by; with `mean`.
+      epsilon: is added to the variance.
+      axis_name: the mapped axis (or axes) of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
+        the batch is spread, as `jax.lax.pmean` takes it. Under `jax.jit` with sharded arrays leave
+        it out: the statistics are those of the whole array already.
+      axis_index_groups: groups of devices along `axis_name` that share statistics, as
+        `jax.lax.pmean` takes them.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
+      residual: [..., C] like x, is added before the activation.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      In training `(y, mean, var)`: y of x's shape and dtype; mean and the variance (the mean of
+      squared deviations, not corrected for the sample) of shape [C] in float32 (float64 for float64
+      inputs). In inference y alone.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, only one of `mean` and `var` is given, an axis name is
+        given in inference, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> x = jnp.array([[1.0, 10.0], [3.0, 10.0]])
+      >>> y, mean, var = jaxfused.batch_norm(x, jnp.ones(2), jnp.zeros(2))
+      >>> mean, var
+      (Array([ 2., 10.], dtype=float32), Array([1., 0.], dtype=float32))
+      >>> jaxfused.batch_norm(x, mean=mean, var=var, epsilon=3.0, activation="relu")
+      Array([[0. , 0. ],
+             [0.5, 0. ]], dtype=float32)
+
+    Source: Ioffe, Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
+    """
+    op = "batch_norm"
+    x, scale, bias, mean, var, residual = jax.tree.map(
+        jnp.asarray, (x, scale, bias, mean, var, residual)
+    )
+    check_floating(op, dict(x=x, scale=scale, bias=bias, mean=mean, var=var, residual=residual))
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x is a scalar; pass x of shape [..., channels].")
+    channels = x.shape[-1]
+    for name, array in dict(scale=scale, bias=bias, mean=mean, var=var).items():
+        check_shape(op, name, array, (channels,), f"x has {channels} channels in its last axis")
+    check_shape(op, "residual", residual, x.shape, f"x has shape {x.shape}")
+    if (mean is None) != (var is None):
+        raise ValueError(
+            f"{op}: only {'var' if mean is None else 'mean'} was passed, but inference normalises by"
+            " both; pass mean and var, or neither to take them from x."
+        )
+    training = mean is None
+    if training and x.size == 0:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, which has no values to take a mean of; pass mean and var,"
+            " or an x with at least one row."
+        )
+    if axis_index_groups is not None and axis_name is None:
+        raise ValueError(
+            f"{op}: axis_index_groups={axis_index_groups} were passed without the axis that they"
+            " split; pass axis_name too."
+        )
+    if not training and axis_name is not None:
+        raise ValueError(
+            f"{op}: axis_name={axis_name!r} was passed with mean and var, but then no statistics are"
+            " taken; leave out axis_name."
+        )
+    check_constant(op, "epsilon", epsilon)
+    check_activation(op, activation)
+    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+
+    if mean is None:
+        mean, var = reference.batch_norm.batch_statistics(
+            x, axis_name=axis_name, axis_index_groups=axis_index_groups
+        )
+    y = reference.batch_norm.norm(
+        x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation
+    )
+    return (y, mean, var) if training else y
+
+
+def implementations(device: dispatch.Device) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run on `device`."""
+    del device
+    return {
+        "pallas": "there is no Pallas kernel of batch_norm yet",
+        "cuda": "there is no CUDA kernel of batch_norm yet",
+        "xla": None,
+    }
+
+
+def fold_batch_norm(
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    mean: jax.Array,
+    var: jax.Array,
+    norm_scale: jax.Array | None = None,
+    norm_bias: jax.Array | None = None,
+    epsilon: float = 1e-5,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Folds an inference-mode batch_norm into the convolution or linear layer before it.
+
+    .. math::
+        f &= \frac{\text{norm\_scale}}{\sqrt{\text{var} + \epsilon}} \\
+        w' &= w \cdot f \\
+        \text{bias}' &= (\text{bias} - \text{mean}) \cdot f + \text{norm\_bias}
+
+    so that `conv(x, w') + bias'` is `batch_norm(conv(x, w) + bias)`.
+
+    Args:
+      w: [..., C], output channels last: Flax's [H, W, I, C] of a convolution or [I, C] of a linear
+        layer.
+      bias: [C], the bias of that layer; None where it has none.
+      mean: [C], the running mean.
+      var: [C], the running variance.
+      norm_scale: [C], batch_norm's scale.
+      norm_bias: [C], batch_norm's bias.
+      epsilon: batch_norm's.
+
+    Returns:
+      `(w', bias')` of w's shape and dtype and of shape [C] in the dtype of `bias` (of w without it).
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> w, bias = jaxfused.fold_batch_norm(
+      ...     jnp.ones((3, 2)), mean=jnp.array([1.0, 0.0]), var=jnp.array([3.0, 0.0]), epsilon=1.0
+      ... )
+      >>> bias
+      Array([-0.5, -0. ], dtype=float32)
+
+    Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877
+    """
+    op = "fold_batch_norm"
+    w, bias, mean, var, norm_scale, norm_bias = jax.tree.map(
+        jnp.asarray, (w, bias, mean, var, norm_scale, norm_bias)
+    )
+    vectors = dict(bias=bias, mean=mean, var=var, norm_scale=norm_scale, norm_bias=norm_bias)
+    check_floating(op, dict(w=w, **vectors))
+    if w.ndim == 0:
+        raise ValueError(f"{op}: w is a scalar; pass w of shape [..., output channels].")
+    channels = w.shape[-1]
+    for name, array in vectors.items():
+        check_shape(op, name, array, (channels,), f"w has {channels} output channels")
+    check_constant(op, "epsilon", epsilon)
+    return reference.batch_norm.fold(w, bias, mean, var, norm_scale, norm_bias, epsilon=epsilon)

@@ -1,0 +1,161 @@
+"""conv: validation and choice of implementation."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, reference
+from jaxfused.ops.validation import check_activation, check_floating, check_shape
+
+Padding = str | int | Sequence[int | tuple[int, int]]
+_NAMED_PADDINGS = ("SAME", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
+
+
+def conv(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: Padding = "SAME",
+    input_dilation: int | Sequence[int] = 1,
+    kernel_dilation: int | Sequence[int] = 1,
+    feature_group_count: int = 1,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""Convolution of channels-last arrays, with the sum and the activation after it.
+
+    .. math::
+        y = \text{activation}(\operatorname{conv}(x, w) + \text{bias} + \text{residual})
+
+    As in every deep-learning library the kernel is not flipped. Sums are float32 (float64 for
+    float64 inputs); bias, residual and activation are applied in float32.
+
+    Args:
+      x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
+        implementation "xla").
+      w: [*kernel, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
+      bias: [O]. Any float dtype.
+      strides: steps between windows, one for all spatial axes or one for each; so are the
+        dilations.
+      padding: "SAME", "VALID", "CIRCULAR" (wraps around), "REFLECT", "CAUSAL" (one spatial axis;
+        pads the left only), or how much to pad with zeros: an int for all sides, or for each
+        spatial axis an int or a pair (low, high).
+      input_dilation: the distance between neighbouring values of x once zeros are put between them;
+        more than 1 is a transposed convolution.
+      kernel_dilation: the distance between the values of x that neighbouring weights meet.
+      feature_group_count: into how many groups the input and the output channels are split, each
+        convolved apart; I is depthwise convolution.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
+      residual: of the result's shape, is added before the activation.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      y, [B, *spatial', O] of x's dtype.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> x = jnp.arange(4.0).reshape(1, 4, 1)
+      >>> jaxfused.conv(x, jnp.ones((3, 1, 1)), jnp.array([-3.0]), activation="relu").ravel()
+      Array([0., 0., 3., 2.], dtype=float32)
+      >>> jaxfused.conv(x, jnp.ones((2, 1, 1)), strides=2, padding="VALID").ravel()
+      Array([1., 5.], dtype=float32)
+
+    Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
+    arguments are those of `flax.linen.Conv`.
+    """
+    op = "conv"
+    x, w, bias, residual = jax.tree.map(jnp.asarray, (x, w, bias, residual))
+    check_floating(op, dict(x=x, w=w, bias=bias, residual=residual))
+    check_activation(op, activation)
+    _check_kernel(x, w, feature_group_count)
+    check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
+    spatial = x.ndim - 2
+    run = functools.partial(
+        reference.conv.conv,
+        strides=_for_each_axis("strides", strides, spatial),
+        padding=_normalise_padding(padding, spatial),
+        input_dilation=_for_each_axis("input_dilation", input_dilation, spatial),
+        kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
+        feature_group_count=feature_group_count,
+        activation=activation,
+    )
+    if residual is not None:
+        shape = jax.eval_shape(run, x, w, bias, None).shape
+        check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
+    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    return run(x, w, bias, residual)
+
+
+def implementations(device: dispatch.Device) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run on `device`."""
+    del device
+    return {
+        "pallas": "there is no Pallas kernel of conv yet",
+        "cuda": "there is no CUDA kernel of conv yet",
+        "xla": None,
+    }
+
+
+def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:
+    if x.ndim < 3 or 0 in x.shape[1:]:
+        raise ValueError(
+            f"conv: x has shape {x.shape}, but it needs a batch axis, a spatial axis and channels,"
+            " none but the batch of size 0; pass x of shape [batch, ..., channels]."
+        )
+    if w.ndim != x.ndim or 0 in w.shape:
+        raise ValueError(
+            f"conv: w has shape {w.shape}, but x of shape {x.shape} has {x.ndim - 2} spatial axes;"
+            " pass w of shape [kernel sizes, input channels / groups, output channels]."
+        )
+    channels, features = x.shape[-1], w.shape[-1]
+    if groups < 1 or channels % groups or features % groups:
+        raise ValueError(
+            f"conv: feature_group_count is {groups}, but it must divide the {channels} input and the"
+            f" {features} output channels; pass a common divisor."
+        )
+    if w.shape[-2] != channels // groups:
+        raise ValueError(
+            f"conv: w has shape {w.shape}, but x has {channels} channels in {groups} groups;"
+            f" pass w with {channels // groups} input channels in its last axis but one."
+        )
+
+
+def _for_each_axis(name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+    values = (value,) * spatial if isinstance(value, int) else tuple(value)
+    if len(values) != spatial or any(v < 1 for v in values):
+        raise ValueError(
+            f"conv: {name} is {value!r}, but x has {spatial} spatial axes;"
+            f" pass one positive int, or {spatial} of them."
+        )
+    return values
+
+
+def _normalise_padding(padding: Padding, spatial: int) -> str | tuple[tuple[int, int], ...]:
+    if isinstance(padding, str):
+        if padding not in _NAMED_PADDINGS:
+            names = ", ".join(repr(n) for n in _NAMED_PADDINGS)
+            raise ValueError(
+                f"conv: padding={padding!r} is not known; pass one of {names}, or numbers."
+            )
+        if padding == "CAUSAL" and spatial != 1:
+            raise ValueError(
+                f"conv: padding='CAUSAL' is for one spatial axis, but x has {spatial};"
+                " pass (low, high) pairs."
+            )
+        return padding
+    sides = (padding,) * spatial if isinstance(padding, int) else tuple(padding)
+    pairs = [(side, side) if isinstance(side, int) else side for side in sides]
+    if len(pairs) != spatial or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(
+            f"conv: padding is {padding!r}, but x has {spatial} spatial axes;"
+            f" pass a name, one int, or {spatial} ints or (low, high) pairs."
+        )
+    return tuple((low, high) for low, high in pairs)

@@ -1,0 +1,95 @@
+"""batch_norm in plain jax.numpy, and its folding into the weights before it."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfused.reference.activation import activate
+from jaxfused.reference.group_norm import STATISTICS, save_statistics
+from jaxfused.reference.product import accumulator_dtype
+
+
+def batch_statistics(
+    x: jax.Array,
+    *,
+    axis_name: Hashable | tuple[Hashable, ...] | None,
+    axis_index_groups: Sequence[Sequence[int]] | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance [C] of [..., C], over all devices along `axis_name`.
+
+    The variance is the mean of squared deviations from the mean of all devices: two collectives of C
+    numbers, where a difference of two means would need one but lose the digits.
+    """
+    axes = tuple(range(x.ndim - 1))
+
+    def mean_of(values: jax.Array) -> jax.Array:
+        mean = jnp.mean(values, axes)
+        if axis_name is not None:
+            mean = jax.lax.pmean(mean, axis_name, axis_index_groups=axis_index_groups)
+        return checkpoint_name(mean, STATISTICS)
+
+    @save_statistics
+    def statistics(x):
+        x = x.astype(accumulator_dtype(x.dtype))
+        mean = mean_of(x)
+        return mean, mean_of(jnp.square(x - mean))
+
+    return statistics(x)
+
+
+def norm(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    mean: jax.Array,
+    var: jax.Array,
+    *,
+    epsilon: float,
+    activation: str | None,
+) -> jax.Array:
+    """Normalises [..., C] by the statistics [C]."""
+    compute_dtype = accumulator_dtype(x.dtype)
+
+    @save_statistics
+    def apply(x, scale, bias, residual, mean, var):
+        factor = channel_factor(scale, var.astype(compute_dtype), epsilon)
+        y = (x.astype(compute_dtype) - mean.astype(compute_dtype)) * factor
+        if bias is not None:
+            y = y + bias.astype(compute_dtype)
+        if residual is not None:
+            y = y + residual.astype(compute_dtype)
+        return activate(activation, y).astype(x.dtype)
+
+    return apply(x, scale, bias, residual, mean, var)
+
+
+def channel_factor(scale: jax.Array | None, var: jax.Array, epsilon: float) -> jax.Array:
+    """What batch_norm multiplies each channel by, in `var`'s dtype."""
+    factor = jax.lax.rsqrt(var + epsilon)
+    return factor if scale is None else factor * scale.astype(var.dtype)
+
+
+def fold(
+    w: jax.Array,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    var: jax.Array,
+    norm_scale: jax.Array | None,
+    norm_bias: jax.Array | None,
+    *,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Weights [..., C] and bias [C] that give what batch_norm gives after `w` and `bias`."""
+    compute_dtype = accumulator_dtype(w.dtype)
+    factor = channel_factor(norm_scale, var.astype(compute_dtype), epsilon)
+    shift = -mean.astype(compute_dtype)
+    if bias is not None:
+        shift = shift + bias.astype(compute_dtype)
+    shift = shift * factor
+    if norm_bias is not None:
+        shift = shift + norm_bias.astype(compute_dtype)
+    folded_bias_dtype = w.dtype if bias is None else bias.dtype
+    return (w.astype(compute_dtype) * factor).astype(w.dtype), shift.astype(folded_bias_dtype)

@@ -1,0 +1,64 @@
+"""conv in plain JAX: one call of XLA's convolution, and the sum and activation after it."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.reference.activation import activate
+from jaxfused.reference.product import accumulator_dtype
+
+
+def conv(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    strides: tuple[int, ...],
+    padding: str | Sequence[tuple[int, int]],
+    input_dilation: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+    feature_group_count: int,
+    activation: str | None,
+) -> jax.Array:
+    """Convolves [B, *spatial, I] with [*kernel, I/groups, O].
+
+    The convolution's result has x's dtype, although its sums are float32 on every platform: a float32
+    result of bfloat16 operands makes XLA's GPU compiler convert the operands to float32 instead of
+    calling cuDNN on them as they are.
+    """
+    compute_dtype = accumulator_dtype(x.dtype)
+    spatial = "HWD"[: x.ndim - 2]
+    x, padding = _pad(x, padding, w.shape[:-2], kernel_dilation)
+    y = jax.lax.conv_general_dilated(
+        x,
+        w.astype(x.dtype),
+        window_strides=strides,
+        padding=padding,
+        lhs_dilation=input_dilation,
+        rhs_dilation=kernel_dilation,
+        dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
+        feature_group_count=feature_group_count,
+    ).astype(compute_dtype)
+    if bias is not None:
+        y = y + bias.astype(compute_dtype)
+    if residual is not None:
+        y = y + residual.astype(compute_dtype)
+    return activate(activation, y).astype(x.dtype)
+
+
+def _pad(
+    x: jax.Array,
+    padding: str | Sequence[tuple[int, int]],
+    kernel: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
+    """What to convolve, and how XLA is to pad it: it knows no CIRCULAR, REFLECT or CAUSAL."""
+    if padding not in ("CIRCULAR", "REFLECT", "CAUSAL"):
+        return x, padding
+    reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]
+    if padding == "CAUSAL":
+        return x, [(r, 0) for r in reach]
+    widths = [(0, 0), *((r // 2, r - r // 2) for r in reach), (0, 0)]
+    return jnp.pad(x, widths, mode="wrap" if padding == "CIRCULAR" else "reflect"), "VALID"

@@ -1,0 +1,40 @@
+"""Shapes of conv, for the reference and for every kernel."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, ...]
+    kernel: tuple[int, ...]
+    features: int
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the call, activation among them."""
+    bias: bool = False
+    residual_shape: tuple[int, ...] | None = None
+    w_dtype: str | None = None
+    """None for the dtype of x."""
+
+    def arguments(self, dtype, seed=0):
+        """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        w_dtype = dtype if self.w_dtype is None else self.w_dtype
+        channels = self.shape[-1] // self.options.get("feature_group_count", 1)
+        x = jax.random.normal(keys[0], self.shape, dtype)
+        w = jax.random.normal(keys[1], (*self.kernel, channels, self.features), w_dtype)
+        w = w / jnp.asarray(channels * max(self.kernel), w_dtype)
+        bias = jax.random.normal(keys[2], (self.features,), w_dtype) if self.bias else None
+        if self.residual_shape is None:
+            return x, w, bias, None
+        return x, w, bias, jax.random.normal(keys[3], self.residual_shape, dtype)
+
+
+CASES = (
+    Case((2, 5, 7, 3), (3, 3), 3, {"activation": "relu"}, bias=True, residual_shape=(2, 5, 7, 3)),
+    Case((2, 9, 3), (4,), 5, {"strides": 2, "activation": "silu"}, bias=True, w_dtype="float32"),
+    Case((2, 6, 6, 4), (3, 2), 8, {"feature_group_count": 4, "padding": "VALID"}),
+)

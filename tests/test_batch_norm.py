@@ -1,0 +1,226 @@
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused.reference.activation import activate
+from jaxfused.reference.product import accumulator_dtype
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.batch_norm import CASES
+from tests.transforms import assert_transforms
+
+
+def plain_normalise(x, scale, bias, residual, mean, var, activation):
+    y = (x - mean.astype(x.dtype)) / jnp.sqrt(var.astype(x.dtype) + 1e-5)
+    y = y if scale is None else y * scale.astype(x.dtype)
+    y = y if bias is None else y + bias.astype(x.dtype)
+    return activate(activation, y if residual is None else y + residual)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "float32") for case in CASES] + [(CASES[0], "bfloat16"), (CASES[3], "float16")],
+    ids=str,
+)
+def test_is_as_accurate_as_jax_numpy(case, dtype):
+    def ours(x, scale, bias, residual):
+        return jaxfused.batch_norm(x, scale, bias, residual=residual, activation=case.activation)
+
+    def plain(x, scale, bias, residual):
+        axes = tuple(range(x.ndim - 1))
+        mean, var = x.mean(axes), x.var(axes)
+        y = plain_normalise(x, scale, bias, residual, mean, var, case.activation)
+        return (
+            y,
+            mean.astype(accumulator_dtype(x.dtype)),
+            var.astype(accumulator_dtype(x.dtype)),
+        )
+
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)))
+    assert_values_and_gradients(
+        lambda x, scale, bias, residual, mean, var: jaxfused.batch_norm(
+            x, scale, bias, mean=mean, var=var, residual=residual, activation=case.activation
+        ),
+        lambda *args: plain_normalise(*args, case.activation),
+        *case.arguments(jnp.dtype(dtype)),
+        *case.statistics(jnp.dtype(dtype)),
+    )
+
+
+def test_one_row_is_its_own_mean():
+    x = jnp.array([1.0, 2.0, 3.0])
+    y, mean, var = jaxfused.batch_norm(x)
+    np.testing.assert_array_equal(y, jnp.zeros(3))
+    np.testing.assert_array_equal(mean, x)
+    np.testing.assert_array_equal(var, jnp.zeros(3))
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    batch=st.integers(1, 5),
+    spatial=st.lists(st.integers(1, 7), max_size=3),
+    channels=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_odd_shapes_against_flax(batch, spatial, channels, seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (batch, *spatial, channels)) * 3.0
+    scale, bias = (jax.random.normal(k, (channels,)) for k in keys[1:])
+    module = flax.linen.BatchNorm(momentum=0.0, epsilon=1e-2, use_fast_variance=False)
+    variables = {
+        "params": {"scale": scale, "bias": bias},
+        "batch_stats": {"mean": jnp.zeros(channels), "var": jnp.zeros(channels)},
+    }
+    stock, updated = module.apply(variables, x, use_running_average=False, mutable=["batch_stats"])
+    y, mean, var = jaxfused.batch_norm(x, scale, bias, epsilon=1e-2)
+    np.testing.assert_allclose(y, stock, atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(mean, updated["batch_stats"]["mean"], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(var, updated["batch_stats"]["var"], atol=1e-5, rtol=1e-5)
+
+
+def test_statistics_over_a_mapped_axis_are_those_of_the_whole_batch():
+    x, scale, bias, residual = CASES[0].arguments(jnp.float32)
+    parts = (
+        jax.random.normal(jax.random.key(3), (4, *x.shape)) + jnp.arange(4.0)[:, None, None, None]
+    )
+    residuals = jnp.stack([residual] * 4)
+
+    def norm(x, residual, scale, bias, **options):
+        return jaxfused.batch_norm(x, scale, bias, residual=residual, activation="silu", **options)
+
+    def each(parts, scale, bias):
+        return jax.vmap(
+            lambda x, r: norm(x, r, scale, bias, axis_name="devices"), axis_name="devices"
+        )(parts, residuals)
+
+    def whole(parts, scale, bias):
+        folded = parts.reshape(-1, *x.shape[1:])
+        y, mean, var = norm(folded, residuals.reshape(folded.shape), scale, bias)
+        return y.reshape(parts.shape), *(jnp.stack([s] * 4) for s in (mean, var))
+
+    def assert_same(actual, expected):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), actual, expected
+        )
+
+    def loss(f):
+        return lambda *args: jnp.sum(jnp.sin(f(*args)[0]))
+
+    args = (parts, scale, bias)
+    assert_same(each(*args), whole(*args))
+    assert_same(*(jax.grad(loss(f), argnums=(0, 1, 2))(*args) for f in (each, whole)))
+
+
+def test_axis_index_groups_reach_pmean():
+    text = str(
+        jax.make_jaxpr(
+            lambda x: jaxfused.batch_norm(
+                x, axis_name="devices", axis_index_groups=[[0, 1], [2, 3]]
+            )[1],
+            axis_env=[("devices", 4)],
+        )(jnp.ones((2, 3)))
+    )
+    assert "axis_index_groups=((0, 1), (2, 3))" in text
+
+
+def test_backward_keeps_x_in_its_dtype():
+    x = jnp.ones((4, 8, 8), jnp.bfloat16)
+    _, vjp = jax.vjp(lambda x: jaxfused.batch_norm(x, activation="silu"), x)
+    large = {(a.shape, a.dtype) for a in jax.tree.leaves(vjp) if a.size >= x.size}
+    assert large == {(x.shape, jnp.dtype(jnp.bfloat16))}
+
+
+def test_transforms():
+    x, scale, bias, residual = CASES[0].arguments(jnp.float32)
+    assert_transforms(
+        lambda x, scale, bias, residual: jaxfused.batch_norm(
+            x, scale, bias, residual=residual, activation="gelu_tanh"
+        ),
+        x,
+        scale,
+        bias,
+        residual,
+    )
+
+
+def test_derivatives_of_both_orders_and_modes():
+    with jax.enable_x64(True):
+        check_grads(
+            lambda x, scale, bias, residual: jaxfused.batch_norm(
+                x, scale, bias, residual=residual, activation="silu"
+            ),
+            CASES[0].arguments(jnp.float64),
+            order=2,
+        )
+
+
+@pytest.mark.parametrize("layer", ["linear", "conv", "conv_without_bias", "no_parameters"])
+def test_fold_batch_norm_gives_what_the_norm_gives(layer):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (2, 5, 5, 3))
+    w = jax.random.normal(keys[1], (3, 6) if layer == "linear" else (3, 3, 3, 6))
+    bias = None if layer == "conv_without_bias" else jax.random.normal(keys[2], (6,))
+    apply = jaxfused.linear if layer == "linear" else jaxfused.conv
+    mean, var = CASES[3].statistics(jnp.float32)
+    scale, shift = jax.random.normal(keys[3], (2, 6))
+    if layer == "no_parameters":
+        scale = shift = None
+    expected = jaxfused.batch_norm(
+        apply(x, w, bias), scale, shift, mean=mean, var=var, epsilon=1e-3
+    )
+    folded = jaxfused.fold_batch_norm(
+        w, bias, mean=mean, var=var, norm_scale=scale, norm_bias=shift, epsilon=1e-3
+    )
+    np.testing.assert_allclose(apply(x, *folded), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_fold_batch_norm_keeps_dtypes():
+    w, bias = jnp.ones((3, 2), jnp.bfloat16), jnp.ones(2)
+    statistics = dict(mean=jnp.zeros(2), var=jnp.ones(2))
+    folded = jaxfused.fold_batch_norm(w, bias, **statistics)
+    assert [a.dtype for a in folded] == [jnp.bfloat16, jnp.float32]
+    assert jaxfused.fold_batch_norm(w, **statistics)[1].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.ones(())}, "x is a scalar"),
+        ({"x": jnp.ones((0, 4))}, r"x has shape \(0, 4\), which has no values"),
+        ({"x": jnp.ones((2, 4), jnp.int32)}, "x has dtype int32"),
+        ({"scale": jnp.ones(3)}, r"scale has shape \(3,\), but x has 4 channels .*\(4,\)"),
+        ({"var": jnp.ones(3), "mean": jnp.ones(4)}, r"var has shape \(3,\)"),
+        ({"var": jnp.ones(4)}, "only var was passed"),
+        ({"mean": jnp.ones(4)}, "only mean was passed"),
+        ({"mean": jnp.ones(4), "var": jnp.ones(4), "axis_name": "i"}, "axis_name='i' was passed"),
+        ({"axis_index_groups": [[0]]}, "without the axis"),
+        ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 3, 4\)"),
+        ({"epsilon": "small"}, "epsilon is 'small'.*pass a Python float"),
+        ({"activation": "tanh"}, "activation='tanh' is not known"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of batch_norm yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of batch_norm yet"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"batch_norm: .*{message}"):
+        jaxfused.batch_norm(**({"x": jnp.ones((2, 3, 4))} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": jnp.ones(())}, "w is a scalar"),
+        ({"w": jnp.ones((3, 4), jnp.int8)}, "w has dtype int8"),
+        ({"bias": jnp.ones(3)}, r"bias has shape \(3,\), but w has 4 output channels"),
+        ({"norm_scale": jnp.ones(3)}, r"norm_scale has shape \(3,\)"),
+    ],
+)
+def test_fold_errors(change, message):
+    arguments = {"w": jnp.ones((3, 4)), "mean": jnp.ones(4), "var": jnp.ones(4)} | change
+    with pytest.raises(ValueError, match=f"fold_batch_norm: .*{message}"):
+        jaxfused.fold_batch_norm(**arguments)

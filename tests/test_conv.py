@@ -1,0 +1,170 @@
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused.reference.activation import activate
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.conv import CASES
+from tests.transforms import assert_transforms
+
+
+def plain_conv(x, w, bias, residual, *, activation=None, strides=1, padding="SAME", **groups):
+    """As one writes it, where all of it runs in x's dtype."""
+    y = jax.lax.conv_general_dilated(
+        x,
+        w.astype(x.dtype),
+        (strides,) * (x.ndim - 2),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC") if x.ndim == 4 else ("NWC", "WIO", "NWC"),
+        **groups,
+    )
+    y = y if bias is None else y + bias.astype(x.dtype)
+    return activate(activation, y if residual is None else y + residual)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "float32") for case in CASES] + [(CASES[0], "bfloat16"), (CASES[1], "float16")],
+    ids=str,
+)
+def test_is_as_accurate_as_jax_numpy(case, dtype):
+    def ours(x, w, bias, residual):
+        return jaxfused.conv(x, w, bias, residual=residual, **case.options)
+
+    def plain(*args):
+        return plain_conv(*args, **case.options)
+
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(ours, plain, *args)
+    assert ours(*args).dtype == dtype
+
+
+def naive_conv(x, w, *, strides, padding, kernel_dilation, input_dilation, groups):
+    """Loops over the weights of a kernel along one axis, in float64."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    spread = np.zeros((x.shape[0], (x.shape[1] - 1) * input_dilation + 1, x.shape[2]))
+    spread[:, ::input_dilation] = x
+    spread = np.pad(spread, ((0, 0), padding, (0, 0)))
+    length = spread.shape[1] - (w.shape[0] - 1) * kernel_dilation
+    y = np.zeros((x.shape[0], -(-length // strides), w.shape[2]))
+    ins, outs = w.shape[1], w.shape[2] // groups
+    for g in range(groups):
+        for k in range(w.shape[0]):
+            window = spread[:, k * kernel_dilation :][:, :length:strides, g * ins : (g + 1) * ins]
+            out = slice(g * outs, (g + 1) * outs)
+            y[..., out] += window @ w[k, :, out]
+    return y
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    length=st.integers(4, 11),
+    kernel=st.integers(1, 4),
+    strides=st.integers(1, 3),
+    low=st.integers(0, 3),
+    high=st.integers(0, 3),
+    kernel_dilation=st.integers(1, 2),
+    input_dilation=st.integers(1, 3),
+    groups=st.integers(1, 3),
+)
+def test_odd_shapes_against_loops(
+    length, kernel, strides, low, high, kernel_dilation, input_dilation, groups
+):
+    if (kernel - 1) * kernel_dilation >= length:
+        kernel = 2
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (2, length, 2 * groups))
+    w = jax.random.normal(keys[1], (kernel, 2, 3 * groups))
+    options = dict(strides=strides, kernel_dilation=kernel_dilation, input_dilation=input_dilation)
+    y = jaxfused.conv(x, w, padding=[(low, high)], feature_group_count=groups, **options)
+    expected = naive_conv(x, w, padding=(low, high), groups=groups, **options)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "options"),
+    [
+        ((2, 7, 6, 3), (3, 2), {"padding": "SAME", "strides": (2, 1)}),
+        ((2, 7, 6, 3), (3, 2), {"padding": "CIRCULAR", "kernel_dilation": 2}),
+        ((2, 7, 6, 3), (4, 3), {"padding": "REFLECT", "strides": 2}),
+        ((2, 7, 3), (3,), {"padding": "CAUSAL", "kernel_dilation": 2}),
+        ((2, 7, 6, 3), (3, 3), {"padding": 1}),
+        ((2, 7, 6, 3), (3, 3), {"padding": (2, (0, 1))}),
+        ((2, 7, 6, 4), (3, 3), {"feature_group_count": 4}),
+        ((1, 4, 3, 5, 2), (2, 3, 2), {"padding": "SAME"}),
+        ((0, 7, 3), (3,), {}),
+    ],
+    ids=str,
+)
+def test_arguments_are_those_of_flax(shape, kernel, options):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], shape)
+    channels = shape[-1] // options.get("feature_group_count", 1)
+    w = jax.random.normal(keys[1], (*kernel, channels, 4))
+    bias = jax.random.normal(keys[2], (4,))
+    stock = flax.linen.Conv(4, kernel, **options).apply({"params": {"kernel": w, "bias": bias}}, x)
+    np.testing.assert_allclose(jaxfused.conv(x, w, bias, **options), stock, atol=1e-5)
+
+
+def test_bias_residual_and_activation_are_applied_before_the_rounding():
+    x = jnp.ones((1, 1, 1), jnp.bfloat16)
+    # 256 + 1 - 256 is 0 where each sum is rounded to bfloat16, which has 8 bits.
+    y = jaxfused.conv(x, 256 * x, jnp.ones(1), residual=-256 * x)
+    assert y.dtype == jnp.bfloat16
+    assert y.item() == 1.0
+
+
+def test_transforms():
+    x, w, bias, residual = CASES[0].arguments(jnp.float32)
+    assert_transforms(
+        lambda x, w, bias, residual: jaxfused.conv(
+            x, w, bias, residual=residual, activation="gelu_tanh"
+        ),
+        x,
+        w,
+        bias,
+        residual,
+    )
+
+
+def test_derivatives_of_both_orders_and_modes():
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda a: a.astype(jnp.float64), CASES[1].arguments(jnp.float32))
+        check_grads(
+            lambda x, w, bias, _: jaxfused.conv(x, w, bias, strides=2, activation="silu"),
+            args,
+            order=2,
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.ones((2, 4))}, r"x has shape \(2, 4\), but it needs a batch axis"),
+        ({"x": jnp.ones((2, 0, 4))}, r"x has shape \(2, 0, 4\)"),
+        ({"x": jnp.ones((2, 5, 4), jnp.int32)}, "x has dtype int32"),
+        ({"w": jnp.ones((3, 3, 4, 6))}, r"w has shape \(3, 3, 4, 6\), but x .* 1 spatial axes"),
+        ({"w": jnp.ones((3, 3, 6))}, r"w has shape \(3, 3, 6\), but x has 4 channels in 1 groups"),
+        ({"feature_group_count": 3}, "feature_group_count is 3"),
+        ({"feature_group_count": 2}, "pass w with 2 input channels"),
+        ({"bias": jnp.ones(4)}, r"bias has shape \(4,\), but w has 6 output channels"),
+        ({"residual": jnp.ones((2, 5, 4))}, r"residual has shape .*result has shape \(2, 5, 6\)"),
+        ({"strides": (1, 1)}, r"strides is \(1, 1\), but x has 1 spatial axes"),
+        ({"kernel_dilation": 0}, "kernel_dilation is 0"),
+        ({"padding": "FULL"}, "padding='FULL' is not known"),
+        ({"padding": (1, 2)}, r"padding is \(1, 2\), but x has 1 spatial axes"),
+        ({"x": jnp.ones((2, 5, 5, 4)), "w": jnp.ones((3, 3, 4, 6)), "padding": "CAUSAL"}, "CAUSAL"),
+        ({"activation": "tanh"}, "activation='tanh' is not known"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of conv yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of conv yet"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"conv: .*{message}"):
+        jaxfused.conv(**({"x": jnp.ones((2, 5, 4)), "w": jnp.ones((3, 4, 6))} | change))
