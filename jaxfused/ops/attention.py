@@ -78,7 +78,7 @@ def dot_product_attention(
     Returns:
       The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` also the
       log-sum-exp of L (and the sink), [B, T, N] or [T, N], of the key's dtype as in JAX, but
-      differentiable; -0.7 times the largest float32 where a query attends to nothing.
+      differentiable; where a query attends to nothing, -0.7 times the largest float32, rounded.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or the named implementation cannot run.

@@ -90,7 +90,8 @@ def attention(
     def f(query, key, value, bias, sinks, mask, dropout_words, scale):
         batch, query_count, heads, head_size = query.shape
         key_count, key_heads = key.shape[1:3]
-        grouped = query.reshape(batch, query_count, key_heads, heads // key_heads, head_size)
+        groups = heads // key_heads
+        grouped = query.reshape(batch, query_count, key_heads, groups, head_size)
         logits = product("btkgh,bskh->bkgts", grouped, key) * scale
         logits = logits.reshape(batch, heads, query_count, key_count)
         if logits_soft_cap is not None:
@@ -99,12 +100,14 @@ def attention(
             logits = logits + bias.astype(logits.dtype)
         logits = jnp.where(mask.allowed(query_count, key_count), logits, -jnp.inf)
 
+        if sinks is not None:
+            sinks = sinks.astype(logits.dtype)
         probabilities, lse = _softmax(logits, sinks)
         if dropout_words is not None:
             kept = keep(dropout_words, probabilities.shape, dropout_rate)
             probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
 
-        grouped = probabilities.reshape(batch, key_heads, -1, query_count, key_count)
+        grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
         output = output.reshape(batch, query_count, heads, value.shape[-1])
         return output.astype(query.dtype), lse.transpose(0, 2, 1)
@@ -112,6 +115,7 @@ def attention(
     return jax.checkpoint(f)(query, key, value, bias, sinks, mask, dropout_words, scale)
 
 
+@jax.custom_jvp
 def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(probabilities, log-sum-exp) of [B, N, T, S]; a row without any weight has probabilities 0.
 
@@ -119,18 +123,33 @@ def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax
     """
     maximum = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
-        sinks = sinks.astype(logits.dtype)[:, None, None]
-        maximum = jnp.maximum(maximum, sinks)
+        maximum = jnp.maximum(maximum, sinks[:, None, None])
     # Any finite number serves a row of -inf: it only has to keep -inf - maximum from being NaN.
-    maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0.0, maximum))
+    maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     weights = jnp.exp(logits - maximum)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks - maximum)
+        total = total + jnp.exp(sinks[:, None, None] - maximum)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, EMPTY_LSE, maximum + jnp.log(total))
     return weights / total, lse[..., 0]
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals, tangents):
+    """The derivative in terms of the results, for JAX's own of the steps above loses digits."""
+    sinks = primals[1]
+    dlogits, dsinks = tangents
+    probabilities, lse = _softmax(*primals)
+
+    def derivative_of_lse():
+        dlse = jnp.sum(probabilities * dlogits, axis=-1)
+        return dlse if sinks is None else dlse + jnp.exp(sinks[:, None] - lse) * dsinks[:, None]
+
+    # Once for each result: their cotangents, added up first, would not cancel where they should.
+    dprobabilities = probabilities * (dlogits - derivative_of_lse()[..., None])
+    return (probabilities, lse), (dprobabilities, derivative_of_lse())
 
 
 # --- dropout --------------------------------------------------------------------------------------

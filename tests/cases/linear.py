@@ -1,0 +1,41 @@
+"""Shapes of linear, for the reference and for every kernel."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[int, ...]
+    features: int
+    out_features: int
+    activation: str | None = None
+    bias: bool = False
+    residual: bool = False
+    w_dtype: str | None = None
+    """None for the dtype of x."""
+
+    def arguments(self, dtype, seed=0):
+        """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        x = jax.random.normal(keys[0], (*self.rows, self.features), dtype)
+        w = jax.random.normal(keys[1], (self.features, self.out_features)) * self.features**-0.5
+        bias = jax.random.normal(keys[2], (self.out_features,)) if self.bias else None
+        residual = jax.random.normal(keys[3], (*self.rows, self.out_features), dtype)
+        parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
+        w, bias = jax.tree.map(lambda a: a.astype(parameter_dtype), (w, bias))
+        return x, w, bias, residual if self.residual else None
+
+
+CASES = (
+    Case((8,), 16, 24),
+    Case((3, 5), 16, 24, bias=True),
+    Case((2, 3, 5), 17, 1, activation="gelu_tanh", bias=True, residual=True),
+    Case((7,), 1, 13, activation="silu", residual=True),
+    Case((6,), 33, 9, activation="relu2", bias=True, w_dtype="float32"),
+    Case((6,), 33, 9, activation="gelu_erf", w_dtype="float32"),
+    Case((), 5, 3, activation="relu", bias=True),
+    Case((0,), 5, 3, activation="relu", bias=True),
+)

@@ -1,0 +1,128 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused.reference.activation import ACTIVATIONS, activate
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.linear import CASES
+from tests.transforms import assert_transforms
+
+
+def plain_linear(x, w, bias, residual, activation):
+    """As one writes it with jax.numpy, where all of it runs in x's dtype."""
+    y = x @ w.astype(x.dtype)
+    y = y if bias is None else y + bias.astype(x.dtype)
+    y = activate(activation, y)
+    return y if residual is None else y + residual
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "float32") for case in CASES]
+    + [(case, dtype) for case in CASES[2:5] for dtype in ("bfloat16", "float16")],
+    ids=str,
+)
+def test_is_as_accurate_as_jax_numpy(case, dtype):
+    def ours(x, w, bias, residual):
+        return jaxfused.linear(x, w, bias, activation=case.activation, residual=residual)
+
+    def plain(x, w, bias, residual):
+        return plain_linear(x, w, bias, residual, case.activation)
+
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(ours, plain, *args)
+    assert ours(*args).dtype == dtype
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_activations_are_those_of_jax_nn(activation):
+    x = jnp.linspace(-4.0, 4.0, 33)[:, None]
+    stock = {
+        None: lambda x: x,
+        "relu": jax.nn.relu,
+        "relu2": lambda x: jnp.where(x > 0, x * x, 0),
+        "gelu_tanh": jax.nn.gelu,
+        "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
+        "silu": jax.nn.silu,
+    }[activation]
+    y = jaxfused.linear(x, jnp.ones((1, 1)), activation=activation)
+    np.testing.assert_allclose(y, stock(x), rtol=1e-6)
+
+
+def test_gradient_of_a_float32_weight_keeps_the_float32_sums():
+    x = jnp.ones((300, 1), jnp.bfloat16)
+    dw = jax.grad(lambda w: jaxfused.linear(x, w, out_dtype=jnp.float32).sum())(jnp.ones((1, 1)))
+    assert dw.dtype == jnp.float32
+    # bfloat16 has 8 bits: it counts in twos beyond 256.
+    assert dw[0, 0] == 300.0
+    x = x.at[0].set(2.0)
+    dw = jax.grad(lambda w: jaxfused.linear(x, w, out_dtype=jnp.float32).sum())(jnp.ones((1, 1)))
+    assert dw[0, 0] == 301.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_backward_keeps_the_preactivation_in_the_dtype_of_x(dtype):
+    x, w = jnp.ones((6, 4), dtype), jnp.ones((4, 5), dtype)
+    _, vjp = jax.vjp(lambda x, w: jaxfused.linear(x, w, activation="gelu_tanh"), x, w)
+    kept = sorted((a.shape, a.dtype) for a in jax.tree.leaves(vjp))
+    assert kept == [((4, 5), dtype), ((6, 4), dtype), ((6, 5), dtype)]
+
+
+def test_out_dtype():
+    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
+    assert jaxfused.linear(x, w).dtype == jnp.bfloat16
+    assert jaxfused.linear(x, w, residual=jnp.ones((2, 4))).dtype == jnp.float32
+    y = jaxfused.linear(x, w, residual=jnp.ones((2, 4)), out_dtype=jnp.float16)
+    assert y.dtype == jnp.float16
+
+
+def test_transforms():
+    case = CASES[2]
+    x, w, bias, residual = case.arguments(jnp.float32)
+    assert_transforms(
+        lambda x, w, bias, residual: jaxfused.linear(
+            x, w, bias, activation=case.activation, residual=residual
+        ),
+        x,
+        w,
+        bias,
+        residual,
+    )
+
+
+def test_derivatives_of_both_orders_and_modes():
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda a: a.astype(jnp.float64), CASES[2].arguments(jnp.float32))
+        f = jax.jit(lambda *a: jaxfused.linear(*a[:3], activation="silu", residual=a[3]))
+        check_grads(f, args, order=1, modes=["fwd"])
+        check_grads(f, args, order=2, modes=["rev"])
+
+
+def test_second_derivative_in_bfloat16():
+    x, w = jnp.full((1, 2), 0.5, jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)
+    f = lambda x: jaxfused.linear(x, w, activation="relu2").sum()  # noqa: E731
+    hessian = jax.jacrev(jax.grad(f))(x).reshape(2, 2)
+    np.testing.assert_array_equal(hessian.astype(jnp.float32), np.full((2, 2), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.ones(())}, r"x has shape \(\)"),
+        ({"x": jnp.ones((2, 3), jnp.int32)}, "x has dtype int32"),
+        ({"w": jnp.ones((4, 5))}, r"w has shape \(4, 5\), but x has 3 features .*\(3, features\)"),
+        ({"w": jnp.ones((3, 5, 1))}, r"w has shape \(3, 5, 1\)"),
+        ({"bias": jnp.ones(4)}, r"bias has shape \(4,\), but w has 5 features .*\(5,\)"),
+        ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 5\)"),
+        ({"activation": "tanh"}, "activation='tanh' is not known"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of linear yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of linear yet"),
+        ({"implementation": "triton"}, "'triton' was passed"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"linear: .*{message}"):
+        jaxfused.linear(**({"x": jnp.ones((2, 3)), "w": jnp.ones((3, 5))} | change))

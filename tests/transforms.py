@@ -1,0 +1,46 @@
+"""What every operator has to bear: jit, vmap, checkpoint, scan and donation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_transforms(f, *args):
+    """`f` of a tree of float arrays gives the same numbers and gradients under each transformation.
+
+    The first argument is an array; it is what scan carries along and what is donated.
+    """
+
+    def assert_same(actual, expected):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), actual, expected
+        )
+
+    def loss(*args):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
+
+    def both(*args):
+        return f(*args), jax.grad(loss, argnums=tuple(range(len(args))))(*args)
+
+    one = jax.jit(both)
+    expected = one(*args)
+    assert_same(f(*args), expected[0])
+
+    other = jax.tree.map(lambda a: a[::-1] * 0.5, args)
+    batch = jax.tree.map(lambda *a: jnp.stack(a), args, other)
+    each = jax.tree.map(lambda *a: jnp.stack(a), expected, one(*other))
+    assert_same(jax.jit(jax.vmap(both))(*batch), each)
+
+    remade = jax.jit(jax.grad(jax.checkpoint(loss), argnums=tuple(range(len(args)))))(*args)
+    assert_same(remade, expected[1])
+
+    def step(total, x):
+        value, gradient = jax.value_and_grad(loss)(x, *args[1:])
+        return total + value, gradient
+
+    total, gradients = jax.jit(lambda xs: jax.lax.scan(step, 0.0, xs))(batch[0])
+    assert_same(gradients[0], expected[1][0])
+    assert_same(total, sum(jax.jit(loss)(x, *args[1:]) for x in batch[0]))
+
+    donated = jnp.array(args[0])
+    assert_same(jax.jit(f, donate_argnums=0)(donated, *args[1:]), expected[0])
