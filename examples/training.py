@@ -339,16 +339,19 @@ class Run:
         _write_whole(self._metrics, "".join(kept))
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Waits for the checkpoints and writes metrics.json."""
-        self.wait()
+        """Writes metrics.json."""
         _write_whole(self.directory / "metrics.json", json.dumps(result, indent=2) + "\n")
 
-    def wait(self) -> None:
-        """Returns when all checkpoints are on the disk."""
+    @contextlib.contextmanager
+    def finished_writes(self) -> Iterator[None]:
+        """Leaves only when all checkpoints are on the disk, also when an error passes through."""
         try:
-            self._checkpoints().wait_until_finished()
-        except OSError as error:
-            raise self._cannot_write(error) from error
+            yield
+        finally:
+            try:
+                self._checkpoints().wait_until_finished()
+            except OSError as error:
+                raise self._cannot_write(error) from error
 
     @property
     def _metrics(self) -> Path:
@@ -376,6 +379,8 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
     metadata = ocp.StandardCheckpointer().metadata(where.absolute()).item_metadata
+    if metadata is None:
+        raise ValueError(f"the description of {where.name} is missing or damaged")
     saved = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
     wanted = {name: (a.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
     for name in [*wanted, *saved]:
@@ -469,13 +474,12 @@ def fit(
         settle()
         if step != (run.latest_step or 0):
             run.save(step, state)
-        run.wait()
         resume = shlex.join(["--out", str(run.directory), "--resume"])
         return f"{reason} Step {step} of {steps} is saved; continue with {resume}."
 
     step = start
     stream = batches(make_batch, range(start, steps), workers=args.workers)
-    with _stop_signals() as stopped, progress, contextlib.closing(stream):
+    with _stop_signals() as stopped, progress, contextlib.closing(stream), run.finished_writes():
         while step < steps:
             try:
                 batch = next(stream)
@@ -486,8 +490,6 @@ def fit(
             settle()
             step += 1
             pending = (step, metrics)
-            if stopped():
-                raise Stopped(stop("Stopped."))
             last = step == steps
             if last or step % (args.evaluate_every * epoch_steps) == 0:
                 settle()
@@ -500,6 +502,8 @@ def fit(
                 settle()
                 with clock.paused():
                     run.save(step, state)
+            if stopped() and not last:
+                raise Stopped(stop("Stopped."))
     if start == steps:
         values = evaluate(state)
     result = {"steps": steps, **values, "images_per_second": round(clock.images_per_second, 1)}

@@ -25,10 +25,11 @@ from examples.vit.sheet import save_sheet
 
 _DIGITS_DEFAULTS = dict(
     model="vit-digits",
+    pool="mean",
     image_size=8,
     epochs=80,
     batch_size=32,
-    learning_rate=4e-3,
+    learning_rate=5e-3,
     warmup_epochs=5.0,
     weight_decay=0.05,
     drop_path=0.0,
@@ -39,6 +40,7 @@ _DIGITS_DEFAULTS = dict(
 )
 _FOLDER_DEFAULTS = dict(
     model="vit-s16",
+    pool="token",
     image_size=224,
     epochs=90,
     batch_size=256,
@@ -55,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _flags(argv)
     data = _load(args)
     epoch_steps = training.steps_per_epoch(args, data.train_size)
+    graphdef, params = create(args, channels=data.channels, classes=len(data.classes))
     run = _open_run(args, data)
     labels = data.held_out.labels
 
-    graphdef, params = create(args, channels=data.channels, classes=len(data.classes))
     optimizer = training.make_optimizer(args, epoch_steps)
-    state = dict(params=params, opt_state=optimizer.init(params))
+    state = dict(params=params, opt_state=jax.jit(optimizer.init)(params))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
         f"{args.model}: {count:,} parameters, {args.dtype} on {jax.devices()[0].device_kind};"
@@ -108,8 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def create(args: argparse.Namespace, *, channels: int, classes: int) -> tuple[nnx.GraphDef, dict]:
     """The model of the flags, as its structure and its initial parameters."""
-    try:
-        model = VisionTransformer(
+
+    def build() -> VisionTransformer:
+        return VisionTransformer(
             MODELS[args.model],
             image_size=args.image_size,
             channels=channels,
@@ -120,10 +123,13 @@ def create(args: argparse.Namespace, *, channels: int, classes: int) -> tuple[nn
             dtype=args.dtype,
             rngs=nnx.Rngs(args.seed),
         )
+
+    try:
+        graphdef = nnx.graphdef(nnx.eval_shape(build))
     except ValueError as error:
         raise ExampleError(str(error)) from error
-    graphdef, params = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(params)
+    # Compiled as one: operation by operation, each would be compiled alone.
+    return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
 
 
 def make_train_step(
@@ -191,7 +197,9 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     images.add_argument("--no-flip", action="store_true", help="never mirror, with --data")
     model = parser.add_argument_group("model")
     model.add_argument("--model", choices=MODELS, metavar="NAME", help=", ".join(MODELS))
-    model.add_argument("--pool", choices=("token", "mean"), default="token")
+    model.add_argument(
+        "--pool", choices=("token", "mean"), help="where the class is read (%(default)s)"
+    )
     share = training.number(least=0, below=1)
     model.add_argument("--dropout", type=share, default=0.0)
     model.add_argument("--drop-path", type=share, help="stochastic depth (%(default)s)")
