@@ -1,0 +1,172 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused.reference.activation import activate
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.mlp import CASES
+from tests.transforms import assert_transforms
+
+PAIRS = [(case, "float32") for case in CASES] + [(CASES[0], "bfloat16"), (CASES[1], "float16")]
+
+
+def affine(x, w, b):
+    y = x @ w.astype(x.dtype)
+    return y if b is None else y + b.astype(x.dtype)
+
+
+def plain_mlp(case):
+    def f(x, w1, b1, w2, b2, residual):
+        y = affine(activate(case.activation, affine(x, w1, b1)), w2, b2)
+        return y if residual is None else y + residual
+
+    return f
+
+
+def plain_gated_mlp(case):
+    def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
+        h = activate(case.activation, affine(x, w_gate, b_gate)) * affine(x, w_up, b_up)
+        y = affine(h, w_down, b_down)
+        return y if residual is None else y + residual
+
+    return f
+
+
+def fused_mlp(case, save="preactivation"):
+    def f(x, w1, b1, w2, b2, residual):
+        return jaxfused.mlp(
+            x, w1, b1, w2, b2, activation=case.activation, residual=residual, save=save
+        )
+
+    return f
+
+
+def fused_gated_mlp(case, save="preactivation", one_matrix=False):
+    def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
+        if one_matrix:
+            w_gate, w_up = jnp.concatenate([w_gate, w_up], axis=-1), None
+            if b_gate is not None:
+                b_gate, b_up = jnp.concatenate([b_gate, b_up]), None
+        return jaxfused.gated_mlp(
+            x,
+            w_gate,
+            w_up,
+            w_down,
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            activation=case.activation,
+            residual=residual,
+            save=save,
+        )
+
+    return f
+
+
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+def test_mlp_is_as_accurate_as_jax_numpy(case, dtype):
+    args = case.mlp_arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(fused_mlp(case), plain_mlp(case), *args)
+
+
+@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+def test_gated_mlp_is_as_accurate_as_jax_numpy(case, dtype):
+    args = case.gated_arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(fused_gated_mlp(case), plain_gated_mlp(case), *args)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_one_matrix_is_two(case):
+    args = case.gated_arguments(jnp.float32)
+    assert_values_and_gradients(
+        fused_gated_mlp(case, one_matrix=True), plain_gated_mlp(case), *args
+    )
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_save_says_what_is_kept(gated, dtype):
+    case = CASES[0]
+    fused = fused_gated_mlp if gated else fused_mlp
+    args = case.gated_arguments(dtype) if gated else case.mlp_arguments(dtype)
+    results = {}
+    for save in ("preactivation", "inputs"):
+        f = fused(case, save)
+        kept = jax.tree.leaves(jax.vjp(f, *args)[1])
+        wide = [a for a in kept if a.shape == (*case.rows, case.hidden)]
+        results[save] = jax.tree.leaves(jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](a[-1]))(*args))
+        assert all(a.dtype == dtype for a in kept)
+        assert len(wide) == (0 if save == "inputs" else 1 + gated)
+        # One product forward for each weight, two backward; "inputs" takes the first layer's again.
+        products = str(jax.make_jaxpr(lambda *a, f=f: jax.vjp(f, *a)[1](a[-1]))(*args))
+        weights = 2 + gated
+        assert products.count("dot_general") == 3 * weights + (weights - 1) * (save == "inputs")
+    for a, b in zip(results["preactivation"], results["inputs"], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_transforms(gated):
+    case = CASES[0]
+    if gated:
+        assert_transforms(fused_gated_mlp(case), *case.gated_arguments(jnp.float32))
+    else:
+        assert_transforms(fused_mlp(case), *case.mlp_arguments(jnp.float32))
+
+
+def test_derivatives_of_both_orders_and_modes():
+    case = CASES[1]
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda a: a.astype(jnp.float64), case.gated_arguments(jnp.float32))
+        f = jax.jit(fused_gated_mlp(case))
+        check_grads(f, args, order=1, modes=["fwd"])
+        check_grads(f, args, order=2, modes=["rev"])
+
+
+def test_dtype_of_the_result():
+    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 3), jnp.bfloat16)
+    assert jaxfused.mlp(x, w, None, w).dtype == jnp.bfloat16
+    assert jaxfused.mlp(x, w, None, w, residual=jnp.ones((2, 3))).dtype == jnp.float32
+    assert jaxfused.gated_mlp(x, w, w, w, out_dtype=jnp.float16).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w1": jnp.ones((4, 5))}, r"w1 has shape \(4, 5\), but x has 3 features"),
+        ({"b1": jnp.ones(4)}, r"b1 has shape \(4,\), but w1 has 5 features"),
+        ({"w2": jnp.ones((4, 3))}, r"w2 has shape \(4, 3\), but the hidden layer has 5 features"),
+        ({"b2": jnp.ones(4)}, r"b2 has shape \(4,\), but w2 has 3 features"),
+        ({"residual": jnp.ones(3)}, r"residual has shape \(3,\).*\(2, 3\)"),
+        ({"x": jnp.ones((2, 3), int)}, "x has dtype int32"),
+        ({"activation": "tanh"}, "activation='tanh'"),
+        ({"save": "all"}, "save='all' is not known; pass 'preactivation' or 'inputs'"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of mlp"),
+    ],
+)
+def test_errors_of_mlp(change, message):
+    args = {"x": jnp.ones((2, 3)), "w1": jnp.ones((3, 5)), "b1": None, "w2": jnp.ones((5, 3))}
+    with pytest.raises(ValueError, match=f"^mlp: .*{message}"):
+        jaxfused.mlp(**(args | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w_up": None}, r"w_gate has shape \(3, 5\), but without w_up"),
+        ({"w_up": None, "w_gate": jnp.ones((3, 10)), "b_up": jnp.ones(5)}, "without w_up"),
+        ({"w_up": jnp.ones((3, 4))}, r"w_up has shape \(3, 4\)"),
+        ({"b_up": jnp.ones(4)}, "b_up has shape"),
+        ({"b_gate": jnp.ones(4)}, "b_gate has shape"),
+        ({"w_down": jnp.ones((4, 3))}, "the hidden layer has 5 features"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of mlp and gated_mlp"),
+    ],
+)
+def test_errors_of_gated_mlp(change, message):
+    args = {"x": jnp.ones((2, 3)), "w_gate": jnp.ones((3, 5)), "w_up": jnp.ones((3, 5))}
+    args |= {"w_down": jnp.ones((5, 3))}
+    with pytest.raises(ValueError, match=f"^gated_mlp: .*{message}"):
+        jaxfused.gated_mlp(**(args | change))
