@@ -30,6 +30,13 @@ BENCHMARK_SHAPES = (
 
 by_name = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+each_case_in_one_dtype = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, DTYPES[i % len(DTYPES)], id=f"{case.name}-{DTYPES[i % len(DTYPES)]}")
+        for i, case in enumerate(CASES)
+    ],
+)
 each_op = pytest.mark.parametrize("op", ("layer_norm", "rms_norm"))
 on_gpu = pytest.mark.gpu
 each_implementation = pytest.mark.parametrize(
@@ -112,13 +119,7 @@ def test_reference_and_truth_are_the_definition(case):
                 )
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        pytest.param(case, DTYPES[i % len(DTYPES)], id=f"{case.name}-{DTYPES[i % len(DTYPES)]}")
-        for i, case in enumerate(CASES)
-    ],
-)
+@each_case_in_one_dtype
 def test_reference_is_accurate(case, dtype):
     check(case, dtype, "xla")
 
@@ -442,8 +443,7 @@ def test_pallas_gradient_of_a_vmapped_loss_in_the_interpreter():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", DTYPES)
-@each_case
+@each_case_in_one_dtype
 def test_pallas_lowers_for_cuda(case, dtype):
     skip_unless_supported(case, dtype, "pallas")
     results = jax.jit(functools.partial(case.results, implementation="pallas"))
@@ -452,13 +452,14 @@ def test_pallas_lowers_for_cuda(case, dtype):
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
-def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, monkeypatch):
+def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, dtype, monkeypatch):
     monkeypatch.setattr(
         dispatch, "current_device", lambda *arrays: replace(HOPPER, multiprocessors=132)
     )
     case = Case("", shape, residual=True, pre_bias=True, pre_activation="relu")
-    test_pallas_lowers_for_cuda(case, "bfloat16")
+    test_pallas_lowers_for_cuda(case, dtype)
 
 
 # --- level 3: on a GPU ----------------------------------------------------------------------------

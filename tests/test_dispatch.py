@@ -1,0 +1,88 @@
+"""Which implementation runs, and what is said where the named one cannot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxfused
+from jaxfused import dispatch, ops
+
+REASONS = {"pallas": "it needs a Hopper GPU", "cuda": None, "xla": None}
+
+
+def test_none_takes_the_first_that_can_run():
+    assert dispatch.choose("op", None, REASONS) == "cuda"
+
+
+@pytest.mark.parametrize("name", ["cuda", "xla"])
+def test_a_named_one_runs_if_it_can(name):
+    assert dispatch.choose("op", name, REASONS) == name
+
+
+def test_a_named_one_that_cannot_run_raises_with_its_reason():
+    with pytest.raises(ValueError) as raised:
+        dispatch.choose("op", "pallas", REASONS)
+    assert str(raised.value) == (
+        "op: implementation='pallas' cannot run here: it needs a Hopper GPU."
+        " Pass implementation=None for the fastest one that can."
+    )
+
+
+def test_an_unknown_name_raises_with_the_choice():
+    with pytest.raises(ValueError, match=r"one of 'pallas', 'cuda', 'xla', but 'triton'"):
+        dispatch.choose("op", "triton", REASONS)
+
+
+def test_the_device_is_that_of_the_first_concrete_array():
+    # The CPU is the only device that every machine has.
+    cpu = jax.local_devices(backend="cpu")[0]
+    device = dispatch.current_device(None, jax.device_put(jnp.ones(3), cpu))
+    assert device == dispatch.Device("cpu", cpu.device_kind, None, 0)
+
+
+def test_traced_arrays_fall_back_on_the_default_device():
+    seen = []
+    cpu = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(cpu):
+        jax.eval_shape(lambda x: seen.append(dispatch.current_device(x)), jnp.ones(3))
+    assert [device.platform for device in seen] == ["cpu"]
+
+
+def test_the_default_device_may_be_a_platform_name():
+    with jax.default_device("cpu"):
+        assert dispatch.current_device().platform == "cpu"
+
+
+GPUS = {
+    "Turing": (7, 5),
+    "Ampere": (8, 0),
+    "Hopper": (9, 0),
+    "Blackwell": (10, 0),
+    "consumer Blackwell": (12, 0),
+    "Volta": (7, 0),
+    "no GPU": None,
+}
+
+
+@pytest.mark.parametrize("capability", GPUS.values(), ids=GPUS.keys())
+def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capability):
+    device = dispatch.Device("gpu" if capability else "cpu", "device", capability, 132)
+    for features in (1, 64, 1000, 65536, 100_000):
+        reasons = ops.layer_norm.implementations(
+            device, rows=16, features=features, dtype=jnp.dtype("bfloat16")
+        )
+        assert reasons["xla"] is None
+        for reason in reasons.values():
+            # It ends a message: "... cannot run here: {reason}. Pass ..."
+            assert reason is None or (reason.strip() and not reason.endswith("."))
+        if capability != (9, 0):
+            assert "Hopper" in reasons["pallas"]
+
+
+@pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])
+def test_a_named_kernel_never_falls_back(op, monkeypatch):
+    volta = dispatch.Device("gpu", "V100", (7, 0), 80)
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: volta)
+    for name in ("pallas", "cuda"):
+        with pytest.raises(ValueError, match=f"implementation='{name}' cannot run here"):
+            op(jnp.ones((8, 64)), implementation=name)

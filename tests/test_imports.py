@@ -1,0 +1,81 @@
+"""The arrows of the design, read from the import statements: each layer knows only those below it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What a folder's files may import of this repository, by prefix. A file may always import from its own
+# layer. The order is that of the design: examples -> modules and optimisers -> operators -> kernels.
+LAYERS = {
+    "examples": ("jaxfused",),
+    "benchmarks": ("jaxfused", "tests.cases"),
+    "jaxfused/nnx": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch"),
+    "jaxfused/linen": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch"),
+    "jaxfused/modules": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
+    "jaxfused/optim": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
+    "jaxfused/ops": (
+        "jaxfused.cuda",
+        "jaxfused.dispatch",
+        "jaxfused.reference",
+        "jaxfused.sharding",
+        "pallas_kernels",
+    ),
+    "jaxfused/cuda": (),
+    "jaxfused/reference": (),
+    "pallas_kernels": (),
+}
+OURS = ("jaxfused", "pallas_kernels", "examples", "benchmarks", "tests")
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that a file imports, with `from a import b` as a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def is_within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_a_layer_imports_only_what_is_below_it(folder):
+    allowed = (*LAYERS[folder], folder.replace("/", "."))
+    for path in files(folder):
+        ours = {name for name in imported(path) if name.split(".")[0] in OURS}
+        strange = {name for name in ours if not any(is_within(name, a) for a in allowed)}
+        assert not strange, f"{path.relative_to(ROOT)} imports {sorted(strange)}"
+
+
+@pytest.mark.parametrize("folder", ["jaxfused", "pallas_kernels"])
+def test_the_packages_use_public_jax_and_no_triton(folder):
+    for path in files(folder):
+        for name in imported(path):
+            assert not is_within(name, "jax._src"), f"{path}: {name}"
+            assert not is_within(name, "jax.experimental.pallas.triton"), f"{path}: {name}"
+
+
+def test_no_import_is_tried():
+    """A missing dependency is an error where it is needed, not a silent other path."""
+    for folder in ("jaxfused", "pallas_kernels"):
+        for path in files(folder):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                    assert "ImportError" not in ast.unparse(node.type), path
+
+
+def test_every_layer_is_listed():
+    folders = {p.parent.name for p in (ROOT / "jaxfused").glob("*/__init__.py")}
+    assert folders == {f.split("/")[1] for f in LAYERS if f.startswith("jaxfused/")}
