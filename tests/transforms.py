@@ -1,5 +1,7 @@
 """What every operator has to bear: jit, vmap, checkpoint, scan and donation."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,4 +45,7 @@ def assert_transforms(f, *args):
     assert_same(total, sum(jax.jit(loss)(x, *args[1:]) for x in batch[0]))
 
     donated = jnp.array(args[0])
-    assert_same(jax.jit(f, donate_argnums=0)(donated, *args[1:]), expected[0])
+    with warnings.catch_warnings():
+        # JAX warns where no result has the shape to take over the buffer.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        assert_same(jax.jit(f, donate_argnums=0)(donated, *args[1:]), expected[0])

@@ -1,0 +1,40 @@
+"""Shapes of rope, for the reference and for every kernel."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[int, ...]
+    """The axes before the heads; the last one is the length."""
+    heads: int
+    key_heads: int
+    head_size: int
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    first: tuple[int, ...] | None = None
+    """The position that each sequence starts at; None for 0, without a batch axis."""
+
+    def arguments(self, dtype, seed=0):
+        """(q, k)."""
+        keys = jax.random.split(jax.random.key(seed), 2)
+        return tuple(
+            jax.random.normal(key, (*self.rows, heads, self.head_size), dtype)
+            for key, heads in zip(keys, (self.heads, self.key_heads), strict=True)
+        )
+
+    def positions(self):
+        """[T] or [B, T]."""
+        steps = jnp.arange(self.rows[-1])
+        return steps if self.first is None else jnp.array(self.first)[:, None] + steps
+
+
+CASES = (
+    Case((2, 5), 4, 2, 8),
+    Case((2, 5), 3, 3, 8, interleaved=True, first=(7, 1000)),
+    Case((7,), 2, 1, 10, rotary_dim=6),
+    Case((2, 3), 2, 1, 10, rotary_dim=4, interleaved=True, first=(0, 3)),
+)

@@ -1,0 +1,202 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxfused
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.rope import CASES
+from tests.transforms import assert_transforms
+
+
+def pairs(case):
+    """The features (a, b) of each pair."""
+    rotary_dim = case.rotary_dim or case.head_size
+    i = np.arange(rotary_dim // 2)
+    return (2 * i, 2 * i + 1) if case.interleaved else (i, i + rotary_dim // 2)
+
+
+def rotations(case, theta=10_000.0):
+    """The matrices [..., T, H, H] in float64 that rope multiplies every head by."""
+    a, b = pairs(case)
+    angles = np.asarray(case.positions(), np.float64)[..., None] * theta ** (
+        -np.arange(len(a)) / len(a)
+    )
+    matrix = np.broadcast_to(np.eye(case.head_size), (*angles.shape[:-1],) + (case.head_size,) * 2)
+    matrix = matrix.copy()
+    matrix[..., a, a] = matrix[..., b, b] = np.cos(angles)
+    matrix[..., a, b], matrix[..., b, a] = -np.sin(angles), np.sin(angles)
+    return matrix
+
+
+def fused_rope(case):
+    def f(q, k):
+        return jaxfused.rope(
+            q,
+            k,
+            positions=case.positions(),
+            rotary_dim=case.rotary_dim,
+            interleaved=case.interleaved,
+        )
+
+    return f
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_is_a_rotation_and_its_gradient_the_inverse(case):
+    matrix = rotations(case)
+    q, k = case.arguments(jnp.float32)
+    rotated, vjp = jax.vjp(fused_rope(case), q, k)
+    for x, y in zip((q, k), rotated, strict=True):
+        expected = np.einsum("...ij,...nj->...ni", matrix, np.asarray(x, np.float64))
+        # Angles are float32: at position 1000 an angle is off by up to 3e-5.
+        np.testing.assert_allclose(y, expected, atol=1e-4 if case.first else 1e-6)
+    for x, y in zip((q, k), vjp(rotated), strict=True):
+        np.testing.assert_allclose(y, x, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_is_as_accurate_as_jax_numpy(dtype):
+    case = CASES[0]
+    cos, sin = jaxfused.rope_tables(case.positions(), case.head_size)
+
+    def plain(q, k):
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        c, s = (jnp.concatenate([a, a], axis=-1)[:, None].astype(wide) for a in (cos, sin))
+
+        def rotate(x):
+            x = x.astype(wide)
+            first, second = jnp.split(x, 2, axis=-1)
+            return (x * c + jnp.concatenate([-second, first], axis=-1) * s).astype(q.dtype)
+
+        return rotate(q), rotate(k)
+
+    def ours(q, k):
+        return jaxfused.rope(q, k, cos=cos, sin=sin)
+
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_distance_alone(interleaved):
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 16))
+
+    def score(position, other):
+        q_rotated = jaxfused.rope(q, positions=jnp.array([position]), interleaved=interleaved)
+        k_rotated = jaxfused.rope(k, positions=jnp.array([other]), interleaved=interleaved)
+        return jnp.sum(q_rotated * k_rotated)
+
+    np.testing.assert_allclose(score(3, 1), score(13, 11), rtol=1e-5)
+    assert abs(score(3, 1) - score(3, 2)) > 1e-2
+
+
+def test_offset_is_a_first_position():
+    q = jax.random.normal(jax.random.key(0), (2, 3, 1, 8))
+    expected = jaxfused.rope(q, positions=jnp.array([[4, 5, 6], [9, 10, 11]]))
+    np.testing.assert_array_equal(jaxfused.rope(q, offset=jnp.array([4, 9])), expected)
+    np.testing.assert_array_equal(jaxfused.rope(q, offset=4)[0], expected[0])
+    step = jax.jit(lambda q, offset: jaxfused.rope(q, offset=offset))
+    np.testing.assert_allclose(step(q, jnp.int32(4))[0], expected[0], rtol=1e-6)
+
+
+def test_backward_keeps_the_angles_alone():
+    case = CASES[0]
+    q, k = case.arguments(jnp.float32)
+    _, vjp = jax.vjp(fused_rope(case), q, k)
+    assert all(a.size <= case.rows[-1] * case.head_size // 2 for a in jax.tree.leaves(vjp))
+
+
+def test_transforms():
+    assert_transforms(fused_rope(CASES[3]), *CASES[3].arguments(jnp.float32))
+
+
+def test_derivatives_of_both_modes():
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda a: a.astype(jnp.float64), CASES[2].arguments(jnp.float32))
+        check_grads(jax.jit(fused_rope(CASES[2])), args, order=1)
+
+
+def test_axial_tables():
+    cos, sin = jaxfused.axial_rope_tables(3, 5, 16, theta=100.0)
+    assert cos.shape == sin.shape == (15, 8) and cos.dtype == jnp.float32
+    for row, column in ((0, 0), (2, 1), (1, 4)):
+        angles = [p * 100.0 ** (-i / 4) for p in (row, column) for i in range(4)]
+        np.testing.assert_allclose(cos[row * 5 + column], np.cos(angles), atol=1e-6)
+        np.testing.assert_allclose(sin[row * 5 + column], np.sin(angles), atol=1e-6)
+
+
+# --- scalings, against the loops of transformers' modeling_rope_utils.py, pair by pair -------------
+
+
+def test_linear_and_ntk():
+    base = jaxfused.RopeScaling().frequencies(8, 10_000.0)
+    np.testing.assert_allclose(base, [1.0, 0.1, 0.01, 0.001])
+    np.testing.assert_allclose(jaxfused.LinearRope(4.0).frequencies(8, 10_000.0), base / 4.0)
+    ntk = jaxfused.NTKRope(4.0).frequencies(8, 10_000.0)
+    np.testing.assert_allclose(ntk, (10_000.0 * 4.0 ** (8 / 6)) ** (-np.arange(0, 8, 2) / 8))
+    np.testing.assert_allclose([ntk[0], ntk[-1]], [base[0], base[-1] / 4.0])
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "factor", "length"), [(64, 1e4, 8.0, 4096), (128, 1e6, 2.0, 32768)]
+)
+def test_yarn(dim, theta, factor, length):
+    def correction_dim(rotations):
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(correction_dim(32)), 0), min(math.ceil(correction_dim(1)), dim - 1)
+    expected = []
+    for i in range(dim // 2):
+        extrapolated = 1.0 / theta ** (2 * i / dim)
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        expected.append(extrapolated / factor * ramp + extrapolated * (1.0 - ramp))
+    scaling = jaxfused.YarnRope(factor, length)
+    np.testing.assert_allclose(scaling.frequencies(dim, theta), expected, rtol=1e-12)
+    cos, _ = jaxfused.rope_tables(jnp.arange(3), dim, theta=theta, scaling=scaling)
+    np.testing.assert_allclose(cos[0], 0.1 * math.log(factor) + 1.0, rtol=1e-6)
+    assert jaxfused.YarnRope(factor, length, attention=1.5).attention_factor() == 1.5
+    assert jaxfused.YarnRope(1.0, length).attention_factor() == 1.0
+
+
+def test_llama3():
+    factor, low, high, length, theta, dim = 8.0, 1.0, 4.0, 8192, 500_000.0, 128
+    expected = []
+    for i in range(dim // 2):
+        frequency = theta ** (-2 * i / dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < length / high:
+            expected.append(frequency)
+        elif wavelength > length / low:
+            expected.append(frequency / factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            expected.append((1 - smooth) * frequency / factor + smooth * frequency)
+    frequencies = jaxfused.Llama3Rope().frequencies(dim, theta)
+    np.testing.assert_allclose(frequencies, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": jnp.ones((3, 8))}, r"q has shape \(3, 8\)"),
+        ({"q": jnp.ones((3, 2, 8), int)}, "q has dtype int32"),
+        ({"k": jnp.ones((4, 2, 8))}, r"k has shape \(4, 2, 8\).*\(3, 2, 8\)"),
+        ({"rotary_dim": 5}, "rotary_dim is 5"),
+        ({"rotary_dim": 10}, r"cos has shape \(3, 5\)"),
+        ({"positions": jnp.arange(4)}, r"cos has shape \(4, 4\).*\(3, 4\)"),
+        ({"positions": jnp.arange(3), "offset": 2}, "positions and offset were passed"),
+        ({"cos": jnp.ones((3, 4))}, "one of cos and sin"),
+        ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 3))}, "sin has shape"),
+        ({"cos": jnp.ones((3, 8)), "sin": jnp.ones((3, 8))}, r"cos has shape \(3, 8\)"),
+        ({"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4)), "rotary_dim": 8}, "made from"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of rope yet"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"rope.*: .*{message}"):
+        jaxfused.rope(**({"q": jnp.ones((3, 2, 8))} | change))
+    with pytest.raises(ValueError, match="axial_rope_tables: rotary_dim is 6"):
+        jaxfused.axial_rope_tables(2, 2, 6)
