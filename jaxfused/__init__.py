@@ -20,3 +20,5 @@ from jaxfused.reference.rope import Llama3Rope as Llama3Rope
 from jaxfused.reference.rope import NTKRope as NTKRope
 from jaxfused.reference.rope import RopeScaling as RopeScaling
 from jaxfused.reference.rope import YarnRope as YarnRope
+
+__version__ = "0.1.0"
