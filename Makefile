@@ -34,7 +34,7 @@ vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
 
 test: lint $(if $(NVCC),ffi)
-	$(PYTHON) -m pytest -n $(JOBS)
+	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(JOBS)
 
 test-gpu: $(if $(NVCC),ffi)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m gpu -n 4
@@ -61,5 +61,7 @@ clean:
 $(VENV)/.installed-$(JAX_VERSION): pyproject.toml
 	$(BASE_PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*
-	$(PYTHON) -m pip install --quiet -C wheel.cmake=false -e '.[$(EXTRAS)]' 'jax==$(JAX_VERSION)'
+	$(PYTHON) -m pip install --quiet scikit-build-core
+	$(PYTHON) -m pip install --quiet --no-build-isolation -C wheel.cmake=false \
+	  -e '.[$(EXTRAS)]' 'jax==$(JAX_VERSION)'
 	touch $@
