@@ -4,6 +4,7 @@
 # make bench       time every operator against its peers on the GPU
 # make lint        ruff, mypy, clang-format
 # make ffi         build the CUDA library into the checkout
+# make clean       remove the virtual environment and build outputs
 #
 # The first call makes .venv and installs all that is needed. With PYTHON=python3 that interpreter is
 # taken as it is instead, and nothing is installed. JAX_VERSION=0.12.0.1 tests another JAX.
@@ -36,10 +37,10 @@ vit: $(INSTALLED)
 test: lint $(if $(NVCC),ffi)
 	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(JOBS)
 
-test-gpu: $(if $(NVCC),ffi)
+test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m gpu -n 4
 
-bench: $(if $(NVCC),ffi)
+bench: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks
 
 lint: $(INSTALLED)
