@@ -2,3 +2,7 @@
 
 from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
 from jaxfused.linen.layer_norm import RMSNorm as RMSNorm
+from jaxfused.linen.attention import MultiHeadAttention as MultiHeadAttention
+from jaxfused.linen.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
+from jaxfused.linen.attention import attention_fn as attention_fn
+from jaxfused.linen.linear import Dense as Dense

@@ -9,7 +9,8 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.layer_norm import call_flax, why_flax
+from jaxfused.modules.fallback import call_flax
+from jaxfused.modules.layer_norm import why_flax
 from jaxfused.ops.layer_norm import Output
 
 

@@ -4,13 +4,12 @@ Flax's norms reduce over any axes and across devices, take masks and complex num
 not, so such a call runs `super().__call__`, and what only the operator can do raises.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxfused.reference.activation import activate
+from jaxfused.modules.fallback import why_complex
 
 
 def why_flax(
@@ -37,32 +36,4 @@ def why_flax(
         axes = axes if isinstance(axes, Iterable) else (axes,)
         if {axis % x.ndim for axis in axes} != last:
             return f"{name}={axes} is not the last axis"
-    for dtype in (x.dtype, *dtypes):
-        if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
-            return f"{jnp.dtype(dtype)} is not real"
-    return None
-
-
-def call_flax(
-    name: str,
-    reason: str,
-    norm: Callable[[], jax.Array],
-    *,
-    residual: jax.Array | None,
-    scale_offset: float = 0.0,
-    activation: str | None,
-    implementation: str | None,
-) -> jax.Array:
-    """Flax's `norm` and the activation after it, or ValueError where only the operator can serve."""
-    refused = {
-        "residual": residual is not None,
-        "scale_offset": scale_offset != 0.0,
-        f"implementation={implementation!r}": implementation not in (None, "xla"),
-    }
-    for argument, given in refused.items():
-        if given:
-            raise ValueError(
-                f"{name}: {argument} needs the operator of jaxfused, but Flax's own code serves this"
-                f" call because {reason}; leave one of the two out."
-            )
-    return activate(activation, norm())
+    return why_complex(x.dtype, *dtypes)

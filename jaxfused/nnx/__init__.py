@@ -2,3 +2,6 @@
 
 from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
 from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
+from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
+from jaxfused.nnx.attention import attention_fn as attention_fn
+from jaxfused.nnx.linear import Linear as Linear

@@ -1,0 +1,126 @@
+"""Dense for Flax Linen: Flax's own parameters, this package's operator."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+from flax.linen.linear import default_kernel_init
+from flax.typing import Dtype, Initializer
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.fallback import call_flax, why_complex, why_given
+
+
+class Dense(linen.Dense):
+    r"""`flax.linen.Dense` with an activation and the sum with a residual stream in the same kernel.
+
+    .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
+
+    Attributes, parameters and their names are Flax's, so a checkpoint of one loads into the other
+    and gives the same output. Differences:
+
+    - The product is accumulated and the bias added in float32, and so is the parameters' gradient;
+      each is rounded once, where Flax rounds the product, then the sum.
+    - A `dot_general`, `dot_general_cls` or `promote_dtype` of one's own and complex numbers run
+      Flax's code. Together with `residual` or a named kernel they raise.
+
+    Attributes:
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    The other attributes are those of `flax.linen.Dense`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.Dense(3, activation="relu")
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((4, 2)))
+      >>> layer.apply(variables, jnp.ones((4, 2)), residual=jnp.ones((4, 3))).shape
+      (4, 3)
+
+    Source: `jaxfused.linear`.
+    """
+
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Multiplies inputs [..., D] by the kernel.
+
+        Args:
+          inputs: [..., D].
+          residual: [..., F], is added last.
+
+        Returns:
+          [..., F], of the residual's dtype where there is one.
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        inputs = jnp.asarray(inputs)
+        reason = why_given(
+            dot_general=self.dot_general is not None,
+            dot_general_cls=self.dot_general_cls is not None,
+            promote_dtype=self.promote_dtype is not promote_dtype,
+        ) or why_complex(inputs.dtype, self.dtype, self.param_dtype)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.Dense",
+                reason,
+                lambda: super(Dense, self).__call__(inputs),
+                residual=residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        kernel = self.param(
+            "kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype
+        )
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        return ops.linear.linear(
+            inputs.astype(canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+            kernel,
+            bias,
+            activation=self.activation,
+            residual=residual,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+
+class Affine(linen.Module):
+    """The parameters of a `flax.linen.Dense` for an operator that takes them beside others.
+
+    Attributes:
+      features: F.
+      use_bias: whether there is a bias [F].
+      param_dtype: of the parameters.
+      kernel_init: initialises the kernel [D, F].
+      bias_init: initialises the bias.
+
+    Example:
+      >>> import jax
+      >>> import jaxfused.linen.linear
+      >>> (kernel, bias), _ = jaxfused.linen.linear.Affine(3).init_with_output(jax.random.key(0), 2)
+      >>> kernel.shape, bias.shape
+      ((2, 3), (3,))
+    """
+
+    features: int
+    use_bias: bool = True
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = linen.initializers.zeros
+
+    @linen.compact
+    def __call__(self, in_features: int) -> tuple[jax.Array, jax.Array | None]:
+        """(kernel [in_features, F], bias [F] or None)."""
+        shape = (in_features, self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        return kernel, bias

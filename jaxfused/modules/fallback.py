@@ -1,0 +1,47 @@
+"""When and how a module runs Flax's own code, because the operator cannot serve a call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.reference.activation import activate
+
+
+def why_given(**given: bool) -> str | None:
+    """Why Flax's code serves a call: the first of these arguments that is given, None without one."""
+    return next((f"{name} is given" for name, is_given in given.items() if is_given), None)
+
+
+def why_complex(*dtypes: Any) -> str | None:
+    """Why Flax's code serves a call: the first of these dtypes that is complex, None without one."""
+    for dtype in dtypes:
+        if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
+            return f"{jnp.dtype(dtype)} is not real"
+    return None
+
+
+def call_flax(
+    name: str,
+    reason: str,
+    module: Callable[[], jax.Array],
+    *,
+    residual: jax.Array | None = None,
+    scale_offset: float = 0.0,
+    activation: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Flax's `module` and the activation after it, or ValueError where only the operator can serve."""
+    refused = {
+        "residual": residual is not None,
+        "scale_offset": scale_offset != 0.0,
+        f"implementation={implementation!r}": implementation not in (None, "xla"),
+    }
+    for argument, given in refused.items():
+        if given:
+            raise ValueError(
+                f"{name}: {argument} needs the operator of jaxfused, but Flax's own code serves this"
+                f" call because {reason}; leave one of the two out."
+            )
+    return activate(activation, module())

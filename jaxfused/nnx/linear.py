@@ -1,0 +1,142 @@
+"""Linear for Flax NNX: Flax's own parameters, this package's operator."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from flax.typing import Dtype, DotGeneralT, Initializer, PrecisionLike, PromoteDtypeFn
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.fallback import call_flax, why_complex, why_given
+
+
+class Linear(nnx.Linear):
+    r"""`flax.nnx.Linear` with an activation and the sum with a residual stream in the same kernel.
+
+    .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
+
+    Constructor, parameters, their names and the use of `rngs` are Flax's, so a checkpoint of one
+    loads into the other and gives the same output. Differences:
+
+    - The product is accumulated and the bias added in float32, and so is the parameters' gradient;
+      each is rounded once, where Flax rounds the product, then the sum.
+    - A `dot_general`, `promote_dtype` or `preferred_element_type` of one's own, `out_sharding` and
+      complex numbers run Flax's code. Together with `residual` or a named kernel they raise.
+
+    Args:
+      in_features: D.
+      out_features: F.
+      use_bias: whether there is a bias [F].
+      dtype: of the product and the result; None for what x and the parameters promote to.
+      param_dtype: of the parameters.
+      precision: of the product, as in Flax.
+      kernel_init: initialises the kernel [D, F].
+      bias_init: initialises the bias.
+      dot_general: as in Flax.
+      promote_dtype: as in Flax.
+      preferred_element_type: as in Flax.
+      rngs: gives the initialisers their keys.
+      kernel_metadata: of the kernel's `nnx.Param`.
+      bias_metadata: of the bias's `nnx.Param`.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfused.nnx
+      >>> layer = jaxfused.nnx.Linear(2, 3, activation="relu", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((4, 2)), residual=jnp.ones((4, 3))).shape
+      (4, 3)
+
+    Source: `jaxfused.linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        dot_general: DotGeneralT = jax.lax.dot_general,
+        promote_dtype: PromoteDtypeFn = dtypes.promote_dtype,
+        preferred_element_type: Dtype | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        activation: str | None = None,
+        implementation: Implementation | None = None,
+    ):
+        super().__init__(
+            in_features,
+            out_features,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            dot_general=dot_general,
+            promote_dtype=promote_dtype,
+            preferred_element_type=preferred_element_type,
+            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+        )
+        self.activation = activation
+        self.implementation = implementation
+
+    def __call__(
+        self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """Multiplies inputs [..., D] by the kernel.
+
+        Args:
+          inputs: [..., D].
+          out_sharding: as in Flax.
+          residual: [..., F], is added last.
+
+        Returns:
+          [..., F], of the residual's dtype where there is one.
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        inputs = jnp.asarray(inputs)
+        kernel = self.kernel[...]
+        bias = None if self.bias is None else self.bias[...]
+        reason = why_given(
+            dot_general=self.dot_general is not jax.lax.dot_general,
+            promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
+            preferred_element_type=self.preferred_element_type is not None,
+            out_sharding=out_sharding is not None,
+        ) or why_complex(inputs.dtype, self.dtype, kernel.dtype)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.nnx.Linear",
+                reason,
+                lambda: super(Linear, self).__call__(inputs, out_sharding),
+                residual=residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        return ops.linear.linear(
+            inputs.astype(dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+            kernel,
+            bias,
+            activation=self.activation,
+            residual=residual,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
