@@ -12,8 +12,13 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "examples": ("jaxfused",),
     "benchmarks": ("jaxfused", "tests.cases"),
-    "jaxfused/nnx": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch"),
-    "jaxfused/linen": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch"),
+    "jaxfused/nnx": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
+    "jaxfused/linen": (
+        "jaxfused.modules",
+        "jaxfused.ops",
+        "jaxfused.dispatch",
+        "jaxfused.reference",
+    ),
     "jaxfused/modules": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
     "jaxfused/optim": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
     "jaxfused/ops": (
