@@ -72,46 +72,64 @@ def _shuffled(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
-def batches(make_batch: MakeBatch, steps: Iterable[int], *, workers: int = 0) -> Iterator[Batch]:
-    """`make_batch(step)` for each step, in order.
+class Loader:
+    """Makes batches in worker processes, ahead of the training.
 
-    With `workers`, as many processes make the batches ahead of time; `make_batch` must then be an
-    object that pickles. Closing the iterator ends the processes.
+    The processes start with the first batch and stay until the loader, a context manager, is left.
 
-    Raises:
-      ExampleError: what `make_batch` raised, or a worker died.
+    Args:
+      make_batch: the batch of a step; with workers, an object that pickles.
+      workers: how many processes; with 0 the batches are made here, when they are asked for.
     """
-    if workers == 0:
-        yield from map(make_batch, steps)
-        return
-    # Spawned, because a fork of a process that runs JAX's threads can deadlock.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(make_batch,),
-    )
-    steps = iter(steps)
-    try:
-        # Two more than there are workers: each has one at hand when it finishes its own.
-        ahead = collections.deque(
-            pool.submit(_make, step) for step in itertools.islice(steps, workers + 2)
+
+    def __init__(self, make_batch: MakeBatch, workers: int):
+        self._make_batch = make_batch
+        self._workers = workers
+        # Spawned, because a fork of a process that runs JAX's threads can deadlock. The function is
+        # sent once to each process and not with each step: a folder's list of paths can be long.
+        self._pool = workers and concurrent.futures.ProcessPoolExecutor(
+            workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start_worker,
+            initargs=(make_batch,),
         )
-        while ahead:
-            batch = ahead.popleft().result()
-            ahead.extend(pool.submit(_make, step) for step in itertools.islice(steps, 1))
-            yield batch
-    except BrokenProcessPool as error:
-        raise ExampleError(
-            "the worker processes must stay alive, but one was killed, most likely for lack of"
-            " memory; pass fewer --workers or a smaller --batch-size."
-        ) from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
+        """The batch of each step, in order.
+
+        Raises:
+          ExampleError: what `make_batch` raised, or a worker died.
+        """
+        if not self._pool:
+            yield from map(self._make_batch, steps)
+            return
+        steps = iter(steps)
+        try:
+            # Two more than there are workers: each has one at hand when it finishes its own.
+            ahead = collections.deque(
+                self._pool.submit(_make, step)
+                for step in itertools.islice(steps, self._workers + 2)
+            )
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(self._pool.submit(_make, step) for step in itertools.islice(steps, 1))
+                yield batch
+        except BrokenProcessPool as error:
+            raise ExampleError(
+                "the worker processes must stay alive, but one was killed, most likely for lack of"
+                " memory; pass fewer --workers or a smaller --batch-size."
+            ) from error
 
 
 _make_batch: MakeBatch
-"""In a worker process: the function that it was started with, sent once and not for each step."""
+"""In a worker process: the function that its loader was made with."""
 
 
 def _start_worker(make_batch: MakeBatch) -> None:

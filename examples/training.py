@@ -30,11 +30,12 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from etils import epath
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from examples.errors import ExampleError, Stopped
-from examples.images import Batch, MakeBatch, batches
+from examples.images import Batch, Loader, MakeBatch
 
 State = dict[str, Any]
 """What a checkpoint holds: a pytree of arrays for each name ("params", "opt_state", ...)."""
@@ -378,9 +379,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
-    metadata = ocp.StandardCheckpointer().metadata(where.absolute()).item_metadata
-    if metadata is None:
-        raise ValueError(f"the description of {where.name} is missing or damaged")
+    metadata = ocp.StandardCheckpointHandler().metadata(epath.Path(where)).tree
     saved = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
     wanted = {name: (a.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
     for name in [*wanted, *saved]:
@@ -478,8 +477,9 @@ def fit(
         return f"{reason} Step {step} of {steps} is saved; continue with {resume}."
 
     step = start
-    stream = batches(make_batch, range(start, steps), workers=args.workers)
-    with _stop_signals() as stopped, progress, contextlib.closing(stream), run.finished_writes():
+    loader = Loader(make_batch, args.workers)
+    stream = loader.batches(range(start, steps))
+    with _stop_signals() as stopped, progress, loader, run.finished_writes():
         while step < steps:
             try:
                 batch = next(stream)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from examples import training
 from examples.errors import ExampleError, Stopped, run_command
-from examples.images import batches, epoch_indices, find_images, read_image
+from examples.images import Loader, epoch_indices, find_images, read_image
 
 STEPS, EPOCH_STEPS = 12, 4
 
@@ -362,7 +362,11 @@ def power(step):
 
 
 def test_workers_make_the_batches_in_order_and_elsewhere():
-    made = list(batches(power, range(8), workers=2))
+    with Loader(power, 2) as loader:
+        abandoned = loader.batches(range(100, 200))
+        next(abandoned)
+        abandoned.close()
+        made = list(loader.batches(range(8)))
     assert [b["value"][0] for b in made] == [s**2 for s in range(8)]
     assert os.getpid() not in {int(b["worker"]) for b in made}
 
@@ -371,9 +375,8 @@ def test_workers_make_the_batches_in_order_and_elsewhere():
     ("bad", "message"), [(9, r"nine is refused"), (99, r"but one was killed.*fewer --workers")]
 )
 def test_errors_of_workers_arrive(bad, message):
-    stream = batches(power, [1, bad, 2], workers=1)
-    with pytest.raises(ExampleError, match=message):
-        list(stream)
+    with Loader(power, 1) as loader, pytest.raises(ExampleError, match=message):
+        list(loader.batches([1, bad, 2]))
 
 
 def test_a_broken_image_is_named(tmp_path):

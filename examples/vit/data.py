@@ -1,6 +1,7 @@
 """The two sources of labelled images: scikit-learn's handwritten digits and a folder of classes.
 
-Both end in a `Data`. Images are uint8, [B, H, W, C]; the model sees them as `to_float` makes them.
+Both end in a `Data`. Images are uint8, [B, H, W, C]. Worker processes import this module, so it does
+without JAX.
 """
 
 import functools
@@ -10,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -58,11 +57,6 @@ class Data:
     held_out: HeldOut
     fingerprint: str
     """Changes when images are added, removed or renamed."""
-
-
-def to_float(images: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """uint8 to [-1, 1]."""
-    return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
 
 
 def split(labels: np.ndarray, held_out: float) -> tuple[np.ndarray, np.ndarray]:

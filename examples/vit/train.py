@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from examples import training
 from examples.errors import ExampleError, run_command
-from examples.images import Batch, batches
+from examples.images import Batch, Loader
 from examples.training import State
 from examples.vit import data as vit_data
 from examples.vit.model import MODELS, VisionTransformer
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     predict = make_predict(graphdef, dtype=args.dtype)
 
     def held_out_logits(state: State) -> np.ndarray:
-        stream = batches(data.held_out, data.held_out.batches, workers=args.workers)
+        stream = loader.batches(data.held_out.batches)
         logits = np.concatenate([predict(state["params"], batch["image"]) for batch in stream])
         return logits[: len(labels)]
 
@@ -87,20 +88,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         accuracy = np.mean(logits.argmax(axis=-1) == labels)
         return dict(test_loss=float(losses.mean()), test_accuracy=float(accuracy))
 
-    state, result = training.fit(
-        run,
-        state,
-        train_step,
-        data.train_batch,
-        args=args,
-        epoch_steps=epoch_steps,
-        evaluate=evaluate,
-    )
-
+    with Loader(data.held_out, args.workers) as loader:
+        state, result = training.fit(
+            run,
+            state,
+            train_step,
+            data.train_batch,
+            args=args,
+            epoch_steps=epoch_steps,
+            evaluate=evaluate,
+        )
+        save_sheet(args.out / "predictions.png", data, held_out_logits(state))
     training.save_curve(
         args.out / "curve.png", run.records(), metric="test_accuracy", label="held-out accuracy"
     )
-    save_sheet(args.out / "predictions.png", data, held_out_logits(state))
     print(
         f"held-out accuracy {result['test_accuracy']:.2%} on {len(labels)} images,"
         f" trained at {result['images_per_second']:,.0f} images/s; see {args.out}/curve.png,"
@@ -144,7 +145,7 @@ def make_train_step(
 
     def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        logits = model(vit_data.to_float(batch["image"], dtype), key=key)
+        logits = model(to_float(batch["image"], dtype), key=key)
         targets = optax.smooth_labels(
             jax.nn.one_hot(batch["label"], logits.shape[-1]), label_smoothing
         )
@@ -156,10 +157,15 @@ def make_train_step(
         loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, key)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = dict(loss=loss, gradient_norm=optax.global_norm(gradients))
+        metrics = dict(loss=loss, gradient_norm=optax.tree.norm(gradients))
         return dict(params=params, opt_state=opt_state), metrics
 
     return train_step
+
+
+def to_float(images: jax.Array, dtype: str) -> jax.Array:
+    """uint8 to [-1, 1]."""
+    return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
 
 
 def make_predict(graphdef: nnx.GraphDef, *, dtype: str):
@@ -167,7 +173,7 @@ def make_predict(graphdef: nnx.GraphDef, *, dtype: str):
 
     @jax.jit
     def predict(params: dict, images: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params)(vit_data.to_float(images, dtype))
+        return nnx.merge(graphdef, params)(to_float(images, dtype))
 
     return predict
 
