@@ -1,8 +1,12 @@
 """Flax Linen modules with Flax's own names, attributes and parameters, on this package's operators."""
 
-from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
-from jaxfused.linen.layer_norm import RMSNorm as RMSNorm
 from jaxfused.linen.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.linen.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
 from jaxfused.linen.attention import attention_fn as attention_fn
+from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
+from jaxfused.linen.layer_norm import RMSNorm as RMSNorm
 from jaxfused.linen.linear import Dense as Dense
+from jaxfused.linen.mlp import MLP as MLP
+from jaxfused.linen.mlp import GatedMLP as GatedMLP
+from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
+from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock

@@ -36,13 +36,14 @@ def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
     *,
-    is_causal: bool,
-    dropout_rate: float,
-    dropout_key: jax.Array | None,
-    implementation: AttentionImplementation | None,
+    segment_ids: jax.Array | None = None,
+    is_causal: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
     """The operator over any number of batch axes, with Flax's masks of any dtype.
 
@@ -52,23 +53,30 @@ def attend(
       value: [..., S, K, V].
       bias: broadcasts to [..., N, T, S].
       mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+      segment_ids: [..., T], of queries and of as many keys.
     """
     batch = query.shape[:-3]
 
-    def fold(array: jax.Array | None) -> jax.Array | None:
-        """[..., a, b, c] with its axes before the last three as one; they may broadcast."""
-        if array is None or len(batch) <= 1 or array.ndim <= 3:
+    def fold(array: jax.Array, kept: int = 3) -> jax.Array:
+        """The array with its axes before the last `kept` as one; axes of 1 may broadcast."""
+        if len(batch) <= 1 or array.ndim <= kept:
             return array
-        array = jnp.broadcast_to(array, (*batch, *array.shape[-3:]))
-        return array.reshape(math.prod(batch), *array.shape[-3:])
+        array = jnp.broadcast_to(array, (*batch, *array.shape[-kept:]))
+        return array.reshape(math.prod(batch), *array.shape[-kept:])
 
+    segment_ids = None if segment_ids is None else fold(segment_ids, kept=1)
     output = ops.attention.dot_product_attention(
-        *(fold(a) for a in (query, key, value)),
-        fold(bias),
-        fold(None if mask is None else mask.astype(jnp.bool_)),
+        fold(query),
+        fold(key),
+        fold(value),
+        None if bias is None else fold(bias),
+        None if mask is None else fold(mask.astype(jnp.bool_)),
+        query_segment_ids=segment_ids,
+        key_value_segment_ids=segment_ids,
         is_causal=is_causal,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
         implementation=implementation,
     )
+    assert isinstance(output, jax.Array)
     return output.reshape(*batch, *output.shape[-3:])

@@ -1,7 +1,11 @@
 """Flax NNX modules with Flax's own names, arguments and parameters, on this package's operators."""
 
-from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
-from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
 from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.nnx.attention import attention_fn as attention_fn
+from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
+from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
 from jaxfused.nnx.linear import Linear as Linear
+from jaxfused.nnx.mlp import MLP as MLP
+from jaxfused.nnx.mlp import GatedMLP as GatedMLP
+from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
+from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock

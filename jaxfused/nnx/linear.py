@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
-from flax.typing import Dtype, DotGeneralT, Initializer, PrecisionLike, PromoteDtypeFn
+from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
@@ -114,8 +114,7 @@ class Linear(nnx.Linear):
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
         inputs = jnp.asarray(inputs)
-        kernel = self.kernel[...]
-        bias = None if self.bias is None else self.bias[...]
+        kernel, bias = affine(self)
         reason = why_given(
             dot_general=self.dot_general is not jax.lax.dot_general,
             promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
@@ -140,3 +139,8 @@ class Linear(nnx.Linear):
             precision=self.precision,
             implementation=self.implementation,
         )
+
+
+def affine(linear: nnx.Linear) -> tuple[jax.Array, jax.Array | None]:
+    """(kernel, bias) of a linear layer, for an operator that takes them beside others."""
+    return linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()

@@ -1,0 +1,172 @@
+"""The perceptrons of a Transformer block for Flax Linen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+from flax.linen.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.linen.linear import Affine
+from jaxfused.ops.mlp import Save
+
+
+class MLP(linen.Module):
+    r"""Two linear layers with an activation between them and a residual sum after them.
+
+    .. math:: y = \text{activation}(x W_\text{up} + b_\text{up}) W_\text{down} + b_\text{down}
+              + \text{residual}
+
+    The parameters are those of a Flax module with two `Dense` called `up` and `down`.
+
+    Attributes:
+      hidden_features: F.
+      out_features: E, by default D.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      use_bias: whether the layers have biases.
+      dtype: of the products and the result; None for what x and the parameters promote to.
+      param_dtype: of the parameters.
+      precision: of the products, as in Flax.
+      kernel_init: initialises the kernels.
+      bias_init: initialises the biases.
+      save: what is kept for the backward, "preactivation" or "inputs", as in `jaxfused.mlp`.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> mlp = jaxfused.linen.MLP(32)
+      >>> x = jnp.ones((2, 8))
+      >>> mlp.apply(mlp.init(jax.random.key(0), x), x, residual=x).shape
+      (2, 8)
+
+    Source: `jaxfused.mlp`.
+    """
+
+    hidden_features: int
+    out_features: int | None = None
+    activation: str | None = "gelu_tanh"
+    use_bias: bool = True
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = linen.initializers.zeros
+    save: Save = "preactivation"
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Returns:
+          [..., E], of the residual's dtype where there is one.
+        """
+        affine = functools.partial(
+            Affine,
+            use_bias=self.use_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        in_features, hidden = x.shape[-1], self.hidden_features
+        out_features = in_features if self.out_features is None else self.out_features
+        w1, b1 = affine(hidden, name="up")(in_features)
+        w2, b2 = affine(out_features, name="down")(hidden)
+        return ops.mlp.mlp(
+            x.astype(canonicalize_dtype(x, w1, b1, w2, b2, dtype=self.dtype)),
+            w1,
+            b1,
+            w2,
+            b2,
+            activation=self.activation,
+            residual=residual,
+            save=self.save,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+
+class GatedMLP(linen.Module):
+    r"""The gated perceptron, SwiGLU by default, with a residual sum after it.
+
+    .. math:: y = \bigl(\text{activation}(x W_\text{gate} + b_\text{gate}) \odot
+              (x W_\text{up} + b_\text{up})\bigr) W_\text{down} + b_\text{down} + \text{residual}
+
+    The parameters are those of a Flax module with `Dense` called `gate`, `up` and `down`.
+
+    Attributes:
+      hidden_features: F.
+      out_features: E, by default D.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu",
+        of the gate.
+      use_bias: whether the layers have biases.
+      dtype: of the products and the result; None for what x and the parameters promote to.
+      param_dtype: of the parameters.
+      precision: of the products, as in Flax.
+      kernel_init: initialises the kernels.
+      bias_init: initialises the biases.
+      save: what is kept for the backward, "preactivation" or "inputs", as in `jaxfused.gated_mlp`.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> mlp = jaxfused.linen.GatedMLP(32)
+      >>> x = jnp.ones((2, 8))
+      >>> mlp.apply(mlp.init(jax.random.key(0), x), x, residual=x).shape
+      (2, 8)
+
+    Source: `jaxfused.gated_mlp`.
+    """
+
+    hidden_features: int
+    out_features: int | None = None
+    activation: str | None = "silu"
+    use_bias: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = linen.initializers.zeros
+    save: Save = "preactivation"
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Returns:
+          [..., E], of the residual's dtype where there is one.
+        """
+        affine = functools.partial(
+            Affine,
+            use_bias=self.use_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        in_features, hidden = x.shape[-1], self.hidden_features
+        out_features = in_features if self.out_features is None else self.out_features
+        w_gate, b_gate = affine(hidden, name="gate")(in_features)
+        w_up, b_up = affine(hidden, name="up")(in_features)
+        w_down, b_down = affine(out_features, name="down")(hidden)
+        dtype = canonicalize_dtype(x, w_gate, b_gate, w_up, b_up, w_down, b_down, dtype=self.dtype)
+        return ops.mlp.gated_mlp(
+            x.astype(dtype),
+            w_gate,
+            w_up,
+            w_down,
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            activation=self.activation,
+            residual=residual,
+            save=self.save,
+            precision=self.precision,
+            implementation=self.implementation,
+        )

@@ -1,0 +1,97 @@
+"""The attention of a TransformerBlock between its first norm and its output projection."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.attention import attend
+from jaxfused.ops.attention import AttentionImplementation
+
+Norm = Literal["layer_norm", "rms_norm"]
+
+
+def check_norm(norm: str) -> None:
+    """`norm` names one of the norms of a block."""
+    if norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(
+            f"TransformerBlock: norm={norm!r} is not known; pass 'layer_norm' or 'rms_norm'."
+        )
+
+
+def head_size(features: int, num_heads: int, head_dim: int | None) -> int:
+    """The size of a head: what was asked for, or the features shared among the heads."""
+    if head_dim is not None:
+        return head_dim
+    if features % num_heads:
+        raise ValueError(
+            f"TransformerBlock: {features} features are not shared evenly by {num_heads} heads;"
+            " pass head_dim, or a num_heads that divides the features."
+        )
+    return features // num_heads
+
+
+def normalise(
+    norm: Callable[..., Any], x: jax.Array, residual: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The norm of x + residual, and that sum: the residual stream."""
+    return (norm(x), x) if residual is None else norm(x, residual=residual)
+
+
+def self_attention(
+    y: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    query_scale: jax.Array | None,
+    key_scale: jax.Array | None,
+    tables: tuple[jax.Array, jax.Array] | None,
+    *,
+    interleaved: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    epsilon: float,
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+    is_causal: bool,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+    attention_implementation: AttentionImplementation | None,
+) -> jax.Array:
+    """Projects y [..., T, D] to heads and attends.
+
+    Args:
+      tables: the cosines and sines of the rotation, where there is one.
+
+    The other arguments are those of `jaxfused.qkv_projection` and `jaxfused.dot_product_attention`.
+
+    Returns:
+      [..., T, num_heads * head size].
+    """
+    cos, sin = (None, None) if tables is None else tables
+    query, key, value = ops.qkv_projection.qkv_projection(
+        y,
+        kernel,
+        bias,
+        heads=num_heads,
+        key_heads=num_kv_heads,
+        q_scale=query_scale,
+        k_scale=key_scale,
+        epsilon=epsilon,
+        cos=cos,
+        sin=sin,
+        interleaved=interleaved,
+        precision=precision,
+        implementation=implementation,
+    )
+    attended = attend(
+        query,
+        key,
+        value,
+        mask=mask,
+        segment_ids=segment_ids,
+        is_causal=is_causal,
+        implementation=attention_implementation,
+    )
+    return attended.reshape(*y.shape[:-1], -1)
