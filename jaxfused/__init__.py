@@ -5,6 +5,8 @@ from jaxfused.ops.attention import dot_product_attention as dot_product_attentio
 from jaxfused.ops.batch_norm import batch_norm as batch_norm
 from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm
 from jaxfused.ops.conv import conv as conv
+from jaxfused.ops.cross_entropy import linear_softmax_cross_entropy as linear_softmax_cross_entropy
+from jaxfused.ops.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from jaxfused.ops.group_norm import group_norm as group_norm
 from jaxfused.ops.layer_norm import layer_norm as layer_norm
 from jaxfused.ops.layer_norm import rms_norm as rms_norm
@@ -15,6 +17,7 @@ from jaxfused.ops.qkv_projection import qkv_projection as qkv_projection
 from jaxfused.ops.rope import axial_rope_tables as axial_rope_tables
 from jaxfused.ops.rope import rope as rope
 from jaxfused.ops.rope import rope_tables as rope_tables
+from jaxfused.ops.segmentation_loss import segmentation_loss as segmentation_loss
 from jaxfused.reference.rope import LinearRope as LinearRope
 from jaxfused.reference.rope import Llama3Rope as Llama3Rope
 from jaxfused.reference.rope import NTKRope as NTKRope

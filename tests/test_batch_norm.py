@@ -151,8 +151,10 @@ def test_transforms():
 def test_derivatives_of_both_orders_and_modes():
     with jax.enable_x64(True):
         check_grads(
-            lambda x, scale, bias, residual: jaxfused.batch_norm(
-                x, scale, bias, residual=residual, activation="silu"
+            jax.jit(
+                lambda x, scale, bias, residual: jaxfused.batch_norm(
+                    x, scale, bias, residual=residual, activation="silu"
+                )
             ),
             CASES[0].arguments(jnp.float64),
             order=2,

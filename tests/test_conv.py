@@ -137,7 +137,7 @@ def test_derivatives_of_both_orders_and_modes():
     with jax.enable_x64(True):
         args = jax.tree.map(lambda a: a.astype(jnp.float64), CASES[1].arguments(jnp.float32))
         check_grads(
-            lambda x, w, bias, _: jaxfused.conv(x, w, bias, strides=2, activation="silu"),
+            jax.jit(lambda x, w, bias, _: jaxfused.conv(x, w, bias, strides=2, activation="silu")),
             args,
             order=2,
         )

@@ -98,8 +98,10 @@ def test_derivatives_of_both_orders_and_modes():
     with jax.enable_x64(True):
         args = CASES[1].arguments(jnp.float64)
         check_grads(
-            lambda x, scale, bias, residual: jaxfused.group_norm(
-                x, scale, bias, num_groups=2, residual=residual, activation="silu"
+            jax.jit(
+                lambda x, scale, bias, residual: jaxfused.group_norm(
+                    x, scale, bias, num_groups=2, residual=residual, activation="silu"
+                )
             ),
             args,
             order=2,

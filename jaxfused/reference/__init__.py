@@ -4,9 +4,11 @@ from jaxfused.reference import activation as activation
 from jaxfused.reference import attention as attention
 from jaxfused.reference import batch_norm as batch_norm
 from jaxfused.reference import conv as conv
+from jaxfused.reference import cross_entropy as cross_entropy
 from jaxfused.reference import group_norm as group_norm
 from jaxfused.reference import layer_norm as layer_norm
 from jaxfused.reference import linear as linear
 from jaxfused.reference import mlp as mlp
 from jaxfused.reference import qkv_projection as qkv_projection
 from jaxfused.reference import rope as rope
+from jaxfused.reference import segmentation_loss as segmentation_loss

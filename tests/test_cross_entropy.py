@@ -1,0 +1,286 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+from jax.test_util import check_grads
+
+import jaxfused
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.cross_entropy import CASES
+from tests.transforms import assert_transforms
+
+
+def plain_cross_entropy(
+    logits, labels, weights, *, label_smoothing=0.0, z_loss=0.0, ignore_index=None, reduction="mean"
+):
+    """As one writes it with jax.numpy, where all of it but the result runs in the dtype of logits."""
+    counts = jnp.ones(logits.shape[:-1], logits.dtype)
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        if ignore_index is not None:
+            counts = (labels != ignore_index).astype(logits.dtype)
+        labels = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    labels = (1 - label_smoothing) * labels + label_smoothing / logits.shape[-1]
+    losses = -jnp.sum(labels * jax.nn.log_softmax(logits), axis=-1)
+    losses = losses + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    counts = counts if weights is None else counts * weights
+    total = jnp.sum(losses * counts)
+    result = {"mean": total / jnp.sum(counts), "sum": total, "none": losses * counts}[reduction]
+    return result.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+_CASES_AND_DTYPES = [(case, "float32") for case in CASES] + [
+    (CASES[1], "bfloat16"),
+    (CASES[2], "float16"),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), _CASES_AND_DTYPES, ids=str)
+def test_is_as_accurate_as_jax_numpy(case, dtype):
+    dtype = jnp.dtype(dtype)
+    args = (case.logits(dtype), case.token_weights(dtype), case.labels(dtype))
+    # Soft labels are differentiated, classes are not.
+    arrays, classes = (args, None) if case.soft else (args[:2], args[2])
+
+    def of(f):
+        return lambda logits, weights, *soft: f(logits, *(soft or (classes,)), weights)
+
+    assert_values_and_gradients(
+        of(lambda z, q, w: jaxfused.softmax_cross_entropy(z, q, weights=w, **case.options)),
+        of(lambda z, q, w: plain_cross_entropy(z, q, w, **case.options)),
+        *arrays,
+    )
+
+
+@pytest.mark.parametrize(("case", "dtype"), _CASES_AND_DTYPES, ids=str)
+def test_linear_is_as_accurate_as_jax_numpy(case, dtype):
+    chunk_size = None if case is CASES[0] else 4
+    dtype = jnp.dtype(dtype)
+    labels = case.labels(dtype)
+    arrays = (*case.linear_layer(dtype), case.token_weights(dtype))
+    arrays = (*arrays, labels) if case.soft else arrays
+
+    def ours(x, w, bias, weights, labels=labels):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, bias, weights=weights, chunk_size=chunk_size, **case.options
+        )
+
+    def plain(x, w, bias, weights, labels=labels):
+        logits = x @ w.astype(x.dtype)
+        logits = logits if bias is None else logits + bias.astype(x.dtype)
+        return plain_cross_entropy(logits, labels, weights, **case.options)
+
+    assert_values_and_gradients(ours, plain, *arrays)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 5), max_size=3),
+    classes=st.integers(1, 40),
+    chunk_size=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_odd_shapes_against_optax(tokens, classes, chunk_size, seed):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (*tokens, 3))
+    w = jax.random.normal(keys[1], (3, classes))
+    labels = jax.random.randint(keys[2], tuple(tokens), 0, classes)
+    stock = optax.softmax_cross_entropy_with_integer_labels(x @ w, labels)
+    ours = jaxfused.softmax_cross_entropy(x @ w, labels, reduction="none")
+    chunked = jaxfused.linear_softmax_cross_entropy(
+        x, w, labels, reduction="none", chunk_size=chunk_size
+    )
+    assert ours.shape == chunked.shape == tuple(tokens)
+    np.testing.assert_allclose(ours, stock, atol=1e-5)
+    np.testing.assert_allclose(chunked, stock, atol=1e-5)
+
+
+def test_label_smoothing_and_soft_labels_are_those_of_optax():
+    case = CASES[3]
+    logits, labels = case.logits(jnp.float32), case.labels(jnp.float32)
+    smooth = optax.smooth_labels(labels, 0.2)
+    ours = jaxfused.softmax_cross_entropy(logits, labels, label_smoothing=0.2, reduction="none")
+    np.testing.assert_allclose(ours, optax.softmax_cross_entropy(logits, smooth), rtol=1e-5)
+
+
+def test_no_array_of_all_logits_exists():
+    x, w = jnp.ones((24, 5)), jnp.ones((5, 1000))
+
+    def loss(x, w):
+        return jaxfused.linear_softmax_cross_entropy(x, w, jnp.arange(24), chunk_size=4)
+
+    def largest(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (v.aval.size for v in equation.outvars)
+            for inner in jaxprs_in_params(equation.params):
+                yield from largest(inner)
+
+    sizes = list(largest(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, w).jaxpr))
+    # The gradient of w is larger than the logits of a chunk, and nothing is larger than it.
+    assert max(sizes) == w.size
+    assert 4 * 1000 in sizes
+
+
+def test_backward_keeps_logits_in_their_dtype():
+    logits, labels = jnp.ones((6, 50), jnp.bfloat16), jnp.arange(6)
+    _, vjp = jax.vjp(lambda z: jaxfused.softmax_cross_entropy(z, labels), logits)
+    large = [a.dtype for a in jax.tree.leaves(vjp) if a.size >= logits.size]
+    assert large == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.uint8])
+def test_classes_that_do_not_exist_give_nan(dtype):
+    logits = jnp.zeros((4, 7))
+    labels = jnp.array([0, 6, 7, jnp.iinfo(dtype).min or 255]).astype(dtype)
+
+    def losses(z):
+        return jaxfused.softmax_cross_entropy(z, labels, reduction="none")
+
+    expected = np.array([False, False, True, True])
+    np.testing.assert_array_equal(np.isnan(losses(logits)), expected)
+    _, vjp = jax.vjp(losses, logits)
+    np.testing.assert_array_equal(np.isnan(vjp(jnp.ones(4))[0]).all(axis=1), expected)
+
+
+def test_small_integers_hold_labels_of_many_classes():
+    labels = jnp.array([3, 255], jnp.uint8)
+    losses = jaxfused.softmax_cross_entropy(
+        jnp.zeros((2, 1000)), labels, ignore_index=255, reduction="none"
+    )
+    np.testing.assert_allclose(losses, [np.log(1000.0), 0.0], rtol=1e-6)
+
+
+def test_ignored_tokens_have_no_gradient_even_where_logits_are_nan():
+    logits = jnp.zeros((2, 3)).at[1].set(jnp.nan)
+    loss, dlogits = jax.value_and_grad(
+        lambda z: jaxfused.softmax_cross_entropy(z, jnp.array([0, -1]), ignore_index=-1)
+    )(logits)
+    np.testing.assert_allclose(loss, np.log(3.0), rtol=1e-6)
+    np.testing.assert_array_equal(dlogits[1], jnp.zeros(3))
+
+
+@pytest.mark.parametrize("labels", [jnp.array([-1, -1]), jnp.zeros((0,), int)])
+def test_mean_of_no_token_is_zero(labels):
+    loss, dlogits = jax.value_and_grad(
+        lambda z: jaxfused.softmax_cross_entropy(z, labels, ignore_index=-1)
+    )(jnp.ones((len(labels), 3)))
+    assert loss == 0.0
+    np.testing.assert_array_equal(dlogits, jnp.zeros((len(labels), 3)))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_masked_classes(soft):
+    logits = jnp.array([[0.0, -jnp.inf, 0.0]])
+    labels = jnp.array([[0.5, 0.0, 0.5]]) if soft else jnp.array([2])
+    loss, dlogits = jax.value_and_grad(jaxfused.softmax_cross_entropy)(logits, labels)
+    np.testing.assert_allclose(loss, np.log(2.0), rtol=1e-6)
+    np.testing.assert_allclose(dlogits, [[0.0 if soft else 0.5, 0.0, 0.0 if soft else -0.5]])
+
+
+def test_common_offset_of_the_logits_costs_no_digits():
+    logits, labels = jnp.array([[0.0, 1.0]]), jnp.array([0])
+
+    def loss(z):
+        return jaxfused.softmax_cross_entropy(z, labels)
+
+    for f in (loss, jax.grad(loss)):
+        np.testing.assert_allclose(f(logits + 4096.0), f(logits), rtol=1e-6)
+
+
+def test_large_logits():
+    logits = jnp.array([[1e4, -1e4]])
+    for label, loss in ((0, 0.0), (1, 2e4)):
+        assert jaxfused.softmax_cross_entropy(logits, jnp.array([label])) == loss
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_transforms(linear):
+    case = CASES[1]
+    labels, weights = case.labels(jnp.float32), case.token_weights(jnp.float32)
+    options = dict(case.options, weights=weights)
+    if not linear:
+        assert_transforms(
+            lambda z: jaxfused.softmax_cross_entropy(z, labels, **options),
+            case.logits(jnp.float32),
+        )
+        return
+    assert_transforms(
+        lambda x, w, bias: jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, bias, chunk_size=8, **options
+        ),
+        *case.linear_layer(jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_derivatives(case):
+    with jax.enable_x64(True):
+        double = jnp.float64
+        labels, weights = case.labels(double), case.token_weights(double)
+        check_grads(
+            jax.jit(
+                lambda z, weights: jaxfused.softmax_cross_entropy(
+                    z, labels, weights=weights, **case.options
+                )
+            ),
+            (case.logits(double), weights),
+            order=2 if case.soft else 1,
+            modes="rev",
+        )
+        check_grads(
+            jax.jit(
+                lambda x, w: jaxfused.linear_softmax_cross_entropy(
+                    x, w, labels, weights=weights, chunk_size=8, **case.options
+                )
+            ),
+            case.linear_layer(double)[:2],
+            order=1,
+            modes="rev",
+        )
+
+
+_LOGITS = {"logits": jnp.ones((2, 3)), "labels": jnp.array([0, 1])}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": jnp.ones(())}, r"logits have shape \(\)"),
+        ({"logits": jnp.ones((2, 0))}, r"logits have shape \(2, 0\)"),
+        ({"logits": jnp.ones((2, 3), int)}, "logits has dtype int32"),
+        ({"labels": jnp.array([0])}, r"labels has shape \(1,\), but .*\(2,\)"),
+        ({"labels": jnp.ones((2, 4))}, r"labels has shape \(2, 4\), but soft labels .*\(2, 3\)"),
+        ({"labels": jnp.ones((2, 3)), "ignore_index": 0}, "ignore_index=0 was passed with soft"),
+        ({"labels": jnp.array([True, False])}, "labels have dtype bool"),
+        ({"weights": jnp.ones((2, 1))}, r"weights has shape \(2, 1\).*\(2,\)"),
+        ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+        ({"z_loss": "1"}, "z_loss is '1'"),
+        ({"reduction": "batchmean"}, "reduction='batchmean' is not known"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of softmax_cross_entropy yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of softmax_cross_entropy yet"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"^softmax_cross_entropy: .*{message}"):
+        jaxfused.softmax_cross_entropy(**(_LOGITS | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.ones(())}, r"x has shape \(\)"),
+        ({"w": jnp.ones((5, 3))}, r"w has shape \(5, 3\), but x has 4 features"),
+        ({"w": jnp.ones((4, 0))}, "w has shape .*holds the classes"),
+        ({"bias": jnp.ones(4)}, r"bias has shape \(4,\)"),
+        ({"labels": jnp.array([0])}, r"labels has shape \(1,\)"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"implementation": "pallas"}, "no Pallas kernel of linear_softmax_cross_entropy yet"),
+    ],
+)
+def test_linear_errors(change, message):
+    arguments = {"x": jnp.ones((2, 4)), "w": jnp.ones((4, 3)), "labels": jnp.array([0, 1])}
+    with pytest.raises(ValueError, match=f"linear_softmax_cross_entropy: .*{message}"):
+        jaxfused.linear_softmax_cross_entropy(**(arguments | change))

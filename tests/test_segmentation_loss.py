@@ -1,0 +1,175 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jaxfused
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.segmentation_loss import CASES
+from tests.transforms import assert_transforms
+
+
+def plain_loss(
+    logits,
+    labels,
+    weights,
+    *,
+    cross_entropy_weight=1.0,
+    dice_weight=1.0,
+    smooth=1.0,
+    ignore_index=None,
+    reduction="mean",
+):
+    """Image by image, where all of it but the result runs in the dtype of logits."""
+    dtype = logits.dtype
+    if logits.ndim == labels.ndim:
+        logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)
+        foreground = slice(1, 2)
+    else:
+        foreground = slice(None)
+    counts = jnp.ones(labels.shape, dtype)
+    if ignore_index is not None:
+        counts = (labels != ignore_index).astype(dtype)
+    counts = counts if weights is None else counts * weights
+    images = []
+    for z, label, count in zip(logits, labels, counts, strict=True):
+        target = jax.nn.one_hot(label, z.shape[-1], dtype=dtype)
+        losses = -jnp.sum(target * jax.nn.log_softmax(z), axis=-1)
+        loss = cross_entropy_weight * jnp.sum(losses * count) / jnp.sum(count)
+        p, t = jax.nn.softmax(z)[..., foreground], target[..., foreground]
+        dices = [
+            (2 * jnp.sum(count * p[..., c] * t[..., c]) + smooth)
+            / (jnp.sum(count * p[..., c]) + jnp.sum(count * t[..., c]) + smooth)
+            for c in range(p.shape[-1])
+        ]
+        images.append(loss + dice_weight * (1 - sum(dices) / len(dices)))
+    images = jnp.stack(images).astype(jnp.promote_types(dtype, jnp.float32))
+    return {"mean": jnp.mean(images), "sum": jnp.sum(images), "none": images}[reduction]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "float32") for case in CASES] + [(CASES[1], "bfloat16"), (CASES[3], "float16")],
+    ids=str,
+)
+def test_is_as_accurate_as_jax_numpy(case, dtype):
+    labels = case.labels()
+    assert_values_and_gradients(
+        lambda z, w: jaxfused.segmentation_loss(z, labels, weights=w, **case.options),
+        lambda z, w: plain_loss(z, labels, w, **case.options),
+        *case.arguments(jnp.dtype(dtype)),
+    )
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    pixels=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    classes=st.none() | st.integers(2, 5),
+    seed=st.integers(0, 99),
+)
+def test_cross_entropy_alone_against_optax(pixels, classes, seed):
+    keys = jax.random.split(jax.random.key(seed))
+    pixels = tuple(pixels)
+    logits = jax.random.normal(keys[0], pixels if classes is None else (*pixels, classes))
+    labels = jax.random.randint(keys[1], pixels, 0, classes or 2)
+    if classes is None:
+        stock = optax.sigmoid_binary_cross_entropy(logits, labels)
+    else:
+        stock = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    ours = jaxfused.segmentation_loss(logits, labels, dice_weight=0.0)
+    np.testing.assert_allclose(ours, jnp.mean(stock), rtol=1e-5)
+
+
+def test_dice_of_certain_predictions():
+    labels = jnp.array([[[1, 1], [0, 0]], [[1, 1], [0, 0]]])
+    predicted = jnp.array([[[1, 0], [1, 0]], [[1, 1], [0, 0]]])
+    logits = 100.0 * (2.0 * predicted - 1.0)
+    options = dict(cross_entropy_weight=0.0, smooth=1e-6, reduction="none")
+    expected = [1 - 2 * 1 / (2 + 2), 0.0]
+    binary = jaxfused.segmentation_loss(logits, labels, **options)
+    np.testing.assert_allclose(binary, expected, atol=1e-6)
+    classes = jaxfused.segmentation_loss(jnp.stack([-logits, logits], -1), labels, **options)
+    np.testing.assert_allclose(classes, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.uint8, jnp.float32])
+def test_binary_labels_of_any_dtype(dtype):
+    case = CASES[0]
+    logits, labels = case.arguments(jnp.float32)[0], case.labels()
+    loss = jaxfused.segmentation_loss(logits, labels.astype(dtype))
+    np.testing.assert_allclose(loss, jaxfused.segmentation_loss(logits, labels), rtol=1e-6)
+
+
+@pytest.mark.parametrize("classes", [None, 3])
+def test_image_that_is_ignored_has_no_loss_and_no_gradient(classes):
+    labels = jnp.full((2, 4), 255, jnp.uint8).at[0].set(1)
+    logits = jnp.ones((2, 4) if classes is None else (2, 4, classes))
+
+    def loss(logits):
+        return jaxfused.segmentation_loss(logits, labels, ignore_index=255, reduction="none")
+
+    losses, vjp = jax.vjp(loss, logits)
+    assert losses[0] > 0
+    assert losses[1] == 0
+    np.testing.assert_array_equal(vjp(jnp.ones(2))[0][1], jnp.zeros(logits.shape[1:]))
+
+
+def test_class_that_does_not_exist_gives_nan():
+    labels = jnp.array([[0, 1], [1, 3]])
+    losses = jaxfused.segmentation_loss(jnp.zeros((2, 2, 3)), labels, reduction="none")
+    np.testing.assert_array_equal(np.isnan(losses), [False, True])
+
+
+def test_transforms():
+    case = CASES[2]
+    labels = case.labels()
+    assert_transforms(
+        lambda z, w: jaxfused.segmentation_loss(z, labels, weights=w, **case.options),
+        *case.arguments(jnp.float32),
+    )
+
+
+def test_derivatives_of_both_modes():
+    def loss(labels, options, z, w):
+        return jaxfused.segmentation_loss(z, labels, weights=w, **options)
+
+    with jax.enable_x64(True):
+        for case in (CASES[1], CASES[2]):
+            labels = case.labels()
+            check_grads(
+                jax.jit(partial(loss, labels, case.options)),
+                case.arguments(jnp.float64),
+                order=1,
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": jnp.ones((2, 3, 4), int)}, "logits has dtype int32"),
+        ({"labels": jnp.ones((2, 4), int)}, r"logits have shape \(2, 3, 4\) and labels \(2, 4\)"),
+        ({"labels": jnp.ones(2, int)}, r"labels \(2,\)"),
+        ({"logits": jnp.ones((2, 3, 1))}, r"pass logits\[..., 0\] for a binary mask"),
+        ({"labels": jnp.ones((2, 3))}, "labels have dtype float32"),
+        (
+            {"logits": jnp.ones((2, 3)), "labels": jnp.ones((2, 3)), "ignore_index": 1},
+            "ignore_index=1 was passed with labels of dtype float32",
+        ),
+        ({"weights": jnp.ones((2, 1))}, r"weights has shape \(2, 1\)"),
+        ({"smooth": 0.0}, "smooth is 0.0"),
+        ({"dice_weight": "1"}, "dice_weight is '1'"),
+        ({"reduction": "batch"}, "reduction='batch' is not known"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of segmentation_loss yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of segmentation_loss yet"),
+    ],
+)
+def test_errors(change, message):
+    arguments = {"logits": jnp.ones((2, 3, 4)), "labels": jnp.ones((2, 3), int)} | change
+    with pytest.raises(ValueError, match=f"segmentation_loss: .*{message}"):
+        jaxfused.segmentation_loss(**arguments)
