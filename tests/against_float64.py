@@ -24,7 +24,7 @@ def assert_values_and_gradients(ours, plain, *args, seed=0):
 
     actual, low = jax.jit(lambda *a: (results(ours, *a), results(plain, *a)))(args, dy)
     with jax.enable_x64(True):
-        args, dy = jax.tree.map(lambda a: a.astype(jnp.float64), (args, dy))
+        args, dy = jax.tree.map(lambda a: np.asarray(a, np.float64), (args, dy))
         truth = jax.tree.map(np.asarray, jax.jit(lambda *a: results(plain, *a))(args, dy))
     for (path, a), b, t in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(low), jax.tree.leaves(truth), strict=True

@@ -120,7 +120,7 @@ def test_transforms(gated):
 def test_derivatives_of_both_orders_and_modes():
     case = CASES[1]
     with jax.enable_x64(True):
-        args = jax.tree.map(lambda a: a.astype(jnp.float64), case.gated_arguments(jnp.float32))
+        args = jax.tree.map(lambda a: np.asarray(a, np.float64), case.gated_arguments(jnp.float32))
         f = jax.jit(fused_gated_mlp(case))
         check_grads(f, args, order=1, modes=["fwd"])
         check_grads(f, args, order=2, modes=["rev"])

@@ -119,7 +119,7 @@ def test_transforms():
 
 def test_derivatives_of_both_orders_and_modes():
     with jax.enable_x64(True):
-        args = jax.tree.map(lambda a: a.astype(jnp.float64), CASES[0].arguments(jnp.float32))
+        args = jax.tree.map(lambda a: np.asarray(a, np.float64), CASES[0].arguments(jnp.float32))
         f = jax.jit(fused_qkv(CASES[0]))
         check_grads(f, args, order=1, modes=["fwd"])
         check_grads(f, args, order=2, modes=["rev"])

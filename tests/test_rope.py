@@ -115,7 +115,7 @@ def test_transforms():
 
 def test_derivatives_of_both_modes():
     with jax.enable_x64(True):
-        args = jax.tree.map(lambda a: a.astype(jnp.float64), CASES[2].arguments(jnp.float32))
+        args = jax.tree.map(lambda a: np.asarray(a, np.float64), CASES[2].arguments(jnp.float32))
         check_grads(jax.jit(fused_rope(CASES[2])), args, order=1)
 
 

@@ -26,8 +26,6 @@ def assert_transforms(f, *args):
 
     one = jax.jit(both)
     expected = one(*args)
-    assert_same(f(*args), expected[0])
-
     other = jax.tree.map(lambda a: a[::-1] * 0.5, args)
     batch = jax.tree.map(lambda *a: jnp.stack(a), args, other)
     each = jax.tree.map(lambda *a: jnp.stack(a), expected, one(*other))

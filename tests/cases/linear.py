@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,17 @@ class Case:
 
     def arguments(self, dtype, seed=0):
         """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
-        keys = jax.random.split(jax.random.key(seed), 4)
-        x = jax.random.normal(keys[0], (*self.rows, self.features), dtype)
-        w = jax.random.normal(keys[1], (self.features, self.out_features)) * self.features**-0.5
-        bias = jax.random.normal(keys[2], (self.out_features,)) if self.bias else None
-        residual = jax.random.normal(keys[3], (*self.rows, self.out_features), dtype)
+        rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
-        w, bias = jax.tree.map(lambda a: a.astype(parameter_dtype), (w, bias))
-        return x, w, bias, residual if self.residual else None
+        w = rng.normal(size=(self.features, self.out_features)) * self.features**-0.5
+        bias = rng.normal(size=self.out_features)
+        residual = rng.normal(size=(*self.rows, self.out_features))
+        return (
+            jnp.asarray(rng.normal(size=(*self.rows, self.features)), dtype),
+            jnp.asarray(w, parameter_dtype),
+            jnp.asarray(bias, parameter_dtype) if self.bias else None,
+            jnp.asarray(residual, dtype) if self.residual else None,
+        )
 
 
 CASES = (

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,19 @@ class Case:
     w_dtype: str | None = None
     """None for the dtype of x."""
 
-    def _weight(self, key, inputs, outputs, dtype):
-        w = jax.random.normal(key, (inputs, outputs)) * inputs**-0.5
-        return w.astype(dtype if self.w_dtype is None else jnp.dtype(self.w_dtype))
-
     def mlp_arguments(self, dtype, seed=0):
         """(x, w1, b1, w2, b2, residual); weights are scaled to keep the result of order 1."""
-        keys = jax.random.split(jax.random.key(seed), 6)
-        x = jax.random.normal(keys[0], (*self.rows, self.features), dtype)
-        w1 = self._weight(keys[1], self.features, self.hidden, dtype)
-        w2 = self._weight(keys[2], self.hidden, self.out_features, dtype)
-        b1 = self._weight(keys[3], 1, self.hidden, dtype)[0] if self.bias else None
-        b2 = self._weight(keys[4], 1, self.out_features, dtype)[0] if self.bias else None
-        residual = jax.random.normal(keys[5], (*self.rows, self.out_features), dtype)
+        rng = np.random.default_rng(seed)
+        parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
+
+        def weight(inputs, outputs):
+            w = rng.normal(size=(inputs, outputs)) * inputs**-0.5
+            return jnp.asarray(w, parameter_dtype)
+
+        x = jnp.asarray(rng.normal(size=(*self.rows, self.features)), dtype)
+        w1, w2 = weight(self.features, self.hidden), weight(self.hidden, self.out_features)
+        b1, b2 = (weight(1, n)[0] if self.bias else None for n in (self.hidden, self.out_features))
+        residual = jnp.asarray(rng.normal(size=(*self.rows, self.out_features)), dtype)
         return x, w1, b1, w2, b2, residual if self.residual else None
 
     def gated_arguments(self, dtype, seed=0):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,15 @@ class Case:
 
     def arguments(self, dtype, seed=0):
         """(x, w, bias, q_scale, k_scale)."""
-        keys = jax.random.split(jax.random.key(seed), 5)
-        columns = (self.heads + 2 * self.key_heads) * self.head_size
-        x = jax.random.normal(keys[0], (*self.rows, self.features), dtype)
-        w = jax.random.normal(keys[1], (self.features, columns)) * self.features**-0.5
-        bias = jax.random.normal(keys[2], (columns,)) if self.bias else None
-        q_scale, k_scale = (
-            1.0 + 0.1 * jax.random.normal(key, (self.head_size,)) if self.norm else None
-            for key in keys[3:]
-        )
+        rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
-        parameters = (w, bias, q_scale, k_scale)
-        return x, *jax.tree.map(lambda a: a.astype(parameter_dtype), parameters)
+        columns = (self.heads + 2 * self.key_heads) * self.head_size
+        x = jnp.asarray(rng.normal(size=(*self.rows, self.features)), dtype)
+        w = rng.normal(size=(self.features, columns)) * self.features**-0.5
+        bias = rng.normal(size=columns) if self.bias else None
+        scales = 1.0 + 0.1 * rng.normal(size=(2, self.head_size))
+        parameters = (w, bias, *(scales if self.norm else (None, None)))
+        return x, *jax.tree.map(lambda a: jnp.asarray(a, parameter_dtype), parameters)
 
 
 CASES = (

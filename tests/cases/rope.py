@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class Case:
 
     def arguments(self, dtype, seed=0):
         """(q, k)."""
-        keys = jax.random.split(jax.random.key(seed), 2)
+        rng = np.random.default_rng(seed)
         return tuple(
-            jax.random.normal(key, (*self.rows, heads, self.head_size), dtype)
-            for key, heads in zip(keys, (self.heads, self.key_heads), strict=True)
+            jnp.asarray(rng.normal(size=(*self.rows, heads, self.head_size)), dtype)
+            for heads in (self.heads, self.key_heads)
         )
 
     def positions(self):
         """[T] or [B, T]."""
-        steps = jnp.arange(self.rows[-1])
-        return steps if self.first is None else jnp.array(self.first)[:, None] + steps
+        steps = np.arange(self.rows[-1])
+        return steps if self.first is None else np.array(self.first)[:, None] + steps
 
 
 CASES = (
