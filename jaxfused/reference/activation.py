@@ -1,15 +1,18 @@
 """The activation functions that fused operators accept by name.
 
-Names say which formula is meant: `gelu_tanh` is `jax.nn.gelu`'s default, `gelu_erf` the exact one.
+Names say which formula is meant: `gelu_tanh` is `jax.nn.gelu`'s default, `gelu_erf` the exact one,
+`relu2` the square of relu (So et al., "Primer", 2021, https://arxiv.org/abs/2109.08668).
 """
 
 from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu_erf": partial(jax.nn.gelu, approximate=False),
     "silu": jax.nn.silu,
