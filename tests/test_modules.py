@@ -236,3 +236,81 @@ def test_modern_transformer_block():
     shapes = jax.tree.map(jnp.shape, linen.init(jax.random.key(0), x)["params"])
     assert shapes == jax.tree.map(jnp.shape, params)
     assert_same(nnx, linen, plain_modern_block, random_like(params), x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "options"),
+    [
+        ((2, 3, 9, 4), (3,), dict(padding="CAUSAL", kernel_dilation=2)),
+        ((2, 7, 6, 4), (3, 2), dict(strides=(2, 1), padding="CIRCULAR", use_bias=False)),
+        ((7, 6, 4), (3, 3), dict(strides=None, feature_group_count=4, padding=[(1, 2), 0])),
+    ],
+    ids=["1d", "2d", "depthwise"],
+)
+def test_conv(shape, sizes, options):
+    nnx, linen, stock = modules(
+        "Conv", "Conv", 4, 8, sizes, linen=dict(features=8, kernel_size=sizes), **options
+    )
+    x = normal(0, *shape)
+    params = stock.init(jax.random.key(1), x)["params"]
+    assert_same_trees(linen.init(jax.random.key(1), x)["params"], params)
+    assert_same(nnx, linen, linen_apply(stock), random_like(params), x)
+
+
+@pytest.mark.parametrize("groups", [dict(num_groups=4), dict(num_groups=None, group_size=2)])
+def test_group_norm(groups):
+    nnx, linen, stock = modules("GroupNorm", "GroupNorm", 8, linen={}, **groups)
+    x = normal(0, B, 5, 3, 8)
+    params = stock.init(jax.random.key(1), x)["params"]
+    assert_same(nnx, linen, linen_apply(stock), random_like(params), x)
+
+
+def batch_norm_calls(nnx, linen, stock):
+    """Each as `f(params, statistics, x, training)`, which returns y and the next statistics."""
+    graphdef, params_state, stats_state = flax.nnx.split(nnx, flax.nnx.Param, flax.nnx.BatchStat)
+
+    def of_nnx(params, statistics, x, training):
+        states = [jax.tree.map(lambda a: a, s) for s in (params_state, stats_state)]
+        for state, values in zip(states, (params, statistics), strict=True):
+            flax.nnx.replace_by_pure_dict(state, values)
+        module = flax.nnx.merge(graphdef, *states)
+        y = module(x, use_running_average=not training)
+        return y, flax.nnx.to_pure_dict(flax.nnx.state(module, flax.nnx.BatchStat))
+
+    def of_linen(module):
+        def f(params, statistics, x, training):
+            variables = {"params": params, "batch_stats": statistics}
+            y, updates = module.apply(
+                variables, x, use_running_average=not training, mutable=["batch_stats"]
+            )
+            return y, updates["batch_stats"]
+
+        return f
+
+    return of_nnx, of_linen(linen), of_linen(stock)
+
+
+def test_batch_norm():
+    nnx, linen, stock = modules("BatchNorm", "BatchNorm", D, linen={}, momentum=0.75)
+    x = normal(0, B, 5, 3, D)
+    variables = stock.init(jax.random.key(1), x, use_running_average=False)
+    assert_same_trees(linen.init(jax.random.key(1), x, use_running_average=False), variables)
+    *ours, stock = batch_norm_calls(nnx, linen, stock)
+    params = random_like(variables["params"])
+    statistics = {"mean": normal(1, D), "var": jnp.abs(normal(2, D)) + 0.5}
+
+    def both_modes(f):
+        def g(params, statistics, x):
+            # No gradient flows into the running averages here, and in Flax it may.
+            y, moved = f(params, statistics, x, True)
+            return y, jax.lax.stop_gradient(moved), f(params, statistics, x, False)
+
+        return g
+
+    assert_values_and_gradients(
+        lambda *args: [both_modes(f)(*args) for f in ours],
+        lambda *args: [both_modes(stock)(*args)] * 2,
+        params,
+        statistics,
+        x,
+    )

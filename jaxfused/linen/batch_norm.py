@@ -1,0 +1,128 @@
+"""BatchNorm for Flax Linen: Flax's own parameters and running averages, this package's operator."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.batch_norm import infer, train
+from jaxfused.modules.fallback import call_flax, why_complex, why_given
+
+
+class BatchNorm(linen.BatchNorm):
+    r"""`flax.linen.BatchNorm` with the sum with a residual and an activation in the same kernel.
+
+    .. math:: y = \text{activation}\Bigl(\frac{x - \text{mean}}{\sqrt{\text{var} + \epsilon}}
+              \cdot \text{scale} + \text{bias} + \text{residual}\Bigr)
+
+    with the mean and the variance of the batch in training, and their running averages otherwise.
+
+    Attributes, parameters, running averages and their names are Flax's, so a checkpoint of one loads
+    into the other and gives the same output. Differences:
+
+    - No gradient flows into the running averages.
+    - The variance is always the mean of squared deviations, whatever `use_fast_variance` says.
+    - Masks, another `axis` than the last, `force_float32_reductions=False` and complex numbers run
+      Flax's code. Together with `residual` or a named kernel they raise.
+
+    Attributes:
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    The other attributes are those of `flax.linen.BatchNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> norm = jaxfused.linen.BatchNorm(use_running_average=False, activation="relu")
+      >>> x = jnp.ones((2, 4, 4, 8))
+      >>> variables = norm.init(jax.random.key(0), x)
+      >>> y, updates = norm.apply(variables, x, mutable=["batch_stats"])
+      >>> y.shape
+      (2, 4, 4, 8)
+
+    Source: `jaxfused.batch_norm`.
+    """
+
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises x [..., C], and in training moves the running averages.
+
+        Args:
+          x: [..., C].
+          use_running_average: as in Flax; either this or the attribute is given.
+          mask: broadcastable to x, as in Flax.
+          residual: like x, is added before the activation.
+
+        Returns:
+          y [..., C].
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        x = jnp.asarray(x)
+        reason = why_given(
+            mask=mask is not None,
+            axis=self.axis not in (-1, x.ndim - 1),
+            force_float32_reductions=not self.force_float32_reductions,
+        ) or why_complex(x.dtype, self.dtype, self.param_dtype)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.BatchNorm",
+                reason,
+                lambda: super(BatchNorm, self).__call__(x, use_running_average, mask=mask),
+                residual=residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        use_running_average = linen.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        channels = (x.shape[-1],)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
+        var = self.variable("batch_stats", "var", jnp.ones, channels, jnp.float32)
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, channels, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, channels, self.param_dtype)
+        result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
+        x = x.astype(jnp.promote_types(x.dtype, result_dtype))
+        options: dict[str, Any] = dict(
+            epsilon=self.epsilon,
+            activation=self.activation,
+            residual=residual,
+            implementation=self.implementation,
+        )
+        if use_running_average:
+            return infer(x, scale, bias, mean.value, var.value, **options).astype(result_dtype)
+        # The axis need not exist while the parameters are made, and the averages stay as they are.
+        initializing = self.is_initializing()
+        y, new_mean, new_var = train(
+            x,
+            scale,
+            bias,
+            mean.value,
+            var.value,
+            momentum=self.momentum,
+            axis_name=None if initializing else self.axis_name,
+            axis_index_groups=None if initializing else self.axis_index_groups,
+            **options,
+        )
+        if not initializing:
+            mean.value, var.value = new_mean, new_var
+        return y.astype(result_dtype)

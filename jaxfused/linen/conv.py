@@ -1,0 +1,97 @@
+"""Conv for Flax Linen: Flax's own parameters, this package's operator."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.conv import convolve
+from jaxfused.modules.fallback import call_flax, why_complex, why_given
+
+
+class Conv(linen.Conv):
+    r"""`flax.linen.Conv` with the sum with a residual and an activation in the same kernel.
+
+    .. math:: y = \text{activation}(\operatorname{conv}(x, \text{kernel}) + \text{bias}
+              + \text{residual})
+
+    Attributes, parameters and their names are Flax's, so a checkpoint of one loads into the other
+    and gives the same output. Differences:
+
+    - Bias, residual and activation are applied in float32 and the result is rounded then, where
+      Flax rounds after every step.
+    - A mask, `precision`, a `conv_general_dilated`, `conv_general_dilated_cls` or `promote_dtype` of
+      one's own and complex numbers run Flax's code. Together with `residual` or a named kernel they
+      raise.
+
+    Attributes:
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    The other attributes are those of `flax.linen.Conv`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.Conv(8, (3, 3), strides=2, activation="relu")
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 16, 16, 3)))[0].shape
+      (2, 8, 8, 8)
+
+    Source: `jaxfused.conv`.
+    """
+
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Convolves inputs [..., *spatial, I].
+
+        Args:
+          inputs: [..., *spatial, I], any number of batch axes.
+          residual: of the result's shape, is added before the activation.
+
+        Returns:
+          [..., *spatial', O].
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        inputs = jnp.asarray(inputs)
+        reason = why_given(
+            mask=self.mask is not None,
+            precision=self.precision is not None,
+            conv_general_dilated=self.conv_general_dilated is not None,
+            conv_general_dilated_cls=self.conv_general_dilated_cls is not None,
+            promote_dtype=self.promote_dtype is not promote_dtype,
+        ) or why_complex(inputs.dtype, self.dtype, self.param_dtype)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.Conv",
+                reason,
+                lambda: super(Conv, self).__call__(inputs),
+                residual=residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        size = self.kernel_size
+        size = (size,) if isinstance(size, int) else tuple(size)
+        shape = (*size, inputs.shape[-1] // self.feature_group_count, self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        return convolve(
+            inputs.astype(canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+            kernel,
+            bias,
+            strides=self.strides,
+            padding=self.padding,
+            input_dilation=self.input_dilation,
+            kernel_dilation=self.kernel_dilation,
+            feature_group_count=self.feature_group_count,
+            activation=self.activation,
+            residual=residual,
+            implementation=self.implementation,
+        )

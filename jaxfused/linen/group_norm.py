@@ -1,0 +1,102 @@
+"""GroupNorm for Flax Linen: Flax's own parameters, this package's operator."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.fallback import call_flax, why_complex, why_given
+
+
+class GroupNorm(linen.GroupNorm):
+    r"""`flax.linen.GroupNorm` with the sum with a residual and an activation in the same kernel.
+
+    .. math:: y = \text{activation}\Bigl(\frac{x - \operatorname{mean}_g(x)}
+              {\sqrt{\operatorname{var}_g(x) + \epsilon}} \cdot \text{scale} + \text{bias}
+              + \text{residual}\Bigr)
+
+    Attributes, parameters and their names are Flax's, so a checkpoint of one loads into the other
+    and gives the same output. Differences:
+
+    - The variance is always the mean of squared deviations in float32: neither `use_fast_variance`
+      nor `force_float32_reductions` changes that.
+    - Masks, `axis_name`, `reduction_axes` and complex numbers run Flax's code. Together with
+      `residual` or a named kernel they raise.
+
+    Attributes:
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    The other attributes are those of `flax.linen.GroupNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> norm = jaxfused.linen.GroupNorm(num_groups=2, activation="silu")
+      >>> norm.init_with_output(jax.random.key(0), jnp.ones((2, 4, 4, 8)))[0].shape
+      (2, 4, 4, 8)
+
+    Source: `jaxfused.group_norm`.
+    """
+
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises x [B, ..., C].
+
+        Args:
+          x: [B, ..., C].
+          mask: broadcastable to x, as in Flax.
+          residual: like x, is added before the activation.
+
+        Returns:
+          y [B, ..., C].
+
+        Raises:
+          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+        """
+        x = jnp.asarray(x)
+        reason = why_given(
+            mask=mask is not None,
+            axis_name=self.axis_name is not None,
+            reduction_axes=self.reduction_axes is not None,
+        ) or why_complex(x.dtype, self.dtype, self.param_dtype)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.GroupNorm",
+                reason,
+                lambda: super(GroupNorm, self).__call__(x, mask=mask),
+                residual=residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
+        result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
+        x = x.astype(jnp.promote_types(x.dtype, result_dtype))
+        y = ops.group_norm.group_norm(
+            x,
+            scale,
+            bias,
+            num_groups=self.num_groups,
+            group_size=self.group_size,
+            epsilon=self.epsilon,
+            activation=self.activation,
+            residual=residual,
+            implementation=self.implementation,
+        )
+        return y.astype(result_dtype)

@@ -1,0 +1,70 @@
+"""BatchNorm's two modes and its running averages, as nnx and linen share them."""
+
+from typing import Any
+
+import jax
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+
+
+def infer(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    var: jax.Array,
+    *,
+    epsilon: float,
+    activation: str | None,
+    residual: jax.Array | None,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """The operator with the running averages."""
+    y = ops.batch_norm.batch_norm(
+        x,
+        scale,
+        bias,
+        mean=mean,
+        var=var,
+        epsilon=epsilon,
+        activation=activation,
+        residual=residual,
+        implementation=implementation,
+    )
+    assert isinstance(y, jax.Array)
+    return y
+
+
+def train(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    var: jax.Array,
+    *,
+    momentum: float,
+    epsilon: float,
+    axis_name: str | None,
+    axis_index_groups: Any,
+    activation: str | None,
+    residual: jax.Array | None,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The operator with the batch's statistics, and the running averages that they move."""
+    y, batch_mean, batch_var = ops.batch_norm.batch_norm(
+        x,
+        scale,
+        bias,
+        epsilon=epsilon,
+        axis_name=axis_name,
+        axis_index_groups=axis_index_groups,
+        activation=activation,
+        residual=residual,
+        implementation=implementation,
+    )
+
+    def moved(average: jax.Array, value: jax.Array) -> jax.Array:
+        return momentum * average + (1 - momentum) * jax.lax.stop_gradient(value)
+
+    return y, moved(mean, batch_mean), moved(var, batch_var)

@@ -1,0 +1,46 @@
+"""What Conv and ConvNormAct of nnx and linen share: one call of the operator in Flax's terms."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+
+
+def convolve(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    strides: int | Sequence[int] | None,
+    padding: Any,
+    input_dilation: int | Sequence[int] | None,
+    kernel_dilation: int | Sequence[int] | None,
+    feature_group_count: int,
+    activation: str | None,
+    residual: jax.Array | None,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """The operator with any number of batch axes, and None for 1, as Flax's `Conv` has it."""
+    batch = x.shape[: x.ndim - kernel.ndim + 1]
+
+    def fold(array: jax.Array) -> jax.Array:
+        return array.reshape(math.prod(batch), *array.shape[len(batch) :])
+
+    y = ops.conv.conv(
+        fold(x),
+        kernel,
+        bias,
+        strides=1 if strides is None else strides,
+        padding=padding,
+        input_dilation=1 if input_dilation is None else input_dilation,
+        kernel_dilation=1 if kernel_dilation is None else kernel_dilation,
+        feature_group_count=feature_group_count,
+        activation=activation,
+        residual=None if residual is None else fold(residual),
+        implementation=implementation,
+    )
+    return y.reshape(*batch, *y.shape[1:])
