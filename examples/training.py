@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import shlex
 import signal
 import sys
@@ -64,18 +63,9 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
         default="auto",
         help="of the computation (auto: float32 on a CPU, else bfloat16); parameters are float32",
     )
-    run.add_argument(
-        "--workers",
-        type=whole(0),
-        default=min(os.cpu_count() or 1, 16),
-        help="processes that decode images (%(default)s here)",
-    )
-    run.add_argument(
-        "--evaluate-every", type=whole(1), default=1, metavar="N", help="epochs (%(default)s)"
-    )
-    run.add_argument(
-        "--checkpoint-every", type=whole(1), default=1, metavar="N", help="epochs (%(default)s)"
-    )
+    run.add_argument("--workers", type=whole(0), help="processes that make batches (%(default)s)")
+    run.add_argument("--evaluate-every", type=whole(1), metavar="N", help="epochs (%(default)s)")
+    run.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="epochs (%(default)s)")
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument("--epochs", type=whole(1), help="passes over the data (%(default)s)")
     optimizer.add_argument("--batch-size", type=whole(1), help="images a step (%(default)s)")

@@ -60,12 +60,12 @@ def plain_logits(params, size, images, pool):
     x = x + params["positions"]
     for i in range(size.depth):
         given = jax.tree.map(lambda p: p[i], params["blocks"])  # noqa: B023
-        block = nnx.eval_shape(lambda: PlainBlock(size, nnx.Rngs(0)))
+        structure = nnx.graphdef(nnx.eval_shape(lambda: PlainBlock(size, nnx.Rngs(0))))
         head = (size.heads, size.width // size.heads)
         kernels = given["qkv"]["kernel"].reshape(size.width, 3, *head)
         biases = given["qkv"]["bias"].reshape(3, *head)
-        nnx.update(
-            block,
+        block = nnx.merge(
+            structure,
             {
                 **{name: given[name] for name in ("norm1", "norm2", "mlp_in", "mlp_out")},
                 "attention": {
@@ -81,9 +81,8 @@ def plain_logits(params, size, images, pool):
             },
         )
         x = block(x)
-    norm = nnx.eval_shape(lambda: nnx.LayerNorm(size.width, rngs=nnx.Rngs(0)))
-    nnx.update(norm, params["norm"])
-    x = norm(x)
+    structure = nnx.graphdef(nnx.eval_shape(lambda: nnx.LayerNorm(size.width, rngs=nnx.Rngs(0))))
+    x = nnx.merge(structure, params["norm"])(x)
     features = x[:, 0] if pool == "token" else x.mean(axis=1)
     return features @ params["head"]["kernel"] + params["head"]["bias"]
 
@@ -110,9 +109,11 @@ IMAGES = np.random.default_rng(1).uniform(-1, 1, (4, 6, 6, 2)).astype(np.float32
 @pytest.mark.parametrize("pool", ["token", "mean"])
 def test_model_is_the_papers(pool):
     model, params = small(pool=pool)
-    expected = plain_logits(params, SMALL, IMAGES, pool)
+    expected = jax.jit(lambda: plain_logits(params, SMALL, IMAGES, pool))()
     assert np.ptp(expected) > 0.5
-    np.testing.assert_allclose(model(IMAGES), expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(
+        nnx.jit(VisionTransformer.__call__)(model, IMAGES), expected, rtol=2e-5, atol=2e-5
+    )
 
 
 def test_patches_go_row_by_row():

@@ -6,6 +6,7 @@ minutes; with `--data DIR` it learns the images in DIR/train/CLASS and DIR/val/C
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,9 @@ _FOLDER_DEFAULTS = dict(
     weight_decay=0.1,
     drop_path=0.1,
     held_out=0.1,
+    evaluate_every=1,
+    checkpoint_every=1,
+    workers=min(os.cpu_count() or 1, 16),
 )
 
 
@@ -180,7 +184,10 @@ def make_predict(graphdef: nnx.GraphDef, *, dtype: str):
 
 def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.vit.train", description=__doc__.splitlines()[0]
+        prog="python -m examples.vit.train",
+        description="Trains a Vision Transformer on handwritten digits, or on a folder of images.",
+        epilog="Defaults are those of the digits. With --data they are: "
+        + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
     )
     training.add_flags(parser, out="runs/vit")
     parser.set_defaults(**_DIGITS_DEFAULTS)
