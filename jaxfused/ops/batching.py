@@ -1,7 +1,7 @@
 """`jax.vmap` over kernels that have no batching rule of their own.
 
-A kernel over rows takes a batch by folding it into the rows; where an operand that all rows share is
-batched too (the scale of a norm, say) the batch entries run one after another.
+A kernel over rows of any leading shape takes a batch as one more leading axis; where an operand that
+all rows share is batched too (the scale of a norm, say) the batch entries run one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,20 +16,16 @@ def is_batched(in_batched: Any) -> bool:
     return any(jax.tree.leaves(in_batched))
 
 
-def fold_into_rows(axis_size: int, batched: Any, rows: jax.Array | None) -> jax.Array | None:
-    """[B, M, ...] to [B*M, ...]; an operand that is not batched is repeated for every batch entry."""
-    if rows is None:
-        return None
-    if not is_batched(batched):
-        rows = jnp.broadcast_to(rows, (axis_size, *rows.shape))
-    return rows.reshape(-1, *rows.shape[2:])
-
-
-def unfold_rows(axis_size: int, rows: jax.Array | None) -> jax.Array | None:
-    """[B*M, ...] back to [B, M, ...]."""
-    if rows is None:
-        return None
-    return rows.reshape(axis_size, rows.shape[0] // axis_size, *rows.shape[1:])
+def batch_all(
+    axis_size: int, in_batched: Sequence[Any], arrays: Sequence[jax.Array | None]
+) -> list[Any]:
+    """The arrays with the batch as first axis; one that is not batched is repeated along it."""
+    return [
+        array
+        if array is None or is_batched(batched)
+        else jnp.broadcast_to(array, (axis_size, *array.shape))
+        for batched, array in zip(in_batched, arrays, strict=True)
+    ]
 
 
 def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[Any]) -> Any:

@@ -4,6 +4,8 @@ RMSNorm is LayerNorm without the mean, so both are one function to the kernels.
 """
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,12 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxfused import cuda, dispatch, reference
-from jaxfused.ops.batching import fold_into_rows, is_batched, one_by_one, unfold_rows
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.batching import batch_all, is_batched, one_by_one
+from jaxfused.reference.activation import ACTIVATIONS
 from pallas_kernels import layer_norm as pallas_layer_norm
-
-ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf", "silu")
-"""What the kernels of this operator know."""
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -183,14 +183,15 @@ def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
         y, next_residual = reference.layer_norm.norm(
             x, scale, bias, residual, pre_bias, **options.keywords()
         )
-        return y if residual is None else (y, next_residual)
+        return y if next_residual is None else (y, next_residual)
 
     launch = _Launch(options, chosen, device.multiprocessors)
-    x_rows = x.reshape(rows, features)
-    residual_rows = None if residual is None else residual.reshape(rows, features)
-    y, next_residual = _norm(launch, x_rows, scale, bias, residual_rows, pre_bias)
-    y = y.reshape(x.shape)
-    return y if residual is None else (y, next_residual.reshape(x.shape))
+    axes = _axes(x)
+    operands = sharding.align(
+        (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), whole="d"
+    )
+    y, next_residual = _norm(launch, *operands)
+    return y if next_residual is None else (y, next_residual)
 
 
 def _validate(options, x, scale, bias, residual, pre_bias) -> None:
@@ -243,18 +244,18 @@ class _Launch:
     implementation: str
     multiprocessors: int
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def kernels(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Forward and backward, with all that is static filled in."""
+        keywords: dict[str, Any] = self.options.keywords()
         if self.implementation == "cuda":
-            return cuda.layer_norm.forward(*args, **kwargs, **self.options.keywords())
-        return pallas_layer_norm.forward(
-            *args, **kwargs, **self.options.keywords(), multiprocessors=self.multiprocessors
-        )
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.implementation == "cuda":
-            return cuda.layer_norm.backward(*args, **kwargs, **self.options.keywords())
-        return pallas_layer_norm.backward(
-            *args, **kwargs, **self.options.keywords(), multiprocessors=self.multiprocessors
+            module: Any = cuda.layer_norm
+        else:
+            module = pallas_layer_norm
+            keywords["multiprocessors"] = self.multiprocessors
+        return (
+            functools.partial(module.forward, **keywords),
+            functools.partial(module.backward, **keywords),
         )
 
 
@@ -290,7 +291,7 @@ def _norm_bwd(launch: _Launch, saved: _Residuals, cotangents):
     dx, dscale, dbias, dpre_bias = _backward(launch, dy, dnext_residual, saved)
 
     def parameter_gradient(gradient, parameter):
-        return None if parameter is None else gradient[0].astype(parameter.dtype)
+        return None if parameter is None else gradient.astype(parameter.dtype)
 
     return (
         dx,
@@ -304,43 +305,109 @@ def _norm_bwd(launch: _Launch, saved: _Residuals, cotangents):
 _norm.defvjp(_norm_fwd, _norm_bwd)
 
 
+def _axes(x: jax.Array) -> str:
+    """The letters of x [..., D] for `sharding`."""
+    return sharding.leading_axes(x.ndim - 1) + "d"
+
+
+def _rows(x: jax.Array | None) -> jax.Array | None:
+    """[..., D] to the [M, D] that the kernels take."""
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward kernel, over a shard of any rank."""
+
+    launch: _Launch
+    save_statistics: bool
+
+    def __call__(self, x, residual, scale, bias, pre_bias):
+        forward, _ = self.launch.kernels
+        outputs = forward(
+            _rows(x), scale, bias, _rows(residual), pre_bias, save_statistics=self.save_statistics
+        )
+        return tuple(None if o is None else o.reshape(*x.shape[:-1], *o.shape[1:]) for o in outputs)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The backward kernel, over a shard of any rank whose first `batch_axes` axes are a batch."""
+
+    launch: _Launch
+    batch_axes: int
+
+    def __call__(self, dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias):
+        batch = h.shape[: self.batch_axes]
+        _, backward = self.launch.kernels
+        dx, *gradients = backward(
+            _rows(dy),
+            _rows(dnext_residual),
+            _rows(h),
+            None if mean is None else mean.reshape(-1),
+            rstd.reshape(-1),
+            scale,
+            bias,
+            pre_bias,
+            segments=math.prod(batch),
+        )
+        return dx.reshape(h.shape), *(
+            None if g is None else g.reshape(*batch, *g.shape[1:]) for g in gradients
+        )
+
+
 def _forward(launch: _Launch, x, scale, bias, residual, pre_bias, *, save_statistics: bool):
-    """(y, next_residual, mean, rstd) of [M, D] rows, with a rule for `jax.vmap`."""
+    """(y, next_residual, mean, rstd) of x [..., D], with a rule for `jax.vmap`."""
 
     @custom_vmap
     def forward(x, residual, scale, bias, pre_bias):
-        return launch.forward(x, scale, bias, residual, pre_bias, save_statistics=save_statistics)
+        axes, row = _axes(x), _axes(x)[:-1]
+        save_mean = save_statistics and launch.options.subtract_mean
+        return sharding.per_shard(
+            _Forward(launch, save_statistics),
+            (x, residual, scale, bias, pre_bias),
+            operand_axes=(axes, axes, "d", "d", "d"),
+            result_axes=(
+                axes,
+                None if residual is None else axes,
+                row if save_mean else None,
+                row if save_statistics else None,
+            ),
+            whole="d",
+        )
 
     @forward.def_vmap
     def rule(axis_size, in_batched, x, residual, scale, bias, pre_bias):
         if is_batched(in_batched[2:]):
             outputs = one_by_one(forward, in_batched, (x, residual, scale, bias, pre_bias))
         else:
-            folded = [
-                fold_into_rows(axis_size, b, a)
-                for b, a in zip(in_batched[:2], (x, residual), strict=True)
-            ]
-            outputs = tuple(
-                unfold_rows(axis_size, o) for o in forward(*folded, scale, bias, pre_bias)
-            )
+            x, residual = batch_all(axis_size, in_batched[:2], (x, residual))
+            outputs = forward(x, residual, scale, bias, pre_bias)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return forward(x, residual, scale, bias, pre_bias)
 
 
-def _backward(launch: _Launch, dy, dnext_residual, saved: _Residuals, *, segments: int = 1):
-    """(dx, dscale, dbias, dpre_bias), the last three of shape [segments, D] or None.
+def _backward(launch: _Launch, dy, dnext_residual, saved: _Residuals, *, batch_axes: int = 0):
+    """(dx, dscale, dbias, dpre_bias), the last three of shape [*batch, D] or None.
 
-    `segments` splits the rows into that many equal runs, each with parameter gradients of its own:
-    what a batch folded into the rows needs.
+    The first `batch_axes` axes of the rows are that batch: the parameters that they share have
+    gradients for each of its entries.
     """
 
     @custom_vmap
     def backward(rows, parameters):
-        dy, dnext_residual, h, mean, rstd = rows
-        scale, bias, pre_bias = parameters
-        return launch.backward(
-            dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias, segments=segments
+        _, _, h, _, _ = rows
+        axes = _axes(h)
+        return sharding.per_shard(
+            _Backward(launch, batch_axes),
+            (*rows, *parameters),
+            operand_axes=(axes, axes, axes, axes[:-1], axes[:-1], "d", "d", "d"),
+            result_axes=(
+                axes,
+                *(None if p is None else axes[:batch_axes] + "d" for p in parameters),
+            ),
+            whole="d",
         )
 
     @backward.def_vmap
@@ -354,22 +421,13 @@ def _backward(launch: _Launch, dy, dnext_residual, saved: _Residuals, *, segment
                 leaves,
             )
         else:
-            folded = _Residuals(
-                *(
-                    fold_into_rows(axis_size, b, a)
-                    for b, a in zip(rows_batched[2:], rows[2:], strict=True)
-                ),
-                *parameters,
-            )
-            dy, dnext_residual = (
-                fold_into_rows(axis_size, b, a)
-                for b, a in zip(rows_batched[:2], rows[:2], strict=True)
-            )
-            outputs = tuple(
-                unfold_rows(axis_size, o)
-                for o in _backward(
-                    launch, dy, dnext_residual, folded, segments=axis_size * segments
-                )
+            dy, dnext_residual, *statistics = batch_all(axis_size, rows_batched, rows)
+            outputs = _backward(
+                launch,
+                dy,
+                dnext_residual,
+                _Residuals(*statistics, *parameters),
+                batch_axes=batch_axes + 1,
             )
         return outputs, jax.tree.map(lambda _: True, outputs)
 

@@ -1,0 +1,262 @@
+"""How an operator runs on sharded inputs, in whichever of JAX's ways the caller shards them.
+
+To XLA a kernel is opaque: left alone, it gathers its operands on every device. `per_shard` runs it on
+the shards instead. Where the sharding is known depends on the mesh axes:
+
+- Auto (`jax.jit` over sharded arrays): when XLA compiles. The kernel becomes a `custom_partitioning`
+  with a rule for the Shardy partitioner.
+- Explicit (`jax.jit` too): in the types of the operands. The kernel runs in a `jax.shard_map`.
+- Manual (inside `jax.shard_map` and `jax.pmap`): the operands are the shards.
+
+One case is beyond JAX: Auto axes beside Manual or Explicit ones. XLA gives the partitioning function no
+mesh there, without which the sums over shards cannot be named, and naming one ends in a failed check
+of its compiler. So the operands of a kernel are gathered along those Auto axes, and along no others.
+"""
+
+import functools
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Places = Mapping[str, tuple[str, ...]]
+"""The mesh axes that split each axis of an operation; axes that are whole are not in it."""
+
+
+def per_shard(
+    f: Callable[..., tuple[jax.Array | None, ...]],
+    operands: Sequence[jax.Array | None],
+    *,
+    operand_axes: Sequence[str],
+    result_axes: Sequence[str | None],
+    whole: str = "",
+) -> tuple[jax.Array | None, ...]:
+    """`f(*operands)`, computed by each device from the shards that it holds.
+
+    A string names the axes of an array by letters, as in `jax.numpy.einsum`. Where mesh axes split a
+    letter, `f` sees a part of it, in all operands and results alike; a result without the letter is
+    a sum over it, and gets added up over the devices.
+
+    Args:
+      f: a function that holds for any size of the axes that are not `whole`. What it computes must be
+        settled by its equality: outside of `jax.jit` it is compiled once for all functions that are
+        equal. A frozen dataclass with a `__call__` does that.
+      operands: arrays of any rank, or None.
+      operand_axes: the letters of each operand, also of one that is None.
+      result_axes: the letters of each result of `f`, None for a result that is None.
+      whole: letters that must not be split.
+
+    Returns:
+      The results of `f`. They have no gradient of their own: an operator's custom_vjp goes around this,
+      and `align` before the custom_vjp.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxfused.sharding import per_shard
+      >>> def scale_and_add(x, scale):
+      ...     return x * scale, x.sum(0)
+      >>> _, total = per_shard(
+      ...     scale_and_add,
+      ...     (jnp.ones((4, 2)), jnp.array([1.0, 3.0])),
+      ...     operand_axes=("md", "d"),
+      ...     result_axes=("md", "d"),
+      ... )
+      >>> total
+      Array([4., 4.], dtype=float32)
+
+    Source: Shardy's sharding rules, https://openxla.org/shardy/sharding_representation
+    """
+    call = _Call(
+        f,
+        tuple(
+            None if operand is None else letters
+            for operand, letters in zip(operands, operand_axes, strict=True)
+        ),
+        tuple(result_axes),
+        whole,
+    )
+    aligned = align(operands, operand_axes=operand_axes, whole=whole)
+    present = [operand for operand in aligned if operand is not None]
+    mesh = _mesh(present)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        places = _explicit_places(present, call.present_operands, whole)
+        results = jax.shard_map(
+            functools.partial(call.on_shards, places),
+            mesh=mesh,
+            axis_names=unsettled,
+            in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
+            out_specs=tuple(_spec(letters, places) for letters in call.present_results),
+            check_vma=False,
+        )(*present)
+    elif mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
+        results = call.on_shards({}, *present)
+    else:
+        results = _partitioned(call, *present)
+    # A kernel's results do not say by themselves that they vary as its operands do.
+    remaining = iter(_vary(results, _varying(present)))
+    return tuple(None if letters is None else next(remaining) for letters in result_axes)
+
+
+def leading_axes(count: int) -> str:
+    """Letters for `count` leading axes, in upper case, which leaves lower case to the operator."""
+    return string.ascii_uppercase[:count]
+
+
+def align(
+    operands: Sequence[jax.Array | None], *, operand_axes: Sequence[str], whole: str = ""
+) -> tuple[jax.Array | None, ...]:
+    """The operands, sharded alike wherever types say how: what comes before an operator's custom_vjp.
+
+    A custom_vjp must give gradients of the very types of its operands. This step has a gradient by
+    JAX's own rules: it brings them back to the sharding of the caller's arrays and, in a
+    `jax.shard_map`, adds up those of an array that the devices share.
+
+    Args:
+      operands: arrays, or None.
+      operand_axes: the letters of each operand, as in `per_shard`.
+      whole: letters that must not be split.
+
+    Returns:
+      The operands in their order.
+    """
+    present = [operand for operand in operands if operand is not None]
+    mesh = _mesh(present)
+    if mesh.explicit_axes:
+        axes = [
+            letters
+            for operand, letters in zip(operands, operand_axes, strict=True)
+            if operand is not None
+        ]
+        places = _explicit_places(present, axes, whole)
+        present = [
+            jax.sharding.reshard(operand, NamedSharding(mesh, _spec(letters, places)))
+            for operand, letters in zip(present, axes, strict=True)
+        ]
+    aligned = iter(_vary(present, _varying(present)))
+    return tuple(None if operand is None else next(aligned) for operand in operands)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is static in a call of `per_shard`; the axes of absent operands are None."""
+
+    f: Callable[..., tuple[jax.Array | None, ...]]
+    operand_axes: tuple[str | None, ...]
+    result_axes: tuple[str | None, ...]
+    whole: str
+
+    @property
+    def present_operands(self) -> tuple[str, ...]:
+        return tuple(letters for letters in self.operand_axes if letters is not None)
+
+    @property
+    def present_results(self) -> tuple[str, ...]:
+        return tuple(letters for letters in self.result_axes if letters is not None)
+
+    def on_shards(self, places: Places, *shards: jax.Array) -> tuple[jax.Array, ...]:
+        """The results that are there, from the shards of the operands that are there."""
+        remaining = iter(shards)
+        results = self.f(
+            *(None if letters is None else next(remaining) for letters in self.operand_axes)
+        )
+        return tuple(
+            lax.psum(
+                result, [n for letter in places if letter not in letters for n in places[letter]]
+            )
+            for result, letters in zip(results, self.result_axes, strict=True)
+            if result is not None and letters is not None
+        )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The call as XLA is to partition it."""
+
+    def partition(mesh: Mesh, operands: Any, results: Any):
+        del results
+        places = _places(
+            [operand.sharding.spec for operand in operands],
+            [operand.shape for operand in operands],
+            call.present_operands,
+            mesh.shape,
+            call.whole,
+        )
+
+        def shardings(axes: Sequence[str]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, _spec(letters, places)) for letters in axes)
+
+        return (
+            mesh,
+            functools.partial(call.on_shards, places),
+            shardings(call.present_results),
+            shardings(call.present_operands),
+        )
+
+    def rule(axes: Sequence[str]) -> str:
+        return ", ".join(" ".join(letters) for letters in axes)
+
+    partitioned = custom_partitioning(functools.partial(call.on_shards, {}))
+    partitioned.def_partition(
+        partition,
+        sharding_rule=f"{rule(call.present_operands)} -> {rule(call.present_results)}",
+        need_replication_factors=tuple(call.whole),
+    )
+    return partitioned(*operands)
+
+
+def _places(
+    specs: Sequence[P],
+    shapes: Sequence[tuple[int, ...]],
+    axes: Sequence[str],
+    mesh_shape: Mapping[str, int],
+    whole: str,
+) -> Places:
+    """Where each letter is split: as in the first operand that splits it in a way that is possible."""
+    places: dict[str, tuple[str, ...]] = {}
+    for spec, shape, letters in zip(specs, shapes, axes, strict=True):
+        for entry, size, letter in zip(spec, shape, letters, strict=False):
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            taken = set().union(*places.values())
+            # XLA pads a shard that does not come out even, and sums would count the padding.
+            even = size % math.prod(mesh_shape[name] for name in names) == 0
+            if names and even and letter not in {*whole, *places} and taken.isdisjoint(names):
+                places[letter] = names
+    return places
+
+
+def _explicit_places(operands: Sequence[jax.Array], axes: Sequence[str], whole: str) -> Places:
+    """`_places` by the types of the operands, which name Explicit axes only."""
+    return _places(
+        [jax.typeof(operand).sharding.spec for operand in operands],
+        [operand.shape for operand in operands],
+        axes,
+        _mesh(operands).shape,
+        whole,
+    )
+
+
+def _spec(letters: str, places: Places) -> P:
+    return P(*(places.get(letter) for letter in letters))
+
+
+def _mesh(operands: Sequence[jax.Array]) -> AbstractMesh:
+    """The mesh of the operands' types: of the first that has one, as constants have none."""
+    meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
+    return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+
+
+def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
+    """The Manual axes along which any operand varies, where `jax.shard_map` keeps account of them."""
+    return frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in operands))
+
+
+def _vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
+    return [lax.pcast(a, tuple(sorted(names - _varying([a]))), to="varying") for a in arrays]
