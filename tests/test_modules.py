@@ -266,23 +266,22 @@ def test_group_norm(groups):
 
 
 def batch_norm_calls(nnx, linen, stock):
-    """Each as `f(params, statistics, x, training)`, which returns y and the next statistics."""
+    """Each as `f(params, statistics, x, training, ...)`: y and the next statistics."""
     graphdef, params_state, stats_state = flax.nnx.split(nnx, flax.nnx.Param, flax.nnx.BatchStat)
 
-    def of_nnx(params, statistics, x, training):
+    def of_nnx(params, statistics, x, training, **options):
         states = [jax.tree.map(lambda a: a, s) for s in (params_state, stats_state)]
         for state, values in zip(states, (params, statistics), strict=True):
             flax.nnx.replace_by_pure_dict(state, values)
         module = flax.nnx.merge(graphdef, *states)
-        y = module(x, use_running_average=not training)
+        y = module(x, use_running_average=not training, **options)
         return y, flax.nnx.to_pure_dict(flax.nnx.state(module, flax.nnx.BatchStat))
 
     def of_linen(module):
-        def f(params, statistics, x, training):
+        def f(params, statistics, x, training, **options):
             variables = {"params": params, "batch_stats": statistics}
-            y, updates = module.apply(
-                variables, x, use_running_average=not training, mutable=["batch_stats"]
-            )
+            options["use_running_average"] = not training
+            y, updates = module.apply(variables, x, mutable=["batch_stats"], **options)
             return y, updates["batch_stats"]
 
         return f
@@ -314,3 +313,54 @@ def test_batch_norm():
         statistics,
         x,
     )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_conv_norm_act_with_batch_norm(training):
+    nnx = jaxfused.nnx.ConvNormAct(4, D, (3, 3), strides=2, rngs=flax.nnx.Rngs(0))
+    linen = jaxfused.linen.ConvNormAct(D, (3, 3), strides=2)
+    x, residual = normal(0, B, 6, 6, 4), normal(1, B, 3, 3, D)
+
+    class Stock(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x, *, use_running_average, residual):
+            y = flax.linen.Conv(D, (3, 3), strides=2, use_bias=False, name="conv")(x)
+            y = flax.linen.BatchNorm(use_running_average, use_fast_variance=False, name="norm")(y)
+            return jax.nn.relu(y + residual)
+
+    variables = Stock().init(jax.random.key(0), x, use_running_average=True, residual=residual)
+    assert_same_trees(linen.init(jax.random.key(0), x, use_running_average=True), variables)
+    params = random_like(variables["params"])
+    statistics = {"norm": {"mean": normal(1, D), "var": jnp.abs(normal(2, D)) + 0.5}}
+
+    def call(f):
+        return lambda params, statistics, x, residual: f(
+            params, statistics, x, training, residual=residual
+        )[0]
+
+    calls = [call(f) for f in batch_norm_calls(nnx, linen, Stock())]
+    assert_values_and_gradients(
+        lambda *args: [f(*args) for f in calls[:2]],
+        lambda *args: [calls[2](*args)] * 2,
+        params,
+        statistics,
+        x,
+        residual,
+    )
+
+
+def test_conv_norm_act_with_group_norm():
+    options = dict(norm="group_norm", num_groups=2, activation="silu", feature_group_count=2)
+    nnx = jaxfused.nnx.ConvNormAct(4, 6, 3, rngs=flax.nnx.Rngs(0), **options)
+    linen = jaxfused.linen.ConvNormAct(6, 3, **options)
+    x = normal(0, B, T, 4)
+
+    def plain(params, x):
+        y = flax.linen.Conv(6, 3, use_bias=False, feature_group_count=2)
+        y = linen_apply(y)(params["conv"], x)
+        norm = flax.linen.GroupNorm(2, epsilon=1e-5)
+        return jax.nn.silu(linen_apply(norm)(params["norm"], y))
+
+    shapes = jax.tree.map(jnp.shape, linen.init(jax.random.key(0), x)["params"])
+    assert shapes == jax.tree.map(jnp.shape, params_of(nnx))
+    assert_same(nnx, linen, plain, random_like(params_of(nnx)), x)

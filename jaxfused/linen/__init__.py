@@ -5,6 +5,7 @@ from jaxfused.linen.attention import MultiHeadDotProductAttention as MultiHeadDo
 from jaxfused.linen.attention import attention_fn as attention_fn
 from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
 from jaxfused.linen.conv import Conv as Conv
+from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.linen.group_norm import GroupNorm as GroupNorm
 from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
 from jaxfused.linen.layer_norm import RMSNorm as RMSNorm

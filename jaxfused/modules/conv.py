@@ -2,12 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+
+Norm = Literal["batch_norm", "group_norm"]
+
+
+def check_norm(norm: str) -> None:
+    """`norm` names one of the norms that may follow a convolution."""
+    if norm not in ("batch_norm", "group_norm"):
+        raise ValueError(
+            f"ConvNormAct: norm={norm!r} is not known; pass 'batch_norm' or 'group_norm'."
+        )
 
 
 def convolve(

@@ -1,0 +1,148 @@
+"""Convolution, norm and activation as one layer of Flax Linen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+from flax.linen.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PaddingLike
+
+from jaxfused.dispatch import Implementation
+from jaxfused.linen.batch_norm import BatchNorm
+from jaxfused.linen.conv import Conv
+from jaxfused.linen.group_norm import GroupNorm
+from jaxfused.modules.conv import Norm, check_norm, convolve
+from jaxfused.ops.batch_norm import fold_batch_norm
+
+
+class ConvNormAct(linen.Module):
+    r"""A convolution without bias, a norm, the sum with a residual, and an activation.
+
+    .. math:: y = \text{activation}(\text{norm}(\operatorname{conv}(x)) + \text{residual})
+
+    What follows the convolution is one kernel. Where running averages normalise, they are folded
+    into the convolution (`jaxfused.fold_batch_norm`), which is then all there is to run.
+
+    The parameters are those of a Flax module with a `Conv` called `conv` and a norm called `norm`.
+
+    Attributes:
+      features: O.
+      kernel_size: of every spatial axis.
+      strides: as in Flax, and so are the next three.
+      padding: as in Flax.
+      kernel_dilation: as in Flax.
+      feature_group_count: as in Flax.
+      norm: "batch_norm" or "group_norm".
+      num_groups: of the group norm.
+      use_running_average: of the batch norm, as in Flax.
+      momentum: of the batch norm, as in Flax.
+      epsilon: is added to the variance.
+      axis_name: of the batch norm, as in Flax.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      dtype: of the convolution and the result; None for what x and the parameters promote to.
+      param_dtype: of the parameters.
+      kernel_init: initialises the kernel.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> layer = jaxfused.linen.ConvNormAct(8, (3, 3), norm="group_norm", num_groups=2)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 16, 16, 3)))[0].shape
+      (2, 16, 16, 8)
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", 2015,
+    https://arxiv.org/abs/1512.03385
+    """
+
+    features: int
+    kernel_size: int | Sequence[int]
+    strides: int | Sequence[int] | None = 1
+    padding: PaddingLike = "SAME"
+    kernel_dilation: int | Sequence[int] | None = 1
+    feature_group_count: int = 1
+    norm: Norm = "batch_norm"
+    num_groups: int = 32
+    use_running_average: bool | None = None
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    axis_name: str | None = None
+    activation: str | None = "relu"
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        use_running_average: bool | None = None,
+    ) -> jax.Array:
+        """Applies the layer to x [..., *spatial, I].
+
+        Args:
+          x: [..., *spatial, I].
+          residual: of the result's shape, is added before the activation.
+          use_running_average: of the batch norm, as in Flax.
+
+        Returns:
+          [..., *spatial', O].
+        """
+        check_norm(self.norm)
+        geometry: dict[str, Any] = dict(
+            strides=self.strides,
+            padding=self.padding,
+            kernel_dilation=self.kernel_dilation,
+            feature_group_count=self.feature_group_count,
+            implementation=self.implementation,
+        )
+        shared: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
+        conv = Conv(
+            self.features,
+            self.kernel_size,
+            use_bias=False,
+            kernel_init=self.kernel_init,
+            **geometry,
+            **shared,
+            name="conv",
+        )
+        after: dict[str, Any] = dict(
+            epsilon=self.epsilon,
+            activation=self.activation,
+            implementation=self.implementation,
+            **shared,
+            name="norm",
+        )
+        if self.norm == "group_norm":
+            return GroupNorm(self.num_groups, **after)(conv(x), residual=residual)
+        use_running_average = linen.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        if not use_running_average or self.is_initializing():
+            norm = BatchNorm(
+                use_running_average, momentum=self.momentum, axis_name=self.axis_name, **after
+            )
+            return norm(conv(x), residual=residual)
+        params, statistics = self.variables["params"], self.variables["batch_stats"]["norm"]
+        kernel = params["conv"]["kernel"]
+        return convolve(
+            x.astype(canonicalize_dtype(x, kernel, dtype=self.dtype)),
+            *fold_batch_norm(
+                kernel,
+                mean=statistics["mean"],
+                var=statistics["var"],
+                norm_scale=params["norm"]["scale"],
+                norm_bias=params["norm"]["bias"],
+                epsilon=self.epsilon,
+            ),
+            input_dilation=1,
+            activation=self.activation,
+            residual=residual,
+            **geometry,
+        )

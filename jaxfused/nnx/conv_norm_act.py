@@ -1,0 +1,164 @@
+"""Convolution, norm and activation as one layer of Flax NNX."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from flax.nnx.nn.linear import default_kernel_init
+from flax.typing import Dtype, Initializer, PaddingLike
+
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.conv import Norm, check_norm, convolve
+from jaxfused.nnx.batch_norm import BatchNorm
+from jaxfused.nnx.conv import Conv
+from jaxfused.nnx.group_norm import GroupNorm
+from jaxfused.ops.batch_norm import fold_batch_norm
+
+
+class ConvNormAct(nnx.Module):
+    r"""A convolution without bias, a norm, the sum with a residual, and an activation.
+
+    .. math:: y = \text{activation}(\text{norm}(\operatorname{conv}(x)) + \text{residual})
+
+    What follows the convolution is one kernel. Where running averages normalise, they are folded
+    into the convolution (`jaxfused.fold_batch_norm`), which is then all there is to run.
+
+    The parameters are those of a Flax module with a `Conv` called `conv` and a norm called `norm`.
+
+    Args:
+      in_features: I.
+      out_features: O.
+      kernel_size: of every spatial axis.
+      strides: as in Flax, and so are the next three.
+      padding: as in Flax.
+      kernel_dilation: as in Flax.
+      feature_group_count: as in Flax.
+      norm: "batch_norm" or "group_norm".
+      num_groups: of the group norm.
+      use_running_average: of the batch norm, as in Flax.
+      momentum: of the batch norm, as in Flax.
+      epsilon: is added to the variance.
+      axis_name: of the batch norm, as in Flax.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      dtype: of the convolution and the result; None for what x and the parameters promote to.
+      param_dtype: of the parameters.
+      kernel_init: initialises the kernel.
+      rngs: gives the initialisers their keys.
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfused.nnx
+      >>> layer = jaxfused.nnx.ConvNormAct(
+      ...     3, 8, (3, 3), norm="group_norm", num_groups=2, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 16, 16, 3))).shape
+      (2, 16, 16, 8)
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", 2015,
+    https://arxiv.org/abs/1512.03385
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        padding: PaddingLike = "SAME",
+        kernel_dilation: int | Sequence[int] | None = 1,
+        feature_group_count: int = 1,
+        norm: Norm = "batch_norm",
+        num_groups: int = 32,
+        use_running_average: bool | None = False,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        axis_name: str | None = None,
+        activation: str | None = "relu",
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+        implementation: Implementation | None = None,
+    ):
+        check_norm(norm)
+        shared: dict[str, Any] = dict(
+            dtype=dtype, param_dtype=param_dtype, rngs=rngs, implementation=implementation
+        )
+        self.conv = Conv(
+            in_features,
+            out_features,
+            kernel_size,
+            strides,
+            padding=padding,
+            kernel_dilation=kernel_dilation,
+            feature_group_count=feature_group_count,
+            use_bias=False,
+            kernel_init=kernel_init,
+            **shared,
+        )
+        self.norm: BatchNorm | GroupNorm
+        if norm == "batch_norm":
+            self.norm = BatchNorm(
+                out_features,
+                use_running_average=use_running_average,
+                momentum=momentum,
+                epsilon=epsilon,
+                axis_name=axis_name,
+                activation=activation,
+                **shared,
+            )
+        else:
+            self.norm = GroupNorm(
+                out_features, num_groups, epsilon=epsilon, activation=activation, **shared
+            )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        use_running_average: bool | None = None,
+    ) -> jax.Array:
+        """Applies the layer to x [..., *spatial, I].
+
+        Args:
+          x: [..., *spatial, I].
+          residual: of the result's shape, is added before the activation.
+          use_running_average: of the batch norm, as in Flax.
+
+        Returns:
+          [..., *spatial', O].
+        """
+        conv, norm = self.conv, self.norm
+        if isinstance(norm, GroupNorm):
+            return norm(conv(x), residual=residual)
+        if use_running_average is None:
+            use_running_average = norm.use_running_average
+        if not use_running_average:
+            return norm(conv(x), use_running_average, residual=residual)
+        kernel, scale, bias = conv.kernel[...], norm.scale, norm.bias
+        assert scale is not None and bias is not None
+        return convolve(
+            x.astype(dtypes.canonicalize_dtype(x, kernel, dtype=conv.dtype)),
+            *fold_batch_norm(
+                kernel,
+                mean=norm.mean[...],
+                var=norm.var[...],
+                norm_scale=scale[...],
+                norm_bias=bias[...],
+                epsilon=norm.epsilon,
+            ),
+            strides=conv.strides,
+            padding=conv.padding,
+            input_dilation=1,
+            kernel_dilation=conv.kernel_dilation,
+            feature_group_count=conv.feature_group_count,
+            activation=norm.activation,
+            residual=residual,
+            implementation=conv.implementation,
+        )
