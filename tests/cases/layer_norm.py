@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.ops.layer_norm import ACTIVATIONS
-from jaxfused.reference.activation import activate
+from jaxfused.reference.activation import ACTIVATIONS, activate
 
 
 class Inputs(NamedTuple):
