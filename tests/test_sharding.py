@@ -1,0 +1,416 @@
+"""Operators over sharded inputs: no gather, one sum over the shards, the numbers of one device.
+
+The kernels are replaced by stand-ins that loop over rows, which XLA cannot partition either: it gathers
+their operands wherever they are not run on shards. Eight devices have to be there before JAX starts, so
+this file runs itself in a process of its own.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfused
+from jaxfused import ops, reference, sharding
+
+DEVICES = 8
+on_eight_devices = pytest.mark.skipif(
+    jax.device_count() != DEVICES or jax.default_backend() != "cpu",
+    reason="runs in the process that test_on_eight_devices starts",
+)
+AXES = ("data", "sequence")
+ROWS, SHARED = P(*AXES), P()
+
+
+@pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
+def test_on_eight_devices():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, __file__], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+# --- stand-ins ------------------------------------------------------------------------------------
+
+
+def stand_in_forward(
+    x, scale, bias, residual, pre_bias, *, save_statistics, multiprocessors, **options
+):
+    del multiprocessors
+
+    def norm(row):
+        x, residual = row
+        return reference.layer_norm.norm(x, scale, bias, residual, pre_bias, **options)
+
+    y, next_residual = lax.map(norm, (x, residual))
+    h = x if residual is None else next_residual
+    mean = h.mean(-1)
+    return (
+        y,
+        next_residual,
+        mean if save_statistics else None,
+        lax.rsqrt(h.var(-1) + options["epsilon"]) if save_statistics else None,
+    )
+
+
+def stand_in_backward(
+    dy,
+    dnext_residual,
+    h,
+    mean,
+    rstd,
+    scale,
+    bias,
+    pre_bias,
+    *,
+    segments,
+    multiprocessors,
+    **options,
+):
+    del mean, rstd, multiprocessors
+
+    def norm(h, scale, bias, pre_bias):
+        # With a residual, h has pre_bias in it; its gradient is then that of h.
+        return reference.layer_norm.norm(h, scale, bias, None, pre_bias, **options)[0]
+
+    def gradients(row):
+        dy, h, dnext = row
+        if dnext_residual is None:
+            return jax.vjp(norm, h, scale, bias, pre_bias)[1](dy)
+        dx, dscale, dbias, _ = jax.vjp(norm, h, scale, bias, None)[1](dy)
+        return dx + dnext, dscale, dbias, None if pre_bias is None else dx + dnext
+
+    dnext = jnp.zeros_like(h) if dnext_residual is None else dnext_residual
+    dx, *parameters = lax.map(gradients, (dy, h, dnext))
+    return dx, *(
+        None if p is None else p.reshape(segments, -1, p.shape[-1]).sum(1) for p in parameters
+    )
+
+
+@pytest.fixture
+def stand_ins(hopper, monkeypatch):
+    monkeypatch.setattr(ops.layer_norm.pallas_layer_norm, "forward", stand_in_forward)
+    monkeypatch.setattr(ops.layer_norm.pallas_layer_norm, "backward", stand_in_backward)
+
+
+# --- layer_norm -----------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    x: jax.Array
+    residual: jax.Array
+    dy: jax.Array
+    scale: jax.Array
+    bias: jax.Array
+    pre_bias: jax.Array
+
+
+def inputs(shape=(4, 8, 64)) -> Inputs:
+    random = np.random.default_rng(0)
+    rows = (random.standard_normal(shape).astype(np.float32) for _ in range(3))
+    parameters = (random.standard_normal(shape[-1:]).astype(np.float32) for _ in range(3))
+    return Inputs(*rows, *parameters)
+
+
+def specs(rows: P, parameters: P = SHARED) -> Inputs:
+    return Inputs(rows, rows, rows, parameters, parameters, parameters)
+
+
+def loss_and_gradients(implementation, inputs):
+    """(y, gradients of a scalar by x, residual, scale, bias, pre_bias)."""
+
+    def loss(x, residual, scale, bias, pre_bias):
+        y, h = jaxfused.layer_norm(
+            x,
+            scale,
+            bias,
+            residual=residual,
+            pre_bias=pre_bias,
+            activation="silu",
+            implementation=implementation,
+        )
+        return jnp.sum(y * inputs.dy + jnp.sin(h)), y
+
+    x, residual, _, *parameters = inputs
+    gradients, y = jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(x, residual, *parameters)
+    return y, *gradients
+
+
+kernel = functools.partial(loss_and_gradients, "pallas")
+
+
+@functools.cache
+def expected(shape=(4, 8, 64)):
+    return jax.jit(functools.partial(loss_and_gradients, "xla"))(inputs(shape))
+
+
+def make_mesh(*types: AxisType):
+    return jax.make_mesh((2, 4), AXES, axis_types=types)
+
+
+def place(mesh, specs, arrays):
+    return jax.tree.map(lambda s, a: jax.device_put(a, NamedSharding(mesh, s)), specs, arrays)
+
+
+def compiled_text(f, *args) -> str:
+    return jax.jit(f).lower(*args).compile().as_text()
+
+
+def count(collective: str, text: str) -> int:
+    return len(re.findall(rf"= \S+.* {collective}(-start)?\(", text))
+
+
+def check(f, arguments, *, gathers: bool = False, shape=(4, 8, 64)):
+    """The numbers of one device, parameters summed in one step, and gathers only where allowed."""
+    text = compiled_text(f, arguments)
+    assert (count("all-gather", text) > 0) == gathers
+    for actual, wanted in zip(jax.jit(f)(arguments), expected(shape), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+    return text
+
+
+def manual(mesh, names, check_vma):
+    """Loss and gradients inside a shard_map over `names`."""
+    rows, shared = P(*names), P()
+
+    def shard(inputs):
+        y, dx, dresidual, *parameters = kernel(inputs)
+        # With check_vma the gradient of what the devices share is summed already.
+        return y, dx, dresidual, *(p if check_vma else lax.psum(p, names) for p in parameters)
+
+    return jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(specs(rows),),
+        out_specs=(rows, rows, rows, shared, shared, shared),
+        axis_names=set(names),
+        check_vma=check_vma,
+    )
+
+
+@on_eight_devices
+def test_the_stand_ins_are_opaque_to_xla(stand_ins):
+    arguments = place(make_mesh(AxisType.Auto, AxisType.Auto), ROWS, inputs().x)
+    norm = functools.partial(
+        reference.layer_norm.norm, **ops.layer_norm._Options("", True, 0, 0, None, None).keywords()
+    )
+    whole = lambda x: lax.map(lambda row: norm(row, None, None, None, None)[0], x)  # noqa: E731
+    assert count("all-gather", compiled_text(lambda x: whole(x.reshape(-1, 64)), arguments)) > 0
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("context", (False, True), ids=("arguments", "set_mesh"))
+def test_jit(stand_ins, axis_type, context):
+    mesh = make_mesh(axis_type, axis_type)
+    arguments = place(mesh, specs(ROWS), inputs())
+    if context:
+        with jax.set_mesh(mesh):
+            text = check(kernel, arguments)
+    else:
+        text = check(kernel, arguments)
+    # dscale, dbias and dpre_bias travel together.
+    assert count("all-reduce", text) == 1
+
+
+@on_eight_devices
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_shard_map(stand_ins, check_vma, axis_type):
+    mesh = make_mesh(axis_type, axis_type)
+    check(manual(mesh, AXES, check_vma), place(mesh, specs(ROWS), inputs()))
+
+
+@on_eight_devices
+def test_gradient_of_a_shard_map(stand_ins):
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+
+    def loss(x, scale):
+        norm = functools.partial(jaxfused.layer_norm, implementation="pallas")
+        shards = jax.shard_map(norm, mesh=mesh, in_specs=(ROWS, P()), out_specs=ROWS)
+        return jnp.sum(jnp.sin(shards(x, scale)))
+
+    def plain(x, scale):
+        return jnp.sum(jnp.sin(jaxfused.layer_norm(x, scale, implementation="xla")))
+
+    x, scale = inputs().x, inputs().scale
+    actual = jax.jit(jax.grad(loss, (0, 1)))(x, scale)
+    for a, b in zip(actual, jax.grad(plain, (0, 1))(x, scale), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@on_eight_devices
+def test_pmap(stand_ins):
+    def shard(inputs):
+        y, dx, dresidual, *parameters = kernel(inputs)
+        return y, dx, dresidual, *(lax.psum(p, "i") for p in parameters)
+
+    batch = Inputs(0, 0, 0, None, None, None)
+    mapped = jax.pmap(shard, axis_name="i", in_axes=(batch,), out_axes=(0, 0, 0, None, None, None))
+    split = inputs()
+    split = Inputs(*(a.reshape(8, 4, 64) for a in split[:3]), *split[3:])
+    for actual, wanted in zip(mapped(split), expected(), strict=True):
+        np.testing.assert_allclose(actual.reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_split_features_are_gathered(stand_ins, axis_type):
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, specs(P("data", None, "sequence"), P("sequence")), inputs())
+    check(kernel, placed, gathers=True)
+
+
+@on_eight_devices
+def test_operands_sharded_unlike_each_other(stand_ins):
+    mesh = make_mesh(AxisType.Explicit, AxisType.Explicit)
+    unlike = specs(ROWS)._replace(residual=P(None, "data"), scale=P("sequence"))
+    placed = place(mesh, unlike, inputs())
+    check(kernel, placed, gathers=True)
+    # A gradient is sharded as the array that it belongs to.
+    _, dx, dresidual, dscale, _, _ = jax.eval_shape(kernel, placed)
+    assert dx.sharding.spec == P("data", "sequence", None)
+    assert dresidual.sharding.spec == P(None, "data", None)
+    assert dscale.sharding.spec == P("sequence")
+
+
+@on_eight_devices
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_auto_axes_beside_manual_ones_are_gathered_and_no_others(stand_ins, check_vma):
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    f = manual(mesh, ("data",), check_vma)
+    check(f, place(mesh, specs(P("data")), inputs()))
+    check(f, place(mesh, specs(ROWS), inputs()), gathers=True)
+
+
+@on_eight_devices
+def test_auto_axes_beside_explicit_ones(stand_ins):
+    mesh = make_mesh(AxisType.Explicit, AxisType.Auto)
+    check(kernel, place(mesh, specs(P("data")), inputs()))
+
+
+@on_eight_devices
+def test_rows_that_do_not_divide(stand_ins):
+    """XLA pads uneven shards, and the sums over rows must not count the padding."""
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    shape = (5, 3, 64)
+
+    def uneven(arguments):
+        spread = NamedSharding(mesh, P("sequence"))
+        return kernel(jax.tree.map(lambda a: lax.with_sharding_constraint(a, spread), arguments))
+
+    arguments = jax.tree.map(jnp.asarray, inputs(shape))
+    for actual, wanted in zip(jax.jit(uneven)(arguments), expected(shape), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, ROWS, inputs().x)
+    scale = place(mesh, P(), inputs().scale)
+
+    def loss(norm, x, scale):
+        def layer(x, _):
+            return jax.vmap(jax.checkpoint(lambda row: norm(row, scale)))(x) + x, None
+
+        return jnp.sum(jnp.sin(lax.scan(layer, x, None, length=3)[0]))
+
+    def gradients(implementation):
+        norm = functools.partial(jaxfused.layer_norm, implementation=implementation)
+        return jax.grad(functools.partial(loss, norm), (0, 1))
+
+    assert count("all-gather", compiled_text(gradients("pallas"), placed, scale)) == 0
+    actual = jax.jit(gradients("pallas"))(placed, scale)
+    wanted = jax.jit(gradients("xla"))(inputs().x, inputs().scale)
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+# --- per_shard ------------------------------------------------------------------------------------
+
+
+def opaque_product(x, w):
+    return lax.map(lambda row: row @ w, x), None
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    "x_spec, w_spec, sums",
+    ((P("data"), P(None, "sequence"), 0), (P("data", "sequence"), P("sequence"), 1)),
+    ids=("columns", "contraction"),
+)
+def test_a_product_with_split_weights(axis_type, x_spec, w_spec, sums):
+    mesh = make_mesh(axis_type, axis_type)
+    x, w = inputs().x[0], inputs().x[1].T
+    x_placed, w_placed = place(mesh, x_spec, x), place(mesh, w_spec, w)
+
+    def product(x, w):
+        return sharding.per_shard(
+            opaque_product, (x, w), operand_axes=("mk", "kn"), result_axes=("mn", None)
+        )[0]
+
+    text = compiled_text(product, x_placed, w_placed)
+    assert (count("all-gather", text), count("all-reduce", text)) == (0, sums)
+    np.testing.assert_allclose(product(x_placed, w_placed), x @ w, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_functions_compile_once(monkeypatch):
+    traces = []
+
+    def double(x):
+        traces.append(x.shape)
+        return (x * 2,)
+
+    # As on a machine of several devices, where a call outside of jit is compiled by itself.
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    for _ in range(3):
+        sharding.per_shard(double, (jnp.ones(3),), operand_axes=("m",), result_axes=("m",))
+    compiled = len(traces)
+    sharding.per_shard(double, (jnp.ones(3),), operand_axes=("m",), result_axes=("m",))
+    assert len(traces) == compiled
+
+
+@pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
+def test_kernels_lower_for_many_gpus_without_one(hopper, manual):
+    """The real kernels, on the shards of eight GPUs that are not there."""
+    mesh = AbstractMesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    rows, parameter = array(ROWS, 64, 128, 768), array(P(), 768)
+    arguments = Inputs(rows, rows, rows, parameter, parameter, parameter)
+    if manual:
+
+        def f(inputs):
+            return jax.shard_map(
+                kernel,
+                in_specs=(specs(ROWS),),
+                out_specs=(ROWS, ROWS, ROWS, P(), P(), P()),
+                mesh=mesh,
+            )(inputs)
+    else:
+        f = kernel
+    exported = jax.export.export(
+        jax.jit(f),
+        platforms=["cuda"],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+    )(arguments)
+    assert exported.nr_devices == DEVICES
+    assert "mosaic_gpu" in exported.mlir_module()
