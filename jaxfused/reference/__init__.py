@@ -10,5 +10,7 @@ from jaxfused.reference import layer_norm as layer_norm
 from jaxfused.reference import linear as linear
 from jaxfused.reference import mlp as mlp
 from jaxfused.reference import qkv_projection as qkv_projection
+from jaxfused.reference import quantized_array as quantized_array
+from jaxfused.reference import quantized_matmul as quantized_matmul
 from jaxfused.reference import rope as rope
 from jaxfused.reference import segmentation_loss as segmentation_loss

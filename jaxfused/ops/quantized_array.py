@@ -1,0 +1,275 @@
+"""quantize, quantize_rows and fake_quantize: validation and choice of implementation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, reference
+from jaxfused.ops.validation import check_floating, check_shape
+from jaxfused.quantized_array import FORMATS, QuantizedArray
+
+
+def quantize(
+    x: jax.Array,
+    dtype: Any = "int8",
+    *,
+    axis: int = -2,
+    group_size: int | None = None,
+    per_tensor: bool = False,
+    symmetric: bool = True,
+    scale: jax.Array | float | None = None,
+    zero_point: jax.Array | int | None = None,
+) -> QuantizedArray:
+    r"""Rounds an array to 8 or 4 bits, with one scale for each channel, group or tensor.
+
+    .. math::
+        q = \operatorname{clip}(\operatorname{round}(x / \text{scale} + \text{zero\_point})), \qquad
+        x \approx \text{scale} \cdot (q - \text{zero\_point})
+
+    Rounding is to nearest, half to even, and saturates: nothing wraps around. Scales are chosen such
+    that nothing has to be clipped. Symmetric: largest magnitude over the largest number of the dtype
+    (127, 7, 448, 57344). Asymmetric: the range from smallest to largest value, widened to contain 0,
+    over all numbers of the dtype (-128 to 127, -8 to 7); 0 is exact.
+
+    A group of zeros has the smallest normal float32 as scale, and gives zeros. A NaN or an infinity
+    makes its whole group NaN; under a given `scale` a NaN becomes 0 in int8 and int4 and stays NaN in
+    float8, and an infinity saturates. No gradient flows; `fake_quantize` has one.
+
+    Args:
+      x: of any float dtype; a weight [D, F] or a stack of them [..., D, F], as `quantized_matmul`
+        reads it, or anything else with another `axis`.
+      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2", or JAX's dtype of that name.
+      axis: along which scales are shared; for a product, the axis that it sums over. The size of it
+        is even for int4, two of which are packed along it into a byte.
+      group_size: values along `axis` that share a scale (kernels take 32, 64 or 128); it divides the
+        size of the axis. By default one scale serves the whole axis: for [D, F], one a channel.
+      per_tensor: one scale for all of x.
+      symmetric: whether 0 stands for 0. float8 is always symmetric.
+      scale: given instead of chosen, positive: a scalar, or an array of x's rank that has along
+        `axis` as many entries as groups and elsewhere x's size or 1.
+      zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
+        shape or a scalar.
+
+    Returns:
+      A `QuantizedArray`.
+
+    Raises:
+      ValueError: dtype, shapes or options do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> q = jaxfused.quantize(jnp.array([[0.5, 1.0], [-1.0, 127.0]]))
+      >>> q.values
+      Array([[  64,    1],
+             [-127,  127]], dtype=int8)
+      >>> jaxfused.quantize(jnp.ones((256, 8)), "int4", group_size=64).scale.shape
+      (4, 8)
+
+    Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877; Micikevicius et al.,
+    "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433
+    """
+    op = "quantize"
+    x = jax.lax.stop_gradient(jnp.asarray(x))
+    name = _check_array(op, x, dtype, axis)
+    scale, zero_point = _scale_and_zero_point(
+        op, x, name, axis, group_size, per_tensor, symmetric, scale, zero_point
+    )
+    return reference.quantized_array.encode(x, name, scale, zero_point, _from_the_end(axis, x))
+
+
+def quantize_rows(
+    x: jax.Array,
+    dtype: Any = "int8",
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> QuantizedArray:
+    r"""Quantises activations as they come, each row by its own largest magnitude.
+
+    .. math::
+        \text{scale}_m = \max_d |x_{md}| / \text{largest}, \qquad
+        q_{md} = \operatorname{round}(x_{md} / \text{scale}_m)
+
+    Args:
+      x: [..., D] of any float dtype.
+      dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Returns:
+      A `QuantizedArray` with `scale` [..., 1] and `axis` -1: what `quantize(x, dtype, axis=-1)` gives.
+
+    Raises:
+      ValueError: dtype or shape do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> jaxfused.quantize_rows(jnp.array([[1.0, -2.0], [0.0, 100.0]])).values
+      Array([[  64, -127],
+             [   0,  127]], dtype=int8)
+
+    Source: Dettmers et al., "LLM.int8()", 2022, https://arxiv.org/abs/2208.07339
+    """
+    op = "quantize_rows"
+    x = jax.lax.stop_gradient(jnp.asarray(x))
+    name = _check_array(op, x, dtype, -1)
+    if name == "int4":
+        raise ValueError(
+            f"{op}: dtype is 'int4', but activations are quantised to a byte;"
+            " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
+        )
+    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    scale, _ = reference.quantized_array.scales(
+        x, name, axis=-1, groups=1, per_tensor=False, symmetric=True
+    )
+    return reference.quantized_array.encode(x, name, scale, None, -1)
+
+
+def fake_quantize(
+    x: jax.Array,
+    dtype: Any = "int8",
+    *,
+    axis: int = -2,
+    group_size: int | None = None,
+    per_tensor: bool = False,
+    symmetric: bool = True,
+    scale: jax.Array | float | None = None,
+    zero_point: jax.Array | int | None = None,
+) -> jax.Array:
+    r"""What `quantize` followed by `dequantize` gives, with the straight-through gradient.
+
+    .. math::
+        y &= \text{scale} \cdot (q(x) - \text{zero\_point}) \\
+        \mathrm{d}x &= \begin{cases} \mathrm{d}y & \text{where } x \text{ is rounded} \\
+            0 & \text{where it is clipped to the range of the dtype} \end{cases}
+
+    For training under the rounding that inference will have. Scales that are chosen clip nothing, so
+    that the gradient passes everywhere; a given `scale` clips. Scales are constants: no gradient
+    flows to or through them.
+
+    Args:
+      x: of any float dtype.
+
+    The other arguments and the errors are those of `quantize`.
+
+    Returns:
+      y, of x's shape and dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> def f(x):
+      ...     return jaxfused.fake_quantize(x, "int4", axis=0, scale=1.0)
+      >>> x = jnp.array([1.4, -2.6, 9.0])
+      >>> f(x[:2]), jax.grad(lambda x: f(x).sum())(jnp.append(x, 0.0))
+      (Array([ 1., -3.], dtype=float32), Array([1., 1., 0., 1.], dtype=float32))
+
+    Source: Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons", 2013,
+    https://arxiv.org/abs/1308.3432
+    """
+    op = "fake_quantize"
+    x = jnp.asarray(x)
+    name = _check_array(op, x, dtype, axis)
+    constant = jax.lax.stop_gradient(x)
+    scale, zero_point = jax.lax.stop_gradient(
+        _scale_and_zero_point(
+            op, constant, name, axis, group_size, per_tensor, symmetric, scale, zero_point
+        )
+    )
+    axis = _from_the_end(axis, x)
+    rounded = reference.quantized_array.encode(constant, name, scale, zero_point, axis)
+    inside = reference.quantized_array.inside_range(constant, name, scale, zero_point, axis)
+    return reference.quantized_array.straight_through(x, rounded.dequantize(x.dtype), inside)
+
+
+def implementations(device: dispatch.Device) -> dict[str, str | None]:
+    """For each implementation of quantize_rows, None or why it cannot run on `device`."""
+    del device
+    return {
+        "pallas": "there is no Pallas kernel of quantize_rows yet",
+        "cuda": "there is no CUDA kernel of quantize_rows yet",
+        "xla": None,
+    }
+
+
+def _from_the_end(axis: int, x: jax.Array) -> int:
+    return axis if axis < 0 else axis - x.ndim
+
+
+def _check_array(op: str, x: jax.Array, dtype: Any, axis: int) -> str:
+    """The name of the dtype, once x can be quantised to it along the axis."""
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in FORMATS:
+        names = ", ".join(repr(n) for n in FORMATS)
+        raise ValueError(f"{op}: dtype {name!r} is not known; pass one of {names}.")
+    check_floating(op, dict(x=x))
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{op}: axis is {axis}, but x has shape {x.shape};"
+            f" pass an axis of x, from {-x.ndim} to {x.ndim - 1}."
+        )
+    if name == "int4" and x.shape[axis] % 2:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but two int4 are packed into a byte along axis {axis};"
+            " pass x with an even size there, such as jnp.pad gives it."
+        )
+    return name
+
+
+def _scale_and_zero_point(
+    op, x, dtype, axis, group_size, per_tensor, symmetric, scale, zero_point
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the caller gave, else what fits x."""
+    integers = dtype.startswith("int")
+    if not integers and (zero_point is not None or not symmetric):
+        raise ValueError(
+            f"{op}: dtype {dtype!r} is symmetric; pass symmetric=True and no zero_point."
+        )
+    size = x.shape[axis]
+    if scale is None:
+        if zero_point is not None:
+            raise ValueError(f"{op}: zero_point was passed without a scale; pass both or neither.")
+        if per_tensor and group_size is not None:
+            raise ValueError(
+                f"{op}: group_size={group_size} was passed with per_tensor=True, but one scale is"
+                " for a group or for all; pass one of the two."
+            )
+        if group_size is not None and (group_size < 1 or size % group_size):
+            raise ValueError(
+                f"{op}: group_size is {group_size}, but it must divide the {size} values along axis"
+                f" {axis} of x; pass a divisor of {size}, or pad x."
+            )
+        return reference.quantized_array.scales(
+            x,
+            dtype,
+            axis=axis,
+            groups=1 if group_size is None else size // group_size,
+            per_tensor=per_tensor,
+            symmetric=symmetric,
+        )
+    if group_size is not None or per_tensor or not symmetric:
+        raise ValueError(
+            f"{op}: scale was passed with group_size, per_tensor or symmetric, which say how to"
+            " choose one; pass the scale in the shape that it is to have, and a zero_point."
+        )
+    scale = jnp.asarray(scale, jnp.float32)
+    scale = scale.reshape((1,) * x.ndim) if scale.ndim == 0 else scale
+    if scale.ndim != x.ndim or not all(
+        s == 1 or s == n or (i == axis % x.ndim and s > 0 and n % s == 0)
+        for i, (s, n) in enumerate(zip(scale.shape, x.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{op}: scale has shape {scale.shape}, but x has shape {x.shape} and axis {axis}; pass a"
+            " scalar, or an array of x's rank with 1 or x's size everywhere, and along the axis the"
+            " number of groups."
+        )
+    if zero_point is None:
+        return scale, None
+    zero_point = jnp.asarray(zero_point)
+    if not jnp.issubdtype(zero_point.dtype, jnp.integer):
+        raise ValueError(
+            f"{op}: zero_point has dtype {zero_point.dtype}, but it is one of the integers that x is"
+            " rounded to; pass integers."
+        )
+    zero_point = jnp.broadcast_to(zero_point, scale.shape) if zero_point.ndim == 0 else zero_point
+    check_shape(op, "zero_point", zero_point, scale.shape, f"scale has shape {scale.shape}")
+    return scale, zero_point.astype(jnp.int8)

@@ -1,0 +1,92 @@
+"""Quantisation in plain jax.numpy: the choice of scales, the rounding, the range that clips."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.quantized_array import FORMATS, QuantizedArray, pack_int4, spread
+from jaxfused.reference.product import accumulator_dtype
+
+
+def scales(
+    x: jax.Array, dtype: str, *, axis: int, groups: int, per_tensor: bool, symmetric: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (scale, zero_point), such that the range of each group just fits into `dtype`."""
+    limits = FORMATS[dtype]
+    if per_tensor:
+        runs, over = x, tuple(range(x.ndim))
+    else:
+        axis = axis % x.ndim
+        runs = x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
+        over = (axis + 1,)
+    runs = runs.astype(accumulator_dtype(x.dtype))
+
+    def extreme(reduction, values):
+        result = reduction(values, axis=over, keepdims=per_tensor, initial=0.0)
+        return result.astype(jnp.float32)
+
+    def divisible(scale):
+        # Zeros (and what is next to them) get the smallest scale that can be divided by. An infinite
+        # scale would make some of its group NaN, some infinite and some 0.
+        scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+        return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+
+    if symmetric:
+        return divisible(extreme(jnp.max, jnp.abs(runs)) / limits.largest), None
+    low, high = extreme(jnp.min, runs), extreme(jnp.max, runs)
+    scale = divisible((high - low) / (limits.largest - limits.smallest))
+    return scale, to_integers(limits.smallest - low / scale, dtype)
+
+
+def to_integers(values: jax.Array, dtype: str) -> jax.Array:
+    """Rounds to the nearest integer (half to even) that `dtype` holds, as int8; NaN becomes 0."""
+    limits = FORMATS[dtype]
+    clipped = jnp.clip(jnp.round(values), limits.smallest, limits.largest)
+    return jnp.where(jnp.isnan(clipped), 0.0, clipped).astype(jnp.int8)
+
+
+def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, axis: int) -> jax.Array:
+    """`x / scale + zero_point`: what the rounding is of."""
+    units = x.astype(accumulator_dtype(x.dtype)) / spread(scale, x.shape, axis)
+    return units if zero_point is None else units + spread(zero_point, x.shape, axis)
+
+
+def encode(
+    x: jax.Array, dtype: str, scale: jax.Array, zero_point: jax.Array | None, axis: int
+) -> QuantizedArray:
+    """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
+    limits = FORMATS[dtype]
+    units = in_units(x, scale, zero_point, axis)
+    if dtype.startswith("int"):
+        if zero_point is None:
+            units = jnp.clip(units, -limits.largest, limits.largest)
+        values = to_integers(units, dtype)
+        values = pack_int4(values, axis) if dtype == "int4" else values
+    else:
+        # A conversion alone makes NaN or Inf of what is too large.
+        clipped = jnp.clip(units, limits.smallest, limits.largest)
+        values = clipped.astype(jnp.float32).astype(limits.storage)
+    return QuantizedArray(values, scale, zero_point, axis)
+
+
+def inside_range(
+    x: jax.Array, dtype: str, scale: jax.Array, zero_point: jax.Array | None, axis: int
+) -> jax.Array:
+    """Where x is rounded and not clipped."""
+    limits = FORMATS[dtype]
+    units = in_units(x, scale, zero_point, axis)
+    if zero_point is None:
+        return jnp.abs(units) < limits.clipped_from
+    return (units >= limits.smallest - 0.5) & (units < limits.clipped_from)
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array, rounded: jax.Array, inside: jax.Array) -> jax.Array:
+    """Returns `rounded`, with the derivative of x where `inside` and 0 elsewhere."""
+    return rounded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals, tangents):
+    _, rounded, inside = primals
+    dx = tangents[0]
+    return rounded, jnp.where(inside, dx, jnp.zeros_like(dx))

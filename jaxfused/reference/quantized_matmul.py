@@ -1,0 +1,91 @@
+"""quantized_matmul in plain JAX: the truth that the kernels are judged by."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfused.quantized_array import QuantizedArray
+from jaxfused.reference.activation import activate
+from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
+from jaxfused.reference.product import accumulator_dtype
+
+
+def matmul(
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+) -> jax.Array:
+    """Returns act(x @ w + bias) + residual of [..., D] and [D, F], in `out_dtype`."""
+
+    @functools.partial(jax.checkpoint, policy=save_preactivation)
+    def run(x, w, bias, residual):
+        if isinstance(x, QuantizedArray):
+            z = quantized_product(x, w)
+        else:
+            z = frozen_product(x.dtype, x, w)
+        z = z if bias is None else z + bias.astype(z.dtype)
+        if activation is not None:
+            # As in linear, the activation reads its argument in x's dtype, where x has one.
+            dtype = z.dtype if isinstance(x, QuantizedArray) else x.dtype
+            z = checkpoint_name(z.astype(dtype), PREACTIVATION)
+            z = activate(activation, z.astype(accumulator_dtype(dtype)))
+        return add_residual(z, residual, out_dtype)
+
+    return run(x, w, bias, residual)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def frozen_product(dtype: Any, x: jax.Array, w: QuantizedArray) -> jax.Array:
+    """Returns x @ w in float32, with w dequantised to `dtype`, which is x's.
+
+    The gradient goes to x alone, and is taken with w dequantised again: a backward that kept the
+    dequantised weights would keep what quantisation saved.
+    """
+    return _wide_matmul(x, w.dequantize(dtype))
+
+
+def _frozen_product_fwd(dtype, x, w):
+    return frozen_product(dtype, x, w), w
+
+
+def _frozen_product_bwd(dtype, w, dy):
+    dx = _wide_matmul(dy.astype(dtype), w.dequantize(dtype).T)
+    return dx.astype(dtype), None
+
+
+frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
+
+
+def _wide_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=accumulator_dtype(a.dtype))
+
+
+def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
+    """Returns x @ w in float32.
+
+    With one scale a row of x and a column of w (or one for all) the product is of the values
+    themselves: integers are summed in int32, float8 in float32, and the scales multiply the sum.
+    Groups, and integers with float8, are dequantised to float32 first.
+    """
+    a, b = x.unpacked(), w.unpacked()
+    integers = [jnp.issubdtype(q.dtype, jnp.integer) for q in (a, b)]
+    if x.groups > 1 or w.groups > 1 or integers[0] != integers[1]:
+        return jnp.matmul(x.dequantize(), w.dequantize())
+    total = jnp.matmul(a, b, preferred_element_type=jnp.int32 if integers[0] else jnp.float32)
+    # The sum of (a - zx) (b - zw), without leaving int8 for the product.
+    if x.zero_point is not None:
+        columns = jnp.sum(b, axis=0, dtype=jnp.int32)
+        total = total - x.zero_point.astype(jnp.int32) * columns
+    if w.zero_point is not None:
+        rows = jnp.sum(a, axis=-1, keepdims=True, dtype=jnp.int32)
+        if x.zero_point is not None:
+            rows = rows - a.shape[-1] * x.zero_point.astype(jnp.int32)
+        total = total - rows * w.zero_point[0].astype(jnp.int32)
+    return total.astype(jnp.float32) * x.scale * w.scale[0]

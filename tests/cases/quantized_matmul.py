@@ -1,0 +1,42 @@
+"""Shapes of quantized_matmul, for the reference and for every kernel."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+import jaxfused
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: tuple[int, ...]
+    features: int
+    out_features: int
+    w_dtype: str
+    w_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of quantize."""
+    activation: str | None = None
+    bias: bool = False
+    residual: bool = False
+
+    def arguments(self, dtype, seed=0):
+        """(x, bias, residual) and the quantised w, scaled to keep the result of order 1."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        x = jax.random.normal(keys[0], (*self.rows, self.features), dtype)
+        w = jax.random.normal(keys[1], (self.features, self.out_features)) * self.features**-0.5
+        bias = jax.random.normal(keys[2], (self.out_features,), dtype) if self.bias else None
+        residual = jax.random.normal(keys[3], (*self.rows, self.out_features), dtype)
+        w = jaxfused.quantize(w + 0.01, self.w_dtype, **self.w_options)
+        return (x, bias, residual if self.residual else None), w
+
+
+CASES = (
+    Case((5,), 17, 3, "int8"),
+    Case((2, 3), 64, 5, "int8", {"group_size": 32, "symmetric": False}, "silu", True, True),
+    Case((2, 7), 128, 9, "int4", {"group_size": 64}, "gelu_tanh", bias=True),
+    Case((4,), 6, 5, "int4", {"symmetric": False}, residual=True),
+    Case((3,), 9, 7, "float8_e4m3fn", {"per_tensor": True}, "relu", True),
+    Case((), 5, 4, "float8_e5m2"),
+    Case((0,), 6, 4, "int8", activation="relu", bias=True),
+)

@@ -1,0 +1,299 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxfused
+from jaxfused.quantized_array import FORMATS, pack_int4, unpack_int4
+from tests.cases.quantized_array import CASES
+from tests.transforms import assert_transforms
+
+
+def naive_quantize(x, dtype, *, axis=-2, group_size=None, per_tensor=False, symmetric=True):
+    """(integers or float8, dequantised), group by group, in float64 but for the float32 scales."""
+    x = np.asarray(x, np.float64)
+    moved = x.reshape(-1, 1) if per_tensor else np.moveaxis(x, axis, 0)
+    values, dequantized = np.zeros_like(moved), np.zeros_like(moved)
+    size = group_size or len(moved)
+    low, high, float8 = {
+        "int8": (-128, 127, None),
+        "int4": (-8, 7, None),
+        "float8_e4m3fn": (-448, 448, ml_dtypes.float8_e4m3fn),
+        "float8_e5m2": (-57344, 57344, ml_dtypes.float8_e5m2),
+    }[dtype]
+    for column in np.ndindex(moved.shape[1:]):
+        for start in range(0, len(moved), size):
+            where = (slice(start, start + size), *column)
+            group, zero = moved[where], 0
+            if symmetric:
+                scale = np.float32(np.abs(group).max()) / np.float32(high)
+            else:
+                least, most = min(group.min(), 0), max(group.max(), 0)
+                scale = (np.float32(most) - np.float32(least)) / np.float32(high - low)
+                zero = np.round(low - np.float32(least) / scale)
+            units = np.float32(group) / scale
+            q = np.round(units) + zero if float8 is None else units.astype(float8)
+            values[where] = q
+            dequantized[where] = (values[where] - zero) * np.float64(scale)
+    if per_tensor:
+        return values.reshape(x.shape), dequantized.reshape(x.shape)
+    return np.moveaxis(values, 0, axis), np.moveaxis(dequantized, 0, axis)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_are_those_of_a_loop_over_groups(case):
+    x = case.x()
+    q = jaxfused.quantize(x, case.dtype, **case.options)
+    values, dequantized = naive_quantize(x, case.dtype, **case.options)
+    np.testing.assert_array_equal(np.asarray(q.unpacked(), np.float64), values)
+    np.testing.assert_allclose(q.dequantize(), dequantized, rtol=1e-6)
+    assert q.dtype == case.dtype
+    assert q.shape == x.shape
+    assert q.ndim == x.ndim
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    dtype=st.sampled_from(sorted(FORMATS)),
+    symmetric=st.booleans(),
+    data=st.data(),
+)
+def test_error_is_at_most_half_a_step(shape, dtype, symmetric, data):
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    if dtype == "int4":
+        shape[axis] *= 2
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    integers = dtype.startswith("int")
+    q = jaxfused.quantize(x, dtype, axis=axis, symmetric=symmetric or not integers)
+    # float8 keeps 3 or 2 bits after the first of every number; below the normal numbers the step
+    # is that of the smallest of them.
+    step = np.broadcast_to(q.scale, shape)
+    if not integers:
+        info = jnp.finfo(dtype)
+        step = np.maximum(abs(x) * float(info.eps), step * float(info.smallest_subnormal))
+    assert (abs(np.asarray(q.dequantize()) - x) <= 0.5001 * step).all()
+
+
+def test_layout_of_int4():
+    values = jnp.array([[1, -1], [-8, 7], [0, 3], [5, -2]], jnp.int8)
+    packed = pack_int4(values, axis=0)
+    assert packed.dtype == jnp.uint8
+    np.testing.assert_array_equal(packed, [[0x81, 0x7F], [0x50, 0xE3]])
+    np.testing.assert_array_equal(unpack_int4(packed, 0), values)
+    packed = pack_int4(values, axis=-1)
+    np.testing.assert_array_equal(packed, [[0xF1], [0x78], [0x30], [0xE5]])
+    np.testing.assert_array_equal(unpack_int4(packed, -1), values)
+    # The order is that of XLA's own packing, so that a bitcast reads it.
+    bitcast = jax.lax.bitcast_convert_type(packed, jnp.int4).reshape(values.shape)
+    np.testing.assert_array_equal(bitcast.astype(jnp.int8), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("int8", [127, -127, 127, -127]),
+        ("int4", [7, -7, 7, -7]),
+        ("float8_e4m3fn", [448, -448, 448, -448]),
+        ("float8_e5m2", [57344, -57344, 57344, -57344]),
+    ],
+)
+def test_a_given_scale_saturates(dtype, expected):
+    x = jnp.array([1e6, -1e6, jnp.inf, -jnp.inf])
+    q = jaxfused.quantize(x, dtype, axis=0, scale=1.0)
+    np.testing.assert_array_equal(q.unpacked().astype(jnp.float32), expected)
+
+
+def test_a_given_zero_point_saturates_and_shifts():
+    x = jnp.array([-300.0, -2.5, 0.0, 300.0])
+    q = jaxfused.quantize(x, axis=0, scale=1.0, zero_point=100)
+    np.testing.assert_array_equal(q.values, [-128, 98, 100, 127])
+    np.testing.assert_array_equal(q.dequantize(), [-228, -2, 0, 27])
+    q = jaxfused.quantize(x[:2], "int4", axis=0, scale=jnp.array([1.0, 2.0]), zero_point=-8)
+    np.testing.assert_array_equal(q.unpacked(), [-8, -8])
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_zeros_and_the_smallest_numbers(dtype):
+    x = jnp.zeros((4, 2)).at[0, 1].set(1e-38)
+    for symmetric in (True, not dtype.startswith("int")):
+        q = jaxfused.quantize(x, dtype, symmetric=symmetric)
+        np.testing.assert_array_equal(q.dequantize()[:, 0], jnp.zeros(4))
+        assert jnp.isfinite(q.scale).all()
+        assert (q.scale > 0).all()
+        np.testing.assert_allclose(q.dequantize(), x, atol=2e-38)
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_make_their_group_nan(dtype, bad):
+    x = jnp.ones((4, 3)).at[1, 1].set(bad)
+    for symmetric in (True, not dtype.startswith("int")):
+        y = jaxfused.quantize(x, dtype, symmetric=symmetric).dequantize()
+        np.testing.assert_array_equal(np.isnan(y), [[False, True, False]] * 4)
+
+
+def test_nan_under_a_given_scale():
+    x = jnp.array([jnp.nan, 1.0])
+    np.testing.assert_array_equal(jaxfused.quantize(x, "int8", axis=0, scale=1.0).values, [0, 1])
+    q = jaxfused.quantize(x, "float8_e5m2", axis=0, scale=1.0)
+    np.testing.assert_array_equal(q.dequantize(), x)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_quantize_rows_is_quantize_of_the_last_axis(dtype):
+    x = CASES[3].x("bfloat16")
+    rows, expected = jaxfused.quantize_rows(x, dtype), jaxfused.quantize(x, dtype, axis=-1)
+    jax.tree.map(np.testing.assert_array_equal, rows, expected)
+    assert rows.axis == -1
+    assert rows.scale.shape == (*x.shape[:-1], 1)
+
+
+def test_dtypes_of_jax_are_names_too():
+    x = CASES[0].x()
+    for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2):
+        q = jaxfused.quantize(x, dtype)
+        assert q.dtype == jnp.dtype(dtype).name
+        assert q.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_is_a_pytree_to_every_transformation(case):
+    stack = jnp.stack([case.x(), case.x(seed=1)])
+    each = [jaxfused.quantize(x, case.dtype, **case.options) for x in stack]
+    stacked = jaxfused.quantize(stack, case.dtype, **case.options)
+
+    def assert_same(actual, expected):
+        assert actual.axis == expected.axis
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+    assert_same(jax.tree.map(lambda *a: jnp.stack(a), *each), stacked)
+    assert_same(
+        jax.vmap(lambda x: jaxfused.quantize(x, case.dtype, **case.options))(stack), stacked
+    )
+    expected = jnp.stack([q.dequantize() for q in each])
+    np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(stacked), expected)
+
+    def step(layer, q):
+        assert q.shape == case.shape
+        return layer + 1, q.dequantize()
+
+    _, layers = jax.lax.scan(step, 0, stacked)
+    np.testing.assert_array_equal(layers, expected)
+    assert_same(jax.jit(lambda q: q, donate_argnums=0)(jax.tree.map(jnp.array, stacked)), stacked)
+
+
+def test_sharding():
+    mesh = jax.make_mesh((len(jax.devices()),), ("features",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "features"))
+    q = jaxfused.quantize(jnp.ones((64, 8 * mesh.size)), "int4", group_size=32, symmetric=False)
+    placed = jax.device_put(q, sharding)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(placed))
+    np.testing.assert_array_equal(jax.jit(lambda q: q.dequantize())(placed), jnp.ones(q.shape))
+
+
+def test_checkpoint(tmp_path):
+    tree = {"w": jaxfused.quantize(CASES[4].x(), "int4", group_size=64, symmetric=False)}
+    tree["v"] = jaxfused.quantize(CASES[0].x(), "float8_e4m3fn")
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", tree)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "checkpoint", jax.eval_shape(lambda: tree))
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES[1:7:3], ids=str)
+def test_fake_quantize_is_quantize_and_dequantize(case):
+    for dtype in ("float32", "bfloat16"):
+        x = case.x(dtype)
+        y = jaxfused.fake_quantize(x, case.dtype, **case.options)
+        q = jaxfused.quantize(x, case.dtype, **case.options)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, q.dequantize(dtype))
+
+
+@pytest.mark.parametrize("dtype", sorted(FORMATS))
+def test_gradient_of_fake_quantize_is_zero_where_it_clips(dtype):
+    largest, clipped_from = FORMATS[dtype].largest, FORMATS[dtype].clipped_from
+    inside, outside = 0.5 * (largest + clipped_from), 1.01 * clipped_from
+    x = 0.25 * jnp.array([0.0, inside, -inside, outside, -outside, jnp.inf])
+    y, vjp = jax.vjp(lambda x: jaxfused.fake_quantize(x, dtype, axis=0, scale=0.25), x)
+    np.testing.assert_array_equal(y, 0.25 * largest * np.array([0, 1, -1, 1, -1, 1]))
+    dy = jnp.arange(1.0, 7.0)
+    np.testing.assert_array_equal(vjp(dy)[0], dy * np.array([1, 1, 1, 0, 0, 0]))
+    # A scale that is chosen clips nothing.
+    x = jax.random.normal(jax.random.key(0), (6, 50))
+    dx = jax.grad(lambda x: jaxfused.fake_quantize(x, dtype).sum())(x)
+    np.testing.assert_array_equal(dx, jnp.ones_like(x))
+
+
+def test_gradient_of_fake_quantize_with_a_zero_point():
+    x = jnp.array([-236.0, -227.0, 0.0, 27.0, 29.0])
+    dx = jax.grad(lambda x: jaxfused.fake_quantize(x, axis=0, scale=1.0, zero_point=100).sum())(x)
+    np.testing.assert_array_equal(dx, [0, 1, 1, 1, 0])
+
+
+def test_quantize_has_no_gradient():
+    dx = jax.grad(lambda x: jaxfused.quantize(x).dequantize().sum())(jnp.ones((4, 4)))
+    np.testing.assert_array_equal(dx, jnp.zeros((4, 4)))
+
+
+def test_fake_quantize_transforms():
+    assert_transforms(lambda x: jaxfused.fake_quantize(x, "int4", symmetric=False), CASES[0].x())
+    # check_grads would compare with the derivative of a staircase; forward mode is the identity too.
+    x = CASES[0].x()
+    _, dy = jax.jvp(jaxfused.fake_quantize, (x,), (2.0 * x,))
+    np.testing.assert_array_equal(dy, 2.0 * x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "int2"}, "dtype 'int2' is not known; pass one of 'int8'"),
+        ({"x": jnp.ones((4, 4), int)}, "x has dtype int32"),
+        ({"axis": 2}, "axis is 2, but x has shape .* from -2 to 1"),
+        ({"x": jnp.ones(4)}, r"axis is -2, but x has shape \(4,\)"),
+        ({"x": jnp.ones((5, 4)), "dtype": "int4"}, "two int4 are packed .*even size"),
+        ({"group_size": 3}, "group_size is 3, but it must divide the 4 values"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": 2, "per_tensor": True}, "group_size=2 was passed with per_tensor"),
+        ({"dtype": "float8_e5m2", "symmetric": False}, "dtype 'float8_e5m2' is symmetric"),
+        ({"dtype": "float8_e5m2", "scale": 1.0, "zero_point": 1}, "'float8_e5m2' is symmetric"),
+        ({"zero_point": 1}, "zero_point was passed without a scale"),
+        ({"scale": 1.0, "per_tensor": True}, "scale was passed with"),
+        ({"scale": jnp.ones((3, 1))}, r"scale has shape \(3, 1\)"),
+        ({"scale": jnp.ones(4)}, r"scale has shape \(4,\)"),
+        ({"scale": 1.0, "zero_point": 0.5}, "zero_point has dtype float32"),
+        (
+            {"scale": jnp.ones((1, 4)), "zero_point": jnp.ones(4, int)},
+            r"zero_point has shape \(4,\)",
+        ),
+    ],
+)
+def test_errors(change, message):
+    arguments = {"x": jnp.ones((4, 4))} | change
+    for name in ("quantize", "fake_quantize"):
+        with pytest.raises(ValueError, match=f"^{name}: .*{message}"):
+            getattr(jaxfused, name)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "int4"}, "dtype is 'int4', but activations are quantised to a byte"),
+        ({"x": jnp.ones(())}, r"axis is -1, but x has shape \(\)"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of quantize_rows yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of quantize_rows yet"),
+    ],
+)
+def test_quantize_rows_errors(change, message):
+    with pytest.raises(ValueError, match=f"quantize_rows: .*{message}"):
+        jaxfused.quantize_rows(**({"x": jnp.ones((4, 4))} | change))

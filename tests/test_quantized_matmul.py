@@ -1,0 +1,216 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused.reference.activation import activate
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.quantized_matmul import CASES
+from tests.transforms import assert_transforms
+
+
+def plain_matmul(x, w, bias, residual, activation):
+    """As one writes it with the dequantised weights, where all of it runs in x's dtype."""
+    y = x @ w.astype(x.dtype)
+    y = activate(activation, y if bias is None else y + bias)
+    return y if residual is None else y + residual
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "float32") for case in CASES] + [(CASES[1], "float16"), (CASES[2], "bfloat16")],
+    ids=str,
+)
+def test_is_as_accurate_as_jax_numpy(case, dtype):
+    args, w = case.arguments(jnp.dtype(dtype))
+    dequantized = w.dequantize()
+
+    def ours(x, bias, residual):
+        return jaxfused.quantized_matmul(x, w, bias, activation=case.activation, residual=residual)
+
+    def plain(x, bias, residual):
+        return plain_matmul(x, dequantized, bias, residual, case.activation)
+
+    assert_values_and_gradients(ours, plain, *args)
+    assert ours(*args).dtype == dtype
+
+
+@pytest.mark.parametrize("x_dtype", ["int8", "float8_e5m2"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_quantized_inputs(case, x_dtype):
+    (x, bias, residual), w = case.arguments(jnp.float32)
+    q = jaxfused.quantize_rows(x, x_dtype)
+    y = jaxfused.quantized_matmul(q, w, bias, activation=case.activation, residual=residual)
+    truth = np.asarray(q.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64)
+    truth = truth if bias is None else truth + bias
+    with jax.enable_x64(True):
+        truth = np.asarray(activate(case.activation, jnp.asarray(truth)))
+    truth = truth if residual is None else truth + residual
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, truth, atol=2e-6)
+
+
+def test_zero_points_of_both_sides():
+    keys = jax.random.split(jax.random.key(0))
+    x = jaxfused.quantize(jax.random.normal(keys[0], (3, 8)) + 0.5, axis=-1, symmetric=False)
+    w = jaxfused.quantize(jax.random.normal(keys[1], (8, 5)) - 0.5, "int4", symmetric=False)
+    expected = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64)
+    np.testing.assert_allclose(jaxfused.quantized_matmul(x, w), expected, atol=1e-5)
+    by_dequantizing = jaxfused.quantized_matmul(x.dequantize(), w)
+    np.testing.assert_allclose(by_dequantizing, expected, atol=1e-5)
+
+
+def test_integer_sums_are_exact_and_do_not_wrap_around():
+    features = 131072 - 1024
+    x = jaxfused.quantize(jnp.full((1, features), 127.0), axis=-1, scale=1.0)
+    w = jaxfused.quantize(jnp.full((features, 1), 127.0), scale=1.0)
+    y = jaxfused.quantized_matmul(x, w)
+    assert y.item() == np.float32(features * 127 * 127)
+    # In float32 the sum of 2**24 and many ones is 2**24.
+    x = jaxfused.quantize(jnp.ones((1, 2048)).at[0, :1024].set(127.0), axis=-1, scale=1.0)
+    w = jaxfused.quantize(jnp.ones((2048, 1)).at[:1024].set(127.0), scale=1.0)
+    assert jaxfused.quantized_matmul(x, w).item() == 1024 * (127 * 127 + 1)
+
+
+def test_float8_inputs_may_be_large():
+    x = jaxfused.quantize(jnp.full((1, 64), 448.0), "float8_e4m3fn", axis=-1, scale=1.0)
+    w = jaxfused.quantize(jnp.full((64, 1), 57344.0), "float8_e5m2", scale=1.0)
+    assert jaxfused.quantized_matmul(x, w).item() == 64 * 448 * 57344
+
+
+def test_quantized_product_multiplies_integers():
+    x, w = jaxfused.quantize_rows(jnp.ones((2, 8))), jaxfused.quantize(jnp.ones((8, 4)))
+    text = str(jax.make_jaxpr(jaxfused.quantized_matmul)(x, w))
+    assert "dot_general" in text
+    assert "preferred_element_type=int32" in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_backward_keeps_the_weights_quantized(dtype):
+    w = jaxfused.quantize(jnp.ones((64, 48)), "int4", group_size=32)
+    x = jnp.ones((2, 64), dtype)
+    _, vjp = jax.vjp(lambda x: jaxfused.quantized_matmul(x, w, activation="silu"), x)
+    kept = {(a.shape, jnp.dtype(a.dtype)) for a in jax.tree.leaves(vjp)}
+    assert kept == {
+        ((32, 48), jnp.dtype(jnp.uint8)),
+        ((2, 48), jnp.dtype(jnp.float32)),
+        ((2, 48), jnp.dtype(dtype)),
+    }
+
+
+def test_weights_are_frozen():
+    def loss(x, w):
+        return jaxfused.quantized_matmul(x, w).sum()
+
+    w = jaxfused.quantize(jnp.ones((4, 3)))
+    dx, dw = jax.grad(loss, argnums=(0, 1), allow_int=True)(jnp.ones((2, 4)), w)
+    np.testing.assert_allclose(dx, jnp.full((2, 4), 3.0), rtol=1e-6)
+    np.testing.assert_array_equal(dw.scale, jnp.zeros((1, 3)))
+
+
+def test_out_dtype():
+    x, w = jnp.ones((2, 4), jnp.bfloat16), jaxfused.quantize(jnp.ones((4, 3)))
+    q = jaxfused.quantize_rows(x)
+    residual = jnp.ones((2, 3), jnp.float16)
+    assert jaxfused.quantized_matmul(x, w).dtype == jnp.bfloat16
+    assert jaxfused.quantized_matmul(q, w).dtype == jnp.float32
+    for inputs in (x, q):
+        assert jaxfused.quantized_matmul(inputs, w, residual=residual).dtype == jnp.float16
+        y = jaxfused.quantized_matmul(inputs, w, residual=residual, out_dtype=jnp.bfloat16)
+        assert y.dtype == jnp.bfloat16
+
+
+def test_nan_stays_in_its_row():
+    x = jnp.ones((3, 4)).at[1, 2].set(jnp.nan)
+    w = jaxfused.quantize(jnp.ones((4, 2)))
+    expected = [[False] * 2, [True] * 2, [False] * 2]
+    for inputs in (x, jaxfused.quantize_rows(x), jaxfused.quantize_rows(x, "float8_e4m3fn")):
+        np.testing.assert_array_equal(np.isnan(jaxfused.quantized_matmul(inputs, w)), expected)
+
+
+def test_transforms():
+    args, w = CASES[1].arguments(jnp.float32)
+    assert_transforms(
+        lambda x, bias, residual: jaxfused.quantized_matmul(
+            x, w, bias, activation="gelu_tanh", residual=residual
+        ),
+        *args,
+    )
+
+
+def test_scan_over_stacked_layers():
+    w = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3.0
+    layers = jaxfused.quantize(w, "int4", symmetric=False)
+    x = jax.random.normal(jax.random.key(1), (2, 8))
+
+    def loss(x):
+        step = lambda x, w: (jaxfused.quantized_matmul(x, w, activation="silu"), None)  # noqa: E731
+        return jax.lax.scan(step, x, layers)[0].sum()
+
+    def unrolled(x):
+        for layer in layers.dequantize():
+            x = jax.nn.silu(x @ layer)
+        return x.sum()
+
+    value, dx = jax.jit(jax.value_and_grad(loss))(x)
+    expected, expected_dx = jax.value_and_grad(unrolled)(x)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(dx, expected_dx, atol=1e-6)
+
+
+def test_derivatives_of_both_orders():
+    with jax.enable_x64(True):
+        args, w = CASES[1].arguments(jnp.float64)
+        check_grads(
+            jax.jit(
+                lambda x, bias, residual: jaxfused.quantized_matmul(
+                    x, w, bias, activation="silu", residual=residual
+                )
+            ),
+            args,
+            order=2,
+            modes="rev",
+        )
+
+
+_W = jaxfused.quantize(jnp.ones((4, 6)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"w": jnp.ones((4, 6))}, r"w is a .*pass jaxfused.quantize\(w\)"),
+        ({"w": jaxfused.quantize(jnp.ones((4, 6)), axis=-1)}, "w was quantised along axis -1"),
+        ({"x": jaxfused.quantize(jnp.ones((2, 4)))}, r"x was quantised .*quantize_rows\(x\)"),
+        ({"x": jaxfused.quantize_rows(jnp.ones((2, 3)))}, r"w has shape \(4, 6\), but x has 3"),
+        ({"x": jnp.ones(())}, r"x has shape \(\)"),
+        ({"x": jnp.ones((2, 4), int)}, "x has dtype int32"),
+        ({"w": jaxfused.quantize(jnp.ones((2, 4, 6)))}, r"w has shape \(2, 4, 6\)"),
+        ({"bias": jnp.ones(4)}, r"bias has shape \(4,\)"),
+        ({"bias": jnp.ones(6, int)}, "bias has dtype int32"),
+        ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 6\)"),
+        ({"activation": "tanh"}, "activation='tanh' is not known"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of quantized_matmul yet"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of quantized_matmul yet"),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}"):
+        jaxfused.quantized_matmul(**({"x": jnp.ones((2, 4)), "w": _W} | change))
+
+
+def test_refuses_sums_that_int32_cannot_hold():
+    def shape(features, symmetric):
+        x = jax.eval_shape(
+            lambda x: jaxfused.quantize(x, axis=-1, symmetric=symmetric), jnp.ones((1, features))
+        )
+        w = jax.eval_shape(jaxfused.quantize, jnp.ones((features, 1)))
+        return jax.eval_shape(jaxfused.quantized_matmul, x, w).shape
+
+    assert shape(131071, True) == (1, 1)
+    assert shape(65793, False) == (1, 1)
+    for features, symmetric in ((131072, True), (65794, False)):
+        with pytest.raises(ValueError, match=f"w has {features} input features"):
+            shape(features, symmetric)
