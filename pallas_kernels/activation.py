@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-NAMES = ("relu", "gelu_tanh", "gelu_erf", "silu")
+NAMES = ("relu", "relu2", "gelu_tanh", "gelu_erf", "silu")
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
@@ -21,6 +21,8 @@ def activation(name: str | None, x: jax.Array) -> jax.Array:
             return x
         case "relu":
             return jnp.maximum(x, 0.0)
+        case "relu2":
+            return jnp.maximum(x, 0.0) * jnp.maximum(x, 0.0)
         case "silu":
             return x * _sigmoid(x)
         case "gelu_tanh":
@@ -37,6 +39,8 @@ def derivative(name: str | None, x: jax.Array) -> jax.Array | float:
             return 1.0
         case "relu":
             return jnp.where(x > 0.0, 1.0, 0.0)
+        case "relu2":
+            return 2.0 * jnp.maximum(x, 0.0)
         case "silu":
             s = _sigmoid(x)
             return s * (1.0 + x * (1.0 - s))

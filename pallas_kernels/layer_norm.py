@@ -24,34 +24,34 @@ _LARGEST_FEATURES = 16384
 """Beyond it the backward's sums no longer fit into the registers of one CTA."""
 
 
-def default_forward_config(features: int, itemsize: int, matrices: int) -> RowConfig:
-    """The measured choice for rows of `features`, reading `matrices` arrays (2 with a residual)."""
+def default_forward_config(rows: int, features: int, itemsize: int, matrices: int) -> RowConfig:
+    """The measured choice for [rows, features], reading `matrices` arrays (2 with a residual)."""
     row_bytes = features * itemsize * matrices
     if _row_per_warp(features):
-        # The shorter the row, the more CTAs, or too few bytes are in flight.
-        ctas = 4 if features > 512 else 8 if features > 256 else 16
-        ctas = _slots(ctas, 3 * WARPS * row_bytes)
-        slots = _slots(4, ctas * WARPS * row_bytes)
-        return RowConfig(True, warpgroups=1, slots=slots, ctas_per_multiprocessor=ctas)
+        lines = _lines(rows, 4096 // (features * itemsize))
+        ctas = _slots(8 if features <= 512 else 4, 3 * lines * row_bytes)
+        slots = _slots(4, ctas * lines * row_bytes)
+        return RowConfig(True, 1, slots, ctas_per_multiprocessor=ctas, lines=lines)
     # [8192, 4096]: 36.5 us with 8 CTAs, 38.0 with 4; [4096, 16384]: 72.6 us with 2 slots and
     # 3 CTAs, 76.1 with 3 and 2, 78.3 with one CTA of 4 warpgroups.
     warpgroups = 1 if features <= 4096 or features % 512 else 2
-    ctas = max(1, _slots(8, (3 if row_bytes < 32768 else 2) * row_bytes))
-    slots = _slots(3, ctas * row_bytes)
-    return RowConfig(False, warpgroups=warpgroups, slots=slots, ctas_per_multiprocessor=ctas)
+    ctas = max(1, _slots(8 // warpgroups, (3 if row_bytes < 32768 else 2) * row_bytes))
+    slots = _slots(4, ctas * row_bytes)
+    return RowConfig(False, warpgroups, slots, ctas_per_multiprocessor=ctas)
 
 
-def default_backward_config(features: int, itemsize: int, matrices: int) -> RowConfig:
-    """The measured choice for rows of `features`, reading `matrices` arrays (3 with a residual)."""
+def default_backward_config(rows: int, features: int, itemsize: int, matrices: int) -> RowConfig:
+    """The measured choice for [rows, features], reading `matrices` arrays (3 with a residual)."""
     row_bytes = features * itemsize * matrices
     if _row_per_warp(features):
         # [16384, 1024]: 29.3 us with 2 warpgroups a multiprocessor, 49.8 with 3, whose registers
         # spill. One CTA with 2 leaves half the partial sums of 2 CTAs.
-        ctas = min(8, max(1, 512 // features))
-        sums_bytes = 2 * WARPS * features * 4
-        slots = _slots(3, ctas * 2 * WARPS * row_bytes, reserved=ctas * sums_bytes)
-        return RowConfig(True, warpgroups=2, slots=slots, ctas_per_multiprocessor=ctas)
-    if features > 8192 and features % 4096 == 0:
+        lines = _lines(rows, 8192 // (features * itemsize))
+        ctas = max(1, 256 // features)
+        sums_bytes = 2 * lines * features * 4
+        slots = _slots(3, ctas * 2 * lines * row_bytes, reserved=ctas * sums_bytes)
+        return RowConfig(True, 2, slots, ctas_per_multiprocessor=ctas, lines=lines)
+    if features > 8192 and features % 2048 == 0:
         # A row and its sums do not fit into the registers together: 174 us for [4096, 16384] when
         # the tile is read again from shared memory, 326 when registers spill.
         slots = _slots(2, row_bytes)
@@ -61,13 +61,22 @@ def default_backward_config(features: int, itemsize: int, matrices: int) -> RowC
             slots=slots,
             ctas_per_multiprocessor=1,
             chunks=features // 2048,
-            resident=False,
+            keeps_tile=False,
+            keeps_vectors=False,
         )
-    # [8192, 4096]: 55.4 us with 1 warpgroup and 2 CTAs; [16384, 8192]: 201 us with 2 and 1.
+    # [8192, 2048]: 36.3 us with 4 CTAs, 40.4 with 2; [8192, 4096]: 55.4 us with 1 warpgroup and
+    # 2 CTAs; [16384, 8192]: 201 us with 2 and 1.
     warpgroups = 1 if features <= 4096 or features % 512 else 2
-    ctas = 2 if features <= 4096 else 1
-    slots = _slots(3, ctas * row_bytes)
-    return RowConfig(False, warpgroups=warpgroups, slots=slots, ctas_per_multiprocessor=ctas)
+    ctas = 4 if features <= 2048 else 2 if features <= 4096 else 1
+    slots = _slots(4 if features <= 2048 else 3, ctas * row_bytes)
+    return RowConfig(False, warpgroups, slots, ctas_per_multiprocessor=ctas)
+
+
+def _lines(rows: int, wanted: int) -> int:
+    """Rows of a tile: with few features more of them, or the copies are small and the sums wait."""
+    if rows < 4 * WARPS:
+        return WARPS
+    return min(4, max(1, wanted // WARPS)) * WARPS
 
 
 def _row_per_warp(features: int) -> bool:
@@ -103,7 +112,7 @@ def why_unsupported(
         (default_backward_config, 2 + residual),
     ):
         try:
-            reason = default_config(features, itemsize, matrices).why_unfit(rows, features)
+            reason = default_config(rows, features, itemsize, matrices).why_unfit(rows, features)
         except ValueError:
             reason = f"{matrices} rows of {features} {dtype} do not fit into shared memory"
         if reason is not None:
@@ -132,7 +141,7 @@ def forward(
     matrices = {"x": x} | ({} if residual is None else {"residual": residual})
     vectors = {"scale": scale, "bias": bias, "pre_bias": pre_bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    config = config or default_forward_config(features, x.dtype.itemsize, len(matrices))
+    config = config or default_forward_config(rows, features, x.dtype.itemsize, len(matrices))
     tiles = RowTiles.plan(config, rows, features, 1, multiprocessors)
     layout = tiles.layout(x.dtype.itemsize)
 
@@ -150,7 +159,7 @@ def forward(
     def layer_norm_forward(*refs, ring_barriers, exchange_smem, exchange_barrier, **ring):
         gmem = dict(zip(names, refs, strict=True))
         place = tiles.place()
-        parameters = _parameters(tiles, {name: gmem[name] for name in vectors}, place, layout)
+        parameters = {name: tiles.vector(gmem[name], place, layout) for name in vectors}
 
         def norm_tile(step_idx, row, slot_smem, _):
             def total(line, parity):
@@ -266,7 +275,7 @@ def backward(
         for name, vector in {"scale": scale, "bias": bias, "pre_bias": pre_bias}.items()
         if vector is not None
     ]
-    config = config or default_backward_config(features, h.dtype.itemsize, len(matrices))
+    config = config or default_backward_config(rows, features, h.dtype.itemsize, len(matrices))
     tiles = RowTiles.plan(config, rows, features, segments, multiprocessors)
     layout = tiles.layout(h.dtype.itemsize)
 
@@ -278,7 +287,7 @@ def backward(
     def layer_norm_backward(*refs, ring_barriers, exchange_smem, exchange_barrier, **smem):
         gmem = dict(zip(names, refs, strict=True))
         place = tiles.place()
-        parameters = _parameters(tiles, {name: gmem[name] for name in vectors}, place, layout)
+        parameters = {name: tiles.vector(gmem[name], place, layout) for name in vectors}
 
         def gradient_tile(step_idx, row, slot_smem, carry):
             sums_so_far, row_statistics = carry
@@ -391,11 +400,3 @@ def backward(
         gradients.get("bias"),
         gradients.get("pre_bias"),
     )
-
-
-def _parameters(tiles: RowTiles, refs: dict[str, Any], place, layout) -> dict[str, Any]:
-    """For each per-feature vector, a function from the column block to its values."""
-    return {
-        name: tiles.per_chunk(lambda chunk, ref=ref: tiles.load_vector(ref, place, chunk, layout))
-        for name, ref in refs.items()
-    }

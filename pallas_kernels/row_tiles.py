@@ -1,8 +1,8 @@
 """How the rows of a matrix are spread over warps: the frame of the normalisation kernels.
 
-A warp holds a whole row ("row per warp", short rows) or a part of one, with all warps of a CTA sharing
-the row ("row per CTA", long rows). Either way a warpgroup works on a [4, width] tile, one line of it
-for each of its four warps, and a sum over a line is a warp shuffle. Sums that leave the warp go through
+A warp holds whole rows ("row per warp", short rows), or all warps of a CTA share each row ("row per
+CTA", long rows). Either way a warpgroup works on a [lines, width] tile, of which each of its four warps
+holds every fourth line, and a sum over a line is a warp shuffle. Sums that leave the warp go through
 shared memory of our own: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
 
 Tiles arrive through a ring of bulk copies, so that the memory stays busy whatever the warps do.
@@ -37,15 +37,21 @@ class RowConfig:
     slots: int
     """Tiles that a warpgroup keeps in flight."""
     ctas_per_multiprocessor: int
+    lines: int = WARPS
+    """Lines of a tile: with a row per warp, as many rows; with a row per CTA, its four warps' parts."""
     chunks: int = 1
     """Column blocks into which a line is cut, to bound what is live in registers at once."""
-    resident: bool = True
-    """Keep a tile and the parameters in registers; otherwise read them again for each pass."""
+    keeps_tile: bool = True
+    """Keep a tile in registers; otherwise read it from shared memory again for each pass."""
+    keeps_vectors: bool = True
+    """Keep per-feature vectors in registers; otherwise read them from the cache for each tile."""
 
     def __post_init__(self) -> None:
         for name in ("warpgroups", "slots", "ctas_per_multiprocessor", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RowConfig: {name} must be at least 1, got {getattr(self, name)}")
+        if self.lines % WARPS or (self.lines != WARPS and not self.row_per_warp):
+            raise ValueError(f"RowConfig: lines must be {WARPS} a warp's row, got {self.lines}")
 
     def width(self, features: int) -> int:
         """Columns of a warpgroup's tile."""
@@ -58,8 +64,8 @@ class RowConfig:
             step *= WARPS * self.warpgroups
         if features % step:
             return f"the number of features must be a multiple of {step}, got {features}"
-        if self.row_per_warp and rows < WARPS:
-            return f"there must be at least {WARPS} rows, got {rows}"
+        if self.row_per_warp and 0 < rows < self.lines:
+            return f"there must be at least {self.lines} rows, got {rows}"
         return None
 
 
@@ -90,7 +96,7 @@ class RowTiles:
         reason = config.why_unfit(rows, features)
         if reason is not None:
             raise ValueError(f"RowTiles: {reason}")
-        rows_per_cta = WARPS * config.warpgroups if config.row_per_warp else 1
+        rows_per_cta = config.lines * config.warpgroups if config.row_per_warp else 1
         most = -(-(rows // segments) // rows_per_cta)
         resident = multiprocessors * config.ctas_per_multiprocessor
         return cls(config, rows, features, segments, max(1, min(most, resident // segments)))
@@ -110,12 +116,12 @@ class RowTiles:
     @property
     def shape(self) -> tuple[int, int]:
         """Of one column chunk of a tile."""
-        return (WARPS, self.chunk_width)
+        return (self.config.lines, self.chunk_width)
 
     @property
     def ragged(self) -> bool:
         """Whether some tile holds rows that another tile counts."""
-        return self.config.row_per_warp and (self.rows // self.segments) % WARPS != 0
+        return self.config.row_per_warp and (self.rows // self.segments) % self.config.lines != 0
 
     def layout(self, itemsize: int) -> plgpu.Layout:
         """Registers of a chunk: one line a warp, each lane 16 contiguous bytes at a time if it can."""
@@ -170,13 +176,14 @@ class RowTiles:
         return pl.ds(chunk * self.chunk_width, self.chunk_width)
 
     def per_chunk(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
-        """`f` of each column block: computed here and kept, or on every call if not resident."""
-        if not self.config.resident:
-            return f
+        """`f` of each column block of a tile: computed here and kept, or again on every call."""
+        return self._kept(f) if self.config.keeps_tile else f
+
+    def _kept(self, f: Callable[[int], Any]) -> Callable[[int], Any]:
         return [f(chunk) for chunk in range(self.config.chunks)].__getitem__
 
     def line_sum(self, f: Callable[[int], jax.Array]) -> jax.Array:
-        """[4]: the sum over each line of `f` of its column blocks."""
+        """[lines]: the sum over each line of `f` of its column blocks."""
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
     def load(self, smem, chunk: int, layout: plgpu.Layout) -> jax.Array:
@@ -184,14 +191,18 @@ class RowTiles:
         block = smem.at[:, self.columns(chunk)]
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
-    def load_vector(self, ref, place, chunk: int, layout: plgpu.Layout) -> jax.Array:
-        """A column block of a per-feature vector, as float32 of the tile's shape."""
-        columns = self.columns(chunk)
-        if self.config.row_per_warp:
-            line = plgpu.load(ref.at[columns], layout=layout.reduce(0), optimized=False)
-            return lax.broadcast_in_dim(line.astype(jnp.float32), self.shape, (1,))
-        lines = ref.at[self.lines(place), columns]
-        return plgpu.load(lines, layout=layout, optimized=False).astype(jnp.float32)
+    def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
+        """Column blocks of a per-feature vector, as float32 of the tile's shape."""
+
+        def load(chunk):
+            columns = self.columns(chunk)
+            if self.config.row_per_warp:
+                line = plgpu.load(ref.at[columns], layout=layout.reduce(0), optimized=False)
+                return lax.broadcast_in_dim(line.astype(jnp.float32), self.shape, (1,))
+            lines = ref.at[self.lines(place), columns]
+            return plgpu.load(lines, layout=layout, optimized=False).astype(jnp.float32)
+
+        return self._kept(load) if self.config.keeps_vectors else load
 
     def store(self, ref, place, row, chunk: int, value: jax.Array) -> None:
         """Writes a column block of the tile at `row` of a matrix in global memory."""
@@ -207,7 +218,7 @@ class RowTiles:
         """Tiles that this warpgroup works through."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
-        tiles = -(-rows // WARPS) if self.config.row_per_warp else rows
+        tiles = -(-rows // self.config.lines) if self.config.row_per_warp else rows
         return lax.div(jnp.int32(tiles - 1) - first, jnp.int32(step)) + 1
 
     def _first_and_step(self, place):
@@ -230,15 +241,15 @@ class RowTiles:
         tile = first + step_idx * step
         if not self.config.row_per_warp:
             return segment_start + tile
-        row = segment_start + tile * WARPS
-        return jnp.minimum(row, self.rows - WARPS) if self.ragged else row
+        row = segment_start + tile * self.config.lines
+        return jnp.minimum(row, self.rows - self.config.lines) if self.ragged else row
 
     def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
         """Which elements of a ragged tile are this tile's own, not another tile's or segment's."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
         segment_start = lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment)) * rows
-        start = segment_start + (first + step_idx * step) * WARPS
+        start = segment_start + (first + step_idx * step) * self.config.lines
         line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=layout)
         row = line + self.first_row(place, step_idx)
         return (row >= start) & (row < segment_start + rows)
@@ -246,20 +257,20 @@ class RowTiles:
     def tile(self, ref, place, row):
         """The tile that starts at `row` of a matrix in global memory."""
         if self.config.row_per_warp:
-            return ref.at[pl.ds(row, WARPS)]
+            return ref.at[pl.ds(row, self.config.lines)]
         return ref.at[row, self.lines(place)]
 
     def load_statistic(self, ref, row) -> jax.Array:
         """One float32 a row of the tile at `row`, as `total` returns it."""
         if self.config.row_per_warp:
             layout = self.layout(4).reduce(1)
-            return plgpu.load(ref.at[pl.ds(row, WARPS)], layout=layout, optimized=False)
+            return plgpu.load(self.tile(ref, None, row), layout=layout, optimized=False)
         return ref[row]
 
     def store_statistic(self, ref, place, row, value: jax.Array) -> None:
         """Writes what `load_statistic` reads."""
         if self.config.row_per_warp:
-            ref[pl.ds(row, WARPS)] = value
+            self.tile(ref, place, row)[...] = value
             return
 
         @pl.when(place.wg_idx == 0)
@@ -274,7 +285,7 @@ class RowTiles:
         """Scratch that `store_partial` needs."""
         if not self.config.row_per_warp:
             return {}
-        shape = (self.config.warpgroups, WARPS, self.features)
+        shape = (self.config.warpgroups, self.config.lines, self.features)
         return dict(partial_smem=plgpu.SMEM(shape, jnp.float32))
 
     def store_partial(
@@ -304,16 +315,16 @@ class RowTiles:
         def _():
             ref[...] = _sum_pairwise(
                 [
-                    plgpu.load(partial_smem.at[other, warp], layout=layout, optimized=False)
-                    for other in range(self.config.warpgroups)
-                    for warp in range(WARPS)
+                    plgpu.load(partial_smem.at[wg_idx, line], layout=layout, optimized=False)
+                    for wg_idx in range(self.config.warpgroups)
+                    for line in range(self.config.lines)
                 ]
             )
 
         synchronize()
 
     def total(self, lines: list[jax.Array], exchange_smem, exchange_barrier, parity, place: Place):
-        """Sums over whole rows of quantities summed over lines ([4] each) before.
+        """Sums over whole rows of quantities summed over lines ([lines] each) before.
 
         `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
         that a fast warpgroup never overwrites what a slow one still reads.
@@ -346,7 +357,7 @@ class RowTiles:
 
     def ring_scratch(self, dtypes: dict[str, jnp.dtype]) -> dict[str, object]:
         """The ring's slots for each matrix that is read, and its barriers."""
-        shape = (self.config.warpgroups, self.config.slots, WARPS, self.width)
+        shape = (self.config.warpgroups, self.config.slots, self.config.lines, self.width)
         scratch: dict[str, object] = {
             f"{name}_smem": plgpu.SMEM(shape, dtype) for name, dtype in dtypes.items()
         }
