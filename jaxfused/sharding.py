@@ -91,17 +91,16 @@ def per_shard(
         results = jax.shard_map(
             functools.partial(call.on_shards, places),
             mesh=mesh,
-            axis_names=unsettled,
+            # Without names: all but those that an enclosing `jax.vmap` has taken for its batch.
+            axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
             out_specs=tuple(_spec(letters, places) for letters in call.present_results),
-            check_vma=False,
         )(*present)
     elif mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
         results = call.on_shards({}, *present)
     else:
         results = _partitioned(call, *present)
-    # A kernel's results do not say by themselves that they vary as its operands do.
-    remaining = iter(_vary(results, _varying(present)))
+    remaining = iter(results)
     return tuple(None if letters is None else next(remaining) for letters in result_axes)
 
 
@@ -163,16 +162,19 @@ class _Call:
 
     def on_shards(self, places: Places, *shards: jax.Array) -> tuple[jax.Array, ...]:
         """The results that are there, from the shards of the operands that are there."""
-        remaining = iter(shards)
+        varying = _varying(shards)
+        remaining = iter(_vary(shards, varying))
         results = self.f(
             *(None if letters is None else next(remaining) for letters in self.operand_axes)
         )
+        present = [result for result in results if result is not None]
+        # A kernel's results do not say by themselves that they vary as its operands do.
         return tuple(
             lax.psum(
-                result, [n for letter in places if letter not in letters for n in places[letter]]
+                result,
+                tuple(n for letter in places if letter not in letters for n in places[letter]),
             )
-            for result, letters in zip(results, self.result_axes, strict=True)
-            if result is not None and letters is not None
+            for result, letters in zip(_vary(present, varying), self.present_results, strict=True)
         )
 
 

@@ -387,30 +387,37 @@ def test_equal_functions_compile_once(monkeypatch):
 
 
 @pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
-def test_kernels_lower_for_many_gpus_without_one(hopper, manual):
+@pytest.mark.parametrize("implementation", ("pallas", "cuda"))
+def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual):
     """The real kernels, on the shards of eight GPUs that are not there."""
+    missing = jaxfused.cuda.library.why_unavailable() if implementation == "cuda" else None
+    if missing is not None:
+        pytest.skip(missing)
     mesh = AbstractMesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
 
     def array(spec, *shape):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
-    rows, parameter = array(ROWS, 64, 128, 768), array(P(), 768)
+    rows, parameter = array(ROWS, 64, 128, 768), array(SHARED, 768)
     arguments = Inputs(rows, rows, rows, parameter, parameter, parameter)
+    f = functools.partial(loss_and_gradients, implementation)
     if manual:
-
-        def f(inputs):
-            return jax.shard_map(
-                kernel,
-                in_specs=(specs(ROWS),),
-                out_specs=(ROWS, ROWS, ROWS, P(), P(), P()),
-                mesh=mesh,
-            )(inputs)
-    else:
-        f = kernel
+        f = jax.shard_map(
+            f,
+            mesh=mesh,
+            in_specs=(specs(ROWS),),
+            out_specs=(ROWS, ROWS, ROWS, SHARED, SHARED, SHARED),
+        )
+    target = dict(pallas="mosaic_gpu_v2", cuda="jaxfused_layer_norm_")[implementation]
     exported = jax.export.export(
         jax.jit(f),
         platforms=["cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")],
+        disabled_checks=[
+            jax.export.DisabledSafetyCheck.custom_call(name)
+            for name in ("mosaic_gpu_v2", *jaxfused.cuda.library.TARGETS)
+        ],
     )(arguments)
     assert exported.nr_devices == DEVICES
-    assert "mosaic_gpu" in exported.mlir_module()
+    # Each device works on 32 x 32 rows of its own.
+    assert target in exported.mlir_module()
+    assert "tensor<1024x768xbf16>" in exported.mlir_module()

@@ -71,7 +71,7 @@ def forward(
     )
     y, next_residual, mean, rstd = call(
         x,
-        *_operands(scale, bias, residual, pre_bias),
+        *_operands(x, scale, bias, residual, pre_bias),
         **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
     )
     return (
@@ -117,11 +117,11 @@ def backward(
     )
     dx, *gradients = call(
         dy,
-        *_operands(dnext_residual),
+        *_operands(h, dnext_residual),
         h,
-        *_operands(mean),
+        *_operands(h, mean),
         rstd,
-        *_operands(*parameters),
+        *_operands(h, *parameters),
         segments=np.int64(segments),
         **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
     )
@@ -132,9 +132,13 @@ def backward(
     return dx, dscale, dbias, dpre_bias
 
 
-def _operands(*arrays: jax.Array | None) -> list[jax.Array]:
-    """The arrays as a handler takes them: one that is absent travels without elements."""
-    return [jnp.zeros((0,), jnp.float32) if a is None else a for a in arrays]
+def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
+    """The arrays as a handler takes them: one that is absent travels without elements.
+
+    It is made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
+    """
+    absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+    return [absent if a is None else a for a in arrays]
 
 
 def _result(shape: tuple[int, ...], dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
