@@ -12,5 +12,6 @@ from jaxfused.linen.layer_norm import RMSNorm as RMSNorm
 from jaxfused.linen.linear import Dense as Dense
 from jaxfused.linen.mlp import MLP as MLP
 from jaxfused.linen.mlp import GatedMLP as GatedMLP
+from jaxfused.linen.quantized_linear import QuantizedDense as QuantizedDense
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock

@@ -1,15 +1,17 @@
 """Dense for Flax Linen: Flax's own parameters, this package's operator."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+from flax.linen.dtypes import promote_dtype
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
 
 
 class Dense(linen.Dense):
@@ -24,6 +26,7 @@ class Dense(linen.Dense):
       each is rounded once, where Flax rounds the product, then the sum.
     - A `dot_general`, `dot_general_cls` or `promote_dtype` of one's own and complex numbers run
       Flax's code. Together with `residual` or a named kernel they raise.
+    - The kernel may be a `jaxfused.QuantizedKernel`, as `jaxfused.quantize_params` puts it there.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -74,14 +77,9 @@ class Dense(linen.Dense):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        kernel = self.param(
-            "kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype
-        )
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return ops.linear.linear(
-            inputs.astype(canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+        kernel, bias = _parameters(self, inputs.shape[-1])
+        return linear(
+            promoted(inputs, kernel, bias, dtype=self.dtype),
             kernel,
             bias,
             activation=self.activation,
@@ -116,11 +114,23 @@ class Affine(linen.Module):
     bias_init: Initializer = linen.initializers.zeros
 
     @linen.compact
-    def __call__(self, in_features: int) -> tuple[jax.Array, jax.Array | None]:
+    def __call__(self, in_features: int) -> tuple[Kernel, jax.Array | None]:
         """(kernel [in_features, F], bias [F] or None)."""
-        shape = (in_features, self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return kernel, bias
+        return _parameters(self, in_features)
+
+
+def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]:
+    """Kernel and bias of a `Dense` or `Affine`; the kernel may be given quantised."""
+    shape = (in_features, layer.features)
+    kernel = layer.get_variable("params", "kernel")
+    if not isinstance(kernel, QuantizedKernel):
+        kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    elif kernel.array.shape != shape:
+        raise ValueError(
+            f"{layer.name}: the quantised kernel has shape {kernel.array.shape}, but the layer is of"
+            f" {in_features} inputs and {layer.features} outputs; pass one of shape {shape}."
+        )
+    bias = None
+    if layer.use_bias:
+        bias = layer.param("bias", layer.bias_init, shape[1:], layer.param_dtype)
+    return kernel, bias

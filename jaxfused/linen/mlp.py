@@ -5,13 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.dtypes import canonicalize_dtype
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.linear import Affine
+from jaxfused.modules.mlp import gated_mlp, mlp
 from jaxfused.ops.mlp import Save
 
 
@@ -75,14 +74,11 @@ class MLP(linen.Module):
         )
         in_features, hidden = x.shape[-1], self.hidden_features
         out_features = in_features if self.out_features is None else self.out_features
-        w1, b1 = affine(hidden, name="up")(in_features)
-        w2, b2 = affine(out_features, name="down")(hidden)
-        return ops.mlp.mlp(
-            x.astype(canonicalize_dtype(x, w1, b1, w2, b2, dtype=self.dtype)),
-            w1,
-            b1,
-            w2,
-            b2,
+        return mlp(
+            x,
+            affine(hidden, name="up")(in_features),
+            affine(out_features, name="down")(hidden),
+            dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,
@@ -152,18 +148,12 @@ class GatedMLP(linen.Module):
         )
         in_features, hidden = x.shape[-1], self.hidden_features
         out_features = in_features if self.out_features is None else self.out_features
-        w_gate, b_gate = affine(hidden, name="gate")(in_features)
-        w_up, b_up = affine(hidden, name="up")(in_features)
-        w_down, b_down = affine(out_features, name="down")(hidden)
-        dtype = canonicalize_dtype(x, w_gate, b_gate, w_up, b_up, w_down, b_down, dtype=self.dtype)
-        return ops.mlp.gated_mlp(
-            x.astype(dtype),
-            w_gate,
-            w_up,
-            w_down,
-            b_gate=b_gate,
-            b_up=b_up,
-            b_down=b_down,
+        return gated_mlp(
+            x,
+            affine(hidden, name="gate")(in_features),
+            affine(hidden, name="up")(in_features),
+            affine(out_features, name="down")(hidden),
+            dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.attention import attend
+from jaxfused.modules.linear import Kernel, QuantizedKernel, linear
 from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.ops.layer_norm import rms_norm
 
 Norm = Literal["layer_norm", "rms_norm"]
 
@@ -42,7 +45,7 @@ def normalise(
 
 def self_attention(
     y: jax.Array,
-    kernel: jax.Array,
+    kernel: Kernel,
     bias: jax.Array | None,
     query_scale: jax.Array | None,
     key_scale: jax.Array | None,
@@ -69,22 +72,45 @@ def self_attention(
     Returns:
       [..., T, num_heads * head size].
     """
+
+    def norm(heads: jax.Array, scale: jax.Array) -> jax.Array:
+        normed = rms_norm(heads, scale, epsilon=epsilon, implementation=implementation)
+        assert isinstance(normed, jax.Array)
+        return normed
+
     cos, sin = (None, None) if tables is None else tables
-    query, key, value = ops.qkv_projection.qkv_projection(
-        y,
-        kernel,
-        bias,
-        heads=num_heads,
-        key_heads=num_kv_heads,
-        q_scale=query_scale,
-        k_scale=key_scale,
-        epsilon=epsilon,
-        cos=cos,
-        sin=sin,
-        interleaved=interleaved,
-        precision=precision,
-        implementation=implementation,
-    )
+    if isinstance(kernel, QuantizedKernel):
+        projected = linear(y, kernel, bias, precision=precision, implementation=implementation)
+        projected = projected.reshape(*y.shape[:-1], num_heads + 2 * num_kv_heads, -1)
+        query, key, value = jnp.split(projected, (num_heads, num_heads + num_kv_heads), axis=-2)
+        if query_scale is not None and key_scale is not None:
+            query = norm(query, query_scale)
+            key = norm(key, key_scale)
+        if tables is not None:
+            query, key = ops.rope.rope(
+                query,
+                key,
+                cos=cos,
+                sin=sin,
+                interleaved=interleaved,
+                implementation=implementation,
+            )
+    else:
+        query, key, value = ops.qkv_projection.qkv_projection(
+            y,
+            kernel,
+            bias,
+            heads=num_heads,
+            key_heads=num_kv_heads,
+            q_scale=query_scale,
+            k_scale=key_scale,
+            epsilon=epsilon,
+            cos=cos,
+            sin=sin,
+            interleaved=interleaved,
+            precision=precision,
+            implementation=implementation,
+        )
     attended = attend(
         query,
         key,

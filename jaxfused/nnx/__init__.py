@@ -11,5 +11,6 @@ from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
 from jaxfused.nnx.linear import Linear as Linear
 from jaxfused.nnx.mlp import MLP as MLP
 from jaxfused.nnx.mlp import GatedMLP as GatedMLP
+from jaxfused.nnx.quantized_linear import QuantizedLinear as QuantizedLinear
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock

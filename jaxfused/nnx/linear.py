@@ -11,9 +11,10 @@ from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.linear import Kernel, linear, promoted
+from jaxfused.nnx.quantized_linear import QuantizedLinear
 
 
 class Linear(nnx.Linear):
@@ -114,7 +115,8 @@ class Linear(nnx.Linear):
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
         inputs = jnp.asarray(inputs)
-        kernel, bias = affine(self)
+        kernel = self.kernel[...]
+        bias = None if self.bias is None else self.bias[...]
         reason = why_given(
             dot_general=self.dot_general is not jax.lax.dot_general,
             promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
@@ -130,8 +132,8 @@ class Linear(nnx.Linear):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        return ops.linear.linear(
-            inputs.astype(dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+        return linear(
+            promoted(inputs, kernel, bias, dtype=self.dtype),
             kernel,
             bias,
             activation=self.activation,
@@ -141,6 +143,6 @@ class Linear(nnx.Linear):
         )
 
 
-def affine(linear: nnx.Linear) -> tuple[jax.Array, jax.Array | None]:
+def affine(layer: nnx.Linear | QuantizedLinear) -> tuple[Kernel, jax.Array | None]:
     """(kernel, bias) of a linear layer, for an operator that takes them beside others."""
-    return linear.kernel.get_value(), None if linear.bias is None else linear.bias.get_value()
+    return layer.kernel.get_value(), None if layer.bias is None else layer.bias.get_value()

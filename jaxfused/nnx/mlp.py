@@ -5,12 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import canonicalize_dtype
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.mlp import gated_mlp, mlp
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.ops.mlp import Save
 
@@ -89,13 +88,11 @@ class MLP(nnx.Module):
         Returns:
           [..., E], of the residual's dtype where there is one.
         """
-        (w1, b1), (w2, b2) = affine(self.up), affine(self.down)
-        return ops.mlp.mlp(
-            x.astype(canonicalize_dtype(x, w1, b1, w2, b2, dtype=self.dtype)),
-            w1,
-            b1,
-            w2,
-            b2,
+        return mlp(
+            x,
+            affine(self.up),
+            affine(self.down),
+            dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,
@@ -180,17 +177,12 @@ class GatedMLP(nnx.Module):
         Returns:
           [..., E], of the residual's dtype where there is one.
         """
-        (w_gate, b_gate), (w_up, b_up) = affine(self.gate), affine(self.up)
-        w_down, b_down = affine(self.down)
-        dtype = canonicalize_dtype(x, w_gate, b_gate, w_up, b_up, w_down, b_down, dtype=self.dtype)
-        return ops.mlp.gated_mlp(
-            x.astype(dtype),
-            w_gate,
-            w_up,
-            w_down,
-            b_gate=b_gate,
-            b_up=b_up,
-            b_down=b_down,
+        return gated_mlp(
+            x,
+            affine(self.gate),
+            affine(self.up),
+            affine(self.down),
+            dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,

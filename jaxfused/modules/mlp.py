@@ -1,0 +1,99 @@
+"""The perceptrons of nnx and linen: one operator, or linear layers where a kernel is quantised."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
+from jaxfused.ops.mlp import Save
+
+Layer = tuple[Kernel, jax.Array | None]
+
+
+def mlp(
+    x: jax.Array,
+    up: Layer,
+    down: Layer,
+    *,
+    dtype: Any,
+    activation: str | None,
+    residual: jax.Array | None,
+    save: Save,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """`jaxfused.mlp` of the (kernel, bias) of both layers."""
+    x = promoted(x, *up, *down, dtype=dtype)
+    (w1, b1), (w2, b2) = up, down
+    if not (isinstance(w1, QuantizedKernel) or isinstance(w2, QuantizedKernel)):
+        return ops.mlp.mlp(
+            x,
+            w1,
+            b1,
+            w2,
+            b2,
+            activation=activation,
+            residual=residual,
+            save=save,
+            precision=precision,
+            implementation=implementation,
+        )
+
+    def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
+        options: dict[str, Any] = dict(precision=precision, implementation=implementation)
+        h = linear(x, *up, activation=activation, **options)
+        return linear(h, *down, residual=residual, **options)
+
+    return _saving(save, layers)(x, residual)
+
+
+def gated_mlp(
+    x: jax.Array,
+    gate: Layer,
+    up: Layer,
+    down: Layer,
+    *,
+    dtype: Any,
+    activation: str | None,
+    residual: jax.Array | None,
+    save: Save,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """`jaxfused.gated_mlp` of the (kernel, bias) of the three layers."""
+    x = promoted(x, *gate, *up, *down, dtype=dtype)
+    (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = gate, up, down
+    if not (
+        isinstance(w_gate, QuantizedKernel)
+        or isinstance(w_up, QuantizedKernel)
+        or isinstance(w_down, QuantizedKernel)
+    ):
+        return ops.mlp.gated_mlp(
+            x,
+            w_gate,
+            w_up,
+            w_down,
+            b_gate=b_gate,
+            b_up=b_up,
+            b_down=b_down,
+            activation=activation,
+            residual=residual,
+            save=save,
+            precision=precision,
+            implementation=implementation,
+        )
+
+    def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
+        options: dict[str, Any] = dict(precision=precision, implementation=implementation)
+        h = linear(x, *gate, activation=activation, **options) * linear(x, *up, **options)
+        return linear(h, *down, residual=residual, **options)
+
+    return _saving(save, layers)(x, residual)
+
+
+def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The layers, keeping their inputs alone for the backward where that is asked for."""
+    return jax.checkpoint(layers) if save == "inputs" else layers

@@ -1,0 +1,100 @@
+"""A linear layer with a quantised kernel for Flax NNX."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.linear import default_bias_init, default_kernel_init
+from flax.typing import Dtype, Initializer
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.linear import QuantizedKernel, linear, promoted
+
+
+class Frozen(nnx.Variable):
+    """A variable that is not trained: `nnx.grad` and optimizers over `nnx.Param` leave it out."""
+
+
+class QuantizedLinear(nnx.Module):
+    r"""A linear layer whose kernel is quantised and frozen.
+
+    .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
+
+    `jaxfused.quantize_params` makes it of the linear layers of a trained module. Gradients go to x
+    and to the bias.
+
+    Args:
+      in_features: D.
+      out_features: F.
+      kernel_dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
+      group_size: input features that share a scale; by default all of them.
+      symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
+      input_dtype: to which x is quantised, row by row: "int8", "float8_e4m3fn" or "float8_e5m2";
+        None leaves it as it is. No gradient goes to an x that is quantised.
+      use_bias: whether there is a bias [F].
+      dtype: of x and the result; None for what x and the bias promote to.
+      param_dtype: of the bias, and of the kernel before it is quantised.
+      kernel_init: initialises the kernel [D, F].
+      bias_init: initialises the bias.
+      rngs: gives the initialisers their keys.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfused.nnx
+      >>> layer = jaxfused.nnx.QuantizedLinear(64, 8, kernel_dtype="int4", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 64))).shape
+      (2, 8)
+
+    Source: `jaxfused.quantized_matmul`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        kernel_dtype: str = "int8",
+        group_size: int | None = None,
+        symmetric: bool = True,
+        input_dtype: str | None = None,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = default_kernel_init,
+        bias_init: Initializer = default_bias_init,
+        rngs: nnx.Rngs,
+        activation: str | None = None,
+        implementation: Implementation | None = None,
+    ):
+        kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+        array = ops.quantized_array.quantize(
+            kernel, kernel_dtype, group_size=group_size, symmetric=symmetric
+        )
+        self.kernel = Frozen(QuantizedKernel(array, input_dtype))
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.activation = activation
+        self.implementation = implementation
+
+    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """Multiplies inputs [..., D] by the kernel; residual [..., F] is added last.
+
+        Returns:
+          [..., F], of the residual's dtype where there is one.
+        """
+        bias = None if self.bias is None else self.bias[...]
+        return linear(
+            promoted(jnp.asarray(inputs), bias, dtype=self.dtype),
+            self.kernel.get_value(),
+            bias,
+            activation=self.activation,
+            residual=residual,
+            implementation=self.implementation,
+        )
