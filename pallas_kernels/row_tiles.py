@@ -219,7 +219,7 @@ class RowTiles:
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
         tiles = -(-rows // self.config.lines) if self.config.row_per_warp else rows
-        return lax.div(jnp.int32(tiles - 1) - first, jnp.int32(step)) + 1
+        return lax.div(jnp.int32(tiles + step - 1) - first, jnp.int32(step))
 
     def _first_and_step(self, place):
         cta_in_segment = lax.rem(place.cta_idx, jnp.int32(self.ctas_per_segment))
@@ -231,8 +231,8 @@ class RowTiles:
     def first_row(self, place, step_idx):
         """First row of this warpgroup's tile number `step_idx`.
 
-        The last tile of a ragged matrix is moved up to end with it: its first rows are computed twice,
-        to the same bits.
+        The last tile of a ragged matrix is moved up to end with it (its first rows are computed twice,
+        to the same bits), and so is the first tile of a warpgroup that has none.
         """
         first, step = self._first_and_step(place)
         segment_start = lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment)) * (
@@ -241,8 +241,7 @@ class RowTiles:
         tile = first + step_idx * step
         if not self.config.row_per_warp:
             return segment_start + tile
-        row = segment_start + tile * self.config.lines
-        return jnp.minimum(row, self.rows - self.config.lines) if self.ragged else row
+        return jnp.minimum(segment_start + tile * self.config.lines, self.rows - self.config.lines)
 
     def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
         """Which elements of a ragged tile are this tile's own, not another tile's or segment's."""
@@ -286,7 +285,7 @@ class RowTiles:
         if not self.config.row_per_warp:
             return {}
         shape = (self.config.warpgroups, self.config.lines, self.features)
-        return dict(partial_smem=plgpu.SMEM(shape, jnp.float32))
+        return {"partial_smem": plgpu.SMEM(shape, jnp.float32)}
 
     def store_partial(
         self, ref, values: list[jax.Array], partial_smem, barrier, place: Place
