@@ -3,11 +3,11 @@
 
 #include <string_view>
 
-enum class Activation : int { kNone, kRelu, kGeluTanh, kGeluErf, kSilu };
+enum class Activation : int { kNone, kRelu, kRelu2, kGeluTanh, kGeluErf, kSilu };
 
 inline bool parse_activation(std::string_view name, Activation* activation) {
-  constexpr std::string_view kNames[] = {"none", "relu", "gelu_tanh", "gelu_erf", "silu"};
-  for (int i = 0; i < 5; ++i) {
+  constexpr std::string_view kNames[] = {"none", "relu", "relu2", "gelu_tanh", "gelu_erf", "silu"};
+  for (int i = 0; i < 6; ++i) {
     if (name == kNames[i]) {
       *activation = static_cast<Activation>(i);
       return true;
@@ -45,6 +45,10 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
 #pragma unroll
       for (float& x : values) x = x < 0.0f ? 0.0f : x;  // a NaN stays one
       break;
+    case Activation::kRelu2:
+#pragma unroll
+      for (float& x : values) x = x < 0.0f ? 0.0f : x * x;
+      break;
     case Activation::kGeluTanh:
 #pragma unroll
       for (float& x : values) x *= gelu_tanh_gate(x);
@@ -72,6 +76,10 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
     case Activation::kRelu:
 #pragma unroll
       for (int i = 0; i < kSize; ++i) gradient[i] = inputs[i] > 0.0f ? gradient[i] : 0.0f;
+      break;
+    case Activation::kRelu2:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) gradient[i] *= inputs[i] > 0.0f ? 2.0f * inputs[i] : 0.0f;
       break;
     case Activation::kGeluTanh:
 #pragma unroll

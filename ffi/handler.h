@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "rows.cuh"
 #include "xla/ffi/api/ffi.h"
@@ -32,52 +33,82 @@ inline ffi::Error check_cuda(cudaError_t error, const char* what) {
   return ffi::Error::Internal(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-struct Device {
-  int multiprocessors;
-  int shared_bytes;  // that one block can have
-
-  static ffi::Error current(Device* device) {
-    int id = 0;
-    RETURN_IF_ERROR(check_cuda(cudaGetDevice(&id), "cudaGetDevice"));
-    RETURN_IF_ERROR(check_cuda(
-        cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, id),
-        "cudaDeviceGetAttribute"));
-    return check_cuda(
-        cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id),
-        "cudaDeviceGetAttribute");
+inline ffi::Error current_device(Device* device) {
+  int id = 0;
+  RETURN_IF_ERROR(check_cuda(cudaGetDevice(&id), "cudaGetDevice"));
+  int capability = 0;
+  const std::pair<cudaDeviceAttr, int*> attributes[] = {
+      {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device->multiprocessor_shared_bytes},
+      {cudaDevAttrReservedSharedMemoryPerBlock, &device->reserved_shared_bytes},
+      {cudaDevAttrComputeCapabilityMajor, &capability},
+  };
+  for (const auto& [attribute, value] : attributes) {
+    RETURN_IF_ERROR(
+        check_cuda(cudaDeviceGetAttribute(value, attribute, id), "cudaDeviceGetAttribute"));
   }
-};
-
-// Launches kernel(args) with dynamic shared memory of any size that the device has.
-template <typename Args>
-ffi::Error launch(void (*kernel)(Args), const Args& args, dim3 grid, int block, int shared_bytes,
-                  cudaStream_t stream) {
-  RETURN_IF_ERROR(
-      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                 "cudaFuncSetAttribute"));
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(block);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
-  return check_cuda(cudaGetLastError(), "kernel launch");
+  device->max_team_blocks = capability >= 9 ? kMaxTeamBlocks : 1;
+  return ffi::Error::Success();
 }
 
-// How many blocks of `kernel` one multiprocessor holds at a time; 1 at least.
+// A grid of blocks; each `cluster` neighbours of them run together and share their memory.
+struct Launch {
+  dim3 grid;
+  int threads;
+  int shared_bytes;
+  int cluster = 1;
+};
+
+// Returns use(config), with the launch of `kernel` as CUDA takes it.
+template <typename Args, typename Use>
+ffi::Error with_config(void (*kernel)(Args), const Launch& launch, cudaStream_t stream, Use use) {
+  RETURN_IF_ERROR(check_cuda(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes),
+      "cudaFuncSetAttribute"));
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = launch.cluster;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = launch.grid;
+  config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = launch.cluster > 1 ? 1 : 0;
+  return use(config);
+}
+
+// Launches kernel(args).
 template <typename Args>
-ffi::Error blocks_per_multiprocessor(void (*kernel)(Args), int threads, int shared_bytes,
-                                     int* blocks) {
-  RETURN_IF_ERROR(
-      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                 "cudaFuncSetAttribute"));
-  RETURN_IF_ERROR(
-      check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                     blocks, reinterpret_cast<const void*>(kernel), threads, shared_bytes),
-                 "cudaOccupancyMaxActiveBlocksPerMultiprocessor"));
-  *blocks = std::max(*blocks, 1);
+ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& launch,
+                         cudaStream_t stream) {
+  return with_config(kernel, launch, stream, [&](const cudaLaunchConfig_t& config) {
+    RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
+    return check_cuda(cudaGetLastError(), "kernel launch");
+  });
+}
+
+// How many clusters of a launch the GPU runs at a time; 1 at least.
+template <typename Args>
+ffi::Error resident_clusters(void (*kernel)(Args), const Launch& launch, const Device& device,
+                             int* clusters) {
+  const auto function = reinterpret_cast<const void*>(kernel);
+  RETURN_IF_ERROR(with_config(kernel, launch, nullptr, [&](const cudaLaunchConfig_t& config) {
+    if (launch.cluster > 1) {
+      return check_cuda(cudaOccupancyMaxActiveClusters(clusters, function, &config),
+                        "cudaOccupancyMaxActiveClusters");
+    }
+    const auto error = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                                      clusters, function, launch.threads, launch.shared_bytes),
+                                  "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    *clusters *= device.multiprocessors;
+    return error;
+  }));
+  *clusters = std::max(*clusters, 1);
   return ffi::Error::Success();
 }
 

@@ -9,18 +9,49 @@
 // Threads a row of the kernels that read a row more than once, because one team cannot hold it.
 constexpr int kWideThreads = kMaxThreads;
 
+// Leaves room in an int for the steps that a kernel looks ahead.
+constexpr int64_t kMaxRows = int64_t{1} << 30;
+
 struct NormOptions {
   bool subtract_mean;
+  float inverse_features;
   float epsilon;
   float scale_offset;
   Activation pre_activation;
   Activation activation;
 };
 
-inline ffi::Error parse_options(bool subtract_mean, float epsilon, float scale_offset,
-                                std::string_view pre_activation, std::string_view activation,
-                                NormOptions* options) {
+// What happens around the norm. The frequent chains are compiled on their own, because a choice at
+// run time costs registers even where nothing is chosen.
+enum class Chain {
+  kPlain,    // no pre_bias, no activation
+  kRelu,     // relu after pre_bias, if any; no activation of the result
+  kGeneral,  // all else
+};
+
+inline Chain chain_of(const NormOptions& options, bool has_pre_bias) {
+  if (options.activation != Activation::kNone) return Chain::kGeneral;
+  if (options.pre_activation == Activation::kRelu) return Chain::kRelu;
+  const bool plain = options.pre_activation == Activation::kNone && !has_pre_bias;
+  return plain ? Chain::kPlain : Chain::kGeneral;
+}
+
+// The options with what the chain says about them as constants.
+template <Chain kChain>
+__device__ __forceinline__ NormOptions known_options(const NormOptions& options) {
+  NormOptions known = options;
+  if constexpr (kChain != Chain::kGeneral) {
+    known.pre_activation = kChain == Chain::kRelu ? Activation::kRelu : Activation::kNone;
+    known.activation = Activation::kNone;
+  }
+  return known;
+}
+
+inline ffi::Error parse_options(int64_t features, bool subtract_mean, float epsilon,
+                                float scale_offset, std::string_view pre_activation,
+                                std::string_view activation, NormOptions* options) {
   options->subtract_mean = subtract_mean;
+  options->inverse_features = 1.0f / static_cast<float>(features);
   options->epsilon = epsilon;
   options->scale_offset = scale_offset;
   if (!parse_activation(pre_activation, &options->pre_activation) ||
@@ -41,6 +72,12 @@ inline ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {
   if (features < 1 || features > 65536) {
     return ffi::Error::InvalidArgument(std::string(name) + " has " + std::to_string(features) +
                                        " features; 1 to 65536 are supported");
+  }
+  const int64_t rows = x.dimensions()[0];
+  if (rows > kMaxRows) {
+    return ffi::Error::InvalidArgument(std::string(name) + " has " + std::to_string(rows) +
+                                       " rows; at most " + std::to_string(kMaxRows) +
+                                       " are supported");
   }
   return ffi::Error::Success();
 }

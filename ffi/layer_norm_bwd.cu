@@ -26,12 +26,14 @@ struct BackwardArgs {
   // [segments * segment_blocks, features] each, nullptr where not wanted.
   float* gradients[kParameters];
   float2* row_means;  // [rows] mean(g), mean(g xhat): only between the kernels for long rows
-  int64_t rows;       // of one segment
+  int rows;           // of one segment
   int segments;
   int segment_blocks;
   int features;
   NormOptions options;
   int team_size;
+  int team_blocks;
+  int block_features;
   int stages;
 
   __device__ bool adds_pre_bias() const {
@@ -39,230 +41,184 @@ struct BackwardArgs {
   }
 };
 
-// The part of the equations above that needs no sum over the row: h is pre_activation's input.
-template <bool kGeneral, int kVec>
+// The part of the equations above that needs no sum over the row: h is pre_activation's input, dz
+// comes as dy.
+template <int kVec>
 __device__ __forceinline__ void normalise(const NormOptions& options, float mean, float rstd,
                                           const float (&h)[kVec], const float (&scale)[kVec],
                                           const float (&bias)[kVec], float (&dz)[kVec],
-                                          float (&xhat)[kVec]) {
+                                          float (&xhat)[kVec], float (&g)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) xhat[i] = h[i];
-  if constexpr (kGeneral) activate(options.pre_activation, xhat);
+  activate(options.pre_activation, xhat);
 #pragma unroll
   for (float& value : xhat) value = (value - mean) * rstd;
-  if constexpr (kGeneral) {
-    if (options.activation != Activation::kNone) {
-      float z[kVec];
+  if (options.activation != Activation::kNone) {
+    float z[kVec];
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) z[i] = xhat[i] * scale[i] + bias[i];
-      multiply_derivative(options.activation, z, dz);
-    }
+    for (int i = 0; i < kVec; ++i) z[i] = xhat[i] * scale[i] + bias[i];
+    multiply_derivative(options.activation, z, dz);
   }
+  // Rounded here: a g fused into g - mean(g) would leave a residue where both are the same.
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) g[i] = __fmul_rn(dz[i], scale[i]);
 }
 
 // dh without dnext_residual.
-template <bool kGeneral, int kVec>
+template <int kVec>
 __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float rstd,
                                               float2 row_means, const float (&h)[kVec],
-                                              const float (&scale)[kVec], const float (&dz)[kVec],
-                                              const float (&xhat)[kVec], float (&dh)[kVec]) {
+                                              const float (&xhat)[kVec], const float (&g)[kVec],
+                                              float (&dh)[kVec]) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    dh[i] = (dz[i] * scale[i] - row_means.x - xhat[i] * row_means.y) * rstd;
-  }
-  if constexpr (kGeneral) multiply_derivative(options.pre_activation, h, dh);
+  for (int i = 0; i < kVec; ++i) dh[i] = (g[i] - row_means.x - xhat[i] * row_means.y) * rstd;
+  multiply_derivative(options.pre_activation, h, dh);
 }
 
-// --- rows that a team holds
-// -----------------------------------------------------------------------
+__device__ __forceinline__ float2 row_means_of(const NormOptions& options, const float (&sums)[2]) {
+  return make_float2(options.subtract_mean ? sums[0] * options.inverse_features : 0.0f,
+                     sums[1] * options.inverse_features);
+}
 
-// h and dy are read from memory once, and from the ring twice: before and after the sums over the
-// row. dscale and dbias stay in registers over all rows of a block, dpre_bias (kGeneral) in shared
-// memory.
-template <typename T, int kVec, int kElements, bool kGeneral>
-__global__ void __launch_bounds__(kMaxThreads)
+// --- rows that a team holds in registers ---------------------------------------------------------
+
+// A row, the parameters and their sums over the rows stay in registers, in float32: with pre_bias
+// and its sums, 32 values of each would not fit.
+constexpr ThreadLimits backward_limits(Chain chain) {
+  return chain == Chain::kPlain ? ThreadLimits{512, 384, 256, 256} : ThreadLimits{512, 256, 256, 0};
+}
+
+template <typename T, int kVec, int kElements, Chain kChain>
+__global__ void __launch_bounds__(threads_limit(backward_limits(kChain), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
   constexpr int kVectors = kElements / kVec;
-  using Columns = ColumnFloats<kVec, kVectors>;
-  extern __shared__ __align__(16) unsigned char shared_memory[];
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  uint64_t* barriers =
+      reinterpret_cast<uint64_t*>(shared_memory + TeamSum::kScratch * sizeof(float));
 
-  const Team team(args.team_size);
+  const NormOptions options = known_options<kChain>(args.options);
   const bool has_dnext = args.dnext_residual != nullptr;
-  const bool has_bias = kGeneral && args.bias.data != nullptr;
-  const bool adds_pre_bias = kGeneral && args.adds_pre_bias();
-  const bool sums_dh = kGeneral && args.gradients[2] != nullptr;
-  const int padded = team.size * kElements;
-  float* scratch = reinterpret_cast<float*>(shared_memory);
-  float* scale_shared = scratch + TeamSum::kScratch;
-  float* bias_shared = scale_shared + padded;
-  float* pre_bias_shared = bias_shared + (has_bias ? padded : 0);
-  float* dh_shared = pre_bias_shared + (adds_pre_bias ? padded : 0);
-  float* ring_shared = dh_shared + (sums_dh ? blockDim.x * kElements : 0);
-
-  TeamSum team_sum(team, scratch);
+  const Team team(args.team_size, args.team_blocks);
+  TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
+  const Columns<kVec, kVectors> column(team, args.features, args.block_features);
+  const int team_idx = blockIdx.x / team.blocks;
+  const int segment = team_idx / args.segment_blocks;
+  const RowWalk walk(team, team_idx % args.segment_blocks, args.segment_blocks, segment * args.rows,
+                     (segment + 1) * args.rows);
   const void* const sources[kMaxStreams] = {args.h, args.dy, args.dnext_residual};
-  RowRing<T, kVec, kVectors> ring(ring_shared, sources, has_dnext ? 3 : 2, args.stages,
-                                  args.features, team);
+  RowRing<T, kVec, kVectors> ring(barriers, shared_memory + kSharedHead, sources, has_dnext ? 3 : 2,
+                                  args.stages, args.features, args.block_features, team, column,
+                                  walk);
 
-  const int segment = blockIdx.x / args.segment_blocks;
-  const int segment_block = blockIdx.x % args.segment_blocks;
-  const int teams = blockDim.x / team.size;
-  const int64_t step = static_cast<int64_t>(args.segment_blocks) * teams;
-  const int64_t end = (segment + 1) * args.rows;
-  const int64_t first = segment * args.rows + segment_block * teams;
-  for (int stage = 0; stage < args.stages; ++stage) {
-    const int64_t row = first + stage * step + team.index;
-    ring.fetch(row, row < end);
-  }
-
-  Columns scales(scale_shared, team.size, team.rank);
-  Columns biases(bias_shared, team.size, team.rank);
-  Columns pre_biases(pre_bias_shared, team.size, team.rank);
-  Columns dh_sums(dh_shared, blockDim.x, threadIdx.x);
-  float dscale[kVectors][kVec] = {};
-  float dbias[kVectors][kVec] = {};
+  float scale[kVectors][kVec], bias[kVectors][kVec], pre_bias[kVectors][kVec];
+  float gradients[kParameters][kVectors][kVec] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int column = ring.column(v);
-    float scale[kVec] = {}, bias[kVec] = {}, pre_bias[kVec] = {};
-    if (column < args.features) {
-      load_scale(args.scale, args.options.scale_offset, column, scale);
-      if (has_bias) load_parameter(args.bias, column, bias);
-      if (adds_pre_bias) load_parameter(args.pre_bias, column, pre_bias);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) scale[v][i] = bias[v][i] = pre_bias[v][i] = 0.0f;
+    if (!column.has(v)) continue;
+    load_scale(args.scale, options.scale_offset, column(v), scale[v]);
+    if constexpr (kChain != Chain::kPlain) {
+      if (args.adds_pre_bias()) load_parameter(args.pre_bias, column(v), pre_bias[v]);
     }
-    if (team.index == 0) {
-      scales.write(v, scale);
-      if (has_bias) biases.write(v, bias);
-      if (adds_pre_bias) pre_biases.write(v, pre_bias);
-    }
-    if (sums_dh) {
-      const float zeros[kVec] = {};
-      dh_sums.write(v, zeros);
-    }
+    if constexpr (kChain == Chain::kGeneral) load_or_zero(args.bias, column(v), bias[v]);
   }
-  __syncthreads();
-
-  const auto read_h = [&](int v, float (&h)[kVec]) {
-    ring.read(0, v, h);
-    if (adds_pre_bias) {
-      float offset[kVec];
-      pre_biases.read(v, offset);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) h[i] += offset[i];
-    }
-  };
-  const auto read_bias = [&](int v, float (&bias)[kVec]) {
-    if (has_bias) {
-      biases.read(v, bias);
-    } else {
-#pragma unroll
-      for (float& value : bias) value = 0.0f;
-    }
-  };
   // A row's statistics are asked for one step ahead: a load from memory takes about as long as a
   // row.
-  const auto load_statistics = [&](int64_t row) {
-    if (row >= end) return make_float2(0.0f, 0.0f);
+  const auto load_statistics = [&](int row) {
+    if (row >= walk.end) return make_float2(0.0f, 0.0f);
     return make_float2(args.mean == nullptr ? 0.0f : args.mean[row], args.rstd[row]);
   };
+  float2 next_statistics = load_statistics(walk.first + walk.line);
+  team.synchronize_blocks();
 
-  float2 next_statistics = load_statistics(first + team.index);
-  for (int64_t base = first; base < end; base += step) {
-    const int64_t row = base + team.index;
-    const bool active = row < end;
+  for (int base = walk.first; base < walk.end; base += walk.step) {
+    const int row = base + walk.line;
+    const bool active = row < walk.end;
     const auto [mean, rstd] = next_statistics;
-    next_statistics = load_statistics(row + step);
+    next_statistics = load_statistics(row + walk.step);
 
+    Vector<T, kVec> inputs[kVectors], dnext[kVectors];
+    float xhat[kVectors][kVec], g[kVectors][kVec];
     float sums[2] = {0.0f, 0.0f};
+    const auto read_h = [&](int v, float (&h)[kVec]) {
+      unpack(inputs[v], h);
+      if constexpr (kChain != Chain::kPlain) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) h[i] += pre_bias[v][i];
+      }
+    };
     ring.wait();
     if (active) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float h[kVec], dz[kVec], xhat[kVec], scale[kVec], bias[kVec];
+        float h[kVec], dz[kVec];
+        inputs[v] = ring.read(0, v);
         read_h(v, h);
-        ring.read(1, v, dz);
-        scales.read(v, scale);
-        read_bias(v, bias);
-        normalise<kGeneral>(args.options, mean, rstd, h, scale, bias, dz, xhat);
+        unpack(ring.read(1, v), dz);
+        if (has_dnext) dnext[v] = ring.read(2, v);
+        normalise(options, mean, rstd, h, scale[v], bias[v], dz, xhat[v], g[v]);
+        float products[kVec];
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          const float g = dz[i] * scale[i];
-          sums[0] += g;
-          sums[1] += g * xhat[i];
-          dbias[v][i] += dz[i];
-          dscale[v][i] += dz[i] * xhat[i];
+          products[i] = g[v][i] * xhat[v][i];
+          gradients[0][v][i] += dz[i] * xhat[v][i];
+          gradients[1][v][i] += dz[i];
         }
+        sums[0] += sum_of(g[v]);
+        sums[1] += sum_of(products);
       }
     }
     team_sum(sums);
-    const float2 row_means = make_float2(
-        args.options.subtract_mean ? sums[0] / args.features : 0.0f, sums[1] / args.features);
+    ring.fetch();
+    const float2 row_means = row_means_of(options, sums);
     if (active) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float h[kVec], dz[kVec], xhat[kVec], scale[kVec], bias[kVec], dh[kVec];
+        float h[kVec], dh[kVec];
         read_h(v, h);
-        ring.read(1, v, dz);
-        scales.read(v, scale);
-        read_bias(v, bias);
-        normalise<kGeneral>(args.options, mean, rstd, h, scale, bias, dz, xhat);
-        gradient_of_h<kGeneral>(args.options, rstd, row_means, h, scale, dz, xhat, dh);
+        gradient_of_h(options, rstd, row_means, h, xhat[v], g[v], dh);
         if (has_dnext) {
-          float dnext[kVec];
-          ring.read(2, v, dnext);
+          float other[kVec];
+          unpack(dnext[v], other);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) dh[i] += dnext[i];
+          for (int i = 0; i < kVec; ++i) dh[i] += other[i];
+        }
+        if constexpr (kChain != Chain::kPlain) {
+#pragma unroll
+          for (int i = 0; i < kVec; ++i) gradients[2][v][i] += dh[i];
         }
         Vector<T, kVec> dx;
         pack(dh, dx);
-        if (ring.column(v) < args.features) {
-          store_vector(static_cast<T*>(args.dx) + row * args.features + ring.column(v), dx);
-        }
-        if (sums_dh) {
-          float sum[kVec];
-          dh_sums.read(v, sum);
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) sum[i] += dh[i];
-          dh_sums.write(v, sum);
+        if (column.has(v)) {
+          store_vector(
+              static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.features + column(v), dx);
         }
       }
     }
-    const int64_t next_row = row + args.stages * step;
-    ring.fetch(next_row, next_row < end);
   }
 
   // The block's sums over its rows, through the memory of the ring.
-  const auto write_gradient = [&](float* gradient, const float (&sums)[kVectors][kVec]) {
-    if (gradient == nullptr) return;
-    Columns own(ring_shared, blockDim.x, threadIdx.x);
-    __syncthreads();
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) own.write(v, sums[v]);
+  for (int parameter = 0; parameter < (kChain == Chain::kPlain ? 2 : 3); ++parameter) {
+    if (args.gradients[parameter] == nullptr) continue;
     __syncthreads();
-    add_over_teams<kVec, kVectors>(ring_shared, team, args.features,
-                                   gradient + static_cast<int64_t>(blockIdx.x) * args.features);
-  };
-  write_gradient(args.gradients[0], dscale);
-  write_gradient(args.gradients[1], dbias);
-  if (sums_dh) {
-    __syncthreads();
-    add_over_teams<kVec, kVectors>(
-        dh_shared, team, args.features,
-        args.gradients[2] + static_cast<int64_t>(blockIdx.x) * args.features);
+    add_over_teams(gradients[parameter], team, column, args.block_features,
+                   reinterpret_cast<float*>(shared_memory + kSharedHead),
+                   args.gradients[parameter] + static_cast<int64_t>(team_idx) * args.features);
   }
 }
 
-// --- rows longer than that
-// ------------------------------------------------------------------------
+// --- rows longer than that -----------------------------------------------------------------------
 
 // Such rows are read twice, once by each of two kernels: no block can hold a row and the sums over
 // rows of its columns at the same time.
 
 template <typename T, int kVec>
-__device__ __forceinline__ void load_operands(const BackwardArgs& args, int64_t row, int column,
+__device__ __forceinline__ void load_operands(const BackwardArgs& args, int row, int column,
                                               float (&h)[kVec], float (&dz)[kVec],
                                               float (&scale)[kVec], float (&bias)[kVec]) {
-  const int64_t place = row * args.features + column;
+  const int64_t place = static_cast<int64_t>(row) * args.features + column;
   unpack(load_vector<T, kVec>(static_cast<const T*>(args.h) + place), h);
   unpack(load_vector<T, kVec>(static_cast<const T*>(args.dy) + place), dz);
   load_scale(args.scale, args.options.scale_offset, column, scale);
@@ -279,31 +235,28 @@ __device__ __forceinline__ void load_operands(const BackwardArgs& args, int64_t 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_row_means(const __grid_constant__ BackwardArgs args) {
-  extern __shared__ __align__(16) unsigned char shared_memory[];
-  const Team team(args.team_size);
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const Team team(args.team_size, 1);
   TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
-  const int64_t rows = args.rows * args.segments;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+  __syncthreads();
+  const int rows = args.rows * args.segments;
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     const float mean = args.mean == nullptr ? 0.0f : args.mean[row];
     const float rstd = args.rstd[row];
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll 2
     for (int column = team.rank * kVec; column < args.features; column += team.size * kVec) {
-      float h[kVec], dz[kVec], xhat[kVec], scale[kVec], bias[kVec];
+      float h[kVec], dz[kVec], xhat[kVec], g[kVec], scale[kVec], bias[kVec];
       load_operands<T>(args, row, column, h, dz, scale, bias);
-      normalise<true>(args.options, mean, rstd, h, scale, bias, dz, xhat);
+      normalise(args.options, mean, rstd, h, scale, bias, dz, xhat, g);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const float g = dz[i] * scale[i];
-        sums[0] += g;
-        sums[1] += g * xhat[i];
+        sums[0] += g[i];
+        sums[1] += g[i] * xhat[i];
       }
     }
     team_sum(sums);
-    if (team.rank == 0) {
-      args.row_means[row] = make_float2(args.options.subtract_mean ? sums[0] / args.features : 0.0f,
-                                        sums[1] / args.features);
-    }
+    if (team.leads()) args.row_means[row] = row_means_of(args.options, sums);
   }
 }
 
@@ -314,18 +267,18 @@ __global__ void __launch_bounds__(kWideThreads)
   const int column = (blockIdx.y * blockDim.x + threadIdx.x) * kVec;
   if (column >= args.features) return;
   const int segment = blockIdx.x / args.segment_blocks;
-  const int64_t first = segment * args.rows + blockIdx.x % args.segment_blocks;
-  const int64_t end = (segment + 1) * args.rows;
+  const int first = segment * args.rows + blockIdx.x % args.segment_blocks;
+  const int end = (segment + 1) * args.rows;
   float gradients[kParameters][kVec] = {};
 #pragma unroll 2
-  for (int64_t row = first; row < end; row += args.segment_blocks) {
+  for (int row = first; row < end; row += args.segment_blocks) {
     const float mean = args.mean == nullptr ? 0.0f : args.mean[row];
     const float rstd = args.rstd[row];
-    float h[kVec], dz[kVec], xhat[kVec], scale[kVec], bias[kVec], dh[kVec];
+    float h[kVec], dz[kVec], xhat[kVec], g[kVec], scale[kVec], bias[kVec], dh[kVec];
     load_operands<T>(args, row, column, h, dz, scale, bias);
-    normalise<true>(args.options, mean, rstd, h, scale, bias, dz, xhat);
-    gradient_of_h<true>(args.options, rstd, args.row_means[row], h, scale, dz, xhat, dh);
-    const int64_t place = row * args.features + column;
+    normalise(args.options, mean, rstd, h, scale, bias, dz, xhat, g);
+    gradient_of_h(args.options, rstd, args.row_means[row], h, xhat, g, dh);
+    const int64_t place = static_cast<int64_t>(row) * args.features + column;
     if (args.dnext_residual != nullptr) {
       float dnext[kVec];
       unpack(load_vector<T, kVec>(static_cast<const T*>(args.dnext_residual) + place), dnext);
@@ -352,8 +305,7 @@ __global__ void __launch_bounds__(kWideThreads)
   }
 }
 
-// --- the sums over blocks
-// -------------------------------------------------------------------------
+// --- the sums over blocks ------------------------------------------------------------------------
 
 struct AddBlocksArgs {
   const float* parts[kParameters];  // [segments * segment_blocks, features]
@@ -368,7 +320,7 @@ constexpr int kAddRows = 16;
 // Block (x, segment, parameter) adds up kAddColumns columns of one gradient.
 __global__ void __launch_bounds__(kAddColumns* kAddRows)
     add_blocks(const __grid_constant__ AddBlocksArgs args) {
-  extern __shared__ __align__(16) unsigned char shared_memory[];
+  extern __shared__ __align__(128) unsigned char shared_memory[];
   float* sums = reinterpret_cast<float*>(shared_memory);
   const int segment = blockIdx.y;
   const int lane = threadIdx.x % kAddColumns;
@@ -392,26 +344,32 @@ __global__ void __launch_bounds__(kAddColumns* kAddRows)
   }
 }
 
-// --- launch
-// ---------------------------------------------------------------------------------------
+// --- launch --------------------------------------------------------------------------------------
 
 using BackwardKernel = void (*)(BackwardArgs);
 
-template <typename T, bool kGeneral>
-BackwardKernel rows_kernel(int vec, int elements) {
+template <typename T>
+BackwardKernel rows_kernel(Chain chain, int vec, int elements) {
   constexpr int kVec = 16 / sizeof(T);
+  constexpr Chain kPlain = Chain::kPlain, kRelu = Chain::kRelu, kGeneral = Chain::kGeneral;
   if (vec == 1) {
     return elements == 8 ? backward_rows<T, 1, 8, kGeneral> : backward_rows<T, 1, 16, kGeneral>;
   }
   switch (elements) {
     case 8:
-      return backward_rows<T, kVec, 8, kGeneral>;
+      return chain == kPlain  ? backward_rows<T, kVec, 8, kPlain>
+             : chain == kRelu ? backward_rows<T, kVec, 8, kRelu>
+                              : backward_rows<T, kVec, 8, kGeneral>;
     case 16:
-      return backward_rows<T, kVec, 16, kGeneral>;
+      return chain == kPlain  ? backward_rows<T, kVec, 16, kPlain>
+             : chain == kRelu ? backward_rows<T, kVec, 16, kRelu>
+                              : backward_rows<T, kVec, 16, kGeneral>;
     case 24:
-      return backward_rows<T, kVec, 24, kGeneral>;
+      return chain == kPlain  ? backward_rows<T, kVec, 24, kPlain>
+             : chain == kRelu ? backward_rows<T, kVec, 24, kRelu>
+                              : backward_rows<T, kVec, 24, kGeneral>;
     default:
-      return backward_rows<T, kVec, 32, kGeneral>;
+      return backward_rows<T, kVec, 32, kPlain>;
   }
 }
 
@@ -424,30 +382,40 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
   const bool aligned = are_aligned({args.dy, args.dnext_residual, args.h, args.scale.data,
                                     args.bias.data, args.pre_bias.data, args.dx});
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
-  const bool general = args.pre_bias.data != nullptr ||
-                       args.options.pre_activation != Activation::kNone ||
-                       args.options.activation != Activation::kNone;
-  const bool adds_pre_bias = args.pre_bias.data != nullptr && args.dnext_residual == nullptr;
-  const RowsPlan plan = plan_rows({
-      .rows = args.rows,
-      .segments = segments,
-      .features = args.features,
-      .vec = vec,
-      .value_bytes = sizeof(T),
-      .streams = args.dnext_residual == nullptr ? 2 : 3,
-      .shared_parameters = 1 + (args.bias.data == nullptr ? 0 : 1) + (adds_pre_bias ? 1 : 0),
-      .private_parameters = args.gradients[2] != nullptr ? 1 : 0,
-      .sums_over_teams = true,
-      .multiprocessors = device.multiprocessors,
-      .shared_bytes = device.shared_bytes,
-  });
-  const bool wide = plan.stages == 0;
-  args.team_size = wide ? kWideThreads : plan.team_size;
-  args.stages = plan.stages;
+  const Chain chain =
+      vec == 1 ? Chain::kGeneral : chain_of(args.options, args.pre_bias.data != nullptr);
+  const ThreadLimits limits = backward_limits(chain);
+  const Spread spread = choose_spread(args.features, vec, limits, device.max_team_blocks);
+  const bool wide = spread.elements == 0;
 
   // One block a multiprocessor: more would only make more sums to add up.
-  const int64_t most = (args.rows + (wide ? 1 : plan.teams()) - 1) / (wide ? 1 : plan.teams());
-  args.segment_blocks = std::min<int64_t>(most, std::max(device.multiprocessors / segments, 1));
+  BackwardKernel kernel = nullptr;
+  Launch launch;
+  int teams = 1;
+  int resident = device.multiprocessors;
+  if (!wide) {
+    kernel = rows_kernel<T>(chain, vec, spread.elements);
+    launch.threads = choose_threads(spread, args.rows * segments,
+                                    threads_limit(limits, spread.elements), device);
+    launch.cluster = spread.team_blocks;
+    launch.grid = dim3(launch.cluster);
+    teams = launch.threads / spread.team_size;
+    const int team_bytes = teams * spread.block_features * static_cast<int>(sizeof(T));
+    const int sums_bytes =
+        teams == 1 ? 0 : teams * spread.block_features * static_cast<int>(sizeof(float));
+    const int streams = args.dnext_residual == nullptr ? 2 : 3;
+    const RingPlan ring = plan_ring(streams * team_bytes, sums_bytes, 1, device);
+    if (ring.stages == 0) return ffi::Error::Internal("layer_norm: no shared memory for a row");
+    launch.shared_bytes = ring.shared_bytes;
+    if (launch.cluster > 1) {
+      RETURN_IF_ERROR(resident_clusters(kernel, launch, device, &resident));
+    }
+    args.team_size = spread.team_size;
+    args.team_blocks = spread.team_blocks;
+    args.block_features = spread.block_features;
+    args.stages = ring.stages;
+  }
+  args.segment_blocks = std::min(divide_up(args.rows, teams), std::max(resident / segments, 1));
   const int blocks = segments * args.segment_blocks;
 
   AddBlocksArgs add = {};
@@ -465,28 +433,30 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
   }
 
   if (wide) {
-    const int64_t rows = args.rows * segments;
-    const auto means = memory.Allocate(rows * sizeof(float2), 16);
+    args.team_size = kWideThreads;
+    const int rows = args.rows * segments;
+    const auto means = memory.Allocate(static_cast<size_t>(rows) * sizeof(float2), 16);
     if (!means) return ffi::Error::Internal("layer_norm: no memory for the means of each row");
     args.row_means = static_cast<float2*>(*means);
     const auto means_kernel = vec == 1 ? backward_row_means<T, 1> : backward_row_means<T, kFullVec>;
     const auto columns_kernel = vec == 1 ? backward_columns<T, 1> : backward_columns<T, kFullVec>;
-    RETURN_IF_ERROR(launch<BackwardArgs>(means_kernel, args,
-                                         dim3(std::min<int64_t>(rows, 2 * device.multiprocessors)),
-                                         kWideThreads, TeamSum::kScratch * sizeof(float), stream));
+    RETURN_IF_ERROR(launch_kernel(means_kernel, args,
+                                  {dim3(std::min(rows, 2 * device.multiprocessors)), kWideThreads,
+                                   TeamSum::kScratch * sizeof(float)},
+                                  stream));
     constexpr int kThreads = 128;
-    const int column_blocks = (args.features + kThreads * vec - 1) / (kThreads * vec);
-    RETURN_IF_ERROR(launch<BackwardArgs>(columns_kernel, args, dim3(blocks, column_blocks),
-                                         kThreads, 0, stream));
+    const int column_blocks = divide_up(args.features, kThreads * vec);
+    RETURN_IF_ERROR(
+        launch_kernel(columns_kernel, args, {dim3(blocks, column_blocks), kThreads, 0}, stream));
   } else {
-    const auto kernel = general ? rows_kernel<T, true>(vec, plan.elements)
-                                : rows_kernel<T, false>(vec, plan.elements);
-    RETURN_IF_ERROR(launch(kernel, args, dim3(blocks), plan.threads, plan.shared_bytes, stream));
+    launch.grid = dim3(blocks * launch.cluster);
+    RETURN_IF_ERROR(launch_kernel(kernel, args, launch, stream));
   }
   if (gradients == 0) return ffi::Error::Success();
-  return launch(add_blocks, add,
-                dim3((args.features + kAddColumns - 1) / kAddColumns, segments, gradients),
-                kAddColumns * kAddRows, kAddColumns * kAddRows * sizeof(float), stream);
+  return launch_kernel(add_blocks, add,
+                       {dim3(divide_up(args.features, kAddColumns), segments, gradients),
+                        kAddColumns * kAddRows, kAddColumns * kAddRows * sizeof(float)},
+                       stream);
 }
 
 ffi::Error layer_norm_backward(cudaStream_t stream, ffi::ScratchAllocator memory, ffi::AnyBuffer dy,
@@ -507,11 +477,11 @@ ffi::Error layer_norm_backward(cudaStream_t stream, ffi::ScratchAllocator memory
         std::to_string(segments) + " segments");
   }
   BackwardArgs args = {};
-  args.rows = rows / segments;
+  args.rows = static_cast<int>(rows / segments);
   args.segments = static_cast<int>(segments);
   args.features = static_cast<int>(features);
-  RETURN_IF_ERROR(parse_options(subtract_mean, epsilon, scale_offset, pre_activation, activation,
-                                &args.options));
+  RETURN_IF_ERROR(parse_options(features, subtract_mean, epsilon, scale_offset, pre_activation,
+                                activation, &args.options));
   RETURN_IF_ERROR(parse_parameter("scale", scale, features, &args.scale));
   RETURN_IF_ERROR(parse_parameter("bias", bias, features, &args.bias));
   RETURN_IF_ERROR(parse_parameter("pre_bias", pre_bias, features, &args.pre_bias));
@@ -541,7 +511,7 @@ ffi::Error layer_norm_backward(cudaStream_t stream, ffi::ScratchAllocator memory
   args.dx = dx->untyped_data();
 
   Device device;
-  RETURN_IF_ERROR(Device::current(&device));
+  RETURN_IF_ERROR(current_device(&device));
   switch (*dtype_of(h)) {
     case Dtype::kFloat32:
       return launch_backward<float>(args, device, stream, memory);

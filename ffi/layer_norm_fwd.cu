@@ -14,115 +14,104 @@ struct ForwardArgs {
   void* next_residual;
   float* mean;  // nullptr: not wanted
   float* rstd;
-  int64_t rows;
+  int rows;
   int features;
   NormOptions options;
   int team_size;
+  int team_blocks;
+  int block_features;
   int stages;
 };
 
-// --- rows that a team holds in registers
-// ----------------------------------------------------------
+// --- rows that a team holds in registers ---------------------------------------------------------
 
-// kGeneral: with a pre_bias, a pre_activation or an activation. Without them a row stays packed in
-// its own dtype, which leaves registers for the parameters.
-template <typename T, int kVec, int kElements, bool kGeneral>
-__global__ void __launch_bounds__(kMaxThreads)
+// A row and the parameters stay in registers, in float32.
+constexpr ThreadLimits forward_limits(Chain chain) {
+  return chain == Chain::kPlain ? ThreadLimits{512, 512, 512, 512}
+                                : ThreadLimits{512, 512, 384, 384};
+}
+
+template <typename T, int kVec, int kElements, Chain kChain>
+__global__ void __launch_bounds__(threads_limit(forward_limits(kChain), kElements))
     forward_rows(const __grid_constant__ ForwardArgs args) {
   constexpr int kVectors = kElements / kVec;
-  using Kept = std::conditional_t<kGeneral, float, T>;
-  extern __shared__ __align__(16) unsigned char shared_memory[];
-  float* scratch = reinterpret_cast<float*>(shared_memory);
-  float* staged = scratch + TeamSum::kScratch;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  uint64_t* barriers =
+      reinterpret_cast<uint64_t*>(shared_memory + TeamSum::kScratch * sizeof(float));
 
-  const Team team(args.team_size);
-  TeamSum team_sum(team, scratch);
+  const NormOptions options = known_options<kChain>(args.options);
   const bool has_residual = args.residual != nullptr;
-  const bool has_pre_bias = kGeneral && args.pre_bias.data != nullptr;
-  const void* const sources[3] = {args.x, args.residual, nullptr};
-  RowRing<T, kVec, kVectors> ring(staged + (has_pre_bias ? team.size * kElements : 0), sources,
-                                  has_residual ? 2 : 1, args.stages, args.features, team);
+  const Team team(args.team_size, args.team_blocks);
+  TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
+  const Columns<kVec, kVectors> column(team, args.features, args.block_features);
+  const RowWalk walk(team, blockIdx.x / team.blocks, gridDim.x / team.blocks, 0, args.rows);
+  const void* const sources[kMaxStreams] = {args.x, args.residual, nullptr};
+  RowRing<T, kVec, kVectors> ring(barriers, shared_memory + kSharedHead, sources,
+                                  has_residual ? 2 : 1, args.stages, args.features,
+                                  args.block_features, team, column, walk);
 
-  const int block_rows = blockDim.x / team.size;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * block_rows;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * block_rows;
-  for (int stage = 0; stage < args.stages; ++stage) {
-    const int64_t row = first + stage * step + team.index;
-    ring.fetch(row, row < args.rows);
-  }
-
-  float scale[kVectors][kVec];
-  float bias[kVectors][kVec];
-  ColumnFloats<kVec, kVectors> pre_bias(staged, team.size, team.rank);
+  float scale[kVectors][kVec], bias[kVectors][kVec], pre_bias[kVectors][kVec];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int column = ring.column(v);
-    float offset[kVec] = {};
-    if (column < args.features) {
-      load_scale(args.scale, args.options.scale_offset, column, scale[v]);
-      load_or_zero(args.bias, column, bias[v]);
-      if (has_pre_bias) load_parameter(args.pre_bias, column, offset);
-    }
-    // Every team of the block writes the same values; one team's are enough.
-    if (has_pre_bias && team.index == 0) pre_bias.write(v, offset);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) scale[v][i] = bias[v][i] = pre_bias[v][i] = 0.0f;
+    if (!column.has(v)) continue;
+    load_scale(args.scale, options.scale_offset, column(v), scale[v]);
+    load_or_zero(args.bias, column(v), bias[v]);
+    if constexpr (kChain != Chain::kPlain) load_or_zero(args.pre_bias, column(v), pre_bias[v]);
   }
-  if (has_pre_bias) __syncthreads();
+  team.synchronize_blocks();
 
-  for (int64_t base = first; base < args.rows; base += step) {
-    const int64_t row = base + team.index;
-    const bool active = row < args.rows;
-    const int64_t row_start = row * args.features;
-    Vector<Kept, kVec> kept[kVectors];
+  for (int base = walk.first; base < walk.end; base += walk.step) {
+    const int row = base + walk.line;
+    const bool active = row < walk.end;
+    const int64_t row_start = static_cast<int64_t>(row) * args.features;
+    float u[kVectors][kVec];
     float sum[1] = {0.0f};
     ring.wait();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      float u[kVec];
-      ring.read(0, v, u);
-      if (has_pre_bias) {
-        float offset[kVec];
-        pre_bias.read(v, offset);
+      unpack(ring.read(0, v), u[v]);
+      if constexpr (kChain != Chain::kPlain) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) u[i] += offset[i];
+        for (int i = 0; i < kVec; ++i) u[v][i] += pre_bias[v][i];
       }
       if (has_residual) {
         float other[kVec];
-        ring.read(1, v, other);
+        unpack(ring.read(1, v), other);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) u[i] += other[i];
+        for (int i = 0; i < kVec; ++i) u[v][i] += other[i];
         Vector<T, kVec> rounded;
-        pack(u, rounded);
-        if (active && ring.column(v) < args.features) {
-          store_vector(static_cast<T*>(args.next_residual) + row_start + ring.column(v), rounded);
+        pack(u[v], rounded);
+        if (active && column.has(v)) {
+          store_vector(static_cast<T*>(args.next_residual) + row_start + column(v), rounded);
         }
-        unpack(rounded, u);
+        unpack(rounded, u[v]);
       }
-      if constexpr (kGeneral) activate(args.options.pre_activation, u);
-      pack(u, kept[v]);
-      sum[0] += sum_of(u);
+      activate(options.pre_activation, u[v]);
+      sum[0] += sum_of(u[v]);
     }
-    const int64_t next_row = row + args.stages * step;
-    ring.fetch(next_row, next_row < args.rows);
 
     float mean = 0.0f;
-    if (args.options.subtract_mean) {
+    if (options.subtract_mean) {
       team_sum(sum);
-      mean = sum[0] / args.features;
+      mean = sum[0] * options.inverse_features;
     }
     float squares[1] = {0.0f};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const float center = ring.column(v) < args.features ? mean : 0.0f;
-      float u[kVec];
-      unpack(kept[v], u);
       float vector_squares = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) vector_squares += (u[i] - center) * (u[i] - center);
+      for (int i = 0; i < kVec; ++i) {
+        u[v][i] = column.has(v) ? u[v][i] - mean : 0.0f;
+        vector_squares += u[v][i] * u[v][i];
+      }
       squares[0] += vector_squares;
     }
     team_sum(squares);
-    const float rstd = __frsqrt_rn(squares[0] / args.features + args.options.epsilon);
-    if (active && team.rank == 0) {
+    ring.fetch();
+    const float rstd = __frsqrt_rn(squares[0] * options.inverse_features + options.epsilon);
+    if (active && team.leads()) {
       if (args.mean != nullptr) args.mean[row] = mean;
       if (args.rstd != nullptr) args.rstd[row] = rstd;
     }
@@ -130,35 +119,34 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float y[kVec];
-      unpack(kept[v], y);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = (y[i] - mean) * rstd * scale[v][i] + bias[v][i];
-      if constexpr (kGeneral) activate(args.options.activation, y);
+      for (int i = 0; i < kVec; ++i) y[i] = u[v][i] * rstd * scale[v][i] + bias[v][i];
+      activate(options.activation, y);
       Vector<T, kVec> packed;
       pack(y, packed);
-      if (active && ring.column(v) < args.features) {
-        store_vector(static_cast<T*>(args.y) + row_start + ring.column(v), packed);
+      if (active && column.has(v)) {
+        store_vector(static_cast<T*>(args.y) + row_start + column(v), packed);
       }
     }
   }
 }
 
-// --- rows longer than that
-// ------------------------------------------------------------------------
+// --- rows longer than that -----------------------------------------------------------------------
 
 // A block reads a row three times, the second and third time from L2: a row of every block in
 // flight fits there (132 x 256 KiB at worst, in 50 MB).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
-  extern __shared__ __align__(16) unsigned char shared_memory[];
-  const Team team(args.team_size);
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const Team team(args.team_size, 1);
   TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
+  __syncthreads();
   const int first_column = team.rank * kVec;
   const int column_step = team.size * kVec;
 
-  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
-    const int64_t row_start = row * args.features;
+  for (int row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    const int64_t row_start = static_cast<int64_t>(row) * args.features;
     const T* x = static_cast<const T*>(args.x) + row_start;
     T* next_residual = static_cast<T*>(args.next_residual) + row_start;
 
@@ -202,7 +190,7 @@ __global__ void __launch_bounds__(kWideThreads)
         sum[0] += sum_of(u);
       }
       team_sum(sum);
-      mean = sum[0] / args.features;
+      mean = sum[0] * args.options.inverse_features;
     }
     float squares[1] = {0.0f};
 #pragma unroll 2
@@ -214,8 +202,9 @@ __global__ void __launch_bounds__(kWideThreads)
       squares[0] += sum_of(u);
     }
     team_sum(squares);
-    const float rstd = __frsqrt_rn(squares[0] / args.features + args.options.epsilon);
-    if (team.rank == 0) {
+    const float rstd =
+        __frsqrt_rn(squares[0] * args.options.inverse_features + args.options.epsilon);
+    if (team.leads()) {
       if (args.mean != nullptr) args.mean[row] = mean;
       if (args.rstd != nullptr) args.rstd[row] = rstd;
     }
@@ -236,28 +225,37 @@ __global__ void __launch_bounds__(kWideThreads)
   }
 }
 
-// --- launch
-// ---------------------------------------------------------------------------------------
+// --- launch --------------------------------------------------------------------------------------
 
 using ForwardKernel = void (*)(ForwardArgs);
 
-template <typename T, bool kGeneral>
-ForwardKernel rows_kernel(int vec, int elements) {
+template <typename T, Chain kChain>
+ForwardKernel vector_kernel(int elements) {
   constexpr int kVec = 16 / sizeof(T);
+  constexpr ForwardKernel kKernels[kElementChoices] = {
+      forward_rows<T, kVec, 8, kChain>, forward_rows<T, kVec, 16, kChain>,
+      forward_rows<T, kVec, 24, kChain>, forward_rows<T, kVec, 32, kChain>};
+  return kKernels[elements / kElementStep - 1];
+}
+
+template <typename T>
+ForwardKernel rows_kernel(Chain chain, int vec, int elements) {
   if (vec == 1) {
-    return elements == 8 ? forward_rows<T, 1, 8, kGeneral> : forward_rows<T, 1, 16, kGeneral>;
+    return elements == 8 ? forward_rows<T, 1, 8, Chain::kGeneral>
+                         : forward_rows<T, 1, 16, Chain::kGeneral>;
   }
-  switch (elements) {
-    case 8:
-      return forward_rows<T, kVec, 8, kGeneral>;
-    case 16:
-      return forward_rows<T, kVec, 16, kGeneral>;
-    case 24:
-      return forward_rows<T, kVec, 24, kGeneral>;
+  switch (chain) {
+    case Chain::kPlain:
+      return vector_kernel<T, Chain::kPlain>(elements);
+    case Chain::kRelu:
+      return vector_kernel<T, Chain::kRelu>(elements);
     default:
-      return forward_rows<T, kVec, 32, kGeneral>;
+      return vector_kernel<T, Chain::kGeneral>(elements);
   }
 }
+
+// Small blocks: while some wait for their rows, others compute.
+constexpr int kForwardThreads = 128;
 
 template <typename T>
 ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
@@ -265,38 +263,41 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
   const bool aligned = are_aligned({args.x, args.residual, args.scale.data, args.bias.data,
                                     args.pre_bias.data, args.y, args.next_residual});
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
-  const bool general = args.pre_bias.data != nullptr ||
-                       args.options.pre_activation != Activation::kNone ||
-                       args.options.activation != Activation::kNone;
-  const RowsPlan plan = plan_rows({
-      .rows = args.rows,
-      .segments = 1,
-      .features = args.features,
-      .vec = vec,
-      .value_bytes = sizeof(T),
-      .streams = args.residual == nullptr ? 1 : 2,
-      .shared_parameters = args.pre_bias.data == nullptr ? 0 : 1,
-      .private_parameters = 0,
-      .sums_over_teams = false,
-      .multiprocessors = device.multiprocessors,
-      .shared_bytes = device.shared_bytes,
-  });
-  args.team_size = plan.team_size;
-  args.stages = plan.stages;
-  if (plan.stages == 0) {
+  const Chain chain =
+      vec == 1 ? Chain::kGeneral : chain_of(args.options, args.pre_bias.data != nullptr);
+  const Spread spread =
+      choose_spread(args.features, vec, forward_limits(chain), device.max_team_blocks);
+  if (spread.elements == 0) {
     args.team_size = kWideThreads;
     const auto kernel = vec == 1 ? forward_wide_rows<T, 1> : forward_wide_rows<T, kFullVec>;
-    const int64_t blocks = std::min<int64_t>(args.rows, 2 * device.multiprocessors);
-    return launch<ForwardArgs>(kernel, args, dim3(blocks), kWideThreads,
-                               TeamSum::kScratch * sizeof(float), stream);
+    const int64_t blocks = std::min(args.rows, 2 * device.multiprocessors);
+    return launch_kernel(kernel, args,
+                         {dim3(blocks), kWideThreads, TeamSum::kScratch * sizeof(float)}, stream);
   }
-  const auto kernel = general ? rows_kernel<T, true>(vec, plan.elements)
-                              : rows_kernel<T, false>(vec, plan.elements);
-  int blocks = 0;
-  RETURN_IF_ERROR(blocks_per_multiprocessor(kernel, plan.threads, plan.shared_bytes, &blocks));
-  const int64_t needed = (args.rows + plan.teams() - 1) / plan.teams();
-  blocks = std::min<int64_t>(needed, blocks * device.multiprocessors);
-  return launch(kernel, args, dim3(blocks), plan.threads, plan.shared_bytes, stream);
+  const auto kernel = rows_kernel<T>(chain, vec, spread.elements);
+  const int streams = args.residual == nullptr ? 1 : 2;
+  Launch launch;
+  launch.threads = choose_threads(spread, args.rows, kForwardThreads, device);
+  launch.cluster = spread.team_blocks;
+  const int teams = launch.threads / spread.team_size;
+
+  // The ring's depth leaves room for as many blocks as registers allow.
+  launch.shared_bytes = kSharedHead;
+  launch.grid = dim3(launch.cluster);
+  int clusters = 0;
+  RETURN_IF_ERROR(resident_clusters(kernel, launch, device, &clusters));
+  const RingPlan ring =
+      plan_ring(teams * spread.block_features * streams * sizeof(T), 0,
+                divide_up(clusters * launch.cluster, device.multiprocessors), device);
+  if (ring.stages == 0) return ffi::Error::Internal("layer_norm: no shared memory for a row");
+  launch.shared_bytes = ring.shared_bytes;
+  RETURN_IF_ERROR(resident_clusters(kernel, launch, device, &clusters));
+  launch.grid = dim3(std::min(divide_up(args.rows, teams), clusters) * launch.cluster);
+  args.team_size = spread.team_size;
+  args.team_blocks = spread.team_blocks;
+  args.block_features = spread.block_features;
+  args.stages = ring.stages;
+  return launch_kernel(kernel, args, launch, stream);
 }
 
 ffi::Error layer_norm_forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale,
@@ -310,10 +311,10 @@ ffi::Error layer_norm_forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   const int64_t rows = x.dimensions()[0];
   const int64_t features = x.dimensions()[1];
   ForwardArgs args = {};
-  args.rows = rows;
+  args.rows = static_cast<int>(rows);
   args.features = static_cast<int>(features);
-  RETURN_IF_ERROR(parse_options(subtract_mean, epsilon, scale_offset, pre_activation, activation,
-                                &args.options));
+  RETURN_IF_ERROR(parse_options(features, subtract_mean, epsilon, scale_offset, pre_activation,
+                                activation, &args.options));
   RETURN_IF_ERROR(parse_parameter("scale", scale, features, &args.scale));
   RETURN_IF_ERROR(parse_parameter("bias", bias, features, &args.bias));
   RETURN_IF_ERROR(parse_parameter("pre_bias", pre_bias, features, &args.pre_bias));
@@ -334,7 +335,7 @@ ffi::Error layer_norm_forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   args.rstd = data_or_null<float>(*rstd);
 
   Device device;
-  RETURN_IF_ERROR(Device::current(&device));
+  RETURN_IF_ERROR(current_device(&device));
   switch (*dtype_of(x)) {
     case Dtype::kFloat32:
       return launch_forward<float>(args, device, stream);

@@ -60,3 +60,79 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// --- sm_90 and later: bulk copies and clusters ---------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+#define JAXFUSED_SM90(...) __VA_ARGS__
+#else
+#define JAXFUSED_SM90(...)  // never called: see kHasBulkCopies
+#endif
+
+// Whether the GPU that this is compiled for has what follows.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kHasBulkCopies = true;
+#else
+constexpr bool kHasBulkCopies = false;
+#endif
+
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// A barrier whose phases end when one thread has arrived and the bytes it announced are there.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
+  JAXFUSED_SM90(asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"));
+}
+
+// Makes the barriers that this thread has set up known to the copies.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  JAXFUSED_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory");
+                asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  JAXFUSED_SM90(asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes) : "memory"));
+}
+
+// Waits for the end of the phase of this parity.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  JAXFUSED_SM90(
+      asm volatile("{\n"
+                   ".reg .pred done;\n"
+                   "again:\n"
+                   "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                   "@!done bra again;\n"
+                   "}\n" ::"r"(shared_address(barrier)),
+                   "r"(parity) : "memory"));
+}
+
+// Copies `bytes`, a multiple of 16, between addresses that are multiples of 16.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
+  JAXFUSED_SM90(
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                   "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+                   "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
+}
+
+// Writes into the shared memory of block `block` of the cluster, where `shared` is in this one's.
+__device__ __forceinline__ void cluster_store(float* shared, int block, float value) {
+  JAXFUSED_SM90(
+      asm volatile("{\n"
+                   ".reg .b32 remote;\n"
+                   "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                   "st.shared::cluster.f32 [remote], %2;\n"
+                   "}\n" ::"r"(shared_address(shared)),
+                   "r"(block), "f"(value) : "memory"));
+}
+
+// A barrier for all threads of a cluster.
+__device__ __forceinline__ void cluster_sync() {
+  JAXFUSED_SM90(
+      asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                   "barrier.cluster.wait.acquire.aligned;" :: : "memory"));
+}

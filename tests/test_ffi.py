@@ -14,7 +14,7 @@ import pytest
 
 from jaxfused import cuda, dispatch
 from jaxfused.cuda import library
-from jaxfused.cuda.layer_norm import MAX_FEATURES, why_unsupported
+from jaxfused.cuda.layer_norm import MAX_FEATURES, MAX_ROWS, why_unsupported
 
 ROOT = Path(__file__).parents[1]
 GOOD = dict(compute_capability=(8, 0), rows=4, features=768, dtype=jnp.bfloat16)
@@ -251,6 +251,7 @@ def test_what_is_not_wanted_is_not_written(loadable):
         (dict(residual_dtype=jnp.float32), "x has bfloat16, residual float32"),
         (dict(features=0), "x has 0"),
         (dict(features=MAX_FEATURES + 1), "x has 65537"),
+        (dict(rows=MAX_ROWS + 1), "at most 1073741824 rows, and x has 1073741825"),
     ],
 )
 def test_limits(loadable, change, reason):
@@ -264,6 +265,7 @@ def test_limits(loadable, change, reason):
         dict(compute_capability=(12, 0)),
         dict(features=1),
         dict(features=MAX_FEATURES),
+        dict(rows=MAX_ROWS),
         dict(features=197, dtype=jnp.dtype("float16")),
         dict(residual_dtype=jnp.dtype("bfloat16")),
     ],

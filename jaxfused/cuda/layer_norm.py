@@ -1,7 +1,7 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
 
 The kernels take a row in pieces of 16 bytes where the number of features allows it, and value by value
-elsewhere, so there is no shape that they refuse.
+elsewhere, so they refuse no shape for its divisibility.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from jaxfused.cuda import library
 
 MAX_FEATURES = 65536
+MAX_ROWS = 2**30
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -39,6 +40,8 @@ def why_unsupported(
         )
     if not 1 <= features <= MAX_FEATURES:
         return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
+    if rows > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows, and x has {rows}"
     return library.why_unavailable()
 
 
