@@ -49,6 +49,14 @@ def assert_same_trees(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def shared_params(nnx, linen, *inputs):
+    """Random parameters in the tree that both modules have."""
+    params = params_of(nnx)
+    shapes = jax.eval_shape(linen.init, jax.random.key(0), *inputs)["params"]
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
+    return random_like(params)
+
+
 def assert_same(nnx, linen, stock, params, *inputs, **options):
     """Both modules are as near to `stock(params, *inputs)` in float64 as the rule asks."""
     ours = (nnx_apply(nnx), linen_apply(linen))
@@ -138,10 +146,8 @@ def test_mlp(name, plain):
     nnx = getattr(jaxfused.nnx, name)(D, 32, rngs=flax.nnx.Rngs(0))
     linen = getattr(jaxfused.linen, name)(32)
     x, residual = normal(0, B, T, D), normal(1, B, T, D)
-    params = params_of(nnx)
-    shapes = jax.tree.map(jnp.shape, linen.init(jax.random.key(0), x)["params"])
-    assert shapes == jax.tree.map(jnp.shape, params)
-    assert_same(nnx, linen, plain, random_like(params), x, residual=residual)
+    params = shared_params(nnx, linen, x)
+    assert_same(nnx, linen, plain, params, x, residual=residual)
 
 
 def test_rotary_embedding():
@@ -181,9 +187,7 @@ def test_transformer_block():
     )
     linen = jaxfused.linen.TransformerBlock(4, hidden_features=32, is_causal=True)
     x, residual = normal(0, B, T, D), normal(1, B, T, D)
-    params = params_of(nnx)
-    shapes = jax.tree.map(jnp.shape, linen.init(jax.random.key(0), x)["params"])
-    assert shapes == jax.tree.map(jnp.shape, params)
+    params = shared_params(nnx, linen, x)
     ours = (nnx_apply(nnx), linen_apply(linen))
 
     def all_forms(params, x, residual):
@@ -192,7 +196,7 @@ def test_transformer_block():
     assert_values_and_gradients(
         all_forms,
         lambda *args: [(plain_block(*args), plain_block(*args))] * 2,
-        random_like(params),
+        params,
         x,
         residual,
     )
@@ -232,10 +236,8 @@ def test_modern_transformer_block():
     )
     linen = jaxfused.linen.TransformerBlock(4, rope=jaxfused.linen.RotaryEmbedding(), **options)
     x = normal(0, B, T, D)
-    params = params_of(nnx)
-    shapes = jax.tree.map(jnp.shape, linen.init(jax.random.key(0), x)["params"])
-    assert shapes == jax.tree.map(jnp.shape, params)
-    assert_same(nnx, linen, plain_modern_block, random_like(params), x)
+    params = shared_params(nnx, linen, x)
+    assert_same(nnx, linen, plain_modern_block, params, x)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +363,4 @@ def test_conv_norm_act_with_group_norm():
         norm = flax.linen.GroupNorm(2, epsilon=1e-5)
         return jax.nn.silu(linen_apply(norm)(params["norm"], y))
 
-    shapes = jax.tree.map(jnp.shape, linen.init(jax.random.key(0), x)["params"])
-    assert shapes == jax.tree.map(jnp.shape, params_of(nnx))
-    assert_same(nnx, linen, plain, random_like(params_of(nnx)), x)
+    assert_same(nnx, linen, plain, shared_params(nnx, linen, x), x)
