@@ -60,7 +60,7 @@ def test_one_row_is_its_own_mean():
     np.testing.assert_array_equal(var, jnp.zeros(3))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     batch=st.integers(1, 5),
     spatial=st.lists(st.integers(1, 7), max_size=3),

@@ -44,7 +44,7 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
     assert ours(*args).dtype == dtype
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     batch=st.integers(1, 3),
     spatial=st.lists(st.integers(1, 7), max_size=3),

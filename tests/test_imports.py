@@ -19,17 +19,23 @@ LAYERS = {
         "jaxfused.dispatch",
         "jaxfused.reference",
     ),
-    "jaxfused/modules": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
+    "jaxfused/modules": (
+        "jaxfused.ops",
+        "jaxfused.dispatch",
+        "jaxfused.quantized_array",
+        "jaxfused.reference",
+    ),
     "jaxfused/optim": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
     "jaxfused/ops": (
         "jaxfused.cuda",
         "jaxfused.dispatch",
+        "jaxfused.quantized_array",
         "jaxfused.reference",
         "jaxfused.sharding",
         "pallas_kernels",
     ),
     "jaxfused/cuda": (),
-    "jaxfused/reference": (),
+    "jaxfused/reference": ("jaxfused.quantized_array",),
     "pallas_kernels": (),
 }
 OURS = ("jaxfused", "pallas_kernels", "examples", "benchmarks", "tests")

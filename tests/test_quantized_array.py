@@ -57,7 +57,7 @@ def test_values_are_those_of_a_loop_over_groups(case):
     assert q.ndim == x.ndim
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     dtype=st.sampled_from(sorted(FORMATS)),
