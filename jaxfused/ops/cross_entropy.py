@@ -161,7 +161,7 @@ def linear_softmax_cross_entropy(
             f"{op}: chunk_size is {chunk_size}, but a chunk has at least one token;"
             " pass a positive int or None."
         )
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x), op=op))
+    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
     rows = math.prod(leading)
     losses = _linear_token_losses(
         options,
@@ -174,14 +174,12 @@ def linear_softmax_cross_entropy(
     return _reduce(losses.reshape(leading), counted(labels, options), weights, reduction)
 
 
-def implementations(
-    device: dispatch.Device, *, op: str = "softmax_cross_entropy"
-) -> dict[str, str | None]:
+def implementations(device: dispatch.Device) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run on `device`."""
     del device
     return {
-        "pallas": f"there is no Pallas kernel of {op} yet",
-        "cuda": f"there is no CUDA kernel of {op} yet",
+        "pallas": "there is no Pallas kernel of cross_entropy yet",
+        "cuda": "there is no CUDA kernel of cross_entropy yet",
         "xla": None,
     }
 
