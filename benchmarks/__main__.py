@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks [NAME...]`."""
+"""The commands: `python -m benchmarks [NAME...]` and `python -m benchmarks end_to_end`."""
 
 import argparse
 import importlib
@@ -13,7 +13,16 @@ from typing import Any
 import jax
 
 import benchmarks
-from benchmarks import ceilings, peers, plot, report, results, runner
+from benchmarks import (
+    ceilings,
+    end_to_end,
+    end_to_end_report,
+    peers,
+    plot,
+    report,
+    results,
+    runner,
+)
 from benchmarks.case import LABELS, OURS
 
 
@@ -25,8 +34,15 @@ def operators() -> dict[str, ModuleType]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == [end_to_end_report.NAME]:
+        return end_to_end.main(arguments[1:])
     modules = operators()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=benchmarks.__doc__,
+        epilog=f"Whole training steps: python -m benchmarks {end_to_end_report.NAME} --help",
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(modules)}")
     parser.add_argument("--peers", default=",".join(peers.PROBES), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, results
+from benchmarks import end_to_end_report, report, results
 from benchmarks.case import LABELS
 
 _README = Path(__file__).parent.parent / "README.md"
@@ -139,12 +139,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for result in loaded:
         for name, section in result["benchmarks"].items():
             path = chart_path(options.results, result["gpu"], name)
-            draw(result["gpu"], name, section, path)
+            if name == end_to_end_report.NAME:
+                end_to_end_report.draw(result["gpu"], section, path)
+            else:
+                draw(result["gpu"], name, section, path)
             images[result["gpu"], name] = (
                 path.resolve().relative_to(options.readme.resolve().parent).as_posix()
             )
             print(path)
-    update_readme(options.readme, report.readme_part(loaded, images))
+    tables = {end_to_end_report.NAME: end_to_end_report.readme_table}
+    update_readme(options.readme, report.readme_part(loaded, images, tables))
     print(options.readme)
 
 

@@ -3,7 +3,7 @@
 Everything is computed from the JSON, so that a number printed anywhere is a number in the file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,15 +235,22 @@ def shape_text(shape: Sequence[int]) -> str:
 # --- README ---------------------------------------------------------------------------------------
 
 
-def readme_part(results: Sequence[dict[str, Any]], images: dict[tuple[str, str], str]) -> str:
-    """The text between the README's markers; `images` maps (gpu, benchmark) to a path."""
+def readme_part(
+    results: Sequence[dict[str, Any]],
+    images: dict[tuple[str, str], str],
+    tables: Mapping[str, Callable[[Section], list[str]]],
+) -> str:
+    """The text between the README's markers.
+
+    `images` maps (gpu, benchmark) to a path, and `tables` a benchmark without cases to its lines.
+    """
     lines = [README_BEGIN]
     for result in results:
         for name, section in result["benchmarks"].items():
             lines += ["", f"### {name} on {result['gpu']}", ""]
             if (result["gpu"], name) in images:
                 lines += [f"![{name} on {result['gpu']}]({images[result['gpu'], name]})", ""]
-            lines += _readme_table(section)
+            lines += tables.get(name, _readme_table)(section)
     return "\n".join([*lines, "", README_END])
 
 

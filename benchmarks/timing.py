@@ -18,6 +18,8 @@ COLD_BYTES = 256 * 2**20
 """Input sets are taken in turn until they hold this much: several times any GPU's L2."""
 
 _GRAPH_MILLISECONDS = 2.0
+_WARM_UP_STEPS = 3
+_ROUND_MILLISECONDS = 1500.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,14 @@ def cupti(call: Callable[..., Any], sets: Sequence[Any], samples: int = SAMPLES)
     medians = [1e3 * statistics.median(call[i][1] for call in timings) for i in range(len(names))]
     totals = [1e3 * sum(milliseconds for _, milliseconds in call) for call in timings]
     return Samples(totals, list(zip(names, medians, strict=True)))
+
+
+def kernels(call: Callable[[], Any]) -> list[tuple[str, float]]:
+    """The kernels of one call in the order in which they ran: name, microseconds."""
+    _, timings = profiler.measure(_InTurn(call, [()]), aggregate=False)()
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    return [(name, 1e3 * milliseconds) for name, milliseconds in timings]
 
 
 def torch_cupti(call: Callable[..., Any], sets: Sequence[Any]) -> Samples:
@@ -128,3 +138,20 @@ def wall(call: Callable[..., Any], sets: Sequence[Any], calls: int = 24) -> Samp
         jax.block_until_ready([call(*args) for args in turns])
         result.append(1e6 * (time.perf_counter() - start) / calls)
     return Samples(result, [])
+
+
+def steps(run: Callable[[int], None]) -> dict[str, Any]:
+    """Host time of training steps; `run(n)` takes n of them and waits for the last.
+
+    Milliseconds a step: the median of the rounds, each of which lasts about 1.5 s.
+    """
+
+    def milliseconds(count: int) -> float:
+        start = time.perf_counter()
+        run(count)
+        return 1e3 * (time.perf_counter() - start) / count
+
+    milliseconds(_WARM_UP_STEPS)
+    count = max(1, round(_ROUND_MILLISECONDS / milliseconds(_WARM_UP_STEPS)))
+    rounds = [milliseconds(count) for _ in range(3)]
+    return {"milliseconds": statistics.median(rounds), "rounds": rounds, "steps": count}

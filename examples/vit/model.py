@@ -1,4 +1,4 @@
-"""The Vision Transformer, in the sizes of its papers, on the fused LayerNorm of jaxfused.
+"""The Vision Transformer, in the sizes of its papers, on the fused layers of jaxfused.
 
 Each block hands on two arrays, the residual stream and what the last branch adds to it, so that the
 addition happens inside the next norm: `y, stream = norm(delta, residual=stream)`.
@@ -7,6 +7,7 @@ Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, https://arxiv
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxfused.nnx
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(query, key, value), all [B, T, heads, width / heads], to what the queries read, of that shape."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class VisionTransformer(nnx.Module):
       drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0
         at the first block (stochastic depth).
       dtype: of the computation; parameters are float32.
+      attention: what attends.
+      unroll: blocks that are compiled one after the other, in each round of a loop over them.
       rngs: makes the parameters.
 
     Example:
@@ -83,6 +89,8 @@ class VisionTransformer(nnx.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
+        attention: Attention = jaxfused.dot_product_attention,
+        unroll: int = 1,
         rngs: nnx.Rngs,
     ):
         if image_size % size.patch:
@@ -94,8 +102,9 @@ class VisionTransformer(nnx.Module):
         self.pool = pool
         self.drop_path = drop_path
         self.depth = size.depth
+        self.unroll = unroll
         self.random = dropout > 0 or drop_path > 0
-        self.embed = nnx.Linear(
+        self.embed = jaxfused.nnx.Linear(
             size.patch**2 * channels,
             size.width,
             kernel_init=nnx.initializers.lecun_normal(),
@@ -112,11 +121,11 @@ class VisionTransformer(nnx.Module):
         # One stack of all blocks, and a scan over it: compile time does not grow with the depth.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
-            return Block(size, dropout=dropout, dtype=dtype, rngs=rngs)
+            return Block(size, dropout=dropout, dtype=dtype, attention=attention, rngs=rngs)
 
         self.blocks = stack(rngs.split(size.depth))
         self.norm = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(
+        self.head = jaxfused.nnx.Linear(
             size.width, classes, kernel_init=nnx.initializers.zeros, dtype=dtype, rngs=rngs
         )
 
@@ -132,7 +141,9 @@ class VisionTransformer(nnx.Module):
             delta = jnp.concatenate([token, delta], axis=1)
         stream = jnp.broadcast_to(self.positions.astype(delta.dtype), delta.shape)
 
-        @functools.partial(nnx.scan, in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry)
+        @functools.partial(
+            nnx.scan, in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry, unroll=self.unroll
+        )
         def run(carry, block, key, drop_path):
             return block(*carry, key=key, drop_path=drop_path)
 
@@ -152,17 +163,27 @@ class Block(nnx.Module):
     """Attention, then MLP, each behind a norm and added to the residual stream by the next norm."""
 
     def __init__(
-        self, size: ViTSize, *, dropout: float, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
+        self,
+        size: ViTSize,
+        *,
+        dropout: float,
+        dtype: jax.typing.DTypeLike,
+        attention: Attention,
+        rngs: nnx.Rngs,
     ):
         linear = functools.partial(
-            nnx.Linear, kernel_init=nnx.initializers.xavier_uniform(), dtype=dtype, rngs=rngs
+            jaxfused.nnx.Linear,
+            kernel_init=nnx.initializers.xavier_uniform(),
+            dtype=dtype,
+            rngs=rngs,
         )
         self.heads = size.heads
+        self.attention = attention
         self.norm1 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.qkv = linear(size.width, 3 * size.width)
         self.project = linear(size.width, size.width)
         self.norm2 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
-        self.mlp_in = linear(size.width, size.hidden)
+        self.mlp_in = linear(size.width, size.hidden, activation="gelu_erf")
         self.mlp_out = linear(size.hidden, size.width)
         self.dropout = nnx.Dropout(dropout)
 
@@ -179,18 +200,15 @@ class Block(nnx.Module):
         y, stream = self.norm1(delta, residual=stream)
         delta = self._drop(self._attention(y), keys[0], drop_path)
         y, stream = self.norm2(delta, residual=stream)
-        delta = self._drop(self._mlp(y), keys[1], drop_path)
+        delta = self._drop(self.mlp_out(self.mlp_in(y)), keys[1], drop_path)
         return delta, stream
 
     def _attention(self, y: jax.Array) -> jax.Array:
         batch, tokens, width = y.shape
         qkv = self.qkv(y).reshape(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = (qkv[:, :, i] for i in range(3))
-        attended = jax.nn.dot_product_attention(query, key, value)
+        attended = self.attention(query, key, value)
         return self.project(attended.reshape(batch, tokens, width))
-
-    def _mlp(self, y: jax.Array) -> jax.Array:
-        return self.mlp_out(jax.nn.gelu(self.mlp_in(y), approximate=False))
 
     def _drop(self, branch: jax.Array, key: jax.Array | None, drop_path: jax.Array) -> jax.Array:
         if key is None:

@@ -1,0 +1,325 @@
+"""Whole training steps in JAX: on jaxfused, and as a user of Flax and Optax writes them.
+
+Both sides of a comparison are the same network with as many parameters, in bfloat16 with float32
+parameters, under AdamW and clipping by the global norm.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import jaxfused
+from examples.unet.model import UNet
+from examples.vit.model import MODELS, Attention, VisionTransformer, ViTSize
+
+State = tuple[Any, Any]
+"""(parameters, state of the optimizer)."""
+Batch = tuple[jax.Array, jax.Array]
+"""(images, labels)."""
+Loss = Callable[[Any, Batch], jax.Array]
+"""(parameters, batch) to a scalar."""
+
+OPTIMIZER: dict[str, Any] = dict(learning_rate=1e-3, weight_decay=0.05)
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What there is to compile: the state of a key, and (state, batch) to (state, loss)."""
+
+    init: Callable[[jax.Array], State]
+    step: Callable[[State, Batch], tuple[State, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network at a batch size, in every variant."""
+
+    name: str
+    make_batch: Callable[[jax.Array], Batch]
+    programs: Mapping[str, Callable[[], Program]]
+    """By variant."""
+    forward_flops: Callable[[], int]
+    """Of the matrix products of one forward pass over the batch."""
+
+
+def workloads() -> dict[str, Workload]:
+    """The networks that are measured."""
+    return {
+        "vit-b16": vit("vit-b16", MODELS["vit-b16"], batch=256),
+        "vit-l16": vit("vit-l16", MODELS["vit-l16"], batch=128),
+        "unet": unet("unet", batch=32),
+    }
+
+
+def vit(
+    name: str, size: ViTSize, *, batch: int, image_size: int = 224, classes: int = 1000
+) -> Workload:
+    """A Vision Transformer that reads the class from a token."""
+
+    def make_batch(key: jax.Array) -> Batch:
+        keys = jax.random.split(key)
+        images = jax.random.normal(keys[0], (batch, image_size, image_size, 3), jnp.bfloat16)
+        return images, jax.random.randint(keys[1], (batch,), 0, classes)
+
+    def ours(attention: Attention = jaxfused.dot_product_attention, unroll: int = 1) -> Program:
+        def build() -> VisionTransformer:
+            return VisionTransformer(
+                size,
+                image_size=image_size,
+                channels=3,
+                classes=classes,
+                dtype=jnp.bfloat16,
+                attention=attention,
+                unroll=unroll,
+                rngs=nnx.Rngs(0),
+            )
+
+        return _with_jaxfused(build, jaxfused.softmax_cross_entropy)
+
+    def stock(attention: Callable[..., jax.Array] = nn.dot_product_attention) -> Program:
+        model = StockViT(size, classes, attention)
+        return _with_optax(model, make_batch, _softmax_cross_entropy)
+
+    return Workload(
+        name,
+        make_batch,
+        {
+            "ours": ours,
+            "ours-cudnn": functools.partial(ours, padded_cudnn_attention),
+            "ours-unrolled": functools.partial(ours, padded_cudnn_attention, unroll=size.depth),
+            "stock": stock,
+            "cudnn": functools.partial(stock, padded_cudnn_attention),
+        },
+        lambda: _forward_flops(
+            StockViT(size, classes, nn.dot_product_attention), jax.eval_shape(make_batch, _KEY)[0]
+        ),
+    )
+
+
+def unet(
+    name: str,
+    *,
+    batch: int,
+    image_size: int = 256,
+    base: int = 64,
+    levels: int = 5,
+    groups: int = 32,
+) -> Workload:
+    """A U-Net with group norm and SiLU that tells foreground from background."""
+
+    def make_batch(key: jax.Array) -> Batch:
+        keys = jax.random.split(key)
+        shape = (batch, image_size, image_size)
+        images = jax.random.normal(keys[0], (*shape, 3), jnp.bfloat16)
+        return images, jax.random.bernoulli(keys[1], shape=shape).astype(jnp.int32)
+
+    def ours() -> Program:
+        def build() -> UNet:
+            return UNet(
+                base=base,
+                levels=levels,
+                groups=groups,
+                channels=3,
+                dtype=jnp.bfloat16,
+                rngs=nnx.Rngs(0),
+            )
+
+        return _with_jaxfused(build, jaxfused.segmentation_loss)
+
+    model = StockUNet(base, levels, groups)
+    return Workload(
+        name,
+        make_batch,
+        {"ours": ours, "stock": lambda: _with_optax(model, make_batch, _segmentation_loss)},
+        lambda: _forward_flops(model, jax.eval_shape(make_batch, _KEY)[0]),
+    )
+
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+# --- the steps ------------------------------------------------------------------------------------
+
+
+def _with_jaxfused(
+    build: Callable[[], nnx.Module], loss: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Program:
+    graphdef = nnx.graphdef(nnx.eval_shape(build))
+    optimizer = jaxfused.optim.adamw(**OPTIMIZER)
+
+    def init(key: jax.Array) -> State:
+        del key  # `build` has its own.
+        params = nnx.to_pure_dict(nnx.state(build()))
+        return params, optimizer.init(params)
+
+    def loss_of(params: Any, batch: Batch) -> jax.Array:
+        images, labels = batch
+        return loss(nnx.merge(graphdef, params)(images), labels)
+
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        params, opt_state = state
+        value, gradients = jax.value_and_grad(loss_of)(params, batch)
+        return optimizer.step(gradients, opt_state, params, max_norm=MAX_NORM), value
+
+    return Program(init, step)
+
+
+def _with_optax(
+    model: nn.Module,
+    make_batch: Callable[[jax.Array], Batch],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Program:
+    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(**OPTIMIZER))
+
+    def init(key: jax.Array) -> State:
+        params = model.init(key, make_batch(key)[0])
+        return params, optimizer.init(params)
+
+    def loss_of(params: Any, batch: Batch) -> jax.Array:
+        images, labels = batch
+        return loss(model.apply(params, images), labels)
+
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        params, opt_state = state
+        value, gradients = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return Program(init, step)
+
+
+def _softmax_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def _segmentation_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    targets = labels.astype(jnp.float32)
+    cross_entropy = optax.sigmoid_binary_cross_entropy(logits, targets).mean()
+    probabilities = jax.nn.sigmoid(logits)
+    overlap = 2 * (probabilities * targets).sum((1, 2)) + 1
+    dice = overlap / ((probabilities + targets).sum((1, 2)) + 1)
+    return cross_entropy + 1 - dice.mean()
+
+
+def padded_cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, **_: Any
+) -> jax.Array:
+    """CuDNN's attention at the next multiple of 64, whose training takes no odd lengths.
+
+    What Flax passes beside the three (no mask, no dropout) is not needed.
+    """
+    length = query.shape[1]
+    padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
+    lengths = jnp.full(len(query), length, jnp.int32)
+    attended = jax.nn.dot_product_attention(
+        *(jnp.pad(array, padding) for array in (query, key, value)),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return attended[:, :length]
+
+
+# --- the networks as a user of Flax writes them ---------------------------------------------------
+
+
+class StockViT(nn.Module):
+    """The network of `examples.vit.model.VisionTransformer` in Flax Linen."""
+
+    size: ViTSize
+    classes: int
+    attention: Callable[..., jax.Array]
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        size, dtype = self.size, jnp.bfloat16
+        patch = (size.patch, size.patch)
+        x = nn.Conv(size.width, patch, strides=patch, padding="VALID", dtype=dtype)(images)
+        x = x.reshape(len(x), -1, size.width)
+        token = self.param("class_token", nn.initializers.normal(0.02), (1, 1, size.width))
+        x = jnp.concatenate([jnp.tile(token.astype(dtype), (len(x), 1, 1)), x], axis=1)
+        shape = (1, *x.shape[1:])
+        x = x + self.param("positions", nn.initializers.normal(0.02), shape).astype(dtype)
+        for _ in range(size.depth):
+            y = nn.LayerNorm(dtype=dtype)(x)
+            x = x + nn.MultiHeadDotProductAttention(
+                size.heads, dtype=dtype, attention_fn=self.attention
+            )(y)
+            y = nn.LayerNorm(dtype=dtype)(x)
+            y = nn.gelu(nn.Dense(size.hidden, dtype=dtype)(y), approximate=False)
+            x = x + nn.Dense(size.width, dtype=dtype)(y)
+        x = nn.LayerNorm(dtype=dtype)(x)
+        head = nn.Dense(self.classes, kernel_init=nn.initializers.zeros, dtype=dtype)
+        return head(x[:, 0]).astype(jnp.float32)
+
+
+class StockUNet(nn.Module):
+    """The network of `examples.unet.model.UNet` in Flax Linen."""
+
+    base: int
+    levels: int
+    groups: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        def block(x: jax.Array, width: int) -> jax.Array:
+            for _ in range(2):
+                x = nn.Conv(width, (3, 3), use_bias=False, dtype=jnp.bfloat16)(x)
+                x = nn.GroupNorm(self.groups, epsilon=1e-5, dtype=jnp.bfloat16)(x)
+                x = nn.silu(x)
+            return x
+
+        widths = [self.base * 2**level for level in range(self.levels)]
+        seen = []
+        x = images
+        for level, width in enumerate(widths):
+            if level:
+                x = nn.max_pool(x, (2, 2), strides=(2, 2))
+            x = block(x, width)
+            seen.append(x)
+        for width, skip in reversed(list(zip(widths[:-1], seen[:-1], strict=True))):
+            # The example's layer has a bias for each of the four pixels, this one a bias for all.
+            x = nn.ConvTranspose(width, (2, 2), strides=(2, 2), dtype=jnp.bfloat16)(x)
+            x = block(jnp.concatenate([skip, x], axis=-1), width)
+        return nn.Dense(1, dtype=jnp.bfloat16)(x)[..., 0].astype(jnp.float32)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def _forward_flops(model: nn.Module, images: Any) -> int:
+    params = jax.eval_shape(model.init, _KEY, images)
+    return product_flops(jax.make_jaxpr(model.apply)(params, images).jaxpr)
+
+
+def product_flops(jaxpr: Jaxpr) -> int:
+    """Multiplications and additions in the matrix products and convolutions of a program."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        name, shapes = eqn.primitive.name, [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        if name == "dot_general":
+            left, _, out = shapes
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
+        elif name == "conv_general_dilated":
+            _, kernel, out = shapes
+            outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+            taps = math.prod(kernel) // outputs
+            # Of a transposed convolution's taps only those count that do not meet inserted zeros.
+            total += 2 * math.prod(out) * taps // math.prod(eqn.params["lhs_dilation"])
+        repeats = eqn.params["length"] if name == "scan" else 1
+        for inner in eqn.params.values():
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+                total += repeats * product_flops(inner)
+    return total
