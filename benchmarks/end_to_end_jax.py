@@ -211,13 +211,8 @@ def _segmentation_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return cross_entropy + 1 - dice.mean()
 
 
-def padded_cudnn_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, **_: Any
-) -> jax.Array:
-    """CuDNN's attention at the next multiple of 64, whose training takes no odd lengths.
-
-    What Flax passes beside the three (no mask, no dropout) is not needed.
-    """
+def padded_cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """CuDNN's attention at the next multiple of 64: it refuses the gradient at odd lengths."""
     length = query.shape[1]
     padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
     lengths = jnp.full(len(query), length, jnp.int32)

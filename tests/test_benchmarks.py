@@ -9,8 +9,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import __main__, ceilings, layer_norm, peers, plot, report, results, runner, timing
+from benchmarks import (
+    __main__,
+    ceilings,
+    end_to_end,
+    end_to_end_jax,
+    end_to_end_report,
+    layer_norm,
+    peers,
+    plot,
+    report,
+    results,
+    runner,
+    timing,
+)
 from benchmarks.case import BEST_PEER, BULK_COPY
+from examples.vit.model import MODELS, ViTSize
 
 TINY = (6, 64)
 CASES = {case.name: case for case in layer_norm.cases(shapes=[TINY])}
@@ -316,3 +330,161 @@ def test_readme_without_markers_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="benchmarks:begin"):
         plot.update_readme(readme, "part")
     assert readme.read_text() == "no markers\n"
+
+
+# --- whole training steps -------------------------------------------------------------------------
+
+TINY_SIZE = ViTSize(patch=4, depth=2, width=16, heads=2, hidden=32)
+TINY_VIT = end_to_end_jax.vit("tiny", TINY_SIZE, batch=4, image_size=16, classes=7)
+TINY_UNET = end_to_end_jax.unet("unet", batch=2, image_size=16, base=8, levels=3, groups=4)
+
+
+def count_parameters(workload, variant):
+    params, _ = jax.eval_shape(workload.programs[variant]().init, jax.random.key(0))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_ours_and_stock_are_the_same_networks():
+    assert count_parameters(TINY_VIT, "ours") == count_parameters(TINY_VIT, "stock")
+    # Upwards, the example's layer has a bias for each of four pixels where Flax's has one for all.
+    per_pixel = 3 * (8 + 16)
+    assert count_parameters(TINY_UNET, "ours") == count_parameters(TINY_UNET, "stock") + per_pixel
+
+
+def test_flops_are_those_of_the_formula():
+    size, batch, tokens = MODELS["vit-b16"], 3, 197
+    block = tokens * (4 * size.width**2 + 2 * size.width * size.hidden)
+    block += 2 * tokens**2 * size.width  # the logits, and what they weigh
+    total = 196 * 16 * 16 * 3 * size.width + size.depth * block + size.width * 1000
+    workload = end_to_end_jax.vit("b", size, batch=batch)
+    assert workload.forward_flops() == 2 * batch * total
+
+
+def test_flops_of_loops_and_convolutions():
+    def f(x, w, up):
+        x, _ = jax.lax.scan(lambda c, _: (jax.jit(jnp.dot)(c, w), None), x, length=5)
+        x = x.reshape(1, 4, 4, 8)
+        return jax.lax.conv_transpose(x, up, (2, 2), "SAME")
+
+    jaxpr = jax.make_jaxpr(f)(jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones((2, 2, 8, 3)))
+    # Each of 16 pixels becomes 4 of 3 channels.
+    expected = 5 * 2 * 16 * 8 * 8 + 2 * 16 * 4 * 8 * 3
+    assert end_to_end_jax.product_flops(jaxpr.jaxpr) == expected
+
+
+@pytest.fixture(scope="module")
+def steps_section():
+    """What the command would save, on a CPU, where cuDNN's attention fails and CUPTI is not."""
+    rows = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "_ROUND_MILLISECONDS", 30.0)
+        end_to_end.run_jax(
+            [TINY_VIT],
+            ["ours", "stock", "cudnn", "torch"],
+            lambda model, variant, row: rows.setdefault(variant, row),
+        )
+    model = {"model": "tiny", "batch": 4, "flops": 3 * TINY_VIT.forward_flops(), "rows": rows}
+    return {**section_of(), "models": [model]}
+
+
+def test_steps_train_and_are_timed(steps_section):
+    rows = steps_section["models"][0]["rows"]
+    assert set(rows) == {"ours", "stock", "cudnn"}
+    assert "cuDNN" in rows["cudnn"]["failed"]
+    for name in ("ours", "stock"):
+        row = rows[name]
+        assert abs(row["losses"][0] - 1.9) < 0.2  # log(7) after the warm-up's few steps
+        assert row["losses"][-1] < 0.9 * row["losses"][0]
+        assert min(row["rounds"]) <= row["milliseconds"] <= max(row["rounds"])
+        assert row["planned_bytes"] > 3 * 4 * count_parameters(TINY_VIT, name)
+        assert "CUPTI" in row["note"]
+    json.dumps(steps_section)
+
+
+def test_steps_wait_for_the_device_and_take_the_median(monkeypatch):
+    now = iter([0, 3, 3, 6, 6, 16, 16, 46, 46, 66])  # seconds: warm-up, probe, three rounds
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 10_000.0)
+    counts = []
+    row = timing.steps(counts.append)
+    assert counts == [3, 3, 10, 10, 10]
+    assert row == {"milliseconds": 2000.0, "rounds": [1000.0, 3000.0, 2000.0], "steps": 10}
+
+
+def test_kernels_are_summed_by_name_and_traced_to_the_program():
+    hlo = """
+    %fused { %add.1 = f32[] add(a, b), metadata={op_name="jit(step)/inner"} }
+    ROOT %loop_add_fusion.5 = f32[8] fusion(p), calls=%fused, metadata={op_name="jit(step)/add"}
+    """
+    timed = [("loop_add_fusion_5", 2.0), ("nvjet_tst", 5.0), ("loop_add_fusion_5", 4.0)]
+    assert end_to_end.summed(timed, end_to_end.sources(hlo)) == [
+        {"name": "loop_add_fusion_5", "count": 2, "microseconds": 6.0, "source": "jit(step)/add"},
+        {"name": "nvjet_tst", "count": 1, "microseconds": 5.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("sm90_xmma_wgrad_implicit_gemm_bf16", "convolutions"),
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NNT", "matrix products"),
+        ("gemm_fusion_dot_42", "matrix products"),
+        ("layer_norm_forward", "norms"),
+        ("loop_convert_fusion_3", "other"),
+    ],
+)
+def test_kernels_have_a_kind(kernel, kind):
+    assert end_to_end_report.kind(kernel) == kind
+
+
+def test_the_time_of_a_step_is_shared_out():
+    kernels = [{"name": "nvjet_1", "count": 2, "microseconds": 700.0}]
+    kernels.append({"name": "loop_fusion", "count": 1, "microseconds": 200.0})
+    row = {"milliseconds": 1.0, "kernels": kernels}
+    shares = {name: time for name, time in end_to_end_report.by_kind(row).items() if time}
+    assert shares == pytest.approx({"matrix products": 0.7, "other": 0.2, "gaps": 0.1})
+    header, rows = end_to_end_report.kernel_table(row)
+    assert rows[0][:4] == ["0.70", "77.8%", "2", "nvjet_1"] and len(header) == len(rows[0])
+
+
+def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys):
+    directory = tmp_path / "results"
+    results.save_section(directory, "Some GPU", "end_to_end", steps_section)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.README_BEGIN}\n{report.README_END}\n")
+    plot.main(["--results", str(directory), "--readme", str(readme)])
+    assert (directory / "some-gpu-end_to_end.png").read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in readme.read_text().splitlines() if line.startswith("| tiny, batch 4")]
+    assert [line.split(":")[1].split("|")[0].strip() for line in rows] == [
+        "jaxfused",
+        "Flax + Optax",
+    ]
+
+    end_to_end_report.print_report(
+        results.load(directory / "some-gpu.json")["benchmarks"]["end_to_end"]
+    )
+    text = capsys.readouterr().out
+    header, cells = end_to_end_report.table(steps_section)
+    assert all(len(row) == len(header) for row in cells)
+    assert "cuDNN" in text and "failed" in text
+    ours = steps_section["models"][0]["rows"]["ours"]["milliseconds"]
+    assert f"{4e3 / ours:.0f}" in text  # images a second
+
+
+def test_memory_is_the_allocators_or_in_brackets_the_plan():
+    assert end_to_end_report.memory({"peak_bytes": 3 * 2**30, "planned_bytes": 2**30}) == "3.0"
+    assert end_to_end_report.memory({"planned_bytes": 2**30}) == "(1.0)"
+
+
+def test_torch_that_fails_says_why():
+    """Where timm is not installed, and where it is too."""
+    reason = end_to_end._run_torch("no_such_model", 1)["failed"]
+    assert "timm" in reason or "no_such_model" in reason
+
+
+@pytest.mark.parametrize("arguments", [["--models", "no_such"], ["--variants", "ours,no_such"]])
+def test_unknown_models_and_variants_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["end_to_end", *arguments])
+    assert "no_such is not known" in capsys.readouterr().err
