@@ -1,4 +1,5 @@
 # make vit         train a Vision Transformer on real handwritten digits
+# make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
@@ -29,10 +30,13 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit test test-gpu bench lint ffi clean
+.PHONY: vit unet test test-gpu bench lint ffi clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
+
+unet: $(INSTALLED)
+	$(PYTHON) -m examples.unet.train
 
 test: lint $(if $(NVCC),ffi)
 	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(JOBS)

@@ -40,13 +40,39 @@ def read_image(path: Path, mode: str) -> Image.Image:
     Raises:
       ExampleError: the file is missing, truncated or no image.
     """
+
+    def convert(image: Image.Image) -> Image.Image:
+        if image.mode.startswith("I"):
+            # 16 bits a pixel: Pillow would clip them at 255 instead of scaling.
+            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+        return image.convert(mode)
+
+    return _decode(path, convert)
+
+
+def read_labels(path: Path) -> np.ndarray:
+    """The numbers of a label image, [H, W], as they are in the file: indices of a palette, not colours.
+
+    Of an image in colour it is the brightest channel, so that 0 is black.
+
+    Raises:
+      ExampleError: the file is missing, truncated or no image.
+    """
+
+    def convert(image: Image.Image) -> np.ndarray:
+        pixels = np.asarray(image)
+        if pixels.ndim == 2:
+            return pixels
+        return pixels[..., : -1 if image.mode.endswith("A") else None].max(axis=-1)
+
+    return _decode(path, convert)
+
+
+def _decode[T](path: Path, convert: Callable[[Image.Image], T]) -> T:
+    """`convert` of the image in a file, upright."""
     try:
         with Image.open(path) as image:
-            image = ImageOps.exif_transpose(image)
-            if image.mode.startswith("I"):
-                # 16 bits a pixel: Pillow would clip them at 255 instead of scaling.
-                image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
-            return image.convert(mode)
+            return convert(ImageOps.exif_transpose(image))
     # Pillow raises SyntaxError, ValueError and others for broken files, depending on the format.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split())

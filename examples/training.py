@@ -15,6 +15,7 @@ the step, and everything else is in the checkpoint.
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import shlex
@@ -30,6 +31,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -173,6 +175,51 @@ def steps_per_epoch(args: argparse.Namespace, train_size: int) -> int:
             f" {args.warmup_epochs:g} and --epochs is {args.epochs}; pass a shorter warm-up."
         )
     return train_size // args.batch_size
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+def create(build: Callable[[], nnx.Module], *inputs: jax.ShapeDtypeStruct) -> tuple[Any, Any]:
+    """What `build` makes, as its structure and its initial parameters.
+
+    Args:
+      build: makes the model.
+      inputs: what the model will be called with; it is traced with them, not run.
+
+    Raises:
+      ExampleError: the model refuses its sizes or these inputs.
+    """
+    try:
+        graphdef = nnx.graphdef(nnx.eval_shape(build))
+        jax.eval_shape(lambda *arrays: build()(*arrays), *inputs)
+    except ValueError as error:
+        raise ExampleError(str(error)) from error
+    # Compiled as one: operation by operation, each would be compiled alone.
+    return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+
+
+def make_train_step(
+    loss_of: Callable[[Any, Batch, jax.Array], jax.Array],
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int,
+) -> TrainStep:
+    """The jitted step of `loss_of(params, batch, key)`.
+
+    It donates the state, so that parameters are updated in place.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: State, batch: Batch, step: int) -> tuple[State, dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, key)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = dict(loss=loss, gradient_norm=optax.tree.norm(gradients))
+        return dict(params=params, opt_state=opt_state), metrics
+
+    return train_step
 
 
 # --- optimizer ------------------------------------------------------------------------------------
@@ -362,6 +409,16 @@ class Run:
         )
 
 
+def note_other_data(run: Run, fingerprint: str) -> None:
+    """Says so when the data of a resumed run is not what it was started with."""
+    if fingerprint != run.config["data"]:
+        print(
+            "note: images were added, removed or renamed since the run was started; it goes on"
+            " with them, but not to the numbers of an uninterrupted run.",
+            file=sys.stderr,
+        )
+
+
 def _flat(tree: Any) -> dict[str, Any]:
     """A pytree as {"blocks.qkv.kernel": array}: what a checkpoint holds names no Python classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -369,7 +426,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
-    metadata = ocp.StandardCheckpointHandler().metadata(epath.Path(where)).tree
+    metadata = ocp.StandardCheckpointHandler().metadata(epath.Path(where.absolute())).tree
     saved = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
     wanted = {name: (a.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
     for name in [*wanted, *saved]:

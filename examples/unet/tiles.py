@@ -1,0 +1,79 @@
+"""Prediction of images of any size, tile by tile, without visible seams and without holding them.
+
+Tiles overlap, and where they do, their predictions are blended with weights that fall off smoothly
+towards a tile's edge, where it knows least of what surrounds a pixel.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+PredictTiles = Callable[[np.ndarray], np.ndarray]
+"""Tiles, uint8 [N, tile, tile, C], to the probability of the foreground, [N, tile, tile]."""
+
+
+def predict_rows(
+    image: np.ndarray,
+    predict: PredictTiles,
+    *,
+    tile: int,
+    overlap: int,
+    batch_size: int,
+) -> Iterator[np.ndarray]:
+    """The probabilities of an image, top to bottom, some rows at a time.
+
+    Memory is that of one row of tiles. The image is read once, a tile at a time, so it may be a
+    memory-mapped file.
+
+    Args:
+      image: uint8 [H, W, C], of any size; one smaller than a tile is mirrored at its edges.
+      predict: of `batch_size` tiles.
+      tile: height and width of a tile.
+      overlap: of neighbouring tiles, in pixels; at most half a tile.
+      batch_size: tiles a call.
+
+    Yields:
+      float32 [rows, W]; together H rows.
+    """
+    height, width = image.shape[:2]
+    rows = axis_tiles(height, tile, overlap)
+    columns = axis_tiles(width, tile, overlap)
+    band = np.zeros((min(tile, height), width), np.float32)
+    for (top, row_weights), (next_top, _) in itertools.pairwise([*rows, (height, None)]):
+        for group in itertools.batched(columns, batch_size):
+            tiles = [_tile(image, top, left, tile) for left, _ in group]
+            # The last call repeats a tile, so that all calls have one shape.
+            tiles += tiles[-1:] * (batch_size - len(tiles))
+            predictions = np.asarray(predict(np.stack(tiles)))
+            for (left, weights), prediction in zip(group, predictions, strict=False):
+                window = row_weights[:, None] * weights
+                part = prediction[: window.shape[0], : window.shape[1]]
+                band[:, left : left + tile] += window * part
+        finished = next_top - top
+        yield band[:finished].copy()
+        band[: len(band) - finished] = band[finished:]
+        band[len(band) - finished :] = 0
+
+
+def axis_tiles(length: int, tile: int, overlap: int) -> list[tuple[int, np.ndarray]]:
+    """Tiles that cover an axis: where each starts, and its weights; at each pixel they sum to 1.
+
+    The ramps of two neighbours are sin² and cos², whose sum is 1. The last tile ends with the axis
+    and may overlap more; there the division by the sum is what makes it 1.
+    """
+    if length <= tile:
+        return [(0, np.ones(length, np.float32))]
+    starts = [*range(0, length - tile, tile - overlap), length - tile]
+    ramp = np.sin(np.pi / 2 * (np.arange(overlap) + 0.5) / max(overlap, 1)) ** 2
+    window = np.concatenate([ramp, np.ones(tile - 2 * overlap), ramp[::-1]])
+    total = np.zeros(length)
+    for start in starts:
+        total[start : start + tile] += window
+    return [(start, (window / total[start : start + tile]).astype(np.float32)) for start in starts]
+
+
+def _tile(image: np.ndarray, top: int, left: int, tile: int) -> np.ndarray:
+    part = image[top : top + tile, left : left + tile]
+    missing = [(0, tile - size) for size in part.shape[:2]]
+    return np.pad(part, [*missing, (0, 0)], mode="symmetric")

@@ -1,0 +1,244 @@
+"""Trains a U-Net to segment: `python -m examples.unet.train`, `--help` for the flags.
+
+Without --data it learns cell nuclei from three quarters of a microscope's image, on any CPU in about
+a minute; with `--data DIR` it learns the images in DIR/images and their masks in DIR/masks.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxfused
+from examples import training
+from examples.errors import run_command
+from examples.images import Batch, Loader
+from examples.training import State
+from examples.unet import dataset
+from examples.unet.model import UNet
+from examples.unet.picture import PICTURED, save_picture
+from examples.unet.tiles import predict_rows
+
+_NUCLEI_DEFAULTS = dict(
+    base=12,
+    levels=3,
+    groups=4,
+    crop=64,
+    crops=128,
+    held_out=0.25,
+    epochs=20,
+    batch_size=8,
+    learning_rate=3e-3,
+    warmup_epochs=1.0,
+    weight_decay=0.01,
+    evaluate_every=1,
+    checkpoint_every=5,
+    workers=0,
+)
+_FOLDER_DEFAULTS = dict(
+    base=64,
+    levels=5,
+    groups=32,
+    crop=256,
+    crops=1,
+    held_out=0.1,
+    epochs=100,
+    batch_size=32,
+    learning_rate=1e-3,
+    warmup_epochs=5.0,
+    weight_decay=0.01,
+    evaluate_every=5,
+    checkpoint_every=5,
+    workers=min(os.cpu_count() or 1, 16),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; `argv` replaces the command line."""
+    args = _flags(argv)
+    data = _load(args)
+    epoch_steps = training.steps_per_epoch(args, data.train_size)
+    graphdef, params = create(args, channels=data.channels, size=args.crop)
+    run = _open_run(args, data)
+
+    optimizer = training.make_optimizer(args, epoch_steps)
+    state = dict(params=params, opt_state=jax.jit(optimizer.init)(params))
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(
+        f"U-Net of {args.base} to {args.base * 2 ** (args.levels - 1)} channels: {count:,}"
+        f" parameters, {args.dtype} on {jax.devices()[0].device_kind}; {data.train_size} crops of"
+        f" {args.crop} x {args.crop} pixels an epoch, {data.held_out.images} held-out images",
+        file=sys.stderr,
+    )
+
+    def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
+        del key
+        logits = nnx.merge(graphdef, params)(to_float(batch["image"], args.dtype))
+        return jaxfused.segmentation_loss(logits, batch["mask"])
+
+    predict = make_predict(graphdef, dtype=args.dtype)
+
+    def segmented(state: State, batch: Batch) -> np.ndarray:
+        """The probabilities of a whole image, as `examples.unet.predict` computes them."""
+        rows = predict_rows(
+            batch["image"],
+            lambda tiles: predict(state["params"], tiles),
+            tile=args.crop,
+            overlap=args.crop // 2,
+            batch_size=args.batch_size,
+        )
+        return np.concatenate(list(rows))
+
+    with Loader(data.held_out, args.workers) as loader:
+
+        def evaluate(state: State) -> dict[str, float]:
+            batches = loader.batches(range(data.held_out.images))
+            return scores((segmented(state, batch) >= 0.5, batch["mask"]) for batch in batches)
+
+        state, result = training.fit(
+            run,
+            state,
+            training.make_train_step(loss_of, optimizer, seed=args.seed),
+            data.train_batch,
+            args=args,
+            epoch_steps=epoch_steps,
+            evaluate=evaluate,
+        )
+        shown = loader.batches(range(min(PICTURED, data.held_out.images)))
+        save_picture(
+            args.out / "predictions.png", [(batch, segmented(state, batch)) for batch in shown]
+        )
+    training.save_curve(
+        args.out / "curve.png", run.records(), metric="test_dice", label="held-out Dice"
+    )
+    print(
+        f"held-out Dice {result['test_dice']:.4f}, IoU {result['test_iou']:.4f} on"
+        f" {data.held_out.images} images, trained at {result['images_per_second']:,.0f} crops/s;"
+        f" see {args.out}/curve.png, {args.out}/predictions.png and {args.out}/metrics.json"
+    )
+
+
+def create(flags: argparse.Namespace, *, channels: int, size: int) -> tuple[nnx.GraphDef, dict]:
+    """The model of a run's flags, for squares of `size` pixels: structure, initial parameters."""
+
+    def build() -> UNet:
+        return UNet(
+            base=flags.base,
+            levels=flags.levels,
+            groups=flags.groups,
+            channels=channels,
+            dtype=flags.dtype,
+            rngs=nnx.Rngs(flags.seed),
+        )
+
+    return training.create(build, jax.ShapeDtypeStruct((1, size, size, channels), flags.dtype))
+
+
+def to_float(images: jax.Array, dtype: str) -> jax.Array:
+    """uint8 to [-1, 1]."""
+    return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+
+
+def make_predict(graphdef: nnx.GraphDef, *, dtype: str) -> Callable[[dict, np.ndarray], jax.Array]:
+    """(params, uint8 images) -> probability of the foreground at each pixel, jitted."""
+
+    @jax.jit
+    def predict(params: dict, images: jax.Array) -> jax.Array:
+        return jax.nn.sigmoid(nnx.merge(graphdef, params)(to_float(images, dtype)))
+
+    return predict
+
+
+def scores(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    r"""Dice and intersection over union of the foreground, over the pixels of all images together.
+
+    .. math:: \text{Dice} = \frac{2 |P \cap T|}{|P| + |T|}, \quad
+              \text{IoU} = \frac{|P \cap T|}{|P \cup T|}
+
+    Both are 1 where there is nothing to find and nothing was found.
+
+    Args:
+      pairs: of a prediction and its truth, both [H, W], not 0 in the foreground.
+    """
+    both = predicted = true = 0
+    for prediction, truth in pairs:
+        both += int(np.count_nonzero(np.logical_and(prediction, truth)))
+        predicted += int(np.count_nonzero(prediction))
+        true += int(np.count_nonzero(truth))
+    if predicted + true == 0:
+        return dict(test_dice=1.0, test_iou=1.0)
+    return dict(test_dice=2 * both / (predicted + true), test_iou=both / (predicted + true - both))
+
+
+def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.unet.train",
+        description="Trains a U-Net on an image of cell nuclei, or on a folder of images and masks.",
+        epilog="Defaults are those of the nuclei. With --data they are: "
+        + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
+    )
+    training.add_flags(parser, out="runs/unet")
+    parser.set_defaults(**_NUCLEI_DEFAULTS)
+    images = parser.add_argument_group("data")
+    images.add_argument(
+        "--data", type=Path, metavar="DIR", help="a folder with images/ and masks/, alike in names"
+    )
+    images.add_argument(
+        "--crop", type=training.whole(1), metavar="PIXELS", help="height and width (%(default)s)"
+    )
+    images.add_argument(
+        "--crops", type=training.whole(1), help="of each image in an epoch (%(default)s)"
+    )
+    images.add_argument(
+        "--held-out",
+        type=training.number(above=0, below=1),
+        metavar="SHARE",
+        help="of the image's width, or of the folder's images (%(default)s)",
+    )
+    images.add_argument("--no-turn", action="store_true", help="neither turn nor mirror crops")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--base", type=training.whole(1), help="channels of the first level (%(default)s)"
+    )
+    model.add_argument(
+        "--levels",
+        type=training.whole(1),
+        help="resolutions, each of twice the channels (%(default)s)",
+    )
+    model.add_argument("--groups", type=training.whole(1), help="of the norms (%(default)s)")
+    if parser.parse_args(argv).data is not None:
+        parser.set_defaults(**_FOLDER_DEFAULTS)
+    return training.parse_flags(parser, argv)
+
+
+def _load(args: argparse.Namespace) -> dataset.Data:
+    shared = dict(
+        batch_size=args.batch_size,
+        seed=args.seed,
+        crop=args.crop,
+        crops=args.crops,
+        turn=not args.no_turn,
+        held_out=args.held_out,
+    )
+    return dataset.nuclei(**shared) if args.data is None else dataset.folder(args.data, **shared)
+
+
+def _open_run(args: argparse.Namespace, data: dataset.Data) -> training.Run:
+    if not args.resume:
+        config = dict(
+            flags=training.saved_flags(args), channels=data.channels, data=data.fingerprint
+        )
+        return training.Run.start(args.out, config)
+    run = training.Run.load(args.out)
+    training.note_other_data(run, data.fingerprint)
+    return run
+
+
+if __name__ == "__main__":
+    run_command(main)
