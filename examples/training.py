@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -35,8 +36,10 @@ from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+import jaxfused
 from examples.errors import ExampleError, Stopped
 from examples.images import Batch, Loader, MakeBatch
+from jaxfused.optim import FusedTransformation
 
 State = dict[str, Any]
 """What a checkpoint holds: a pytree of arrays for each name ("params", "opt_state", ...)."""
@@ -199,13 +202,19 @@ def create(build: Callable[[], nnx.Module], *inputs: jax.ShapeDtypeStruct) -> tu
     return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
 
 
+def to_float(images: jax.Array, dtype: str) -> jax.Array:
+    """uint8 to [-1, 1]."""
+    return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+
+
 def make_train_step(
     loss_of: Callable[[Any, Batch, jax.Array], jax.Array],
-    optimizer: optax.GradientTransformation,
+    optimizer: FusedTransformation,
     *,
     seed: int,
+    clip_norm: float,
 ) -> TrainStep:
-    """The jitted step of `loss_of(params, batch, key)`.
+    """The jitted step of `loss_of(params, batch, key)`, with gradients of at most `clip_norm`.
 
     It donates the state, so that parameters are updated in place.
     """
@@ -214,8 +223,9 @@ def make_train_step(
     def train_step(state: State, batch: Batch, step: int) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(seed), step)
         loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, key)
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        params, opt_state = optimizer.step(
+            gradients, state["opt_state"], state["params"], max_norm=clip_norm
+        )
         metrics = dict(loss=loss, gradient_norm=optax.tree.norm(gradients))
         return dict(params=params, opt_state=opt_state), metrics
 
@@ -225,18 +235,15 @@ def make_train_step(
 # --- optimizer ------------------------------------------------------------------------------------
 
 
-def make_optimizer(args: argparse.Namespace, epoch_steps: int) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay to zero and clipping by the global norm of the gradients."""
+def make_optimizer(args: argparse.Namespace, epoch_steps: int) -> FusedTransformation:
+    """AdamW with warm-up and cosine decay to zero; `make_train_step` clips the gradients."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=args.learning_rate,
         warmup_steps=round(args.warmup_epochs * epoch_steps),
         decay_steps=args.epochs * epoch_steps,
     )
-    return optax.chain(
-        optax.clip_by_global_norm(args.clip_norm),
-        optax.adamw(schedule, b2=0.99, weight_decay=args.weight_decay, mask=_is_decayed),
-    )
+    return jaxfused.optim.adamw(schedule, b2=0.99, weight_decay=args.weight_decay, mask=_is_decayed)
 
 
 def _is_decayed(params: Any) -> Any:

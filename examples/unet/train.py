@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -19,7 +18,7 @@ import jaxfused
 from examples import training
 from examples.errors import run_command
 from examples.images import Batch, Loader
-from examples.training import State
+from examples.training import State, to_float
 from examples.unet import dataset
 from examples.unet.model import UNet
 from examples.unet.picture import PICTURED, save_picture
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         state, result = training.fit(
             run,
             state,
-            training.make_train_step(loss_of, optimizer, seed=args.seed),
+            training.make_train_step(loss_of, optimizer, seed=args.seed, clip_norm=args.clip_norm),
             data.train_batch,
             args=args,
             epoch_steps=epoch_steps,
@@ -138,11 +137,6 @@ def create(flags: argparse.Namespace, *, channels: int, size: int) -> tuple[nnx.
         )
 
     return training.create(build, jax.ShapeDtypeStruct((1, size, size, channels), flags.dtype))
-
-
-def to_float(images: jax.Array, dtype: str) -> jax.Array:
-    """uint8 to [-1, 1]."""
-    return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
 
 
 def make_predict(graphdef: nnx.GraphDef, *, dtype: str) -> Callable[[dict, np.ndarray], jax.Array]:

@@ -5,22 +5,21 @@ minutes; with `--data DIR` it learns the images in DIR/train/CLASS and DIR/val/C
 """
 
 import argparse
-import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
+import jaxfused
 from examples import training
 from examples.errors import ExampleError, run_command
 from examples.images import Batch, Loader
-from examples.training import State
+from examples.training import State, make_train_step, to_float
 from examples.vit import data as vit_data
 from examples.vit.model import MODELS, VisionTransformer
 from examples.vit.sheet import save_sheet
@@ -60,7 +59,7 @@ _FOLDER_DEFAULTS = dict(
 def main(argv: Sequence[str] | None = None) -> None:
     """The command; `argv` replaces the command line."""
     args = _flags(argv)
-    data = _load(args)
+    data = load_data(args)
     epoch_steps = training.steps_per_epoch(args, data.train_size)
     graphdef, params = create(args, channels=data.channels, classes=len(data.classes))
     run = _open_run(args, data)
@@ -76,9 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         file=sys.stderr,
     )
 
-    train_step = make_train_step(
-        graphdef, optimizer, seed=args.seed, label_smoothing=args.label_smoothing, dtype=args.dtype
-    )
+    loss_of = make_loss(graphdef, label_smoothing=args.label_smoothing, dtype=args.dtype)
+    train_step = make_train_step(loss_of, optimizer, seed=args.seed, clip_norm=args.clip_norm)
     predict = make_predict(graphdef, dtype=args.dtype)
 
     def held_out_logits(state: State) -> np.ndarray:
@@ -129,47 +127,22 @@ def create(args: argparse.Namespace, *, channels: int, classes: int) -> tuple[nn
             rngs=nnx.Rngs(args.seed),
         )
 
-    try:
-        graphdef = nnx.graphdef(nnx.eval_shape(build))
-    except ValueError as error:
-        raise ExampleError(str(error)) from error
-    # Compiled as one: operation by operation, each would be compiled alone.
-    return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+    images = jax.ShapeDtypeStruct((1, args.image_size, args.image_size, channels), args.dtype)
+    return training.create(build, images)
 
 
-def make_train_step(
-    graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    *,
-    seed: int,
-    label_smoothing: float,
-    dtype: str,
-) -> training.TrainStep:
-    """The jitted step; it donates the state, so that parameters are updated in place."""
+def make_loss(
+    graphdef: nnx.GraphDef, *, label_smoothing: float, dtype: str
+) -> Callable[[dict, Batch, jax.Array], jax.Array]:
+    """(params, batch, key) -> the mean cross-entropy."""
 
     def loss_of(params: dict, batch: Batch, key: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params)
-        logits = model(to_float(batch["image"], dtype), key=key)
-        targets = optax.smooth_labels(
-            jax.nn.one_hot(batch["label"], logits.shape[-1]), label_smoothing
+        logits = nnx.merge(graphdef, params)(to_float(batch["image"], dtype), key=key)
+        return jaxfused.softmax_cross_entropy(
+            logits, batch["label"], label_smoothing=label_smoothing
         )
-        return optax.softmax_cross_entropy(logits, targets).mean()
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(state: State, batch: Batch, step: int) -> tuple[State, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, key)
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        metrics = dict(loss=loss, gradient_norm=optax.tree.norm(gradients))
-        return dict(params=params, opt_state=opt_state), metrics
-
-    return train_step
-
-
-def to_float(images: jax.Array, dtype: str) -> jax.Array:
-    """uint8 to [-1, 1]."""
-    return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+    return loss_of
 
 
 def make_predict(graphdef: nnx.GraphDef, *, dtype: str):
@@ -222,7 +195,8 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     return training.parse_flags(parser, argv)
 
 
-def _load(args: argparse.Namespace) -> vit_data.Data:
+def load_data(args: argparse.Namespace) -> vit_data.Data:
+    """The images that the flags name."""
     shared = dict(
         batch_size=args.batch_size,
         seed=args.seed,
@@ -244,13 +218,7 @@ def _open_run(args: argparse.Namespace, data: vit_data.Data) -> training.Run:
         )
         return training.Run.start(args.out, config)
     run = training.Run.load(args.out)
-    saved = tuple(run.config["classes"])
-    if data.classes != saved:
-        raise ExampleError(
-            f"a run keeps its classes, but {args.out} was trained on {len(saved)}"
-            f" ({_some(saved)}) and the data has {len(data.classes)} ({_some(data.classes)}); pass"
-            " the --data of the run, or another --out to start a new run."
-        )
+    check_classes(run, data)
     if data.fingerprint != run.config["data"]:
         print(
             "note: images were added, removed or renamed since the run was started; it goes on"
@@ -258,6 +226,17 @@ def _open_run(args: argparse.Namespace, data: vit_data.Data) -> training.Run:
             file=sys.stderr,
         )
     return run
+
+
+def check_classes(run: training.Run, data: vit_data.Data) -> None:
+    """Raises ExampleError where the data's classes are not those that the run learned."""
+    saved = tuple(run.config["classes"])
+    if data.classes != saved:
+        raise ExampleError(
+            f"a run keeps its classes, but {run.directory} was trained on {len(saved)}"
+            f" ({_some(saved)}) and the data has {len(data.classes)} ({_some(data.classes)}); pass"
+            " the --data of the run, or another --out to start a new run."
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -1,0 +1,107 @@
+"""examples/vit/quantize: what the table says of a trained network, and what it refuses."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+from examples.errors import ExampleError
+from examples.images import Loader
+from examples.vit import data as vit_data
+from examples.vit import quantize, train
+
+SHORT = ["--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "run"
+    train.main([*SHORT, "--out", str(out)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def table(run):
+    """(bytes, accuracy, images/s) by name, as printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize, "_SECONDS", 0.02)
+        lines = []
+        patch.setattr("builtins.print", lambda line, **_: lines.append(line))
+        quantize.main([str(run)])
+    number = r"([\d.,]+)"
+    rows = [
+        re.fullmatch(rf"(\w+) +{number} MB +{number}% +{number}", line).groups()
+        for line in lines[1:]
+    ]
+    return {name: [float(v.replace(",", "")) for v in values] for name, *values in rows}
+
+
+def test_the_table_has_a_row_for_each_format(table):
+    assert list(table) == ["float", "int8", "fp8", "int4"]
+    assert all(images_per_second > 0 for *_, images_per_second in table.values())
+
+
+def test_sizes_are_those_of_the_arrays(table):
+    """Of 77 thousand parameters in float32, the kernels shrink to a byte or half of one."""
+    megabytes = {name: size for name, (size, *_) in table.items()}
+    assert megabytes["float"] == pytest.approx(0.31, abs=0.005)
+    kernels = 4 * (48 * 144 + 48 * 48 + 2 * 48 * 96) + 4 * 48 + 48 * 10
+    for name, bytes_each in {"int8": 1, "fp8": 1, "int4": 0.5}.items():
+        saved = kernels * (4 - bytes_each)
+        channels = 4 * (144 + 48 + 96 + 48) + 48 + 10  # a scale of four bytes for each
+        expected = megabytes["float"] - (saved - 4 * channels) / 1e6
+        assert megabytes[name] == pytest.approx(expected, abs=0.011)
+
+
+def test_accuracy_is_the_runs_and_survives_fewer_bits(run, table):
+    accuracy = {name: accuracy for name, (_, accuracy, _) in table.items()}
+    trained = json.loads((run / "metrics.json").read_text())["test_accuracy"]
+    assert accuracy["float"] == pytest.approx(100 * trained, abs=0.006)
+    assert accuracy["float"] > 50
+    assert abs(accuracy["int8"] - accuracy["float"]) < 2
+    assert abs(accuracy["fp8"] - accuracy["float"]) < 3
+    assert abs(accuracy["int4"] - accuracy["float"]) < 10
+
+
+class Constant(nnx.Module):
+    """Says class 3 whatever it sees."""
+
+    def __init__(self):
+        self.logits = nnx.Param(jax.nn.one_hot(3, 10))
+
+    def __call__(self, images):
+        return jnp.broadcast_to(self.logits[...], (len(images), 10))
+
+
+def test_the_repeated_images_of_the_last_batch_do_not_count(monkeypatch):
+    monkeypatch.setattr(quantize, "_SECONDS", 0.001)
+    data = vit_data.digits(batch_size=500, seed=0, image_size=8, held_out=0.4)
+    with Loader(data.held_out, 0) as loader:
+        row = quantize.judge("x", Constant(), data.held_out, loader, dtype="float32")
+    assert row.accuracy == np.mean(data.held_out.labels == 3)
+    assert row.bytes == 40
+
+
+def test_speed_is_the_best_of_three_timings(monkeypatch):
+    now = iter([0.0, 0.5, 1.0, 2.0, 3.0, 3.5, 4.0, 6.0])  # one call, then three times two calls
+    monkeypatch.setattr(quantize.time, "perf_counter", lambda: next(now))
+    calls = []
+    rate = quantize.calls_per_second(lambda: calls.append(1) or jnp.zeros(()))
+    assert len(calls) == 1 + 1 + 3 * 2
+    assert rate == 2 / 0.5
+
+
+def test_other_images_than_the_runs_are_refused(run, tmp_path):
+    with pytest.raises(ExampleError, match=r"config\.json"):
+        quantize.main([str(tmp_path)])
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            Image.new("L", (8, 8), i).save(tmp_path / name / f"{i}.png")
+    with pytest.raises(ExampleError, match=r"trained on 10 .* the data has 2 \(cat, dog\)"):
+        quantize.main([str(run), "--data", str(tmp_path)])
