@@ -13,6 +13,7 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from PIL import Image
 
@@ -324,6 +325,21 @@ def test_the_learning_rate_warms_up_and_falls_to_zero():
     np.testing.assert_allclose(rates[10], 0.1, rtol=1e-6)
     np.testing.assert_allclose(rates[30], 0.05, rtol=1e-5)
     np.testing.assert_allclose(rates[50], 0, atol=1e-9)
+
+
+def test_a_step_clips_the_gradients_and_reports_their_norm():
+    args = argparse.Namespace(
+        learning_rate=0.1, warmup_epochs=0.0, epochs=1, clip_norm=1.0, weight_decay=0.0
+    )
+    optimizer = training.make_optimizer(args, epoch_steps=10)
+    step = training.make_train_step(
+        lambda params, batch, key: 100 * params["kernel"].sum(), optimizer, seed=0, clip_norm=2.0
+    )
+    params = {"kernel": jnp.ones(4)}
+    state, metrics = step(dict(params=params, opt_state=optimizer.init(params)), {}, 0)
+    assert metrics["gradient_norm"] == 200
+    (mean,) = optax.tree.get(state["opt_state"], "mu").values()
+    np.testing.assert_allclose(mean, 0.1 * 2.0 / np.sqrt(4), rtol=1e-6)
 
 
 def test_the_curve_is_a_picture(tmp_path):
