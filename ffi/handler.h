@@ -36,79 +36,55 @@ inline ffi::Error check_cuda(cudaError_t error, const char* what) {
 inline ffi::Error current_device(Device* device) {
   int id = 0;
   RETURN_IF_ERROR(check_cuda(cudaGetDevice(&id), "cudaGetDevice"));
-  int capability = 0;
   const std::pair<cudaDeviceAttr, int*> attributes[] = {
       {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
-      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device->multiprocessor_shared_bytes},
-      {cudaDevAttrReservedSharedMemoryPerBlock, &device->reserved_shared_bytes},
-      {cudaDevAttrComputeCapabilityMajor, &capability},
   };
   for (const auto& [attribute, value] : attributes) {
     RETURN_IF_ERROR(
         check_cuda(cudaDeviceGetAttribute(value, attribute, id), "cudaDeviceGetAttribute"));
   }
-  device->max_team_blocks = capability >= 9 ? kMaxTeamBlocks : 1;
   return ffi::Error::Success();
 }
 
-// A grid of blocks; each `cluster` neighbours of them run together and share their memory.
+// Lets the blocks of `kernel` have all the shared memory that the device has for one: the same
+// value in every call, so that calls from several threads do not disturb each other.
+template <typename Args>
+ffi::Error allow_shared_memory(void (*kernel)(Args), const Device& device) {
+  return check_cuda(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_bytes),
+      "cudaFuncSetAttribute");
+}
+
 struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;
 };
-
-// Returns use(config), with the launch of `kernel` as CUDA takes it.
-template <typename Args, typename Use>
-ffi::Error with_config(void (*kernel)(Args), const Launch& launch, cudaStream_t stream, Use use) {
-  RETURN_IF_ERROR(check_cuda(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes),
-      "cudaFuncSetAttribute"));
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = launch.cluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = launch.grid;
-  config.blockDim = dim3(launch.threads);
-  config.dynamicSmemBytes = launch.shared_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = launch.cluster > 1 ? 1 : 0;
-  return use(config);
-}
 
 // Launches kernel(args).
 template <typename Args>
 ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& launch,
                          cudaStream_t stream) {
-  return with_config(kernel, launch, stream, [&](const cudaLaunchConfig_t& config) {
-    RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
-    return check_cuda(cudaGetLastError(), "kernel launch");
-  });
+  cudaLaunchConfig_t config = {};
+  config.gridDim = launch.grid;
+  config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = launch.shared_bytes;
+  config.stream = stream;
+  RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
+  return check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-// How many clusters of a launch the GPU runs at a time; 1 at least.
+// How many blocks of a launch the GPU runs at a time; 1 at least.
 template <typename Args>
-ffi::Error resident_clusters(void (*kernel)(Args), const Launch& launch, const Device& device,
-                             int* clusters) {
-  const auto function = reinterpret_cast<const void*>(kernel);
-  RETURN_IF_ERROR(with_config(kernel, launch, nullptr, [&](const cudaLaunchConfig_t& config) {
-    if (launch.cluster > 1) {
-      return check_cuda(cudaOccupancyMaxActiveClusters(clusters, function, &config),
-                        "cudaOccupancyMaxActiveClusters");
-    }
-    const auto error = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                                      clusters, function, launch.threads, launch.shared_bytes),
-                                  "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    *clusters *= device.multiprocessors;
-    return error;
-  }));
-  *clusters = std::max(*clusters, 1);
+ffi::Error resident_blocks(void (*kernel)(Args), const Launch& launch, const Device& device,
+                           int* blocks) {
+  RETURN_IF_ERROR(check_cuda(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, reinterpret_cast<const void*>(kernel),
+                                                    launch.threads, launch.shared_bytes),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor"));
+  *blocks = std::max(*blocks * device.multiprocessors, 1);
   return ffi::Error::Success();
 }
 

@@ -7,7 +7,7 @@
 #include "rows.cuh"
 
 // Threads a row of the kernels that read a row more than once, because one team cannot hold it.
-constexpr int kWideThreads = kMaxThreads;
+constexpr int kWideThreads = 512;
 
 // Leaves room in an int for the steps that a kernel looks ahead.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
@@ -24,16 +24,17 @@ struct NormOptions {
 // What happens around the norm. The frequent chains are compiled on their own, because a choice at
 // run time costs registers even where nothing is chosen.
 enum class Chain {
-  kPlain,    // no pre_bias, no activation
-  kRelu,     // relu after pre_bias, if any; no activation of the result
-  kGeneral,  // all else
+  kPlain,    // nothing
+  kRelu,     // before it additions and a relu, each if any
+  kGeneral,  // any activation, before or after
 };
 
-inline Chain chain_of(const NormOptions& options, bool has_pre_bias) {
+// `adds`: whether anything is added to the input.
+inline Chain chain_of(const NormOptions& options, bool adds) {
   if (options.activation != Activation::kNone) return Chain::kGeneral;
   if (options.pre_activation == Activation::kRelu) return Chain::kRelu;
-  const bool plain = options.pre_activation == Activation::kNone && !has_pre_bias;
-  return plain ? Chain::kPlain : Chain::kGeneral;
+  if (options.pre_activation != Activation::kNone) return Chain::kGeneral;
+  return adds ? Chain::kRelu : Chain::kPlain;
 }
 
 // The options with what the chain says about them as constants.
@@ -41,7 +42,8 @@ template <Chain kChain>
 __device__ __forceinline__ NormOptions known_options(const NormOptions& options) {
   NormOptions known = options;
   if constexpr (kChain != Chain::kGeneral) {
-    known.pre_activation = kChain == Chain::kRelu ? Activation::kRelu : Activation::kNone;
+    const bool relu = kChain == Chain::kRelu && options.pre_activation == Activation::kRelu;
+    known.pre_activation = relu ? Activation::kRelu : Activation::kNone;
     known.activation = Activation::kNone;
   }
   return known;

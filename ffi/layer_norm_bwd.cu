@@ -8,6 +8,7 @@
 // up by a second, small kernel: no atomics, the same bits from run to run.
 
 #include "layer_norm.cuh"
+#include "row_ring.cuh"
 
 namespace {
 
@@ -32,8 +33,6 @@ struct BackwardArgs {
   int features;
   NormOptions options;
   int team_size;
-  int team_blocks;
-  int block_features;
   int stages;
 
   __device__ bool adds_pre_bias() const {
@@ -80,132 +79,184 @@ __device__ __forceinline__ float2 row_means_of(const NormOptions& options, const
                      sums[1] * options.inverse_features);
 }
 
-// --- rows that a team holds in registers ---------------------------------------------------------
+// --- rows that one block works on ----------------------------------------------------------------
 
-// A row, the parameters and their sums over the rows stay in registers, in float32: with pre_bias
-// and its sums, 32 values of each would not fit.
+// The gradients of a thread's columns stay in registers, in float32, and rows come in through a
+// ring in shared memory. A row is needed twice, before and after the exchange of its sums. Up to
+// 8,192 features or so it stays in registers meanwhile, packed; longer rows of the plain chain stay
+// in the ring.
 constexpr ThreadLimits backward_limits(Chain chain) {
-  return chain == Chain::kPlain ? ThreadLimits{512, 384, 256, 256} : ThreadLimits{512, 256, 256, 0};
+  return chain == Chain::kPlain ? ThreadLimits{512, 512, 384, 256}
+                                : ThreadLimits{512, 384, 256, 256};
 }
 
-template <typename T, int kVec, int kElements, Chain kChain>
-__global__ void __launch_bounds__(threads_limit(backward_limits(kChain), kElements))
+// Where only dscale is wanted, twice the threads have its sums: 106 us instead of 115 for 4096
+// rows of 16384 bfloat16 values on an H200.
+constexpr ThreadLimits kLongLimits = {0, 0, 0, 512};
+constexpr ThreadLimits kLongScaleOnlyLimits = {0, 1024, 0, 0};
+
+template <Chain kChain, int kElements, bool kLong>
+struct BackwardForm {
+  static constexpr bool kScaleOnly = kLong && threads_limit(kLongScaleOnlyLimits, kElements) != 0;
+  static constexpr int kGradients = kScaleOnly ? 1 : kChain == Chain::kPlain ? 2 : 3;
+  static constexpr int kThreads = threads_limit(kScaleOnly ? kLongScaleOnlyLimits
+                                                : kLong    ? kLongLimits
+                                                           : backward_limits(kChain),
+                                                kElements);
+};
+
+constexpr int kBackwardStreams = 2;  // h, dy
+
+template <typename T, int kVec, int kElements, Chain kChain, bool kLong>
+__global__ void __launch_bounds__(BackwardForm<kChain, kElements, kLong>::kThreads)
     backward_rows(const __grid_constant__ BackwardArgs args) {
   constexpr int kVectors = kElements / kVec;
+  constexpr int kGradients = BackwardForm<kChain, kElements, kLong>::kGradients;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  uint64_t* barriers =
-      reinterpret_cast<uint64_t*>(shared_memory + TeamSum::kScratch * sizeof(float));
+  float* shared = reinterpret_cast<float*>(shared_memory);
 
   const NormOptions options = known_options<kChain>(args.options);
-  const bool has_dnext = args.dnext_residual != nullptr;
-  const Team team(args.team_size, args.team_blocks);
-  TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
-  const Columns<kVec, kVectors> column(team, args.features, args.block_features);
-  const int team_idx = blockIdx.x / team.blocks;
-  const int segment = team_idx / args.segment_blocks;
-  const RowWalk walk(team, team_idx % args.segment_blocks, args.segment_blocks, segment * args.rows,
-                     (segment + 1) * args.rows);
-  const void* const sources[kMaxStreams] = {args.h, args.dy, args.dnext_residual};
-  RowRing<T, kVec, kVectors> ring(barriers, shared_memory + kSharedHead, sources, has_dnext ? 3 : 2,
-                                  args.stages, args.features, args.block_features, team, column,
-                                  walk);
+  const Team team(args.team_size);
+  TeamSum team_sum(team, shared);
+  shared += TeamSum::kScratch;
+  const Columns<kVec, kVectors> column(team, args.features);
+  const int segment = blockIdx.x / args.segment_blocks;
+  const RowWalk walk(team, blockIdx.x % args.segment_blocks, args.segment_blocks,
+                     segment * args.rows, (segment + 1) * args.rows);
 
-  float scale[kVectors][kVec], bias[kVectors][kVec], pre_bias[kVectors][kVec];
-  float gradients[kParameters][kVectors][kVec] = {};
+  ColumnValues<kVec, kVectors, false> scale, bias, pre_bias;
+  const auto place_values = [&](auto& values) {
+    values.place(shared, team);
+    shared += team.size * kElements;
+  };
+  place_values(scale);
+  if constexpr (kChain != Chain::kPlain) place_values(pre_bias);
+  if constexpr (kChain == Chain::kGeneral) place_values(bias);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) scale[v][i] = bias[v][i] = pre_bias[v][i] = 0.0f;
-    if (!column.has(v)) continue;
-    load_scale(args.scale, options.scale_offset, column(v), scale[v]);
-    if constexpr (kChain != Chain::kPlain) {
-      if (args.adds_pre_bias()) load_parameter(args.pre_bias, column(v), pre_bias[v]);
+    float values[3][kVec] = {};
+    if (column.has(v)) {
+      load_scale(args.scale, options.scale_offset, column(v), values[0]);
+      load_or_zero(args.bias, column(v), values[1]);
+      if (args.adds_pre_bias()) load_parameter(args.pre_bias, column(v), values[2]);
     }
-    if constexpr (kChain == Chain::kGeneral) load_or_zero(args.bias, column(v), bias[v]);
+    scale.write(v, values[0]);
+    if constexpr (kChain != Chain::kPlain) pre_bias.write(v, values[2]);
+    if constexpr (kChain == Chain::kGeneral) bias.write(v, values[1]);
   }
-  // A row's statistics are asked for one step ahead: a load from memory takes about as long as a
+  using Ring = RowRing<T, kVec, kVectors, kBackwardStreams>;
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
+  shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
+  const void* const sources[kBackwardStreams] = {args.h, args.dy};
+  Ring ring(barriers, shared, sources, args.stages, team, column, walk);
+
+  // What comes from memory directly is asked for one step ahead: a load takes about as long as a
   // row.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
     return make_float2(args.mean == nullptr ? 0.0f : args.mean[row], args.rstd[row]);
   };
+  const auto dnext_address = [&](int row, int v) {
+    return static_cast<const T*>(args.dnext_residual) +
+           (static_cast<int64_t>(row) * args.features + column(v));
+  };
   float2 next_statistics = load_statistics(walk.first + walk.line);
-  team.synchronize_blocks();
+  float gradients[kGradients][kVectors][kVec] = {};
+  __syncthreads();
 
   for (int base = walk.first; base < walk.end; base += walk.step) {
     const int row = base + walk.line;
     const bool active = row < walk.end;
-    const auto [mean, rstd] = next_statistics;
+    const float mean = next_statistics.x;
+    const float rstd = next_statistics.y;
     next_statistics = load_statistics(row + walk.step);
-
-    Vector<T, kVec> inputs[kVectors], dnext[kVectors];
-    float xhat[kVectors][kVec], g[kVectors][kVec];
-    float sums[2] = {0.0f, 0.0f};
-    const auto read_h = [&](int v, float (&h)[kVec]) {
-      unpack(inputs[v], h);
-      if constexpr (kChain != Chain::kPlain) {
+    if (args.dnext_residual != nullptr && row + walk.step < walk.end) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) h[i] += pre_bias[v][i];
+      for (int v = 0; v < kVectors; ++v) {
+        if (column.has(v)) prefetch(dnext_address(row + walk.step, v));
       }
+    }
+
+    Vector<T, kVec> inputs[kLong ? 1 : kVectors][kBackwardStreams];
+    const auto read = [&](int v, float (&h)[kVec], float (&dz)[kVec], float (&xhat)[kVec],
+                          float (&g)[kVec]) {
+      if constexpr (kLong) {
+        unpack(ring.read(0, v), h);
+        unpack(ring.read(1, v), dz);
+      } else {
+        unpack(inputs[v][0], h);
+        unpack(inputs[v][1], dz);
+      }
+      float factor[kVec], offset[kVec] = {};
+      scale.read(v, factor);
+      if constexpr (kChain != Chain::kPlain) {
+        pre_bias.read(v, offset);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) h[i] += offset[i];
+      }
+      if constexpr (kChain == Chain::kGeneral) bias.read(v, offset);
+      normalise(options, mean, rstd, h, factor, offset, dz, xhat, g);
     };
+    float sums[2] = {0.0f, 0.0f};
     ring.wait();
     if (active) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float h[kVec], dz[kVec];
-        inputs[v] = ring.read(0, v);
-        read_h(v, h);
-        unpack(ring.read(1, v), dz);
-        if (has_dnext) dnext[v] = ring.read(2, v);
-        normalise(options, mean, rstd, h, scale[v], bias[v], dz, xhat[v], g[v]);
-        float products[kVec];
+        float h[kVec], dz[kVec], xhat[kVec], g[kVec], products[kVec];
+        if constexpr (!kLong) {
+          inputs[v][0] = ring.read(0, v);
+          inputs[v][1] = ring.read(1, v);
+        }
+        read(v, h, dz, xhat, g);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          products[i] = g[v][i] * xhat[v][i];
-          gradients[0][v][i] += dz[i] * xhat[v][i];
-          gradients[1][v][i] += dz[i];
+          products[i] = g[i] * xhat[i];
+          gradients[0][v][i] += dz[i] * xhat[i];
+          if constexpr (kGradients > 1) gradients[1][v][i] += dz[i];
         }
-        sums[0] += sum_of(g[v]);
+        sums[0] += sum_of(g);
         sums[1] += sum_of(products);
       }
     }
     team_sum(sums);
-    ring.fetch();
+    if constexpr (!kLong) ring.fetch();
     const float2 row_means = row_means_of(options, sums);
     if (active) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float h[kVec], dh[kVec];
-        read_h(v, h);
-        gradient_of_h(options, rstd, row_means, h, xhat[v], g[v], dh);
-        if (has_dnext) {
-          float other[kVec];
-          unpack(dnext[v], other);
+        float h[kVec], dz[kVec], xhat[kVec], g[kVec], dh[kVec];
+        read(v, h, dz, xhat, g);
+        gradient_of_h(options, rstd, row_means, h, xhat, g, dh);
+        if (!column.has(v)) continue;
+        if (args.dnext_residual != nullptr) {
+          float dnext[kVec];
+          unpack(load_streaming<T, kVec>(dnext_address(row, v)), dnext);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) dh[i] += other[i];
+          for (int i = 0; i < kVec; ++i) dh[i] += dnext[i];
         }
-        if constexpr (kChain != Chain::kPlain) {
+        if constexpr (kGradients > 2) {
 #pragma unroll
           for (int i = 0; i < kVec; ++i) gradients[2][v][i] += dh[i];
         }
         Vector<T, kVec> dx;
         pack(dh, dx);
-        if (column.has(v)) {
-          store_vector(
-              static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.features + column(v), dx);
-        }
+        store_streaming(
+            static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.features + column(v), dx);
       }
+    }
+    if constexpr (kLong) {
+      team_sum.synchronize();
+      ring.fetch();
     }
   }
 
   // The block's sums over its rows, through the memory of the ring.
 #pragma unroll
-  for (int parameter = 0; parameter < (kChain == Chain::kPlain ? 2 : 3); ++parameter) {
-    if (args.gradients[parameter] == nullptr) continue;
+  for (int i = 0; i < kGradients; ++i) {
+    if (args.gradients[i] == nullptr) continue;
     __syncthreads();
-    add_over_teams(gradients[parameter], team, column, args.block_features,
-                   reinterpret_cast<float*>(shared_memory + kSharedHead),
-                   args.gradients[parameter] + static_cast<int64_t>(team_idx) * args.features);
+    add_over_teams(gradients[i], team, column, shared,
+                   args.gradients[i] + static_cast<int64_t>(blockIdx.x) * args.features);
   }
 }
 
@@ -236,7 +287,7 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     backward_row_means(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const Team team(args.team_size, 1);
+  const Team team(args.team_size);
   TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
   __syncthreads();
   const int rows = args.rows * args.segments;
@@ -256,7 +307,7 @@ __global__ void __launch_bounds__(kWideThreads)
       }
     }
     team_sum(sums);
-    if (team.leads()) args.row_means[row] = row_means_of(args.options, sums);
+    if (team.rank == 0) args.row_means[row] = row_means_of(args.options, sums);
   }
 }
 
@@ -314,33 +365,42 @@ struct AddBlocksArgs {
   int features;
 };
 
-constexpr int kAddColumns = 32;
+constexpr int kAddThreads = 32;  // side by side
 constexpr int kAddRows = 16;
 
-// Block (x, segment, parameter) adds up kAddColumns columns of one gradient.
-__global__ void __launch_bounds__(kAddColumns* kAddRows)
+// Block (x, segment, parameter) adds up kAddThreads vectors of columns of one gradient.
+template <int kVec>
+__global__ void __launch_bounds__(kAddThreads* kAddRows)
     add_blocks(const __grid_constant__ AddBlocksArgs args) {
+  using Sum = Vector<float, kVec>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  float* sums = reinterpret_cast<float*>(shared_memory);
+  Sum* sums = reinterpret_cast<Sum*>(shared_memory);
   const int segment = blockIdx.y;
-  const int lane = threadIdx.x % kAddColumns;
-  const int slice = threadIdx.x / kAddColumns;
-  const int column = blockIdx.x * kAddColumns + lane;
+  const int lane = threadIdx.x % kAddThreads;
+  const int slice = threadIdx.x / kAddThreads;
+  const int column = (blockIdx.x * kAddThreads + lane) * kVec;
   const int64_t first_part = static_cast<int64_t>(segment) * args.segment_blocks;
   const float* parts = args.parts[blockIdx.z] + first_part * args.features + column;
-  float sum = 0.0f;
+  Sum sum = {};
+  const auto add = [&](const Sum& other) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sum.values[i] += other.values[i];
+  };
   if (column < args.features) {
-#pragma unroll 8
+#pragma unroll 4
     for (int block = slice; block < args.segment_blocks; block += kAddRows) {
-      sum += parts[static_cast<int64_t>(block) * args.features];
+      add(load_vector<float, kVec>(parts + static_cast<int64_t>(block) * args.features));
     }
   }
-  sums[threadIdx.x] = sum;
+  store_vector(sums + threadIdx.x, sum);
   __syncthreads();
   if (slice == 0 && column < args.features) {
 #pragma unroll
-    for (int other = 1; other < kAddRows; ++other) sum += sums[other * kAddColumns + lane];
-    args.totals[blockIdx.z][static_cast<int64_t>(segment) * args.features + column] = sum;
+    for (int other = 1; other < kAddRows; ++other) {
+      add(load_vector<float, kVec>(sums + other * kAddThreads + lane));
+    }
+    store_vector(args.totals[blockIdx.z] + static_cast<int64_t>(segment) * args.features + column,
+                 sum);
   }
 }
 
@@ -348,29 +408,47 @@ __global__ void __launch_bounds__(kAddColumns* kAddRows)
 
 using BackwardKernel = void (*)(BackwardArgs);
 
-template <typename T>
-BackwardKernel rows_kernel(Chain chain, int vec, int elements) {
+template <typename T, Chain kChain>
+BackwardKernel vector_kernel(int elements) {
   constexpr int kVec = 16 / sizeof(T);
-  constexpr Chain kPlain = Chain::kPlain, kRelu = Chain::kRelu, kGeneral = Chain::kGeneral;
-  if (vec == 1) {
-    return elements == 8 ? backward_rows<T, 1, 8, kGeneral> : backward_rows<T, 1, 16, kGeneral>;
+  constexpr BackwardKernel kKernels[kElementChoices] = {
+      backward_rows<T, kVec, 8, kChain, false>, backward_rows<T, kVec, 16, kChain, false>,
+      backward_rows<T, kVec, 24, kChain, false>, backward_rows<T, kVec, 32, kChain, false>};
+  return kKernels[elements / kElementStep - 1];
+}
+
+struct BackwardPlan {
+  BackwardKernel kernel = nullptr;  // nullptr: the row is too long for one block
+  Spread spread;
+  int parameters;  // in shared memory
+  int threads;     // of a block, at most
+};
+
+template <typename T>
+BackwardPlan plan_rows(const BackwardArgs& args, Chain chain, int vec) {
+  constexpr int kVec = 16 / sizeof(T);
+  BackwardPlan plan;
+  ThreadLimits limits = backward_limits(chain);
+  plan.spread = choose_spread(args.features, vec, limits);
+  const int elements = plan.spread.elements;
+  plan.parameters = chain == Chain::kPlain ? 1 : chain == Chain::kRelu ? 2 : 3;
+  if (elements == 0 && chain == Chain::kPlain) {
+    const bool scale_only = args.gradients[1] == nullptr;
+    limits = scale_only ? kLongScaleOnlyLimits : kLongLimits;
+    plan.spread = choose_spread(args.features, vec, limits);
+    plan.kernel = scale_only ? backward_rows<T, kVec, 16, Chain::kPlain, true>
+                             : backward_rows<T, kVec, 32, Chain::kPlain, true>;
+  } else if (elements != 0 && vec == 1) {
+    plan.kernel = elements == 8 ? backward_rows<T, 1, 8, Chain::kGeneral, false>
+                                : backward_rows<T, 1, 16, Chain::kGeneral, false>;
+  } else if (elements != 0) {
+    plan.kernel = chain == Chain::kPlain  ? vector_kernel<T, Chain::kPlain>(elements)
+                  : chain == Chain::kRelu ? vector_kernel<T, Chain::kRelu>(elements)
+                                          : vector_kernel<T, Chain::kGeneral>(elements);
   }
-  switch (elements) {
-    case 8:
-      return chain == kPlain  ? backward_rows<T, kVec, 8, kPlain>
-             : chain == kRelu ? backward_rows<T, kVec, 8, kRelu>
-                              : backward_rows<T, kVec, 8, kGeneral>;
-    case 16:
-      return chain == kPlain  ? backward_rows<T, kVec, 16, kPlain>
-             : chain == kRelu ? backward_rows<T, kVec, 16, kRelu>
-                              : backward_rows<T, kVec, 16, kGeneral>;
-    case 24:
-      return chain == kPlain  ? backward_rows<T, kVec, 24, kPlain>
-             : chain == kRelu ? backward_rows<T, kVec, 24, kRelu>
-                              : backward_rows<T, kVec, 24, kGeneral>;
-    default:
-      return backward_rows<T, kVec, 32, kPlain>;
-  }
+  if (plan.spread.elements == 0) plan.kernel = nullptr;
+  if (plan.kernel != nullptr) plan.threads = threads_limit(limits, plan.spread.elements);
+  return plan;
 }
 
 // args.gradients are the results here, [segments, features].
@@ -384,38 +462,33 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
   const Chain chain =
       vec == 1 ? Chain::kGeneral : chain_of(args.options, args.pre_bias.data != nullptr);
-  const ThreadLimits limits = backward_limits(chain);
-  const Spread spread = choose_spread(args.features, vec, limits, device.max_team_blocks);
-  const bool wide = spread.elements == 0;
+  const BackwardPlan plan = plan_rows<T>(args, chain, vec);
 
-  // One block a multiprocessor: more would only make more sums to add up.
-  BackwardKernel kernel = nullptr;
+  // One block a multiprocessor: more would only make more sums to add up. It has as many teams as
+  // find room for two stages of the ring, at least, in shared memory.
   Launch launch;
-  int teams = 1;
-  int resident = device.multiprocessors;
-  if (!wide) {
-    kernel = rows_kernel<T>(chain, vec, spread.elements);
-    launch.threads = choose_threads(spread, args.rows * segments,
-                                    threads_limit(limits, spread.elements), device);
-    launch.cluster = spread.team_blocks;
-    launch.grid = dim3(launch.cluster);
-    teams = launch.threads / spread.team_size;
-    const int team_bytes = teams * spread.block_features * static_cast<int>(sizeof(T));
-    const int sums_bytes =
-        teams == 1 ? 0 : teams * spread.block_features * static_cast<int>(sizeof(float));
-    const int streams = args.dnext_residual == nullptr ? 2 : 3;
-    const RingPlan ring = plan_ring(streams * team_bytes, sums_bytes, 1, device);
-    if (ring.stages == 0) return ffi::Error::Internal("layer_norm: no shared memory for a row");
-    launch.shared_bytes = ring.shared_bytes;
-    if (launch.cluster > 1) {
-      RETURN_IF_ERROR(resident_clusters(kernel, launch, device, &resident));
-    }
+  int teams = 0;
+  if (plan.kernel != nullptr) {
+    const Spread& spread = plan.spread;
     args.team_size = spread.team_size;
-    args.team_blocks = spread.team_blocks;
-    args.block_features = spread.block_features;
-    args.stages = ring.stages;
+    const int head = (TeamSum::kScratch + plan.parameters * spread.padded()) * sizeof(float) +
+                     kRingBarriers * sizeof(uint64_t);
+    const int least = std::max(spread.team_size, kWarpSize);
+    launch.threads = choose_threads(spread, args.rows * segments, plan.threads, device);
+    for (; launch.threads >= least; launch.threads -= least) {
+      const int block_teams = launch.threads / spread.team_size;
+      const int stage_bytes = block_teams * args.features * kBackwardStreams * sizeof(T);
+      args.stages = std::min(std::clamp(kBytesInFlight / stage_bytes, 2, kMaxStages),
+                             (device.shared_bytes - head) / stage_bytes);
+      if (args.stages < 2) continue;
+      teams = block_teams;
+      launch.shared_bytes = head + args.stages * stage_bytes;
+      break;
+    }
   }
-  args.segment_blocks = std::min(divide_up(args.rows, teams), std::max(resident / segments, 1));
+  const bool wide = teams == 0;
+  args.segment_blocks = std::min(divide_up(args.rows, wide ? 1 : teams),
+                                 std::max(device.multiprocessors / segments, 1));
   const int blocks = segments * args.segment_blocks;
 
   AddBlocksArgs add = {};
@@ -449,13 +522,18 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
     RETURN_IF_ERROR(
         launch_kernel(columns_kernel, args, {dim3(blocks, column_blocks), kThreads, 0}, stream));
   } else {
-    launch.grid = dim3(blocks * launch.cluster);
-    RETURN_IF_ERROR(launch_kernel(kernel, args, launch, stream));
+    launch.grid = dim3(blocks);
+    RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
+    RETURN_IF_ERROR(launch_kernel(plan.kernel, args, launch, stream));
   }
   if (gradients == 0) return ffi::Error::Success();
-  return launch_kernel(add_blocks, add,
-                       {dim3(divide_up(args.features, kAddColumns), segments, gradients),
-                        kAddColumns * kAddRows, kAddColumns * kAddRows * sizeof(float)},
+  const bool whole =
+      args.features % 4 == 0 && are_aligned({add.totals[0], add.totals[1], add.totals[2]});
+  const int add_vec = whole ? 4 : 1;
+  const dim3 grid(divide_up(args.features, kAddThreads * add_vec), segments, gradients);
+  constexpr int kThreads = kAddThreads * kAddRows;
+  return launch_kernel(whole ? add_blocks<4> : add_blocks<1>, add,
+                       {grid, kThreads, kThreads * add_vec * static_cast<int>(sizeof(float))},
                        stream);
 }
 

@@ -18,49 +18,69 @@ struct ForwardArgs {
   int features;
   NormOptions options;
   int team_size;
-  int team_blocks;
-  int block_features;
-  int stages;
 };
 
 // --- rows that a team holds in registers ---------------------------------------------------------
 
-// A row and the parameters stay in registers, in float32.
-constexpr ThreadLimits forward_limits(Chain chain) {
-  return chain == Chain::kPlain ? ThreadLimits{512, 512, 512, 512}
-                                : ThreadLimits{512, 512, 384, 384};
+constexpr int kForwardMaxThreads = 512;  // leaves 128 registers a thread
+constexpr ThreadLimits kForwardLimits = {512, 512, 512, 512};
+
+// Whether scale and bias have registers: not beside operands that may be added, or rows of float32.
+template <typename T>
+__host__ __device__ constexpr bool forward_holds_parameters(Chain chain) {
+  return chain == Chain::kPlain && sizeof(T) == 2;
 }
 
+// While a team computes a row, the next one is on its way into registers, packed as in memory.
 template <typename T, int kVec, int kElements, Chain kChain>
-__global__ void __launch_bounds__(threads_limit(forward_limits(kChain), kElements))
+__global__ void __launch_bounds__(kForwardMaxThreads)
     forward_rows(const __grid_constant__ ForwardArgs args) {
   constexpr int kVectors = kElements / kVec;
+  constexpr bool kAdds = kChain != Chain::kPlain;
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  uint64_t* barriers =
-      reinterpret_cast<uint64_t*>(shared_memory + TeamSum::kScratch * sizeof(float));
+  float* shared = reinterpret_cast<float*>(shared_memory);
 
   const NormOptions options = known_options<kChain>(args.options);
-  const bool has_residual = args.residual != nullptr;
-  const Team team(args.team_size, args.team_blocks);
-  TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
-  const Columns<kVec, kVectors> column(team, args.features, args.block_features);
-  const RowWalk walk(team, blockIdx.x / team.blocks, gridDim.x / team.blocks, 0, args.rows);
-  const void* const sources[kMaxStreams] = {args.x, args.residual, nullptr};
-  RowRing<T, kVec, kVectors> ring(barriers, shared_memory + kSharedHead, sources,
-                                  has_residual ? 2 : 1, args.stages, args.features,
-                                  args.block_features, team, column, walk);
+  const bool has_residual = kAdds && args.residual != nullptr;
+  const Team team(args.team_size);
+  TeamSum team_sum(team, shared);
+  const Columns<kVec, kVectors> column(team, args.features);
+  const RowWalk walk(team, blockIdx.x, gridDim.x, 0, args.rows);
 
-  float scale[kVectors][kVec], bias[kVectors][kVec], pre_bias[kVectors][kVec];
+  ColumnValues<kVec, kVectors, forward_holds_parameters<T>(kChain)> scale, bias, pre_bias;
+  shared += TeamSum::kScratch;
+  scale.place(shared, team);
+  bias.place(shared + team.size * kElements, team);
+  pre_bias.place(shared + 2 * team.size * kElements, team);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) scale[v][i] = bias[v][i] = pre_bias[v][i] = 0.0f;
-    if (!column.has(v)) continue;
-    load_scale(args.scale, options.scale_offset, column(v), scale[v]);
-    load_or_zero(args.bias, column(v), bias[v]);
-    if constexpr (kChain != Chain::kPlain) load_or_zero(args.pre_bias, column(v), pre_bias[v]);
+    float values[3][kVec] = {};
+    if (column.has(v)) {
+      load_scale(args.scale, options.scale_offset, column(v), values[0]);
+      load_or_zero(args.bias, column(v), values[1]);
+      if constexpr (kAdds) load_or_zero(args.pre_bias, column(v), values[2]);
+    }
+    scale.write(v, values[0]);
+    bias.write(v, values[1]);
+    if constexpr (kAdds) pre_bias.write(v, values[2]);
   }
-  team.synchronize_blocks();
+
+  Vector<T, kVec> x[kVectors] = {}, residual[kVectors] = {};
+  const auto start_load = [&](int row) {
+    if (row >= walk.end) return;
+    const int64_t row_start = static_cast<int64_t>(row) * args.features;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!column.has(v)) continue;
+      const int64_t place = row_start + column(v);
+      x[v] = load_streaming<T, kVec>(static_cast<const T*>(args.x) + place);
+      if (has_residual) {
+        residual[v] = load_streaming<T, kVec>(static_cast<const T*>(args.residual) + place);
+      }
+    }
+  };
+  start_load(walk.first + walk.line);
+  __syncthreads();
 
   for (int base = walk.first; base < walk.end; base += walk.step) {
     const int row = base + walk.line;
@@ -68,29 +88,31 @@ __global__ void __launch_bounds__(threads_limit(forward_limits(kChain), kElement
     const int64_t row_start = static_cast<int64_t>(row) * args.features;
     float u[kVectors][kVec];
     float sum[1] = {0.0f};
-    ring.wait();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      unpack(ring.read(0, v), u[v]);
-      if constexpr (kChain != Chain::kPlain) {
+      unpack(x[v], u[v]);
+      if constexpr (kAdds) {
+        float offset[kVec];
+        pre_bias.read(v, offset);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) u[v][i] += pre_bias[v][i];
+        for (int i = 0; i < kVec; ++i) u[v][i] += offset[i];
       }
       if (has_residual) {
         float other[kVec];
-        unpack(ring.read(1, v), other);
+        unpack(residual[v], other);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) u[v][i] += other[i];
         Vector<T, kVec> rounded;
         pack(u[v], rounded);
         if (active && column.has(v)) {
-          store_vector(static_cast<T*>(args.next_residual) + row_start + column(v), rounded);
+          store_streaming(static_cast<T*>(args.next_residual) + row_start + column(v), rounded);
         }
         unpack(rounded, u[v]);
       }
       activate(options.pre_activation, u[v]);
       sum[0] += sum_of(u[v]);
     }
+    start_load(row + walk.step);
 
     float mean = 0.0f;
     if (options.subtract_mean) {
@@ -109,23 +131,24 @@ __global__ void __launch_bounds__(threads_limit(forward_limits(kChain), kElement
       squares[0] += vector_squares;
     }
     team_sum(squares);
-    ring.fetch();
     const float rstd = __frsqrt_rn(squares[0] * options.inverse_features + options.epsilon);
-    if (active && team.leads()) {
+    if (active && team.rank == 0) {
       if (args.mean != nullptr) args.mean[row] = mean;
       if (args.rstd != nullptr) args.rstd[row] = rstd;
     }
 
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      float y[kVec];
+      float y[kVec], factor[kVec], offset[kVec];
+      scale.read(v, factor);
+      bias.read(v, offset);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = u[v][i] * rstd * scale[v][i] + bias[v][i];
+      for (int i = 0; i < kVec; ++i) y[i] = u[v][i] * rstd * factor[i] + offset[i];
       activate(options.activation, y);
       Vector<T, kVec> packed;
       pack(y, packed);
       if (active && column.has(v)) {
-        store_vector(static_cast<T*>(args.y) + row_start + column(v), packed);
+        store_streaming(static_cast<T*>(args.y) + row_start + column(v), packed);
       }
     }
   }
@@ -139,7 +162,7 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
     forward_wide_rows(const __grid_constant__ ForwardArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
-  const Team team(args.team_size, 1);
+  const Team team(args.team_size);
   TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
   __syncthreads();
   const int first_column = team.rank * kVec;
@@ -204,7 +227,7 @@ __global__ void __launch_bounds__(kWideThreads)
     team_sum(squares);
     const float rstd =
         __frsqrt_rn(squares[0] * args.options.inverse_features + args.options.epsilon);
-    if (team.leads()) {
+    if (team.rank == 0) {
       if (args.mean != nullptr) args.mean[row] = mean;
       if (args.rstd != nullptr) args.rstd[row] = rstd;
     }
@@ -254,7 +277,7 @@ ForwardKernel rows_kernel(Chain chain, int vec, int elements) {
   }
 }
 
-// Small blocks: while some wait for their rows, others compute.
+// Small blocks: while some exchange sums, others compute.
 constexpr int kForwardThreads = 128;
 
 template <typename T>
@@ -264,39 +287,28 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
                                     args.pre_bias.data, args.y, args.next_residual});
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
   const Chain chain =
-      vec == 1 ? Chain::kGeneral : chain_of(args.options, args.pre_bias.data != nullptr);
-  const Spread spread =
-      choose_spread(args.features, vec, forward_limits(chain), device.max_team_blocks);
-  if (spread.elements == 0) {
+      vec == 1 ? Chain::kGeneral
+               : chain_of(args.options, args.pre_bias.data != nullptr || args.residual != nullptr);
+  const Spread spread = choose_spread(args.features, vec, kForwardLimits);
+  const int parameters = forward_holds_parameters<T>(chain) ? 0 : 3;
+  Launch launch;
+  launch.shared_bytes =
+      (TeamSum::kScratch + parameters * spread.padded()) * static_cast<int>(sizeof(float));
+  if (spread.elements == 0 || launch.shared_bytes > device.shared_bytes) {
     args.team_size = kWideThreads;
     const auto kernel = vec == 1 ? forward_wide_rows<T, 1> : forward_wide_rows<T, kFullVec>;
-    const int64_t blocks = std::min(args.rows, 2 * device.multiprocessors);
+    const int blocks = std::min(args.rows, 2 * device.multiprocessors);
     return launch_kernel(kernel, args,
                          {dim3(blocks), kWideThreads, TeamSum::kScratch * sizeof(float)}, stream);
   }
   const auto kernel = rows_kernel<T>(chain, vec, spread.elements);
-  const int streams = args.residual == nullptr ? 1 : 2;
-  Launch launch;
-  launch.threads = choose_threads(spread, args.rows, kForwardThreads, device);
-  launch.cluster = spread.team_blocks;
-  const int teams = launch.threads / spread.team_size;
-
-  // The ring's depth leaves room for as many blocks as registers allow.
-  launch.shared_bytes = kSharedHead;
-  launch.grid = dim3(launch.cluster);
-  int clusters = 0;
-  RETURN_IF_ERROR(resident_clusters(kernel, launch, device, &clusters));
-  const RingPlan ring =
-      plan_ring(teams * spread.block_features * streams * sizeof(T), 0,
-                divide_up(clusters * launch.cluster, device.multiprocessors), device);
-  if (ring.stages == 0) return ffi::Error::Internal("layer_norm: no shared memory for a row");
-  launch.shared_bytes = ring.shared_bytes;
-  RETURN_IF_ERROR(resident_clusters(kernel, launch, device, &clusters));
-  launch.grid = dim3(std::min(divide_up(args.rows, teams), clusters) * launch.cluster);
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   args.team_size = spread.team_size;
-  args.team_blocks = spread.team_blocks;
-  args.block_features = spread.block_features;
-  args.stages = ring.stages;
+  launch.threads = choose_threads(spread, args.rows, kForwardThreads, device);
+  int blocks = 0;
+  RETURN_IF_ERROR(resident_blocks(kernel, launch, device, &blocks));
+  const int teams = launch.threads / spread.team_size;
+  launch.grid = dim3(std::min(divide_up(args.rows, teams), blocks));
   return launch_kernel(kernel, args, launch, stream);
 }
 

@@ -37,23 +37,20 @@ __device__ __forceinline__ void async_copies_commit() {
 #endif
 }
 
-// Waits until at most `pending` of this thread's newest groups (0 to 3) are still under way.
+// Waits until at most `pending` of this thread's newest groups (1 or 2) are still under way.
 __device__ __forceinline__ void async_copies_wait(int pending) {
 #if __CUDA_ARCH__ >= 800
-  switch (pending) {  // the instruction takes a constant
-    case 3:
-      asm volatile("cp.async.wait_group 3;" ::: "memory");
-      break;
-    case 2:
-      asm volatile("cp.async.wait_group 2;" ::: "memory");
-      break;
-    case 1:
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      break;
-    default:
-      asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (pending == 2) {  // the instruction takes a constant
+    asm volatile("cp.async.wait_group 2;" ::: "memory");
+  } else {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
   }
 #endif
+}
+
+// Asks for the line of an address, so that a later load finds it in L2.
+__device__ __forceinline__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
 // A barrier of its own (id 1 to 15; 0 is __syncthreads) for `threads` threads, whole warps.
@@ -61,7 +58,7 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- sm_90 and later: bulk copies and clusters ---------------------------------------------------
+// --- sm_90 and later: bulk copies ----------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
 #define JAXFUSED_SM90(...) __VA_ARGS__
@@ -117,22 +114,4 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                    "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
                    "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
-}
-
-// Writes into the shared memory of block `block` of the cluster, where `shared` is in this one's.
-__device__ __forceinline__ void cluster_store(float* shared, int block, float value) {
-  JAXFUSED_SM90(
-      asm volatile("{\n"
-                   ".reg .b32 remote;\n"
-                   "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                   "st.shared::cluster.f32 [remote], %2;\n"
-                   "}\n" ::"r"(shared_address(shared)),
-                   "r"(block), "f"(value) : "memory"));
-}
-
-// A barrier for all threads of a cluster.
-__device__ __forceinline__ void cluster_sync() {
-  JAXFUSED_SM90(
-      asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                   "barrier.cluster.wait.acquire.aligned;" :: : "memory"));
 }

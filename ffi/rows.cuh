@@ -1,13 +1,12 @@
-// How kernels over the rows of a [rows, features] matrix spread it over threads and bring it in.
+// How kernels over the rows of a [rows, features] matrix spread it over threads.
 //
-// A team of threads owns a row, a block holds several teams (or a cluster of blocks is one), and
-// the grid is persistent: each team walks over the rows in steps of what the whole grid holds.
-// Thread `rank` of a team owns the same columns in every row, kVectors vectors of kVec values:
+// A team of threads owns a row, a block holds several teams, and the grid is persistent: each team
+// walks over the rows in steps of what the whole grid holds. Thread `rank` of a team owns the same
+// columns in every row, kVectors vectors of kVec values:
 //
-//     column(v) = first + (v * team.size + rank) * kVec,    v = 0 .. kVectors - 1
+//     column(v) = (v * team.size + rank) * kVec,    v = 0 .. kVectors - 1
 //
-// (`first`: where its block's part of the row starts), so that the row, the parameters and their
-// gradients stay in registers, and a team reads a row in whole lines.
+// so that a team reads a row in whole lines, and what belongs to columns stays with a thread.
 #pragma once
 
 #include <algorithm>
@@ -17,17 +16,13 @@
 #include "team.cuh"
 #include "vector.cuh"
 
-constexpr int kMaxThreads = kWarpSize * kMaxTeamWarps;  // a block
 // A thread holds 8, 16, 24 or 32 values of a row.
 constexpr int kElementStep = 8;
 constexpr int kElementChoices = 4;
 
 struct Device {
   int multiprocessors;
-  int shared_bytes;                 // that one block can have
-  int multiprocessor_shared_bytes;  // that the blocks of one multiprocessor can have
-  int reserved_shared_bytes;        // of each block, out of the latter
-  int max_team_blocks;
+  int shared_bytes;  // that one block can have
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
@@ -106,38 +101,85 @@ __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
 template <int kVec, int kVectors>
 class Columns {
  public:
-  __device__ Columns(const Team& team, int features, int block_features)
-      : team_(team),
-        first_(team.block * block_features),
-        count_(min(block_features, features - first_)) {}
+  __device__ Columns(const Team& team, int features) : team_(team), features_(features) {}
 
-  // Within the block's part of the row.
-  __device__ __forceinline__ int local(int v) const { return (v * team_.size + team_.rank) * kVec; }
-
-  __device__ __forceinline__ int operator()(int v) const { return first_ + local(v); }
+  __device__ __forceinline__ int operator()(int v) const {
+    return (v * team_.size + team_.rank) * kVec;
+  }
 
   // Whether the row has column(v): choose_spread leaves only the last kElementStep values in doubt.
   __device__ __forceinline__ bool has(int v) const {
     if (kVec > 1 && (v + 1) * kVec <= kVec * kVectors - kElementStep) return true;
-    return local(v) < count_;
+    return (*this)(v) < features_;
   }
 
-  __device__ __forceinline__ int first() const { return first_; }
-  __device__ __forceinline__ int count() const { return count_; }  // of the block
+  __device__ __forceinline__ int features() const { return features_; }
 
  private:
   Team team_;
-  int first_;
-  int count_;
+  int features_;
+};
+
+// A thread's values of a parameter in float32: in registers, or in shared memory, where the teams
+// of a block have one copy, laid out so that a warp reads it without bank conflicts.
+template <int kVec, int kVectors, bool kInRegisters>
+class ColumnValues {
+  static constexpr int kPart = kVec < 4 ? kVec : 4;
+
+ public:
+  // `shared`: team.size * kVec * kVectors floats, or whatever where there are registers.
+  __device__ __forceinline__ void place(float* shared, const Team& team) {
+    if constexpr (!kInRegisters) {
+      shared_ = shared + team.rank * kPart;
+      stride_ = team.size;
+      writes_ = team.index == 0;
+    }
+  }
+
+  // All threads call it, and synchronise before the first read.
+  __device__ __forceinline__ void write(int v, const float (&values)[kVec]) {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) registers_[v][i] = values[i];
+    } else if (writes_) {
+#pragma unroll
+      for (int i = 0; i < kVec; i += kPart) {
+        Vector<float, kPart> part;
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) part.values[j] = values[i + j];
+        store_vector(shared_ + (v * kVec + i) * stride_, part);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void read(int v, float (&values)[kVec]) const {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = registers_[v][i];
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; i += kPart) {
+        const auto part = load_vector<float, kPart>(shared_ + (v * kVec + i) * stride_);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) values[i + j] = part.values[j];
+      }
+    }
+  }
+
+ private:
+  float* shared_;
+  int stride_;
+  bool writes_;
+  float registers_[kInRegisters ? kVectors : 1][kVec];
 };
 
 // Writes totals[column] = the sum over the block's teams of `values`, in the order of the teams.
-// `shared` has room for block_features floats of each team; call it between barriers.
+// `shared` has room for features floats of each team; call it between barriers.
 template <int kVec, int kVectors>
 __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][kVec],
                                                const Team& team,
-                                               const Columns<kVec, kVectors>& column,
-                                               int block_features, float* shared, float* totals) {
+                                               const Columns<kVec, kVectors>& column, float* shared,
+                                               float* totals) {
   constexpr int kPart = kVec < 4 ? kVec : 4;
   using Part = Vector<float, kPart>;
   const auto for_each_part = [&](auto&& use) {
@@ -149,33 +191,29 @@ __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][k
         Part part;
 #pragma unroll
         for (int j = 0; j < kPart; ++j) part.values[j] = values[v][i + j];
-        use(column.local(v) + i, part);
+        use(column(v) + i, part);
       }
     }
   };
-  totals += column.first();
   const int teams = blockDim.x / team.size;
   if (teams == 1) {
     for_each_part([&](int i, const Part& part) { store_vector(totals + i, part); });
     return;
   }
   for_each_part([&](int i, const Part& part) {
-    store_vector(shared + team.index * block_features + i, part);
+    store_vector(shared + team.index * column.features() + i, part);
   });
   __syncthreads();
-  for (int i = threadIdx.x * kPart; i < column.count(); i += blockDim.x * kPart) {
+  for (int i = threadIdx.x * kPart; i < column.features(); i += blockDim.x * kPart) {
     Part total = {};
     for (int other = 0; other < teams; ++other) {
-      const auto addend = load_vector<float, kPart>(shared + other * block_features + i);
+      const auto addend = load_vector<float, kPart>(shared + other * column.features() + i);
 #pragma unroll
       for (int j = 0; j < kPart; ++j) total.values[j] += addend.values[j];
     }
     store_vector(totals + i, total);
   }
 }
-
-constexpr int kMaxStreams = 3;
-constexpr int kMaxStages = 4;  // async_copies_wait knows no more
 
 // The rows that a unit, the threads of a whole warp or of a larger team, takes: `height`
 // neighbouring rows a step, one for each of its teams.
@@ -195,135 +233,12 @@ struct RowWalk {
   }
 };
 
-// A ring of rows on their way in: what bounds the bytes in flight is shared memory, not registers
-// or occupancy. Where the GPU has bulk copies and rows allow them, one thread of a unit copies
-// whole rows; elsewhere every thread copies its own columns.
-template <typename T, int kVec, int kVectors>
-class RowRing {
- public:
-  static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
-  static constexpr int kBarriers = kMaxStages * kMaxTeamWarps;
-
-  // `sources` are the matrices whose rows travel together. `shared` holds, for each stage and
-  // stream, block_features columns of a row for each team. All threads of a team (and of its
-  // cluster) synchronise before the first wait.
-  __device__ RowRing(uint64_t* barriers, void* shared, const void* const (&sources)[kMaxStreams],
-                     int streams, int stages, int features, int block_features, const Team& team,
-                     const Columns<kVec, kVectors>& column, const RowWalk& walk)
-      : sources_(sources),
-        streams_(streams),
-        stages_(stages),
-        features_(features),
-        block_features_(block_features),
-        team_(team),
-        column_(column),
-        walk_(walk),
-        next_(walk.first) {
-    const int unit = team.index / walk.height;
-    // A unit's rows lie together, its streams and stages too.
-    slots_ = static_cast<T*>(shared) +
-             static_cast<int64_t>(unit) * stages * streams * walk.height * block_features;
-    barriers_ = barriers + unit * kMaxStages;
-    leads_ = team.rank == 0 && walk.line == 0;
-    if constexpr (kBulk) {
-      if (leads_) {
-        for (int stage = 0; stage < stages; ++stage) mbarrier_init(barriers_ + stage);
-        mbarrier_init_fence();
-      }
-    }
-    for (int stage = 0; stage < stages; ++stage) fetch();
-    phase_ = 0;
-  }
-
-  // Waits for the oldest stage; `read` then reads it until the next fetch.
-  __device__ __forceinline__ void wait() {
-    if constexpr (kBulk) {
-      mbarrier_wait(barriers_ + stage_, phase_);
-    } else {
-      async_copies_wait(stages_ - 1);
-    }
-  }
-
-  // Columns past the last read as zeros, which add nothing to a sum.
-  __device__ __forceinline__ Vector<T, kVec> read(int stream, int v) const {
-    if (!column_.has(v)) return {};
-    return load_vector<T, kVec>(slot(stream) + walk_.line * block_features_ + column_.local(v));
-  }
-
-  // Starts the copies of the next rows into the oldest stage. All of the unit have read it, and
-  // have synchronised since.
-  __device__ __forceinline__ void fetch() {
-    if (next_ < walk_.end) copy_in();
-    if constexpr (!kBulk) async_copies_commit();
-    next_ += walk_.step;
-    if (++stage_ == stages_) {
-      stage_ = 0;
-      phase_ ^= 1;
-    }
-  }
-
- private:
-  __device__ __forceinline__ T* slot(int stream) const {
-    return slots_ + (stage_ * streams_ + stream) * walk_.height * block_features_;
-  }
-
-  __device__ __forceinline__ void copy_in() {
-    if constexpr (kBulk) {
-      if (!leads_) return;
-      const int rows = min(walk_.height, walk_.end - next_);
-      const uint32_t bytes = rows * column_.count() * sizeof(T);
-      mbarrier_arrive_expect(barriers_ + stage_, streams_ * bytes);
-#pragma unroll
-      for (int stream = 0; stream < kMaxStreams; ++stream) {
-        if (stream >= streams_) break;
-        bulk_copy(slot(stream), source(stream, next_) + column_.first(), bytes, barriers_ + stage_);
-      }
-    } else {
-      const int row = next_ + walk_.line;
-      if (row >= walk_.end) return;
-#pragma unroll
-      for (int stream = 0; stream < kMaxStreams; ++stream) {
-        if (stream >= streams_) break;
-        T* target = slot(stream) + walk_.line * block_features_;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          if (column_.has(v)) {
-            async_copy<sizeof(T) * kVec>(target + column_.local(v),
-                                         source(stream, row) + column_(v));
-          }
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ const T* source(int stream, int row) const {
-    return static_cast<const T*>(sources_[stream]) + static_cast<int64_t>(row) * features_;
-  }
-
-  T* slots_;
-  uint64_t* barriers_;
-  const void* const (&sources_)[kMaxStreams];
-  int streams_;
-  int stages_;
-  int features_;
-  int block_features_;
-  Team team_;
-  Columns<kVec, kVectors> column_;
-  RowWalk walk_;
-  int next_;
-  bool leads_;
-  int stage_ = 0;
-  uint32_t phase_ = 0;
-};
-
 // --- launch --------------------------------------------------------------------------------------
 
 // How a row is spread over threads; elements 0 where it is too long to be held by one team.
 struct Spread {
-  int elements;        // per thread
-  int team_size;       // threads per row in one block
-  int team_blocks;     // that share a row
-  int block_features;  // columns of a block: features where it is alone
+  int elements;   // per thread
+  int team_size;  // threads per row
 
   int padded() const { return elements * team_size; }
 };
@@ -332,10 +247,7 @@ inline int divide_up(int64_t value, int64_t divisor) {
   return static_cast<int>((value + divisor - 1) / divisor);
 }
 
-inline int round_up(int value, int multiple) { return divide_up(value, multiple) * multiple; }
-
-// The most threads of a block for each choice of elements, which is what registers allow; 0 where
-// no kernel is built.
+// The most threads of a block for each choice of elements, which is what registers allow.
 using ThreadLimits = std::array<int, kElementChoices>;
 
 constexpr int threads_limit(const ThreadLimits& limits, int elements) {
@@ -343,66 +255,35 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
 }
 
 // Rows of up to 1,024 features go to one warp or less, which needs no barrier; longer ones to the
-// team that wastes the fewest threads, and of those to the smallest; rows that no block can hold,
-// to as few blocks as possible.
-inline Spread choose_spread(int features, int vec, const ThreadLimits& limits, int max_blocks) {
-  for (int blocks = 1; blocks <= max_blocks; blocks *= 2) {
-    const int block_features = round_up(divide_up(features, blocks), vec);
-    Spread best = {};
-    for (int elements = kElementStep; elements <= kElementStep * kElementChoices;
-         elements += kElementStep) {
-      // Values one by one are the slow path already: two kernels are enough for it.
-      if (vec == 1 && elements > 2 * kElementStep) continue;
-      const int limit = threads_limit(limits, elements);
-      const int threads = divide_up(block_features, elements);
-      if (limit != 0 && threads <= kWarpSize) {
-        int team_size = 1;
-        while (team_size < threads) team_size *= 2;
-        return {elements, team_size, blocks, block_features};
-      }
-      const Spread spread{elements, round_up(threads, kWarpSize), blocks, block_features};
-      // Columns::has relies on the second condition, in the last block too.
-      const int team_features_but_last = spread.team_size * (elements - kElementStep);
-      if (spread.team_size <= limit &&
-          features - (blocks - 1) * block_features >= team_features_but_last &&
-          (best.elements == 0 || spread.padded() <= best.padded())) {
-        best = spread;
-      }
+// team that wastes the fewest threads, and of those to the smallest.
+inline Spread choose_spread(int features, int vec, const ThreadLimits& limits) {
+  Spread best = {};
+  for (int elements = kElementStep; elements <= kElementStep * kElementChoices;
+       elements += kElementStep) {
+    // Values one by one are the slow path already: two kernels are enough for it.
+    if (vec == 1 && elements > 2 * kElementStep) continue;
+    const int threads = divide_up(features, elements);
+    if (threads <= kWarpSize) {
+      int team_size = 1;
+      while (team_size < threads) team_size *= 2;
+      return {elements, team_size};
     }
-    if (best.elements != 0) return best;
+    const Spread spread{elements, divide_up(threads, kWarpSize) * kWarpSize};
+    // Columns::has relies on the second condition.
+    if (spread.team_size <= threads_limit(limits, elements) &&
+        features >= spread.team_size * (elements - kElementStep) &&
+        (best.elements == 0 || spread.padded() <= best.padded())) {
+      best = spread;
+    }
   }
-  return {};
+  return best;
 }
 
-// Bytes at the start of a block's shared memory: the scratch of TeamSum and the ring's barriers.
-constexpr int kSharedHead =
-    TeamSum::kScratch * sizeof(float) + kMaxStages * kMaxTeamWarps * sizeof(uint64_t);
-
 // The threads of a block: as many teams as `limit` threads allow, but few rows are spread over all
-// multiprocessors before blocks grow, and blocks that share a row have one team.
+// multiprocessors before blocks grow.
 inline int choose_threads(const Spread& spread, int64_t rows, int limit, const Device& device) {
-  if (spread.team_blocks > 1) return spread.team_size;
   const int least = std::max(spread.team_size, kWarpSize);
   const int64_t teams = divide_up(rows, device.multiprocessors);
   const int64_t wanted = std::min<int64_t>(teams * spread.team_size, limit);
   return std::max<int64_t>(wanted / least * least, least);
-}
-
-struct RingPlan {
-  int stages;  // 0: there is no room
-  int shared_bytes;
-};
-
-// A ring as deep as fits when `blocks` blocks share a multiprocessor, or fewer where there is no
-// room for two stages each: one stage hides no latency. `least` is what else its memory must hold.
-inline RingPlan plan_ring(int stage_bytes, int least, int blocks, const Device& device) {
-  int stages = 0;
-  for (; blocks > 0 && stages < 2; --blocks) {
-    const int available =
-        std::min(device.shared_bytes,
-                 device.multiprocessor_shared_bytes / blocks - device.reserved_shared_bytes) -
-        kSharedHead;
-    stages = available < least ? 0 : std::min(kMaxStages, available / stage_bytes);
-  }
-  return {stages, kSharedHead + std::max(stages * stage_bytes, least)};
 }

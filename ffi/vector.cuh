@@ -6,9 +6,14 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
+#include <type_traits>
+
+// Values of 16 bits come in pairs, so that each pair, and not each value, takes a register.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize) Vector {
-  T values[kSize];
+  using Value = std::conditional_t<sizeof(T) == 2 && kSize % 2 == 0, uint32_t, T>;
+  Value values[sizeof(T) * kSize / sizeof(Value)];
 };
 
 // One memory instruction for any vector of up to 16 bytes: nvcc does not promise that for a struct.
@@ -33,6 +38,28 @@ __device__ __forceinline__ void store_vector(void* address, const Vector<T, kSiz
   }
 }
 
+// The same for what is used once: it leaves the caches first.
+template <typename T, int kSize>
+__device__ __forceinline__ Vector<T, kSize> load_streaming(const void* address) {
+  using V = Vector<T, kSize>;
+  if constexpr (sizeof(V) == 16) {
+    V vector;
+    *reinterpret_cast<uint4*>(&vector) = __ldcs(static_cast<const uint4*>(address));
+    return vector;
+  } else {
+    return load_vector<T, kSize>(address);
+  }
+}
+
+template <typename T, int kSize>
+__device__ __forceinline__ void store_streaming(void* address, const Vector<T, kSize>& vector) {
+  if constexpr (sizeof(vector) == 16) {
+    __stcs(static_cast<uint4*>(address), *reinterpret_cast<const uint4*>(&vector));
+  } else {
+    store_vector(address, vector);
+  }
+}
+
 template <int kSize>
 __device__ __forceinline__ void unpack(const Vector<float, kSize>& vector, float (&out)[kSize]) {
 #pragma unroll
@@ -42,14 +69,30 @@ __device__ __forceinline__ void unpack(const Vector<float, kSize>& vector, float
 template <int kSize>
 __device__ __forceinline__ void unpack(const Vector<__nv_bfloat16, kSize>& vector,
                                        float (&out)[kSize]) {
+  if constexpr (kSize == 1) {
+    out[0] = __bfloat162float(vector.values[0]);
+  } else {
+    // A bfloat16 is the upper half of a float32.
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) out[i] = __bfloat162float(vector.values[i]);
+    for (int i = 0; i < kSize; i += 2) {
+      out[i] = __uint_as_float(vector.values[i / 2] << 16);
+      out[i + 1] = __uint_as_float(vector.values[i / 2] & 0xffff0000u);
+    }
+  }
 }
 
 template <int kSize>
 __device__ __forceinline__ void unpack(const Vector<__half, kSize>& vector, float (&out)[kSize]) {
+  if constexpr (kSize == 1) {
+    out[0] = __half2float(vector.values[0]);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) out[i] = __half2float(vector.values[i]);
+    for (int i = 0; i < kSize; i += 2) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(vector.values[i / 2]));
+      out[i] = pair.x;
+      out[i + 1] = pair.y;
+    }
+  }
 }
 
 template <int kSize>
@@ -68,8 +111,7 @@ __device__ __forceinline__ void pack(const float (&in)[kSize],
 #pragma unroll
     for (int i = 0; i < kSize; i += 2) {
       const __nv_bfloat162 pair = __floats2bfloat162_rn(in[i], in[i + 1]);
-      vector.values[i] = pair.x;
-      vector.values[i + 1] = pair.y;
+      vector.values[i / 2] = reinterpret_cast<const uint32_t&>(pair);
     }
   }
 }
@@ -82,8 +124,7 @@ __device__ __forceinline__ void pack(const float (&in)[kSize], Vector<__half, kS
 #pragma unroll
     for (int i = 0; i < kSize; i += 2) {
       const __half2 pair = __floats2half2_rn(in[i], in[i + 1]);
-      vector.values[i] = pair.x;
-      vector.values[i + 1] = pair.y;
+      vector.values[i / 2] = reinterpret_cast<const uint32_t&>(pair);
     }
   }
 }

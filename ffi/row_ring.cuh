@@ -1,0 +1,121 @@
+// Rows of several matrices on their way in: what bounds the bytes in flight is shared memory, not
+// registers or occupancy.
+#pragma once
+
+#include "rows.cuh"
+
+constexpr int kMaxStages = 3;  // async_copies_wait knows no more
+// What keeps the memory of a multiprocessor busy; more stages than that only start later.
+constexpr int kBytesInFlight = 96 * 1024;
+
+constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
+
+// The ring of one unit of `walk`. Where the GPU has bulk copies and rows allow them, one thread of
+// a unit copies whole rows; elsewhere every thread copies its own columns.
+template <typename T, int kVec, int kVectors, int kStreams>
+class RowRing {
+ public:
+  static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
+
+  // `barriers` are kRingBarriers of the block. Row r of the matrices `sources` is one step.
+  // `shared` holds, for each stage and stream, a row for each team. All threads of a block
+  // synchronise before the first wait.
+  __device__ RowRing(uint64_t* barriers, void* shared, const void* const (&sources)[kStreams],
+                     int stages, const Team& team, const Columns<kVec, kVectors>& column,
+                     const RowWalk& walk)
+      : sources_(sources),
+        stages_(stages),
+        team_(team),
+        column_(column),
+        walk_(walk),
+        next_(walk.first) {
+    const int unit = team.index / walk.height;
+    // A unit's rows lie together, its streams and stages too.
+    slots_ = static_cast<T*>(shared) +
+             static_cast<int64_t>(unit) * stages * kStreams * walk.height * column.features();
+    barriers_ = barriers + unit * kMaxStages;
+    leads_ = team.rank == 0 && walk.line == 0;
+    if constexpr (kBulk) {
+      if (leads_) {
+        for (int stage = 0; stage < stages; ++stage) mbarrier_init(barriers_ + stage);
+        mbarrier_init_fence();
+      }
+    }
+    for (int stage = 0; stage < stages; ++stage) fetch();
+    phase_ = 0;
+  }
+
+  // Waits for the oldest stage; `read` then reads it until the next fetch.
+  __device__ __forceinline__ void wait() {
+    if constexpr (kBulk) {
+      mbarrier_wait(barriers_ + stage_, phase_);
+    } else {
+      async_copies_wait(stages_ - 1);
+    }
+  }
+
+  // Columns past the last read as zeros, which add nothing to a sum.
+  __device__ __forceinline__ Vector<T, kVec> read(int stream, int v) const {
+    if (!column_.has(v)) return {};
+    return load_vector<T, kVec>(slot(stream) + walk_.line * column_.features() + column_(v));
+  }
+
+  // Starts the copies of the next rows into the oldest stage. All of the unit have read it, and
+  // have synchronised since.
+  __device__ __forceinline__ void fetch() {
+    if (next_ < walk_.end) copy_in();
+    if constexpr (!kBulk) async_copies_commit();
+    next_ += walk_.step;
+    if (++stage_ == stages_) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ T* slot(int stream) const {
+    return slots_ + (stage_ * kStreams + stream) * walk_.height * column_.features();
+  }
+
+  __device__ __forceinline__ void copy_in() {
+    if constexpr (kBulk) {
+      if (!leads_) return;
+      const int rows = min(walk_.height, walk_.end - next_);
+      const uint32_t bytes = rows * column_.features() * sizeof(T);
+      mbarrier_arrive_expect(barriers_ + stage_, kStreams * bytes);
+#pragma unroll
+      for (int stream = 0; stream < kStreams; ++stream) {
+        bulk_copy(slot(stream), source(stream, next_), bytes, barriers_ + stage_);
+      }
+    } else {
+      const int row = next_ + walk_.line;
+      if (row >= walk_.end) return;
+#pragma unroll
+      for (int stream = 0; stream < kStreams; ++stream) {
+        T* target = slot(stream) + walk_.line * column_.features();
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          if (column_.has(v)) {
+            async_copy<sizeof(T) * kVec>(target + column_(v), source(stream, row) + column_(v));
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ const T* source(int stream, int row) const {
+    return static_cast<const T*>(sources_[stream]) + static_cast<int64_t>(row) * column_.features();
+  }
+
+  T* slots_;
+  uint64_t* barriers_;
+  const void* const (&sources_)[kStreams];
+  int stages_;
+  Team team_;
+  Columns<kVec, kVectors> column_;
+  RowWalk walk_;
+  int next_;
+  bool leads_;
+  int stage_ = 0;
+  uint32_t phase_ = 0;
+};
