@@ -219,12 +219,7 @@ def _open_run(args: argparse.Namespace, data: vit_data.Data) -> training.Run:
         return training.Run.start(args.out, config)
     run = training.Run.load(args.out)
     check_classes(run, data)
-    if data.fingerprint != run.config["data"]:
-        print(
-            "note: images were added, removed or renamed since the run was started; it goes on"
-            " with them, but not to the numbers of an uninterrupted run.",
-            file=sys.stderr,
-        )
+    training.note_other_data(run, data.fingerprint)
     return run
 
 
