@@ -28,6 +28,8 @@ Row = dict[str, Any]
 TIMM = {"vit-b16": "vit_base_patch16_224", "vit-l16": "vit_large_patch16_224"}
 """What timm calls the networks that it has."""
 
+_KERNELS_KEPT = 40
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
@@ -230,20 +232,28 @@ def _kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
         timed = timing.kernels(step)
     except Exception as error:
         return {"note": f"no kernel times: {peers.describe(error)}"}
-    return {"kernels": summed(timed, sources(executable.as_text()))}
+    return summed(timed, sources(executable.as_text()))
 
 
-def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> list[Row]:
-    """Kernels by name, largest first: how often each ran, its microseconds, where it came from."""
-    totals: dict[str, list[float]] = {}
+def summed(timed: Sequence[tuple[str, float]], source: dict[str, str]) -> Row:
+    """Milliseconds by what the kernels do, and the kernels that take longest, largest first.
+
+    The same operation in every layer is one entry: how often it ran, its microseconds, where it came
+    from. XLA tells such kernels apart by a number at the end, Flax their modules.
+    """
+    kinds: dict[str, float] = {}
+    times: dict[tuple[str, str], list[float]] = {}
     for name, microseconds in timed:
-        totals.setdefault(name, []).append(microseconds)
-    rows = [
-        {"name": name, "count": len(times), "microseconds": sum(times)}
-        | ({"source": source[name]} if name in source else {})
-        for name, times in totals.items()
+        kind = end_to_end_report.kind(name)
+        kinds[kind] = kinds.get(kind, 0.0) + microseconds / 1e3
+        module = re.sub(r"_\d+(?=/|$)", "", source.get(name, ""))
+        times.setdefault((re.sub(r"(_\d+)+$", "", name), module), []).append(microseconds)
+    kernels = [
+        {"name": name, "source": module, "count": len(each), "microseconds": sum(each)}
+        for (name, module), each in times.items()
     ]
-    return sorted(rows, key=lambda row: -row["microseconds"])
+    kernels.sort(key=lambda kernel: -kernel["microseconds"])
+    return {"kinds": kinds, "kernels": kernels[:_KERNELS_KEPT]}
 
 
 def sources(hlo: str) -> dict[str, str]:
@@ -265,5 +275,4 @@ def _run_torch(model: str, batch: int) -> Row:
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
     row: Row = json.loads(done.stdout.splitlines()[-1])
-    row["kernels"] = summed([(name, time) for name, time in row["kernels"]], {})
-    return row
+    return row | summed(row.pop("kernels", []), {})

@@ -54,16 +54,12 @@ def kind(kernel: str) -> str:
 
 def kernel_milliseconds(row: Row) -> float | None:
     """The sum of a step's kernels, None where they were not timed."""
-    if "kernels" not in row:
-        return None
-    return sum(kernel["microseconds"] for kernel in row["kernels"]) / 1e3
+    return sum(row["kinds"].values()) if row.get("kinds") else None
 
 
 def by_kind(row: Row) -> dict[str, float]:
     """Milliseconds of a step by what its kernels do; "gaps" is the rest of the host's time."""
-    shares = dict.fromkeys([*KINDS, "other"], 0.0)
-    for kernel in row.get("kernels", []):
-        shares[kind(kernel["name"])] += kernel["microseconds"] / 1e3
+    shares = dict.fromkeys([*KINDS, "other"], 0.0) | row.get("kinds", {})
     # Kernels that ran side by side may add up to more than the step.
     return shares | {"gaps": max(0.0, row["milliseconds"] - sum(shares.values()))}
 
@@ -128,15 +124,15 @@ def memory(row: Row) -> str:
 
 
 def kernel_table(row: Row, count: int = _TOP_KERNELS) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the kernels that take longest, those of one name as one."""
-    total = sum(kernel["microseconds"] for kernel in row["kernels"])
+    """Header and rows: the kernels that take longest."""
+    total = 1e3 * sum(row["kinds"].values())
     rows = [
         [
             f"{kernel['microseconds'] / 1e3:.2f}",
             f"{kernel['microseconds'] / total:.1%}",
             str(kernel["count"]),
             kernel["name"][:60],
-            kernel.get("source", "")[-70:],
+            kernel["source"][-70:],
         ]
         for kernel in row["kernels"][:count]
     ]
@@ -147,7 +143,7 @@ def print_report(section: Section) -> None:
     """The kernels of every variant, then the table: the end is what matters."""
     for model in section["models"]:
         for variant, row in model["rows"].items():
-            if "kernels" in row:
+            if row.get("kinds"):
                 title = f"{model['model']}, {LABELS[variant]}: {_kinds_line(row)}"
                 print(report.plain_table(title, *kernel_table(row)), end="\n\n")
             elif (reason := fault(row) or row.get("note")) is not None:

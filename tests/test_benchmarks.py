@@ -411,16 +411,21 @@ def test_steps_wait_for_the_device_and_take_the_median(monkeypatch):
     assert row == {"milliseconds": 2000.0, "rounds": [1000.0, 3000.0, 2000.0], "steps": 10}
 
 
-def test_kernels_are_summed_by_name_and_traced_to_the_program():
+def test_kernels_are_summed_over_layers_and_traced_to_the_program(monkeypatch):
     hlo = """
     %fused { %add.1 = f32[] add(a, b), metadata={op_name="jit(step)/inner"} }
-    ROOT %loop_add_fusion.5 = f32[8] fusion(p), calls=%fused, metadata={op_name="jit(step)/add"}
+    %loop_add_fusion.5 = f32[8] fusion(p), calls=%fused, metadata={op_name="jit(step)/Dense_5/add"}
+    ROOT %loop_add_fusion.6 = f32[8] fusion(p), metadata={op_name="jit(step)/Dense_6/add"}
     """
-    timed = [("loop_add_fusion_5", 2.0), ("nvjet_tst", 5.0), ("loop_add_fusion_5", 4.0)]
-    assert end_to_end.summed(timed, end_to_end.sources(hlo)) == [
-        {"name": "loop_add_fusion_5", "count": 2, "microseconds": 6.0, "source": "jit(step)/add"},
-        {"name": "nvjet_tst", "count": 1, "microseconds": 5.0},
+    timed = [("loop_add_fusion_5", 2.0), ("nvjet_64x4", 5.0), ("loop_add_fusion_6", 4.0), ("x", 1)]
+    monkeypatch.setattr(end_to_end, "_KERNELS_KEPT", 2)
+    row = end_to_end.summed(timed, end_to_end.sources(hlo))
+    name, source = "loop_add_fusion", "jit(step)/Dense/add"
+    assert row["kernels"] == [
+        {"name": name, "source": source, "count": 2, "microseconds": 6.0},
+        {"name": "nvjet_64x4", "source": "", "count": 1, "microseconds": 5.0},
     ]
+    assert row["kinds"] == pytest.approx({"matrix products": 0.005, "other": 0.007})
 
 
 @pytest.mark.parametrize(
@@ -439,13 +444,13 @@ def test_kernels_have_a_kind(kernel, kind):
 
 
 def test_the_time_of_a_step_is_shared_out():
-    kernels = [{"name": "nvjet_1", "count": 2, "microseconds": 700.0}]
-    kernels.append({"name": "loop_fusion", "count": 1, "microseconds": 200.0})
-    row = {"milliseconds": 1.0, "kernels": kernels}
+    kernels = [{"name": "nvjet", "source": "", "count": 2, "microseconds": 700.0}]
+    kinds = {"matrix products": 0.7, "other": 0.2}
+    row = {"milliseconds": 1.0, "kernels": kernels, "kinds": kinds}
     shares = {name: time for name, time in end_to_end_report.by_kind(row).items() if time}
     assert shares == pytest.approx({"matrix products": 0.7, "other": 0.2, "gaps": 0.1})
     header, rows = end_to_end_report.kernel_table(row)
-    assert rows[0][:4] == ["0.70", "77.8%", "2", "nvjet_1"] and len(header) == len(rows[0])
+    assert rows[0][:4] == ["0.70", "77.8%", "2", "nvjet"] and len(header) == len(rows[0])
 
 
 def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys):
