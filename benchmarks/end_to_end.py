@@ -83,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     section["seconds"] = time.monotonic() - begin
     path = results.save_section(options.out, gpu, end_to_end_report.NAME, section)
     written = results.load(path)["benchmarks"][end_to_end_report.NAME]
+    end_to_end_report.print_report(written)
     chart = plot.chart_path(options.out, gpu, end_to_end_report.NAME)
     end_to_end_report.draw(gpu, written, chart)
-    end_to_end_report.print_report(written)
     say(str(path))
     return 0
 
