@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(BackwardForm<kChain, kElements, kLong>::kThrea
 
   for (int base = walk.first; base < walk.end; base += walk.step) {
     const int row = base + walk.line;
-    const bool active = row < walk.end;
+    const bool active = kLong || row < walk.end;
     const float mean = next_statistics.x;
     const float rstd = next_statistics.y;
     next_statistics = load_statistics(row + walk.step);

@@ -37,10 +37,12 @@ class RowRing {
     leads_ = team.rank == 0 && walk.line == 0;
     if constexpr (kBulk) {
       if (leads_) {
+#pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) mbarrier_init(barriers_ + stage);
         mbarrier_init_fence();
       }
     }
+#pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) fetch();
     phase_ = 0;
   }

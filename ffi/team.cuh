@@ -61,6 +61,7 @@ class TeamSum {
 #pragma unroll
     for (float& value : values) value = 0.0f;
     // Places without a warp stay zero.
+#pragma unroll 1
     for (int group = 0; group < warps; group += kGroup) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
