@@ -1,0 +1,164 @@
+"""Who attends to whom, as the attention kernels need it: in blocks.
+
+One compile-time description says for a block of queries which blocks of keys are empty (skipped),
+full (no masking at all) and partial (masked element by element), and the transposed for the backward.
+Another pattern is another field here with its bounds and its elements; the kernels stay as they are.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Index = int | jax.Array
+
+
+class Blocks(NamedTuple):
+    """Blocks [start, stop) are visited; those of [full_start, full_stop) need no masking.
+
+    start <= full_start <= full_stop <= stop, so three loops visit all of them in order.
+    """
+
+    start: Index
+    full_start: Index
+    full_stop: Index
+    stop: Index
+
+
+@dataclass(frozen=True)
+class BlockMask:
+    """What of the mask is known when a kernel is compiled.
+
+    Position and lengths allow each query one interval of keys whose ends do not decrease with the
+    query; segments and an explicit mask then take single elements away.
+    """
+
+    query_count: int
+    key_count: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    """(left, right): t - left <= s <= t + right."""
+    has_query_lengths: bool = False
+    has_key_lengths: bool = False
+    has_segments: bool = False
+    has_explicit: bool = False
+
+    @property
+    def has_left_edge(self) -> bool:
+        """Whether the first visited blocks may be partial: otherwise full_start is start."""
+        return self.window is not None or self.has_elements
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether any element may be masked apart from the interval: then no block is full."""
+        return self.has_segments or self.has_explicit
+
+    def is_always_full(self, query_block: int, key_block: int) -> bool:
+        """Whether no block ever is partial, so that a kernel needs no masked version of its step."""
+        del query_block  # Rows beyond the last query are cut when they are written.
+        return not (
+            self.is_causal
+            or self.has_left_edge
+            or self.has_key_lengths
+            or self.key_count % key_block
+        )
+
+    def reach(self) -> tuple[int | None, int | None]:
+        """(left, right): query t attends to t - left <= s <= t + right, None where unlimited."""
+        left, right = (None, None) if self.window is None else self.window
+        if self.is_causal:
+            right = 0
+        return left, right
+
+    def key_blocks(
+        self, queries: tuple[Index, Index], block: int, query_length: Index, key_length: Index
+    ) -> Blocks:
+        """The blocks of `block` keys for the queries of [queries[0], queries[1]).
+
+        Lengths are those of the batch entry, query_count and key_count where there are none. Queries
+        from query_length on attend to nothing but are not masked one by one, since it costs less to
+        put their result right at the end: full blocks are full for the queries within the length.
+        """
+        first, end = queries
+        left, right = self.reach()
+        last = lax.min(_i32(end), _i32(query_length)) - 1
+        key_length = _i32(key_length)
+        start, full_start = _i32(0), _i32(0)
+        stop, full_stop = key_length, key_length
+        if left is not None:
+            start = lax.max(start, _i32(first) - left)
+            full_start = lax.max(full_start, last - left)
+        if right is not None:
+            stop = lax.min(stop, last + (right + 1))
+            full_stop = lax.min(full_stop, _i32(first) + (right + 1))
+        stop = jnp.where(_i32(first) < _i32(query_length), stop, 0)
+        return self._blocks(start, full_start, full_stop, stop, block)
+
+    def query_blocks(
+        self, keys: tuple[Index, Index], block: int, query_length: Index, key_length: Index
+    ) -> Blocks:
+        """The blocks of `block` queries for the keys of [keys[0], keys[1]): `key_blocks` transposed.
+
+        Queries from query_length on are not visited, or count as full, for their log-sum-exp and
+        cotangents make them give nothing; keys from key_length on make a block partial.
+        """
+        first, end = keys
+        left, right = self.reach()
+        key_length, query_length = _i32(key_length), _i32(query_length)
+        last = lax.min(_i32(end), key_length) - 1
+        start, full_start = _i32(0), _i32(0)
+        # A last block of queries that is cut short is full for those within the length.
+        stop, full_stop = query_length, _up(query_length, block) * block
+        if right is not None:
+            start = lax.max(start, _i32(first) - right)
+            full_start = lax.max(full_start, _i32(end) - 1 - right)
+        if left is not None:
+            stop = lax.min(stop, last + (left + 1))
+            full_stop = lax.min(full_stop, _i32(first) + (left + 1))
+        stop = jnp.where(_i32(first) < key_length, stop, 0)
+        full_stop = jnp.where(_i32(end) <= key_length, full_stop, 0)
+        return self._blocks(start, full_start, full_stop, stop, block)
+
+    def _blocks(self, start, full_start, full_stop, stop, block: int) -> Blocks:
+        """Bounds in elements to bounds in blocks: partial ones are visited, but are not full."""
+        first, last = _down(lax.max(start, _i32(0)), block), _up(lax.max(stop, _i32(0)), block)
+        last = lax.max(first, last)
+        if self.has_elements:
+            return Blocks(first, first, first, last)
+        full_first = lax.clamp(first, _up(lax.max(full_start, _i32(0)), block), last)
+        full_last = lax.clamp(full_first, _down(lax.max(full_stop, _i32(0)), block), last)
+        return Blocks(first, full_first, full_last, last)
+
+    def allowed(self, query: jax.Array, key: jax.Array, key_length: Index) -> jax.Array | None:
+        """Whether position and length allow the elements of a tile, given their two indices.
+
+        Without any limit None. Segments and the explicit mask are for whoever can load them.
+        """
+        left, right = self.reach()
+        conditions = []
+        if right is not None:
+            conditions.append(key <= query + right if right else key <= query)
+        if left is not None:
+            conditions.append(key >= query - left)
+        # A causal square needs no test for the last key: where t < T, s <= t implies s < S.
+        ends_with_queries = right == 0 and self.query_count <= self.key_count
+        if self.has_key_lengths or not ends_with_queries:
+            conditions.append(key < key_length)
+        result = None
+        for condition in conditions:
+            result = condition if result is None else result & condition
+        return result
+
+
+def _i32(x: Index) -> jax.Array:
+    return jnp.asarray(x, jnp.int32)
+
+
+def _down(x: jax.Array, block: int) -> jax.Array:
+    return lax.div(x, _i32(block))
+
+
+def _up(x: jax.Array, block: int) -> jax.Array:
+    return lax.div(x + (block - 1), _i32(block))
