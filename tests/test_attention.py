@@ -294,8 +294,8 @@ def test_dropout_divides_by_what_it_keeps():
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 FITS_CUDNN = {
     "dtype": jnp.bfloat16,
-    "query_length": 197,
-    "key_length": 197,
+    "query_length": 198,
+    "key_length": 198,
     "head_size": 64,
     "value_head_size": 64,
 }
@@ -315,9 +315,9 @@ FITS_CUDNN = {
         (H200, {"dtype": jnp.dtype("float32")}, "not float32"),
         (H200, {"head_size": 60}, "multiple of 8"),
         (H200, {"value_head_size": 32}, "one head size"),
-        (H200, {"used": ("bias",)}, "even lengths, not 197 queries"),
+        (H200, {"query_length": 197}, "even, not 197 queries and 198 keys"),
         (H200, {"window": (5, 5)}, "no window to the right"),
-        (H200, {"window": (5, 0), "query_length": 198}, "fewer keys"),
+        (H200, {"window": (5, 0), "query_length": 200}, "fewer keys"),
         (H200, {"used": ("sinks", "dropout")}, "does not have sinks and dropout"),
         (H200, {"used": ("return_residual",)}, "not its gradient"),
     ],
@@ -337,7 +337,7 @@ def test_cudnn_is_never_the_default():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("odd length", 197, 197, head_size=64),
+        Case("no multiple of a block", 198, 198, head_size=64),
         Case("grouped, causal", 64, 96, heads=8, head_size=64, is_causal=True),
         Case("bias", 64, 64, head_size=64, bias=(1, 2, 64, 64)),
         Case("bias and mask", 64, 64, head_size=64, bias=(1, 2, 64, 64), mask=(2, 2, 64, 64)),

@@ -47,7 +47,9 @@ def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.nd
     if not finite.any():
         return
     error = np.abs(ours - truth)[finite].max()
-    plain_error = np.abs(naive - truth)[finite].max()
+    # Where low precision fails altogether (0 / 0 of an epsilon that float16 rounds to 0) it is no
+    # yardstick, and one unit is all that is allowed.
+    plain_error = np.abs(naive - truth)[finite & np.isfinite(naive)].max(initial=0.0)
     unit = ulp(np.abs(truth[finite]).max(), actual.dtype)
     allowed = FACTOR * plain_error + ULPS * unit
     assert error <= allowed, (

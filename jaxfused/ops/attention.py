@@ -346,9 +346,9 @@ def _why_cudnn_unsupported(
         return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {head_size}"
     if value_head_size != head_size:
         return f"cuDNN is called with one head size, not {head_size} and {value_head_size}"
-    if ("bias" in used or "mask" in used) and (query_length % 2 or key_length % 2):
+    if query_length % 2 or key_length % 2:
         return (
-            "cuDNN's gradient with bias or mask needs even lengths,"
+            "JAX refuses the gradient of cuDNN's attention unless lengths are even,"
             f" not {query_length} queries and {key_length} keys"
         )
     if window is not None:

@@ -149,7 +149,7 @@ class Case:
             u = activate(self.pre_activation, h)
             if self.op == "layer_norm":
                 u = u - jnp.mean(u, axis=-1, keepdims=True)
-            y = u / jnp.sqrt(jnp.mean(u * u, axis=-1, keepdims=True) + self.epsilon)
+            y = u * jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + self.epsilon)
             if scale is not None:
                 y = y * (scale + self.scale_offset)
             if bias is not None:
