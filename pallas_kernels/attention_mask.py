@@ -65,6 +65,18 @@ class BlockMask:
             or self.key_count % key_block
         )
 
+    def right_partial_blocks(self, rows: int, group: int, key_block: int) -> int:
+        """At most how many blocks at the right end are partial for `rows` queries or beyond them.
+
+        The rows are part of a group that visits its blocks together, and starts at a multiple of its
+        size.
+        """
+        _, right = self.reach()
+        if right is None:
+            return 1
+        aligned = right == 0 and (group % key_block == 0 or key_block % group == 0)
+        return max(1, group // key_block) if aligned else group // key_block + 2
+
     def reach(self) -> tuple[int | None, int | None]:
         """(left, right): query t attends to t - left <= s <= t + right, None where unlimited."""
         left, right = (None, None) if self.window is None else self.window
@@ -83,17 +95,14 @@ class BlockMask:
         """
         first, end = queries
         left, right = self.reach()
-        last = lax.min(_i32(end), _i32(query_length)) - 1
-        key_length = _i32(key_length)
-        start, full_start = _i32(0), _i32(0)
+        last = _min(end, query_length) - 1
+        start, full_start = 0, 0
         stop, full_stop = key_length, key_length
         if left is not None:
-            start = lax.max(start, _i32(first) - left)
-            full_start = lax.max(full_start, last - left)
+            start, full_start = _max(0, first - left), _max(0, last - left)
         if right is not None:
-            stop = lax.min(stop, last + (right + 1))
-            full_stop = lax.min(full_stop, _i32(first) + (right + 1))
-        stop = jnp.where(_i32(first) < _i32(query_length), stop, 0)
+            stop, full_stop = _min(stop, last + 1 + right), _min(full_stop, first + 1 + right)
+        stop = _where(first < query_length, stop, 0)
         return self._blocks(start, full_start, full_stop, stop, block)
 
     def query_blocks(
@@ -106,29 +115,28 @@ class BlockMask:
         """
         first, end = keys
         left, right = self.reach()
-        key_length, query_length = _i32(key_length), _i32(query_length)
-        last = lax.min(_i32(end), key_length) - 1
-        start, full_start = _i32(0), _i32(0)
+        last = _min(end, key_length) - 1
+        start, full_start = 0, 0
         # A last block of queries that is cut short is full for those within the length.
         stop, full_stop = query_length, _up(query_length, block) * block
         if right is not None:
-            start = lax.max(start, _i32(first) - right)
-            full_start = lax.max(full_start, _i32(end) - 1 - right)
+            start, full_start = _max(0, first - right), _max(0, end - 1 - right)
         if left is not None:
-            stop = lax.min(stop, last + (left + 1))
-            full_stop = lax.min(full_stop, _i32(first) + (left + 1))
-        stop = jnp.where(_i32(first) < key_length, stop, 0)
-        full_stop = jnp.where(_i32(end) <= key_length, full_stop, 0)
+            stop, full_stop = _min(stop, last + 1 + left), _min(full_stop, first + 1 + left)
+        stop = _where(first < key_length, stop, 0)
+        full_stop = _where(end <= key_length, full_stop, 0)
         return self._blocks(start, full_start, full_stop, stop, block)
 
-    def _blocks(self, start, full_start, full_stop, stop, block: int) -> Blocks:
+    def _blocks(
+        self, start: Index, full_start: Index, full_stop: Index, stop: Index, block: int
+    ) -> Blocks:
         """Bounds in elements to bounds in blocks: partial ones are visited, but are not full."""
-        first, last = _down(lax.max(start, _i32(0)), block), _up(lax.max(stop, _i32(0)), block)
-        last = lax.max(first, last)
+        first = _down(start, block)
+        last = _max(first, _up(stop, block))
         if self.has_elements:
             return Blocks(first, first, first, last)
-        full_first = lax.clamp(first, _up(lax.max(full_start, _i32(0)), block), last)
-        full_last = lax.clamp(full_first, _down(lax.max(full_stop, _i32(0)), block), last)
+        full_first = _min(_up(full_start, block), last)
+        full_last = _max(full_first, _min(_down(full_stop, block), last))
         return Blocks(first, full_first, full_last, last)
 
     def allowed(self, query: jax.Array, key: jax.Array, key_length: Index) -> jax.Array | None:
@@ -152,13 +160,30 @@ class BlockMask:
         return result
 
 
+# Bounds are Python numbers where all that they depend on is, and traced ones otherwise.
+
+
+def _min(x: Index, y: Index) -> Index:
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else lax.min(_i32(x), _i32(y))
+
+
+def _max(x: Index, y: Index) -> Index:
+    return max(x, y) if isinstance(x, int) and isinstance(y, int) else lax.max(_i32(x), _i32(y))
+
+
+def _where(condition: bool | jax.Array, x: Index, y: Index) -> Index:
+    if isinstance(condition, bool):
+        return x if condition else y
+    return jnp.where(condition, _i32(x), _i32(y))
+
+
+def _down(x: Index, block: int) -> Index:
+    return x // block if isinstance(x, int) else lax.div(x, _i32(block))
+
+
+def _up(x: Index, block: int) -> Index:
+    return -(-x // block) if isinstance(x, int) else lax.div(x + (block - 1), _i32(block))
+
+
 def _i32(x: Index) -> jax.Array:
     return jnp.asarray(x, jnp.int32)
-
-
-def _down(x: jax.Array, block: int) -> jax.Array:
-    return lax.div(x, _i32(block))
-
-
-def _up(x: jax.Array, block: int) -> jax.Array:
-    return lax.div(x + (block - 1), _i32(block))

@@ -1,0 +1,441 @@
+"""Attention on Hopper, forward: flash attention with a producer and two or three consumers.
+
+One warpgroup copies Q, K and V by TMA; each of the others holds 64 queries. A consumer issues the
+products Q K^T of the next block before it takes the exponentials of this one, and the consumers take
+turns at issuing, so that the tensor cores work on one's products during another's exponentials.
+CTAs are persistent: the copies of the next tile run during the end of this one.
+"""
+
+import functools
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention_mask import BlockMask
+
+_ROWS = 64
+"""Queries of a consumer: what one wgmma instruction takes."""
+
+_LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
+"""Where the running maximum starts: finite, so that its difference to -inf is not NaN."""
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the work is cut: a tile of 64 queries a consumer against blocks of keys."""
+
+    consumers: int = 2
+    key_block: int = 128
+    stages: int = 2
+    """Blocks of K, and of V, in shared memory."""
+    separate_output: bool = True
+    """Whether the output has shared memory of its own, or goes where Q was."""
+    heads_together: int = 16
+    """Heads whose K and V are meant to stay in the L2 cache at one time."""
+
+    def __post_init__(self):
+        if self.consumers not in (1, 2, 3):
+            raise ValueError(f"consumers must be 1, 2 or 3, got {self.consumers}")
+        if self.key_block % 64 or not 64 <= self.key_block <= 256:
+            raise ValueError(f"key_block must be 64, 128, 192 or 256, got {self.key_block}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
+
+    @property
+    def query_block(self) -> int:
+        return self.consumers * _ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread of a consumer and of the producer, from 64 Ki a multiprocessor."""
+        return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
+
+
+def padded(head_size: int) -> int:
+    """The head size in shared memory: TMA fills what is beyond the array's with zeros."""
+    for width in (16, 32, 64):
+        if head_size <= width:
+            return width
+    return -(-head_size // 64) * 64
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+    config: ForwardConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, V], lse [B, N, T] float32) of query [B, T, N, H], key and value [B, S, K, ...]."""
+    batch, query_count, heads, head_size = query.shape
+    key_count, key_heads, value_size = value.shape[1:]
+    mask = logits.mask
+    dtype = query.dtype
+    rows, block, stages = config.query_block, config.key_block, config.stages
+    consumers = config.consumers
+    head_width, value_width = padded(head_size), padded(value_size)
+    operands = operands.padded(rows, block)
+    present = [name for name, array in operands._asdict().items() if array is not None]
+    schedule = _schedule(mask, config, batch * heads, multiprocessors)
+    query_blocks = -(-query_count // rows)
+    always_full = mask.is_always_full(rows, block)
+
+    def kernel(q_gmem, k_gmem, v_gmem, schedule_gmem, *refs, **scratch):
+        *operand_refs, out_gmem, lse_gmem = refs
+        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
+        q_smem, k_smem, v_smem = scratch["q_smem"], scratch["k_smem"], scratch["v_smem"]
+        lse_smem = scratch["lse_smem"]
+        out_smem = scratch.get("out_smem")
+        q_full, q_free = scratch["q_full"], scratch["q_free"]
+        k_full, k_free = scratch["k_full"], scratch["k_free"]
+        v_full, v_free = scratch["v_full"], scratch["v_free"]
+        turn = scratch.get("turn")
+        wg_idx = lax.axis_index("wg")
+        cta_idx = lax.axis_index("cta")
+        tile_count = schedule_gmem[cta_idx, 0]
+
+        def place(tile_idx):
+            """(batch, head, first query, lengths, blocks) of a tile of this CTA."""
+            number = schedule_gmem[cta_idx, tile_idx + 1]
+            batch_head = lax.div(number, jnp.int32(query_blocks))
+            batch_idx = lax.div(batch_head, jnp.int32(heads))
+            head_idx = lax.rem(batch_head, jnp.int32(heads))
+            start = lax.rem(number, jnp.int32(query_blocks)) * rows
+            query_length = query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
+            key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
+            lengths = (query_length, key_length)
+            blocks = mask.key_blocks((start, start + rows), block, *lengths)
+            # A tile without keys passes through the kernel like others, over one block of none.
+            blocks = blocks._replace(stop=lax.max(jnp.int32(blocks.stop), blocks.start + 1))
+            return batch_idx, head_idx, start, lengths, blocks
+
+        @pl.when(wg_idx == consumers)
+        def _producer():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+
+            def copy_tile(tile_idx, step):
+                batch_idx, head_idx, start, _, blocks = place(tile_idx)
+                key_head = lax.div(head_idx, jnp.int32(heads // key_heads))
+
+                def copy_queries(consumer):
+                    plgpu.barrier_wait(q_free.at[consumer])
+                    plgpu.copy_gmem_to_smem(
+                        q_gmem.at[
+                            batch_idx,
+                            pl.ds(start + consumer * _ROWS, _ROWS),
+                            head_idx,
+                            pl.ds(0, head_width),
+                        ],
+                        q_smem.at[consumer],
+                        q_full.at[consumer],
+                    )
+
+                def copy_block(gmem, smem, free, full, width, index, slot):
+                    plgpu.barrier_wait(free.at[slot])
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[
+                            batch_idx, pl.ds(index * block, block), key_head, pl.ds(0, width)
+                        ],
+                        smem.at[slot],
+                        full.at[slot],
+                    )
+
+                def copy_key(index, slot):
+                    copy_block(k_gmem, k_smem, k_free, k_full, head_width, index, slot)
+
+                def copy_value(index, slot):
+                    copy_block(v_gmem, v_smem, v_free, v_full, value_width, index, slot)
+
+                count = blocks.stop - blocks.start
+                last = blocks.stop - 1
+                # The first consumer starts as soon as its own queries are there.
+                copy_queries(0)
+                copy_key(last, lax.rem(step, jnp.int32(stages)))
+                for consumer in range(1, consumers):
+                    copy_queries(consumer)
+                copy_value(last, lax.rem(step, jnp.int32(stages)))
+
+                def copy_pair(i, _):
+                    slot = lax.rem(step + i, jnp.int32(stages))
+                    copy_key(last - i, slot)
+                    copy_value(last - i, slot)
+
+                lax.fori_loop(1, count, copy_pair, None)
+                return step + count
+
+            lax.fori_loop(0, tile_count, copy_tile, jnp.int32(0))
+
+        @pl.when(wg_idx < consumers)
+        def _consumer():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            for slot in range(stages):
+                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[slot])
+            plgpu.barrier_arrive(q_free.at[wg_idx])
+            q_wg_smem = q_smem.at[wg_idx]
+            out_wg_smem = q_wg_smem if out_smem is None else out_smem.at[wg_idx]
+            lse_wg_smem = lse_smem.at[wg_idx]
+
+            def take_turn():
+                if consumers > 1:
+                    plgpu.barrier_wait(turn.at[wg_idx])
+
+            def pass_turn():
+                if consumers > 1:
+                    following = jnp.where(wg_idx == consumers - 1, 0, wg_idx + 1)
+                    plgpu.barrier_arrive(turn.at[following])
+
+            if consumers > 1:
+
+                @pl.when(wg_idx == consumers - 1)
+                def _():
+                    plgpu.barrier_arrive(turn.at[0])
+
+            def attend(tile_idx, step):
+                batch_idx, head_idx, cta_start, lengths, blocks = place(tile_idx)
+                start = cta_start + wg_idx * _ROWS
+                query_length, key_length = lengths
+                count = blocks.stop - blocks.start
+                last = blocks.stop - 1
+                # Every consumer passes over all blocks of the CTA, but masks by its own rows.
+                own = mask.key_blocks((start, start + _ROWS), block, *lengths)
+
+                def softmax(products, maximum, total, i, masked):
+                    tile = Tile(
+                        batch_idx, head_idx, start, (last - i) * block, (_ROWS, block)
+                    )
+                    x = logits.logits(products, tile, ops, key_length, masked)
+                    scaled = _times(jnp.max(x, axis=1), logits.multiplier)
+                    new_maximum = jnp.maximum(maximum, scaled)
+                    decay = jnp.exp2(maximum - new_maximum)
+                    weights = jnp.exp2(
+                        _times(x, logits.multiplier) - _rows(new_maximum, products.shape)
+                    )
+                    total = total * decay + jnp.sum(weights, axis=1)
+                    if logits.dropout_rate > 0:
+                        weights = logits.dropped(weights, tile, heads, ops)
+                    return weights.astype(dtype), new_maximum, total, decay
+
+                plgpu.barrier_wait(q_full.at[wg_idx])
+                slot = lax.rem(step, jnp.int32(stages))
+                plgpu.barrier_wait(k_full.at[slot])
+                take_turn()
+
+                def first_products(s_acc):
+                    plgpu.wgmma(s_acc, q_wg_smem, k_smem.at[slot].T)
+                    pass_turn()
+                    return s_acc[...]
+
+                products = pl.run_scoped(
+                    first_products, plgpu.ACC((_ROWS, block), jnp.float32)
+                )
+                plgpu.barrier_arrive(k_free.at[slot])
+                vector = plgpu.Layout.WGMMA.reduce(1)
+                maximum = plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), vector)
+                total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), vector)
+                weights, maximum, total, _ = softmax(
+                    products, maximum, total, 0, not always_full
+                )
+                out = plgpu.layout_cast(
+                    jnp.zeros((_ROWS, value_width), jnp.float32), plgpu.Layout.WGMMA
+                )
+
+                def advance(i, carry, *, masked):
+                    out, weights, maximum, total = carry
+                    k_slot = lax.rem(step + i, jnp.int32(stages))
+                    v_slot = lax.rem(step + i - 1, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[k_slot])
+                    plgpu.barrier_wait(v_full.at[v_slot])
+                    take_turn()
+
+                    def both_products(s_acc, out_acc):
+                        out_acc[...] = out
+                        plgpu.wgmma(s_acc, q_wg_smem, k_smem.at[k_slot].T)
+                        plgpu.wgmma(out_acc, weights, v_smem.at[v_slot])
+                        pass_turn()
+                        products = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                        plgpu.barrier_arrive(k_free.at[k_slot])
+                        result = softmax(products, maximum, total, i, masked)
+                        new_out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
+                        plgpu.barrier_arrive(v_free.at[v_slot])
+                        return new_out, *result
+
+                    out, weights, maximum, total, decay = pl.run_scoped(
+                        both_products,
+                        plgpu.ACC((_ROWS, block), jnp.float32),
+                        plgpu.ACC((_ROWS, value_width), jnp.float32),
+                    )
+                    out = out * _rows(decay, out.shape)
+                    return out, weights, maximum, total
+
+                carry = (out, weights, maximum, total)
+                full = functools.partial(advance, masked=False)
+                partial = functools.partial(advance, masked=True)
+                if always_full:
+                    carry = lax.fori_loop(1, count, full, carry)
+                elif mask.has_elements:
+                    carry = lax.fori_loop(1, count, partial, carry)
+                else:
+                    # From the last block to the first: partial ones, full ones, partial ones.
+                    full_first = lax.max(1, blocks.stop - own.full_stop)
+                    full_last = lax.max(full_first, blocks.stop - own.full_start)
+                    if mask.right_partial_blocks(_ROWS, rows, block) > 1:
+                        carry = lax.fori_loop(1, lax.min(full_first, count), partial, carry)
+                    carry = lax.fori_loop(full_first, lax.min(full_last, count), full, carry)
+                    if mask.has_left_edge:
+                        carry = lax.fori_loop(full_last, count, partial, carry)
+                out, weights, maximum, total = carry
+                if out_smem is not None:
+                    plgpu.barrier_arrive(q_free.at[wg_idx])
+
+                v_slot = lax.rem(step + count - 1, jnp.int32(stages))
+                plgpu.barrier_wait(v_full.at[v_slot])
+
+                def last_products(out_acc):
+                    out_acc[...] = out
+                    plgpu.wgmma(out_acc, weights, v_smem.at[v_slot])
+                    return out_acc[...]
+
+                out = pl.run_scoped(
+                    last_products, plgpu.ACC((_ROWS, value_width), jnp.float32)
+                )
+                plgpu.barrier_arrive(v_free.at[v_slot])
+
+                if logits.has_sinks:
+                    sink = ops.sinks[head_idx] * LOG2E
+                    new_maximum = jnp.maximum(maximum, sink)
+                    decay = jnp.exp2(maximum - new_maximum)
+                    total = total * decay + jnp.exp2(sink - new_maximum)
+                    maximum = new_maximum
+                    out = out * _rows(decay, out.shape)
+                empty = total == 0.0
+                if ops.query_lengths is not None:
+                    row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
+                    empty = empty | (row >= query_length)
+                lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
+                inverse = jnp.where(
+                    empty, 0.0, (1.0 / logits.keep_probability) / jnp.where(empty, 1.0, total)
+                )
+                out = out * _rows(inverse, out.shape)
+
+                # The copies of the previous tile may still be reading this shared memory.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_wg_smem[...] = out.astype(dtype)
+                lse_wg_smem[...] = lse
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    out_wg_smem,
+                    out_gmem.at[
+                        batch_idx, pl.ds(start, _ROWS), head_idx, pl.ds(0, value_width)
+                    ],
+                )
+                plgpu.copy_smem_to_gmem(
+                    lse_wg_smem, lse_gmem.at[batch_idx, head_idx, pl.ds(start, _ROWS)]
+                )
+                if out_smem is None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(q_free.at[wg_idx])
+                return step + count
+
+            lax.fori_loop(0, tile_count, attend, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    def shared(shape):
+        swizzle = min(shape[-1], 64) * dtype.itemsize
+        return plgpu.SMEM(
+            shape,
+            dtype,
+            transforms=(
+                plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
+                plgpu.SwizzleTransform(swizzle),
+            ),
+        )
+
+    scratch: dict[str, Any] = dict(
+        q_smem=shared((consumers, _ROWS, head_width)),
+        k_smem=shared((stages, block, head_width)),
+        v_smem=shared((stages, block, value_width)),
+        lse_smem=plgpu.SMEM((consumers, _ROWS), jnp.float32),
+        q_full=plgpu.Barrier(num_barriers=consumers),
+        q_free=plgpu.Barrier(num_barriers=consumers),
+        k_full=plgpu.Barrier(num_barriers=stages),
+        k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        v_full=plgpu.Barrier(num_barriers=stages),
+        v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+    )
+    if consumers > 1:
+        scratch["turn"] = plgpu.Barrier(num_barriers=consumers)
+    if config.separate_output:
+        scratch["out_smem"] = shared((consumers, _ROWS, value_width))
+
+    out, lse = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
+            # Copies of one row need whole 16 bytes between rows.
+            jax.ShapeDtypeStruct((batch, heads, query_blocks * rows), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(schedule.shape[0],),
+        grid_names=("cta",),
+        num_threads=consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(query, key, value, schedule, *(getattr(operands, name) for name in present))
+    return out, lse[..., :query_count]
+
+
+def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * factor
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(
+    mask: BlockMask, config: ForwardConfig, batch_heads: int, multiprocessors: int
+) -> np.ndarray:
+    """[CTA, 1 + rounds] int32: how many tiles each CTA computes, and which in which order.
+
+    Groups of heads in turn, in each the tiles with the most blocks first, each for the CTA that has
+    least to do so far: what a queue would do, but the same in every run. A tile's number is
+    (batch * heads + head) * query blocks + query block.
+    """
+    rows = config.query_block
+    query_blocks = -(-mask.query_count // rows)
+    costs = []
+    for i in range(query_blocks):
+        blocks = mask.key_blocks(
+            (i * rows, (i + 1) * rows), config.key_block, mask.query_count, mask.key_count
+        )
+        # The ends of a tile take about as long as one block of 128 keys.
+        costs.append((blocks.stop - blocks.start) * config.key_block + 128)
+    order = sorted(range(query_blocks), key=lambda i: -costs[i])
+    ctas = min(multiprocessors, batch_heads * query_blocks)
+    loads = [(0, cta) for cta in range(ctas)]
+    tiles: list[list[int]] = [[] for _ in range(ctas)]
+    for group in range(0, batch_heads, config.heads_together):
+        heads = range(group, min(group + config.heads_together, batch_heads))
+        for i in order:
+            for head in heads:
+                load, cta = loads[0]
+                heapq.heapreplace(loads, (load + costs[i], cta))
+                tiles[cta].append(head * query_blocks + i)
+    table = np.zeros((ctas, 1 + max(map(len, tiles))), np.int32)
+    for cta, numbers in enumerate(tiles):
+        table[cta, 0] = len(numbers)
+        table[cta, 1 : 1 + len(numbers)] = numbers
+    return table
