@@ -71,7 +71,7 @@ def vit(
         images = jax.random.normal(keys[0], (batch, image_size, image_size, 3), jnp.bfloat16)
         return images, jax.random.randint(keys[1], (batch,), 0, classes)
 
-    def ours(attention: Attention = jaxfused.dot_product_attention, unroll: int = 1) -> Program:
+    def ours(attention: Attention = jaxfused.dot_product_attention) -> Program:
         def build() -> VisionTransformer:
             return VisionTransformer(
                 size,
@@ -80,7 +80,6 @@ def vit(
                 classes=classes,
                 dtype=jnp.bfloat16,
                 attention=attention,
-                unroll=unroll,
                 rngs=nnx.Rngs(0),
             )
 
@@ -96,7 +95,6 @@ def vit(
         {
             "ours": ours,
             "ours-cudnn": functools.partial(ours, padded_cudnn_attention),
-            "ours-unrolled": functools.partial(ours, padded_cudnn_attention, unroll=size.depth),
             "stock": stock,
             "cudnn": functools.partial(stock, padded_cudnn_attention),
         },

@@ -12,7 +12,6 @@ NAME = "end_to_end"
 LABELS = {
     "ours": "jaxfused",
     "ours-cudnn": "jaxfused, padded cuDNN attention",
-    "ours-unrolled": "the same, blocks unrolled",
     "stock": "Flax + Optax",
     "cudnn": "Flax + Optax, padded cuDNN attention",
     "torch": "timm + torch.compile",

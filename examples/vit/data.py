@@ -1,7 +1,8 @@
 """The two sources of labelled images: scikit-learn's handwritten digits and a folder of classes.
 
-Both end in a `Data`. Images are uint8, [B, H, W, C]. Worker processes import this module, so it does
-without JAX.
+Both end in a `Data`. Images are uint8, [B, H, W, C]. `rows` are the images of each batch that are
+wanted: a process of several makes its part only, and that is the same as in the whole batch. Worker
+processes import this module, so it does without JAX.
 """
 
 import functools
@@ -32,6 +33,7 @@ class HeldOut:
     image: Callable[[int], np.ndarray]
     labels: np.ndarray
     batch_size: int
+    rows: slice
 
     @property
     def batches(self) -> range:
@@ -42,6 +44,7 @@ class HeldOut:
         # The last batch repeats the last image, so that all batches have one shape.
         first = batch * self.batch_size
         indices = np.minimum(np.arange(first, first + self.batch_size), len(self.labels) - 1)
+        indices = indices[self.rows]
         return dict(image=np.stack([self.image(i) for i in indices]))
 
 
@@ -77,7 +80,9 @@ def split(labels: np.ndarray, held_out: float) -> tuple[np.ndarray, np.ndarray]:
 # --- digits ---------------------------------------------------------------------------------------
 
 
-def digits(*, batch_size: int, seed: int, image_size: int, held_out: float) -> Data:
+def digits(
+    *, batch_size: int, seed: int, image_size: int, held_out: float, rows: slice = slice(None)
+) -> Data:
     """1,797 handwritten digits of 8 x 8 pixels, from UCI's repository, as scikit-learn ships them.
 
     Source: Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", 1998,
@@ -98,9 +103,9 @@ def digits(*, batch_size: int, seed: int, image_size: int, held_out: float) -> D
         classes=tuple(str(name) for name in loaded.target_names),
         channels=1,
         train_size=len(train),
-        train_batch=_DigitsTrain(images[train], labels[train], batch_size, seed),
+        train_batch=_DigitsTrain(images[train], labels[train], batch_size, rows, seed),
         held_out=HeldOut(
-            functools.partial(operator.getitem, images[test]), labels[test], batch_size
+            functools.partial(operator.getitem, images[test]), labels[test], batch_size, rows
         ),
         fingerprint="digits",
     )
@@ -111,6 +116,7 @@ class _DigitsTrain:
     images: np.ndarray
     labels: np.ndarray
     batch_size: int
+    rows: slice
     seed: int
 
     def __call__(self, step: int) -> Batch:
@@ -118,7 +124,9 @@ class _DigitsTrain:
             step, size=len(self.labels), batch_size=self.batch_size, seed=self.seed
         )
         rng = np.random.default_rng([self.seed, step, 1])
-        return dict(image=jitter(self.images[indices], rng), label=self.labels[indices])
+        # The random numbers are drawn for the whole batch, and its pixels are few.
+        images = jitter(self.images[indices], rng)
+        return dict(image=images[self.rows], label=self.labels[indices][self.rows])
 
 
 def jitter(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -162,6 +170,7 @@ def folder(
     held_out: float,
     least_crop: float,
     flip: bool,
+    rows: slice = slice(None),
 ) -> Data:
     """Images in DIR/train/CLASS and DIR/val/CLASS, or in DIR/CLASS with a share of them held out.
 
@@ -173,6 +182,7 @@ def folder(
       held_out: the share of each class to hold out, where there is no DIR/val.
       least_crop: smallest share of an image's area that a training crop may show.
       flip: whether half of the training images are mirrored.
+      rows: the images wanted of each batch.
 
     Raises:
       ExampleError: the folder is missing, or a class is empty or known to DIR/val only.
@@ -211,10 +221,13 @@ def folder(
         channels=3,
         train_size=len(train_paths),
         train_batch=_FolderTrain(
-            train_paths, train_labels, batch_size, seed, image_size, least_crop, flip
+            train_paths, train_labels, batch_size, rows, seed, image_size, least_crop, flip
         ),
         held_out=HeldOut(
-            functools.partial(_held_out_image, test_paths, image_size), test_labels, batch_size
+            functools.partial(_held_out_image, test_paths, image_size),
+            test_labels,
+            batch_size,
+            rows,
         ),
         fingerprint=hashlib.sha256(names.encode()).hexdigest(),
     )
@@ -246,6 +259,7 @@ class _FolderTrain:
     paths: list[Path]
     labels: np.ndarray
     batch_size: int
+    rows: slice
     seed: int
     image_size: int
     least_crop: float
@@ -254,6 +268,7 @@ class _FolderTrain:
     def __call__(self, step: int) -> Batch:
         size = len(self.paths)
         indices = epoch_indices(step, size=size, batch_size=self.batch_size, seed=self.seed)
+        indices = indices[self.rows]
         epoch = epoch_of(step, size=size, batch_size=self.batch_size)
         images = [self._image(i, np.random.default_rng([self.seed, epoch, i])) for i in indices]
         return dict(image=np.stack(images), label=self.labels[indices])

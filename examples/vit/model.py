@@ -64,7 +64,8 @@ class VisionTransformer(nnx.Module):
         at the first block (stochastic depth).
       dtype: of the computation; parameters are float32.
       attention: what attends.
-      unroll: blocks that are compiled one after the other, in each round of a loop over them.
+      unroll: blocks that are compiled one after the other, in each round of a loop over them; None
+        for all, without a loop. A loop compiles sooner and runs slower.
       rngs: makes the parameters.
 
     Example:
@@ -90,7 +91,7 @@ class VisionTransformer(nnx.Module):
         drop_path: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
         attention: Attention = jaxfused.dot_product_attention,
-        unroll: int = 1,
+        unroll: int | None = None,
         rngs: nnx.Rngs,
     ):
         if image_size % size.patch:
@@ -102,7 +103,7 @@ class VisionTransformer(nnx.Module):
         self.pool = pool
         self.drop_path = drop_path
         self.depth = size.depth
-        self.unroll = unroll
+        self.unroll = size.depth if unroll is None else unroll
         self.random = dropout > 0 or drop_path > 0
         self.embed = jaxfused.nnx.Linear(
             size.patch**2 * channels,
@@ -118,7 +119,7 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # One stack of all blocks, and a scan over it: compile time does not grow with the depth.
+        # One stack of all blocks: a tenth of the arrays for the optimizer, and a loop can run them.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(size, dropout=dropout, dtype=dtype, attention=attention, rngs=rngs)
@@ -205,8 +206,11 @@ class Block(nnx.Module):
 
     def _attention(self, y: jax.Array) -> jax.Array:
         batch, tokens, width = y.shape
-        qkv = self.qkv(y).reshape(batch, tokens, 3, self.heads, width // self.heads)
-        query, key, value = (qkv[:, :, i] for i in range(3))
+        # The gradient of a split is one concatenation, that of three slices three paddings.
+        query, key, value = (
+            part.reshape(batch, tokens, self.heads, -1)
+            for part in jnp.split(self.qkv(y), 3, axis=-1)
+        )
         attended = self.attention(query, key, value)
         return self.project(attended.reshape(batch, tokens, width))
 

@@ -16,9 +16,10 @@ import optax
 from flax import nnx
 
 import jaxfused
-from examples import training
+from examples import processes, training
 from examples.errors import ExampleError, run_command
 from examples.images import Batch, Loader
+from examples.placement import ONE_DEVICE, OneDevice
 from examples.training import State, make_train_step, to_float
 from examples.vit import data as vit_data
 from examples.vit.model import MODELS, VisionTransformer
@@ -58,29 +59,36 @@ _FOLDER_DEFAULTS = dict(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command; `argv` replaces the command line."""
-    args = _flags(argv)
-    data = load_data(args)
+    train(parse_flags(make_parser("examples.vit.train", out="runs/vit"), argv))
+
+
+def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
+    """Trains as the flags say, on the devices of `placement`."""
+    data = load_data(args, rows=placement.rows(args.batch_size))
     epoch_steps = training.steps_per_epoch(args, data.train_size)
-    graphdef, params = create(args, channels=data.channels, classes=len(data.classes))
+    channels, classes = data.channels, len(data.classes)
+    graphdef, params = create(args, channels=channels, classes=classes, placement=placement)
     run = _open_run(args, data)
     labels = data.held_out.labels
 
     optimizer = training.make_optimizer(args, epoch_steps)
-    state = dict(params=params, opt_state=jax.jit(optimizer.init)(params))
+    state = dict(params=params, opt_state=placement.init(optimizer.init, params))
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(
-        f"{args.model}: {count:,} parameters, {args.dtype} on {jax.devices()[0].device_kind};"
-        f" {data.train_size} training and {len(labels)} held-out images of"
-        f" {len(data.classes)} classes",
-        file=sys.stderr,
-    )
+    if processes.is_first():
+        print(
+            f"{args.model}: {count:,} parameters, {args.dtype} on {placement};"
+            f" {data.train_size} training and {len(labels)} held-out images of {classes} classes",
+            file=sys.stderr,
+        )
 
     loss_of = make_loss(graphdef, label_smoothing=args.label_smoothing, dtype=args.dtype)
-    train_step = make_train_step(loss_of, optimizer, seed=args.seed, clip_norm=args.clip_norm)
-    predict = make_predict(graphdef, dtype=args.dtype)
+    train_step = make_train_step(
+        loss_of, optimizer, seed=args.seed, clip_norm=args.clip_norm, placement=placement
+    )
+    predict = make_predict(graphdef, dtype=args.dtype, placement=placement)
 
     def held_out_logits(state: State) -> np.ndarray:
-        stream = loader.batches(data.held_out.batches)
+        stream = processes.in_step(loader.batches(data.held_out.batches))
         logits = np.concatenate([predict(state["params"], batch["image"]) for batch in stream])
         return logits[: len(labels)]
 
@@ -100,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             epoch_steps=epoch_steps,
             evaluate=evaluate,
         )
-        save_sheet(args.out / "predictions.png", data, held_out_logits(state))
+        logits = held_out_logits(state)
+    if not processes.is_first():
+        return
+    save_sheet(args.out / "predictions.png", data, logits)
     training.save_curve(
         args.out / "curve.png", run.records(), metric="test_accuracy", label="held-out accuracy"
     )
@@ -111,7 +122,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
-def create(args: argparse.Namespace, *, channels: int, classes: int) -> tuple[nnx.GraphDef, dict]:
+def create(
+    args: argparse.Namespace,
+    *,
+    channels: int,
+    classes: int,
+    placement: OneDevice = ONE_DEVICE,
+) -> tuple[nnx.GraphDef, dict]:
     """The model of the flags, as its structure and its initial parameters."""
 
     def build() -> VisionTransformer:
@@ -124,11 +141,12 @@ def create(args: argparse.Namespace, *, channels: int, classes: int) -> tuple[nn
             dropout=args.dropout,
             drop_path=args.drop_path,
             dtype=args.dtype,
+            unroll=args.unroll,
             rngs=nnx.Rngs(args.seed),
         )
 
     images = jax.ShapeDtypeStruct((1, args.image_size, args.image_size, channels), args.dtype)
-    return training.create(build, images)
+    return training.create(build, images, placement=placement)
 
 
 def make_loss(
@@ -145,24 +163,24 @@ def make_loss(
     return loss_of
 
 
-def make_predict(graphdef: nnx.GraphDef, *, dtype: str):
-    """(params, uint8 images) -> logits, jitted."""
+def make_predict(graphdef: nnx.GraphDef, *, dtype: str, placement: OneDevice = ONE_DEVICE):
+    """(params, uint8 images) -> logits, compiled."""
 
-    @jax.jit
     def predict(params: dict, images: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, params)(to_float(images, dtype))
 
-    return predict
+    return placement.predict(predict)
 
 
-def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
+    """The flags of a training that is started by `python -m module`."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.vit.train",
+        prog=f"python -m {module}",
         description="Trains a Vision Transformer on handwritten digits, or on a folder of images.",
         epilog="Defaults are those of the digits. With --data they are: "
         + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
     )
-    training.add_flags(parser, out="runs/vit")
+    training.add_flags(parser, out=out)
     parser.set_defaults(**_DIGITS_DEFAULTS)
     images = parser.add_argument_group("data")
     images.add_argument("--data", type=Path, metavar="DIR", help="a folder of images by class")
@@ -190,18 +208,30 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     model.add_argument("--dropout", type=share, default=0.0)
     model.add_argument("--drop-path", type=share, help="stochastic depth (%(default)s)")
     model.add_argument("--label-smoothing", type=share, default=0.1)
+    model.add_argument(
+        "--unroll",
+        type=training.whole(1),
+        metavar="BLOCKS",
+        help="compile this many blocks and loop over them (all, without a loop: the fastest)",
+    )
+    return parser
+
+
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags, with the defaults of the data that they name."""
     if parser.parse_args(argv).data is not None:
         parser.set_defaults(**_FOLDER_DEFAULTS)
     return training.parse_flags(parser, argv)
 
 
-def load_data(args: argparse.Namespace) -> vit_data.Data:
-    """The images that the flags name."""
+def load_data(args: argparse.Namespace, *, rows: slice = slice(None)) -> vit_data.Data:
+    """The images that the flags name, `rows` of each batch."""
     shared = dict(
         batch_size=args.batch_size,
         seed=args.seed,
         image_size=args.image_size,
         held_out=args.held_out,
+        rows=rows,
     )
     if args.data is None:
         return vit_data.digits(**shared)

@@ -35,8 +35,8 @@ def mlp(
 
     def f(x, w1, b1, w2, b2, residual):
         z = preactivation(x, w1, b1, precision=precision)
-        h = activate(activation, z.astype(accumulator_dtype(x.dtype)))
-        y = affine(h, w2, b2, precision=precision, dtype=x.dtype)
+        h = activate(activation, z.astype(accumulator_dtype(x.dtype))).astype(x.dtype)
+        y = affine(h, w2, b2, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
     return jax.checkpoint(f, policy=SAVE_POLICIES[save])(x, w1, b1, w2, b2, residual)
@@ -69,8 +69,8 @@ def gated_mlp(
             gate, up = jnp.split(gate, 2, axis=-1)
         else:
             up = preactivation(x, w_up, b_up, precision=precision).astype(wide)
-        h = activate(activation, gate) * up
-        y = affine(h, w_down, b_down, precision=precision, dtype=x.dtype)
+        h = (activate(activation, gate) * up).astype(x.dtype)
+        y = affine(h, w_down, b_down, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
     return jax.checkpoint(f, policy=SAVE_POLICIES[save])(

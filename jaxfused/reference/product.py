@@ -14,7 +14,13 @@ import jax.numpy as jnp
 
 
 def product(
-    subscripts: str, a: jax.Array, b: jax.Array, *, dtype: Any = None, precision: Any = None
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    dtype: Any = None,
+    out_dtype: Any = None,
+    precision: Any = None,
 ) -> jax.Array:
     """Returns `einsum(subscripts, a, b)` of operands rounded to `dtype` and accumulated in float32.
 
@@ -23,19 +29,21 @@ def product(
       a: of any float dtype.
       b: of any float dtype.
       dtype: of the multiplication, by default a's. The cotangent is rounded to it as well.
+      out_dtype: of the result, by default float32 (float64 where `dtype` is float64). A large
+        result costs as long to write and read as to multiply, and twice as long in float32.
       precision: as in `jax.lax.dot_general`.
 
     Returns:
-      float32 (float64 where `dtype` is float64). Gradients are accumulated as wide and rounded
-      once, to the dtype of their operand.
+      The sums, rounded once to `out_dtype`; gradients likewise, to the dtype of their operand.
 
     Reverse-mode differentiation works to any order; forward mode where nothing has to be rounded,
     which is where both operands are float32 or both are float64.
     """
     dtype = jnp.dtype(a.dtype if dtype is None else dtype)
-    if a.dtype == b.dtype == dtype == accumulator_dtype(dtype):
+    out_dtype = jnp.dtype(accumulator_dtype(dtype) if out_dtype is None else out_dtype)
+    if a.dtype == b.dtype == dtype == out_dtype == accumulator_dtype(dtype):
         return jnp.einsum(subscripts, a, b, precision=precision)
-    return _rounding_product(subscripts, dtype, precision, a, b)
+    return _rounding_product(subscripts, dtype, out_dtype, precision, a, b)
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -43,28 +51,31 @@ def accumulator_dtype(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rounding_product(subscripts, dtype, precision, a, b):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _rounding_product(subscripts, dtype, out_dtype, precision, a, b):
+    # What leaves the accumulators is of the operands' dtype or as wide as they are.
+    leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
     return jnp.einsum(
         subscripts,
         a.astype(dtype),
         b.astype(dtype),
         precision=precision,
-        preferred_element_type=accumulator_dtype(dtype),
-    )
+        preferred_element_type=leaving,
+    ).astype(out_dtype)
 
 
-def _rounding_product_fwd(subscripts, dtype, precision, a, b):
-    return _rounding_product(subscripts, dtype, precision, a, b), (a, b)
+def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, a, b):
+    return _rounding_product(subscripts, dtype, out_dtype, precision, a, b), (a, b)
 
 
-def _rounding_product_bwd(subscripts, dtype, precision, operands, dy):
+def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, operands, dy):
+    del out_dtype
     a, b = operands
     operand_subscripts, y_axes = subscripts.split("->")
     a_axes, b_axes = operand_subscripts.split(",")
-    da = _rounding_product(f"{y_axes},{b_axes}->{a_axes}", dtype, precision, dy, b)
-    db = _rounding_product(f"{a_axes},{y_axes}->{b_axes}", dtype, precision, a, dy)
-    return da.astype(a.dtype), db.astype(b.dtype)
+    da = _rounding_product(f"{y_axes},{b_axes}->{a_axes}", dtype, a.dtype, precision, dy, b)
+    db = _rounding_product(f"{a_axes},{y_axes}->{b_axes}", dtype, b.dtype, precision, a, dy)
+    return da, db
 
 
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
