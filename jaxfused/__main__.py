@@ -24,6 +24,19 @@ TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
         "bfloat16 [256, 197, 12, 64]",
         dict(dtype=_BF16, query_length=197, key_length=197, head_size=64, value_head_size=64),
     ),
+    "jaxfused.ops.rope": (
+        "bfloat16 [256, 197, 12, 64]",
+        dict(
+            length=197,
+            heads=12,
+            key_heads=12,
+            head_size=64,
+            rotary_dim=64,
+            interleaved=False,
+            dtype=_BF16,
+            k_dtype=_BF16,
+        ),
+    ),
 }
 
 

@@ -3,6 +3,6 @@
 They serve the GPUs and shapes that the Pallas kernels do not.
 """
 
-from jaxfused.cuda import layer_norm, library
+from jaxfused.cuda import layer_norm, library, rope
 
-__all__ = ["layer_norm", "library"]
+__all__ = ["layer_norm", "library", "rope"]

@@ -1,11 +1,19 @@
-"""rope and its tables of angles: validation and choice of implementation."""
+"""rope and its tables of angles: validation, choice of implementation, gradient."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
-from jaxfused import dispatch, reference
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.reference.rope import RopeScaling
+from pallas_kernels import rope as pallas_rope
 
 
 def rope(
@@ -83,11 +91,32 @@ def rope(
             " positions, rotary_dim and scaling."
         )
     check_tables(op, q.shape, cos, sin)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(q, k)))
-    q = reference.rope.rotate(q, cos, sin, interleaved=interleaved)
-    if k is None:
-        return q
-    return q, reference.rope.rotate(k, cos, sin, interleaved=interleaved)
+    chosen = dispatch.choose(
+        op,
+        implementation,
+        implementations(
+            dispatch.current_device(q, k),
+            length=q.shape[-3],
+            heads=q.shape[-2],
+            key_heads=0 if k is None else k.shape[-2],
+            head_size=q.shape[-1],
+            rotary_dim=2 * cos.shape[-1],
+            interleaved=interleaved,
+            dtype=q.dtype,
+            k_dtype=q.dtype if k is None else k.dtype,
+        ),
+    )
+    # Without values there is nothing for a kernel to do, and an empty launch is an error in CUDA.
+    if chosen == "xla" or q.size == 0 or (k is not None and k.size == 0):
+        q = reference.rope.rotate(q, cos, sin, interleaved=interleaved)
+        if k is not None:
+            k = reference.rope.rotate(k, cos, sin, interleaved=interleaved)
+    else:
+        cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
+        axes = _axes(q, cos)
+        operands = sharding.align((q, k, cos, sin), operand_axes=axes, whole=_WHOLE)
+        q, k = _rope(_Launch(chosen, interleaved, inverse=False), *operands)
+    return q if k is None else (q, k)
 
 
 def rope_tables(
@@ -157,12 +186,33 @@ def axial_rope_tables(
     return reference.rope.axial_tables(height, width, rotary_dim, theta)
 
 
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
+def implementations(
+    device: dispatch.Device,
+    *,
+    length: int,
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    rotary_dim: int,
+    interleaved: bool,
+    dtype: Any,
+    k_dtype: Any,
+) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
+    limits = dict(
+        compute_capability=device.compute_capability,
+        length=length,
+        heads=heads,
+        key_heads=key_heads,
+        head_size=head_size,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        dtype=dtype,
+        k_dtype=k_dtype,
+    )
     return {
-        "pallas": "there is no Pallas kernel of rope yet",
-        "cuda": "there is no CUDA kernel of rope yet",
+        "pallas": pallas_rope.why_unsupported(**limits),
+        "cuda": cuda.rope.why_unsupported(**limits),
         "xla": None,
     }
 
@@ -205,3 +255,115 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
             f"{op}: rotary_dim is {rotary_dim}, but it is split into pairs;"
             f" pass a positive multiple of {divisor}."
         )
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+_WHOLE = "hr"
+"""The axes that a device must have whole: the features of a head, and their pairs."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Which kernel runs, and how, over a shard: q, k [..., T, heads, H] and tables [(...,) T, R/2]."""
+
+    implementation: str
+    interleaved: bool
+    inverse: bool
+
+    def __call__(self, q, k, cos, sin):
+        rotate: Any = (
+            functools.partial(cuda.rope.rotate, interleaved=self.interleaved)
+            if self.implementation == "cuda"
+            else pallas_rope.rotate
+        )
+        q_heads, k_heads = (None if x is None else x.reshape(-1, *x.shape[-3:]) for x in (q, k))
+        cos, sin = (table.reshape(-1, *table.shape[-2:]) for table in (cos, sin))
+        rotated = rotate(q_heads, k_heads, cos, sin, inverse=self.inverse)
+        return tuple(
+            None if x is None else y.reshape(x.shape) for x, y in zip((q, k), rotated, strict=True)
+        )
+
+
+class _Residuals(NamedTuple):
+    cos: jax.Array
+    sin: jax.Array
+    q_and_k: tuple[jax.Array, jax.Array | None] | None
+    """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rope(launch: _Launch, q, k, cos, sin):
+    return _rotate(launch, q, k, cos, sin)
+
+
+def _rope_fwd(launch: _Launch, q, k, cos, sin):
+    perturbed = cos.perturbed or sin.perturbed
+    q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
+    saved = _Residuals(cos, sin, (q, k) if perturbed else None)
+    # By the operator itself, so that a gradient has gradients.
+    return _rope(launch, q, k, cos, sin), saved
+
+
+def _rope_bwd(launch: _Launch, saved: _Residuals, cotangents):
+    cos, sin, q_and_k = saved
+    dq, dk = (jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents)
+    dcos = dsin = None
+    if q_and_k is not None:
+
+        def rotated(cos, sin):
+            sines = -sin if launch.inverse else sin
+            return [
+                None
+                if x is None
+                else reference.rope.rotate(x, cos, sines, interleaved=launch.interleaved)
+                for x in q_and_k
+            ]
+
+        _, vjp = jax.vjp(rotated, cos, sin)
+        dcos, dsin = vjp([dq, dk])
+    back = replace(launch, inverse=not launch.inverse)
+    return *_rope(back, dq, dk, cos, sin), dcos, dsin
+
+
+_rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
+
+
+def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
+    """The letters of q, k [..., T, heads, H] and of both tables, for `sharding`."""
+    rows = sharding.leading_axes(q.ndim - 2)
+    table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
+    return rows + "nh", rows + "kh", table_axes, table_axes
+
+
+def _rotate(launch: _Launch, q, k, cos, sin):
+    """(q, k) rotated, with a rule for `jax.vmap`."""
+
+    @custom_vmap
+    def rotate(q, k, cos, sin):
+        axes = _axes(q, cos)
+        return sharding.per_shard(
+            launch,
+            (q, k, cos, sin),
+            operand_axes=axes,
+            result_axes=(axes[0], None if k is None else axes[1]),
+            whole=_WHOLE,
+        )
+
+    @rotate.def_vmap
+    def rule(axis_size, in_batched, q, k, cos, sin):
+        rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -2]
+        q, k = batch_all(axis_size, in_batched[:2], (q, k))
+        if is_batched(in_batched[2:]):
+            # One axis for the batch, and all others too: angles are shared by all rows or by none.
+            tables = batch_all(axis_size, in_batched[2:], (cos, sin))
+            own = [
+                t.reshape(axis_size, *[1] * (len(rows) + 2 - t.ndim), *t.shape[1:]) for t in tables
+            ]
+            cos, sin = (jnp.broadcast_to(t, (axis_size, *rows, t.shape[-1])) for t in own)
+        elif cos.ndim - 1 == len(rows) > 1:
+            cos, sin = batch_all(axis_size, in_batched[2:], (cos, sin))
+        outputs = rotate(q, k, cos, sin)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return rotate(q, k, cos, sin)

@@ -1,0 +1,220 @@
+// The rotation of queries and keys in one pass over both, and the rotation back, its gradient.
+//
+// A head is cut into slots. A rotating slot is two vectors of kVec values that hold kVec pairs: the
+// same place in both halves of the rotating features, or 2 kVec neighbours where pairs are
+// interleaved. What does not rotate follows, a vector a slot. A thread keeps its slot's cosines and
+// sines and uses them for up to kHeads heads, all of whose loads are in flight together.
+
+#include "handler.h"
+#include "vector.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kHeads = 4;
+
+struct Heads {
+  const void* in;
+  void* out;
+  int count;
+};
+
+struct RopeArgs {
+  Heads q;
+  Heads k;
+  const float* cos;
+  const float* sin;
+  uint32_t rows;
+  uint32_t table_rows;  // row r has the angles r % table_rows
+  int head_size;
+  int pairs;          // of a head
+  uint32_t groups;    // threads that share a row's heads, for one slot
+  uint32_t slots;     // of a head
+  uint32_t rotating;  // of them
+  float sine_sign;    // -1 rotates back
+};
+
+template <typename T, int kVec, bool kInterleaved>
+__global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ RopeArgs args) {
+  const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
+  const uint32_t slot = index % args.slots;
+  const uint32_t group = index / args.slots % args.groups;
+  const uint32_t row = index / args.slots / args.groups;
+  if (row >= args.rows) return;
+  const bool rotates = slot < args.rotating;
+
+  int first, second;  // features
+  if (!rotates) {
+    first = 2 * args.pairs + (slot - args.rotating) * kVec;
+    second = first;
+  } else if (kInterleaved) {
+    first = 2 * kVec * slot;
+    second = first + kVec;
+  } else {
+    first = kVec * slot;
+    second = first + args.pairs;
+  }
+
+  const auto address = [&](int head, auto* q, auto* k) {
+    const bool is_q = head < args.q.count;
+    const int64_t heads = is_q ? args.q.count : args.k.count;
+    const int64_t place = (row * heads + (is_q ? head : head - args.q.count)) * args.head_size;
+    return (is_q ? q : k) + place;
+  };
+  const int heads = args.q.count + args.k.count;
+  Vector<T, kVec> a[kHeads], b[kHeads];
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    const int head = group + j * args.groups;
+    if (head >= heads) break;
+    const T* in = address(head, static_cast<const T*>(args.q.in), static_cast<const T*>(args.k.in));
+    a[j] = load_streaming<T, kVec>(in + first);
+    if (rotates) b[j] = load_streaming<T, kVec>(in + second);
+  }
+
+  float cos[kVec], sin[kVec];
+  if (rotates) {
+    constexpr int kPart = kVec < 4 ? kVec : 4;
+    const int64_t place = static_cast<int64_t>(row % args.table_rows) * args.pairs + slot * kVec;
+#pragma unroll
+    for (int i = 0; i < kVec; i += kPart) {
+      const auto c = load_vector<float, kPart>(args.cos + place + i);
+      const auto s = load_vector<float, kPart>(args.sin + place + i);
+#pragma unroll
+      for (int l = 0; l < kPart; ++l) {
+        cos[i + l] = c.values[l];
+        sin[i + l] = s.values[l] * args.sine_sign;
+      }
+    }
+  }
+
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    const int head = group + j * args.groups;
+    if (head >= heads) break;
+    T* out = address(head, static_cast<T*>(args.q.out), static_cast<T*>(args.k.out));
+    if (rotates) {
+      // x and y of pair i are values i and kVec + i, or 2 i and 2 i + 1.
+      constexpr int kStep = kInterleaved ? 2 : 1;
+      constexpr int kOther = kInterleaved ? 1 : kVec;
+      float half[kVec], values[2 * kVec];
+      unpack(a[j], half);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[i] = half[i];
+      unpack(b[j], half);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) values[kVec + i] = half[i];
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        const float x = values[kStep * i], y = values[kStep * i + kOther];
+        values[kStep * i] = x * cos[i] - y * sin[i];
+        values[kStep * i + kOther] = y * cos[i] + x * sin[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) half[i] = values[i];
+      pack(half, a[j]);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) half[i] = values[kVec + i];
+      pack(half, b[j]);
+      store_streaming(out + second, b[j]);
+    }
+    store_streaming(out + first, a[j]);
+  }
+}
+
+template <typename T>
+ffi::Error launch_rope(RopeArgs args, bool interleaved, cudaStream_t stream) {
+  constexpr int kFullVec = 16 / sizeof(T);
+  const bool whole =
+      args.pairs % kFullVec == 0 && args.head_size % kFullVec == 0 &&
+      are_aligned({args.q.in, args.q.out, args.k.in, args.k.out, args.cos, args.sin});
+  const int vec = whole ? kFullVec : 1;
+  args.rotating = args.pairs / vec;
+  args.slots = args.rotating + (args.head_size - 2 * args.pairs) / vec;
+  args.groups = divide_up(args.q.count + args.k.count, kHeads);
+  const uint64_t threads = uint64_t{args.rows} * args.groups * args.slots;
+  if (threads > UINT32_MAX - kThreads) {
+    return ffi::Error::InvalidArgument("q and k have too many elements for one launch");
+  }
+  const auto kernel =
+      whole ? (interleaved ? rope_rows<T, kFullVec, true> : rope_rows<T, kFullVec, false>)
+            : (interleaved ? rope_rows<T, 1, true> : rope_rows<T, 1, false>);
+  return launch_kernel(kernel, args, {dim3(divide_up(threads, kThreads)), kThreads, 0}, stream);
+}
+
+ffi::Error check_heads(std::string_view name, const ffi::AnyBuffer& x, const ffi::AnyBuffer& q) {
+  if (x.dimensions().size() != 4 || !dtype_of(x)) {
+    return ffi::Error::InvalidArgument(
+        std::string(name) +
+        " must be float32, bfloat16 or float16 with axes batch, length, heads, head size");
+  }
+  const auto like = q.dimensions();
+  RETURN_IF_ERROR(check_shape(name, x, {like[0], like[1], x.dimensions()[2], like[3]}));
+  return check_dtype(name, x, q.element_type());
+}
+
+ffi::Error check_table(std::string_view name, const ffi::AnyBuffer& table,
+                       std::initializer_list<int64_t> shape) {
+  RETURN_IF_ERROR(check_shape(name, table, shape));
+  return check_dtype(name, table, ffi::DataType::F32);
+}
+
+// k, and k_rotated with it, may be absent.
+ffi::Error rope(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer cos,
+                ffi::AnyBuffer sin, ffi::Result<ffi::AnyBuffer> q_rotated,
+                ffi::Result<ffi::AnyBuffer> k_rotated, bool interleaved, bool inverse) {
+  RETURN_IF_ERROR(check_heads("q", q, q));
+  const auto shape = q.dimensions();
+  RETURN_IF_ERROR(check_heads("q_rotated", *q_rotated, q));
+  RETURN_IF_ERROR(check_shape("q_rotated", *q_rotated, {shape[0], shape[1], shape[2], shape[3]}));
+  RopeArgs args = {};
+  if (!is_absent(k)) {
+    RETURN_IF_ERROR(check_heads("k", k, q));
+    RETURN_IF_ERROR(check_heads("k_rotated", *k_rotated, q));
+    RETURN_IF_ERROR(
+        check_shape("k_rotated", *k_rotated, {shape[0], shape[1], k.dimensions()[2], shape[3]}));
+    args.k = {k.untyped_data(), k_rotated->untyped_data(), static_cast<int>(k.dimensions()[2])};
+  }
+  if (cos.dimensions().size() != 3 || 2 * cos.dimensions()[2] > shape[3] ||
+      (cos.dimensions()[0] != 1 && cos.dimensions()[0] != shape[0])) {
+    return ffi::Error::InvalidArgument("cos has shape " + to_string(cos.dimensions()) +
+                                       ", which does not fit q of shape " + to_string(shape));
+  }
+  const int64_t batch = cos.dimensions()[0], pairs = cos.dimensions()[2];
+  RETURN_IF_ERROR(check_table("cos", cos, {batch, shape[1], pairs}));
+  RETURN_IF_ERROR(check_table("sin", sin, {batch, shape[1], pairs}));
+  if (shape[0] * shape[1] > INT32_MAX || shape[2] * shape[3] > INT32_MAX) {
+    return ffi::Error::InvalidArgument("q of shape " + to_string(shape) + " is too large");
+  }
+  if (is_absent(q)) return ffi::Error::Success();
+  args.q = {q.untyped_data(), q_rotated->untyped_data(), static_cast<int>(shape[2])};
+  args.cos = static_cast<const float*>(cos.untyped_data());
+  args.sin = static_cast<const float*>(sin.untyped_data());
+  args.rows = static_cast<uint32_t>(shape[0] * shape[1]);
+  args.table_rows = static_cast<uint32_t>(batch * shape[1]);
+  args.head_size = static_cast<int>(shape[3]);
+  args.pairs = static_cast<int>(pairs);
+  args.sine_sign = inverse ? -1.0f : 1.0f;
+  switch (*dtype_of(q)) {
+    case Dtype::kFloat32:
+      return launch_rope<float>(args, interleaved, stream);
+    case Dtype::kBfloat16:
+      return launch_rope<__nv_bfloat16>(args, interleaved, stream);
+    default:
+      return launch_rope<__half>(args, interleaved, stream);
+  }
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_rope, rope,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // q
+                   .Arg<ffi::AnyBuffer>()  // k
+                   .Arg<ffi::AnyBuffer>()  // cos
+                   .Arg<ffi::AnyBuffer>()  // sin
+                   .Ret<ffi::AnyBuffer>()  // q_rotated
+                   .Ret<ffi::AnyBuffer>()  // k_rotated
+                   .Attr<bool>("interleaved")
+                   .Attr<bool>("inverse"));

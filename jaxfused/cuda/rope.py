@@ -1,0 +1,66 @@
+"""rope by the CUDA kernel of ffi/rope.cu: q and k in one launch.
+
+The kernel moves 16 bytes at a time where heads and rotating halves are whole vectors, and value by value
+elsewhere, so it refuses no shape for its divisibility.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    length: int,
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    rotary_dim: int,
+    interleaved: bool,
+    dtype: Any,
+    k_dtype: Any,
+) -> str | None:
+    """None where it can run, forward and back, else the reason."""
+    del length, heads, key_heads, head_size, rotary_dim, interleaved
+    if compute_capability is None:
+        return "it needs an NVIDIA GPU"
+    if compute_capability < (7, 5):
+        major, minor = compute_capability
+        return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
+    if dtype not in DTYPES:
+        return f"it takes float32, bfloat16 and float16, and q has dtype {jnp.dtype(dtype)}"
+    if dtype != k_dtype:
+        return (
+            f"it takes q and k of one dtype, and q has {jnp.dtype(dtype)}, k {jnp.dtype(k_dtype)}"
+        )
+    return library.why_unavailable()
+
+
+def rotate(
+    q: jax.Array,
+    k: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    interleaved: bool,
+    inverse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(q, k) rotated, or rotated back: [B, T, N, H] and [B, T, K, H] by [B or 1, T, R/2] of float32."""
+    library.register()
+    # Made like q, because in a `jax.shard_map` all operands must vary over the same axes.
+    other = jnp.zeros_like(q, shape=(*q.shape[:2], 0, q.shape[3])) if k is None else k
+    call = jax.ffi.ffi_call(
+        "jaxfused_rope",
+        (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(other.shape, other.dtype)),
+    )
+    q_rotated, k_rotated = call(
+        q, other, cos, sin, interleaved=np.bool_(interleaved), inverse=np.bool_(inverse)
+    )
+    return q_rotated, None if k is None else k_rotated

@@ -1,0 +1,190 @@
+"""rope on Hopper: q and k rotated in one pass over both.
+
+A warp takes a position and goes through its heads, those of q and then those of k, some at a time: the
+two halves of the rotating features are two loads of one register layout, so that a pair is in one
+thread, and cosines and sines are loaded once for all heads.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.row_tiles import LANES, WARPS
+
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How a warp goes through the heads of its position."""
+
+    bytes_per_step: int = 128
+    """What each thread loads at a time, at most."""
+    ahead: int = 1
+    """Steps whose loads are under way while one is computed."""
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_step < 16 or self.ahead < 0:
+            raise ValueError(f"RopeConfig: bytes_per_step >= 16 and ahead >= 0, got {self}")
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    length: int,
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    rotary_dim: int,
+    interleaved: bool,
+    dtype: Any,
+    k_dtype: Any,
+) -> str | None:
+    """None where it can run, forward and back, else the rule that stands in the way."""
+    if compute_capability is None or compute_capability[0] != 9:
+        return "the Pallas kernel of rope needs a Hopper GPU (compute capability 9.0)"
+    if dtype not in _DTYPES or dtype != k_dtype:
+        return f"q and k must both be float32, bfloat16 or float16, got {dtype} and {k_dtype}"
+    if interleaved:
+        return "a pair must be two halves of the rotating features, got interleaved pairs"
+    if length < WARPS:
+        return f"the length must be at least {WARPS}, got {length}"
+    common = math.gcd(heads, key_heads)
+    for width in _widths(head_size, rotary_dim):
+        if _Piece.choose(width, common, jnp.dtype(dtype).itemsize) is None:
+            return (
+                f"{width} features of {common} heads (the common divisor of q's and k's) must be"
+                f" whole steps of a warp, 4 bytes or more a lane; got {dtype}"
+            )
+    return None
+
+
+def _widths(head_size: int, rotary_dim: int) -> list[int]:
+    """Features of the pieces that a head is loaded in: either half, and what does not rotate."""
+    return [rotary_dim // 2, *([head_size - rotary_dim] if rotary_dim < head_size else [])]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some features of some heads, spread over a warp; each of the warps has a position."""
+
+    vec: int
+    lanes: int
+    """Lanes that share a head."""
+
+    @classmethod
+    def choose(cls, width: int, heads: int, itemsize: int) -> "_Piece | None":
+        """The widest accesses by which `width` features of `heads` heads split evenly."""
+        for access_bytes in (16, 8, 4):
+            vec = access_bytes // itemsize
+            for lanes in (32, 16, 8, 4, 2):
+                if width % (vec * lanes) == 0 and heads % (LANES // lanes) == 0:
+                    return cls(vec, lanes)
+        return None
+
+    @property
+    def heads(self) -> int:
+        """Heads that a warp holds at a time."""
+        return LANES // self.lanes
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        """Of [positions, heads, features]."""
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((WARPS, self.heads, self.lanes * self.vec), (self.vec,))),
+            warp_dims=(-4,),
+            lane_dims=(-2,) if self.lanes == LANES else (-3, -2),
+            vector_dim=-1,
+        )
+
+
+def rotate(
+    q: jax.Array,
+    k: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    inverse: bool,
+    config: RopeConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(q, k) rotated, or rotated back: [B, T, N, H] and [B, T, K, H] by [B or 1, T, R/2] of float32."""
+    config = config or RopeConfig()
+    inputs = [q] if k is None else [q, k]
+    batch, length, _, head_size = q.shape
+    pairs = cos.shape[-1]
+    common = math.gcd(*(x.shape[2] for x in inputs))
+    tiles = -(-length // WARPS)
+    widths = _widths(head_size, 2 * pairs)
+    pieces = [_Piece.choose(width, common, q.dtype.itemsize) for width in widths]
+    columns = [pl.ds(0, pairs), pl.ds(pairs, pairs), pl.ds(2 * pairs, head_size - 2 * pairs)]
+    layouts = [pieces[0].layout, pieces[0].layout, pieces[-1].layout][: len(widths) + 1]
+    # Heads a step: whole steps of every piece, and of all heads.
+    step_heads = math.lcm(*(piece.heads for piece in pieces))
+    thread_bytes = step_heads * head_size * q.dtype.itemsize // LANES
+    for factor in range(max(1, config.bytes_per_step // thread_bytes), 0, -1):
+        if common % (factor * step_heads) == 0:
+            step_heads *= factor
+            break
+
+    def rope_kernel(*refs):
+        sources, (cos_gmem, sin_gmem) = refs[: len(inputs)], refs[len(inputs) : len(inputs) + 2]
+        targets = refs[len(inputs) + 2 :]
+        index = lax.axis_index("tile")
+        b = lax.div(index, jnp.int32(tiles))
+        # The last tile is moved up to end with the sequence: some positions are computed twice, to
+        # the same bits.
+        t = jnp.minimum(lax.rem(index, jnp.int32(tiles)) * WARPS, length - WARPS)
+        position = pl.ds(t, WARPS)
+        shape = (WARPS, step_heads, pairs)
+
+        def angles(ref):
+            table_idx = 0 if ref.shape[0] == 1 else b
+            rows = plgpu.load(
+                ref.at[table_idx, position], layout=layouts[0].reduce(1), optimized=False
+            )
+            return lax.broadcast_in_dim(rows, shape, (0, 2))
+
+        steps = [
+            (source.at[b, position, heads], target.at[b, position, heads])
+            for source, target in zip(sources, targets, strict=True)
+            for heads in (
+                pl.ds(first, step_heads) for first in range(0, source.shape[2], step_heads)
+            )
+        ]
+
+        def load(source):
+            return [
+                plgpu.load(source.at[:, :, c], layout=layout, optimized=False)
+                for c, layout in zip(columns, layouts, strict=False)
+            ]
+
+        loaded = [load(source) for source, _ in steps[: config.ahead]]
+        cos_tile, sin_tile = angles(cos_gmem), angles(sin_gmem)
+        if inverse:
+            sin_tile = -sin_tile
+        for step_idx, (_, target) in enumerate(steps):
+            if step_idx + config.ahead < len(steps):
+                loaded.append(load(steps[step_idx + config.ahead][0]))
+            first, second, *rest = loaded.pop(0)
+            first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+            rotated = (
+                first * cos_tile - second * sin_tile,
+                second * cos_tile + first * sin_tile,
+            )
+            values = [*(half.astype(q.dtype) for half in rotated), *rest]
+            for c, value in zip(columns, values, strict=False):
+                target.at[:, :, c][...] = value
+
+    rotated = plgpu.kernel(
+        rope_kernel,
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs),
+        grid=(batch * tiles,),
+        grid_names=("tile",),
+    )(*inputs, cos, sin)
+    return rotated[0], None if k is None else rotated[1]
