@@ -15,7 +15,6 @@ the step, and everything else is in the checkpoint.
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import shlex
@@ -37,8 +36,10 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jaxfused
+from examples import processes
 from examples.errors import ExampleError, Stopped
 from examples.images import Batch, Loader, MakeBatch
+from examples.placement import ONE_DEVICE, OneDevice
 from jaxfused.optim import FusedTransformation
 
 State = dict[str, Any]
@@ -50,8 +51,10 @@ TrainStep = Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]
 
 # --- flags ----------------------------------------------------------------------------------------
 
-# These say where and how a run is carried out; all other flags define what it computes.
-_PLACE_FLAGS = ("out", "resume", "workers", "checkpoint_every", "data")
+# These belong to one call, and config.json does not keep them.
+_CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
+# These too say where and how a run is carried out; all others define what it computes.
+_PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "tensor", "fsdp")
 
 
 def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
@@ -117,7 +120,7 @@ def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in ("out", "resume")
+        if name not in _CALL_FLAGS
     }
 
 
@@ -183,12 +186,17 @@ def steps_per_epoch(args: argparse.Namespace, train_size: int) -> int:
 # --- model ----------------------------------------------------------------------------------------
 
 
-def create(build: Callable[[], nnx.Module], *inputs: jax.ShapeDtypeStruct) -> tuple[Any, Any]:
+def create(
+    build: Callable[[], nnx.Module],
+    *inputs: jax.ShapeDtypeStruct,
+    placement: OneDevice = ONE_DEVICE,
+) -> tuple[Any, Any]:
     """What `build` makes, as its structure and its initial parameters.
 
     Args:
       build: makes the model.
       inputs: what the model will be called with; it is traced with them, not run.
+      placement: of the parameters.
 
     Raises:
       ExampleError: the model refuses its sizes or these inputs.
@@ -199,7 +207,7 @@ def create(build: Callable[[], nnx.Module], *inputs: jax.ShapeDtypeStruct) -> tu
     except ValueError as error:
         raise ExampleError(str(error)) from error
     # Compiled as one: operation by operation, each would be compiled alone.
-    return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+    return graphdef, placement.init(lambda: nnx.to_pure_dict(nnx.state(build())))
 
 
 def to_float(images: jax.Array, dtype: str) -> jax.Array:
@@ -213,23 +221,24 @@ def make_train_step(
     *,
     seed: int,
     clip_norm: float,
+    placement: OneDevice = ONE_DEVICE,
 ) -> TrainStep:
-    """The jitted step of `loss_of(params, batch, key)`, with gradients of at most `clip_norm`.
+    """The compiled step of `loss_of(params, batch, key)`, with gradients of at most `clip_norm`.
 
     It donates the state, so that parameters are updated in place.
     """
+    value_and_grad = placement.value_and_grad(loss_of)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: State, batch: Batch, step: int) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.key(seed), step)
-        loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, key)
+        loss, gradients = value_and_grad(state["params"], batch, key)
         params, opt_state = optimizer.step(
             gradients, state["opt_state"], state["params"], max_norm=clip_norm
         )
         metrics = dict(loss=loss, gradient_norm=optax.tree.norm(gradients))
         return dict(params=params, opt_state=opt_state), metrics
 
-    return train_step
+    return placement.train_step(train_step)
 
 
 # --- optimizer ------------------------------------------------------------------------------------
@@ -273,8 +282,21 @@ class Run:
         """Makes the directory; one that holds anything already is left as it is.
 
         Raises:
-          ExampleError: the directory is not empty or cannot be written.
+          ExampleError: the directory is not empty or cannot be written, or processes see another.
         """
+        with processes.together():
+            if processes.is_first():
+                cls._make(directory, config)
+        with processes.together():
+            if not (directory / "config.json").exists():
+                raise ExampleError(
+                    f"all processes must see one run directory, but process {jax.process_index()}"
+                    f" has no {directory}; pass an --out on a disk that they share."
+                )
+        return cls(directory, config)
+
+    @staticmethod
+    def _make(directory: Path, config: dict[str, Any]) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if any(directory.iterdir()):
@@ -293,7 +315,6 @@ class Run:
                 f"the run directory must be writable, but {directory} is not"
                 f" ({error.strerror}); pass another --out."
             ) from error
-        return cls(directory, config)
 
     @classmethod
     def load(cls, path: Path) -> "Run":
@@ -305,13 +326,14 @@ class Run:
         directory, step = path, None
         if path.name.isdigit() and path.parent.name == "checkpoints":
             directory, step = path.parent.parent, int(path.name)
-        try:
-            config = json.loads((directory / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ExampleError(
-                f"a run's directory holds its config.json, but {directory / 'config.json'} cannot"
-                f" be read ({error}); pass the --out of a run that was started."
-            ) from error
+        with processes.together():
+            try:
+                config = json.loads((directory / "config.json").read_text())
+            except (OSError, ValueError) as error:
+                raise ExampleError(
+                    f"a run's directory holds its config.json, but {directory / 'config.json'}"
+                    f" cannot be read ({error}); pass the --out of a run that was started."
+                ) from error
         return cls(directory, config, step=step)
 
     @property
@@ -368,6 +390,8 @@ class Run:
 
     def record(self, step: int, **values: float) -> None:
         """Appends a line to metrics.jsonl."""
+        if not processes.is_first():
+            return
         with self._metrics.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
@@ -451,6 +475,8 @@ def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
 
 def _write_whole(path: Path, text: str) -> None:
     """Writes a file so that a reader, or a crash, sees the old content or the new one."""
+    if not processes.is_first():
+        return
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     partial.replace(path)
@@ -497,6 +523,7 @@ def fit(
         initial=start * args.batch_size,
         unit=" images",
         unit_scale=True,
+        disable=not processes.is_first(),
         # A log file wants a line now and then, not ten a second.
         mininterval=0.1 if sys.stderr.isatty() else 10,
     )
@@ -532,13 +559,13 @@ def fit(
 
     step = start
     loader = Loader(make_batch, args.workers)
-    stream = loader.batches(range(start, steps))
     with _stop_signals() as stopped, progress, loader, run.finished_writes():
+        stream = processes.in_step(loader.batches(range(start, steps)), stopped)
         while step < steps:
             try:
                 batch = next(stream)
-            except ExampleError as error:
-                raise ExampleError(stop(str(error))) from error
+            except (ExampleError, Stopped) as reason:
+                raise type(reason)(stop(str(reason))) from reason
             state, metrics = train_step(state, batch, step)
             # Reading the step before, not this one, keeps the device busy.
             settle()
@@ -551,13 +578,14 @@ def fit(
                     values = evaluate(state)
                 run.record(step, **values)
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-                progress.write(f"epoch {step // epoch_steps}/{args.epochs}  {shown}", sys.stderr)
+                if processes.is_first():
+                    progress.write(
+                        f"epoch {step // epoch_steps}/{args.epochs}  {shown}", sys.stderr
+                    )
             if last or step % (args.checkpoint_every * epoch_steps) == 0:
                 settle()
                 with clock.paused():
                     run.save(step, state)
-            if stopped() and not last:
-                raise Stopped(stop("Stopped."))
     if start == steps:
         values = evaluate(state)
     result = {"steps": steps, **values, "images_per_second": round(clock.images_per_second, 1)}

@@ -1,0 +1,157 @@
+"""Data and tensor parallel with `jax.jit` over a mesh: `python -m examples.multi_gpu.jit_vit`.
+
+The step is that of one device. Only its arrays are placed on a mesh of data x tensor devices, and XLA
+splits the work accordingly:
+
+- data: each row of devices has a part of the batch;
+- --tensor N: each column has a part of the heads and of the MLP's features, as in Megatron-LM;
+- --fsdp: each row also keeps a part of every matrix and of its optimizer state only, and gathers a
+  matrix when it is used.
+
+Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Rajbhandari et al.,
+"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,
+https://arxiv.org/abs/1910.02054
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.errors import ExampleError, run_command
+from examples.images import Batch
+from examples.multi_gpu import launch
+from examples.placement import OneDevice
+from examples.training import State, whole
+from examples.vit import train
+from examples.vit.model import MODELS, ViTSize
+
+COLUMNS = ("qkv", "mlp_in")
+"""Layers whose outputs are split over `tensor`: by heads, and by features of the MLP."""
+ROWS = ("project", "mlp_out")
+"""Layers whose inputs arrive split so; a sum over `tensor` completes their outputs."""
+
+
+class OnMesh(OneDevice):
+    """Batches split over `data`, parameters as `spec` says.
+
+    Args:
+      size: of the model.
+      tensor: devices that share each layer.
+      fsdp: whether parameters and optimizer state are split over `data` too.
+    """
+
+    def __init__(self, size: ViTSize, *, tensor: int, fsdp: bool):
+        data, rest = divmod(jax.device_count(), tensor)
+        if rest:
+            raise ExampleError(
+                f"the mesh must use all devices, but --tensor is {tensor} and there are"
+                f" {jax.device_count()}; pass a --tensor that divides {jax.device_count()}."
+            )
+        if size.heads % tensor:
+            raise ExampleError(
+                f"--tensor must divide the heads, but is {tensor} and the model has {size.heads};"
+                f" pass a --tensor that divides {size.heads}."
+            )
+        self.fsdp = fsdp
+        self.mesh = jax.make_mesh(
+            (data, tensor), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto)
+        )
+        self.batch = NamedSharding(self.mesh, P("data"))
+        self.copies = NamedSharding(self.mesh, P())
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{size} {name}" for name, size in self.mesh.shape.items())
+        return f"{axes} {super().__str__()}" + ", fsdp" * self.fsdp
+
+    def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
+        """How `mesh` splits a parameter, or an optimizer moment, which has its parameter's name."""
+        axes: list[str | None] = [None] * len(shape)
+        if layer in COLUMNS:
+            axes[-1] = "tensor"
+        elif layer in ROWS and name == "kernel":
+            axes[-2] = "tensor"
+        if self.fsdp and name == "kernel":
+            free = [
+                axis
+                for axis in (-2, -1)
+                if axes[axis] is None and shape[axis] % self.mesh.shape["data"] == 0
+            ]
+            if free:
+                axes[max(free, key=lambda axis: shape[axis])] = "data"
+        return P(*axes)
+
+    def shardings(self, tree: Any) -> Any:
+        """The sharding of each leaf of parameters, or of a state made of them."""
+
+        def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
+            names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+            return NamedSharding(self.mesh, self.spec("".join(names[-2:-1]), names[-1], leaf.shape))
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def rows(self, batch_size: int) -> slice:
+        if batch_size % self.mesh.shape["data"]:
+            raise ExampleError(
+                f"the mesh must share a batch evenly, but --batch-size is {batch_size} and the mesh"
+                f" has {self.mesh.shape['data']} x {self.mesh.shape['tensor']} devices; pass a"
+                f" multiple of {self.mesh.shape['data']}."
+            )
+        places = self.batch.addressable_devices_indices_map((batch_size,)).values()
+        ranges = [rows.indices(batch_size) for (rows,) in places]
+        return slice(min(first for first, _, _ in ranges), max(last for _, last, _ in ranges))
+
+    def init(self, f: Callable[..., Any], *args: Any) -> Any:
+        shardings = self.shardings(jax.eval_shape(f, *args))
+        return jax.jit(f, out_shardings=shardings)(*args)
+
+    def train_step(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        def in_place(state: State, batch: Batch, step: int) -> Any:
+            state, metrics = f(state, batch, step)
+            return lax.with_sharding_constraint(
+                (state, metrics), (self.shardings(state), self.copies)
+            )
+
+        compiled = jax.jit(in_place, donate_argnums=0)
+        return lambda state, batch, step: compiled(state, self._whole(batch), step)
+
+    def predict(self, f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        compiled = jax.jit(f, out_shardings=self.copies)
+        return lambda params, images: compiled(params, self._whole(images))
+
+    def _whole(self, rows: Any) -> Any:
+        """The batch as one array on all devices, of which this process has `rows`."""
+        return jax.tree.map(
+            lambda array: jax.make_array_from_process_local_data(self.batch, array), rows
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; `argv` replaces the command line."""
+    parser = train.make_parser("examples.multi_gpu.jit_vit", out="runs/jit_vit")
+    mesh = parser.add_argument_group("mesh")
+    mesh.add_argument(
+        "--tensor",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="devices that share each layer; the others share the batch (%(default)s)",
+    )
+    mesh.add_argument(
+        "--fsdp",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="split parameters and optimizer state over the devices that share the batch",
+    )
+    launch.add_flags(parser)
+    launch.start(parser.parse_args(argv))
+    args = train.parse_flags(parser, argv)
+    train.train(args, OnMesh(MODELS[args.model], tensor=args.tensor, fsdp=args.fsdp))
+
+
+if __name__ == "__main__":
+    run_command(main)
