@@ -37,7 +37,7 @@ class ForwardConfig:
     stages: int = 2
     """Blocks of K, and of V, in shared memory."""
     separate_output: bool = True
-    """Whether the output has shared memory of its own, or goes where Q was."""
+    """Whether the output has shared memory of its own, or goes where Q was if it is as wide."""
     heads_together: int = 16
     """Heads whose K and V are meant to stay in the L2 cache at one time."""
 
@@ -59,12 +59,25 @@ class ForwardConfig:
         return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
 
 
-def padded(head_size: int) -> int:
+def shared_width(head_size: int) -> int:
     """The head size in shared memory: TMA fills what is beyond the array's with zeros."""
     for width in (16, 32, 64):
         if head_size <= width:
             return width
-    return -(-head_size // 64) * 64
+    return -(-head_size // 16) * 16
+
+
+def copyable(array: jax.Array) -> jax.Array:
+    """[B, T, N, H] with what Mosaic's copies of tiles ask of a global array, padded where it lacks.
+
+    They take it in tiles of 8 x 16 to 64 elements, whole ones unless there is but one of them.
+    """
+    length, head_size = array.shape[1], array.shape[3]
+    rows = -length % 8 if length > 8 else 0
+    columns = -head_size % 16 if head_size > 64 else 0
+    if rows == columns == 0:
+        return array
+    return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns)))
 
 
 def forward(
@@ -84,7 +97,8 @@ def forward(
     dtype = query.dtype
     rows, block, stages = config.query_block, config.key_block, config.stages
     consumers = config.consumers
-    head_width, value_width = padded(head_size), padded(value_size)
+    head_width, value_width = shared_width(head_size), shared_width(value_size)
+    query, key, value = copyable(query), copyable(key), copyable(value)
     operands = operands.padded(rows, block)
     present = [name for name, array in operands._asdict().items() if array is not None]
     schedule = _schedule(mask, config, batch * heads, multiprocessors)
@@ -175,6 +189,12 @@ def forward(
                 return step + count
 
             lax.fori_loop(0, tile_count, copy_tile, jnp.int32(0))
+            # Every arrival is waited for: the interpreter's race detection insists on it.
+            for slot in range(stages):
+                plgpu.barrier_wait(k_free.at[slot])
+                plgpu.barrier_wait(v_free.at[slot])
+            for consumer in range(consumers):
+                plgpu.barrier_wait(q_free.at[consumer])
 
         @pl.when(wg_idx < consumers)
         def _consumer():
@@ -349,10 +369,11 @@ def forward(
                 return step + count
 
             lax.fori_loop(0, tile_count, attend, jnp.int32(0))
+            pl.when(wg_idx == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
     def shared(shape):
-        swizzle = min(shape[-1], 64) * dtype.itemsize
+        swizzle = next(w for w in (64, 32, 16) if shape[-1] % w == 0) * dtype.itemsize
         return plgpu.SMEM(
             shape,
             dtype,
@@ -376,13 +397,13 @@ def forward(
     )
     if consumers > 1:
         scratch["turn"] = plgpu.Barrier(num_barriers=consumers)
-    if config.separate_output:
+    if config.separate_output or value_width != head_width:
         scratch["out_smem"] = shared((consumers, _ROWS, value_width))
 
     out, lse = plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
+            jax.ShapeDtypeStruct((batch, query.shape[1], heads, value.shape[3]), dtype),
             # Copies of one row need whole 16 bytes between rows.
             jax.ShapeDtypeStruct((batch, heads, query_blocks * rows), jnp.float32),
         ),
@@ -393,7 +414,7 @@ def forward(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, schedule, *(getattr(operands, name) for name in present))
-    return out, lse[..., :query_count]
+    return out[:, :query_count, :, :value_size], lse[..., :query_count]
 
 
 def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
