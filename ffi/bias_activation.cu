@@ -1,0 +1,409 @@
+// What stands around a matrix product that XLA takes: a bias, an activation or a gated one, the
+// residual stream; and backwards the activation's derivative and the gradient of the bias.
+//
+// A thread owns a vector of columns, keeps their biases and their sums of gradients in registers,
+// and walks down the rows. A block leaves one partial sum a column; they are added up afterwards,
+// always in the same order.
+
+#include "activation.cuh"
+#include "handler.h"
+#include "layer_norm.cuh"
+#include "vector.cuh"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerMultiprocessor = 8;
+
+// One of the two operands of a gated activation, or the only one of a plain one.
+struct Branch {
+  const void* product;  // [rows, features], rows `stride` values apart
+  Parameter bias;
+  void* gradient;   // laid out as product
+  float* partials;  // [blocks along the rows, features], nullptr: not wanted
+};
+
+struct BiasActivationArgs {
+  Branch gate;
+  Branch up;  // of a gated activation
+  int64_t stride;
+  const void* residual;  // nullptr: none
+  const void* dy;
+  void* y;  // backwards: nullptr if it is not wanted again
+  int rows;
+  int features;
+  int lanes;  // threads side by side in a row
+  Activation activation;
+};
+
+// Values that are added to or multiplied with a row of T, in a dtype of their own.
+template <typename O, int kVec>
+__device__ __forceinline__ void load_row(const void* address, int64_t place, float (&out)[kVec]) {
+  constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
+#pragma unroll
+  for (int i = 0; i < kVec; i += kPart) {
+    float part[kPart];
+    unpack(load_streaming<O, kPart>(static_cast<const O*>(address) + place + i), part);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) out[i + j] = part[j];
+  }
+}
+
+template <typename O, int kVec>
+__device__ __forceinline__ void store_row(void* address, int64_t place, const float (&in)[kVec]) {
+  constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
+#pragma unroll
+  for (int i = 0; i < kVec; i += kPart) {
+    float part[kPart];
+    Vector<O, kPart> packed;
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) part[j] = in[i + j];
+    pack(part, packed);
+    store_streaming(static_cast<O*>(address) + place + i, packed);
+  }
+}
+
+// The preactivation: the product with its bias, rounded to the dtype of both, which is what the
+// activation and its derivative read.
+template <typename T, int kVec>
+__device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
+                                              const float (&bias)[kVec], float (&z)[kVec]) {
+  unpack(product, z);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) z[i] += bias[i];
+  Vector<T, kVec> rounded;
+  pack(z, rounded);
+  unpack(rounded, z);
+}
+
+// Where a thread stands: the column of its vector, and the rows it walks over.
+struct Walk {
+  int column;
+  int line;   // of the block
+  int lines;  // of a block
+  int first;
+  int step;
+
+  __device__ Walk(int lanes, int vec)
+      : column((blockIdx.x * lanes + threadIdx.x % lanes) * vec),
+        line(threadIdx.x / lanes),
+        lines(kThreads / lanes),
+        first(blockIdx.y * lines + line),
+        step(gridDim.y * lines) {}
+};
+
+// O is the dtype of the residual and of the result.
+template <typename T, typename O, int kVec, bool kGated>
+__global__ void __launch_bounds__(kThreads)
+    bias_activation_rows(const __grid_constant__ BiasActivationArgs args) {
+  constexpr int kRows = 4;  // whose loads are in flight together
+  const Walk walk(args.lanes, kVec);
+  if (walk.column >= args.features) return;
+  float bias[kVec], up_bias[kVec];
+  load_or_zero(args.gate.bias, walk.column, bias);
+  if (kGated) load_or_zero(args.up.bias, walk.column, up_bias);
+
+  for (int base = walk.first; base < args.rows; base += kRows * walk.step) {
+    Vector<T, kVec> product[kRows], up_product[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = base + r * walk.step;
+      if (row >= args.rows) break;
+      const int64_t place = row * args.stride + walk.column;
+      product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.product) + place);
+      if (kGated) {
+        up_product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.product) + place);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = base + r * walk.step;
+      if (row >= args.rows) break;
+      const int64_t place = row * args.features + walk.column;
+      float y[kVec];
+      preactivation(product[r], bias, y);
+      activate(args.activation, y);
+      if constexpr (kGated) {
+        float up[kVec];
+        preactivation(up_product[r], up_bias, up);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] *= up[i];
+      }
+      if (args.residual != nullptr) {
+        float residual[kVec];
+        load_row<O, kVec>(args.residual, place, residual);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) y[i] += residual[i];
+      }
+      store_row<O, kVec>(args.y, place, y);
+    }
+  }
+}
+
+// Adds up what the lines of a block hold for each column, in the order of the lines.
+template <int kVec>
+__device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int features,
+                                               const float (&sums)[kVec], float* partials) {
+  __shared__ float shared[kThreads * kVec];
+  const int lane = threadIdx.x % lanes;
+  // A line's values of one i lie side by side, so that a warp meets every bank once.
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) shared[(walk.line * kVec + i) * lanes + lane] = sums[i];
+  __syncthreads();
+  for (int place = threadIdx.x; place < lanes * kVec; place += kThreads) {
+    float total = 0.0f;
+    for (int line = 0; line < walk.lines; ++line) total += shared[line * kVec * lanes + place];
+    const int column = (blockIdx.x * lanes + place % lanes) * kVec + place / lanes;
+    if (column < features) partials[static_cast<int64_t>(blockIdx.y) * features + column] = total;
+  }
+  __syncthreads();
+}
+
+// O is the dtype of dy.
+template <typename T, typename O, int kVec, bool kGated>
+__global__ void __launch_bounds__(kThreads)
+    bias_activation_gradient(const __grid_constant__ BiasActivationArgs args) {
+  constexpr int kRows = 2;
+  const Walk walk(args.lanes, kVec);
+  const bool active = walk.column < args.features;
+  float bias[kVec] = {}, up_bias[kVec] = {}, sums[kVec] = {}, up_sums[kVec] = {};
+  if (active) {
+    load_or_zero(args.gate.bias, walk.column, bias);
+    if (kGated) load_or_zero(args.up.bias, walk.column, up_bias);
+  }
+
+  for (int base = walk.first; active && base < args.rows; base += kRows * walk.step) {
+    Vector<T, kVec> product[kRows], up_product[kRows];
+    float gradient[kRows][kVec];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = base + r * walk.step;
+      if (row >= args.rows) break;
+      const int64_t place = row * args.stride + walk.column;
+      product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.product) + place);
+      if (kGated) {
+        up_product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.product) + place);
+      }
+      load_row<O, kVec>(args.dy, row * args.features + walk.column, gradient[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = base + r * walk.step;
+      if (row >= args.rows) break;
+      const int64_t place = row * args.stride + walk.column;
+      float z[kVec], y[kVec];
+      preactivation(product[r], bias, z);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) y[i] = z[i];
+      if (kGated || args.y != nullptr) activate(args.activation, y);
+      if constexpr (kGated) {
+        float up[kVec], up_gradient[kVec];
+        preactivation(up_product[r], up_bias, up);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          up_gradient[i] = gradient[r][i] * y[i];
+          up_sums[i] += up_gradient[i];
+          gradient[r][i] *= up[i];
+          y[i] *= up[i];
+        }
+        store_row<T, kVec>(args.up.gradient, place, up_gradient);
+      }
+      multiply_derivative(args.activation, z, gradient[r]);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sums[i] += gradient[r][i];
+      store_row<T, kVec>(args.gate.gradient, place, gradient[r]);
+      if (args.y != nullptr) store_row<T, kVec>(args.y, row * args.features + walk.column, y);
+    }
+  }
+  if (args.gate.partials != nullptr) {
+    write_partials(walk, args.lanes, args.features, sums, args.gate.partials);
+  }
+  if (kGated && args.up.partials != nullptr) {
+    write_partials(walk, args.lanes, args.features, up_sums, args.up.partials);
+  }
+}
+
+// --- launch --------------------------------------------------------------------------------------
+
+using Kernel = void (*)(BiasActivationArgs);
+
+template <typename T, typename O, int kVec>
+Kernel kernel_of(bool gated, bool backward) {
+  if (backward) {
+    return gated ? bias_activation_gradient<T, O, kVec, true>
+                 : bias_activation_gradient<T, O, kVec, false>;
+  }
+  return gated ? bias_activation_rows<T, O, kVec, true> : bias_activation_rows<T, O, kVec, false>;
+}
+
+// `blocks`: along the rows; 0 for as many as fill the GPU.
+template <typename T, typename O>
+ffi::Error launch(BiasActivationArgs args, int blocks, bool gated, bool backward,
+                  cudaStream_t stream) {
+  constexpr int kFullVec = 16 / sizeof(T);
+  const bool aligned =
+      are_aligned({args.gate.product, args.gate.bias.data, args.gate.gradient, args.up.product,
+                   args.up.bias.data, args.up.gradient, args.residual, args.dy, args.y});
+  const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
+  args.lanes = 1;
+  while (args.lanes < kWarpSize && args.lanes * vec < args.features) args.lanes *= 2;
+  const int columns = divide_up(args.features, args.lanes * vec);
+  if (blocks == 0) {
+    Device device;
+    RETURN_IF_ERROR(current_device(&device));
+    const int wanted = divide_up(2 * kBlocksPerMultiprocessor * device.multiprocessors, columns);
+    blocks = std::min(divide_up(args.rows, kThreads / args.lanes), wanted);
+  }
+  const Kernel kernel =
+      vec == 1 ? kernel_of<T, O, 1>(gated, backward) : kernel_of<T, O, kFullVec>(gated, backward);
+  return launch_kernel(kernel, args, {dim3(columns, std::min(blocks, 65535)), kThreads, 0}, stream);
+}
+
+ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype other, bool gated,
+                  bool backward, cudaStream_t stream) {
+  if (dtype == Dtype::kFloat32) {
+    return launch<float, float>(args, blocks, gated, backward, stream);
+  }
+  const bool wide = other == Dtype::kFloat32;
+  if (dtype == Dtype::kBfloat16) {
+    return wide ? launch<__nv_bfloat16, float>(args, blocks, gated, backward, stream)
+                : launch<__nv_bfloat16, __nv_bfloat16>(args, blocks, gated, backward, stream);
+  }
+  return wide ? launch<__half, float>(args, blocks, gated, backward, stream)
+              : launch<__half, __half>(args, blocks, gated, backward, stream);
+}
+
+// Fills in what both directions have, and checks it. A gated activation without `up` has both
+// products side by side in `product`, and both biases in `bias`.
+ffi::Error parse(const ffi::AnyBuffer& product, const ffi::AnyBuffer& up,
+                 const ffi::AnyBuffer& bias, const ffi::AnyBuffer& up_bias, bool gated,
+                 std::string_view activation, BiasActivationArgs* args) {
+  if (!parse_activation(activation, &args->activation)) {
+    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
+  }
+  const auto shape = product.dimensions();
+  if (shape.size() != 2 || !dtype_of(product) || shape[0] > kMaxRows || shape[1] > INT32_MAX / 2) {
+    return ffi::Error::InvalidArgument(
+        "product must be a matrix of float32, bfloat16 or float16 of at most " +
+        std::to_string(kMaxRows) + " rows, but has shape " + to_string(shape));
+  }
+  const bool packed = gated && is_absent(up);
+  if (packed && shape[1] % 2 != 0) {
+    return ffi::Error::InvalidArgument("product holds two matrices, but has an odd width");
+  }
+  if ((!gated || packed) && !(is_absent(up) && is_absent(up_bias))) {
+    return ffi::Error::InvalidArgument("up and its bias go with two products only");
+  }
+  args->rows = static_cast<int>(shape[0]);
+  args->stride = shape[1];
+  args->features = static_cast<int>(packed ? shape[1] / 2 : shape[1]);
+  RETURN_IF_ERROR(parse_parameter("bias", bias, shape[1], &args->gate.bias));
+  args->gate.product = product.untyped_data();
+  if (packed) {
+    const int64_t bytes = args->features * (product.size_bytes() / product.element_count());
+    args->up.product = static_cast<const char*>(args->gate.product) + bytes;
+    if (args->gate.bias.data != nullptr) {
+      const int64_t bias_bytes = args->features * (bias.size_bytes() / bias.element_count());
+      args->up.bias = {static_cast<const char*>(args->gate.bias.data) + bias_bytes,
+                       args->gate.bias.dtype};
+    }
+  } else if (gated) {
+    RETURN_IF_ERROR(check_like("up", up, product));
+    RETURN_IF_ERROR(parse_parameter("up_bias", up_bias, shape[1], &args->up.bias));
+    args->up.product = up.untyped_data();
+  }
+  return ffi::Error::Success();
+}
+
+// A [rows, features] matrix beside the product, of its dtype or float32.
+ffi::Error check_beside(std::string_view name, const ffi::AnyBuffer& buffer,
+                        const ffi::AnyBuffer& product, const BiasActivationArgs& args) {
+  RETURN_IF_ERROR(check_shape(name, buffer, {args.rows, args.features}));
+  if (buffer.element_type() == ffi::DataType::F32) return ffi::Error::Success();
+  return check_dtype(name, buffer, product.element_type());
+}
+
+ffi::Error bias_activation(cudaStream_t stream, ffi::AnyBuffer product, ffi::AnyBuffer up,
+                           ffi::AnyBuffer bias, ffi::AnyBuffer up_bias, ffi::AnyBuffer residual,
+                           ffi::Result<ffi::AnyBuffer> y, bool gated, std::string_view activation) {
+  if (is_absent(product)) return ffi::Error::Success();
+  BiasActivationArgs args = {};
+  RETURN_IF_ERROR(parse(product, up, bias, up_bias, gated, activation, &args));
+  RETURN_IF_ERROR(check_beside("y", *y, product, args));
+  if (!is_absent(residual)) {
+    RETURN_IF_ERROR(check_shape("residual", residual, {args.rows, args.features}));
+    RETURN_IF_ERROR(check_dtype("residual", residual, y->element_type()));
+  }
+  args.residual = data_or_null(residual);
+  args.y = y->untyped_data();
+  return launch(args, 0, *dtype_of(product), *dtype_of(*y), gated, false, stream);
+}
+
+ffi::Error bias_activation_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer product,
+                                    ffi::AnyBuffer up, ffi::AnyBuffer bias, ffi::AnyBuffer up_bias,
+                                    ffi::Result<ffi::AnyBuffer> dproduct,
+                                    ffi::Result<ffi::AnyBuffer> dup, ffi::Result<ffi::AnyBuffer> y,
+                                    ffi::Result<ffi::AnyBuffer> partials, bool gated,
+                                    std::string_view activation) {
+  if (is_absent(product)) return ffi::Error::Success();
+  BiasActivationArgs args = {};
+  RETURN_IF_ERROR(parse(product, up, bias, up_bias, gated, activation, &args));
+  RETURN_IF_ERROR(check_beside("dy", dy, product, args));
+  RETURN_IF_ERROR(check_like("dproduct", *dproduct, product));
+  args.dy = dy.untyped_data();
+  args.gate.gradient = dproduct->untyped_data();
+  if (gated && is_absent(up)) {
+    const int64_t bytes = args.features * (product.size_bytes() / product.element_count());
+    args.up.gradient = static_cast<char*>(args.gate.gradient) + bytes;
+  } else if (gated) {
+    RETURN_IF_ERROR(check_like("dup", *dup, product));
+    args.up.gradient = dup->untyped_data();
+  }
+  if (!is_absent(*y)) {
+    RETURN_IF_ERROR(check_shape("y", *y, {args.rows, args.features}));
+    RETURN_IF_ERROR(check_dtype("y", *y, product.element_type()));
+    args.y = y->untyped_data();
+  }
+  int blocks = 0;
+  if (!is_absent(*partials)) {
+    const auto shape = partials->dimensions();
+    if (shape.size() != 3 || shape[1] < 1 || shape[1] > 65535) {
+      return ffi::Error::InvalidArgument("partials has shape " + to_string(shape) +
+                                         ", but three axes are needed, with 1 to 65535 blocks");
+    }
+    RETURN_IF_ERROR(check_float32("partials", *partials, {gated ? 2 : 1, shape[1], args.features}));
+    blocks = static_cast<int>(shape[1]);
+    args.gate.partials = static_cast<float*>(partials->untyped_data());
+    if (gated) args.up.partials = args.gate.partials + shape[1] * args.features;
+  }
+  return launch(args, blocks, *dtype_of(product), *dtype_of(dy), gated, true, stream);
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_bias_activation, bias_activation,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // product
+                   .Arg<ffi::AnyBuffer>()  // up
+                   .Arg<ffi::AnyBuffer>()  // bias
+                   .Arg<ffi::AnyBuffer>()  // up_bias
+                   .Arg<ffi::AnyBuffer>()  // residual
+                   .Ret<ffi::AnyBuffer>()  // y
+                   .Attr<bool>("gated")
+                   .Attr<std::string_view>("activation"));
+
+DEFINE_HANDLER(jaxfused_bias_activation_backward, bias_activation_backward,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // dy
+                   .Arg<ffi::AnyBuffer>()  // product
+                   .Arg<ffi::AnyBuffer>()  // up
+                   .Arg<ffi::AnyBuffer>()  // bias
+                   .Arg<ffi::AnyBuffer>()  // up_bias
+                   .Ret<ffi::AnyBuffer>()  // dproduct
+                   .Ret<ffi::AnyBuffer>()  // dup
+                   .Ret<ffi::AnyBuffer>()  // y
+                   .Ret<ffi::AnyBuffer>()  // partials
+                   .Attr<bool>("gated")
+                   .Attr<std::string_view>("activation"));
