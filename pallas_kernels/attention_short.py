@@ -1,0 +1,50 @@
+"""Attention on Hopper for S <= 256 keys, such as images cut into patches: limits and entry points.
+
+One multiprocessor holds all keys of a head, so that forward and backward read and write each array
+once and need no sums in global memory. There may be any number of queries.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.attention_short_bwd import backward, default_config
+from pallas_kernels.attention_short_fwd import forward, workers_that_fit
+
+__all__ = ["backward", "forward", "why_unsupported"]
+
+_LARGEST_KEY_COUNT = 256
+"""The widest tile of one wgmma, which the forward's rows of logits are."""
+
+_LARGEST_ACCUMULATORS = 256
+"""Columns of dK and dV, over a warpgroup's tiles, that fit into its registers beside the rest."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    key_count: int,
+    head_size: int,
+    value_size: int,
+) -> str | None:
+    """None where forward and backward can run, else the rule that stands in the way."""
+    if compute_capability is None or compute_capability[0] != 9:
+        return "the Pallas kernels of attention need a Hopper GPU (compute capability 9.0)"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query, key and value must be bfloat16 or float16, got {dtype}"
+    if head_size % 8 or value_size % 8:
+        return f"head sizes must be multiples of 8, got {head_size} and {value_size}"
+    if not 1 <= key_count <= _LARGEST_KEY_COUNT:
+        return f"there must be 1 to {_LARGEST_KEY_COUNT} keys, got {key_count}"
+    config = default_config(key_count, head_size, value_size)
+    if (
+        not config.fits(head_size, value_size)
+        or not workers_that_fit(key_count, head_size, value_size)
+        or config.accumulator_columns(head_size, value_size) > _LARGEST_ACCUMULATORS
+    ):
+        return (
+            f"{key_count} keys of head sizes {head_size} and {value_size} do not fit into one"
+            " multiprocessor"
+        )
+    return None

@@ -1,0 +1,429 @@
+"""Attention on Hopper, backward for S <= 256: one kernel, a head's keys on one multiprocessor.
+
+Since a CTA holds all keys of a head, dQ of 64 queries is complete when it is computed: nothing is
+added up in global memory, and the bits are the same in every run. Two warpgroups hold dK and dV of
+up to 128 keys each in registers and pass over the queries, 64 at a time, with keys as rows: P^T and
+dS^T are then in registers where dV = P^T dO and dK = dS^T Q need them. dS^T also goes through shared
+memory to a third warpgroup, which computes dQ = dS K, the sums of out dO over each row that dS needs,
+and copies what comes next.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import attention_short_memory as memory
+from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention_short_memory import COLUMNS, Matrix, ceil_to
+
+ROWS = 64
+"""Queries of a step and keys of a tile: what one wgmma instruction takes."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How a head is cut, and how much is copied ahead."""
+
+    warpgroups: int
+    """Those that compute dK and dV; one more copies and computes dQ."""
+    key_tiles: int
+    """Tiles of 64 keys of each of them."""
+    key_slots: int
+    """Heads whose keys and values are in shared memory: 2 to copy the next head's in time."""
+    query_slots: int = 2
+    """Steps whose queries are in shared memory."""
+
+    @property
+    def keys(self) -> int:
+        return self.warpgroups * self.key_tiles * ROWS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that computes dK and dV, and of the warpgroup beside them."""
+        return {1: (240, 128), 2: (216, 80)}[self.warpgroups]
+
+    def accumulator_columns(self, head_size: int, value_size: int) -> int:
+        """Columns of dK and dV that a warpgroup holds in registers."""
+        return self.key_tiles * (ceil_to(head_size, COLUMNS) + ceil_to(value_size, COLUMNS))
+
+    def fits(self, head_size: int, value_size: int) -> bool:
+        """Whether shared memory suffices."""
+        head, value = (ceil_to(size, COLUMNS) for size in (head_size, value_size))
+        numbers = self.key_slots * self.keys * (head + value)
+        numbers += self.query_slots * ROWS * (head + 2 * value)
+        numbers += self.keys * ROWS + ROWS * head
+        return 2 * numbers + self.query_slots * 3 * ROWS * 4 <= memory.SHARED_MEMORY_BYTES
+
+
+def default_config(key_count: int, head_size: int, value_size: int) -> BackwardConfig:
+    """The choice for heads of this size; it may not fit."""
+    tiles = ceil_to(key_count, ROWS) // ROWS
+    warpgroups = min(2, tiles)
+    config = BackwardConfig(warpgroups, -(-tiles // warpgroups), key_slots=2)
+    return config if config.fits(head_size, value_size) else replace(config, key_slots=1)
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+    config: BackwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.
+
+    lse is what `forward` returned, with its padding. With a bias the gradient of the logits passes
+    through global memory, [B, N, S, T] in float32, and XLA adds it up over the bias's broadcast axes.
+    """
+    batch, query_count, heads, head_size = query.shape
+    key_count, key_heads, value_size = value.shape[1:]
+    groups = heads // key_heads
+    config = config or default_config(key_count, head_size, value_size)
+    dtype = query.dtype
+    chunks = -(-query_count // ROWS)
+    steps = groups * chunks
+    items = batch * key_heads
+    ctas = min(multiprocessors, items)
+    warpgroups, key_tiles = config.warpgroups, config.key_tiles
+    key_slots, query_slots = config.key_slots, config.query_slots
+    tile_count = warpgroups * key_tiles
+    dsinks = None
+    if operands.sinks is not None:
+        dsinks = _gradient_of_sinks(operands.sinks, out, lse, dout, dlse)
+    bias = operands.bias
+    operands = operands.padded(ROWS, config.keys)
+    operands = operands._replace(
+        bias=_transposed(operands.bias), explicit=_transposed(operands.explicit)
+    )
+    present = [name for name, array in operands._asdict().items() if array is not None]
+    arrays = [query, key, value, out, lse, dout]
+    if dlse is not None:
+        arrays.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
+    masked = not logits.mask.is_always_full(ROWS, config.keys)
+    head_blocks, value_blocks = memory.blocks(head_size), memory.blocks(value_size)
+
+    def kernel(*refs, q_smem, k_smem, v_smem, o_smem, do_smem, ds_smem, dq_smem, rows_smem, **bars):
+        q_gmem, k_gmem, v_gmem, o_gmem, lse_gmem, do_gmem, *refs = refs
+        dlse_gmem = refs.pop(0) if dlse is not None else None
+        dlogits_gmem = refs.pop() if bias is not None else None
+        *operand_refs, dq_gmem, dk_gmem, dv_gmem = refs
+        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
+        wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
+        lse_smem, dlse_smem, delta_smem = rows_smem
+        own_items = lax.div(items - cta_idx + (ctas - 1), jnp.int32(ctas))
+        own_steps = own_items * steps
+
+        def place_item(item):
+            """(batch, key head) of an item of this CTA."""
+            number = cta_idx + item * ctas
+            return lax.div(number, jnp.int32(key_heads)), lax.rem(number, jnp.int32(key_heads))
+
+        def place(step):
+            """(batch, head, first query) of a step of this CTA."""
+            batch_idx, key_head = place_item(lax.div(step, jnp.int32(steps)))
+            within = lax.rem(step, jnp.int32(steps))
+            group = lax.div(within, jnp.int32(chunks))
+            start = lax.rem(within, jnp.int32(chunks)) * ROWS
+            return batch_idx, key_head * groups + group, start
+
+        def key_slot(item):
+            return lax.rem(item, jnp.int32(key_slots))
+
+        def query_slot(step):
+            return lax.rem(step, jnp.int32(query_slots))
+
+        @pl.when(wg_idx == warpgroups)
+        def _copy_and_dq():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+
+            def copy_queries(step):
+                batch_idx, head_idx, start = place(step)
+                slot = query_slot(step)
+                plgpu.barrier_wait(bars["query_free"].at[slot])
+                full = bars["query_full"].at[slot]
+                for smem, gmem in ((q_smem, q_gmem), (do_smem, do_gmem), (o_smem, o_gmem)):
+                    Matrix.of(smem, slot).fill(gmem, batch_idx, start, head_idx, full)
+                for smem, gmem in ((lse_smem, lse_gmem), (dlse_smem, dlse_gmem)):
+                    if gmem is not None:
+                        plgpu.copy_gmem_to_smem(
+                            gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)], smem.at[slot], full
+                        )
+
+            def copy_keys(item):
+                batch_idx, key_head = place_item(item)
+                slot = key_slot(item)
+                plgpu.barrier_wait(bars["key_free"].at[slot])
+                full = bars["key_full"].at[slot]
+                for smem, gmem in ((k_smem, k_gmem), (v_smem, v_gmem)):
+                    for tile in range(tile_count):
+                        Matrix.of(smem, slot, tile).fill(
+                            gmem, batch_idx, tile * ROWS, key_head, full
+                        )
+
+            def sum_rows(step):
+                """Takes sum(out dout) - dlse of each query of a step."""
+                slot = query_slot(step)
+                plgpu.barrier_wait(bars["query_full"].at[slot])
+                delta = None
+                for o_ref, do_ref in zip(
+                    Matrix.of(o_smem, slot).operands, Matrix.of(do_smem, slot).operands, strict=True
+                ):
+                    o, do = (
+                        plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                        for ref in (o_ref, do_ref)
+                    )
+                    part = jnp.sum(o * do, axis=1)
+                    delta = part if delta is None else delta + part
+                if dlse is not None:
+                    delta -= plgpu.load(dlse_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1))
+                delta_smem.at[slot][...] = delta
+                plgpu.barrier_arrive(bars["delta_full"].at[slot])
+
+            def compute_dq(step):
+                batch_idx, head_idx, start = place(step)
+                slot = key_slot(lax.div(step, jnp.int32(steps)))
+                plgpu.barrier_wait(bars["ds_full"])
+
+                def products(*accs):
+                    for tile in range(tile_count):
+                        ds_tile = ds_smem.at[tile].transpose((1, 0))
+                        memory.multiply(accs, ds_tile, Matrix.of(k_smem, slot, tile))
+                    return [acc[...] for acc in accs]
+
+                dq = pl.run_scoped(products, *memory.accumulators(head_size))
+                plgpu.barrier_arrive(bars["ds_free"])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                staged = Matrix.of(dq_smem)
+                for block, smem in zip(dq, staged.operands, strict=True):
+                    smem[...] = (block * logits_scale).astype(dtype)
+                plgpu.commit_smem()
+                staged.write(dq_gmem, batch_idx, start, head_idx)
+
+            plgpu.barrier_arrive(bars["ds_free"])
+            copy_keys(0)
+            copy_queries(0)
+            sum_rows(0)
+
+            @pl.loop(0, own_steps)
+            def _(step):
+                @pl.when(step + 1 < own_steps)
+                def _():
+                    copy_queries(step + 1)
+                    sum_rows(step + 1)
+
+                compute_dq(step)
+                item, within = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+                pl.when(within == steps - 1)(lambda: plgpu.barrier_arrive(bars["key_read"]))
+                # With one slot the next keys come when this head is done, else during it.
+                copies = within == (0 if key_slots > 1 else steps - 1)
+                pl.when(copies & (item + 1 < own_items))(lambda: copy_keys(item + 1))
+
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg_idx < warpgroups)
+        def _dk_and_dv():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            for slot in range(query_slots):
+                plgpu.barrier_arrive(bars["query_free"].at[slot])
+            for slot in range(key_slots):
+                plgpu.barrier_arrive(bars["key_free"].at[slot])
+
+            def step_of(item, within, carry):
+                step = item * steps + within
+                batch_idx, head_idx, start = place(step)
+                slot = query_slot(step)
+                key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
+                q, do = Matrix.of(q_smem, slot), Matrix.of(do_smem, slot)
+                tiles = [wg_idx * key_tiles + j for j in range(key_tiles)]
+                keys = [Matrix.of(k_smem, key_slot(item), tile) for tile in tiles]
+                values = [Matrix.of(v_smem, key_slot(item), tile) for tile in tiles]
+                places = [
+                    _KeyRows(batch_idx, head_idx, start, tile * ROWS, (ROWS, ROWS), transposed=True)
+                    for tile in tiles
+                ]
+                columns = plgpu.Layout.WGMMA.reduce(0)
+                plgpu.barrier_wait(bars["query_full"].at[slot])
+
+                def body(s_accs, dp_accs, dv_accs, dk_accs):
+                    dvs, dks = carry
+                    for accs, values_before in ((dv_accs, dvs), (dk_accs, dks)):
+                        for acc, before in zip(
+                            jax.tree.leaves(accs), jax.tree.leaves(values_before), strict=True
+                        ):
+                            acc[...] = before
+                    lse_row = plgpu.load(lse_smem.at[slot], layout=columns)
+                    # exp2 of anything less infinity is 0: such queries attend to nothing.
+                    lse_row = jnp.where(lse_row <= EMPTY_LSE, jnp.inf, lse_row * LOG2E)
+                    # One tile after the other: the registers hold dK and dV of all, but P of one.
+                    for j in range(key_tiles):
+                        memory.multiply_transposed(s_accs[j], keys[j], q)
+                        s = s_accs[j][...]
+                        x = logits.logits(s, places[j], ops, key_length, masked)
+                        p = jnp.exp2(x * logits.multiplier - _columns(lse_row, x.shape))
+                        dropped = p
+                        if logits.dropout_rate > 0:
+                            dropped = logits.dropped(p, places[j], heads, ops)
+                        memory.multiply(dv_accs[j], dropped.astype(dtype), do)
+                        memory.multiply_transposed(dp_accs[j], values[j], do)
+                        if j == 0:
+                            plgpu.barrier_wait(bars["delta_full"].at[slot])
+                            plgpu.barrier_wait(bars["ds_free"])
+                        delta = _columns(plgpu.load(delta_smem.at[slot], layout=columns), p.shape)
+                        dp = dp_accs[j][...]
+                        if logits.dropout_rate > 0:
+                            dp = logits.dropped(dp, places[j], heads, ops)
+                            dp = dp * (1.0 / logits.keep_probability)
+                        ds = p * (dp - delta)
+                        if dlogits_gmem is not None:
+                            dlogits_gmem.at[
+                                batch_idx,
+                                head_idx,
+                                pl.ds(tiles[j] * ROWS, ROWS),
+                                pl.ds(start, ROWS),
+                            ][...] = ds
+                        if logits.soft_cap is not None:
+                            ds = ds * logits.derivative_of_capped(s)
+                        ds = ds.astype(dtype)
+                        memory.multiply(dk_accs[j], ds, q)
+                        ds_smem.at[tiles[j]][...] = ds
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(bars["ds_full"])
+                    results = jax.tree.map(lambda acc: acc[...], (dv_accs, dk_accs))
+                    plgpu.barrier_arrive(bars["query_free"].at[slot])
+                    return results
+
+                carry = pl.run_scoped(
+                    body,
+                    [plgpu.ACC((ROWS, ROWS), jnp.float32)] * key_tiles,
+                    [plgpu.ACC((ROWS, ROWS), jnp.float32)] * key_tiles,
+                    [memory.accumulators(value_size) for _ in range(key_tiles)],
+                    [memory.accumulators(head_size) for _ in range(key_tiles)],
+                )
+                if key_slots > 1:
+
+                    @pl.when((within == 0) & (item > 0))
+                    def _():
+                        # The last head's results have left the memory of its keys long ago.
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.barrier_arrive(bars["key_free"].at[key_slot(item - 1)])
+
+                return carry
+
+            @pl.loop(0, own_items)
+            def _(item):
+                slot = key_slot(item)
+                batch_idx, key_head = place_item(item)
+                plgpu.barrier_wait(bars["key_full"].at[slot])
+
+                def zeros(blocks):
+                    zero = plgpu.layout_cast(
+                        jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA
+                    )
+                    return [[zero] * blocks] * key_tiles
+
+                carry = (zeros(value_blocks), zeros(head_blocks))
+                dvs, dks = lax.fori_loop(
+                    0, steps, lambda within, carry: step_of(item, within, carry), carry
+                )
+
+                def write(smem, gmem, results, factor):
+                    """Through the memory of this warpgroup's own tiles, which nobody reads now."""
+                    for j in range(key_tiles):
+                        tile = wg_idx * key_tiles + j
+                        staged = Matrix.of(smem, slot, tile)
+                        for block, ref in zip(results[j], staged.operands, strict=True):
+                            ref[...] = (block * factor).astype(dtype)
+                        plgpu.commit_smem()
+                        staged.write(gmem, batch_idx, tile * ROWS, key_head)
+
+                write(v_smem, dv_gmem, dvs, 1.0 / logits.keep_probability)
+                plgpu.barrier_wait(bars["key_read"])
+                write(k_smem, dk_gmem, dks, logits_scale)
+                if key_slots == 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(bars["key_free"].at[slot])
+
+            plgpu.wait_smem_to_gmem(0)
+
+    # A cap has a slope of its own for each element, which contains the scale.
+    logits_scale = logits.scale if logits.soft_cap is None else 1.0
+    rows = plgpu.SMEM((query_slots, ROWS), jnp.float32)
+    copies = head_blocks + 2 * value_blocks + (1 if dlse is None else 2)
+    outputs = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (query, key, value)]
+    if bias is not None:
+        dlogits_shape = (batch, heads, config.keys, chunks * ROWS)
+        outputs.append(jax.ShapeDtypeStruct(dlogits_shape, jnp.float32))
+    dquery, dkey, dvalue, *dlogits = plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        scratch_types=dict(
+            q_smem=memory.matrix((query_slots,), ROWS, head_size, dtype),
+            k_smem=memory.matrix((key_slots, tile_count), ROWS, head_size, dtype),
+            v_smem=memory.matrix((key_slots, tile_count), ROWS, value_size, dtype),
+            o_smem=memory.matrix((query_slots,), ROWS, value_size, dtype),
+            do_smem=memory.matrix((query_slots,), ROWS, value_size, dtype),
+            ds_smem=memory.square((tile_count,), dtype),
+            dq_smem=memory.matrix((), ROWS, head_size, dtype),
+            rows_smem=[rows, rows, rows],
+            query_full=plgpu.Barrier(num_arrivals=copies, num_barriers=query_slots),
+            query_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=query_slots),
+            key_full=plgpu.Barrier(
+                num_arrivals=tile_count * (head_blocks + value_blocks),
+                num_barriers=key_slots,
+            ),
+            key_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=key_slots),
+            key_read=plgpu.Barrier(),
+            delta_full=plgpu.Barrier(num_barriers=query_slots),
+            ds_full=plgpu.Barrier(num_arrivals=warpgroups),
+            ds_free=plgpu.Barrier(),
+        ),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*arrays, *(getattr(operands, name) for name in present))
+    dbias = None
+    if bias is not None:
+        dbias = dlogits[0][:, :, :key_count, :query_count].swapaxes(2, 3)
+        broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+        dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
+    return dquery, dkey, dvalue, dbias, dsinks
+
+
+@dataclass(frozen=True)
+class _KeyRows(Tile):
+    """A tile with keys as rows, whose matrices come transposed, [B or 1, N or 1, S or 1, T or 1]."""
+
+    def matrix(self, ref) -> jax.Array:
+        swapped = Tile(
+            self.batch, self.head, self.key_start, self.query_start, self.shape, layout=self.layout
+        )
+        return swapped.matrix(ref)
+
+
+def _transposed(matrices: jax.Array | None) -> jax.Array | None:
+    return None if matrices is None else matrices.swapaxes(2, 3)
+
+
+def _gradient_of_sinks(sinks, out, lse, dout, dlse) -> jax.Array:
+    delta = jnp.einsum("btnv,btnv->bnt", out, dout, preferred_element_type=jnp.float32)
+    if dlse is not None:
+        delta -= dlse
+    weights = jnp.exp(sinks[:, None] - lse[..., : out.shape[1]])
+    return -jnp.sum(weights * delta, axis=(0, 2))
+
+
+def _columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [1])

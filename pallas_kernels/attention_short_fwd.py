@@ -1,0 +1,231 @@
+"""Attention on Hopper, forward for S <= 256: whole rows of the softmax at once.
+
+A head's keys and values stay in shared memory, a warpgroup takes its queries 64 at a time, and a
+row of logits lies in registers as a whole: one maximum, one sum, nothing rescaled. The warpgroups of
+a CTA work on heads of their own and never wait for each other; while one waits for memory, another
+multiplies and the third takes exponentials.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import attention_short_memory as memory
+from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention_short_memory import COLUMNS, Matrix, ceil_to
+
+ROWS = 64
+"""Queries of a tile: what one wgmma instruction takes."""
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How heads are spread over the chip."""
+
+    workers: int
+    """Warpgroups of a CTA, of which a multiprocessor holds one."""
+    tiles: int
+    """Tiles of queries for which a worker loads keys and values."""
+
+
+def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
+    """How many warpgroups of a multiprocessor can have a head each in shared memory, up to 3."""
+    head, value = (ceil_to(size, COLUMNS) for size in (head_size, value_size))
+    numbers = ceil_to(key_count, 8) * head + ceil_to(key_count, 64) * value + 2 * ROWS * head
+    numbers += 0 if head == value else ROWS * value
+    return min(3, memory.SHARED_MEMORY_BYTES // (2 * numbers + 4 * ROWS))
+
+
+def default_config(
+    query_count: int,
+    key_count: int,
+    head_size: int,
+    value_size: int,
+    heads: int,
+    multiprocessors: int,
+) -> ForwardConfig:
+    """The choice for `heads` heads of the whole batch."""
+    workers = workers_that_fit(key_count, head_size, value_size)
+    all_tiles = tiles = ceil_to(query_count, ROWS) // ROWS
+    # With few heads several workers share one, and each loads its keys and values.
+    while tiles > 1 and heads * all_tiles < workers * multiprocessors * tiles:
+        tiles = (tiles + 1) // 2
+    return ForwardConfig(workers, tiles)
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+    config: ForwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, V], lse [B, N, T rounded up to 64] float32), see pallas_kernels.attention."""
+    batch, query_count, heads, head_size = query.shape
+    key_count, key_heads, value_size = value.shape[1:]
+    config = config or default_config(
+        query_count, key_count, head_size, value_size, batch * heads, multiprocessors
+    )
+    dtype = query.dtype
+    workers, tiles = config.workers, config.tiles
+    key_rows, value_rows = ceil_to(key_count, 8), ceil_to(key_count, 64)
+    query_rows = ceil_to(query_count, ROWS)
+    parts = ceil_to(query_rows // ROWS, tiles) // tiles
+    items = batch * heads * parts
+    ctas = min(multiprocessors, -(-items // workers))
+    operands = operands.padded(ROWS, key_rows)
+    present = [name for name, array in operands._asdict().items() if array is not None]
+    masked = not logits.mask.is_always_full(ROWS, key_rows)
+
+    def kernel(q_gmem, k_gmem, v_gmem, *refs, q_smem, k_smem, v_smem, out_smem, lse_smem, **full):
+        *operand_refs, out_gmem, lse_gmem = refs
+        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
+        wg_idx = lax.axis_index("wg")
+        worker_idx = wg_idx * ctas + lax.axis_index("cta")
+        k_wg_smem, v_wg_smem = Matrix.of(k_smem, wg_idx), Matrix.of(v_smem, wg_idx)
+        lse_wg_smem = lse_smem.at[wg_idx]
+        q_full = full["q_full"].at[wg_idx]
+        k_full, v_full = full["k_full"].at[wg_idx], full["v_full"].at[wg_idx]
+        own_items = lax.div(items - worker_idx + (workers * ctas - 1), jnp.int32(workers * ctas))
+        steps = own_items * tiles
+
+        def place(step):
+            """(batch, head, first query) of the tile of a step."""
+            item = worker_idx + lax.div(step, jnp.int32(tiles)) * (workers * ctas)
+            batch_head = lax.div(item, jnp.int32(parts))
+            tile = lax.rem(item, jnp.int32(parts)) * tiles + lax.rem(step, jnp.int32(tiles))
+            batch_idx = lax.div(batch_head, jnp.int32(heads))
+            return batch_idx, lax.rem(batch_head, jnp.int32(heads)), tile * ROWS
+
+        def copy_keys(gmem, smem, barrier, step):
+            batch_idx, head_idx, _ = place(step)
+            key_head = lax.div(head_idx, jnp.int32(heads // key_heads))
+            smem.fill(gmem, batch_idx, 0, key_head, barrier)
+
+        def queries(step):
+            return Matrix.of(q_smem, wg_idx, lax.rem(step, jnp.int32(2)))
+
+        def copy_queries(step):
+            batch_idx, head_idx, start = place(step)
+            queries(step).fill(q_gmem, batch_idx, start, head_idx, q_full)
+
+        @pl.when(steps > 0)
+        def _():
+            copy_queries(0)
+            copy_keys(k_gmem, k_wg_smem, k_full, 0)
+            copy_keys(v_gmem, v_wg_smem, v_full, 0)
+
+        @pl.loop(0, steps)
+        def _(step):
+            batch_idx, head_idx, start = place(step)
+            is_first = lax.rem(step, jnp.int32(tiles)) == 0
+            has_next = step + 1 < steps
+            changes_head = has_next & (lax.rem(step + 1, jnp.int32(tiles)) == 0)
+            query_length = (
+                query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
+            )
+            key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
+            q_wg_smem = queries(step)
+            out_wg_smem = Matrix.of(out_smem, wg_idx) if out_smem else q_wg_smem
+
+            plgpu.barrier_wait(q_full)
+            pl.when(is_first)(lambda: plgpu.barrier_wait(k_full))
+
+            def products(acc):
+                memory.multiply_transposed(acc, q_wg_smem, k_wg_smem)
+                return acc[...]
+
+            x = pl.run_scoped(products, plgpu.ACC((ROWS, key_rows), jnp.float32))
+            pl.when(changes_head)(lambda: copy_keys(k_gmem, k_wg_smem, k_full, step + 1))
+
+            tile = Tile(batch_idx, head_idx, start, 0, (ROWS, key_rows))
+            x = logits.logits(x, tile, ops, key_length, masked)
+            maximum = jnp.max(x, axis=1) * logits.multiplier
+            if logits.has_sinks:
+                sink = ops.sinks[head_idx] * LOG2E
+                maximum = jnp.maximum(maximum, sink)
+            # Any finite number serves a row of -inf: it only has to keep -inf - maximum from NaN.
+            maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+            weights = jnp.exp2(x * logits.multiplier - _rows(maximum, x.shape))
+            total = jnp.sum(weights, axis=1)
+            if logits.has_sinks:
+                total = total + jnp.exp2(sink - maximum)
+            if logits.dropout_rate > 0:
+                weights = logits.dropped(weights, tile, heads, ops)
+            weights = weights.astype(dtype)
+            if value_rows > key_rows:
+                nothing = jnp.zeros((ROWS, value_rows - key_rows), dtype)
+                nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+                weights = jnp.concatenate([weights, nothing], axis=1)
+
+            # The other half of the queries' memory held the last output, on its way to gmem.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(has_next)(lambda: copy_queries(step + 1))
+            pl.when(is_first)(lambda: plgpu.barrier_wait(v_full))
+
+            def outputs(*accs):
+                memory.multiply(accs, weights, v_wg_smem)
+                return [acc[...] for acc in accs]
+
+            out = pl.run_scoped(outputs, *memory.accumulators(value_size))
+            pl.when(changes_head)(lambda: copy_keys(v_gmem, v_wg_smem, v_full, step + 1))
+
+            empty = total == 0.0
+            if ops.query_lengths is not None:
+                row = start + plgpu.broadcasted_iota(
+                    jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
+                )
+                empty = empty | (row >= query_length)
+            lse_wg_smem[...] = jnp.where(
+                empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E)
+            )
+            total = jnp.where(empty, 1.0, total)
+            inverse = jnp.where(empty, 0.0, (1.0 / logits.keep_probability) / total)
+            for block, smem in zip(out, out_wg_smem.operands, strict=True):
+                smem[...] = (block * _rows(inverse, block.shape)).astype(dtype)
+            plgpu.commit_smem()
+            out_wg_smem.write(out_gmem, batch_idx, start, head_idx)
+            plgpu.copy_smem_to_gmem(
+                lse_wg_smem, lse_gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)]
+            )
+
+        plgpu.wait_smem_to_gmem(0)
+
+    head_blocks = memory.blocks(head_size)
+    value_blocks = memory.blocks(value_size)
+    out_takes_place_of_queries = head_blocks == value_blocks
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
+            jax.ShapeDtypeStruct((batch, heads, query_rows), jnp.float32),
+        ),
+        scratch_types=dict(
+            q_smem=memory.matrix((workers, 2), ROWS, head_size, dtype),
+            k_smem=memory.matrix((workers,), key_rows, head_size, dtype),
+            v_smem=memory.matrix((workers,), value_rows, value_size, dtype),
+            out_smem=[]
+            if out_takes_place_of_queries
+            else memory.matrix((workers,), ROWS, value_size, dtype),
+            lse_smem=plgpu.SMEM((workers, ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=head_blocks, num_barriers=workers),
+            k_full=plgpu.Barrier(num_arrivals=head_blocks, num_barriers=workers),
+            v_full=plgpu.Barrier(num_arrivals=value_blocks, num_barriers=workers),
+        ),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=workers,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(query, key, value, *(getattr(operands, name) for name in present))
+
+
+def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(vector, shape, [0])
