@@ -8,8 +8,9 @@ CTAs are persistent: the copies of the next tile run during the end of this one.
 
 import functools
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_mask import BlockMask
+from pallas_kernels.attention_mask import BlockMask, Blocks, Index, segment_blocks
 
 _ROWS = 64
 """Queries of a consumer: what one wgmma instruction takes."""
@@ -80,6 +81,22 @@ def copyable(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns)))
 
 
+class _Place(NamedTuple):
+    """Where a tile lies and what it visits."""
+
+    batch_idx: jax.Array
+    head_idx: jax.Array
+    start: jax.Array
+    """The first query."""
+    query_length: Index
+    key_length: Index
+    key_blocks: Callable[[Index, Index], Blocks]
+    """Of a range of its queries."""
+    first: jax.Array
+    """Blocks of keys [first, stop) are visited, from the last to the first."""
+    stop: jax.Array
+
+
 def forward(
     query: jax.Array,
     key: jax.Array,
@@ -99,6 +116,11 @@ def forward(
     consumers = config.consumers
     head_width, value_width = shared_width(head_size), shared_width(value_size)
     query, key, value = copyable(query), copyable(key), copyable(value)
+    # What arrays only some calls have: the bounds by segments, then the operands.
+    segment_bounds = []
+    if mask.has_segments:
+        segments = (operands.query_segments, operands.key_segments)
+        segment_bounds = [segment_blocks(*segments, rows, block)]
     operands = operands.padded(rows, block)
     present = [name for name, array in operands._asdict().items() if array is not None]
     schedule = _schedule(mask, config, batch * heads, multiprocessors)
@@ -107,6 +129,7 @@ def forward(
 
     def kernel(q_gmem, k_gmem, v_gmem, schedule_gmem, *refs, **scratch):
         *operand_refs, out_gmem, lse_gmem = refs
+        bounds_gmem = operand_refs.pop(0) if mask.has_segments else None
         ops = Operands(**dict(zip(present, operand_refs, strict=True)))
         q_smem, k_smem, v_smem = scratch["q_smem"], scratch["k_smem"], scratch["v_smem"]
         lse_smem = scratch["lse_smem"]
@@ -120,35 +143,47 @@ def forward(
         tile_count = schedule_gmem[cta_idx, 0]
 
         def place(tile_idx):
-            """(batch, head, first query, lengths, blocks) of a tile of this CTA."""
             number = schedule_gmem[cta_idx, tile_idx + 1]
             batch_head = lax.div(number, jnp.int32(query_blocks))
             batch_idx = lax.div(batch_head, jnp.int32(heads))
             head_idx = lax.rem(batch_head, jnp.int32(heads))
-            start = lax.rem(number, jnp.int32(query_blocks)) * rows
-            query_length = query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
+            block_idx = lax.rem(number, jnp.int32(query_blocks))
+            query_length = (
+                query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
+            )
             key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
-            lengths = (query_length, key_length)
-            blocks = mask.key_blocks((start, start + rows), block, *lengths)
+            within = None
+            if bounds_gmem is not None:
+                within = Blocks(*(bounds_gmem[batch_idx, block_idx, i] for i in range(4)))
+
+            def key_blocks(start, stop):
+                return mask.key_blocks((start, stop), block, query_length, key_length, within)
+
+            start = block_idx * rows
+            blocks = key_blocks(start, start + rows)
             # A tile without keys passes through the kernel like others, over one block of none.
-            blocks = blocks._replace(stop=lax.max(jnp.int32(blocks.stop), blocks.start + 1))
-            return batch_idx, head_idx, start, lengths, blocks
+            key_blocks_count = -(-key_count // block)
+            first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
+            stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
+            return _Place(
+                batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop
+            )
 
         @pl.when(wg_idx == consumers)
         def _producer():
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def copy_tile(tile_idx, step):
-                batch_idx, head_idx, start, _, blocks = place(tile_idx)
-                key_head = lax.div(head_idx, jnp.int32(heads // key_heads))
+                at = place(tile_idx)
+                key_head = lax.div(at.head_idx, jnp.int32(heads // key_heads))
 
                 def copy_queries(consumer):
                     plgpu.barrier_wait(q_free.at[consumer])
                     plgpu.copy_gmem_to_smem(
                         q_gmem.at[
-                            batch_idx,
-                            pl.ds(start + consumer * _ROWS, _ROWS),
-                            head_idx,
+                            at.batch_idx,
+                            pl.ds(at.start + consumer * _ROWS, _ROWS),
+                            at.head_idx,
                             pl.ds(0, head_width),
                         ],
                         q_smem.at[consumer],
@@ -159,7 +194,7 @@ def forward(
                     plgpu.barrier_wait(free.at[slot])
                     plgpu.copy_gmem_to_smem(
                         gmem.at[
-                            batch_idx, pl.ds(index * block, block), key_head, pl.ds(0, width)
+                            at.batch_idx, pl.ds(index * block, block), key_head, pl.ds(0, width)
                         ],
                         smem.at[slot],
                         full.at[slot],
@@ -171,8 +206,8 @@ def forward(
                 def copy_value(index, slot):
                     copy_block(v_gmem, v_smem, v_free, v_full, value_width, index, slot)
 
-                count = blocks.stop - blocks.start
-                last = blocks.stop - 1
+                count = at.stop - at.first
+                last = at.stop - 1
                 # The first consumer starts as soon as its own queries are there.
                 copy_queries(0)
                 copy_key(last, lax.rem(step, jnp.int32(stages)))
@@ -223,19 +258,18 @@ def forward(
                     plgpu.barrier_arrive(turn.at[0])
 
             def attend(tile_idx, step):
-                batch_idx, head_idx, cta_start, lengths, blocks = place(tile_idx)
-                start = cta_start + wg_idx * _ROWS
-                query_length, key_length = lengths
-                count = blocks.stop - blocks.start
-                last = blocks.stop - 1
+                at = place(tile_idx)
+                start = at.start + wg_idx * _ROWS
+                count = at.stop - at.first
+                last = at.stop - 1
                 # Every consumer passes over all blocks of the CTA, but masks by its own rows.
-                own = mask.key_blocks((start, start + _ROWS), block, *lengths)
+                own = at.key_blocks(start, start + _ROWS)
 
                 def softmax(products, maximum, total, i, masked):
                     tile = Tile(
-                        batch_idx, head_idx, start, (last - i) * block, (_ROWS, block)
+                        at.batch_idx, at.head_idx, start, (last - i) * block, (_ROWS, block)
                     )
-                    x = logits.logits(products, tile, ops, key_length, masked)
+                    x = logits.logits(products, tile, ops, at.key_length, masked)
                     scaled = _times(jnp.max(x, axis=1), logits.multiplier)
                     new_maximum = jnp.maximum(maximum, scaled)
                     decay = jnp.exp2(maximum - new_maximum)
@@ -257,16 +291,12 @@ def forward(
                     pass_turn()
                     return s_acc[...]
 
-                products = pl.run_scoped(
-                    first_products, plgpu.ACC((_ROWS, block), jnp.float32)
-                )
+                products = pl.run_scoped(first_products, plgpu.ACC((_ROWS, block), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[slot])
                 vector = plgpu.Layout.WGMMA.reduce(1)
                 maximum = plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), vector)
                 total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), vector)
-                weights, maximum, total, _ = softmax(
-                    products, maximum, total, 0, not always_full
-                )
+                weights, maximum, total, _ = softmax(products, maximum, total, 0, not always_full)
                 out = plgpu.layout_cast(
                     jnp.zeros((_ROWS, value_width), jnp.float32), plgpu.Layout.WGMMA
                 )
@@ -304,12 +334,12 @@ def forward(
                 partial = functools.partial(advance, masked=True)
                 if always_full:
                     carry = lax.fori_loop(1, count, full, carry)
-                elif mask.has_elements:
+                elif mask.has_explicit:
                     carry = lax.fori_loop(1, count, partial, carry)
                 else:
                     # From the last block to the first: partial ones, full ones, partial ones.
-                    full_first = lax.max(1, blocks.stop - own.full_stop)
-                    full_last = lax.max(full_first, blocks.stop - own.full_start)
+                    full_first = lax.max(1, at.stop - own.full_stop)
+                    full_last = lax.max(full_first, at.stop - own.full_start)
                     if mask.right_partial_blocks(_ROWS, rows, block) > 1:
                         carry = lax.fori_loop(1, lax.min(full_first, count), partial, carry)
                     carry = lax.fori_loop(full_first, lax.min(full_last, count), full, carry)
@@ -327,13 +357,11 @@ def forward(
                     plgpu.wgmma(out_acc, weights, v_smem.at[v_slot])
                     return out_acc[...]
 
-                out = pl.run_scoped(
-                    last_products, plgpu.ACC((_ROWS, value_width), jnp.float32)
-                )
+                out = pl.run_scoped(last_products, plgpu.ACC((_ROWS, value_width), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[v_slot])
 
                 if logits.has_sinks:
-                    sink = ops.sinks[head_idx] * LOG2E
+                    sink = ops.sinks[at.head_idx] * LOG2E
                     new_maximum = jnp.maximum(maximum, sink)
                     decay = jnp.exp2(maximum - new_maximum)
                     total = total * decay + jnp.exp2(sink - new_maximum)
@@ -342,7 +370,7 @@ def forward(
                 empty = total == 0.0
                 if ops.query_lengths is not None:
                     row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
-                    empty = empty | (row >= query_length)
+                    empty = empty | (row >= at.query_length)
                 lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
                 inverse = jnp.where(
                     empty, 0.0, (1.0 / logits.keep_probability) / jnp.where(empty, 1.0, total)
@@ -357,11 +385,11 @@ def forward(
                 plgpu.copy_smem_to_gmem(
                     out_wg_smem,
                     out_gmem.at[
-                        batch_idx, pl.ds(start, _ROWS), head_idx, pl.ds(0, value_width)
+                        at.batch_idx, pl.ds(start, _ROWS), at.head_idx, pl.ds(0, value_width)
                     ],
                 )
                 plgpu.copy_smem_to_gmem(
-                    lse_wg_smem, lse_gmem.at[batch_idx, head_idx, pl.ds(start, _ROWS)]
+                    lse_wg_smem, lse_gmem.at[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)]
                 )
                 if out_smem is None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -413,7 +441,7 @@ def forward(
         num_threads=consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, schedule, *(getattr(operands, name) for name in present))
+    )(query, key, value, schedule, *segment_bounds, *(getattr(operands, name) for name in present))
     return out[:, :query_count, :, :value_size], lse[..., :query_count]
 
 

@@ -82,7 +82,7 @@ class Tile:
         return start + plgpu.broadcasted_iota(jnp.int32, self.shape, dimension, layout=self.layout)
 
     def vector(self, ref, axis: int) -> jax.Array:
-        """ref [B or 1, T or S] along the queries (axis 0) or keys (axis 1), broadcast to the tile."""
+        """[B or 1, T or S] along the queries (axis 0) or keys (axis 1), broadcast to the tile."""
         dimension = axis ^ self.query_axis
         start = self.query_start if axis == 0 else self.key_start
         values = plgpu.load(
@@ -93,7 +93,7 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, [dimension])
 
     def matrix(self, ref) -> jax.Array:
-        """ref [B or 1, N or 1, T or 1, S or 1], broadcast to the tile; only with rows as queries."""
+        """[B or 1, N or 1, T or 1, S or 1], broadcast to the tile; only with rows as queries."""
         assert not self.transposed
         b = self.batch if ref.shape[0] > 1 else 0
         n = self.head if ref.shape[1] > 1 else 0

@@ -32,7 +32,8 @@ class BlockMask:
     """What of the mask is known when a kernel is compiled.
 
     Position and lengths allow each query one interval of keys whose ends do not decrease with the
-    query; segments and an explicit mask then take single elements away.
+    query. Segments and an explicit mask then take elements away; what they do to whole blocks is
+    data, and comes as bounds `within` which a kernel keeps: see `segment_blocks`.
     """
 
     query_count: int
@@ -48,12 +49,7 @@ class BlockMask:
     @property
     def has_left_edge(self) -> bool:
         """Whether the first visited blocks may be partial: otherwise full_start is start."""
-        return self.window is not None or self.has_elements
-
-    @property
-    def has_elements(self) -> bool:
-        """Whether any element may be masked apart from the interval: then no block is full."""
-        return self.has_segments or self.has_explicit
+        return self.window is not None or self.has_segments or self.has_explicit
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
         """Whether no block ever is partial, so that a kernel needs no masked version of its step."""
@@ -72,6 +68,8 @@ class BlockMask:
         size.
         """
         _, right = self.reach()
+        if self.has_segments or self.has_explicit:
+            return -(-self.key_count // key_block)
         if right is None:
             return 1
         aligned = right == 0 and (group % key_block == 0 or key_block % group == 0)
@@ -85,7 +83,12 @@ class BlockMask:
         return left, right
 
     def key_blocks(
-        self, queries: tuple[Index, Index], block: int, query_length: Index, key_length: Index
+        self,
+        queries: tuple[Index, Index],
+        block: int,
+        query_length: Index,
+        key_length: Index,
+        within: Blocks | None = None,
     ) -> Blocks:
         """The blocks of `block` keys for the queries of [queries[0], queries[1]).
 
@@ -103,10 +106,15 @@ class BlockMask:
         if right is not None:
             stop, full_stop = _min(stop, last + 1 + right), _min(full_stop, first + 1 + right)
         stop = _where(first < query_length, stop, 0)
-        return self._blocks(start, full_start, full_stop, stop, block)
+        return self._blocks(start, full_start, full_stop, stop, block, within)
 
     def query_blocks(
-        self, keys: tuple[Index, Index], block: int, query_length: Index, key_length: Index
+        self,
+        keys: tuple[Index, Index],
+        block: int,
+        query_length: Index,
+        key_length: Index,
+        within: Blocks | None = None,
     ) -> Blocks:
         """The blocks of `block` queries for the keys of [keys[0], keys[1]): `key_blocks` transposed.
 
@@ -125,18 +133,34 @@ class BlockMask:
             stop, full_stop = _min(stop, last + 1 + left), _min(full_stop, first + 1 + left)
         stop = _where(first < key_length, stop, 0)
         full_stop = _where(end <= key_length, full_stop, 0)
-        return self._blocks(start, full_start, full_stop, stop, block)
+        return self._blocks(start, full_start, full_stop, stop, block, within)
 
     def _blocks(
-        self, start: Index, full_start: Index, full_stop: Index, stop: Index, block: int
+        self,
+        start: Index,
+        full_start: Index,
+        full_stop: Index,
+        stop: Index,
+        block: int,
+        within: Blocks | None,
     ) -> Blocks:
         """Bounds in elements to bounds in blocks: partial ones are visited, but are not full."""
-        first = _down(start, block)
-        last = _max(first, _up(stop, block))
-        if self.has_elements:
+        bounds = Blocks(
+            _down(start, block), _up(full_start, block), _down(full_stop, block), _up(stop, block)
+        )
+        if within is not None:
+            bounds = Blocks(
+                _max(bounds.start, within.start),
+                _max(bounds.full_start, within.full_start),
+                _min(bounds.full_stop, within.full_stop),
+                _min(bounds.stop, within.stop),
+            )
+        first = bounds.start
+        last = _max(first, bounds.stop)
+        if self.has_explicit or (self.has_segments and within is None):
             return Blocks(first, first, first, last)
-        full_first = _min(_up(full_start, block), last)
-        full_last = _max(full_first, _min(_down(full_stop, block), last))
+        full_first = _max(first, _min(bounds.full_start, last))
+        full_last = _max(full_first, _min(bounds.full_stop, last))
         return Blocks(first, full_first, full_last, last)
 
     def allowed(self, query: jax.Array, key: jax.Array, key_length: Index) -> jax.Array | None:
@@ -158,6 +182,35 @@ class BlockMask:
         for condition in conditions:
             result = condition if result is None else result & condition
         return result
+
+
+def segment_blocks(
+    query_segments: jax.Array, key_segments: jax.Array, query_block: int, key_block: int
+) -> jax.Array:
+    """[B, blocks of queries, 4]: the `Blocks` of keys in which segments leave anything, or all.
+
+    From the least and the greatest segment of each block, so with segments in order, as they are in
+    packed sequences, it is exact; out of order it visits more. Swap the arguments for the transposed.
+    """
+
+    def extremes(segments, block):
+        padding = ((0, 0), (0, -segments.shape[1] % block))
+        blocks = jnp.pad(segments, padding, mode="edge").reshape(segments.shape[0], -1, block)
+        return blocks.min(axis=2), blocks.max(axis=2)
+
+    q_least, q_greatest = (x[:, :, None] for x in extremes(query_segments, query_block))
+    k_least, k_greatest = (x[:, None, :] for x in extremes(key_segments, key_block))
+    meets = (k_least <= q_greatest) & (k_greatest >= q_least)
+    same = (q_least == q_greatest) & (k_least == q_least) & (k_greatest == q_least)
+    block = jnp.arange(meets.shape[2], dtype=jnp.int32)
+    count = block.size
+    start = jnp.min(jnp.where(meets, block, count - 1), axis=2)
+    stop = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
+    full_start = jnp.min(jnp.where(same, block, count), axis=2)
+    # Up to the first block after it that is not the same throughout.
+    after = ~same & (block >= full_start[..., None])
+    full_stop = jnp.min(jnp.where(after, block, count), axis=2)
+    return jnp.stack([start, full_start, full_stop, stop], axis=2).astype(jnp.int32)
 
 
 # Bounds are Python numbers where all that they depend on is, and traced ones otherwise.
