@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 
 
 class OneDevice:
@@ -19,6 +20,10 @@ class OneDevice:
     def rows(self, batch_size: int) -> slice:
         """Which images of each batch this process makes."""
         return slice(0, batch_size)
+
+    def model(self, model: nnx.Module) -> nnx.Module:
+        """`model`, changed in place where its parameters are to be read in another way."""
+        return model
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
         """`f(*args)`, compiled: parameters, or a state like them."""

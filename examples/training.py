@@ -196,13 +196,13 @@ def create(
     Args:
       build: makes the model.
       inputs: what the model will be called with; it is traced with them, not run.
-      placement: of the parameters.
+      placement: holds the parameters.
 
     Raises:
       ExampleError: the model refuses its sizes or these inputs.
     """
     try:
-        graphdef = nnx.graphdef(nnx.eval_shape(build))
+        graphdef = nnx.graphdef(nnx.eval_shape(lambda: placement.model(build())))
         jax.eval_shape(lambda *arrays: build()(*arrays), *inputs)
     except ValueError as error:
         raise ExampleError(str(error)) from error
@@ -349,7 +349,10 @@ class Run:
         Orbax copies the arrays before this returns, so that the next step may donate them, and
         renames the finished directory into place, so that a crash leaves no half checkpoint.
         """
-        items = {name: ocp.args.StandardSave(_flat(tree)) for name, tree in state.items()}
+        items = {
+            name: ocp.args.StandardSave(jax.tree.map(_for_orbax, _flat(tree)))
+            for name, tree in state.items()
+        }
         try:
             self._checkpoints().save(step, args=ocp.args.Composite(**items))
         except OSError as error:
@@ -374,7 +377,10 @@ class Run:
         try:
             for name, arrays in flat.items():
                 _check_same_arrays(where / name, arrays)
-            items = {name: ocp.args.StandardRestore(arrays) for name, arrays in flat.items()}
+            items = {
+                name: ocp.args.StandardRestore(jax.tree.map(_for_orbax, arrays))
+                for name, arrays in flat.items()
+            }
             restored = self._checkpoints().restore(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, KeyError) as error:
             raise ExampleError(
@@ -383,7 +389,11 @@ class Run:
             ) from error
         return {
             name: jax.tree.unflatten(
-                jax.tree.structure(tree), [restored[name][leaf] for leaf in flat[name]]
+                jax.tree.structure(tree),
+                [
+                    jax.device_put(restored[name][k], like.sharding)
+                    for k, like in flat[name].items()
+                ],
             )
             for name, tree in like.items()
         }
@@ -454,6 +464,13 @@ def _flat(tree: Any) -> dict[str, Any]:
     """A pytree as {"blocks.qkv.kernel": array}: what a checkpoint holds names no Python classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
+    """`array`, by NumPy where each of several processes has one of its own: orbax writes the first."""
+    if jax.process_count() > 1 and array.is_fully_addressable:
+        return np.array(array)
+    return array
 
 
 def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:

@@ -5,8 +5,8 @@ splits the work accordingly:
 
 - data: each row of devices has a part of the batch;
 - --tensor N: each column has a part of the heads and of the MLP's features, as in Megatron-LM;
-- --fsdp: each row also keeps a part of every matrix and of its optimizer state only, and gathers a
-  matrix when it is used.
+- --fsdp: each row keeps a part only of every matrix and of its optimizer state. A layer gathers its
+  matrix when it reads it, once a step: the backward pass uses it again.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053; Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -31,9 +32,19 @@ from examples.vit import train
 from examples.vit.model import MODELS, ViTSize
 
 COLUMNS = ("qkv", "mlp_in")
-"""Layers whose outputs are split over `tensor`: by heads, and by features of the MLP."""
+"""Layers whose outputs are split over `tensor`: features of the MLP; of qkv, where all queries come
+first, parts that XLA exchanges for heads."""
 ROWS = ("project", "mlp_out")
 """Layers whose inputs arrive split so; a sum over `tensor` completes their outputs."""
+
+
+class GatheredParam(nnx.Param):
+    """A matrix of which each device holds a part, and that a layer reads as a whole."""
+
+    whole: NamedSharding
+
+    def get_value(self, *, index: Any = ...) -> jax.Array:
+        return lax.with_sharding_constraint(super().get_value(index=index), self.whole)
 
 
 class OnMesh(OneDevice):
@@ -68,13 +79,18 @@ class OnMesh(OneDevice):
         axes = " x ".join(f"{size} {name}" for name, size in self.mesh.shape.items())
         return f"{axes} {super().__str__()}" + ", fsdp" * self.fsdp
 
-    def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
-        """How `mesh` splits a parameter, or an optimizer moment, which has its parameter's name."""
-        axes: list[str | None] = [None] * len(shape)
+    def _tensor_spec(self, layer: str, name: str, rank: int) -> P:
+        """How a parameter is split while it is used."""
+        axes: list[str | None] = [None] * rank
         if layer in COLUMNS:
             axes[-1] = "tensor"
         elif layer in ROWS and name == "kernel":
             axes[-2] = "tensor"
+        return P(*axes)
+
+    def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
+        """How a parameter is stored, or an optimizer moment, which has its parameter's name."""
+        axes = list(self._tensor_spec(layer, name, len(shape)))
         if self.fsdp and name == "kernel":
             free = [
                 axis
@@ -104,6 +120,15 @@ class OnMesh(OneDevice):
         places = self.batch.addressable_devices_indices_map((batch_size,)).values()
         ranges = [rows.indices(batch_size) for (rows,) in places]
         return slice(min(first for first, _, _ in ranges), max(last for _, last, _ in ranges))
+
+    def model(self, model: nnx.Module) -> nnx.Module:
+        if self.fsdp:
+            for path, layer in nnx.iter_modules(model):
+                if isinstance(layer, nnx.Linear):
+                    # Left to itself, XLA would split activations as the matrices are split.
+                    whole = NamedSharding(self.mesh, self._tensor_spec(path[-1], "kernel", 2))
+                    layer.kernel = GatheredParam(layer.kernel.get_raw_value(), whole=whole)
+        return model
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
         shardings = self.shardings(jax.eval_shape(f, *args))
