@@ -5,6 +5,8 @@
 // and walks down the rows. A block leaves one partial sum a column; they are added up afterwards,
 // always in the same order.
 
+#include <type_traits>
+
 #include "activation.cuh"
 #include "handler.h"
 #include "layer_norm.cuh"
@@ -17,16 +19,16 @@ constexpr int kBlocksPerMultiprocessor = 8;
 
 // One of the two operands of a gated activation, or the only one of a plain one.
 struct Branch {
-  const void* product;  // [rows, features], rows `stride` values apart
-  Parameter bias;
-  void* gradient;   // laid out as product
+  const void* in;   // the product; backwards the preactivation: [rows, features]
+  Parameter bias;   // backwards it is in the preactivation
+  void* out;        // the preactivation, nullptr: not wanted; backwards its gradient
   float* partials;  // [blocks along the rows, features], nullptr: not wanted
 };
 
 struct BiasActivationArgs {
   Branch gate;
-  Branch up;  // of a gated activation
-  int64_t stride;
+  Branch up;             // of a gated activation
+  int64_t stride;        // of the rows of in and out
   const void* residual;  // nullptr: none
   const void* dy;
   void* y;  // backwards: nullptr if it is not wanted again
@@ -63,16 +65,18 @@ __device__ __forceinline__ void store_row(void* address, int64_t place, const fl
   }
 }
 
-// The preactivation: the product with its bias, rounded to the dtype of both, which is what the
-// activation and its derivative read.
+// The preactivation: the product with its bias, rounded to the product's dtype, so that the
+// activation reads the very numbers that its derivative will.
 template <typename T, int kVec>
 __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
-                                              const float (&bias)[kVec], float (&z)[kVec]) {
+                                              const float (&bias)[kVec], void* out, int64_t place,
+                                              float (&z)[kVec]) {
   unpack(product, z);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) z[i] += bias[i];
   Vector<T, kVec> rounded;
   pack(z, rounded);
+  if (out != nullptr) store_streaming(static_cast<T*>(out) + place, rounded);
   unpack(rounded, z);
 }
 
@@ -110,25 +114,25 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t row = base + r * walk.step;
       if (row >= args.rows) break;
       const int64_t place = row * args.stride + walk.column;
-      product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.product) + place);
+      product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.in) + place);
       if (kGated) {
-        up_product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.product) + place);
+        up_product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.in) + place);
       }
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
       if (row >= args.rows) break;
-      const int64_t place = row * args.features + walk.column;
       float y[kVec];
-      preactivation(product[r], bias, y);
+      preactivation(product[r], bias, args.gate.out, row * args.stride + walk.column, y);
       activate(args.activation, y);
       if constexpr (kGated) {
         float up[kVec];
-        preactivation(up_product[r], up_bias, up);
+        preactivation(up_product[r], up_bias, args.up.out, row * args.stride + walk.column, up);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) y[i] *= up[i];
       }
+      const int64_t place = row * args.features + walk.column;
       if (args.residual != nullptr) {
         float residual[kVec];
         load_row<O, kVec>(args.residual, place, residual);
@@ -165,40 +169,36 @@ __global__ void __launch_bounds__(kThreads)
     bias_activation_gradient(const __grid_constant__ BiasActivationArgs args) {
   constexpr int kRows = 2;
   const Walk walk(args.lanes, kVec);
-  const bool active = walk.column < args.features;
-  float bias[kVec] = {}, up_bias[kVec] = {}, sums[kVec] = {}, up_sums[kVec] = {};
-  if (active) {
-    load_or_zero(args.gate.bias, walk.column, bias);
-    if (kGated) load_or_zero(args.up.bias, walk.column, up_bias);
-  }
+  float sums[kVec] = {}, up_sums[kVec] = {};
+  const int end = walk.column < args.features ? args.rows : 0;
 
-  for (int base = walk.first; active && base < args.rows; base += kRows * walk.step) {
-    Vector<T, kVec> product[kRows], up_product[kRows];
+  for (int base = walk.first; base < end; base += kRows * walk.step) {
+    Vector<T, kVec> saved[kRows], up_saved[kRows];
     float gradient[kRows][kVec];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
-      if (row >= args.rows) break;
+      if (row >= end) break;
       const int64_t place = row * args.stride + walk.column;
-      product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.product) + place);
-      if (kGated) {
-        up_product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.product) + place);
-      }
+      saved[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.in) + place);
+      if (kGated) up_saved[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.in) + place);
       load_row<O, kVec>(args.dy, row * args.features + walk.column, gradient[r]);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
-      if (row >= args.rows) break;
+      if (row >= end) break;
       const int64_t place = row * args.stride + walk.column;
       float z[kVec], y[kVec];
-      preactivation(product[r], bias, z);
+      unpack(saved[r], z);
+      if (kGated || args.y != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) y[i] = z[i];
-      if (kGated || args.y != nullptr) activate(args.activation, y);
+        for (int i = 0; i < kVec; ++i) y[i] = z[i];
+        activate(args.activation, y);
+      }
       if constexpr (kGated) {
         float up[kVec], up_gradient[kVec];
-        preactivation(up_product[r], up_bias, up);
+        unpack(up_saved[r], up);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           up_gradient[i] = gradient[r][i] * y[i];
@@ -206,12 +206,12 @@ __global__ void __launch_bounds__(kThreads)
           gradient[r][i] *= up[i];
           y[i] *= up[i];
         }
-        store_row<T, kVec>(args.up.gradient, place, up_gradient);
+        store_row<T, kVec>(args.up.out, place, up_gradient);
       }
       multiply_derivative(args.activation, z, gradient[r]);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sums[i] += gradient[r][i];
-      store_row<T, kVec>(args.gate.gradient, place, gradient[r]);
+      store_row<T, kVec>(args.gate.out, place, gradient[r]);
       if (args.y != nullptr) store_row<T, kVec>(args.y, row * args.features + walk.column, y);
     }
   }
@@ -242,8 +242,8 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool gated, bool backward
                   cudaStream_t stream) {
   constexpr int kFullVec = 16 / sizeof(T);
   const bool aligned =
-      are_aligned({args.gate.product, args.gate.bias.data, args.gate.gradient, args.up.product,
-                   args.up.bias.data, args.up.gradient, args.residual, args.dy, args.y});
+      are_aligned({args.gate.in, args.gate.bias.data, args.gate.out, args.up.in, args.up.bias.data,
+                   args.up.out, args.residual, args.dy, args.y});
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
   args.lanes = 1;
   while (args.lanes < kWarpSize && args.lanes * vec < args.features) args.lanes *= 2;
@@ -273,95 +273,110 @@ ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype
               : launch<__half, __half>(args, blocks, gated, backward, stream);
 }
 
-// Fills in what both directions have, and checks it. A gated activation without `up` has both
-// products side by side in `product`, and both biases in `bias`.
-ffi::Error parse(const ffi::AnyBuffer& product, const ffi::AnyBuffer& up,
-                 const ffi::AnyBuffer& bias, const ffi::AnyBuffer& up_bias, bool gated,
+// The address of the second matrix of two that lie side by side in rows of `features` values each.
+template <typename Pointer>
+Pointer second_half(Pointer first, const ffi::AnyBuffer& buffer, int features) {
+  using Byte =
+      std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
+  return static_cast<Byte*>(first) + features * (buffer.size_bytes() / buffer.element_count());
+}
+
+// Fills in what both directions have, and checks it: `in` is the product or the preactivation. A
+// gated activation without `up` has two of them side by side in `in`.
+ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, bool gated,
                  std::string_view activation, BiasActivationArgs* args) {
   if (!parse_activation(activation, &args->activation)) {
     return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
   }
-  const auto shape = product.dimensions();
-  if (shape.size() != 2 || !dtype_of(product) || shape[0] > kMaxRows || shape[1] > INT32_MAX / 2) {
+  const auto shape = in.dimensions();
+  if (shape.size() != 2 || !dtype_of(in) || shape[0] > kMaxRows || shape[1] > INT32_MAX / 2) {
     return ffi::Error::InvalidArgument(
-        "product must be a matrix of float32, bfloat16 or float16 of at most " +
+        "the first matrix must be float32, bfloat16 or float16 of at most " +
         std::to_string(kMaxRows) + " rows, but has shape " + to_string(shape));
   }
   const bool packed = gated && is_absent(up);
   if (packed && shape[1] % 2 != 0) {
-    return ffi::Error::InvalidArgument("product holds two matrices, but has an odd width");
+    return ffi::Error::InvalidArgument("two matrices side by side have an even width, not " +
+                                       std::to_string(shape[1]));
   }
-  if ((!gated || packed) && !(is_absent(up) && is_absent(up_bias))) {
-    return ffi::Error::InvalidArgument("up and its bias go with two products only");
+  if (!gated && !is_absent(up)) {
+    return ffi::Error::InvalidArgument("a second matrix goes with a gated activation");
   }
   args->rows = static_cast<int>(shape[0]);
   args->stride = shape[1];
   args->features = static_cast<int>(packed ? shape[1] / 2 : shape[1]);
-  RETURN_IF_ERROR(parse_parameter("bias", bias, shape[1], &args->gate.bias));
-  args->gate.product = product.untyped_data();
+  args->gate.in = in.untyped_data();
   if (packed) {
-    const int64_t bytes = args->features * (product.size_bytes() / product.element_count());
-    args->up.product = static_cast<const char*>(args->gate.product) + bytes;
-    if (args->gate.bias.data != nullptr) {
-      const int64_t bias_bytes = args->features * (bias.size_bytes() / bias.element_count());
-      args->up.bias = {static_cast<const char*>(args->gate.bias.data) + bias_bytes,
-                       args->gate.bias.dtype};
-    }
+    args->up.in = second_half(args->gate.in, in, args->features);
   } else if (gated) {
-    RETURN_IF_ERROR(check_like("up", up, product));
-    RETURN_IF_ERROR(parse_parameter("up_bias", up_bias, shape[1], &args->up.bias));
-    args->up.product = up.untyped_data();
+    RETURN_IF_ERROR(check_like("up", up, in));
+    args->up.in = up.untyped_data();
   }
   return ffi::Error::Success();
 }
 
-// A [rows, features] matrix beside the product, of its dtype or float32.
+// The same for the results that are laid out as `in` and `up` are.
+ffi::Error parse_out(const ffi::AnyBuffer& out, const ffi::AnyBuffer& up_out,
+                     const ffi::AnyBuffer& in, bool gated, BiasActivationArgs* args) {
+  RETURN_IF_ERROR(check_like("the first result beside y", out, in));
+  args->gate.out = out.untyped_data();
+  if (gated && args->stride != args->features) {
+    args->up.out = second_half(args->gate.out, out, args->features);
+  } else if (gated) {
+    RETURN_IF_ERROR(check_like("the second result beside y", up_out, in));
+    args->up.out = up_out.untyped_data();
+  }
+  return ffi::Error::Success();
+}
+
+// A [rows, features] matrix beside `in`, of its dtype or float32.
 ffi::Error check_beside(std::string_view name, const ffi::AnyBuffer& buffer,
-                        const ffi::AnyBuffer& product, const BiasActivationArgs& args) {
+                        const ffi::AnyBuffer& in, const BiasActivationArgs& args) {
   RETURN_IF_ERROR(check_shape(name, buffer, {args.rows, args.features}));
   if (buffer.element_type() == ffi::DataType::F32) return ffi::Error::Success();
-  return check_dtype(name, buffer, product.element_type());
+  return check_dtype(name, buffer, in.element_type());
 }
 
 ffi::Error bias_activation(cudaStream_t stream, ffi::AnyBuffer product, ffi::AnyBuffer up,
                            ffi::AnyBuffer bias, ffi::AnyBuffer up_bias, ffi::AnyBuffer residual,
-                           ffi::Result<ffi::AnyBuffer> y, bool gated, std::string_view activation) {
+                           ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> z,
+                           ffi::Result<ffi::AnyBuffer> up_z, bool gated,
+                           std::string_view activation) {
   if (is_absent(product)) return ffi::Error::Success();
   BiasActivationArgs args = {};
-  RETURN_IF_ERROR(parse(product, up, bias, up_bias, gated, activation, &args));
+  RETURN_IF_ERROR(parse(product, up, gated, activation, &args));
+  RETURN_IF_ERROR(parse_parameter("bias", bias, args.stride, &args.gate.bias));
+  if (!gated || args.stride == args.features) {
+    RETURN_IF_ERROR(parse_parameter("up_bias", up_bias, args.stride, &args.up.bias));
+  } else if (args.gate.bias.data != nullptr) {
+    args.up.bias = {second_half(args.gate.bias.data, bias, args.features), args.gate.bias.dtype};
+  }
   RETURN_IF_ERROR(check_beside("y", *y, product, args));
   if (!is_absent(residual)) {
     RETURN_IF_ERROR(check_shape("residual", residual, {args.rows, args.features}));
     RETURN_IF_ERROR(check_dtype("residual", residual, y->element_type()));
   }
+  if (!is_absent(*z)) RETURN_IF_ERROR(parse_out(*z, *up_z, product, gated, &args));
   args.residual = data_or_null(residual);
   args.y = y->untyped_data();
   return launch(args, 0, *dtype_of(product), *dtype_of(*y), gated, false, stream);
 }
 
-ffi::Error bias_activation_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer product,
-                                    ffi::AnyBuffer up, ffi::AnyBuffer bias, ffi::AnyBuffer up_bias,
-                                    ffi::Result<ffi::AnyBuffer> dproduct,
-                                    ffi::Result<ffi::AnyBuffer> dup, ffi::Result<ffi::AnyBuffer> y,
+ffi::Error bias_activation_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer z,
+                                    ffi::AnyBuffer up_z, ffi::Result<ffi::AnyBuffer> dz,
+                                    ffi::Result<ffi::AnyBuffer> dup_z,
+                                    ffi::Result<ffi::AnyBuffer> y,
                                     ffi::Result<ffi::AnyBuffer> partials, bool gated,
                                     std::string_view activation) {
-  if (is_absent(product)) return ffi::Error::Success();
+  if (is_absent(z)) return ffi::Error::Success();
   BiasActivationArgs args = {};
-  RETURN_IF_ERROR(parse(product, up, bias, up_bias, gated, activation, &args));
-  RETURN_IF_ERROR(check_beside("dy", dy, product, args));
-  RETURN_IF_ERROR(check_like("dproduct", *dproduct, product));
+  RETURN_IF_ERROR(parse(z, up_z, gated, activation, &args));
+  RETURN_IF_ERROR(check_beside("dy", dy, z, args));
+  RETURN_IF_ERROR(parse_out(*dz, *dup_z, z, gated, &args));
   args.dy = dy.untyped_data();
-  args.gate.gradient = dproduct->untyped_data();
-  if (gated && is_absent(up)) {
-    const int64_t bytes = args.features * (product.size_bytes() / product.element_count());
-    args.up.gradient = static_cast<char*>(args.gate.gradient) + bytes;
-  } else if (gated) {
-    RETURN_IF_ERROR(check_like("dup", *dup, product));
-    args.up.gradient = dup->untyped_data();
-  }
   if (!is_absent(*y)) {
     RETURN_IF_ERROR(check_shape("y", *y, {args.rows, args.features}));
-    RETURN_IF_ERROR(check_dtype("y", *y, product.element_type()));
+    RETURN_IF_ERROR(check_dtype("y", *y, z.element_type()));
     args.y = y->untyped_data();
   }
   int blocks = 0;
@@ -376,7 +391,7 @@ ffi::Error bias_activation_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi:
     args.gate.partials = static_cast<float*>(partials->untyped_data());
     if (gated) args.up.partials = args.gate.partials + shape[1] * args.features;
   }
-  return launch(args, blocks, *dtype_of(product), *dtype_of(dy), gated, true, stream);
+  return launch(args, blocks, *dtype_of(z), *dtype_of(dy), gated, true, stream);
 }
 
 }  // namespace
@@ -390,6 +405,8 @@ DEFINE_HANDLER(jaxfused_bias_activation, bias_activation,
                    .Arg<ffi::AnyBuffer>()  // up_bias
                    .Arg<ffi::AnyBuffer>()  // residual
                    .Ret<ffi::AnyBuffer>()  // y
+                   .Ret<ffi::AnyBuffer>()  // z
+                   .Ret<ffi::AnyBuffer>()  // up_z
                    .Attr<bool>("gated")
                    .Attr<std::string_view>("activation"));
 
@@ -397,12 +414,10 @@ DEFINE_HANDLER(jaxfused_bias_activation_backward, bias_activation_backward,
                ffi::Ffi::Bind()
                    .Ctx<ffi::PlatformStream<cudaStream_t>>()
                    .Arg<ffi::AnyBuffer>()  // dy
-                   .Arg<ffi::AnyBuffer>()  // product
-                   .Arg<ffi::AnyBuffer>()  // up
-                   .Arg<ffi::AnyBuffer>()  // bias
-                   .Arg<ffi::AnyBuffer>()  // up_bias
-                   .Ret<ffi::AnyBuffer>()  // dproduct
-                   .Ret<ffi::AnyBuffer>()  // dup
+                   .Arg<ffi::AnyBuffer>()  // z
+                   .Arg<ffi::AnyBuffer>()  // up_z
+                   .Ret<ffi::AnyBuffer>()  // dz
+                   .Ret<ffi::AnyBuffer>()  // dup_z
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // partials
                    .Attr<bool>("gated")

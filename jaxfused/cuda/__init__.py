@@ -3,6 +3,6 @@
 They serve the GPUs and shapes that the Pallas kernels do not.
 """
 
-from jaxfused.cuda import layer_norm, library, rope
+from jaxfused.cuda import bias_activation, cublaslt, layer_norm, library, linear, mlp, rope
 
-__all__ = ["layer_norm", "library", "rope"]
+__all__ = ["bias_activation", "cublaslt", "layer_norm", "library", "linear", "mlp", "rope"]

@@ -29,6 +29,14 @@ def why_unavailable() -> str | None:
     return loaded if isinstance(loaded, str) else None
 
 
+def cublaslt_name() -> str:
+    """The file name of the cuBLASLt that the kernels open; empty if they were built without it."""
+    loaded = _load(PATH)
+    assert not isinstance(loaded, str), loaded
+    loaded.jaxfused_cublaslt_name.restype = ctypes.c_char_p
+    return loaded.jaxfused_cublaslt_name().decode()
+
+
 @functools.cache
 def register() -> None:
     """Makes the kernels known to XLA; calls after the first do nothing.

@@ -1,0 +1,141 @@
+"""What stands around a matrix product that XLA takes, by the kernels of ffi/bias_activation.cu.
+
+An activation is plain, of one product, or gated, of two: then `up` is the second, or None where the
+first array holds both side by side, as its bias does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+MAX_ROWS = 2**30
+
+
+def why_unsupported(
+    *, compute_capability: tuple[int, int] | None, rows: int, dtype: Any
+) -> str | None:
+    """None where forward and backward can run, else the reason."""
+    if compute_capability is None:
+        return "it needs an NVIDIA GPU"
+    if compute_capability < (7, 5):
+        major, minor = compute_capability
+        return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
+    if dtype not in DTYPES:
+        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+    if rows > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows, and x has {rows}"
+    return library.why_unavailable()
+
+
+def forward(
+    product: jax.Array,
+    up: jax.Array | None,
+    bias: jax.Array | None,
+    up_bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    gated: bool,
+    out_dtype: Any,
+    save_preactivation: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(y, z, up_z) of rows [M, F]: y = activation(z), times up_z if gated, plus the residual.
+
+    z = product + bias and up_z = up + up_bias are there with `save_preactivation`, in the product's
+    dtype; the activation reads them so rounded. `out_dtype` is the product's or float32, and the
+    residual's.
+    """
+    library.register()
+    # Without a bias the product is the preactivation.
+    writes_z = save_preactivation and (bias is not None or up_bias is not None)
+    call = jax.ffi.ffi_call(
+        "jaxfused_bias_activation",
+        (
+            jax.ShapeDtypeStruct(_shape(product, up, gated), out_dtype),
+            *(_result(z, product.dtype, writes_z) for z in (product, up)),
+        ),
+    )
+    y, z, up_z = call(
+        product,
+        *_operands(product, up, _vector(bias), _vector(up_bias), residual),
+        **_attributes(activation, gated),
+    )
+    if not save_preactivation:
+        return y, None, None
+    return (y, z, None if up is None else up_z) if writes_z else (y, product, up)
+
+
+def backward(
+    dy: jax.Array,
+    z: jax.Array,
+    up_z: jax.Array | None,
+    *,
+    activation: str | None,
+    gated: bool,
+    want_y: bool,
+    want_sums: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dz, dup_z, y, sums), the first three of z's dtype, of `forward` without residual.
+
+    `y` is what forward returned, if `want_y`. With `want_sums`, `sums` are those of dz and dup_z over
+    the rows, which are the gradients of the biases: float32 [1 or 2, F].
+    """
+    library.register()
+    rows, features = _shape(z, up_z, gated)
+    partials = jax.ShapeDtypeStruct((1 + gated, _blocks(rows, features), features), jnp.float32)
+    call = jax.ffi.ffi_call(
+        "jaxfused_bias_activation_backward",
+        (
+            _result(z, z.dtype, True),
+            _result(up_z, z.dtype, True),
+            _result(dy, z.dtype, want_y),
+            _result(partials, jnp.float32, want_sums),
+        ),
+    )
+    dz, dup_z, y, parts = call(dy, z, *_operands(z, up_z), **_attributes(activation, gated))
+    return (
+        dz,
+        None if up_z is None else dup_z,
+        y if want_y else None,
+        jnp.sum(parts, axis=1) if want_sums else None,
+    )
+
+
+def _shape(product: jax.Array, up: jax.Array | None, gated: bool) -> tuple[int, int]:
+    rows, features = product.shape
+    return rows, features // 2 if gated and up is None else features
+
+
+def _blocks(rows: int, features: int) -> int:
+    """Partial sums of a column: blocks enough to fill a GPU, but 32 rows each at least.
+
+    A block has 256 columns; that of [16384, 3072] takes as long with 64 blocks as with 256.
+    """
+    return max(1, min(-(-rows // 32), -(-1536 * 256 // features)))
+
+
+def _result(like: Any, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape if wanted and like is not None else (0,), dtype)
+
+
+def _vector(bias: jax.Array | None) -> jax.Array | None:
+    """A bias in a dtype that the kernels read."""
+    return bias if bias is None or bias.dtype in DTYPES else bias.astype(jnp.float32)
+
+
+def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
+    """The arrays as a handler takes them: one that is absent travels without elements.
+
+    It is made like another operand, because in a `jax.shard_map` all must vary over the same axes.
+    """
+    absent = jnp.zeros_like(like, shape=(0,))
+    return [absent if a is None else a for a in arrays]
+
+
+def _attributes(activation: str | None, gated: bool) -> dict[str, Any]:
+    return dict(activation=activation or "none", gated=np.bool_(gated))

@@ -1,0 +1,39 @@
+"""cuBLASLt, which jaxfused does not link: found in the nvidia-cublas wheel of JAX's CUDA plugin.
+
+The handlers of ffi/ look it up by its name alone. Opened here, it is known by that name.
+"""
+
+import ctypes
+import functools
+import importlib.util
+from pathlib import Path
+
+from jaxfused.cuda import library
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """None where the handlers find cuBLASLt, else the reason. The first call opens it."""
+    reason = library.why_unavailable()
+    if reason is not None:
+        return reason
+    name = library.cublaslt_name()
+    if not name:
+        return (
+            "jaxfused's CUDA library was built without cublasLt.h; install jaxfused again where the"
+            " CUDA toolkit or the nvidia-cublas wheel has it"
+        )
+    for path in (name, *_in_wheels(name)):
+        try:
+            ctypes.CDLL(path)
+        except OSError:
+            continue
+        return None
+    return f"{name} is not there; pip install nvidia-cublas brings it, as does jax[cuda13]"
+
+
+def _in_wheels(name: str) -> list[str]:
+    """Where NVIDIA's wheels have the library: nvidia/cu13/lib, or nvidia/cublas/lib before."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    return [str(path) for root in roots for path in sorted(Path(root).glob(f"*/lib/{name}"))]

@@ -1,0 +1,154 @@
+"""linear where the Pallas kernel does not serve: XLA's product, and one pass of ours around it.
+
+Where cuBLASLt has the epilogue, it takes the product and the epilogue at once (ffi/linear.cu).
+Everywhere else XLA takes the product and ffi/bias_activation.cu does the rest, forward and backward; so
+nothing but the driver is needed, and no shape is refused.
+
+All functions are over rows: x [M, D], w [D, F], bias [F], residual and y [M, F].
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import bias_activation, cublaslt
+
+WORKSPACE_BYTES = 32 * 2**20
+"""What NVIDIA recommends for cuBLASLt on Hopper."""
+
+why_unsupported = bias_activation.why_unsupported
+
+
+def forward(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    precision: Any,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, z): y = activation(z) + residual, and with `save_preactivation` z = x w + bias."""
+    w = w.astype(x.dtype)
+    # The residual is added by the kernel that makes y, in y's dtype.
+    dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
+    dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
+    residual = None if residual is None else residual.astype(dtype)
+    if dtype == x.dtype and _has_epilogue(x, w, bias, residual, activation, save_preactivation):
+        y, z = _cublaslt(x, w, bias, residual, activation, save_preactivation)
+    else:
+        y, z, _ = bias_activation.forward(
+            product(x, w, "md,df->mf", x.dtype, precision),
+            None,
+            bias,
+            None,
+            residual,
+            activation=activation,
+            gated=False,
+            out_dtype=dtype,
+            save_preactivation=save_preactivation,
+        )
+    return y.astype(out_dtype), z
+
+
+def backward(
+    dy: jax.Array,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    z: jax.Array | None,
+    *,
+    activation: str | None,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(dx, dw, dbias), each of its operand's dtype; `z` is of no use without an activation."""
+    if activation is None:
+        dz, dbias = dy.astype(x.dtype), column_sums(dy, bias)
+    else:
+        assert z is not None
+        dz, _, _, sums = bias_activation.backward(
+            dy if dy.dtype == x.dtype else dy.astype(jnp.float32),
+            z,
+            None,
+            activation=activation,
+            gated=False,
+            want_y=False,
+            want_sums=bias is not None,
+        )
+        dbias = None if bias is None or sums is None else sums[0].astype(bias.dtype)
+    return (
+        product(dz, w.astype(x.dtype), "mf,df->md", x.dtype, precision),
+        product(x, dz, "md,mf->df", w.dtype, precision),
+        dbias,
+    )
+
+
+def product(
+    a: jax.Array, b: jax.Array, subscripts: str, out_dtype: Any, precision: Any
+) -> jax.Array:
+    """XLA's product of two matrices of one dtype, accumulated in float32 and rounded once."""
+    leaving = a.dtype if jnp.dtype(out_dtype) == a.dtype else jnp.float32
+    y = jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=leaving)
+    return y.astype(out_dtype)
+
+
+def column_sums(dy: jax.Array, bias: jax.Array | None) -> jax.Array | None:
+    """The gradient of a bias that nothing follows."""
+    return None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
+
+
+def _has_epilogue(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    activation: str | None,
+    save_preactivation: bool,
+) -> bool:
+    """Whether cuBLASLt has one that is worth it: not for a product alone, which XLA tunes better."""
+    if bias is None and residual is None and activation is None:
+        return False
+    if save_preactivation and activation is None:
+        return False
+    return (
+        x.dtype in (jnp.bfloat16, jnp.float16)
+        and (bias is None or bias.dtype == x.dtype)
+        and (activation is None or (activation == "gelu_tanh" and residual is None))
+        and w.shape[0] % 8 == w.shape[1] % 8 == 0
+        and cublaslt.why_unavailable() is None
+    )
+
+
+def _cublaslt(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    activation: str | None,
+    saves: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, preactivation), the second with `saves`."""
+    cublaslt.library.register()
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    absent = jnp.zeros_like(x, shape=(0,))
+    call = jax.ffi.ffi_call(
+        "jaxfused_linear",
+        (
+            result,
+            result if saves else jax.ShapeDtypeStruct((0,), x.dtype),
+            jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8),
+        ),
+    )
+    y, preactivation, _ = call(
+        x,
+        w,
+        absent if bias is None else bias,
+        absent if residual is None else residual,
+        activation=activation or "none",
+        algorithm=np.int64(0),
+    )
+    return y, preactivation if saves else None
