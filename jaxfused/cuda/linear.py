@@ -32,17 +32,25 @@ def forward(
     precision: Any,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z): y = activation(z) + residual, and with `save_preactivation` z = x w + bias."""
+    """(y, z): y = activation(z) + residual, and with `save_preactivation` z = x w + bias.
+
+    z is None without an activation, whose derivative is all that it is good for.
+    """
     w = w.astype(x.dtype)
+    if bias is None and residual is None and activation is None:
+        return product(x, w, "md,df->mf", out_dtype, precision), None
+    saves = save_preactivation and activation is not None
     # The residual is added by the kernel that makes y, in y's dtype.
     dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
     residual = None if residual is None else residual.astype(dtype)
-    if dtype == x.dtype and _has_epilogue(x, w, bias, residual, activation, save_preactivation):
-        y, z = _cublaslt(x, w, bias, residual, activation, save_preactivation)
+    if dtype == x.dtype and _has_epilogue(x, w, bias, residual, activation):
+        y, z = _cublaslt(x, w, bias, residual, activation, saves)
     else:
+        # An activation reads its argument in x's dtype.
+        rounded_to = dtype if activation is None else x.dtype
         y, z, _ = bias_activation.forward(
-            product(x, w, "md,df->mf", x.dtype, precision),
+            product(x, w, "md,df->mf", rounded_to, precision),
             None,
             bias,
             None,
@@ -50,7 +58,7 @@ def forward(
             activation=activation,
             gated=False,
             out_dtype=dtype,
-            save_preactivation=save_preactivation,
+            save_preactivation=saves,
         )
     return y.astype(out_dtype), z
 
@@ -107,13 +115,8 @@ def _has_epilogue(
     bias: jax.Array | None,
     residual: jax.Array | None,
     activation: str | None,
-    save_preactivation: bool,
 ) -> bool:
-    """Whether cuBLASLt has one that is worth it: not for a product alone, which XLA tunes better."""
-    if bias is None and residual is None and activation is None:
-        return False
-    if save_preactivation and activation is None:
-        return False
+    """Whether cuBLASLt has the epilogue, and is there."""
     return (
         x.dtype in (jnp.bfloat16, jnp.float16)
         and (bias is None or bias.dtype == x.dtype)
