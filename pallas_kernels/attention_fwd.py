@@ -41,6 +41,9 @@ class ForwardConfig:
     """Whether the output has shared memory of its own, or goes where Q was if it is as wide."""
     heads_together: int = 16
     """Heads whose K and V are meant to stay in the L2 cache at one time."""
+    branches: bool = False
+    lazy_sum: bool = False
+    no_turns: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -58,6 +61,13 @@ class ForwardConfig:
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of a consumer and of the producer, from 64 Ki a multiprocessor."""
         return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
+
+
+def default_config(head_size: int, value_size: int) -> ForwardConfig:
+    """The measured choice for these head sizes."""
+    if max(head_size, value_size) > 128:
+        return ForwardConfig(key_block=64, separate_output=False)
+    return ForwardConfig()
 
 
 def shared_width(head_size: int) -> int:
@@ -105,13 +115,14 @@ def forward(
     *,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig,
+    config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, T] float32) of query [B, T, N, H], key and value [B, S, K, ...]."""
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads, value_size = value.shape[1:]
     mask = logits.mask
     dtype = query.dtype
+    config = config or default_config(head_size, value_size)
     rows, block, stages = config.query_block, config.key_block, config.stages
     consumers = config.consumers
     head_width, value_width = shared_width(head_size), shared_width(value_size)
@@ -132,7 +143,6 @@ def forward(
         bounds_gmem = operand_refs.pop(0) if mask.has_segments else None
         ops = Operands(**dict(zip(present, operand_refs, strict=True)))
         q_smem, k_smem, v_smem = scratch["q_smem"], scratch["k_smem"], scratch["v_smem"]
-        lse_smem = scratch["lse_smem"]
         out_smem = scratch.get("out_smem")
         q_full, q_free = scratch["q_full"], scratch["q_free"]
         k_full, k_free = scratch["k_full"], scratch["k_free"]
@@ -240,18 +250,17 @@ def forward(
             plgpu.barrier_arrive(q_free.at[wg_idx])
             q_wg_smem = q_smem.at[wg_idx]
             out_wg_smem = q_wg_smem if out_smem is None else out_smem.at[wg_idx]
-            lse_wg_smem = lse_smem.at[wg_idx]
 
             def take_turn():
-                if consumers > 1:
+                if consumers > 1 and not config.no_turns:
                     plgpu.barrier_wait(turn.at[wg_idx])
 
             def pass_turn():
-                if consumers > 1:
+                if consumers > 1 and not config.no_turns:
                     following = jnp.where(wg_idx == consumers - 1, 0, wg_idx + 1)
                     plgpu.barrier_arrive(turn.at[following])
 
-            if consumers > 1:
+            if consumers > 1 and not config.no_turns:
 
                 @pl.when(wg_idx == consumers - 1)
                 def _():
@@ -265,20 +274,37 @@ def forward(
                 # Every consumer passes over all blocks of the CTA, but masks by its own rows.
                 own = at.key_blocks(start, start + _ROWS)
 
+                full_first = lax.max(1, at.stop - own.full_stop)
+                full_last = lax.max(full_first, at.stop - own.full_start)
+
                 def softmax(products, maximum, total, i, masked):
                     tile = Tile(
                         at.batch_idx, at.head_idx, start, (last - i) * block, (_ROWS, block)
                     )
-                    x = logits.logits(products, tile, ops, at.key_length, masked)
+                    if masked is None:
+                        x = lax.cond(
+                            (i < full_first) | (i >= full_last),
+                            lambda x: logits.logits(x, tile, ops, at.key_length, True),
+                            lambda x: logits.logits(x, tile, ops, at.key_length, False),
+                            products,
+                        )
+                    else:
+                        x = logits.logits(products, tile, ops, at.key_length, masked)
                     scaled = _times(jnp.max(x, axis=1), logits.multiplier)
                     new_maximum = jnp.maximum(maximum, scaled)
                     decay = jnp.exp2(maximum - new_maximum)
                     weights = jnp.exp2(
                         _times(x, logits.multiplier) - _rows(new_maximum, products.shape)
                     )
-                    total = total * decay + jnp.sum(weights, axis=1)
+                    if config.lazy_sum:
+                        parts = [weights[:, c : c + 8] for c in range(0, block, 8)]
+                        total = total * _rows(decay, total.shape) + functools.reduce(
+                            lambda x, y: x + y, parts
+                        )
+                    else:
+                        total = total * decay + jnp.sum(weights, axis=1)
                     if logits.dropout_rate > 0:
-                        weights = logits.dropped(weights, tile, heads, ops)
+                        weights = logits.dropped(weights, tile, ops)
                     return weights.astype(dtype), new_maximum, total, decay
 
                 plgpu.barrier_wait(q_full.at[wg_idx])
@@ -296,6 +322,8 @@ def forward(
                 vector = plgpu.Layout.WGMMA.reduce(1)
                 maximum = plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), vector)
                 total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), vector)
+                if config.lazy_sum:
+                    total = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
                 weights, maximum, total, _ = softmax(products, maximum, total, 0, not always_full)
                 out = plgpu.layout_cast(
                     jnp.zeros((_ROWS, value_width), jnp.float32), plgpu.Layout.WGMMA
@@ -336,16 +364,20 @@ def forward(
                     carry = lax.fori_loop(1, count, full, carry)
                 elif mask.has_explicit:
                     carry = lax.fori_loop(1, count, partial, carry)
+                elif config.branches:
+                    carry = lax.fori_loop(
+                        1, count, functools.partial(advance, masked=None), carry
+                    )
                 else:
                     # From the last block to the first: partial ones, full ones, partial ones.
-                    full_first = lax.max(1, at.stop - own.full_stop)
-                    full_last = lax.max(full_first, at.stop - own.full_start)
                     if mask.right_partial_blocks(_ROWS, rows, block) > 1:
                         carry = lax.fori_loop(1, lax.min(full_first, count), partial, carry)
                     carry = lax.fori_loop(full_first, lax.min(full_last, count), full, carry)
                     if mask.has_left_edge:
                         carry = lax.fori_loop(full_last, count, partial, carry)
                 out, weights, maximum, total = carry
+                if config.lazy_sum:
+                    total = jnp.sum(total, axis=1)
                 if out_smem is not None:
                     plgpu.barrier_arrive(q_free.at[wg_idx])
 
@@ -380,7 +412,6 @@ def forward(
                 # The copies of the previous tile may still be reading this shared memory.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_wg_smem[...] = out.astype(dtype)
-                lse_wg_smem[...] = lse
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     out_wg_smem,
@@ -388,9 +419,7 @@ def forward(
                         at.batch_idx, pl.ds(start, _ROWS), at.head_idx, pl.ds(0, value_width)
                     ],
                 )
-                plgpu.copy_smem_to_gmem(
-                    lse_wg_smem, lse_gmem.at[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)]
-                )
+                lse_gmem[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)] = lse
                 if out_smem is None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(q_free.at[wg_idx])
@@ -415,7 +444,6 @@ def forward(
         q_smem=shared((consumers, _ROWS, head_width)),
         k_smem=shared((stages, block, head_width)),
         v_smem=shared((stages, block, value_width)),
-        lse_smem=plgpu.SMEM((consumers, _ROWS), jnp.float32),
         q_full=plgpu.Barrier(num_barriers=consumers),
         q_free=plgpu.Barrier(num_barriers=consumers),
         k_full=plgpu.Barrier(num_barriers=stages),
@@ -432,7 +460,7 @@ def forward(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((batch, query.shape[1], heads, value.shape[3]), dtype),
-            # Copies of one row need whole 16 bytes between rows.
+            # Whole tiles, for registers are written without a test for the end.
             jax.ShapeDtypeStruct((batch, heads, query_blocks * rows), jnp.float32),
         ),
         scratch_types=scratch,

@@ -35,8 +35,8 @@ class Operands(NamedTuple):
     key_segments: Any = None
     explicit: Any = None
     """[B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
-    dropout_words: Any = None
-    """[2] uint32."""
+    dropout_seeds: Any = None
+    """[2, B, N] uint32, from the function of this name."""
 
     def padded(self, query_block: int, key_block: int) -> "Operands":
         """With T and S filled up to whole blocks, as loads into registers are not cut at the end."""
@@ -181,20 +181,26 @@ class Logits:
     def keep_probability(self) -> float:
         return 1.0 - self.dropout_threshold / 65536
 
-    def dropped(
-        self, probabilities: jax.Array, tile: Tile, heads: int, operands: Operands
-    ) -> jax.Array:
+    def dropped(self, probabilities: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
         """0 where dropout drops, not yet divided by keep_probability."""
-        row = (tile.batch * heads + tile.head).astype(jnp.uint32)
         query = tile.index(0).astype(jnp.uint32)
         key = tile.index(1).astype(jnp.uint32)
         u, v = (
-            _murmur((_murmur(operands.dropout_words[i] ^ row) + jnp.uint32(0x9E3779B9)) ^ query)
-            for i in range(2)
+            _murmur(operands.dropout_seeds[i, tile.batch, tile.head] ^ query) for i in range(2)
         )
         x = _murmur(u ^ (key >> 1), v)
         half = jnp.where((key & 1) == 0, x & jnp.uint32(0xFFFF), x >> 16)
         return jnp.where(half >= jnp.uint32(self.dropout_threshold), probabilities, 0.0)
+
+
+def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
+    """[2, B, N] from the two words of a call: what of dropout does not depend on query and key.
+
+    They are an operand, not computed in the kernel, because a shard of the batch or the heads does
+    not know its own place.
+    """
+    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(batch, heads)
+    return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
 def _murmur(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:

@@ -158,7 +158,7 @@ def forward(
             if logits.has_sinks:
                 total = total + jnp.exp2(sink - maximum)
             if logits.dropout_rate > 0:
-                weights = logits.dropped(weights, tile, heads, ops)
+                weights = logits.dropped(weights, tile, ops)
             weights = weights.astype(dtype)
             if value_rows > key_rows:
                 nothing = jnp.zeros((ROWS, value_rows - key_rows), dtype)
