@@ -1,22 +1,31 @@
 """How the processes of a run find each other and their devices: from arguments alone."""
 
 import argparse
+import socket
+import sys
+import time
 
 import jax
 
 from examples.errors import ExampleError
 from examples.training import whole
 
+_SECONDS = 120
+"""How long a process waits for the others."""
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds what `start` reads."""
     group = parser.add_argument_group(
         "processes",
-        "One process drives all GPUs of its host. For several hosts start the same command on each,"
-        " with one --coordinator and --processes and a --process-id of its own; they share --out.",
+        "One process drives all GPUs of its host. For several hosts, start the same command on each"
+        " with all three flags; --out must be on a disk that they share.",
     )
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where process 0 listens for the others"
+        "--coordinator",
+        type=_address,
+        metavar="HOST:PORT",
+        help="where process 0 listens for the others",
     )
     group.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
     group.add_argument("--process-id", type=whole(0), metavar="I", help="which this is, from 0")
@@ -24,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--cpu-devices",
         type=whole(1),
         metavar="N",
-        help="for a trial without GPUs: this process's CPU as so many devices",
+        help="for a trial without GPUs: take this process's CPU for so many devices",
     )
 
 
@@ -37,19 +46,56 @@ def start(args: argparse.Namespace) -> None:
     if args.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-    flags = (args.coordinator, args.processes, args.process_id)
-    if all(flag is None for flag in flags):
+    given = (args.coordinator, args.processes, args.process_id)
+    if given == (None, None, None):
         return
-    if any(flag is None for flag in flags) or args.process_id >= args.processes:
+    if None in given or args.process_id >= args.processes:
         raise ExampleError(
-            "several processes need --coordinator HOST:PORT, --processes N and --process-id below N,"
-            f" but got {flags[0]}, {flags[1]} and {flags[2]}; pass all three to each process."
+            "several processes need --coordinator, --processes N and a --process-id below N each,"
+            f" but got {', '.join(str(flag) for flag in given)}; pass all three."
         )
+    host, port = args.coordinator.rsplit(":", 1)
+    # JAX aborts the process, with a trace of its C++, where these fail.
+    if args.process_id == 0:
+        _check_free(int(port))
+        print(
+            f"waiting at {args.coordinator} up to {_SECONDS} seconds for {args.processes}"
+            " processes",
+            file=sys.stderr,
+        )
+    else:
+        _wait_for(host, int(port))
+    jax.distributed.initialize(*given, initialization_timeout=_SECONDS)
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, but is {text!r}")
+    return text
+
+
+def _check_free(port: int) -> None:
     try:
-        jax.distributed.initialize(*flags, initialization_timeout=120)
-    except (RuntimeError, ValueError) as error:
+        socket.create_server(("", port)).close()
+    except (OSError, OverflowError) as error:
         raise ExampleError(
-            f"all {args.processes} processes must reach {args.coordinator} within two minutes, but"
-            f" process {args.process_id} stopped waiting ({' '.join(str(error).split())[:200]});"
-            " start all of them, with the address of process 0 and a free port there."
+            f"process 0 must be able to listen at its --coordinator, but port {port} is not free"
+            f" ({error}); pass another port to all processes."
         ) from error
+
+
+def _wait_for(host: str, port: int) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                raise ExampleError(
+                    f"process 0 must listen at its --coordinator, but after {_SECONDS} seconds"
+                    f" nothing does at {host}:{port} ({error}); start process 0, and pass its"
+                    " address to all."
+                ) from error
+        time.sleep(0.2)
