@@ -1,18 +1,118 @@
-"""Attention on Hopper: what the kernels support, and the one call of each.
+"""Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
 
-attention_fwd and attention_bwd hold the kernels for long sequences, attention_short those for
-T, S <= 256. They share two descriptions: attention_mask (which blocks are visited) and
-attention_logits (from products to logits).
-
-Each kernel module has `forward` or `backward` (attention_short both) of these signatures, letters as
-in `Operands` and V the head size of the values::
-
-    forward(query [B, T, N, H], key [B, S, K, H], value [B, S, K, V], operands, *,
-            logits: Logits, multiprocessors, config=None) -> (out [B, T, N, V], lse [B, N, T])
-    backward(query, key, value, operands, out, lse, dout, dlse, *,
-             logits: Logits, multiprocessors, config=None) -> (dquery, dkey, dvalue, dbias, dsinks)
-
-lse is float32, the natural logarithm, includes the sink, and is EMPTY_LSE for a row that attends to
-nothing, whose out is 0. dlse [B, N, T] float32 may be None; dbias (float32, of the bias's shape) and
-dsinks [N] are None where there is no operand. `why_unsupported` of each module states its limits.
+attention_fwd and attention_bwd hold the kernels for long sequences, attention_short those for few
+keys. They share two descriptions: attention_mask (which blocks are visited) and attention_logits
+(from products to logits).
 """
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import attention_bwd, attention_fwd, attention_short
+from pallas_kernels.attention_logits import Logits, Operands
+
+_LARGEST_HEAD_SIZE = 256
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    query_count: int,
+    key_count: int,
+    head_size: int,
+    value_size: int,
+    used: Collection[str] = (),
+) -> str | None:
+    """None where forward and backward can run, else the rule that stands in the way.
+
+    `used` names optional arguments as `jaxfused.ops.attention.implementations` does.
+    """
+    if compute_capability is None or compute_capability[0] != 9:
+        return "the Pallas kernels of attention need a Hopper GPU (compute capability 9.0)"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"query, key and value must be bfloat16 or float16, got {dtype}"
+    for size in (head_size, value_size):
+        if size % 8 or not 8 <= size <= _LARGEST_HEAD_SIZE:
+            return f"head sizes must be multiples of 8 up to {_LARGEST_HEAD_SIZE}, got {size}"
+    if query_count == 0 or key_count == 0:
+        return "there must be queries and keys"
+    if "scale as an array" in used:
+        return "scale must be a Python float, as it is a constant of the kernels"
+    if _is_short(key_count, head_size, value_size, dtype):
+        return None
+    return "there is no Pallas kernel of the gradient for more than 256 keys yet"
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, V], lse [B, N, T or more]) of query [B, T, N, H], key and value [B, S, K, ...].
+
+    lse is the natural logarithm in float32, with the sink; EMPTY_LSE for a row that attends to
+    nothing, whose out is 0. It may be longer than T, and `backward` takes it as it is.
+    """
+    module = _module(key, value, attention_fwd)
+    return module.forward(
+        query, key, value, operands, logits=logits, multiprocessors=multiprocessors
+    )
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned; dlse is [B, N, T] or None.
+
+    dbias has the bias's shape, dsinks is [N], both float32, or None without the operand.
+    """
+    module = _module(key, value, attention_bwd)
+    return module.backward(
+        query,
+        key,
+        value,
+        operands,
+        out,
+        lse,
+        dout,
+        dlse,
+        logits=logits,
+        multiprocessors=multiprocessors,
+    )
+
+
+def _is_short(key_count: int, head_size: int, value_size: int, dtype: Any) -> bool:
+    """Whether the kernels for few keys run: wherever they can, 256 keys or fewer."""
+    return (
+        attention_short.why_unsupported(
+            compute_capability=(9, 0),
+            dtype=dtype,
+            key_count=key_count,
+            head_size=head_size,
+            value_size=value_size,
+        )
+        is None
+    )
+
+
+def _module(key: jax.Array, value: jax.Array, otherwise: Any) -> Any:
+    is_short = _is_short(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+    return attention_short if is_short else otherwise

@@ -1,14 +1,21 @@
-"""dot_product_attention: validation, choice of implementation, and the call of cuDNN."""
+"""dot_product_attention: validation, choice of implementation, gradient, and the call of cuDNN."""
 
+import functools
 from collections.abc import Collection
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
-from jaxfused import dispatch, reference
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.batching import batch_all, one_by_one
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.attention import Mask
+from pallas_kernels import attention as pallas_attention
+from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention_mask import BlockMask
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 
@@ -129,11 +136,12 @@ def dot_product_attention(
         "sinks": sinks is not None,
         "dropout": dropout_words is not None,
     }
+    device = dispatch.current_device(query, key, value)
     chosen = dispatch.choose(
         "dot_product_attention",
         implementation,
         implementations(
-            dispatch.current_device(query, key, value),
+            device,
             dtype=query.dtype,
             query_length=query_length,
             key_length=key_length,
@@ -147,18 +155,30 @@ def dot_product_attention(
     if chosen == "cudnn":
         output = _cudnn(query, key, value, bias, who, scale)
         return output if has_batch else output[0]
-    output, lse = reference.attention.attention(
-        query,
-        key,
-        value,
-        bias,
-        sinks,
-        who,
-        dropout_words,
-        scale=scale,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-    )
+    # Without rows there is nothing for a kernel to do, and an empty launch is an error in CUDA.
+    if chosen == "xla" or query.size == 0:
+        output, lse = reference.attention.attention(
+            query,
+            key,
+            value,
+            bias,
+            sinks,
+            who,
+            dropout_words,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            dropout_rate=dropout_rate,
+        )
+    else:
+        launch = _Launch(
+            is_causal=who.is_causal,
+            window=who.window,
+            scale=float(scale),
+            soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+            dropout_rate=float(dropout_rate),
+            multiprocessors=device.multiprocessors,
+        )
+        output, lse = _run(launch, query, key, value, bias, sinks, who, dropout_words)
     lse = lse.astype(key.dtype)
     if not has_batch:
         output, lse = output[0], lse[0]
@@ -183,7 +203,15 @@ def implementations(
     "scale as an array", "return_residual", "logits_soft_cap", "segment ids", "sinks", "dropout".
     """
     return {
-        "pallas": "there is no Pallas kernel of dot_product_attention yet",
+        "pallas": pallas_attention.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=dtype,
+            query_count=query_length,
+            key_count=key_length,
+            head_size=head_size,
+            value_size=value_head_size,
+            used=used,
+        ),
         "cuda": "there is no CUDA kernel of dot_product_attention yet",
         "xla": None,
         "cudnn": _why_cudnn_unsupported(
@@ -327,6 +355,284 @@ def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
             " pass a key of jax.random."
         )
     return jax.random.bits(key, (2,), jnp.uint32)
+
+
+# --- kernels and their gradient -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """All that is static in a call of the kernels: the static argument of the custom_vjp."""
+
+    is_causal: bool
+    window: tuple[int, int] | None
+    scale: float
+    soft_cap: float | None
+    dropout_rate: float
+    multiprocessors: int
+
+    def keywords(self, query: jax.Array, key: jax.Array, operands: Operands) -> dict[str, Any]:
+        """The options as the kernels take them."""
+        mask = BlockMask(
+            query_count=query.shape[1],
+            key_count=key.shape[1],
+            is_causal=self.is_causal,
+            window=self.window,
+            has_query_lengths=operands.query_lengths is not None,
+            has_key_lengths=operands.key_lengths is not None,
+            has_segments=operands.query_segments is not None,
+            has_explicit=operands.explicit is not None,
+        )
+        logits = Logits(
+            scale=self.scale,
+            mask=mask,
+            soft_cap=self.soft_cap,
+            has_bias=operands.bias is not None,
+            has_sinks=operands.sinks is not None,
+            dropout_rate=self.dropout_rate,
+        )
+        return dict(logits=logits, multiprocessors=self.multiprocessors)
+
+
+class _Arrays(NamedTuple):
+    """The operands with query heads [N] as [K, G], for they are sharded as their key heads are.
+
+    The arrays, or None; the same of their cotangents.
+    """
+
+    query: Any
+    """[B, T, K, G, H]"""
+    key: Any
+    """[B, S, K, H]"""
+    value: Any
+    """[B, S, K, V]"""
+    bias: Any = None
+    """[B or 1, K or 1, G or 1, T or 1, S or 1], as `explicit`, which is int8."""
+    sinks: Any = None
+    """[K, G]"""
+    query_lengths: Any = None
+    key_lengths: Any = None
+    query_segments: Any = None
+    key_segments: Any = None
+    explicit: Any = None
+    dropout_seeds: Any = None
+    """[2, B, K, G]"""
+
+    def axes(self) -> tuple[str, ...]:
+        """The letters of each operand for `sharding`."""
+        bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
+        return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "bt", "bs", explicit, "zbkg")
+
+    def ungrouped(self) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
+        """As the kernels take them, with query heads [N]."""
+        batch, query_count, key_heads, groups, head_size = self.query.shape
+        heads = key_heads * groups
+
+        def matrix(array):
+            if array is None:
+                return None
+            first, k, g, *last = array.shape
+            return array.reshape(first, k * g, *last)
+
+        seeds, sinks = self.dropout_seeds, self.sinks
+        operands = Operands(
+            bias=matrix(self.bias),
+            sinks=None if sinks is None else sinks.reshape(heads),
+            query_lengths=self.query_lengths,
+            key_lengths=self.key_lengths,
+            query_segments=self.query_segments,
+            key_segments=self.key_segments,
+            explicit=matrix(self.explicit),
+            dropout_seeds=None if seeds is None else seeds.reshape(2, batch, heads),
+        )
+        query = self.query.reshape(batch, query_count, heads, head_size)
+        return query, self.key, self.value, operands
+
+
+_WHOLE = "tshvrgzBKGTS"
+"""Axes that a device needs all of: everything but batch and key heads."""
+
+
+def _axes_of_logits(array: jax.Array | None) -> str:
+    """The letters of [B, K, G, T, S], others where the array has one entry for all."""
+    if array is None:
+        return "BKGTS"
+    return "".join(
+        letter.upper() if size == 1 else letter
+        for letter, size in zip("bkgts", array.shape, strict=True)
+    )
+
+
+def _run(launch: _Launch, query, key, value, bias, sinks, mask: Mask, dropout_words):
+    """(output [B, T, N, V], lse [B, T, N]) by the kernels."""
+    batch, query_count, heads, head_size = query.shape
+    key_heads = key.shape[2]
+    groups = heads // key_heads
+
+    def matrix(array):
+        if array is None:
+            return None
+        first, n, *last = array.shape
+        return array.reshape(first, *((1, 1) if n == 1 else (key_heads, groups)), *last)
+
+    seeds = None
+    if dropout_words is not None:
+        seeds = dropout_seeds(dropout_words, batch, heads).reshape(2, batch, key_heads, groups)
+    arrays = _Arrays(
+        query.reshape(batch, query_count, key_heads, groups, head_size),
+        key,
+        value,
+        matrix(bias),
+        None if sinks is None else sinks.astype(jnp.float32).reshape(key_heads, groups),
+        mask.query_lengths,
+        mask.key_lengths,
+        mask.query_segments,
+        mask.key_segments,
+        matrix(None if mask.explicit is None else mask.explicit.astype(jnp.int8)),
+        seeds,
+    )
+    arrays = _Arrays(*sharding.align(arrays, operand_axes=arrays.axes(), whole=_WHOLE))
+    output, lse = _attention(launch, arrays)
+    output = output.reshape(batch, query_count, heads, -1)
+    lse = lse[..., :query_count].reshape(batch, heads, query_count)
+    return output, lse.swapaxes(1, 2)
+
+
+class _Residuals(NamedTuple):
+    arrays: _Arrays
+    output: jax.Array
+    """[B, T, K, G, V]"""
+    lse: jax.Array
+    """[B, K, G, T or more]"""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(launch: _Launch, arrays: _Arrays):
+    return _forward(launch, arrays)
+
+
+def _attention_fwd(launch: _Launch, arrays: _Arrays):
+    output, lse = _forward(launch, arrays)
+    return (output, lse), _Residuals(arrays, output, lse)
+
+
+def _attention_bwd(launch: _Launch, saved: _Residuals, cotangents):
+    doutput, dlse = cotangents
+    arrays = saved.arrays
+    dquery, dkey, dvalue, dbias, dsinks = _backward(launch, saved, doutput, dlse)
+    if dbias is not None:
+        dbias = dbias.astype(arrays.bias.dtype)
+    return (_Arrays(dquery, dkey, dvalue, dbias, dsinks),)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward kernel, over a shard."""
+
+    launch: _Launch
+
+    def __call__(self, *operands):
+        arrays = _Arrays(*operands)
+        query, key, value, operands = arrays.ungrouped()
+        output, lse = pallas_attention.forward(
+            query, key, value, operands, **self.launch.keywords(query, key, operands)
+        )
+        shape = arrays.query.shape[:4]
+        batch, _, key_heads, groups = shape
+        return output.reshape(*shape, -1), lse.reshape(batch, key_heads, groups, -1)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The backward kernel, over a shard."""
+
+    launch: _Launch
+
+    def __call__(self, output, lse, doutput, dlse, *operands):
+        arrays = _Arrays(*operands)
+        query, key, value, operands = arrays.ungrouped()
+        batch, query_count, heads, _ = query.shape
+        dquery, dkey, dvalue, dbias, dsinks = pallas_attention.backward(
+            query,
+            key,
+            value,
+            operands,
+            output.reshape(*query.shape[:3], -1),
+            lse.reshape(batch, heads, -1),
+            doutput.reshape(*query.shape[:3], -1),
+            dlse.reshape(batch, heads, -1)[..., :query_count],
+            **self.launch.keywords(query, key, operands),
+        )
+        if dbias is not None:
+            dbias = dbias.reshape(arrays.bias.shape)
+        if dsinks is not None:
+            dsinks = dsinks.reshape(arrays.sinks.shape)
+        return dquery.reshape(arrays.query.shape), dkey, dvalue, dbias, dsinks
+
+
+def _forward(launch: _Launch, arrays: _Arrays):
+    """(output [B, T, K, G, V], lse [B, K, G, T or more]), with a rule for `jax.vmap`."""
+
+    @custom_vmap
+    def forward(*operands):
+        arrays = _Arrays(*operands)
+        return sharding.per_shard(
+            _Forward(launch),
+            arrays,
+            operand_axes=arrays.axes(),
+            result_axes=("btkgv", "bkgr"),
+            whole=_WHOLE,
+        )
+
+    @forward.def_vmap
+    def rule(axis_size, in_batched, *operands):
+        outputs = _over_batch(forward, axis_size, in_batched, operands, 0)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return forward(*arrays)
+
+
+def _backward(launch: _Launch, saved: _Residuals, doutput, dlse):
+    """(dquery, dkey, dvalue, dbias, dsinks), the last two None without the operand."""
+
+    @custom_vmap
+    def backward(*operands):
+        arrays = _Arrays(*operands[4:])
+        axes = arrays.axes()
+        return sharding.per_shard(
+            _Backward(launch),
+            operands,
+            operand_axes=("btkgv", "bkgr", "btkgv", "bkgr", *axes),
+            result_axes=tuple(
+                None if array is None else letters
+                for array, letters in zip(arrays[:5], axes[:5], strict=True)
+            ),
+            whole=_WHOLE,
+        )
+
+    @backward.def_vmap
+    def rule(axis_size, in_batched, *operands):
+        outputs = _over_batch(backward, axis_size, in_batched, operands, 4)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return backward(saved.output, saved.lse, doutput, dlse, *saved.arrays)
+
+
+def _over_batch(f, axis_size: int, in_batched, operands, first: int):
+    """`f` over a batch of operands, of which those from `first` on are _Arrays.
+
+    The batch becomes a part of the axis B that they have, unless there are operands without one.
+    """
+    arrays = _Arrays(*operands[first:])
+    shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
+    if any(array is not None for array in shared):
+        return one_by_one(f, in_batched, operands)
+    operands = batch_all(axis_size, in_batched, operands)
+    outputs = f(*(None if a is None else a.reshape(-1, *a.shape[2:]) for a in operands))
+    return tuple(None if o is None else o.reshape(axis_size, -1, *o.shape[1:]) for o in outputs)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------
