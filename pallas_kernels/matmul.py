@@ -4,11 +4,10 @@ The bare product is not the point: XLA has a good one. What XLA pays for separat
 residual, the derivative of an activation and the sums for a bias gradient, is here a function of the
 float32 accumulators and of named operands, traced into the kernel.
 
-A CTA has a warpgroup that only copies operand tiles into a ring in shared memory, and two that
-multiply. In ping-pong these two hold different output tiles, and one runs its epilogue and stores
-while the other one multiplies, so that an epilogue costs nothing as long as it is shorter than the
-product of one tile. Otherwise they share one output tile of twice the height, whose operands are
-read less often.
+A CTA has one warpgroup that copies tiles of the operands into a ring in shared memory, and two that
+multiply. In ping-pong these two hold different output tiles: one runs its epilogue and stores while
+the other one multiplies, so that an epilogue costs nothing as long as it is shorter than the product
+of a tile. Otherwise they share an output tile of twice the height, whose operands are read less often.
 """
 
 import functools
@@ -25,388 +24,600 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
 SHARED_MEMORY_BYTES = 227 * 1024
-ACCUMULATOR_REGISTERS = 192
-"""Of a thread of a multiplying warpgroup, of 240 that it has."""
+ACCUMULATOR_ELEMENTS = 128 * 192
+"""Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
+
+_DTYPES = (jnp.bfloat16, jnp.float16)
+_GRAIN = 16
+"""What K and N must be multiples of: the columns of the narrowest swizzle that wgmma reads."""
+
+Epilogue = Callable[..., Mapping[str, jax.Array]]
 
 
 @dataclass(frozen=True)
 class MatmulConfig:
-    """How the product is cut into tiles."""
+    """How a product is cut into tiles."""
 
     tile_m: int = 128
-    """Rows of the accumulator tile of a warpgroup."""
+    """Rows of a warpgroup's accumulators."""
     tile_n: int = 192
+    """Columns of them; several products in one pass over a divide them among themselves."""
     tile_k: int = 64
     stages: int = 4
     """Slots of the ring: tiles of the operands in flight or in use."""
     ping_pong: bool = True
-    """The two warpgroups work on different tiles; otherwise on the halves of a tile twice as high."""
+    """The warpgroups hold different output tiles; otherwise the halves of one twice as high."""
     cluster: int = 1
-    """CTAs one below the other that share the tiles of b: each copies its part to all of them."""
+    """CTAs one below the other that share the tiles of b: each copies a part of them to all."""
     epilogue_columns: int = 64
-    """Columns of a tile that the epilogue works on at a time."""
+    """Columns of a tile that the epilogue takes at a time."""
     epilogue_slots: int = 1
     """Slots for such columns, of each matrix that the epilogue reads or writes."""
     band: int = 8
-    """Output tiles are taken in bands of so many tiles, for the sake of the cache."""
-    bands_of_columns: bool = False
-    """A band is so many tiles wide, and is worked through downwards; otherwise so many high."""
+    """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
+
+    def __post_init__(self) -> None:
+        if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:
+            raise ValueError(
+                "MatmulConfig: wgmma takes tiles of a multiple of 64 rows and of 8 columns up to 256,"
+                f" got {self.tile_m} x {self.tile_n}"
+            )
+        if self.tile_m * self.tile_n > ACCUMULATOR_ELEMENTS:
+            raise ValueError(
+                f"MatmulConfig: a tile may have {ACCUMULATOR_ELEMENTS} elements,"
+                f" got {self.tile_m} x {self.tile_n}"
+            )
+        for name in ("stages", "cluster", "epilogue_slots", "band"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"MatmulConfig: {name} must be at least 1")
+        if self.tile_n % self.epilogue_columns:
+            raise ValueError(
+                f"MatmulConfig: epilogue_columns ({self.epilogue_columns}) must divide"
+                f" tile_n ({self.tile_n})"
+            )
 
     @property
     def cta_tile_m(self) -> int:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A matrix operand of the product as it lies in memory."""
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    features: Mapping[str, int],
+) -> str | None:
+    """None where products with epilogues can run, else why not.
 
-    array: jax.Array
-    transposed: bool = False
+    Args:
+      dtypes: of the operand to multiply, "x", and of what else enters the epilogue or leaves it,
+        None for what does not.
+      features: the sizes of the axes of which a product is taken or made, rows aside.
+    """
+    if compute_capability is None or compute_capability[0] != 9:
+        return "it needs a Hopper GPU (compute capability 9.0)"
+    if dtypes["x"] not in _DTYPES:
+        return f"it takes bfloat16 and float16, and x has dtype {jnp.dtype(dtypes['x'])}"
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype not in (*_DTYPES, jnp.float32):
+            return (
+                f"it takes float32, bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
+            )
+    for name, size in features.items():
+        if size % _GRAIN:
+            return f"it takes multiples of {_GRAIN} features, and {name} has {size}"
+    return None
 
 
 def matmul(
-    a: jax.Array,
+    a: jax.Array | Sequence[jax.Array],
     b: jax.Array | Sequence[jax.Array],
     *,
+    epilogue: Epilogue,
+    outputs: Mapping[str, Any],
+    rows: Mapping[str, jax.Array | None] | None = None,
+    matrices: Mapping[str, jax.Array | None] | None = None,
+    column_sums: Sequence[str] = (),
+    products: int = 1,
     a_transposed: bool = False,
     b_transposed: bool = False,
-    products: int = 1,
-    epilogue: Callable[..., Mapping[str, jax.Array]],
-    rows: Mapping[str, jax.Array] = {},
-    matrices: Mapping[str, jax.Array] = {},
-    outputs: Mapping[str, Any],
-    column_sums: Sequence[str] = (),
-    multiprocessors: int,
     config: MatmulConfig,
+    multiprocessors: int,
 ) -> dict[str, jax.Array]:
-    """The named results of `epilogue` over a @ b, of which each is [M, N] or the sum over the rows.
+    """What `epilogue` makes of a @ b: matrices [M, N], and sums over their rows, by name.
 
     Args:
-      a: [M, K], or [K, M] with `a_transposed`.
-      b: [K, N], or [N, K] with `b_transposed`; or `products` of them in one pass over a: a sequence,
-        or one array that holds them side by side along N.
-      epilogue: takes a float32 tile of each product, then by name what `rows` and `matrices` hold at
-        this tile, in float32. Returns tiles by name.
-      rows: [N] each.
-      matrices: [M, N] each.
-      outputs: the dtype of each matrix that `epilogue` returns.
-      column_sums: what of the rest that it returns is summed over the rows, to float32 [N].
+      a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
+      b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in
+        one pass over a: in this order in a sequence, or as blocks of one array.
+      epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
+        what `rows` and `matrices` hold. Returns tiles by name.
+      outputs: the dtypes of the matrices among them.
+      rows: [N] each, or None for one that is absent.
+      matrices: [M, N] each, or None.
+      column_sums: which of the tiles are summed over the rows, to float32 [N].
+
+    Returns:
+      `outputs` and `column_sums` by name.
     """
-    bs = [b] * products if isinstance(b, jax.Array) else list(b)
-    side_by_side = isinstance(b, jax.Array) and products > 1
-    m, k = a.shape[::-1] if a_transposed else a.shape
-    n = bs[0].shape[0 if b_transposed else 1] // (products if side_by_side else 1)
-    dtype = a.dtype
-    c = config
-    part_n = c.tile_n // products
-    m_tiles, n_tiles = pl.cdiv(m, c.cta_tile_m), pl.cdiv(n, part_n)
-    cluster_rows = pl.cdiv(m_tiles, c.cluster)
-    clusters = min(multiprocessors // c.cluster, cluster_rows * n_tiles)
-    tile_count = cluster_rows * n_tiles
-    k_steps = pl.cdiv(k, c.tile_k)
-
-    def widest_swizzle(dtype, *widths):
-        return min(plgpu.find_swizzle(w * jnp.dtype(dtype).itemsize * 8) for w in widths)
-
-    # A copy wants the rows of its array, not only of its tile, to be whole swizzle patterns.
-    swizzle = min(
-        widest_swizzle(dtype, *((m, c.tile_m) if a_transposed else (k, c.tile_k))),
-        widest_swizzle(dtype, *((k, c.tile_k) if b_transposed else (n, part_n))),
+    terms = [a] if isinstance(a, jax.Array) else list(a)
+    m, k = terms[0].shape[::-1] if a_transposed else terms[0].shape
+    if isinstance(b, jax.Array):
+        n = b.shape[0 if b_transposed else 1] // products
+        blocks = [
+            _Block(0, product * n, term * k)
+            for term in range(len(terms))
+            for product in range(products)
+        ]
+        bs = [b]
+    else:
+        bs = list(b)
+        n = bs[0].shape[0 if b_transposed else 1]
+        blocks = [_Block(index, 0, 0) for index in range(len(bs))]
+    present_rows = {name: row for name, row in (rows or {}).items() if row is not None}
+    present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
+    # A copy through a swizzled tile wants whole groups of 8 rows in memory.
+    padding = -m % 8
+    if padding:
+        terms = [jnp.pad(term, ((0, padding), (0, 0))) for term in terms]
+        present = {name: jnp.pad(x, ((0, padding), (0, 0))) for name, x in present.items()}
+    kernel = _Kernel(
+        m=m,
+        n=n,
+        k=k,
+        dtype=terms[0].dtype,
+        terms=len(terms),
+        products=products,
+        blocks=tuple(blocks),
+        a_transposed=a_transposed,
+        b_transposed=b_transposed,
+        epilogue=epilogue,
+        rows={name: row.dtype for name, row in present_rows.items()},
+        matrices={name: x.dtype for name, x in present.items()},
+        outputs=dict(outputs),
+        column_sums=tuple(column_sums),
+        config=config,
+        multiprocessors=multiprocessors,
     )
-
-    def tiled(shape, dtype, swizzle):
-        lanes = swizzle // jnp.dtype(dtype).itemsize
-        return plgpu.SMEM(
-            shape,
-            dtype,
-            transforms=(plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)),
-        )
-
-    def stream(dtype):
-        width = c.epilogue_columns
-        return tiled(
-            (CONSUMERS, c.epilogue_slots, c.tile_m, width),
-            dtype,
-            widest_swizzle(dtype, n, width),
-        )
-
-    a_tile = (c.tile_k, c.cta_tile_m) if a_transposed else (c.cta_tile_m, c.tile_k)
-    b_tile = (part_n, c.tile_k) if b_transposed else (c.tile_k, part_n)
-    consumers_of_step = 1 if c.ping_pong else CONSUMERS
-    consumed = (
-        plgpu.Barrier(num_arrivals=consumers_of_step, num_barriers=c.stages)
-        if c.cluster == 1
-        else plgpu.ClusterBarrier(
-            collective_axes=("cta",), num_arrivals=consumers_of_step, num_barriers=c.stages
-        )
-    )
-    full_sets = CONSUMERS if c.ping_pong else 1
-    scratch = dict(
-        a_smem=tiled((c.stages, *a_tile), dtype, swizzle),
-        b_smem=[tiled((c.stages, *b_tile), dtype, swizzle) for _ in bs],
-        full=plgpu.Barrier(num_arrivals=1 + products, num_barriers=full_sets * c.stages),
-        consumed=consumed,
-        turn=plgpu.Barrier(num_barriers=CONSUMERS),
-        out_smem={name: stream(out_dtype) for name, out_dtype in outputs.items()},
-    )
-    if rows:
-        scratch["row_smem"] = {
-            name: plgpu.SMEM((CONSUMERS, part_n), row.dtype) for name, row in rows.items()
-        }
-        scratch["row_barrier"] = plgpu.Barrier(num_arrivals=len(rows), num_barriers=CONSUMERS)
-    if matrices:
-        scratch["matrix_smem"] = {name: stream(x.dtype) for name, x in matrices.items()}
-        scratch["matrix_barrier"] = plgpu.Barrier(
-            num_arrivals=len(matrices), num_barriers=CONSUMERS * c.epilogue_slots
-        )
-    if column_sums:
-        scratch["sum_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
-
-    def kernel(*refs, a_smem, b_smem, full, consumed, turn, out_smem, **smem):
-        a_gmem, *refs = refs
-        b_gmem, refs = refs[: len(bs)], refs[len(bs) :]
-        row_gmem, refs = dict(zip(rows, refs)), refs[len(rows) :]
-        matrix_gmem, refs = dict(zip(matrices, refs)), refs[len(matrices) :]
-        out_gmem, refs = dict(zip(outputs, refs)), refs[len(outputs) :]
-        sum_gmem = dict(zip(column_sums, refs, strict=True))
-        wg_idx = lax.axis_index("wg")
-        cluster_idx = lax.axis_index("cluster")
-        cta_idx = lax.axis_index("cta")
-        my_tiles = lax.div(jnp.int32(tile_count - 1) - cluster_idx, jnp.int32(clusters)) + 1
-
-        def place(sequence_idx):
-            m_idx, n_idx = plgpu.planar_snake(
-                cluster_idx + sequence_idx * clusters,
-                (cluster_rows, n_tiles),
-                1 if c.bands_of_columns else 0,
-                c.band,
-            )
-            return m_idx * c.cluster + cta_idx, n_idx
-
-        def next_slot(slot):
-            return lax.select(slot == c.stages - 1, jnp.int32(0), slot + 1)
-
-        def full_barrier(sequence_idx, slot):
-            if not c.ping_pong:
-                return full.at[slot]
-            return full.at[lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * c.stages + slot]
-
-        def at(ref, transposed, start, size, k_start):
-            span, k_span = pl.ds(start, size), pl.ds(k_start, c.tile_k)
-            return ref.at[k_span, span] if transposed else ref.at[span, k_span]
-
-        def produce():
-            plgpu.set_max_registers(40, action="decrease")
-
-            def tile(sequence_idx, carry):
-                m_idx, n_idx = place(sequence_idx)
-
-                def step(k_idx, carry):
-                    slot, filled = carry
-
-                    @pl.when(filled >= c.stages)
-                    def _():
-                        plgpu.barrier_wait(consumed.at[slot])
-
-                    landed = full_barrier(sequence_idx, slot)
-                    k_start = k_idx * c.tile_k
-                    plgpu.copy_gmem_to_smem(
-                        at(a_gmem, a_transposed, m_idx * c.cta_tile_m, c.cta_tile_m, k_start),
-                        a_smem.at[slot],
-                        landed,
-                    )
-                    for p, ref in enumerate(b_gmem):
-                        start = n_idx * part_n + (p * n if side_by_side else 0)
-                        plgpu.copy_gmem_to_smem(
-                            at(ref, not b_transposed, start, part_n, k_start),
-                            b_smem[p].at[slot],
-                            landed,
-                            collective_axes="cta" if c.cluster > 1 else None,
-                        )
-                    return next_slot(slot), filled + 1
-
-                return lax.fori_loop(0, k_steps, step, carry)
-
-            slot, filled = lax.fori_loop(0, my_tiles, tile, (jnp.int32(0), jnp.int32(0)))
-            # Nobody may still be about to arrive here when this CTA ends.
-            for i in range(c.stages):
-
-                @pl.when(filled > i)
-                def _():
-                    plgpu.barrier_wait(consumed.at[lax.rem(slot + i, jnp.int32(c.stages))])
-
-        def consume():
-            plgpu.set_max_registers(232, action="increase")
-            mine = pl.ds(wg_idx * c.tile_m, c.tile_m)
-            other = 1 - wg_idx
-            step_tiles = CONSUMERS if c.ping_pong else 1
-            first = wg_idx if c.ping_pong else jnp.int32(0)
-
-            def a_operand(slot):
-                tile = a_smem.at[slot]
-                if not c.ping_pong:
-                    tile = tile.at[:, mine] if a_transposed else tile.at[mine]
-                return tile.transpose((1, 0)) if a_transposed else tile
-
-            def multiply(acc_ref, slot):
-                for p in range(products):
-                    b = b_smem[p].at[slot]
-                    plgpu.wgmma(
-                        acc_ref.at[:, p * part_n : (p + 1) * part_n] if products > 1 else acc_ref,
-                        a_operand(slot),
-                        b.transpose((1, 0)) if b_transposed else b,
-                    )
-
-            turns = ([turn] if c.ping_pong else []) + ([smem["sum_turn"]] if column_sums else [])
-            for barrier in turns:
-                plgpu.barrier_arrive(barrier.at[0], predicate=wg_idx == 1)
-
-            def tile(i, _):
-                sequence_idx = first + i * step_tiles
-                m_idx, n_idx = place(sequence_idx)
-                m_start = m_idx * c.cta_tile_m
-                if not c.ping_pong:
-                    m_start += wg_idx * c.tile_m
-                n_start = n_idx * part_n
-                chunks = part_n // c.epilogue_columns
-                is_last = sequence_idx == my_tiles - 1
-                if not c.ping_pong:
-                    is_last &= wg_idx == CONSUMERS - 1
-
-                def hand_over(turns):
-                    plgpu.barrier_arrive(turns.at[other], predicate=jnp.logical_not(is_last))
-
-                def block(ref, chunk):
-                    columns = pl.ds(n_start + chunk * c.epilogue_columns, c.epilogue_columns)
-                    return ref.at[pl.ds(m_start, c.tile_m), columns]
-
-                def load_matrices(chunk):
-                    slot = chunk % c.epilogue_slots
-                    landed = smem["matrix_barrier"].at[wg_idx * c.epilogue_slots + slot]
-                    for name, ref in matrix_gmem.items():
-                        destination = smem["matrix_smem"][name].at[wg_idx, slot]
-                        plgpu.copy_gmem_to_smem(block(ref, chunk), destination, landed)
-
-                for name, ref in row_gmem.items():
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[pl.ds(n_start, part_n)],
-                        smem["row_smem"][name].at[wg_idx],
-                        smem["row_barrier"].at[wg_idx],
-                    )
-                if matrices:
-                    for chunk in range(min(chunks, c.epilogue_slots)):
-                        load_matrices(chunk)
-
-                def accumulate(acc_ref):
-                    if c.ping_pong:
-                        plgpu.barrier_wait(turn.at[wg_idx])
-                    first_slot = lax.rem(sequence_idx * k_steps, jnp.int32(c.stages))
-                    plgpu.barrier_wait(full_barrier(sequence_idx, first_slot))
-                    multiply(acc_ref, first_slot)
-
-                    def step(_, previous):
-                        slot = next_slot(previous)
-                        plgpu.barrier_wait(full_barrier(sequence_idx, slot))
-                        multiply(acc_ref, slot)
-                        plgpu.wgmma_wait(products)
-                        plgpu.barrier_arrive(consumed.at[previous])
-                        return slot
-
-                    last_slot = lax.fori_loop(1, k_steps, step, first_slot)
-                    if c.ping_pong:
-                        hand_over(turn)
-                    return acc_ref[...], last_slot
-
-                acc, last_slot = pl.run_scoped(
-                    accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32)
-                )
-                plgpu.barrier_arrive(consumed.at[last_slot])
-
-                if rows:
-                    plgpu.barrier_wait(smem["row_barrier"].at[wg_idx])
-                if column_sums:
-                    plgpu.barrier_wait(smem["sum_turn"].at[wg_idx])
-                shape = (c.tile_m, c.epilogue_columns)
-                row_idx = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-                for chunk in range(chunks):
-                    slot = chunk % c.epilogue_slots
-                    operands = {}
-                    for name in rows:
-                        columns = pl.ds(chunk * c.epilogue_columns, c.epilogue_columns)
-                        row = plgpu.load(
-                            smem["row_smem"][name].at[wg_idx, columns],
-                            layout=plgpu.Layout.WGMMA.reduce(0),
-                        )
-                        operands[name] = lax.broadcast_in_dim(
-                            row.astype(jnp.float32), shape, (1,)
-                        )
-                    if matrices:
-                        plgpu.barrier_wait(
-                            smem["matrix_barrier"].at[wg_idx * c.epilogue_slots + slot]
-                        )
-                        for name in matrices:
-                            operands[name] = plgpu.load(
-                                smem["matrix_smem"][name].at[wg_idx, slot],
-                                layout=plgpu.Layout.WGMMA,
-                            ).astype(jnp.float32)
-                    start = chunk * c.epilogue_columns
-                    tiles = [
-                        acc[:, p * part_n + start : p * part_n + start + c.epilogue_columns]
-                        for p in range(products)
-                    ]
-                    results = epilogue(*tiles, **operands)
-                    plgpu.wait_smem_to_gmem(c.epilogue_slots - 1, wait_read_only=True)
-                    for name, out_dtype in outputs.items():
-                        out_smem[name].at[wg_idx, slot][...] = results[name].astype(out_dtype)
-                    plgpu.commit_smem()
-                    for name in outputs:
-                        plgpu.copy_smem_to_gmem(
-                            out_smem[name].at[wg_idx, slot],
-                            block(out_gmem[name], chunk),
-                            commit_group=False,
-                        )
-                    plgpu.commit_smem_to_gmem_group()
-                    if matrices and chunk + c.epilogue_slots < chunks:
-                        load_matrices(chunk + c.epilogue_slots)
-                    for name in column_sums:
-                        columns = pl.ds(n_start + start, c.epilogue_columns)
-                        m_tile = m_idx if c.ping_pong else m_idx * CONSUMERS + wg_idx
-                        summed = results[name]
-                        if m % (c.cta_tile_m * c.cluster):
-                            summed = jnp.where(row_idx < m - m_start, summed, 0.0)
-                        sum_gmem[name].at[m_tile, columns][...] = jnp.sum(summed, axis=0)
-                if column_sums:
-                    hand_over(smem["sum_turn"])
-
-            count = lax.div(my_tiles - first + (step_tiles - 1), jnp.int32(step_tiles))
-            lax.fori_loop(0, count, tile, None)
-            plgpu.wait_smem_to_gmem(0)
-
-        lax.cond(wg_idx == CONSUMERS, produce, consume)
-
-    sum_rows = cluster_rows * c.cluster * (c.cta_tile_m // c.tile_m)
     results = plgpu.kernel(
         kernel,
         out_type=(
-            *(jax.ShapeDtypeStruct((m, n), d) for d in outputs.values()),
-            *(
-                jax.ShapeDtypeStruct((sum_rows, n_tiles * part_n), jnp.float32)
-                for _ in column_sums
-            ),
+            *(jax.ShapeDtypeStruct((m + padding, n), dtype) for dtype in outputs.values()),
+            *(jax.ShapeDtypeStruct(kernel.sums_shape, jnp.float32) for _ in column_sums),
         ),
-        scratch_types=scratch,
-        grid=(clusters,),
+        scratch_types=kernel.scratch(),
+        grid=(kernel.clusters,),
         grid_names=("cluster",),
-        cluster=(c.cluster,),
+        cluster=(config.cluster,),
         cluster_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=c.epilogue_columns * 128 if column_sums else 512
+            approx_math=True,
+            reduction_scratch_bytes=_SUM_BYTES * config.epilogue_columns if column_sums else 512,
         ),
-    )(a, *bs, *rows.values(), *matrices.values())
+    )(*terms, *bs, *present_rows.values(), *present.values())
     named = dict(zip((*outputs, *column_sums), results, strict=True))
-    for name in column_sums:
-        named[name] = jnp.sum(named[name], axis=0)[:n]
-    return named
+    return {name: named[name][:m] for name in outputs} | {
+        name: jnp.sum(named[name], axis=0)[:n] for name in column_sums
+    }
+
+
+_SUM_BYTES = 128
+"""Shared memory that the sum of a column takes to cross the warps at once."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where the b of one product lies."""
+
+    array: int
+    n_start: int
+    k_start: int
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One launch: its static facts, and the code of its warpgroups."""
+
+    m: int
+    """Rows that count; the arrays may have a few more."""
+    n: int
+    k: int
+    dtype: Any
+    terms: int
+    products: int
+    blocks: tuple[_Block, ...]
+    a_transposed: bool
+    b_transposed: bool
+    epilogue: Epilogue
+    rows: Mapping[str, Any]
+    matrices: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    column_sums: tuple[str, ...]
+    config: MatmulConfig
+    multiprocessors: int
+
+    @property
+    def part_n(self) -> int:
+        """Columns of the output that a tile covers."""
+        return self.config.tile_n // self.products
+
+    @property
+    def tile_grid(self) -> tuple[int, int]:
+        """Output tiles of a cluster, down and across."""
+        height = self.config.cta_tile_m * self.config.cluster
+        return pl.cdiv(self.m, height), pl.cdiv(self.n, self.part_n)
+
+    @property
+    def tile_count(self) -> int:
+        down, across = self.tile_grid
+        return down * across
+
+    @property
+    def clusters(self) -> int:
+        return min(self.multiprocessors // self.config.cluster, self.tile_count)
+
+    @property
+    def k_steps(self) -> int:
+        return self.terms * pl.cdiv(self.k, self.config.tile_k)
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a tile that the epilogue takes one after the other."""
+        return self.part_n // self.config.epilogue_columns
+
+    @property
+    def sums_shape(self) -> tuple[int, int]:
+        """Partial column sums: a row for the tile of each warpgroup."""
+        down, across = self.tile_grid
+        height = self.config.cta_tile_m * self.config.cluster
+        return down * (height // self.config.tile_m), across * self.part_n
+
+    # --- shared memory ----------------------------------------------------------------------------
+
+    def scratch(self) -> dict[str, Any]:
+        c = self.config
+        # Rows of an array, not only of its tiles, have to be whole swizzle patterns.
+        swizzle = min(
+            _widest_swizzle(
+                self.dtype, *((self.m, c.tile_m) if self.a_transposed else (self.k, c.tile_k))
+            ),
+            _widest_swizzle(
+                self.dtype, *((self.k, c.tile_k) if self.b_transposed else (self.n, self.part_n))
+            ),
+        )
+        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, self.part_n)
+        if self.a_transposed:
+            a_tile = a_tile[::-1]
+        if self.b_transposed:
+            b_tile = b_tile[::-1]
+        takers = 1 if c.ping_pong else CONSUMERS
+        scratch = dict(
+            a_smem=_tiled((c.stages, *a_tile), self.dtype, swizzle),
+            b_smem=[_tiled((c.stages, *b_tile), self.dtype, swizzle) for _ in range(self.products)],
+            # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
+            # its own.
+            full=plgpu.Barrier(
+                num_arrivals=1 + self.products,
+                num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
+            ),
+            free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
+            if c.cluster == 1
+            else plgpu.ClusterBarrier(
+                collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
+            ),
+            out_smem={name: self._stream(dtype) for name, dtype in self.outputs.items()},
+        )
+        if c.ping_pong:
+            scratch["product_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        if self.column_sums:
+            scratch["sum_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        if self.rows:
+            scratch["row_smem"] = {
+                name: plgpu.SMEM((CONSUMERS, self.part_n), dtype)
+                for name, dtype in self.rows.items()
+            }
+            scratch["row_full"] = plgpu.Barrier(num_arrivals=len(self.rows), num_barriers=CONSUMERS)
+        if self.matrices:
+            scratch["matrix_smem"] = {
+                name: self._stream(dtype) for name, dtype in self.matrices.items()
+            }
+            scratch["matrix_full"] = plgpu.Barrier(
+                num_arrivals=len(self.matrices), num_barriers=CONSUMERS * c.epilogue_slots
+            )
+        return scratch
+
+    def _stream(self, dtype: Any) -> Any:
+        """What holds chunks of a matrix on its way between the epilogue and memory."""
+        c = self.config
+        swizzle = _widest_swizzle(dtype, self.n, c.epilogue_columns)
+        shape = (CONSUMERS, c.epilogue_slots, c.tile_m, c.epilogue_columns)
+        return _tiled(shape, dtype, swizzle)
+
+    # --- device side ------------------------------------------------------------------------------
+
+    def __call__(self, *refs, **smem) -> None:
+        gmem = _Refs(self, refs)
+        wg_idx = lax.axis_index("wg")
+        lax.cond(
+            wg_idx == CONSUMERS,
+            lambda: self._copy_operands(gmem, **smem),
+            lambda: self._multiply(gmem, wg_idx, **smem),
+        )
+
+    def _tiles_of_cluster(self) -> jax.Array:
+        first = lax.axis_index("cluster")
+        return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
+
+    def _place(self, sequence_idx) -> tuple[jax.Array, jax.Array]:
+        """First row and column of the output tile that this CTA takes as number `sequence_idx`."""
+        c = self.config
+        m_idx, n_idx = plgpu.planar_snake(
+            lax.axis_index("cluster") + sequence_idx * self.clusters, self.tile_grid, 0, c.band
+        )
+        return (m_idx * c.cluster + lax.axis_index("cta")) * c.cta_tile_m, n_idx * self.part_n
+
+    def _full_idx(self, sequence_idx, slot):
+        """The barrier of a slot that is being filled for a tile."""
+        if not self.config.ping_pong:
+            return slot
+        return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
+
+    def _next_slot(self, slot):
+        return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
+
+    def _copy_operands(self, gmem, *, a_smem, b_smem, full, free, **_) -> None:
+        """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
+        c = self.config
+        plgpu.set_max_registers(40, action="decrease")
+
+        def along(ref, transposed, start, size, k_start):
+            span, k_span = pl.ds(start, size), pl.ds(k_start, c.tile_k)
+            return ref.at[k_span, span] if transposed else ref.at[span, k_span]
+
+        def fill(sequence_idx, m_start, n_start, term, k_idx, carry):
+            slot, filled = carry
+
+            @pl.when(filled >= c.stages)
+            def _():
+                plgpu.barrier_wait(free.at[slot])
+
+            landed = full.at[self._full_idx(sequence_idx, slot)]
+            k_start = k_idx * c.tile_k
+            plgpu.copy_gmem_to_smem(
+                along(gmem.terms[term], self.a_transposed, m_start, c.cta_tile_m, k_start),
+                a_smem.at[slot],
+                landed,
+            )
+            for product in range(self.products):
+                block = self.blocks[term * self.products + product]
+                plgpu.copy_gmem_to_smem(
+                    along(
+                        gmem.bs[block.array],
+                        not self.b_transposed,
+                        block.n_start + n_start,
+                        self.part_n,
+                        block.k_start + k_start,
+                    ),
+                    b_smem[product].at[slot],
+                    landed,
+                    collective_axes="cta" if c.cluster > 1 else None,
+                )
+            return self._next_slot(slot), filled + 1
+
+        def tile(sequence_idx, carry):
+            m_start, n_start = self._place(sequence_idx)
+            for term in range(self.terms):
+                step = functools.partial(fill, sequence_idx, m_start, n_start, term)
+                carry = lax.fori_loop(0, self.k_steps // self.terms, step, carry)
+            return carry
+
+        nothing = (jnp.int32(0), jnp.int32(0))
+        slot, filled = lax.fori_loop(0, self._tiles_of_cluster(), tile, nothing)
+        # Nobody may still be about to arrive here when this CTA ends.
+        for back in range(1, c.stages + 1):
+
+            @pl.when(filled >= back)
+            def _(back=back):
+                last_filled = lax.rem(slot + (c.stages - back), jnp.int32(c.stages))
+                plgpu.barrier_wait(free.at[last_filled])
+
+    def _multiply(self, gmem, wg_idx, *, a_smem, b_smem, full, free, **smem) -> None:
+        """A warpgroup that multiplies, and runs the epilogue of its tiles."""
+        c = self.config
+        plgpu.set_max_registers(232, action="increase")
+        tiles = self._tiles_of_cluster()
+        stride = CONSUMERS if c.ping_pong else 1
+        first = wg_idx if c.ping_pong else jnp.int32(0)
+        for turn in ("product_turn", "sum_turn"):
+            if turn in smem:
+                plgpu.barrier_arrive(smem[turn].at[0], predicate=wg_idx == CONSUMERS - 1)
+
+        def operands(slot):
+            a = a_smem.at[slot]
+            if not c.ping_pong:
+                mine = pl.ds(wg_idx * c.tile_m, c.tile_m)
+                a = a.at[:, mine] if self.a_transposed else a.at[mine]
+            if self.a_transposed:
+                a = a.transpose((1, 0))
+            for product in range(self.products):
+                b = b_smem[product].at[slot]
+                yield a, b.transpose((1, 0)) if self.b_transposed else b
+
+        def tile(tile_idx, _):
+            sequence_idx = first + tile_idx * stride
+            m_start, n_start = self._place(sequence_idx)
+            if not c.ping_pong:
+                m_start += wg_idx * c.tile_m
+            is_last = sequence_idx == tiles - 1
+            if not c.ping_pong:
+                is_last &= wg_idx == CONSUMERS - 1
+
+            def my_turn(name):
+                if name in smem:
+                    plgpu.barrier_wait(smem[name].at[wg_idx])
+
+            def hand_over(name):
+                if name in smem:
+                    other = smem[name].at[CONSUMERS - 1 - wg_idx]
+                    plgpu.barrier_arrive(other, predicate=jnp.logical_not(is_last))
+
+            epilogue = _EpilogueOfTile(self, gmem, smem, wg_idx, m_start, n_start)
+            epilogue.prefetch()
+
+            def accumulate(acc_ref):
+                def multiply(slot):
+                    plgpu.barrier_wait(full.at[self._full_idx(sequence_idx, slot)])
+                    for product, (a, b) in enumerate(operands(slot)):
+                        part = slice(product * self.part_n, (product + 1) * self.part_n)
+                        plgpu.wgmma(acc_ref.at[:, part] if self.products > 1 else acc_ref, a, b)
+
+                def step(_, previous):
+                    slot = self._next_slot(previous)
+                    multiply(slot)
+                    plgpu.wgmma_wait(self.products)
+                    plgpu.barrier_arrive(free.at[previous])
+                    return slot
+
+                my_turn("product_turn")
+                slot = lax.rem(sequence_idx * self.k_steps, jnp.int32(c.stages))
+                multiply(slot)
+                slot = lax.fori_loop(1, self.k_steps, step, slot)
+                hand_over("product_turn")
+                return acc_ref[...], slot
+
+            acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
+            plgpu.barrier_arrive(free.at[slot])
+            my_turn("sum_turn")
+            epilogue.run(acc)
+            hand_over("sum_turn")
+
+        count = lax.div(tiles - first + (stride - 1), jnp.int32(stride))
+        lax.fori_loop(0, count, tile, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+class _Refs:
+    """The arrays of a launch by their roles."""
+
+    def __init__(self, kernel: _Kernel, refs: Sequence[Any]):
+        remaining = iter(refs)
+        self.terms = [next(remaining) for _ in range(kernel.terms)]
+        self.bs = [next(remaining) for _ in {block.array for block in kernel.blocks}]
+        self.rows = {name: next(remaining) for name in kernel.rows}
+        self.matrices = {name: next(remaining) for name in kernel.matrices}
+        self.outputs = {name: next(remaining) for name in kernel.outputs}
+        self.sums = {name: next(remaining) for name in kernel.column_sums}
+
+
+@dataclass(frozen=True)
+class _EpilogueOfTile:
+    """The epilogue of the tile at (m_start, n_start), chunk by chunk of its columns."""
+
+    kernel: _Kernel
+    gmem: _Refs
+    smem: Mapping[str, Any]
+    wg_idx: jax.Array
+    m_start: jax.Array
+    n_start: jax.Array
+
+    def prefetch(self) -> None:
+        """Has what the first chunks need copied while the tile is multiplied."""
+        for name, ref in self.gmem.rows.items():
+            plgpu.copy_gmem_to_smem(
+                ref.at[pl.ds(self.n_start, self.kernel.part_n)],
+                self.smem["row_smem"][name].at[self.wg_idx],
+                self.smem["row_full"].at[self.wg_idx],
+            )
+        for chunk in range(min(self.kernel.chunks, self.kernel.config.epilogue_slots)):
+            self._copy_matrices(chunk)
+
+    def run(self, acc: jax.Array) -> None:
+        kernel, c = self.kernel, self.kernel.config
+        if kernel.rows:
+            plgpu.barrier_wait(self.smem["row_full"].at[self.wg_idx])
+        for chunk in range(kernel.chunks):
+            slot = chunk % c.epilogue_slots
+            operands = {name: self._row(name, chunk) for name in kernel.rows}
+            if kernel.matrices:
+                plgpu.barrier_wait(self._matrix_full(slot))
+            for name in kernel.matrices:
+                tile = self.smem["matrix_smem"][name].at[self.wg_idx, slot]
+                loaded = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
+                operands[name] = loaded.astype(jnp.float32)
+            starts = [
+                product * kernel.part_n + chunk * c.epilogue_columns
+                for product in range(kernel.products)
+            ]
+            tiles = [acc[:, start : start + c.epilogue_columns] for start in starts]
+            results = kernel.epilogue(*tiles, **operands)
+            self._store(chunk, results)
+            if chunk + c.epilogue_slots < kernel.chunks:
+                self._copy_matrices(chunk + c.epilogue_slots)
+            for name in kernel.column_sums:
+                self._store_sum(name, chunk, results[name])
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.kernel.config.tile_m, self.kernel.config.epilogue_columns
+
+    def _columns(self, chunk: int):
+        """Of the output."""
+        width = self.kernel.config.epilogue_columns
+        return pl.ds(self.n_start + chunk * width, width)
+
+    def _block(self, ref, chunk: int):
+        return ref.at[pl.ds(self.m_start, self.kernel.config.tile_m), self._columns(chunk)]
+
+    def _matrix_full(self, slot: int):
+        return self.smem["matrix_full"].at[self.wg_idx * self.kernel.config.epilogue_slots + slot]
+
+    def _copy_matrices(self, chunk: int) -> None:
+        slot = chunk % self.kernel.config.epilogue_slots
+        for name, ref in self.gmem.matrices.items():
+            destination = self.smem["matrix_smem"][name].at[self.wg_idx, slot]
+            plgpu.copy_gmem_to_smem(self._block(ref, chunk), destination, self._matrix_full(slot))
+
+    def _row(self, name: str, chunk: int) -> jax.Array:
+        width = self.kernel.config.epilogue_columns
+        row = plgpu.load(
+            self.smem["row_smem"][name].at[self.wg_idx, pl.ds(chunk * width, width)],
+            layout=plgpu.Layout.WGMMA.reduce(0),
+        )
+        return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
+
+    def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
+        slots = self.kernel.config.epilogue_slots
+        places = {
+            name: self.smem["out_smem"][name].at[self.wg_idx, chunk % slots]
+            for name in self.kernel.outputs
+        }
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        for name, dtype in self.kernel.outputs.items():
+            places[name][...] = results[name].astype(dtype)
+        plgpu.commit_smem()
+        for name, place in places.items():
+            block = self._block(self.gmem.outputs[name], chunk)
+            plgpu.copy_smem_to_gmem(place, block, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _store_sum(self, name: str, chunk: int, values: jax.Array) -> None:
+        """One warpgroup at a time: all of them share the memory in which the sum crosses warps."""
+        kernel, tile_m = self.kernel, self.kernel.config.tile_m
+        if kernel.sums_shape[0] * tile_m != kernel.m:
+            row = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA)
+            values = jnp.where(row < kernel.m - self.m_start, values, 0.0)
+        partial_sums = self.gmem.sums[name].at[lax.div(self.m_start, jnp.int32(tile_m))]
+        partial_sums.at[self._columns(chunk)][...] = jnp.sum(values, axis=0)
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
+    """Shared memory as the copy engine and wgmma both want it."""
+    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def _widest_swizzle(dtype: Any, *widths: int) -> int:
+    """In bytes, of which rows of each of these widths are a multiple."""
+    return min(plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8) for width in widths)

@@ -1,12 +1,19 @@
-"""linear: validation and choice of implementation."""
+"""linear: validation, choice of implementation, gradient."""
 
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.row_kernel import ROWS, RowKernel
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from jaxfused.reference.activation import activate
+from jaxfused.reference.product import product
+from pallas_kernels import linear as pallas_linear
+from pallas_kernels import matmul as pallas_matmul
 
 
 def linear(
@@ -60,23 +67,52 @@ def linear(
     check_activation(op, activation)
     check_affine(op, x, "w", w, "bias", bias)
     check_residual(op, residual, x, w.shape[1])
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
-    return reference.linear.linear(
-        x,
-        w,
-        bias,
-        residual,
-        activation=activation,
-        precision=precision,
-        out_dtype=default_out_dtype(out_dtype, x, residual),
+    out_dtype = default_out_dtype(out_dtype, x, residual)
+    device = dispatch.current_device(x)
+    chosen = dispatch.choose(
+        op,
+        implementation,
+        implementations(
+            device,
+            features=x.shape[-1],
+            out_features=w.shape[1],
+            dtype=x.dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            out_dtype=out_dtype,
+        ),
     )
+    # Without rows there is nothing for a kernel to do.
+    if chosen == "xla" or x.size == 0:
+        return reference.linear.linear(
+            x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
+        )
+    launch = Launch(chosen, device.multiprocessors, precision)
+    options = _Options(
+        activation, jnp.dtype(out_dtype), None if residual is None else residual.dtype
+    )
+    rows = sharding.leading_axes(x.ndim - 1)
+    operands = sharding.align(
+        (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), whole="d"
+    )
+    return _linear(launch, options, *operands)
 
 
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
+def implementations(
+    device: dispatch.Device,
+    *,
+    features: int,
+    out_features: int,
+    dtype: Any,
+    residual_dtype: Any = None,
+    out_dtype: Any = None,
+) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     return {
-        "pallas": "there is no Pallas kernel of linear yet",
+        "pallas": pallas_matmul.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"x": dtype, "residual": residual_dtype, "the result": out_dtype},
+            features={"x": features, "the result": out_features},
+        ),
         "cuda": "there is no CUDA kernel of linear yet",
         "xla": None,
     }
@@ -112,3 +148,122 @@ def default_out_dtype(out_dtype: Any, x: jax.Array, residual: jax.Array | None) 
     if out_dtype is not None:
         return out_dtype
     return x.dtype if residual is None else residual.dtype
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which kernels run, and how."""
+
+    implementation: str
+    multiprocessors: int
+    precision: Any
+
+    def row_kernel(
+        self,
+        function: Any,
+        operand_axes: tuple[str, ...],
+        result_axes: tuple[str | None, ...],
+        whole: str,
+        **keywords: Any,
+    ) -> RowKernel:
+        """The kernel `function` with its keywords and those of this launch."""
+        keywords["multiprocessors"] = self.multiprocessors
+        return RowKernel(function, tuple(keywords.items()), operand_axes, result_axes, whole)
+
+    def forward(
+        self,
+        x: jax.Array,
+        w: jax.Array,
+        bias: jax.Array | None,
+        residual: jax.Array | None,
+        *,
+        activation: str | None,
+        out_dtype: Any,
+        save_preactivation: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """activation(x @ w + bias) + residual, and x @ w + bias if it is to be saved."""
+        kernel = self.row_kernel(
+            pallas_linear.forward,
+            (ROWS + "d", "df", "f", ROWS + "f"),
+            (ROWS + "f", ROWS + "f" if save_preactivation else None),
+            "d",
+            activation=activation,
+            out_dtype=out_dtype,
+            save_preactivation=save_preactivation,
+        )
+        return kernel(x, w.astype(x.dtype), bias, residual)
+
+    def input_gradient(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
+        """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
+        return product(
+            "...f,df->...d", dy, w, dtype=dy.dtype, out_dtype=dtype, precision=self.precision
+        )
+
+    def weight_gradient(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
+        """x^T @ dy over all rows."""
+        rows = "ABCEGHIJKLMNOPQRSTUVWXYZ"[: x.ndim - 1]
+        return product(f"{rows}d,{rows}f->df", x, dy, out_dtype=dtype, precision=self.precision)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What else is static in a call."""
+
+    activation: str | None
+    out_dtype: Any
+    residual_dtype: Any
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(launch: Launch, options: _Options, x, w, bias, residual):
+    y, _ = launch.forward(
+        x, w, bias, residual, activation=options.activation, out_dtype=options.out_dtype
+    )
+    return y
+
+
+def _linear_fwd(launch: Launch, options: _Options, x, w, bias, residual):
+    y, preactivation = launch.forward(
+        x,
+        w,
+        bias,
+        residual,
+        activation=options.activation,
+        out_dtype=options.out_dtype,
+        save_preactivation=options.activation is not None,
+    )
+    return y, _Residuals(x, w, bias, preactivation)
+
+
+def _linear_bwd(launch: Launch, options: _Options, saved: _Residuals, dy):
+    x, w, bias, preactivation = saved
+    dz = dy.astype(jnp.float32)
+    if preactivation is not None:
+        _, vjp = jax.vjp(
+            functools.partial(activate, options.activation), preactivation.astype(jnp.float32)
+        )
+        (dz,) = vjp(dz)
+    return (
+        launch.input_gradient(dz.astype(x.dtype), w, x.dtype),
+        launch.weight_gradient(x, dz.astype(x.dtype), w.dtype),
+        None if bias is None else sum_rows(dz, bias.dtype),
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
+    """The gradient of a bias: dy [..., F] summed over all of its rows in float32."""
+    return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)

@@ -1,13 +1,24 @@
-"""mlp and gated_mlp: validation and choice of implementation."""
+"""mlp and gated_mlp: validation, choice of implementation, gradient."""
 
-from typing import Any, Literal
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
-from jaxfused.ops.linear import check_affine, check_residual, default_out_dtype
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.linear import (
+    Launch,
+    check_affine,
+    check_residual,
+    default_out_dtype,
+    sum_rows,
+)
+from jaxfused.ops.row_kernel import ROWS
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from pallas_kernels import matmul as pallas_matmul
+from pallas_kernels import mlp as pallas_mlp
 
 Save = Literal["preactivation", "inputs"]
 
@@ -71,19 +82,36 @@ def mlp(
     _check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
     check_activation(op, activation)
     _check_save(op, save)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
-    return reference.mlp.mlp(
-        x,
-        w1,
-        b1,
-        w2,
-        b2,
-        residual,
-        activation=activation,
-        save=save,
-        precision=precision,
-        out_dtype=default_out_dtype(out_dtype, x, residual),
+    out_dtype = default_out_dtype(out_dtype, x, residual)
+    device = dispatch.current_device(x)
+    chosen = dispatch.choose(
+        op,
+        implementation,
+        implementations(device, x, w1.shape[1], w2.shape[1], residual, out_dtype),
     )
+    # Without rows there is nothing for a kernel to do.
+    if chosen == "xla" or x.size == 0:
+        return reference.mlp.mlp(
+            x,
+            w1,
+            b1,
+            w2,
+            b2,
+            residual,
+            activation=activation,
+            save=save,
+            precision=precision,
+            out_dtype=out_dtype,
+        )
+    launch = Launch(chosen, device.multiprocessors, precision)
+    options = _Options.of(activation, save, out_dtype, residual)
+    rows = sharding.leading_axes(x.ndim - 1)
+    operands = sharding.align(
+        (x, w1, b1, w2, b2, residual),
+        operand_axes=(rows + "d", "df", "f", "fe", "e", rows + "e"),
+        whole="dfe",
+    )
+    return _mlp(launch, options, *operands)
 
 
 def gated_mlp(
@@ -156,28 +184,57 @@ def gated_mlp(
     _check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
     check_activation(op, activation)
     _check_save(op, save)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
-    return reference.mlp.gated_mlp(
-        x,
-        w_gate,
-        b_gate,
-        w_up,
-        b_up,
-        w_down,
-        b_down,
-        residual,
-        activation=activation,
-        save=save,
-        precision=precision,
-        out_dtype=default_out_dtype(out_dtype, x, residual),
+    out_dtype = default_out_dtype(out_dtype, x, residual)
+    device = dispatch.current_device(x)
+    chosen = dispatch.choose(
+        op, implementation, implementations(device, x, hidden, w_down.shape[1], residual, out_dtype)
     )
+    if chosen == "xla" or x.size == 0:
+        return reference.mlp.gated_mlp(
+            x,
+            w_gate,
+            b_gate,
+            w_up,
+            b_up,
+            w_down,
+            b_down,
+            residual,
+            activation=activation,
+            save=save,
+            precision=precision,
+            out_dtype=out_dtype,
+        )
+    launch = Launch(chosen, device.multiprocessors, precision)
+    options = _Options.of(activation, save, out_dtype, residual)
+    rows = sharding.leading_axes(x.ndim - 1)
+    gate_axis = _gate_axis(w_up)
+    operands = sharding.align(
+        (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
+        operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
+        whole="dfge",
+    )
+    return _gated_mlp(launch, options, *operands)
 
 
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
+def implementations(
+    device: dispatch.Device,
+    x: jax.Array,
+    hidden: int,
+    out_features: int,
+    residual: jax.Array | None = None,
+    out_dtype: Any = None,
+) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     return {
-        "pallas": "there is no Pallas kernel of mlp and gated_mlp yet",
+        "pallas": pallas_matmul.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={
+                "x": x.dtype,
+                "residual": None if residual is None else residual.dtype,
+                "the result": out_dtype,
+            },
+            features={"x": x.shape[-1], "the hidden layer": hidden, "the result": out_features},
+        ),
         "cuda": "there is no CUDA kernel of mlp and gated_mlp yet",
         "xla": None,
     }
@@ -198,3 +255,179 @@ def _check_save(op: str, save: str) -> None:
     if save not in reference.mlp.SAVE_POLICIES:
         names = " or ".join(repr(n) for n in reference.mlp.SAVE_POLICIES)
         raise ValueError(f"{op}: save={save!r} is not known; pass {names}.")
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is static in a call besides the kernels."""
+
+    activation: str | None
+    save: Save
+    out_dtype: Any
+    residual_dtype: Any
+
+    @classmethod
+    def of(cls, activation, save, out_dtype, residual) -> "_Options":
+        residual_dtype = None if residual is None else residual.dtype
+        return cls(activation, save, jnp.dtype(out_dtype), residual_dtype)
+
+    @property
+    def saves_preactivations(self) -> bool:
+        return self.save == "preactivation"
+
+
+class _MlpResiduals(NamedTuple):
+    x: jax.Array
+    w1: jax.Array
+    b1: jax.Array | None
+    w2: jax.Array
+    b2: jax.Array | None
+    preactivation: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mlp(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
+    h, _ = launch.forward(x, w1, b1, None, activation=options.activation, out_dtype=x.dtype)
+    y, _ = launch.forward(h, w2, b2, residual, activation=None, out_dtype=options.out_dtype)
+    return y
+
+
+def _mlp_fwd(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
+    h, preactivation = launch.forward(
+        x,
+        w1,
+        b1,
+        None,
+        activation=options.activation,
+        out_dtype=x.dtype,
+        save_preactivation=options.saves_preactivations,
+    )
+    y, _ = launch.forward(h, w2, b2, residual, activation=None, out_dtype=options.out_dtype)
+    return y, _MlpResiduals(x, w1, b1, w2, b2, preactivation)
+
+
+def _mlp_bwd(launch: Launch, options: _Options, saved: _MlpResiduals, dy):
+    x, w1, b1, w2, b2, z = saved
+    if z is None:
+        z, _ = launch.forward(x, w1, b1, None, activation=None, out_dtype=x.dtype)
+    dy_narrow = dy.astype(x.dtype)
+    hidden_gradient = launch.row_kernel(
+        pallas_mlp.hidden_gradient,
+        (ROWS + "e", "fe", ROWS + "f"),
+        (ROWS + "f", ROWS + "f", None if b1 is None else "f"),
+        "e",
+        activation=options.activation,
+        sum_rows=b1 is not None,
+    )
+    dz, h, db1 = hidden_gradient(dy_narrow, w2.astype(x.dtype), z)
+    return (
+        launch.input_gradient(dz, w1, x.dtype),
+        launch.weight_gradient(x, dz, w1.dtype),
+        None if b1 is None else db1.astype(b1.dtype),
+        launch.weight_gradient(h, dy_narrow, w2.dtype),
+        None if b2 is None else sum_rows(dy, b2.dtype),
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)
+
+
+class _GatedResiduals(NamedTuple):
+    x: jax.Array
+    w_gate: jax.Array
+    b_gate: jax.Array | None
+    w_up: jax.Array | None
+    b_up: jax.Array | None
+    w_down: jax.Array
+    b_down: jax.Array | None
+    preactivations: tuple[jax.Array | None, jax.Array | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_mlp(
+    launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+):
+    h, _, _ = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=False)
+    y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
+    return y
+
+
+def _gated_mlp_fwd(
+    launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+):
+    h, gate, up = _gated_unit(
+        launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
+    )
+    y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
+    return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up))
+
+
+def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy):
+    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up) = saved
+    if gate is None:
+        _, gate, up = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=True)
+    has_biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
+    dy_narrow = dy.astype(x.dtype)
+    hidden_gradient = launch.row_kernel(
+        pallas_mlp.gated_hidden_gradient,
+        (ROWS + "e", "fe", ROWS + "f", ROWS + "f"),
+        (ROWS + "f", ROWS + "f", ROWS + "f", *("f" if has else None for has in has_biases)),
+        "e",
+        activation=options.activation,
+        sum_rows=has_biases,
+    )
+    dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down.astype(x.dtype), gate, up)
+    gate_axis = _gate_axis(w_up)
+    input_gradient = launch.row_kernel(
+        pallas_mlp.gated_input_gradient,
+        (ROWS + "f", ROWS + "f", "d" + gate_axis, "df"),
+        (ROWS + "d",),
+        "fg",
+    )
+    (dx,) = input_gradient(dgate, dup, *_narrow((w_gate, w_up), x.dtype))
+    dw_gate = launch.weight_gradient(x, dgate, w_gate.dtype)
+    dw_up: Any = launch.weight_gradient(x, dup, w_gate.dtype if w_up is None else w_up.dtype)
+    if w_up is None:
+        dw_gate, dw_up = jnp.concatenate([dw_gate, dw_up], axis=-1), None
+        if b_gate is not None:
+            db_gate, db_up = jnp.concatenate([db_gate, db_up]), None
+    return (
+        dx,
+        dw_gate,
+        None if b_gate is None else db_gate.astype(b_gate.dtype),
+        dw_up,
+        None if b_up is None else db_up.astype(b_up.dtype),
+        launch.weight_gradient(h, dy_narrow, w_down.dtype),
+        None if b_down is None else sum_rows(dy, b_down.dtype),
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
+
+
+def _gated_unit(launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, *, save: bool):
+    """(activation(gate) * up, gate, up), the latter two if they are to be saved."""
+    gate_axis = _gate_axis(w_up)
+    kernel = launch.row_kernel(
+        pallas_mlp.gated_forward,
+        (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f"),
+        (ROWS + "f", *((ROWS + "f",) * 2 if save else (None, None))),
+        "dg",
+        activation=options.activation,
+        save_preactivations=save,
+    )
+    return kernel(x, *_narrow((w_gate, w_up), x.dtype), b_gate, b_up)
+
+
+def _gate_axis(w_up: jax.Array | None) -> str:
+    """The last axis of w_gate: another one if it holds both, as a shard of it has no two halves."""
+    return "g" if w_up is None else "f"
+
+
+def _narrow(weights: tuple[jax.Array | None, ...], dtype: Any) -> tuple[jax.Array | None, ...]:
+    return tuple(None if w is None else w.astype(dtype) for w in weights)
