@@ -27,9 +27,32 @@ constexpr float kGeluCubic = 0.044715f;
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
-__device__ __forceinline__ float gelu_tanh_gate(float x) {
-  return sigmoid(kGeluTwo * (x + kGeluCubic * x * x * x));
+__device__ __forceinline__ float gelu_tanh_logit(float x) {
+  return kGeluTwo * (x + kGeluCubic * x * x * x);
 }
+
+// x < 0 ? 0 : x, so a NaN stays one.
+__device__ __forceinline__ float relu(float x) {
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+  return x;
+#else
+  return x < 0.0f ? 0.0f : x;
+#endif
+}
+
+// gate = sigmoid(x) and rest = 1 - gate, which a subtraction would leave without digits where the
+// gate is near 1.
+struct Gate {
+  float gate;
+  float rest;
+
+  __device__ explicit Gate(float x) {
+    const float exponential = expf(-x);
+    gate = __fdividef(1.0f, 1.0f + exponential);
+    rest = x < 0.0f ? 1.0f - gate : exponential * gate;
+  }
+};
 
 }  // namespace activation_detail
 
@@ -43,15 +66,15 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
       break;
     case Activation::kRelu:
 #pragma unroll
-      for (float& x : values) x = x < 0.0f ? 0.0f : x;  // a NaN stays one
+      for (float& x : values) x = relu(x);
       break;
     case Activation::kRelu2:
 #pragma unroll
-      for (float& x : values) x = x < 0.0f ? 0.0f : x * x;
+      for (float& x : values) x = relu(x) * relu(x);
       break;
     case Activation::kGeluTanh:
 #pragma unroll
-      for (float& x : values) x *= gelu_tanh_gate(x);
+      for (float& x : values) x *= sigmoid(gelu_tanh_logit(x));
       break;
     case Activation::kGeluErf:
 #pragma unroll
@@ -85,9 +108,9 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         const float x = inputs[i];
-        const float gate = gelu_tanh_gate(x);
+        const Gate logistic(gelu_tanh_logit(x));
         const float slope = kGeluTwo * (1.0f + 3.0f * kGeluCubic * x * x);
-        gradient[i] *= gate + x * gate * (1.0f - gate) * slope;
+        gradient[i] *= logistic.gate * (1.0f + x * logistic.rest * slope);
       }
       break;
     case Activation::kGeluErf:
@@ -100,9 +123,45 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
     case Activation::kSilu:
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        const float gate = sigmoid(inputs[i]);
-        gradient[i] *= gate * (1.0f + inputs[i] * (1.0f - gate));
+        const Gate logistic(inputs[i]);
+        gradient[i] *= logistic.gate * (1.0f + inputs[i] * logistic.rest);
       }
+      break;
+  }
+}
+
+// values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]): what the two have in
+// common, an exponential mostly, is taken once.
+template <int kSize>
+__device__ __forceinline__ void activate_with_derivative(Activation activation,
+                                                         const float (&inputs)[kSize],
+                                                         float (&values)[kSize],
+                                                         float (&gradient)[kSize]) {
+  using namespace activation_detail;
+  switch (activation) {
+    case Activation::kGeluTanh:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = inputs[i];
+        const Gate logistic(gelu_tanh_logit(x));
+        const float slope = kGeluTwo * (1.0f + 3.0f * kGeluCubic * x * x);
+        values[i] = x * logistic.gate;
+        gradient[i] *= logistic.gate * (1.0f + x * logistic.rest * slope);
+      }
+      break;
+    case Activation::kSilu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const Gate logistic(inputs[i]);
+        values[i] = inputs[i] * logistic.gate;
+        gradient[i] *= logistic.gate * (1.0f + inputs[i] * logistic.rest);
+      }
+      break;
+    default:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) values[i] = inputs[i];
+      activate(activation, values);
+      multiply_derivative(activation, inputs, gradient);
       break;
   }
 }

@@ -15,7 +15,8 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kForwardRows = 4;  // of a thread, whose loads are in flight together
+constexpr int kBackwardRows = 2;
 
 // One of the two operands of a gated activation, or the only one of a plain one.
 struct Branch {
@@ -100,7 +101,7 @@ struct Walk {
 template <typename T, typename O, int kVec, bool kGated>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_rows(const __grid_constant__ BiasActivationArgs args) {
-  constexpr int kRows = 4;  // whose loads are in flight together
+  constexpr int kRows = kForwardRows;
   const Walk walk(args.lanes, kVec);
   if (walk.column >= args.features) return;
   float bias[kVec], up_bias[kVec];
@@ -167,7 +168,7 @@ __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int 
 template <typename T, typename O, int kVec, bool kGated>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_gradient(const __grid_constant__ BiasActivationArgs args) {
-  constexpr int kRows = 2;
+  constexpr int kRows = kBackwardRows;
   const Walk walk(args.lanes, kVec);
   float sums[kVec] = {}, up_sums[kVec] = {};
   const int end = walk.column < args.features ? args.rows : 0;
@@ -191,24 +192,27 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t place = row * args.stride + walk.column;
       float z[kVec], y[kVec];
       unpack(saved[r], z);
-      if (kGated || args.y != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) y[i] = z[i];
-        activate(args.activation, y);
-      }
       if constexpr (kGated) {
         float up[kVec], up_gradient[kVec];
         unpack(up_saved[r], up);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          up_gradient[i] = gradient[r][i] * y[i];
-          up_sums[i] += up_gradient[i];
+          up_gradient[i] = gradient[r][i];
           gradient[r][i] *= up[i];
+        }
+        activate_with_derivative(args.activation, z, y, gradient[r]);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          up_gradient[i] *= y[i];
+          up_sums[i] += up_gradient[i];
           y[i] *= up[i];
         }
         store_row<T, kVec>(args.up.out, place, up_gradient);
+      } else if (args.y != nullptr) {
+        activate_with_derivative(args.activation, z, y, gradient[r]);
+      } else {
+        multiply_derivative(args.activation, z, gradient[r]);
       }
-      multiply_derivative(args.activation, z, gradient[r]);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sums[i] += gradient[r][i];
       store_row<T, kVec>(args.gate.out, place, gradient[r]);
@@ -236,7 +240,7 @@ Kernel kernel_of(bool gated, bool backward) {
   return gated ? bias_activation_rows<T, O, kVec, true> : bias_activation_rows<T, O, kVec, false>;
 }
 
-// `blocks`: along the rows; 0 for as many as fill the GPU.
+// `blocks`: along the rows; 0 for as many as there is work for.
 template <typename T, typename O>
 ffi::Error launch(BiasActivationArgs args, int blocks, bool gated, bool backward,
                   cudaStream_t stream) {
@@ -248,15 +252,12 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool gated, bool backward
   args.lanes = 1;
   while (args.lanes < kWarpSize && args.lanes * vec < args.features) args.lanes *= 2;
   const int columns = divide_up(args.features, args.lanes * vec);
-  if (blocks == 0) {
-    Device device;
-    RETURN_IF_ERROR(current_device(&device));
-    const int wanted = divide_up(2 * kBlocksPerMultiprocessor * device.multiprocessors, columns);
-    blocks = std::min(divide_up(args.rows, kThreads / args.lanes), wanted);
-  }
+  // Small blocks: the last ones to run leave little of the GPU idle.
+  const int rows = kThreads / args.lanes * (backward ? kBackwardRows : kForwardRows);
+  if (blocks == 0) blocks = std::min(divide_up(args.rows, rows), 65535);
   const Kernel kernel =
       vec == 1 ? kernel_of<T, O, 1>(gated, backward) : kernel_of<T, O, kFullVec>(gated, backward);
-  return launch_kernel(kernel, args, {dim3(columns, std::min(blocks, 65535)), kThreads, 0}, stream);
+  return launch_kernel(kernel, args, {dim3(columns, blocks), kThreads, 0}, stream);
 }
 
 ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype other, bool gated,

@@ -47,8 +47,7 @@ struct Product {
   int64_t rows, features, hidden;  // of x; and the width of w
   const void *x, *w, *bias, *residual;
   void *y, *preactivation;
-  cudaDataType_t type;  // of all but the bias
-  cudaDataType_t bias_type;
+  cudaDataType_t type;  // of all
   bool gelu;
   void* workspace;
   size_t workspace_bytes;
@@ -83,7 +82,7 @@ class Algorithms {
     return ffi::Error::Success();
   }
 
-  using Key = std::array<int64_t, 15>;
+  using Key = std::array<int64_t, 14>;
 
   template <typename Choose>
   ffi::Error find(const Key& key, cublasLtMatmulAlgo_t* algorithm, Choose choose) {
@@ -123,8 +122,6 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
   RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE, product.epilogue()));
   if (product.bias != nullptr) {
     RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias));
-    const auto type = static_cast<int32_t>(product.bias_type);
-    RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type));
   }
   if (product.preactivation != nullptr) {
     RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, product.preactivation));
@@ -190,7 +187,6 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                product.features,
                                product.hidden,
                                product.type,
-                               product.bias_type,
                                product.epilogue(),
                                product.residual != nullptr,
                                static_cast<int64_t>(product.workspace_bytes),
@@ -245,10 +241,7 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   }
   RETURN_IF_ERROR(check("w", w, type, {product.features, product.hidden}));
   RETURN_IF_ERROR(check("y", *y, type, {product.rows, product.hidden}));
-  if (!is_absent(bias)) RETURN_IF_ERROR(check_shape("bias", bias, {product.hidden}));
-  if (!is_absent(bias) && bias.element_type() != ffi::DataType::F32) {
-    RETURN_IF_ERROR(check_dtype("bias", bias, type));
-  }
+  if (!is_absent(bias)) RETURN_IF_ERROR(check("bias", bias, type, {product.hidden}));
   if (!is_absent(residual)) {
     if (product.gelu) {
       return ffi::Error::InvalidArgument("a residual goes with activation none alone");
@@ -268,7 +261,6 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   product.y = y->untyped_data();
   product.preactivation = data_or_null(*preactivation);
   product.type = type == ffi::DataType::BF16 ? CUDA_R_16BF : CUDA_R_16F;
-  product.bias_type = bias.element_type() == ffi::DataType::F32 ? CUDA_R_32F : product.type;
   product.workspace = data_or_null(*workspace);
   product.workspace_bytes = workspace->size_bytes();
   product.algorithm = static_cast<int>(algorithm);

@@ -1,9 +1,9 @@
 // The rotation of queries and keys in one pass over both, and the rotation back, its gradient.
 //
-// A head is cut into slots. A rotating slot is two vectors of kVec values that hold kVec pairs: the
-// same place in both halves of the rotating features, or 2 kVec neighbours where pairs are
+// A head is cut into slots. A rotating slot is the same vector of kVec values in both halves of the
+// rotating features, which are kVec pairs; or one vector, of kVec / 2 pairs, where pairs are
 // interleaved. What does not rotate follows, a vector a slot. A thread keeps its slot's cosines and
-// sines and uses them for up to kHeads heads, all of whose loads are in flight together.
+// sines and uses them for several heads, all of whose loads are in flight together.
 
 #include "handler.h"
 #include "vector.cuh"
@@ -11,8 +11,6 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kHeads = 4;
-
 struct Heads {
   const void* in;
   void* out;
@@ -27,33 +25,74 @@ struct RopeArgs {
   uint32_t rows;
   uint32_t table_rows;  // row r has the angles r % table_rows
   int head_size;
-  int pairs;          // of a head
-  uint32_t groups;    // threads that share a row's heads, for one slot
-  uint32_t slots;     // of a head
-  uint32_t rotating;  // of them
-  float sine_sign;    // -1 rotates back
+  int pairs;        // of a head
+  uint32_t groups;  // threads that share a row's heads, for one slot
+  uint32_t slots;   // of a head
+  float sine_sign;  // -1 rotates back
 };
+
+// Heads of a thread: as many as it takes for 128 bytes in flight.
+template <bool kInterleaved>
+constexpr int kHeadsOfThread = kInterleaved ? 8 : 4;
+
+// Rotates the pairs that lie side by side in `vector`.
+template <typename T, int kVec>
+__device__ __forceinline__ void rotate_neighbours(const float (&cos)[kVec],
+                                                  const float (&sin)[kVec],
+                                                  Vector<T, kVec>& vector) {
+  float values[kVec];
+  unpack(vector, values);
+#pragma unroll
+  for (int i = 0; i < kVec / 2; ++i) {
+    const float x = values[2 * i], y = values[2 * i + 1];
+    values[2 * i] = x * cos[i] - y * sin[i];
+    values[2 * i + 1] = y * cos[i] + x * sin[i];
+  }
+  pack(values, vector);
+}
+
+// Rotates the pairs of which `first` and `second` hold one value each.
+template <typename T, int kVec>
+__device__ __forceinline__ void rotate_halves(const float (&cos)[kVec], const float (&sin)[kVec],
+                                              Vector<T, kVec>& first, Vector<T, kVec>& second) {
+  float x[kVec], y[kVec];
+  unpack(first, x);
+  unpack(second, y);
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const float x_i = x[i];
+    x[i] = x_i * cos[i] - y[i] * sin[i];
+    y[i] = y[i] * cos[i] + x_i * sin[i];
+  }
+  pack(x, first);
+  pack(y, second);
+}
+
+// A vector of one value holds half of a pair, interleaved or not.
+template <int kVec, bool kInterleaved>
+constexpr bool kNeighbours = kInterleaved && kVec > 1;
 
 template <typename T, int kVec, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ RopeArgs args) {
+  constexpr int kHeads = kHeadsOfThread<kInterleaved>;
+  constexpr bool kOneVector = kNeighbours<kVec, kInterleaved>;
+  constexpr int kPairs = kOneVector ? kVec / 2 : kVec;
   const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
-  const uint32_t slot = index % args.slots;
-  const uint32_t group = index / args.slots % args.groups;
+  const int slot = index % args.slots;
+  const int group = index / args.slots % args.groups;
   const uint32_t row = index / args.slots / args.groups;
   if (row >= args.rows) return;
-  const bool rotates = slot < args.rotating;
 
-  int first, second;  // features
-  if (!rotates) {
-    first = 2 * args.pairs + (slot - args.rotating) * kVec;
-    second = first;
-  } else if (kInterleaved) {
-    first = 2 * kVec * slot;
-    second = first + kVec;
-  } else {
-    first = kVec * slot;
-    second = first + args.pairs;
+  // The features of the slot's vectors.
+  const int rotating = args.pairs / kPairs;
+  const bool rotates = slot < rotating;
+  int first = slot * kVec;
+  int second = first + args.pairs;
+  if (kInterleaved && !kOneVector) {
+    first = 2 * slot;
+    second = first + 1;
   }
+  if (!rotates) first = 2 * args.pairs + (slot - rotating) * kVec;
 
   const auto address = [&](int head, auto* q, auto* k) {
     const bool is_q = head < args.q.count;
@@ -69,15 +108,15 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
     if (head >= heads) break;
     const T* in = address(head, static_cast<const T*>(args.q.in), static_cast<const T*>(args.k.in));
     a[j] = load_streaming<T, kVec>(in + first);
-    if (rotates) b[j] = load_streaming<T, kVec>(in + second);
+    if (!kOneVector && rotates) b[j] = load_streaming<T, kVec>(in + second);
   }
 
-  float cos[kVec], sin[kVec];
+  float cos[kVec], sin[kVec];  // of kPairs of them
   if (rotates) {
-    constexpr int kPart = kVec < 4 ? kVec : 4;
-    const int64_t place = static_cast<int64_t>(row % args.table_rows) * args.pairs + slot * kVec;
+    constexpr int kPart = kPairs < 4 ? kPairs : 4;
+    const int64_t place = static_cast<int64_t>(row % args.table_rows) * args.pairs + slot * kPairs;
 #pragma unroll
-    for (int i = 0; i < kVec; i += kPart) {
+    for (int i = 0; i < kPairs; i += kPart) {
       const auto c = load_vector<float, kPart>(args.cos + place + i);
       const auto s = load_vector<float, kPart>(args.sin + place + i);
 #pragma unroll
@@ -94,29 +133,12 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
     if (head >= heads) break;
     T* out = address(head, static_cast<T*>(args.q.out), static_cast<T*>(args.k.out));
     if (rotates) {
-      // x and y of pair i are values i and kVec + i, or 2 i and 2 i + 1.
-      constexpr int kStep = kInterleaved ? 2 : 1;
-      constexpr int kOther = kInterleaved ? 1 : kVec;
-      float half[kVec], values[2 * kVec];
-      unpack(a[j], half);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[i] = half[i];
-      unpack(b[j], half);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) values[kVec + i] = half[i];
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float x = values[kStep * i], y = values[kStep * i + kOther];
-        values[kStep * i] = x * cos[i] - y * sin[i];
-        values[kStep * i + kOther] = y * cos[i] + x * sin[i];
+      if constexpr (kOneVector) {
+        rotate_neighbours(cos, sin, a[j]);
+      } else {
+        rotate_halves(cos, sin, a[j], b[j]);
+        store_streaming(out + second, b[j]);
       }
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) half[i] = values[i];
-      pack(half, a[j]);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) half[i] = values[kVec + i];
-      pack(half, b[j]);
-      store_streaming(out + second, b[j]);
     }
     store_streaming(out + first, a[j]);
   }
@@ -129,9 +151,10 @@ ffi::Error launch_rope(RopeArgs args, bool interleaved, cudaStream_t stream) {
       args.pairs % kFullVec == 0 && args.head_size % kFullVec == 0 &&
       are_aligned({args.q.in, args.q.out, args.k.in, args.k.out, args.cos, args.sin});
   const int vec = whole ? kFullVec : 1;
-  args.rotating = args.pairs / vec;
-  args.slots = args.rotating + (args.head_size - 2 * args.pairs) / vec;
-  args.groups = divide_up(args.q.count + args.k.count, kHeads);
+  const int slot_pairs = interleaved && whole ? vec / 2 : vec;
+  args.slots = args.pairs / slot_pairs + (args.head_size - 2 * args.pairs) / vec;
+  const int thread_heads = interleaved ? kHeadsOfThread<true> : kHeadsOfThread<false>;
+  args.groups = divide_up(args.q.count + args.k.count, thread_heads);
   const uint64_t threads = uint64_t{args.rows} * args.groups * args.slots;
   if (threads > UINT32_MAX - kThreads) {
     return ffi::Error::InvalidArgument("q and k have too many elements for one launch");

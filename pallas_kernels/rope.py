@@ -26,7 +26,7 @@ class RopeConfig:
 
     bytes_per_step: int = 128
     """What each thread loads at a time, at most."""
-    ahead: int = 1
+    ahead: int = 2
     """Steps whose loads are under way while one is computed."""
 
     def __post_init__(self) -> None:

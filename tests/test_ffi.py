@@ -274,7 +274,7 @@ AROUND = [
         ({}, ["jaxfused_linear", "jaxfused_linear", AROUND[2]]),
         (dict(residual_dtype="float32"), ["jaxfused_linear", *AROUND[1:]]),
         (dict(activation="silu"), [AROUND[0], "jaxfused_linear", AROUND[2]]),
-        (dict(bias_dtype="float32"), AROUND),
+        (dict(bias_dtype="float32"), ["jaxfused_linear", "jaxfused_linear", AROUND[2]]),
         (dict(dtype="float32", residual_dtype="float32", bias_dtype="float32"), AROUND),
         (dict(features=36), ["jaxfused_linear", *AROUND[1:]]),
         (dict(cublaslt="it is not there"), AROUND),

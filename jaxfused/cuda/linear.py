@@ -119,7 +119,6 @@ def _has_epilogue(
     """Whether cuBLASLt has the epilogue, and is there."""
     return (
         x.dtype in (jnp.bfloat16, jnp.float16)
-        and (bias is None or bias.dtype == x.dtype)
         and (activation is None or (activation == "gelu_tanh" and residual is None))
         and w.shape[0] % 8 == w.shape[1] % 8 == 0
         and cublaslt.why_unavailable() is None
@@ -149,7 +148,8 @@ def _cublaslt(
     y, preactivation, _ = call(
         x,
         w,
-        absent if bias is None else bias,
+        # It takes no float32 bias beside them.
+        absent if bias is None else bias.astype(x.dtype),
         absent if residual is None else residual,
         activation=activation or "none",
         algorithm=np.int64(0),

@@ -9,7 +9,6 @@ All functions are over rows: x [M, D], w1 [D, F], w2 [F, E], residual and y [M, 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxfused.cuda import bias_activation, linear
 from jaxfused.cuda.linear import column_sums, product
@@ -161,12 +160,12 @@ def gated_backward(
         dx = product(dgate, w_gate.astype(x.dtype), "mf,df->md", x.dtype, precision)
         dw_up = None
     else:
-        # Both parts leave their accumulators in float32, so that the sum is rounded once.
         of_gate, of_up = (
-            product(dz, w.astype(x.dtype), "mf,df->md", jnp.float32, precision)
+            product(dz, w.astype(x.dtype), "mf,df->md", x.dtype, precision)
             for dz, w in ((dgate, w_gate), (dup, w_up))
         )
-        dx = (of_gate + of_up).astype(x.dtype)
+        # Sums of float32 products would be rounded once, but cost 30 us more at [16384, 768].
+        dx = of_gate + of_up
         dw_up = product(x, dup, "md,mf->df", w_up.dtype, precision)
     return (
         dx,
