@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.attention_short_bwd import backward, default_config
-from pallas_kernels.attention_short_fwd import forward, workers_that_fit
+from pallas_kernels.attention_short_bwd import backward, backward_packed, default_config
+from pallas_kernels.attention_short_fwd import forward, forward_packed, workers_that_fit
 
-__all__ = ["backward", "forward", "why_unsupported"]
+__all__ = ["backward", "backward_packed", "forward", "forward_packed", "why_unsupported"]
 
 _LARGEST_KEY_COUNT = 256
 """The widest tile of one wgmma, which the forward's rows of logits are."""

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_short_memory as memory
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_short_memory import COLUMNS, Matrix, ceil_to
+from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
 
 ROWS = 64
 """Queries of a step and keys of a tile: what one wgmma instruction takes."""
@@ -43,8 +43,11 @@ class BackwardConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that computes dK and dV, and of the warpgroup beside them."""
-        return {1: (240, 128), 2: (216, 80)}[self.warpgroups]
+        """Registers of a thread that computes dK and dV, and of the warpgroup beside them.
+
+        All warpgroups together have what the compiler gave them at the start: 168 for each of 3.
+        """
+        return {1: (240, 128), 2: (216, 72)}[self.warpgroups]
 
     def accumulator_columns(self, head_size: int, value_size: int) -> int:
         """Columns of dK and dV that a warpgroup holds in registers."""
@@ -67,6 +70,9 @@ def default_config(key_count: int, head_size: int, value_size: int) -> BackwardC
     return config if config.fits(head_size, value_size) else replace(config, key_slots=1)
 
 
+Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
+
+
 def backward(
     query: jax.Array,
     key: jax.Array,
@@ -80,17 +86,64 @@ def backward(
     logits: Logits,
     multiprocessors: int,
     config: BackwardConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> Gradients:
     """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.
 
     lse is what `forward` returned, with its padding. With a bias the gradient of the logits passes
     through global memory, [B, N, S, T] in float32, and XLA adds it up over the bias's broadcast axes.
     """
-    batch, query_count, heads, head_size = query.shape
-    key_count, key_heads, value_size = value.shape[1:]
+    (dquery, dkey, dvalue), dbias, dsinks = _backward(
+        (query, key, value),
+        Shape.of(query, key, value),
+        operands,
+        (out, lse, dout, dlse),
+        logits,
+        multiprocessors,
+        config,
+    )
+    return dquery, dkey, dvalue, dbias, dsinks
+
+
+def backward_packed(
+    packed: jax.Array,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    *,
+    key_heads: int,
+    logits: Logits,
+    multiprocessors: int,
+    config: BackwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(dpacked, dbias, dsinks) of `forward_packed`."""
+    (dpacked,), dbias, dsinks = _backward(
+        (packed,),
+        Shape.of_packed(packed, key_heads),
+        operands,
+        (out, lse, dout, dlse),
+        logits,
+        multiprocessors,
+        config,
+    )
+    return dpacked, dbias, dsinks
+
+
+def _backward(
+    arrays: tuple[jax.Array, ...],
+    shape: Shape,
+    operands: Operands,
+    results: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    logits: Logits,
+    multiprocessors: int,
+    config: BackwardConfig | None,
+) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
+    batch, query_count, key_count, heads, key_heads, head_size, value_size = shape
+    out, lse, dout, dlse = results
+    dtype = arrays[0].dtype
     groups = heads // key_heads
     config = config or default_config(key_count, head_size, value_size)
-    dtype = query.dtype
     chunks = -(-query_count // ROWS)
     steps = groups * chunks
     items = batch * key_heads
@@ -107,18 +160,24 @@ def backward(
         bias=_transposed(operands.bias), explicit=_transposed(operands.explicit)
     )
     present = [name for name, array in operands._asdict().items() if array is not None]
-    arrays = [query, key, value, out, lse, dout]
+    inputs = [*arrays, out, lse, dout]
     if dlse is not None:
-        arrays.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
+        inputs.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
     masked = not logits.mask.is_always_full(ROWS, config.keys)
     head_blocks, value_blocks = memory.blocks(head_size), memory.blocks(value_size)
 
     def kernel(*refs, q_smem, k_smem, v_smem, o_smem, do_smem, ds_smem, dq_smem, rows_smem, **bars):
-        q_gmem, k_gmem, v_gmem, o_gmem, lse_gmem, do_gmem, *refs = refs
-        dlse_gmem = refs.pop(0) if dlse is not None else None
-        dlogits_gmem = refs.pop() if bias is not None else None
-        *operand_refs, dq_gmem, dk_gmem, dv_gmem = refs
-        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
+        refs = iter(refs)
+        q_heads, k_heads, v_heads = memory.queries_keys_values(
+            [next(refs) for _ in arrays], heads, key_heads
+        )
+        o_gmem, lse_gmem, do_gmem = (next(refs) for _ in range(3))
+        dlse_gmem = None if dlse is None else next(refs)
+        ops = Operands(**{name: next(refs) for name in present})
+        dq_heads, dk_heads, dv_heads = memory.queries_keys_values(
+            [next(refs) for _ in arrays], heads, key_heads
+        )
+        dlogits_gmem = None if bias is None else next(refs)
         wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
         lse_smem, dlse_smem, delta_smem = rows_smem
         own_items = lax.div(items - cta_idx + (ctas - 1), jnp.int32(ctas))
@@ -152,8 +211,12 @@ def backward(
                 slot = query_slot(step)
                 plgpu.barrier_wait(bars["query_free"].at[slot])
                 full = bars["query_full"].at[slot]
-                for smem, gmem in ((q_smem, q_gmem), (do_smem, do_gmem), (o_smem, o_gmem)):
-                    Matrix.of(smem, slot).fill(gmem, batch_idx, start, head_idx, full)
+                for smem, gmem_heads in (
+                    (q_smem, q_heads),
+                    (do_smem, Heads(do_gmem)),
+                    (o_smem, Heads(o_gmem)),
+                ):
+                    Matrix.of(smem, slot).fill(gmem_heads, batch_idx, start, head_idx, full)
                 for smem, gmem in ((lse_smem, lse_gmem), (dlse_smem, dlse_gmem)):
                     if gmem is not None:
                         plgpu.copy_gmem_to_smem(
@@ -165,10 +228,10 @@ def backward(
                 slot = key_slot(item)
                 plgpu.barrier_wait(bars["key_free"].at[slot])
                 full = bars["key_full"].at[slot]
-                for smem, gmem in ((k_smem, k_gmem), (v_smem, v_gmem)):
+                for smem, gmem_heads in ((k_smem, k_heads), (v_smem, v_heads)):
                     for tile in range(tile_count):
                         Matrix.of(smem, slot, tile).fill(
-                            gmem, batch_idx, tile * ROWS, key_head, full
+                            gmem_heads, batch_idx, tile * ROWS, key_head, full
                         )
 
             def sum_rows(step):
@@ -208,7 +271,7 @@ def backward(
                 for block, smem in zip(dq, staged.operands, strict=True):
                     smem[...] = (block * logits_scale).astype(dtype)
                 plgpu.commit_smem()
-                staged.write(dq_gmem, batch_idx, start, head_idx)
+                staged.write(dq_heads, batch_idx, start, head_idx)
 
             plgpu.barrier_arrive(bars["ds_free"])
             copy_keys(0)
@@ -262,18 +325,20 @@ def backward(
                             jax.tree.leaves(accs), jax.tree.leaves(values_before), strict=True
                         ):
                             acc[...] = before
-                    lse_row = plgpu.load(lse_smem.at[slot], layout=columns)
-                    # exp2 of anything less infinity is 0: such queries attend to nothing.
-                    lse_row = jnp.where(lse_row <= EMPTY_LSE, jnp.inf, lse_row * LOG2E)
                     # One tile after the other: the registers hold dK and dV of all, but P of one.
                     for j in range(key_tiles):
                         memory.multiply_transposed(s_accs[j], keys[j], q)
                         s = s_accs[j][...]
+                        lse_row = plgpu.load(lse_smem.at[slot], layout=columns)
+                        # exp2 of anything less infinity is 0: such queries attend to nothing.
+                        lse_row = jnp.where(lse_row <= EMPTY_LSE, jnp.inf, lse_row * LOG2E)
                         x = logits.logits(s, places[j], ops, key_length, masked)
                         p = jnp.exp2(x * logits.multiplier - _columns(lse_row, x.shape))
                         dropped = p
                         if logits.dropout_rate > 0:
-                            dropped = logits.dropped(p, places[j], heads, ops)
+                            dropped = logits.dropped(p, places[j], ops)
+                        # From here on P is rounded: in float32 it would take twice the registers.
+                        p = p.astype(dtype)
                         memory.multiply(dv_accs[j], dropped.astype(dtype), do)
                         memory.multiply_transposed(dp_accs[j], values[j], do)
                         if j == 0:
@@ -282,9 +347,9 @@ def backward(
                         delta = _columns(plgpu.load(delta_smem.at[slot], layout=columns), p.shape)
                         dp = dp_accs[j][...]
                         if logits.dropout_rate > 0:
-                            dp = logits.dropped(dp, places[j], heads, ops)
+                            dp = logits.dropped(dp, places[j], ops)
                             dp = dp * (1.0 / logits.keep_probability)
-                        ds = p * (dp - delta)
+                        ds = p.astype(jnp.float32) * (dp - delta)
                         if dlogits_gmem is not None:
                             dlogits_gmem.at[
                                 batch_idx,
@@ -337,7 +402,7 @@ def backward(
                     0, steps, lambda within, carry: step_of(item, within, carry), carry
                 )
 
-                def write(smem, gmem, results, factor):
+                def write(smem, gmem_heads, results, factor):
                     """Through the memory of this warpgroup's own tiles, which nobody reads now."""
                     for j in range(key_tiles):
                         tile = wg_idx * key_tiles + j
@@ -345,11 +410,11 @@ def backward(
                         for block, ref in zip(results[j], staged.operands, strict=True):
                             ref[...] = (block * factor).astype(dtype)
                         plgpu.commit_smem()
-                        staged.write(gmem, batch_idx, tile * ROWS, key_head)
+                        staged.write(gmem_heads, batch_idx, tile * ROWS, key_head)
 
-                write(v_smem, dv_gmem, dvs, 1.0 / logits.keep_probability)
+                write(v_smem, dv_heads, dvs, 1.0 / logits.keep_probability)
                 plgpu.barrier_wait(bars["key_read"])
-                write(k_smem, dk_gmem, dks, logits_scale)
+                write(k_smem, dk_heads, dks, logits_scale)
                 if key_slots == 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(bars["key_free"].at[slot])
@@ -360,11 +425,11 @@ def backward(
     logits_scale = logits.scale if logits.soft_cap is None else 1.0
     rows = plgpu.SMEM((query_slots, ROWS), jnp.float32)
     copies = head_blocks + 2 * value_blocks + (1 if dlse is None else 2)
-    outputs = [jax.ShapeDtypeStruct(a.shape, dtype) for a in (query, key, value)]
+    outputs = [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays]
     if bias is not None:
         dlogits_shape = (batch, heads, config.keys, chunks * ROWS)
         outputs.append(jax.ShapeDtypeStruct(dlogits_shape, jnp.float32))
-    dquery, dkey, dvalue, *dlogits = plgpu.kernel(
+    gradients = plgpu.kernel(
         kernel,
         out_type=outputs,
         scratch_types=dict(
@@ -393,13 +458,13 @@ def backward(
         num_threads=warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, *(getattr(operands, name) for name in present))
+    )(*inputs, *(getattr(operands, name) for name in present))
     dbias = None
     if bias is not None:
-        dbias = dlogits[0][:, :, :key_count, :query_count].swapaxes(2, 3)
+        dbias = gradients[-1][:, :, :key_count, :query_count].swapaxes(2, 3)
         broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
         dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
-    return dquery, dkey, dvalue, dbias, dsinks
+    return gradients[: len(arrays)], dbias, dsinks
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ a CTA work on heads of their own and never wait for each other; while one waits 
 multiplies and the third takes exponentials.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_short_memory as memory
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_short_memory import COLUMNS, Matrix, ceil_to
+from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
 
 ROWS = 64
 """Queries of a tile: what one wgmma instruction takes."""
@@ -67,26 +67,58 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T rounded up to 64] float32), see pallas_kernels.attention."""
-    batch, query_count, heads, head_size = query.shape
-    key_count, key_heads, value_size = value.shape[1:]
+    """(out [B, T, N, V], lse [B, N, T or more] float32), see pallas_kernels.attention."""
+    shape = Shape.of(query, key, value)
+    return _forward((query, key, value), shape, operands, logits, multiprocessors, config)
+
+
+def forward_packed(
+    packed: jax.Array,
+    operands: Operands,
+    *,
+    key_heads: int,
+    logits: Logits,
+    multiprocessors: int,
+    config: ForwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As `forward`, of [B, T, N + 2 K, H]: the heads of queries, keys and values of one projection.
+
+    Slices of such an array would be copied before a kernel.
+    """
+    shape = Shape.of_packed(packed, key_heads)
+    return _forward((packed,), shape, operands, logits, multiprocessors, config)
+
+
+def _forward(
+    arrays: tuple[jax.Array, ...],
+    shape: Shape,
+    operands: Operands,
+    logits: Logits,
+    multiprocessors: int,
+    config: ForwardConfig | None,
+) -> tuple[jax.Array, jax.Array]:
+    batch, query_count, key_count, heads, key_heads, head_size, value_size = shape
+    dtype = arrays[0].dtype
     config = config or default_config(
         query_count, key_count, head_size, value_size, batch * heads, multiprocessors
     )
-    dtype = query.dtype
     workers, tiles = config.workers, config.tiles
     key_rows, value_rows = ceil_to(key_count, 8), ceil_to(key_count, 64)
-    query_rows = ceil_to(query_count, ROWS)
-    parts = ceil_to(query_rows // ROWS, tiles) // tiles
+    # Also where a worker's last tiles lie beyond the queries, it reads and writes something there.
+    query_rows = ceil_to(query_count, tiles * ROWS)
+    parts = query_rows // (tiles * ROWS)
     items = batch * heads * parts
     ctas = min(multiprocessors, -(-items // workers))
-    operands = operands.padded(ROWS, key_rows)
+    operands = operands.padded(tiles * ROWS, key_rows)
     present = [name for name, array in operands._asdict().items() if array is not None]
     masked = not logits.mask.is_always_full(ROWS, key_rows)
 
-    def kernel(q_gmem, k_gmem, v_gmem, *refs, q_smem, k_smem, v_smem, out_smem, lse_smem, **full):
-        *operand_refs, out_gmem, lse_gmem = refs
-        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
+    def kernel(*refs, q_smem, k_smem, v_smem, out_smem, lse_smem, **full):
+        *refs, out_gmem, lse_gmem = refs
+        ops = Operands(**dict(zip(present, refs[len(arrays) :], strict=True)))
+        q_heads, k_heads, v_heads = memory.queries_keys_values(
+            refs[: len(arrays)], heads, key_heads
+        )
         wg_idx = lax.axis_index("wg")
         worker_idx = wg_idx * ctas + lax.axis_index("cta")
         k_wg_smem, v_wg_smem = Matrix.of(k_smem, wg_idx), Matrix.of(v_smem, wg_idx)
@@ -104,23 +136,23 @@ def forward(
             batch_idx = lax.div(batch_head, jnp.int32(heads))
             return batch_idx, lax.rem(batch_head, jnp.int32(heads)), tile * ROWS
 
-        def copy_keys(gmem, smem, barrier, step):
+        def copy_keys(gmem_heads, smem, barrier, step):
             batch_idx, head_idx, _ = place(step)
             key_head = lax.div(head_idx, jnp.int32(heads // key_heads))
-            smem.fill(gmem, batch_idx, 0, key_head, barrier)
+            smem.fill(gmem_heads, batch_idx, 0, key_head, barrier)
 
         def queries(step):
             return Matrix.of(q_smem, wg_idx, lax.rem(step, jnp.int32(2)))
 
         def copy_queries(step):
             batch_idx, head_idx, start = place(step)
-            queries(step).fill(q_gmem, batch_idx, start, head_idx, q_full)
+            queries(step).fill(q_heads, batch_idx, start, head_idx, q_full)
 
         @pl.when(steps > 0)
         def _():
             copy_queries(0)
-            copy_keys(k_gmem, k_wg_smem, k_full, 0)
-            copy_keys(v_gmem, v_wg_smem, v_full, 0)
+            copy_keys(k_heads, k_wg_smem, k_full, 0)
+            copy_keys(v_heads, v_wg_smem, v_full, 0)
 
         @pl.loop(0, steps)
         def _(step):
@@ -143,7 +175,7 @@ def forward(
                 return acc[...]
 
             x = pl.run_scoped(products, plgpu.ACC((ROWS, key_rows), jnp.float32))
-            pl.when(changes_head)(lambda: copy_keys(k_gmem, k_wg_smem, k_full, step + 1))
+            pl.when(changes_head)(lambda: copy_keys(k_heads, k_wg_smem, k_full, step + 1))
 
             tile = Tile(batch_idx, head_idx, start, 0, (ROWS, key_rows))
             x = logits.logits(x, tile, ops, key_length, masked)
@@ -153,17 +185,24 @@ def forward(
                 maximum = jnp.maximum(maximum, sink)
             # Any finite number serves a row of -inf: it only has to keep -inf - maximum from NaN.
             maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-            weights = jnp.exp2(x * logits.multiplier - _rows(maximum, x.shape))
-            total = jnp.sum(weights, axis=1)
+            total, weights = 0.0, []
+            for first in range(0, key_rows, COLUMNS):
+                # Some columns at a time, so that the float32 weights of all are not live at once.
+                count = min(COLUMNS, key_rows - first)
+                part = x[:, first : first + count]
+                part = jnp.exp2(part * logits.multiplier - _rows(maximum, part.shape))
+                total = total + jnp.sum(part, axis=1)
+                if logits.dropout_rate > 0:
+                    part_tile = replace(tile, key_start=first, shape=part.shape)
+                    part = logits.dropped(part, part_tile, heads, ops)
+                part = part.astype(dtype)
+                if count < COLUMNS:
+                    nothing = jnp.zeros((ROWS, COLUMNS - count), dtype)
+                    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+                    part = jnp.concatenate([part, nothing], axis=1)
+                weights.append(part)
             if logits.has_sinks:
                 total = total + jnp.exp2(sink - maximum)
-            if logits.dropout_rate > 0:
-                weights = logits.dropped(weights, tile, ops)
-            weights = weights.astype(dtype)
-            if value_rows > key_rows:
-                nothing = jnp.zeros((ROWS, value_rows - key_rows), dtype)
-                nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-                weights = jnp.concatenate([weights, nothing], axis=1)
 
             # The other half of the queries' memory held the last output, on its way to gmem.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -171,11 +210,12 @@ def forward(
             pl.when(is_first)(lambda: plgpu.barrier_wait(v_full))
 
             def outputs(*accs):
-                memory.multiply(accs, weights, v_wg_smem)
+                for i, part in enumerate(weights):
+                    memory.multiply(accs, part, v_wg_smem.rows(i * COLUMNS, COLUMNS))
                 return [acc[...] for acc in accs]
 
             out = pl.run_scoped(outputs, *memory.accumulators(value_size))
-            pl.when(changes_head)(lambda: copy_keys(v_gmem, v_wg_smem, v_full, step + 1))
+            pl.when(changes_head)(lambda: copy_keys(v_heads, v_wg_smem, v_full, step + 1))
 
             empty = total == 0.0
             if ops.query_lengths is not None:
@@ -191,7 +231,7 @@ def forward(
             for block, smem in zip(out, out_wg_smem.operands, strict=True):
                 smem[...] = (block * _rows(inverse, block.shape)).astype(dtype)
             plgpu.commit_smem()
-            out_wg_smem.write(out_gmem, batch_idx, start, head_idx)
+            out_wg_smem.write(Heads(out_gmem), batch_idx, start, head_idx)
             plgpu.copy_smem_to_gmem(
                 lse_wg_smem, lse_gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)]
             )
@@ -224,7 +264,7 @@ def forward(
         num_threads=workers,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, *(getattr(operands, name) for name in present))
+    )(*arrays, *(getattr(operands, name) for name in present))
 
 
 def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -48,6 +48,45 @@ def _operand(leading, rows, dtype):
     return plgpu.SMEM((*leading, rows, COLUMNS), dtype, transforms=(tiles, _SWIZZLE))
 
 
+class Shape(NamedTuple):
+    """B, T, S, N, K, H, V."""
+
+    batch: int
+    query_count: int
+    key_count: int
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array) -> "Shape":
+        """That of three arrays."""
+        batch, query_count, heads, head_size = query.shape
+        key_count, key_heads, value_size = value.shape[1:]
+        return cls(batch, query_count, key_count, heads, key_heads, head_size, value_size)
+
+    @classmethod
+    def of_packed(cls, packed: jax.Array, key_heads: int) -> "Shape":
+        """That of one array [B, T, N + 2 K, H]."""
+        batch, count, all_heads, size = packed.shape
+        return cls(batch, count, count, all_heads - 2 * key_heads, key_heads, size, size)
+
+
+class Heads(NamedTuple):
+    """The heads of an array [B, rows, heads, width] in global memory, counted from `first`."""
+
+    gmem: Any
+    first: int = 0
+
+
+def queries_keys_values(refs: Any, heads: int, key_heads: int) -> tuple[Heads, Heads, Heads]:
+    """Of three arrays, or of one that holds all of their heads after each other."""
+    if len(refs) == 1:
+        return tuple(Heads(refs[0], first) for first in (0, heads, heads + key_heads))
+    return tuple(Heads(ref) for ref in refs)
+
+
 class Matrix(NamedTuple):
     """One matrix, in blocks of columns; `operands` for wgmma and registers, `copied` for TMA."""
 
@@ -62,24 +101,30 @@ class Matrix(NamedTuple):
             operands, copied = (tuple(r.at[index] for r in refs) for refs in (operands, copied))
         return cls(operands, copied)
 
-    def _places(self, gmem, batch, start, head):
-        """The place of each block in gmem [B, rows, heads, width], rows from `start` on."""
+    def rows(self, start: int, count: int) -> "Matrix":
+        """Some rows, both numbers multiples of 8."""
+        index = pl.ds(start, count)
+        return Matrix(*(tuple(ref.at[index] for ref in refs) for refs in self))
+
+    def _places(self, heads: Heads, batch, start, head):
+        """The place of each block in global memory, rows from `start` on."""
         rows = self.copied[0].shape[0]
         # Indices that are known while tracing would be refused where a block ends beyond its axis.
         traced_zero = batch * 0
         for block in range(len(self.copied)):
             columns = pl.ds(traced_zero + block * COLUMNS, COLUMNS)
-            yield gmem.at[batch, pl.ds(traced_zero + start, rows), head, columns]
+            rows_from_start = pl.ds(traced_zero + start, rows)
+            yield heads.gmem.at[batch, rows_from_start, heads.first + head, columns]
 
-    def fill(self, gmem: Any, batch: Any, start: Any, head: Any, barrier: Any) -> None:
-        """Starts the copies, each of which arrives at the barrier; zeros beyond gmem's end."""
-        places = self._places(gmem, batch, start, head)
+    def fill(self, heads: Heads, batch: Any, start: Any, head: Any, barrier: Any) -> None:
+        """Starts the copies, each of which arrives at the barrier; zeros beyond the array's end."""
+        places = self._places(heads, batch, start, head)
         for copied, place in zip(self.copied, places, strict=True):
             plgpu.copy_gmem_to_smem(place, copied, barrier)
 
-    def write(self, gmem: Any, batch: Any, start: Any, head: Any) -> None:
-        """Starts the copies to gmem, nothing beyond its end."""
-        places = self._places(gmem, batch, start, head)
+    def write(self, heads: Heads, batch: Any, start: Any, head: Any) -> None:
+        """Starts the copies to global memory, nothing beyond the array's end."""
+        places = self._places(heads, batch, start, head)
         for copied, place in zip(self.copied, places, strict=True):
             plgpu.copy_smem_to_gmem(copied, place)
 
