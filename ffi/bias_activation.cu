@@ -5,8 +5,6 @@
 // and walks down the rows. A block leaves one partial sum a column; they are added up afterwards,
 // always in the same order.
 
-#include <type_traits>
-
 #include "activation.cuh"
 #include "handler.h"
 #include "layer_norm.cuh"
@@ -29,7 +27,6 @@ struct Branch {
 struct BiasActivationArgs {
   Branch gate;
   Branch up;             // of a gated activation
-  int64_t stride;        // of the rows of in and out
   const void* residual;  // nullptr: none
   const void* dy;
   void* y;  // backwards: nullptr if it is not wanted again
@@ -114,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
       if (row >= args.rows) break;
-      const int64_t place = row * args.stride + walk.column;
+      const int64_t place = row * args.features + walk.column;
       product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.in) + place);
       if (kGated) {
         up_product[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.in) + place);
@@ -125,11 +122,11 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t row = base + r * walk.step;
       if (row >= args.rows) break;
       float y[kVec];
-      preactivation(product[r], bias, args.gate.out, row * args.stride + walk.column, y);
+      preactivation(product[r], bias, args.gate.out, row * args.features + walk.column, y);
       activate(args.activation, y);
       if constexpr (kGated) {
         float up[kVec];
-        preactivation(up_product[r], up_bias, args.up.out, row * args.stride + walk.column, up);
+        preactivation(up_product[r], up_bias, args.up.out, row * args.features + walk.column, up);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) y[i] *= up[i];
       }
@@ -180,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
       if (row >= end) break;
-      const int64_t place = row * args.stride + walk.column;
+      const int64_t place = row * args.features + walk.column;
       saved[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.in) + place);
       if (kGated) up_saved[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.in) + place);
       load_row<O, kVec>(args.dy, row * args.features + walk.column, gradient[r]);
@@ -189,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
       if (row >= end) break;
-      const int64_t place = row * args.stride + walk.column;
+      const int64_t place = row * args.features + walk.column;
       float z[kVec], y[kVec];
       unpack(saved[r], z);
       if constexpr (kGated) {
@@ -242,8 +239,7 @@ Kernel kernel_of(bool gated, bool backward) {
 
 // `blocks`: along the rows; 0 for as many as there is work for.
 template <typename T, typename O>
-ffi::Error launch(BiasActivationArgs args, int blocks, bool gated, bool backward,
-                  cudaStream_t stream) {
+ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream_t stream) {
   constexpr int kFullVec = 16 / sizeof(T);
   const bool aligned =
       are_aligned({args.gate.in, args.gate.bias.data, args.gate.out, args.up.in, args.up.bias.data,
@@ -255,75 +251,52 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool gated, bool backward
   // Small blocks: the last ones to run leave little of the GPU idle.
   const int rows = kThreads / args.lanes * (backward ? kBackwardRows : kForwardRows);
   if (blocks == 0) blocks = std::min(divide_up(args.rows, rows), 65535);
+  const bool gated = args.up.in != nullptr;
   const Kernel kernel =
       vec == 1 ? kernel_of<T, O, 1>(gated, backward) : kernel_of<T, O, kFullVec>(gated, backward);
   return launch_kernel(kernel, args, {dim3(columns, blocks), kThreads, 0}, stream);
 }
 
-ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype other, bool gated,
+ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype other,
                   bool backward, cudaStream_t stream) {
   if (dtype == Dtype::kFloat32) {
-    return launch<float, float>(args, blocks, gated, backward, stream);
+    return launch<float, float>(args, blocks, backward, stream);
   }
   const bool wide = other == Dtype::kFloat32;
   if (dtype == Dtype::kBfloat16) {
-    return wide ? launch<__nv_bfloat16, float>(args, blocks, gated, backward, stream)
-                : launch<__nv_bfloat16, __nv_bfloat16>(args, blocks, gated, backward, stream);
+    return wide ? launch<__nv_bfloat16, float>(args, blocks, backward, stream)
+                : launch<__nv_bfloat16, __nv_bfloat16>(args, blocks, backward, stream);
   }
-  return wide ? launch<__half, float>(args, blocks, gated, backward, stream)
-              : launch<__half, __half>(args, blocks, gated, backward, stream);
+  return wide ? launch<__half, float>(args, blocks, backward, stream)
+              : launch<__half, __half>(args, blocks, backward, stream);
 }
 
-// The address of the second matrix of two that lie side by side in rows of `features` values each.
-template <typename Pointer>
-Pointer second_half(Pointer first, const ffi::AnyBuffer& buffer, int features) {
-  using Byte =
-      std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
-  return static_cast<Byte*>(first) + features * (buffer.size_bytes() / buffer.element_count());
-}
-
-// Fills in what both directions have, and checks it: `in` is the product or the preactivation. A
-// gated activation without `up` has two of them side by side in `in`.
-ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, bool gated,
-                 std::string_view activation, BiasActivationArgs* args) {
+// Fills in what both directions have, and checks it: `in` and `up` are products or preactivations.
+ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string_view activation,
+                 BiasActivationArgs* args) {
   if (!parse_activation(activation, &args->activation)) {
     return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
   }
   const auto shape = in.dimensions();
-  if (shape.size() != 2 || !dtype_of(in) || shape[0] > kMaxRows || shape[1] > INT32_MAX / 2) {
+  if (shape.size() != 2 || !dtype_of(in) || shape[0] > kMaxRows || shape[1] > kMaxRows) {
     return ffi::Error::InvalidArgument(
         "the first matrix must be float32, bfloat16 or float16 of at most " +
-        std::to_string(kMaxRows) + " rows, but has shape " + to_string(shape));
+        std::to_string(kMaxRows) + " rows and columns, but has shape " + to_string(shape));
   }
-  const bool packed = gated && is_absent(up);
-  if (packed && shape[1] % 2 != 0) {
-    return ffi::Error::InvalidArgument("two matrices side by side have an even width, not " +
-                                       std::to_string(shape[1]));
-  }
-  if (!gated && !is_absent(up)) {
-    return ffi::Error::InvalidArgument("a second matrix goes with a gated activation");
-  }
+  RETURN_IF_ERROR(check_like_or_absent("up", up, in));
   args->rows = static_cast<int>(shape[0]);
-  args->stride = shape[1];
-  args->features = static_cast<int>(packed ? shape[1] / 2 : shape[1]);
+  args->features = static_cast<int>(shape[1]);
   args->gate.in = in.untyped_data();
-  if (packed) {
-    args->up.in = second_half(args->gate.in, in, args->features);
-  } else if (gated) {
-    RETURN_IF_ERROR(check_like("up", up, in));
-    args->up.in = up.untyped_data();
-  }
+  args->up.in = data_or_null(up);
   return ffi::Error::Success();
 }
 
 // The same for the results that are laid out as `in` and `up` are.
 ffi::Error parse_out(const ffi::AnyBuffer& out, const ffi::AnyBuffer& up_out,
-                     const ffi::AnyBuffer& in, bool gated, BiasActivationArgs* args) {
+                     const ffi::AnyBuffer& in, BiasActivationArgs* args) {
   RETURN_IF_ERROR(check_like("the first result beside y", out, in));
   args->gate.out = out.untyped_data();
-  if (gated && args->stride != args->features) {
-    args->up.out = second_half(args->gate.out, out, args->features);
-  } else if (gated) {
+  if (args->up.in != nullptr) {
     RETURN_IF_ERROR(check_like("the second result beside y", up_out, in));
     args->up.out = up_out.untyped_data();
   }
@@ -341,39 +314,34 @@ ffi::Error check_beside(std::string_view name, const ffi::AnyBuffer& buffer,
 ffi::Error bias_activation(cudaStream_t stream, ffi::AnyBuffer product, ffi::AnyBuffer up,
                            ffi::AnyBuffer bias, ffi::AnyBuffer up_bias, ffi::AnyBuffer residual,
                            ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> z,
-                           ffi::Result<ffi::AnyBuffer> up_z, bool gated,
-                           std::string_view activation) {
+                           ffi::Result<ffi::AnyBuffer> up_z, std::string_view activation) {
   if (is_absent(product)) return ffi::Error::Success();
   BiasActivationArgs args = {};
-  RETURN_IF_ERROR(parse(product, up, gated, activation, &args));
-  RETURN_IF_ERROR(parse_parameter("bias", bias, args.stride, &args.gate.bias));
-  if (!gated || args.stride == args.features) {
-    RETURN_IF_ERROR(parse_parameter("up_bias", up_bias, args.stride, &args.up.bias));
-  } else if (args.gate.bias.data != nullptr) {
-    args.up.bias = {second_half(args.gate.bias.data, bias, args.features), args.gate.bias.dtype};
-  }
+  RETURN_IF_ERROR(parse(product, up, activation, &args));
+  RETURN_IF_ERROR(parse_parameter("bias", bias, args.features, &args.gate.bias));
+  RETURN_IF_ERROR(parse_parameter("up_bias", up_bias, args.features, &args.up.bias));
   RETURN_IF_ERROR(check_beside("y", *y, product, args));
   if (!is_absent(residual)) {
     RETURN_IF_ERROR(check_shape("residual", residual, {args.rows, args.features}));
     RETURN_IF_ERROR(check_dtype("residual", residual, y->element_type()));
   }
-  if (!is_absent(*z)) RETURN_IF_ERROR(parse_out(*z, *up_z, product, gated, &args));
+  if (!is_absent(*z)) RETURN_IF_ERROR(parse_out(*z, *up_z, product, &args));
   args.residual = data_or_null(residual);
   args.y = y->untyped_data();
-  return launch(args, 0, *dtype_of(product), *dtype_of(*y), gated, false, stream);
+  return launch(args, 0, *dtype_of(product), *dtype_of(*y), false, stream);
 }
 
 ffi::Error bias_activation_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer z,
                                     ffi::AnyBuffer up_z, ffi::Result<ffi::AnyBuffer> dz,
                                     ffi::Result<ffi::AnyBuffer> dup_z,
                                     ffi::Result<ffi::AnyBuffer> y,
-                                    ffi::Result<ffi::AnyBuffer> partials, bool gated,
+                                    ffi::Result<ffi::AnyBuffer> partials,
                                     std::string_view activation) {
   if (is_absent(z)) return ffi::Error::Success();
   BiasActivationArgs args = {};
-  RETURN_IF_ERROR(parse(z, up_z, gated, activation, &args));
+  RETURN_IF_ERROR(parse(z, up_z, activation, &args));
   RETURN_IF_ERROR(check_beside("dy", dy, z, args));
-  RETURN_IF_ERROR(parse_out(*dz, *dup_z, z, gated, &args));
+  RETURN_IF_ERROR(parse_out(*dz, *dup_z, z, &args));
   args.dy = dy.untyped_data();
   if (!is_absent(*y)) {
     RETURN_IF_ERROR(check_shape("y", *y, {args.rows, args.features}));
@@ -387,12 +355,13 @@ ffi::Error bias_activation_backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi:
       return ffi::Error::InvalidArgument("partials has shape " + to_string(shape) +
                                          ", but three axes are needed, with 1 to 65535 blocks");
     }
+    const bool gated = args.up.in != nullptr;
     RETURN_IF_ERROR(check_float32("partials", *partials, {gated ? 2 : 1, shape[1], args.features}));
     blocks = static_cast<int>(shape[1]);
     args.gate.partials = static_cast<float*>(partials->untyped_data());
     if (gated) args.up.partials = args.gate.partials + shape[1] * args.features;
   }
-  return launch(args, blocks, *dtype_of(z), *dtype_of(dy), gated, true, stream);
+  return launch(args, blocks, *dtype_of(z), *dtype_of(dy), true, stream);
 }
 
 }  // namespace
@@ -408,7 +377,6 @@ DEFINE_HANDLER(jaxfused_bias_activation, bias_activation,
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // z
                    .Ret<ffi::AnyBuffer>()  // up_z
-                   .Attr<bool>("gated")
                    .Attr<std::string_view>("activation"));
 
 DEFINE_HANDLER(jaxfused_bias_activation_backward, bias_activation_backward,
@@ -421,5 +389,4 @@ DEFINE_HANDLER(jaxfused_bias_activation_backward, bias_activation_backward,
                    .Ret<ffi::AnyBuffer>()  // dup_z
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // partials
-                   .Attr<bool>("gated")
                    .Attr<std::string_view>("activation"));

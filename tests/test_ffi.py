@@ -295,69 +295,69 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
     monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: options["cublaslt"])
     hidden = 2 * options["features"]
     x = jax.ShapeDtypeStruct((5, 32), options["dtype"])
-    w1 = jax.ShapeDtypeStruct((32, hidden), jnp.float32)
-    w2 = jax.ShapeDtypeStruct((hidden, options["features"]), jnp.float32)
+    w1 = jax.ShapeDtypeStruct((32, hidden), options["dtype"])
+    w2 = jax.ShapeDtypeStruct((hidden, options["features"]), options["dtype"])
     b1 = jax.ShapeDtypeStruct((hidden,), options["bias_dtype"])
     b2 = jax.ShapeDtypeStruct((options["features"],), options["bias_dtype"])
     residual = jax.ShapeDtypeStruct((5, options["features"]), options["residual_dtype"])
 
     def both(x, w1, b1, w2, b2, residual):
         keywords = dict(activation=options["activation"], precision=None)
-        y, z = cuda.mlp.forward(
-            x,
-            w1,
-            b1,
+        h, z = cuda.linear.forward(
+            x, w1, b1, None, save_preactivation=True, out_dtype=x.dtype, **keywords
+        )
+        y, _ = cuda.linear.forward(
+            h,
             w2,
             b2,
             residual,
-            save_preactivation=True,
+            activation=None,
+            save_preactivation=False,
             out_dtype=residual.dtype,
-            **keywords,
+            precision=None,
         )
-        assert y.dtype == residual.dtype and z.dtype == x.dtype
-        gradients = cuda.mlp.backward(y, x, w1, b1, w2, b2, z, **keywords)
-        for gradient, operand in zip(gradients, (x, w1, b1, w2, b2), strict=True):
-            assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype)
-        return y, gradients
+        dz, again, db1 = cuda.mlp.hidden_gradient(
+            y.astype(x.dtype), w2, z, sum_rows=True, **keywords
+        )
+        assert z.dtype == dz.dtype == again.dtype == h.dtype == x.dtype
+        assert z.shape == dz.shape == again.shape == h.shape
+        assert y.dtype == residual.dtype and (db1.shape, db1.dtype) == (b1.shape, jnp.float32)
+        return y, dz, again, db1
 
     assert calls(lowered(both, x, w1, b1, w2, b2, residual)) == targets
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("save_preactivation", [False, True])
-def test_gated_mlp_lowers_for_cuda(loadable, packed, bias, save_preactivation):
+@pytest.mark.parametrize("save", [False, True])
+def test_gated_mlp_lowers_for_cuda(loadable, packed, bias, save):
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
     width = 96 if packed else 48
-    arguments = (
-        shape(5, 32),
-        shape(32, width),
-        shape(width) if bias else None,
-        None if packed else shape(32, 48),
-        shape(48) if bias and not packed else None,
-        shape(48, 32),
-        None,
-    )
+    x, w_down = shape(5, 32), shape(48, 32)
+    w_gate, w_up = shape(32, width), None if packed else shape(32, 48)
+    b_gate, b_up = (shape(width), None if packed else shape(48)) if bias else (None, None)
 
-    def both(*arguments):
+    def both(x, w_gate, w_up, b_gate, b_up, w_down):
         keywords = dict(activation="silu", precision=None)
-        y, saved = cuda.mlp.gated_forward(
-            *arguments,
-            None,
-            save_preactivation=save_preactivation,
-            out_dtype=jnp.bfloat16,
-            **keywords,
+        h, *saved = cuda.mlp.gated_forward(
+            x, w_gate, w_up, b_gate, b_up, save_preactivations=save, **keywords
         )
-        assert (saved is not None) == save_preactivation
-        gradients = cuda.mlp.gated_backward(y, *arguments, saved, **keywords)
-        assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, arguments)
-        return y, gradients
+        if not save:
+            assert saved == [None, None]
+            return h
+        dgate, dup, again, *sums = cuda.mlp.gated_hidden_gradient(
+            x, w_down, *saved, sum_rows=(bias, bias), **keywords
+        )
+        assert dgate.shape == dup.shape == again.shape == h.shape == (5, 48)
+        assert [s is not None and s.shape for s in sums] == [bias and (48,)] * 2
+        (dx,) = cuda.mlp.gated_input_gradient(dgate, dup, w_gate, w_up, precision=None)
+        assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
+        return h, again, dx, sums
 
-    forward, backward = AROUND[1:]
-    again = [] if save_preactivation else [forward]
-    assert calls(lowered(both, *arguments)) == [forward, *again, backward]
+    text = lowered(both, x, w_gate, w_up, b_gate, b_up, w_down)
+    assert calls(text) == [AROUND[0], *([AROUND[2]] if save else [])]
 
 
 # --- linear's kernels against float64 ---------------------------------------------------------------
@@ -367,28 +367,26 @@ def test_gated_mlp_lowers_for_cuda(loadable, packed, bias, save_preactivation):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(1, 1), (300, 197), (133, 3080), (1000, 64)])
 @pytest.mark.parametrize(
-    ("activation", "form", "wide"),
+    ("activation", "gated", "wide"),
     [
-        ("gelu_tanh", "plain", False),
-        ("gelu_erf", "plain", True),
-        ("relu2", "packed", False),
-        ("silu", "gated", False),
-        (None, "plain", True),
+        ("gelu_tanh", False, False),
+        ("gelu_erf", False, True),
+        ("relu2", True, False),
+        ("silu", True, False),
+        (None, False, True),
     ],
 )
-def test_bias_activation(activation, form, wide, shape, dtype):
+def test_bias_activation(activation, gated, wide, shape, dtype):
     """Values and gradients; `wide` for float32 around a product of another dtype."""
     rows, features = shape
-    width = 2 * features if form == "packed" else features
     rng = np.random.default_rng(0)
 
     def array(*sizes, dtype=dtype):
         return jnp.asarray(rng.normal(size=sizes), dtype)
 
-    gated = form != "plain"
     beside = "float32" if wide else dtype
-    product, bias = array(rows, width), array(width, dtype=beside)
-    up, up_bias = (array(rows, features), array(features)) if form == "gated" else (None, None)
+    product, bias = array(rows, features), array(features, dtype=beside)
+    up, up_bias = (array(rows, features), array(features)) if gated else (None, None)
     residual = None if gated else array(rows, features, dtype=beside)
     dy = array(rows, features, dtype=beside)
 
@@ -399,8 +397,6 @@ def test_bias_activation(activation, form, wide, shape, dtype):
             z = product.astype(accumulator) + bias.astype(accumulator)
             return z.astype(product.dtype).astype(accumulator)
 
-        if form == "packed":
-            (product, up), (bias, up_bias) = jnp.split(product, 2, axis=1), jnp.split(bias, 2)
         y = activate(activation, preactivation(product, bias))
         return y * preactivation(up, up_bias) if gated else y
 
@@ -408,8 +404,7 @@ def test_bias_activation(activation, form, wide, shape, dtype):
         y, vjp = jax.vjp(plain, product, up, bias, up_bias)
         dproduct, dup, dbias, dup_bias = vjp(dy.astype(y.dtype))
         total = y if residual is None else y + residual.astype(y.dtype)
-        low = product.dtype
-        return total.astype(dy.dtype), dproduct, dup, y.astype(low), dbias, dup_bias
+        return total.astype(dy.dtype), dproduct, dup, y.astype(product.dtype), dbias, dup_bias
 
     @jax.jit
     def results(product, up, bias, up_bias, residual, dy):
@@ -420,16 +415,14 @@ def test_bias_activation(activation, form, wide, shape, dtype):
             up_bias,
             residual,
             activation=activation,
-            gated=gated,
             out_dtype=dy.dtype,
             save_preactivation=True,
         )
         dz, dup, h, sums = cuda.bias_activation.backward(
-            dy, z, up_z, activation=activation, gated=gated, want_y=True, want_sums=True
+            dy, z, up_z, activation=activation, want_y=True, want_sums=True
         )
-        dbias = sums.reshape(-1) if form == "packed" else sums[0]
         dup_bias = None if up_bias is None else sums[1].astype(up_bias.dtype)
-        return y, dz, dup, h, dbias.astype(bias.dtype), dup_bias
+        return y, dz, dup, h, sums[0].astype(bias.dtype), dup_bias
 
     arguments = (product, up, bias, up_bias, residual, dy)
     actual = results(*arguments)

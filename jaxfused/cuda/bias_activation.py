@@ -1,14 +1,12 @@
 """What stands around a matrix product that XLA takes, by the kernels of ffi/bias_activation.cu.
 
-An activation is plain, of one product, or gated, of two: then `up` is the second, or None where the
-first array holds both side by side, as its bias does.
+An activation is plain, of one product, or gated: then it is multiplied by a second, `up`.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfused.cuda import library
 
@@ -40,11 +38,10 @@ def forward(
     residual: jax.Array | None,
     *,
     activation: str | None,
-    gated: bool,
     out_dtype: Any,
     save_preactivation: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(y, z, up_z) of rows [M, F]: y = activation(z), times up_z if gated, plus the residual.
+    """(y, z, up_z) of rows [M, F]: y = activation(z), times up_z if there is one, plus the residual.
 
     z = product + bias and up_z = up + up_bias are there with `save_preactivation`, in the product's
     dtype; the activation reads them so rounded. `out_dtype` is the product's or float32, and the
@@ -56,14 +53,14 @@ def forward(
     call = jax.ffi.ffi_call(
         "jaxfused_bias_activation",
         (
-            jax.ShapeDtypeStruct(_shape(product, up, gated), out_dtype),
+            jax.ShapeDtypeStruct(product.shape, out_dtype),
             *(_result(z, product.dtype, writes_z) for z in (product, up)),
         ),
     )
     y, z, up_z = call(
         product,
         *_operands(product, up, _vector(bias), _vector(up_bias), residual),
-        **_attributes(activation, gated),
+        activation=activation or "none",
     )
     if not save_preactivation:
         return y, None, None
@@ -76,28 +73,27 @@ def backward(
     up_z: jax.Array | None,
     *,
     activation: str | None,
-    gated: bool,
     want_y: bool,
     want_sums: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dz, dup_z, y, sums), the first three of z's dtype, of `forward` without residual.
 
     `y` is what forward returned, if `want_y`. With `want_sums`, `sums` are those of dz and dup_z over
-    the rows, which are the gradients of the biases: float32 [1 or 2, F].
+    the rows, which are the gradients of the biases: float32 [1 or 2, F]. dy is of z's dtype or float32.
     """
     library.register()
-    rows, features = _shape(z, up_z, gated)
-    partials = jax.ShapeDtypeStruct((1 + gated, _blocks(rows), features), jnp.float32)
+    rows, features = z.shape
+    partials = (1 if up_z is None else 2, _blocks(rows), features)
     call = jax.ffi.ffi_call(
         "jaxfused_bias_activation_backward",
         (
             _result(z, z.dtype, True),
             _result(up_z, z.dtype, True),
-            _result(dy, z.dtype, want_y),
-            _result(partials, jnp.float32, want_sums),
+            _result(z, z.dtype, want_y),
+            jax.ShapeDtypeStruct(partials if want_sums else (0,), jnp.float32),
         ),
     )
-    dz, dup_z, y, parts = call(dy, z, *_operands(z, up_z), **_attributes(activation, gated))
+    dz, dup_z, y, parts = call(dy, z, *_operands(z, up_z), activation=activation or "none")
     return (
         dz,
         None if up_z is None else dup_z,
@@ -106,17 +102,12 @@ def backward(
     )
 
 
-def _shape(product: jax.Array, up: jax.Array | None, gated: bool) -> tuple[int, int]:
-    rows, features = product.shape
-    return rows, features // 2 if gated and up is None else features
-
-
 def _blocks(rows: int) -> int:
     """Partial sums of a column: one for 64 rows, which costs 1 part in 32 of what the rows do."""
     return max(1, min(-(-rows // 64), 4096))
 
 
-def _result(like: Any, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
+def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape if wanted and like is not None else (0,), dtype)
 
 
@@ -132,7 +123,3 @@ def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
     """
     absent = jnp.zeros_like(like, shape=(0,))
     return [absent if a is None else a for a in arrays]
-
-
-def _attributes(activation: str | None, gated: bool) -> dict[str, Any]:
-    return dict(activation=activation or "none", gated=np.bool_(gated))

@@ -4,7 +4,7 @@ Where cuBLASLt has the epilogue, it takes the product and the epilogue at once (
 Everywhere else XLA takes the product and ffi/bias_activation.cu does the rest, forward and backward; so
 nothing but the driver is needed, and no shape is refused.
 
-All functions are over rows: x [M, D], w [D, F], bias [F], residual and y [M, F].
+All functions are over rows: x [M, D], w [D, F], bias [F], residual, y and z [M, F].
 """
 
 from typing import Any
@@ -29,70 +29,50 @@ def forward(
     *,
     activation: str | None,
     save_preactivation: bool,
-    precision: Any,
     out_dtype: Any,
+    precision: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z): y = activation(z) + residual, and with `save_preactivation` z = x w + bias.
+    """(y, z): y = activation(z) + residual, and with `save_preactivation` z = x w + bias in x's dtype.
 
-    z is None without an activation, whose derivative is all that it is good for.
+    w has x's dtype.
     """
-    w = w.astype(x.dtype)
-    if bias is None and residual is None and activation is None:
+    if bias is None and residual is None and activation is None and not save_preactivation:
         return product(x, w, "md,df->mf", out_dtype, precision), None
-    saves = save_preactivation and activation is not None
     # The residual is added by the kernel that makes y, in y's dtype.
     dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
     residual = None if residual is None else residual.astype(dtype)
-    if dtype == x.dtype and _has_epilogue(x, w, bias, residual, activation):
-        y, z = _cublaslt(x, w, bias, residual, activation, saves)
+    if dtype == x.dtype and _has_epilogue(x, w, residual, activation, save_preactivation):
+        y, z = _cublaslt(x, w, bias, residual, activation, save_preactivation)
     else:
-        # An activation reads its argument in x's dtype.
-        rounded_to = dtype if activation is None else x.dtype
+        # z is of x's dtype, and read so by the activation.
+        has_z = save_preactivation or activation is not None
         y, z, _ = bias_activation.forward(
-            product(x, w, "md,df->mf", rounded_to, precision),
+            product(x, w, "md,df->mf", x.dtype if has_z else dtype, precision),
             None,
             bias,
             None,
             residual,
             activation=activation,
-            gated=False,
             out_dtype=dtype,
-            save_preactivation=saves,
+            save_preactivation=save_preactivation,
         )
     return y.astype(out_dtype), z
 
 
-def backward(
-    dy: jax.Array,
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    z: jax.Array | None,
-    *,
-    activation: str | None,
-    precision: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(dx, dw, dbias), each of its operand's dtype; `z` is of no use without an activation."""
-    if activation is None:
-        dz, dbias = dy.astype(x.dtype), column_sums(dy, bias)
-    else:
-        assert z is not None
-        dz, _, _, sums = bias_activation.backward(
-            dy if dy.dtype == x.dtype else dy.astype(jnp.float32),
-            z,
-            None,
-            activation=activation,
-            gated=False,
-            want_y=False,
-            want_sums=bias is not None,
-        )
-        dbias = None if bias is None or sums is None else sums[0].astype(bias.dtype)
-    return (
-        product(dz, w.astype(x.dtype), "mf,df->md", x.dtype, precision),
-        product(x, dz, "md,mf->df", w.dtype, precision),
-        dbias,
+def activation_gradient(
+    dy: jax.Array, z: jax.Array, *, activation: str | None, sum_rows: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Of y = activation(z) and dy [M, F]: dz in z's dtype, and dz summed over the rows."""
+    dz, _, _, sums = bias_activation.backward(
+        dy if dy.dtype == z.dtype else dy.astype(jnp.float32),
+        z,
+        None,
+        activation=activation,
+        want_y=False,
+        want_sums=sum_rows,
     )
+    return dz, None if sums is None else sums[0]
 
 
 def product(
@@ -104,22 +84,20 @@ def product(
     return y.astype(out_dtype)
 
 
-def column_sums(dy: jax.Array, bias: jax.Array | None) -> jax.Array | None:
-    """The gradient of a bias that nothing follows."""
-    return None if bias is None else jnp.sum(dy.astype(jnp.float32), axis=0).astype(bias.dtype)
-
-
 def _has_epilogue(
     x: jax.Array,
     w: jax.Array,
-    bias: jax.Array | None,
     residual: jax.Array | None,
     activation: str | None,
+    save_preactivation: bool,
 ) -> bool:
     """Whether cuBLASLt has the epilogue, and is there."""
     return (
         x.dtype in (jnp.bfloat16, jnp.float16)
-        and (activation is None or (activation == "gelu_tanh" and residual is None))
+        and (
+            (activation == "gelu_tanh" and residual is None)
+            or (activation is None and not save_preactivation)
+        )
         and w.shape[0] % 8 == w.shape[1] % 8 == 0
         and cublaslt.why_unavailable() is None
     )
