@@ -41,15 +41,16 @@ class ForwardConfig:
     """Whether the output has shared memory of its own, or goes where Q was if it is as wide."""
     heads_together: int = 16
     """Heads whose K and V are meant to stay in the L2 cache at one time."""
-    branches: bool = False
     lazy_sum: bool = False
     no_turns: bool = False
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
             raise ValueError(f"consumers must be 1, 2 or 3, got {self.consumers}")
-        if self.key_block % 64 or not 64 <= self.key_block <= 256:
-            raise ValueError(f"key_block must be 64, 128, 192 or 256, got {self.key_block}")
+        if self.key_block % 16 or not 64 <= self.key_block <= 256:
+            raise ValueError(
+                f"key_block must be a multiple of 16 from 64 to 256, got {self.key_block}"
+            )
         if self.stages < 2:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
 
@@ -136,7 +137,13 @@ def forward(
     present = [name for name, array in operands._asdict().items() if array is not None]
     schedule = _schedule(mask, config, batch * heads, multiprocessors)
     query_blocks = -(-query_count // rows)
-    always_full = mask.is_always_full(rows, block)
+    # Whether blocks are masked: the last of a consumer, then the others; None is by their number.
+    last_is_masked = not mask.is_always_full(rows, block)
+    others_are_masked: bool | None = None
+    if mask.has_explicit:
+        others_are_masked = True
+    elif not mask.has_left_edge and mask.right_partial_blocks(_ROWS, block) == 1:
+        others_are_masked = False
 
     def kernel(q_gmem, k_gmem, v_gmem, schedule_gmem, *refs, **scratch):
         *operand_refs, out_gmem, lse_gmem = refs
@@ -269,13 +276,28 @@ def forward(
             def attend(tile_idx, step):
                 at = place(tile_idx)
                 start = at.start + wg_idx * _ROWS
-                count = at.stop - at.first
-                last = at.stop - 1
-                # Every consumer passes over all blocks of the CTA, but masks by its own rows.
+                # Blocks beyond what its own rows reach a consumer leaves to the others.
                 own = at.key_blocks(start, start + _ROWS)
+                own_stop = at.stop
+                if mask.reach()[1] is not None:
+                    own_stop = lax.clamp(at.first + 1, jnp.int32(own.stop), at.stop)
 
-                full_first = lax.max(1, at.stop - own.full_stop)
-                full_last = lax.max(full_first, at.stop - own.full_start)
+                def pass_over(i, _):
+                    slot = lax.rem(step + i, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[slot])
+                    take_turn()
+                    pass_turn()
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    plgpu.barrier_wait(v_full.at[slot])
+                    plgpu.barrier_arrive(v_free.at[slot])
+
+                skipped = at.stop - own_stop
+                lax.fori_loop(0, skipped, pass_over, None)
+                step += skipped
+                count = own_stop - at.first
+                last = own_stop - 1
+                full_first = own_stop - own.full_stop
+                full_last = own_stop - own.full_start
 
                 def softmax(products, maximum, total, i, masked):
                     tile = Tile(
@@ -323,8 +345,10 @@ def forward(
                 maximum = plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), vector)
                 total = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), vector)
                 if config.lazy_sum:
-                    total = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-                weights, maximum, total, _ = softmax(products, maximum, total, 0, not always_full)
+                    total = plgpu.layout_cast(
+                        jnp.zeros((_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA
+                    )
+                weights, maximum, total, _ = softmax(products, maximum, total, 0, last_is_masked)
                 out = plgpu.layout_cast(
                     jnp.zeros((_ROWS, value_width), jnp.float32), plgpu.Layout.WGMMA
                 )
@@ -358,23 +382,9 @@ def forward(
                     return out, weights, maximum, total
 
                 carry = (out, weights, maximum, total)
-                full = functools.partial(advance, masked=False)
-                partial = functools.partial(advance, masked=True)
-                if always_full:
-                    carry = lax.fori_loop(1, count, full, carry)
-                elif mask.has_explicit:
-                    carry = lax.fori_loop(1, count, partial, carry)
-                elif config.branches:
-                    carry = lax.fori_loop(
-                        1, count, functools.partial(advance, masked=None), carry
-                    )
-                else:
-                    # From the last block to the first: partial ones, full ones, partial ones.
-                    if mask.right_partial_blocks(_ROWS, rows, block) > 1:
-                        carry = lax.fori_loop(1, lax.min(full_first, count), partial, carry)
-                    carry = lax.fori_loop(full_first, lax.min(full_last, count), full, carry)
-                    if mask.has_left_edge:
-                        carry = lax.fori_loop(full_last, count, partial, carry)
+                carry = lax.fori_loop(
+                    1, count, functools.partial(advance, masked=others_are_masked), carry
+                )
                 out, weights, maximum, total = carry
                 if config.lazy_sum:
                     total = jnp.sum(total, axis=1)
@@ -392,6 +402,12 @@ def forward(
                 out = pl.run_scoped(last_products, plgpu.ACC((_ROWS, value_width), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[v_slot])
 
+                if ops.query_lengths is not None:
+                    row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
+                    beyond = row >= at.query_length
+                    total = jnp.where(beyond, 0.0, total)
+                    maximum = jnp.where(beyond, _LOWEST, maximum)
+                    out = jnp.where(_rows(beyond, out.shape), 0.0, out)
                 if logits.has_sinks:
                     sink = ops.sinks[at.head_idx] * LOG2E
                     new_maximum = jnp.maximum(maximum, sink)
@@ -400,9 +416,6 @@ def forward(
                     maximum = new_maximum
                     out = out * _rows(decay, out.shape)
                 empty = total == 0.0
-                if ops.query_lengths is not None:
-                    row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
-                    empty = empty | (row >= at.query_length)
                 lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
                 inverse = jnp.where(
                     empty, 0.0, (1.0 / logits.keep_probability) / jnp.where(empty, 1.0, total)
@@ -429,21 +442,17 @@ def forward(
             pl.when(wg_idx == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
-    def shared(shape):
-        swizzle = next(w for w in (64, 32, 16) if shape[-1] % w == 0) * dtype.itemsize
-        return plgpu.SMEM(
-            shape,
-            dtype,
-            transforms=(
-                plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
-                plgpu.SwizzleTransform(swizzle),
-            ),
-        )
+    def shared(shape, contracted=64):
+        # Products take as many of the contracted keys at a time as a tile has columns.
+        columns = next(w for w in (64, 32, 16) if shape[-1] % w == 0 and contracted % w == 0)
+        tiling = plgpu.TilingTransform((8, columns))
+        swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
     scratch: dict[str, Any] = dict(
         q_smem=shared((consumers, _ROWS, head_width)),
         k_smem=shared((stages, block, head_width)),
-        v_smem=shared((stages, block, value_width)),
+        v_smem=shared((stages, block, value_width), contracted=block),
         q_full=plgpu.Barrier(num_barriers=consumers),
         q_free=plgpu.Barrier(num_barriers=consumers),
         k_full=plgpu.Barrier(num_barriers=stages),

@@ -61,19 +61,21 @@ class BlockMask:
             or self.key_count % key_block
         )
 
-    def right_partial_blocks(self, rows: int, group: int, key_block: int) -> int:
-        """At most how many blocks at the right end are partial for `rows` queries or beyond them.
+    def right_partial_blocks(self, rows: int, key_block: int) -> int:
+        """At most how many blocks at the right end of `rows` queries are partial.
 
-        The rows are part of a group that visits its blocks together, and starts at a multiple of its
-        size.
+        The rows start at a multiple of their number.
         """
-        _, right = self.reach()
         if self.has_segments or self.has_explicit:
             return -(-self.key_count // key_block)
+        _, right = self.reach()
         if right is None:
             return 1
-        aligned = right == 0 and (group % key_block == 0 or key_block % group == 0)
-        return max(1, group // key_block) if aligned else group // key_block + 2
+        return (
+            max(1, rows // key_block)
+            if right == 0 and _divides(rows, key_block)
+            else rows // key_block + 2
+        )
 
     def reach(self) -> tuple[int | None, int | None]:
         """(left, right): query t attends to t - left <= s <= t + right, None where unlimited."""
@@ -211,6 +213,11 @@ def segment_blocks(
     after = ~same & (block >= full_start[..., None])
     full_stop = jnp.min(jnp.where(after, block, count), axis=2)
     return jnp.stack([start, full_start, full_stop, stop], axis=2).astype(jnp.int32)
+
+
+def _divides(x: int, y: int) -> bool:
+    """Whether one is a multiple of the other."""
+    return x % y == 0 or y % x == 0
 
 
 # Bounds are Python numbers where all that they depend on is, and traced ones otherwise.
