@@ -194,7 +194,7 @@ def _forward(
                 total = total + jnp.sum(part, axis=1)
                 if logits.dropout_rate > 0:
                     part_tile = replace(tile, key_start=first, shape=part.shape)
-                    part = logits.dropped(part, part_tile, heads, ops)
+                    part = logits.dropped(part, part_tile, ops)
                 part = part.astype(dtype)
                 if count < COLUMNS:
                     nothing = jnp.zeros((ROWS, COLUMNS - count), dtype)
