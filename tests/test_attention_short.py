@@ -11,7 +11,7 @@ import pytest
 from jaxfused import reference
 from jaxfused.reference.attention import Mask
 from pallas_kernels import attention_short
-from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds, dropout_seeds
+from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
 from pallas_kernels.attention_mask import BlockMask
 from pallas_kernels.attention_short_bwd import BackwardConfig
 from pallas_kernels.attention_short_fwd import ForwardConfig
