@@ -38,8 +38,9 @@ vit: $(INSTALLED)
 unet: $(INSTALLED)
 	$(PYTHON) -m examples.unet.train
 
+# On a CPU the tests spend most of their time in XLA, which need not optimise what runs once.
 test: lint $(if $(NVCC),ffi)
-	JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(JOBS)
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTHON) -m pytest -n $(JOBS)
 
 test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m gpu -n 4
