@@ -130,11 +130,15 @@ def implementations(
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     limits = dict(rows=rows, features=features, dtype=dtype, residual_dtype=residual_dtype)
     capability = device.compute_capability
-    return {
+    reasons = {
         "pallas": pallas_layer_norm.why_unsupported(compute_capability=capability, **limits),
         "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
         "xla": None,
     }
+    # [4096, 16384] forward and backward on an H200: 193 us in CUDA C, 246 in Pallas, whose registers
+    # do not hold so long a row. Up to 8192 features Pallas is the faster by up to 15%.
+    fastest = ("cuda", "pallas", "xla") if features > 8192 else ("pallas", "cuda", "xla")
+    return {name: reasons[name] for name in fastest}
 
 
 @dataclass(frozen=True)
