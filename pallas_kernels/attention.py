@@ -58,8 +58,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, T or more]) of query [B, T, N, H], key and value [B, S, K, ...].
 
-    lse is the natural logarithm in float32, with the sink; EMPTY_LSE for a row that attends to
-    nothing, whose out is 0. It may be longer than T, and `backward` takes it as it is.
+    lse is the natural logarithm in float32, with the sink; EMPTY_LSE where nothing is summed up, and
+    for queries from their length on, sink or not; out is 0 there. It may be longer than T, and
+    `backward` takes it as it is.
     """
     module = _module(key, value, attention_fwd)
     return module.forward(

@@ -402,12 +402,6 @@ def forward(
                 out = pl.run_scoped(last_products, plgpu.ACC((_ROWS, value_width), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[v_slot])
 
-                if ops.query_lengths is not None:
-                    row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
-                    beyond = row >= at.query_length
-                    total = jnp.where(beyond, 0.0, total)
-                    maximum = jnp.where(beyond, _LOWEST, maximum)
-                    out = jnp.where(_rows(beyond, out.shape), 0.0, out)
                 if logits.has_sinks:
                     sink = ops.sinks[at.head_idx] * LOG2E
                     new_maximum = jnp.maximum(maximum, sink)
@@ -416,6 +410,9 @@ def forward(
                     maximum = new_maximum
                     out = out * _rows(decay, out.shape)
                 empty = total == 0.0
+                if ops.query_lengths is not None:
+                    row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
+                    empty = empty | (row >= at.query_length)
                 lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
                 inverse = jnp.where(
                     empty, 0.0, (1.0 / logits.keep_probability) / jnp.where(empty, 1.0, total)

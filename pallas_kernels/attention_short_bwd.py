@@ -486,7 +486,9 @@ def _gradient_of_sinks(sinks, out, lse, dout, dlse) -> jax.Array:
     delta = jnp.einsum("btnv,btnv->bnt", out, dout, preferred_element_type=jnp.float32)
     if dlse is not None:
         delta -= dlse
-    weights = jnp.exp(sinks[:, None] - lse[..., : out.shape[1]])
+    lse = lse[..., : out.shape[1]]
+    # Queries beyond their length have EMPTY_LSE, whose exponential would be infinite.
+    weights = jnp.where(lse <= EMPTY_LSE, 0.0, jnp.exp(sinks[:, None] - lse))
     return -jnp.sum(weights * delta, axis=(0, 2))
 
 

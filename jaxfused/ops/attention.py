@@ -494,8 +494,12 @@ def _run(launch: _Launch, query, key, value, bias, sinks, mask: Mask, dropout_wo
     arrays = _Arrays(*sharding.align(arrays, operand_axes=arrays.axes(), whole=_WHOLE))
     output, lse = _attention(launch, arrays)
     output = output.reshape(batch, query_count, heads, -1)
-    lse = lse[..., :query_count].reshape(batch, heads, query_count)
-    return output, lse.swapaxes(1, 2)
+    lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
+    if sinks is not None and mask.query_lengths is not None:
+        # The kernels leave queries beyond the length out altogether, with their sinks.
+        within = jnp.arange(query_count) < mask.query_lengths[:, None]
+        lse = jnp.where(within[..., None], lse, sinks.astype(lse.dtype))
+    return output, lse
 
 
 class _Residuals(NamedTuple):
