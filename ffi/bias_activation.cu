@@ -36,31 +36,53 @@ struct BiasActivationArgs {
   Activation activation;
 };
 
-// Values that are added to or multiplied with a row of T, in a dtype of their own.
+// kVec values of a row that may be wider than those beside them: 16 bytes a memory instruction.
 template <typename O, int kVec>
-__device__ __forceinline__ void load_row(const void* address, int64_t place, float (&out)[kVec]) {
-  constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
+struct Values {
+  static constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
+  Vector<O, kPart> parts[kVec / kPart];
+
+  __device__ __forceinline__ void load(const void* address, int64_t place) {
 #pragma unroll
-  for (int i = 0; i < kVec; i += kPart) {
-    float part[kPart];
-    unpack(load_streaming<O, kPart>(static_cast<const O*>(address) + place + i), part);
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) out[i + j] = part[j];
+    for (int i = 0; i < kVec / kPart; ++i) {
+      parts[i] = load_streaming<O, kPart>(static_cast<const O*>(address) + place + i * kPart);
+    }
   }
-}
+
+  __device__ __forceinline__ void store(void* address, int64_t place) const {
+#pragma unroll
+    for (int i = 0; i < kVec / kPart; ++i) {
+      store_streaming(static_cast<O*>(address) + place + i * kPart, parts[i]);
+    }
+  }
+
+  __device__ __forceinline__ void get(float (&values)[kVec]) const {
+#pragma unroll
+    for (int i = 0; i < kVec; i += kPart) {
+      float part[kPart];
+      unpack(parts[i / kPart], part);
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) values[i + j] = part[j];
+    }
+  }
+
+  __device__ __forceinline__ void set(const float (&values)[kVec]) {
+#pragma unroll
+    for (int i = 0; i < kVec; i += kPart) {
+      float part[kPart];
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) part[j] = values[i + j];
+      pack(part, parts[i / kPart]);
+    }
+  }
+};
 
 template <typename O, int kVec>
-__device__ __forceinline__ void store_row(void* address, int64_t place, const float (&in)[kVec]) {
-  constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
-#pragma unroll
-  for (int i = 0; i < kVec; i += kPart) {
-    float part[kPart];
-    Vector<O, kPart> packed;
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) part[j] = in[i + j];
-    pack(part, packed);
-    store_streaming(static_cast<O*>(address) + place + i, packed);
-  }
+__device__ __forceinline__ void store_values(void* address, int64_t place,
+                                             const float (&values)[kVec]) {
+  Values<O, kVec> packed;
+  packed.set(values);
+  packed.store(address, place);
 }
 
 // The preactivation: the product with its bias, rounded to the product's dtype, so that the
@@ -94,11 +116,23 @@ struct Walk {
         step(gridDim.y * lines) {}
 };
 
+// The frequent activations are compiled on their own: a choice at run time costs registers for the
+// greediest of them, gelu_erf.
+enum class Known { kAny, kGeluTanh, kSilu };
+
+template <Known kKnown>
+__device__ __forceinline__ Activation known_activation(const BiasActivationArgs& args) {
+  if constexpr (kKnown == Known::kGeluTanh) return Activation::kGeluTanh;
+  if constexpr (kKnown == Known::kSilu) return Activation::kSilu;
+  return args.activation;
+}
+
 // O is the dtype of the residual and of the result.
-template <typename T, typename O, int kVec, bool kGated>
+template <typename T, typename O, int kVec, bool kGated, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_rows(const __grid_constant__ BiasActivationArgs args) {
   constexpr int kRows = kForwardRows;
+  const Activation activation = known_activation<kKnown>(args);
   const Walk walk(args.lanes, kVec);
   if (walk.column >= args.features) return;
   float bias[kVec], up_bias[kVec];
@@ -123,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
       if (row >= args.rows) break;
       float y[kVec];
       preactivation(product[r], bias, args.gate.out, row * args.features + walk.column, y);
-      activate(args.activation, y);
+      activate(activation, y);
       if constexpr (kGated) {
         float up[kVec];
         preactivation(up_product[r], up_bias, args.up.out, row * args.features + walk.column, up);
@@ -132,12 +166,14 @@ __global__ void __launch_bounds__(kThreads)
       }
       const int64_t place = row * args.features + walk.column;
       if (args.residual != nullptr) {
-        float residual[kVec];
-        load_row<O, kVec>(args.residual, place, residual);
+        Values<O, kVec> residual;
+        residual.load(args.residual, place);
+        float values[kVec];
+        residual.get(values);
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) y[i] += residual[i];
+        for (int i = 0; i < kVec; ++i) y[i] += values[i];
       }
-      store_row<O, kVec>(args.y, place, y);
+      store_values<O, kVec>(args.y, place, y);
     }
   }
 }
@@ -162,17 +198,18 @@ __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int 
 }
 
 // O is the dtype of dy.
-template <typename T, typename O, int kVec, bool kGated>
+template <typename T, typename O, int kVec, bool kGated, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_gradient(const __grid_constant__ BiasActivationArgs args) {
   constexpr int kRows = kBackwardRows;
+  const Activation activation = known_activation<kKnown>(args);
   const Walk walk(args.lanes, kVec);
   float sums[kVec] = {}, up_sums[kVec] = {};
   const int end = walk.column < args.features ? args.rows : 0;
 
   for (int base = walk.first; base < end; base += kRows * walk.step) {
     Vector<T, kVec> saved[kRows], up_saved[kRows];
-    float gradient[kRows][kVec];
+    Values<O, kVec> dy[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
@@ -180,40 +217,41 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t place = row * args.features + walk.column;
       saved[r] = load_streaming<T, kVec>(static_cast<const T*>(args.gate.in) + place);
       if (kGated) up_saved[r] = load_streaming<T, kVec>(static_cast<const T*>(args.up.in) + place);
-      load_row<O, kVec>(args.dy, row * args.features + walk.column, gradient[r]);
+      dy[r].load(args.dy, place);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = base + r * walk.step;
       if (row >= end) break;
       const int64_t place = row * args.features + walk.column;
-      float z[kVec], y[kVec];
+      float z[kVec], y[kVec], gradient[kVec];
       unpack(saved[r], z);
+      dy[r].get(gradient);
       if constexpr (kGated) {
         float up[kVec], up_gradient[kVec];
         unpack(up_saved[r], up);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-          up_gradient[i] = gradient[r][i];
-          gradient[r][i] *= up[i];
+          up_gradient[i] = gradient[i];
+          gradient[i] *= up[i];
         }
-        activate_with_derivative(args.activation, z, y, gradient[r]);
+        activate_with_derivative(activation, z, y, gradient);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
           up_gradient[i] *= y[i];
           up_sums[i] += up_gradient[i];
           y[i] *= up[i];
         }
-        store_row<T, kVec>(args.up.out, place, up_gradient);
+        store_values<T, kVec>(args.up.out, place, up_gradient);
       } else if (args.y != nullptr) {
-        activate_with_derivative(args.activation, z, y, gradient[r]);
+        activate_with_derivative(activation, z, y, gradient);
       } else {
-        multiply_derivative(args.activation, z, gradient[r]);
+        multiply_derivative(activation, z, gradient);
       }
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) sums[i] += gradient[r][i];
-      store_row<T, kVec>(args.gate.out, place, gradient[r]);
-      if (args.y != nullptr) store_row<T, kVec>(args.y, row * args.features + walk.column, y);
+      for (int i = 0; i < kVec; ++i) sums[i] += gradient[i];
+      store_values<T, kVec>(args.gate.out, place, gradient);
+      if (args.y != nullptr) store_values<T, kVec>(args.y, row * args.features + walk.column, y);
     }
   }
   if (args.gate.partials != nullptr) {
@@ -228,13 +266,28 @@ __global__ void __launch_bounds__(kThreads)
 
 using Kernel = void (*)(BiasActivationArgs);
 
-template <typename T, typename O, int kVec>
+template <typename T, typename O, int kVec, Known kKnown>
 Kernel kernel_of(bool gated, bool backward) {
   if (backward) {
-    return gated ? bias_activation_gradient<T, O, kVec, true>
-                 : bias_activation_gradient<T, O, kVec, false>;
+    return gated ? bias_activation_gradient<T, O, kVec, true, kKnown>
+                 : bias_activation_gradient<T, O, kVec, false, kKnown>;
   }
-  return gated ? bias_activation_rows<T, O, kVec, true> : bias_activation_rows<T, O, kVec, false>;
+  return gated ? bias_activation_rows<T, O, kVec, true, kKnown>
+               : bias_activation_rows<T, O, kVec, false, kKnown>;
+}
+
+template <typename T, typename O>
+Kernel kernel_of(int vec, Activation activation, bool gated, bool backward) {
+  constexpr int kFullVec = 16 / sizeof(T);
+  if (vec == 1) return kernel_of<T, O, 1, Known::kAny>(gated, backward);
+  switch (activation) {
+    case Activation::kGeluTanh:
+      return kernel_of<T, O, kFullVec, Known::kGeluTanh>(gated, backward);
+    case Activation::kSilu:
+      return kernel_of<T, O, kFullVec, Known::kSilu>(gated, backward);
+    default:
+      return kernel_of<T, O, kFullVec, Known::kAny>(gated, backward);
+  }
 }
 
 // `blocks`: along the rows; 0 for as many as there is work for.
@@ -251,9 +304,7 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream
   // Small blocks: the last ones to run leave little of the GPU idle.
   const int rows = kThreads / args.lanes * (backward ? kBackwardRows : kForwardRows);
   if (blocks == 0) blocks = std::min(divide_up(args.rows, rows), 65535);
-  const bool gated = args.up.in != nullptr;
-  const Kernel kernel =
-      vec == 1 ? kernel_of<T, O, 1>(gated, backward) : kernel_of<T, O, kFullVec>(gated, backward);
+  const Kernel kernel = kernel_of<T, O>(vec, args.activation, args.up.in != nullptr, backward);
   return launch_kernel(kernel, args, {dim3(columns, blocks), kThreads, 0}, stream);
 }
 

@@ -14,6 +14,7 @@
   X(Create)                            \
   X(GetStatusString)                   \
   X(Matmul)                            \
+  X(MatmulAlgoConfigGetAttribute)      \
   X(MatmulAlgoGetHeuristic)            \
   X(MatmulDescCreate)                  \
   X(MatmulDescDestroy)                 \

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfused.cuda import bias_activation, cublaslt
 
@@ -130,6 +129,5 @@ def _cublaslt(
         absent if bias is None else bias.astype(x.dtype),
         absent if residual is None else residual,
         activation=activation or "none",
-        algorithm=np.int64(0),
     )
     return y, preactivation if saves else None
