@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.row_tiles import LANES, WARPS
+from pallas_kernels.row_tiles import LANES, WARPS, store_unoptimized
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -179,7 +179,7 @@ def rotate(
             )
             values = [*(half.astype(q.dtype) for half in rotated), *rest]
             for c, value in zip(columns, values, strict=False):
-                target.at[:, :, c][...] = value
+                store_unoptimized(target.at[:, :, c], value)
 
     rotated = plgpu.kernel(
         rope_kernel,

@@ -269,7 +269,7 @@ class RowTiles:
     def store_statistic(self, ref, place, row, value: jax.Array) -> None:
         """Writes what `load_statistic` reads."""
         if self.config.row_per_warp:
-            _store(self.tile(ref, place, row), value)
+            store_unoptimized(self.tile(ref, place, row), value)
             return
 
         @pl.when(place.wg_idx == 0)
@@ -293,7 +293,7 @@ class RowTiles:
         """Writes one quantity's sum over this CTA's rows, of which each line holds a part."""
         if not self.config.row_per_warp:
             for chunk, value in enumerate(values):
-                _store(ref.at[self.lines(place), self.columns(chunk)], value)
+                store_unoptimized(ref.at[self.lines(place), self.columns(chunk)], value)
             return
 
         def synchronize():
@@ -302,7 +302,7 @@ class RowTiles:
                 plgpu.barrier_wait(barrier)
 
         for chunk, value in enumerate(values):
-            _store(partial_smem.at[place.wg_idx, :, self.columns(chunk)], value)
+            store_unoptimized(partial_smem.at[place.wg_idx, :, self.columns(chunk)], value)
         synchronize()
         if self.features % (WARPS * LANES) == 0:
             vec = 4 if self.features % 512 == 0 else 2 if self.features % 256 == 0 else 1
@@ -404,7 +404,7 @@ class RowTiles:
         return lax.fori_loop(0, count, step, carry)
 
 
-def _store(ref, value: jax.Array) -> None:
+def store_unoptimized(ref, value: jax.Array) -> None:
     """Writes what does not fill whole sectors, or all banks, with 16 bytes a thread at most.
 
     Since JAX 0.12 `ref[...] = value` insists on that; JAX 0.11 never did, and has no `plgpu.store`.
