@@ -11,12 +11,9 @@ import jax.numpy as jnp
 from jaxfused.cuda import library
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-MAX_ROWS = 2**30
 
 
-def why_unsupported(
-    *, compute_capability: tuple[int, int] | None, rows: int, dtype: Any
-) -> str | None:
+def why_unsupported(*, compute_capability: tuple[int, int] | None, dtype: Any) -> str | None:
     """None where forward and backward can run, else the reason."""
     if compute_capability is None:
         return "it needs an NVIDIA GPU"
@@ -25,8 +22,6 @@ def why_unsupported(
         return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
     if dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
-    if rows > MAX_ROWS:
-        return f"it takes at most {MAX_ROWS} rows, and x has {rows}"
     return library.why_unavailable()
 
 

@@ -16,8 +16,12 @@ import jaxlib
 PATH = Path(__file__).with_name("libjaxfused.so")
 
 TARGETS = (
+    "jaxfused_bias_activation",
+    "jaxfused_bias_activation_backward",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",
+    "jaxfused_linear",
+    "jaxfused_rope",
 )
 """Every handler in the library; the target is registered under the name of its symbol."""
 
