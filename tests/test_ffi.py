@@ -181,6 +181,126 @@ def test_a_handler_refuses_operands_that_do_not_fit(arguments, attributes, messa
         )
 
 
+ROPE = dict(interleaved=np.bool_(False), inverse=np.bool_(False))
+BF16 = "bfloat16"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "operands", "results", "attributes", "message"),
+    [
+        pytest.param(target, *rest, id=f"{target}-{rest[-1]}")
+        for target, *rest in [
+            (
+                "rope",
+                [(1, 5, 2, 8), (1, 4, 2, 8), (1, 5, 4), (1, 5, 4)],
+                [(1, 5, 2, 8), (1, 4, 2, 8)],
+                ROPE,
+                r"k has shape \[1, 4, 2, 8\], but \[1, 5, 2, 8\]",
+            ),
+            (
+                "rope",
+                [(1, 5, 2, 8), (1, 5, 0, 8), (1, 5, 5), (1, 5, 5)],
+                [(1, 5, 2, 8), (1, 5, 0, 8)],
+                ROPE,
+                r"cos has shape \[1, 5, 5\], which does not fit q",
+            ),
+            (
+                "rope",
+                [(1, 5, 2, 8), (1, 5, 0, 8), (1, 5, 4), (1, 5, 3)],
+                [(1, 5, 2, 8), (1, 5, 0, 8)],
+                ROPE,
+                r"sin has shape \[1, 5, 3\]",
+            ),
+            (
+                "rope",
+                [(5, 2, 8), (0,), (1, 5, 4), (1, 5, 4)],
+                [(5, 2, 8), (0,)],
+                ROPE,
+                "q must be float32, bfloat16 or float16 with axes batch",
+            ),
+            (
+                "linear",
+                [(4, 8), (8, 16), (0,), (0,)],
+                [(4, 16), (0,), (1024,)],
+                dict(activation="none"),
+                "x must be a matrix of bfloat16 or float16",
+            ),
+            (
+                "linear",
+                [((4, 12), BF16), ((12, 16), BF16), ((0,), BF16), ((0,), BF16)],
+                [((4, 16), BF16), ((0,), BF16), (1024,)],
+                dict(activation="none"),
+                r"multiples of 8, but it has shape \[12, 16\]",
+            ),
+            (
+                "linear",
+                [((4, 8), BF16), ((8, 16), BF16), ((0,), BF16), ((4, 16), BF16)],
+                [((4, 16), BF16), ((0,), BF16), (1024,)],
+                dict(activation="gelu_tanh"),
+                "a residual goes with activation none alone",
+            ),
+            (
+                "linear",
+                [((4, 8), BF16), ((8, 16), BF16), ((16,), "float32"), ((0,), BF16)],
+                [((4, 16), BF16), ((0,), BF16), (1024,)],
+                dict(activation="gelu_tanh"),
+                "bias has another dtype",
+            ),
+            (
+                "bias_activation",
+                [(4, 8), (0,), (7,), (0,), (0,)],
+                [(4, 8), (0,), (0,)],
+                dict(activation="relu"),
+                r"bias has shape \[7\], but \[8\]",
+            ),
+            (
+                "bias_activation",
+                [(4, 8), (4, 7), (0,), (0,), (0,)],
+                [(4, 8), (0,), (0,)],
+                dict(activation="relu"),
+                r"up has shape \[4, 7\]",
+            ),
+            (
+                "bias_activation",
+                [(4, 8), (0,), (0,), (0,), (0,)],
+                [(4, 8), (0,), (0,)],
+                dict(activation="tanh"),
+                "activation is not known: tanh",
+            ),
+            (
+                "bias_activation_backward",
+                [(4, 8), (4, 8), (0,)],
+                [(4, 8), (0,), (0,), (2, 1, 8)],
+                dict(activation="relu"),
+                r"partials has shape \[2, 1, 8\], but \[1, 1, 8\]",
+            ),
+            (
+                "bias_activation_backward",
+                [((4, 8), BF16), (4, 8), (0,)],
+                [(4, 8), (0,), (0,), (0,)],
+                dict(activation="relu"),
+                "dy has another dtype",
+            ),
+        ]
+    ],
+)
+def test_the_handlers_of_linear_and_rope_refuse_what_does_not_fit(
+    target, operands, results, attributes, message
+):
+    """Shapes are float32 where no dtype stands beside them."""
+
+    def described(shape):
+        with_dtype = len(shape) == 2 and isinstance(shape[1], str)
+        return jax.ShapeDtypeStruct(*(shape if with_dtype else (shape, "float32")))
+
+    library.register()
+    call = jax.ffi.ffi_call(f"jaxfused_{target}", [described(shape) for shape in results])
+    arrays = [jnp.ones(a.shape, a.dtype) for a in map(described, operands)]
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(call(*arrays, **attributes))
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 
