@@ -31,7 +31,7 @@ class LayerNorm(linen.LayerNorm):
       `residual` or a named kernel they raise.
 
     Attributes:
-      activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.LayerNorm`.
@@ -114,7 +114,7 @@ class RMSNorm(linen.RMSNorm):
     Attributes:
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
         `scale_init` is ones, as in Flax, whatever the offset.
-      activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.RMSNorm`.
@@ -123,9 +123,9 @@ class RMSNorm(linen.RMSNorm):
       >>> import jax, jax.numpy as jnp
       >>> import jaxfused.linen
       >>> norm = jaxfused.linen.RMSNorm(epsilon=0.0)
-      >>> x = jnp.array([3.0, 4.0])
+      >>> x = jnp.array([4.0, -4.0])
       >>> norm.apply(norm.init(jax.random.key(0), x), x)
-      Array([0.8485281, 1.1313709], dtype=float32)
+      Array([ 1., -1.], dtype=float32)
 
     Source: `jaxfused.rms_norm`.
     """

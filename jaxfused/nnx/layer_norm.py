@@ -52,7 +52,7 @@ class LayerNorm(nnx.LayerNorm):
       rngs: gives the initialisers their keys.
       bias_metadata: of the bias's `nnx.Param`.
       scale_metadata: of the scale's `nnx.Param`.
-      activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
@@ -180,15 +180,15 @@ class RMSNorm(nnx.RMSNorm):
       rngs: gives the initialiser its key.
       scale_metadata: of the scale's `nnx.Param`.
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
-      activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import jaxfused.nnx
-      >>> jaxfused.nnx.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([3.0, 4.0]))
-      Array([0.8485281, 1.1313709], dtype=float32)
+      >>> jaxfused.nnx.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([4.0, -4.0]))
+      Array([ 1., -1.], dtype=float32)
 
     Source: `jaxfused.rms_norm`.
     """

@@ -51,7 +51,8 @@ def layer_norm(
       epsilon: is added to the variance.
       residual: [..., D] like x: the residual stream of a Transformer.
       pre_bias: [D], is added to x: the bias of the projection that made x.
-      pre_activation: None, "relu", "gelu_tanh", "gelu_erf" or "silu", between the sum and the norm.
+      pre_activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", between the sum and
+        the norm.
       activation: the same choice, after the norm.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
@@ -109,8 +110,8 @@ def rms_norm(
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
-      >>> jaxfused.rms_norm(jnp.array([3.0, 4.0]), jnp.ones(2), epsilon=0.0)
-      Array([0.8485281, 1.1313709], dtype=float32)
+      >>> jaxfused.rms_norm(jnp.array([4.0, -4.0]), jnp.ones(2), epsilon=0.0)
+      Array([ 1., -1.], dtype=float32)
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019,
     https://arxiv.org/abs/1910.07467
