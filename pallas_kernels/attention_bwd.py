@@ -156,8 +156,12 @@ def backward(
     if config.shares_keys:
         value, dout = (_widened(x, value_width) for x in (value, dout))
     operands = operands.padded(rows, block)
-    swap = lambda array: None if array is None else array.swapaxes(2, 3)
-    operands = operands._replace(bias=swap(operands.bias), explicit=swap(operands.explicit))
+    transposed = {
+        name: array.swapaxes(2, 3)
+        for name, array in (("bias", operands.bias), ("explicit", operands.explicit))
+        if array is not None
+    }
+    operands = operands._replace(**transposed)
     tables = _tables(mask, operands, rows, block, query_blocks, key_blocks, config.keys_descending)
     optional = {name: x for name, x in (tables | operands._asdict()).items() if x is not None}
 
@@ -365,52 +369,46 @@ def backward(
 
                     dq_part = pl.run_scoped(previous_dq, dq_acc_type)
 
-                    @pl.when(step > 0)
-                    def _():
-                        # dV of the previous visit is complete, as it was issued before.
-                        plgpu.barrier_arrive(do_free.at[lax.rem(previous, do_stages)])
-                        hand_over(dq_part, previous, 0)
-
+                    pl.when(step > 0)(functools.partial(hand_over, dq_part, previous, 0))
                     for piece in range(1, pieces):
                         dq_part = part_of_dq(1 - ds_slot, piece)
                         pl.when(step > 0)(functools.partial(hand_over, dq_part, previous, piece))
+                    # At the first visit zeros, times a block of queries that is there.
+                    issue_dk(dk_acc, lax.rem(previous, q_stages), 1 - ds_slot)
+                    products = plgpu.wgmma_accumulator_load(s_acc, wait_n=rows // 64)
+                    p = probabilities(products, tile.along_queries(lse_smem.at[q_slot]), tile, i)
+                    factor = None
+                    if logits.soft_cap is not None:
+                        factor = logits.derivative_of_capped(products) * (1 / logits.scale)
+                    return p, factor
 
-                    def with_dp(dp_acc):
-                        plgpu.barrier_wait(do_full.at[do_slot])
-                        for c in range(column_parts):
-                            plgpu.wgmma(dp_acc, v_smem.at[own_keys, c], do_smem.at[do_slot, c].T)
-                        # At the first visit zeros, times a block of queries that is there.
-                        issue_dk(dk_acc, lax.rem(previous, q_stages), 1 - ds_slot)
-                        after_dp = rows // 64
-                        products = plgpu.wgmma_accumulator_load(
-                            s_acc, wait_n=column_parts + after_dp
-                        )
-                        lse2 = tile.along_queries(lse_smem.at[q_slot])
-                        # Rounded, as dV needs it: its float32 would not leave enough registers.
-                        p = probabilities(products, lse2, tile, i).astype(dtype)
-                        kept = p
-                        if logits.dropout_rate > 0:
-                            kept = logits.dropped(p, tile, ops)
-                        plgpu.wgmma(dv_acc, kept, do_smem.at[do_slot, own_columns])
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=after_dp + 1)
-                        delta = tile.along_queries(delta_smem.at[do_slot])
-                        if logits.dropout_rate > 0:
-                            dp = jnp.where(kept == 0, 0.0, dp * (1 / logits.keep_probability))
-                        ds = p.astype(jnp.float32) * (dp - delta)
-                        if logits.soft_cap is not None:
-                            ds = ds * (logits.derivative_of_capped(products) / logits.scale)
-                        return ds.astype(dtype)
+                # Rounded, as dV needs it: more registers than that are not left.
+                p, factor = pl.run_scoped(with_s, tile_acc_type)
+                p = p.astype(dtype)
+                kept = logits.dropped(p, tile, ops) if logits.dropout_rate > 0 else p
 
-                    return pl.run_scoped(with_dp, tile_acc_type)
+                def with_dp(dp_acc):
+                    plgpu.barrier_wait(do_full.at[do_slot])
+                    for c in range(column_parts):
+                        plgpu.wgmma(dp_acc, v_smem.at[own_keys, c], do_smem.at[do_slot, c].T)
+                    plgpu.wgmma(dv_acc, kept, do_smem.at[do_slot, own_columns])
+                    return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
 
-                ds = pl.run_scoped(with_s, tile_acc_type)
-                plgpu.wgmma_wait(1)
+                dp = pl.run_scoped(with_dp, tile_acc_type)
 
+                # dK of the previous visit is complete too, as it was issued before dP.
                 @pl.when(step > 0)
                 def _():
                     plgpu.barrier_arrive(q_free.at[lax.rem(previous, q_stages)])
 
-                store_ds(ds, ds_slot)
+                if logits.dropout_rate > 0:
+                    dp = jnp.where(kept == 0, 0.0, dp * (1 / logits.keep_probability))
+                ds = p.astype(jnp.float32) * (dp - tile.along_queries(delta_smem.at[do_slot]))
+                if factor is not None:
+                    ds = ds * factor
+                store_ds(ds.astype(dtype), ds_slot)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(do_free.at[do_slot])
 
             def probabilities(products, lse2, tile, i):
                 def exponential(products, masked):
