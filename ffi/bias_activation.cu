@@ -13,7 +13,9 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kForwardRows = 4;  // of a thread, whose loads are in flight together
+// Rows of a thread whose loads are in flight together.
+template <bool kGated>
+constexpr int kForwardRows = kGated ? 2 : 4;
 constexpr int kBackwardRows = 2;
 
 // One of the two operands of a gated activation, or the only one of a plain one.
@@ -131,7 +133,7 @@ __device__ __forceinline__ Activation known_activation(const BiasActivationArgs&
 template <typename T, typename O, int kVec, bool kGated, Known kKnown>
 __global__ void __launch_bounds__(kThreads)
     bias_activation_rows(const __grid_constant__ BiasActivationArgs args) {
-  constexpr int kRows = kForwardRows;
+  constexpr int kRows = kForwardRows<kGated>;
   const Activation activation = known_activation<kKnown>(args);
   const Walk walk(args.lanes, kVec);
   if (walk.column >= args.features) return;
@@ -302,9 +304,11 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream
   while (args.lanes < kWarpSize && args.lanes * vec < args.features) args.lanes *= 2;
   const int columns = divide_up(args.features, args.lanes * vec);
   // Small blocks: the last ones to run leave little of the GPU idle.
-  const int rows = kThreads / args.lanes * (backward ? kBackwardRows : kForwardRows);
+  const bool gated = args.up.in != nullptr;
+  const int forward_rows = gated ? kForwardRows<true> : kForwardRows<false>;
+  const int rows = kThreads / args.lanes * (backward ? kBackwardRows : forward_rows);
   if (blocks == 0) blocks = std::min(divide_up(args.rows, rows), 65535);
-  const Kernel kernel = kernel_of<T, O>(vec, args.activation, args.up.in != nullptr, backward);
+  const Kernel kernel = kernel_of<T, O>(vec, args.activation, gated, backward);
   return launch_kernel(kernel, args, {dim3(columns, blocks), kThreads, 0}, stream);
 }
 

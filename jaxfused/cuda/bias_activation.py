@@ -98,8 +98,8 @@ def backward(
 
 
 def _blocks(rows: int) -> int:
-    """Partial sums of a column: one for 64 rows, which costs 1 part in 32 of what the rows do."""
-    return max(1, min(-(-rows // 64), 4096))
+    """Partial sums of a column: one for 128 rows, which is 1 part in 64 of what a row costs."""
+    return max(1, min(-(-rows // 128), 4096))
 
 
 def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
