@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_bwd_bias import bias_gradient
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_mask import BlockMask, Blocks, segment_blocks
+from pallas_kernels.attention_mask import BlockMask, Blocks, Index, segment_blocks
 
 _KEYS = 64
 """Keys of a warpgroup: what one wgmma instruction takes."""
@@ -140,9 +140,6 @@ def backward(
     chunks = head_width // chunk
     pieces = chunks // wgs if config.splits_columns else 1
     own_width, own_value_width = head_width // column_parts, value_width // column_parts
-    heads_together = max(
-        n for n in range(1, config.heads_together + 1) if batch * key_heads % n == 0
-    )
 
     lse2, delta = _row_statistics(out, lse, dout, dlse, query_blocks * rows)
     dbias, dsinks = None, None
@@ -155,6 +152,7 @@ def backward(
         query, key = (_widened(x, head_width) for x in (query, key))
     if config.shares_keys:
         value, dout = (_widened(x, value_width) for x in (value, dout))
+    tables = _tables(mask, config, operands)
     operands = operands.padded(rows, block)
     transposed = {
         name: array.swapaxes(2, 3)
@@ -162,7 +160,6 @@ def backward(
         if array is not None
     }
     operands = operands._replace(**transposed)
-    tables = _tables(mask, operands, rows, block, query_blocks, key_blocks, config.keys_descending)
     optional = {name: x for name, x in (tables | operands._asdict()).items() if x is not None}
 
     def kernel(q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, *refs, **scratch):
@@ -194,12 +191,7 @@ def backward(
             if ranks_gmem is not None:
                 table_idx = at.batch_idx if ranks_gmem.shape[0] > 1 else 0
                 return ranks_gmem[table_idx, at.block_idx, i]
-            if not config.keys_descending:
-                return at.block_idx
-            last = key_blocks - 1
-            if mask.is_causal:
-                last = lax.min(last, lax.div((i + 1) * rows - 1, block))
-            return last - at.block_idx
+            return _rank(mask, config, at.block_idx, i)
 
         @pl.when(wg_idx == wgs)
         def _copy_in():
@@ -474,12 +466,7 @@ def backward(
             )
 
     def place(cta_idx, ops: Operands, bounds_gmem) -> _Visits:
-        within = lax.rem(cta_idx, heads_together * key_blocks)
-        pair = lax.div(cta_idx, heads_together * key_blocks) * heads_together
-        pair = pair + lax.rem(within, heads_together)
-        block_idx = lax.div(within, heads_together)
-        if config.keys_descending:
-            block_idx = key_blocks - 1 - block_idx
+        pair, block_idx = _work(config, cta_idx, batch * key_heads, key_blocks)
         batch_idx, key_head_idx = lax.div(pair, key_heads), lax.rem(pair, key_heads)
         query_length = query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
         key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
@@ -549,6 +536,27 @@ def backward(
     return dq.astype(dtype), dk, dv, dbias, dsinks
 
 
+def _work(
+    config: BackwardConfig, cta_idx: Index, pairs: int, key_blocks: int
+) -> tuple[jax.Array, jax.Array]:
+    """(which pair of batch entry and key head, which block of keys) is a CTA's."""
+    together = max(n for n in range(1, config.heads_together + 1) if pairs % n == 0)
+    within = lax.rem(cta_idx, together * key_blocks)
+    pair = lax.div(cta_idx, together * key_blocks) * together + lax.rem(within, together)
+    block_idx = lax.div(within, together)
+    return pair, key_blocks - 1 - block_idx if config.keys_descending else block_idx
+
+
+def _rank(mask: BlockMask, config: BackwardConfig, key_block_idx: Index, i: Index) -> Index:
+    """How many CTAs add to block i of dQ before that of a block of keys, of a mask without tables."""
+    if not config.keys_descending:
+        return key_block_idx
+    last = pl.cdiv(mask.key_count, config.key_block) - 1
+    if mask.is_causal:
+        last = lax.min(last, lax.div((i + 1) * config.query_block - 1, config.key_block))
+    return last - key_block_idx
+
+
 class _Tile(Tile):
     """A transposed tile, for which bias and explicit mask come with their last two axes swapped."""
 
@@ -586,21 +594,14 @@ def _sink_gradient(sinks: jax.Array, lse2: jax.Array, delta: jax.Array) -> jax.A
     return -jnp.sum(probabilities * delta, axis=(0, 2))
 
 
-def _tables(
-    mask: BlockMask,
-    operands: Operands,
-    rows: int,
-    block: int,
-    query_blocks: int,
-    key_blocks: int,
-    keys_descending: bool,
-) -> dict[str, jax.Array]:
+def _tables(mask: BlockMask, config: BackwardConfig, operands: Operands) -> dict[str, jax.Array]:
     """What depends on the data or has no short formula.
 
     bounds [B, key blocks, 4]: the blocks of queries that segments leave to a block of keys; ranks
     [B or 1, key blocks, query blocks]: how many blocks of keys add to one of dQ before, -1 where it
     is not visited.
     """
+    rows, block = config.query_block, config.key_block
     tables = {}
     within = None
     if mask.has_segments:
@@ -610,7 +611,7 @@ def _tables(
         within = Blocks(*(tables["bounds"][..., i] for i in range(4)))
     elif not (mask.has_query_lengths or mask.has_key_lengths or mask.window is not None):
         return {}
-    start = jnp.arange(key_blocks, dtype=jnp.int32)[None] * block
+    start = jnp.arange(pl.cdiv(mask.key_count, block), dtype=jnp.int32)[None] * block
     lengths = [
         count if array is None else array[:, None]
         for array, count in (
@@ -619,12 +620,12 @@ def _tables(
         )
     ]
     blocks = mask.query_blocks((start, start + block), rows, *lengths, within)
-    i = jnp.arange(query_blocks, dtype=jnp.int32)
+    i = jnp.arange(pl.cdiv(mask.query_count, rows), dtype=jnp.int32)
     first, end = (
         jnp.broadcast_to(x, jnp.broadcast_shapes(jnp.shape(x), start.shape))[..., None]
         for x in (blocks.start, blocks.stop)
     )
     visits = (i >= first) & (i < end)
-    counts = lax.cumsum(visits.astype(jnp.int32), axis=1, reverse=keys_descending)
+    counts = lax.cumsum(visits.astype(jnp.int32), axis=1, reverse=config.keys_descending)
     tables["ranks"] = jnp.where(visits, counts - 1, -1)
     return tables

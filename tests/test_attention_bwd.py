@@ -1,0 +1,235 @@
+"""The backward kernels of attention: the order of their sum, their lowering, and on a GPU their values."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfused.reference.attention import Mask, attention
+from pallas_kernels import attention_bwd, attention_fwd
+from pallas_kernels.attention_bwd import BackwardConfig
+from pallas_kernels.attention_bwd_bias import bias_gradient
+from pallas_kernels.attention_logits import LOG2E, Logits, Operands, dropout_seeds
+from pallas_kernels.attention_mask import BlockMask, Blocks
+
+SPLITS_COLUMNS = BackwardConfig()
+SPLITS_ROWS = BackwardConfig(query_block=128)
+SHARES_KEYS = BackwardConfig(shares_keys=True, dout_stages=1)
+LENGTHS = Operands(
+    query_lengths=jnp.array([700, 0, 333], jnp.int32),
+    key_lengths=jnp.array([130, 500, 0], jnp.int32),
+)
+SEGMENTS = Operands(
+    query_segments=jnp.sort(jax.random.randint(jax.random.key(0), (3, 700), 0, 5)),
+    key_segments=jax.random.randint(jax.random.key(1), (3, 600), 0, 5).at[:, :300].set(2),
+)
+
+
+@pytest.mark.parametrize("keys_descending", [False, True])
+@pytest.mark.parametrize("config", [SPLITS_COLUMNS, SPLITS_ROWS, SHARES_KEYS])
+@pytest.mark.parametrize(
+    ("mask", "operands"),
+    [
+        (BlockMask(700, 600), Operands()),
+        (BlockMask(700, 600, is_causal=True), Operands()),
+        (BlockMask(300, 900, is_causal=True), Operands()),
+        (BlockMask(700, 600, window=(100, 30)), Operands()),
+        (BlockMask(700, 600, True, None, True, True), LENGTHS),
+        (BlockMask(700, 600, has_segments=True), SEGMENTS),
+        (BlockMask(700, 600, is_causal=True, has_segments=True), SEGMENTS),
+    ],
+)
+def test_parts_of_dq_are_added_in_the_order_of_the_ctas(mask, operands, config, keys_descending):
+    """Ranks are 0, 1, 2 ... with rising CTA: the sum is in one order, and nobody waits for later ones."""
+    config = BackwardConfig(
+        **{**vars(config), "keys_descending": keys_descending, "heads_together": 2}
+    )
+    key_blocks = -(-mask.key_count // config.key_block)
+    tables = attention_bwd._tables(mask, config, operands)
+    batch, heads = 3, 2
+    ranks = {}
+    for cta_idx in range(batch * heads * key_blocks):
+        pair, n = (int(x) for x in attention_bwd._work(config, cta_idx, batch * heads, key_blocks))
+        b = pair // heads
+        lengths = (
+            mask.query_count if operands.query_lengths is None else operands.query_lengths[b],
+            mask.key_count if operands.key_lengths is None else operands.key_lengths[b],
+        )
+        within = Blocks(*tables["bounds"][b, n]) if "bounds" in tables else None
+        keys = (n * config.key_block, (n + 1) * config.key_block)
+        blocks = mask.query_blocks(keys, config.query_block, *lengths, within)
+        for i in range(int(blocks.start), int(blocks.stop)):
+            if "ranks" in tables:
+                rank = tables["ranks"][b % tables["ranks"].shape[0], n, i]
+            else:
+                rank = attention_bwd._rank(mask, config, n, i)
+            ranks.setdefault((pair, i), []).append(int(rank))
+    assert ranks
+    for found in ranks.values():
+        assert found == list(range(len(found)))
+
+
+def logits_of(mask, operands, *, soft_cap=None, dropout_rate=0.0):
+    return Logits(
+        scale=0.1,
+        mask=mask,
+        soft_cap=soft_cap,
+        has_bias=operands.bias is not None,
+        has_sinks=operands.sinks is not None,
+        dropout_rate=dropout_rate,
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("head_size", "value_size"),
+    [
+        (8, 8),
+        (16, 128),
+        (40, 24),
+        (64, 64),
+        (72, 128),
+        (128, 128),
+        (128, 40),
+        (256, 256),
+        (64, 192),
+    ],
+)
+def test_default_configs_lower(head_size, value_size, dtype):
+    mask = BlockMask(197, 333, is_causal=True)
+    _lower(mask, Operands(), logits_of(mask, Operands()), head_size, value_size, dtype)
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_every_option_lowers(head_size):
+    mask = BlockMask(197, 333, True, (90, 20), True, True, True, True)
+    shape = jax.ShapeDtypeStruct
+    operands = Operands(
+        bias=shape((1, 4, 197, 1), jnp.float32),
+        sinks=shape((4,), jnp.float32),
+        query_lengths=shape((2,), jnp.int32),
+        key_lengths=shape((2,), jnp.int32),
+        query_segments=shape((2, 197), jnp.int32),
+        key_segments=shape((2, 333), jnp.int32),
+        explicit=shape((2, 1, 197, 333), jnp.int8),
+        dropout_seeds=shape((2, 2, 4), jnp.uint32),
+    )
+    logits = logits_of(mask, operands, soft_cap=5.0, dropout_rate=0.1)
+    _lower(mask, operands, logits, head_size, head_size, jnp.bfloat16)
+
+
+def _lower(mask, operands, logits, head_size, value_size, dtype):
+    def shape(*sizes, dtype=dtype):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    queries, keys, heads, key_heads = mask.query_count, mask.key_count, 4, 2
+    rows = shape(2, heads, queries, dtype=jnp.float32)
+    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132)
+    jax.export.export(jax.jit(f), platforms=["cuda"])(
+        shape(2, queries, heads, head_size),
+        shape(2, keys, key_heads, head_size),
+        shape(2, keys, key_heads, value_size),
+        operands,
+        shape(2, queries, heads, value_size),
+        rows,
+        shape(2, queries, heads, value_size),
+        rows,
+    )
+
+
+def problem(batch, queries, keys, heads, key_heads, head_size, value_size, dtype):
+    normal = jax.random.normal
+    q, k, v, do = jax.random.split(jax.random.key(0), 4)
+    return (
+        normal(q, (batch, queries, heads, head_size), dtype),
+        normal(k, (batch, keys, key_heads, head_size), dtype),
+        normal(v, (batch, keys, key_heads, value_size), dtype),
+        normal(do, (batch, queries, heads, value_size), dtype),
+    )
+
+
+def truth(query, key, value, dout, bias, sinks, mask, words, logits):
+    """out, lse [B, N, T] and the gradients by the reference in float32, from the rounded inputs."""
+
+    def f(*arrays):
+        out, lse = attention(
+            *arrays,
+            mask,
+            words,
+            scale=logits.scale,
+            logits_soft_cap=logits.soft_cap,
+            dropout_rate=logits.dropout_rate,
+        )
+        return out, lse.swapaxes(1, 2)
+
+    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+    with jax.default_matmul_precision("highest"):
+        (out, lse), vjp = jax.vjp(f, *wide, bias, sinks)
+        return out, lse, vjp((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+
+
+def distance(actual, expected):
+    """The relative error in the Euclidean norm."""
+    difference = np.asarray(actual, np.float64) - np.asarray(expected, np.float64)
+    return np.linalg.norm(difference) / np.linalg.norm(np.asarray(expected, np.float64))
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_causal", "soft_cap"),
+    [((1, 2, 100, 130), True, None), ((2, 1, 1, 130), False, 3.0), ((1, 1, 100, 130), True, None)],
+)
+def test_bias_gradient(interpreted_hopper, shape, is_causal, soft_cap):
+    query, key, value, dout = problem(2, 100, 130, 2, 1, 64, 32, jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(1), shape)
+    logits = logits_of(BlockMask(100, 130, is_causal), Operands(bias=bias), soft_cap=soft_cap)
+    out, lse, gradients = truth(query, key, value, dout, bias, None, Mask(is_causal), None, logits)
+    delta = jnp.einsum("btnv,btnv->bnt", out, dout.astype(jnp.float32))
+    fill = ((0, 0), (0, 0), (0, 28))
+    actual = bias_gradient(
+        query,
+        key,
+        value,
+        Operands(bias=bias),
+        jnp.pad(lse * LOG2E, fill, constant_values=jnp.inf),
+        jnp.pad(delta, fill),
+        dout,
+        logits=logits,
+    )
+    # Nothing is rounded on the way but by exp2.
+    assert distance(actual, gradients[3]) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (40, 24), (128, 64)])
+def test_gradients(sizes, is_causal, dropout_rate):
+    batch, queries, keys, heads, key_heads = 2, 500, 700, 4, 2
+    query, key, value, dout = problem(batch, queries, keys, heads, key_heads, *sizes, jnp.bfloat16)
+    bias = jax.random.normal(jax.random.key(1), (1, heads, queries, keys))
+    sinks = jax.random.normal(jax.random.key(2), (heads,))
+    words = jax.random.bits(jax.random.key(3), (2,), jnp.uint32) if dropout_rate else None
+    operands = Operands(
+        bias=bias,
+        sinks=sinks,
+        dropout_seeds=None if words is None else dropout_seeds(words, batch, heads),
+    )
+    logits = logits_of(BlockMask(queries, keys, is_causal), operands, dropout_rate=dropout_rate)
+    _, _, expected = truth(query, key, value, dout, bias, sinks, Mask(is_causal), words, logits)
+
+    @jax.jit
+    def f(query, key, value, operands, dout):
+        options = dict(logits=logits, multiprocessors=132)
+        out, lse = attention_fwd.forward(query, key, value, operands, **options)
+        return attention_bwd.backward(query, key, value, operands, out, lse, dout, None, **options)
+
+    actual = f(query, key, value, operands, dout)
+    again = f(query, key, value, operands, dout)
+    for name, a, b, e in zip(
+        ("query", "key", "value", "bias", "sinks"), actual, again, expected, strict=True
+    ):
+        np.testing.assert_array_equal(a, b, f"{name}: not the same bits")
+        # Probabilities and their gradients are rounded to bfloat16, by 2^-9 at most.
+        assert distance(a, e) < 2.0**-7, name
