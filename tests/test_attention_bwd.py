@@ -1,4 +1,4 @@
-"""The backward kernels of attention: the order of their sum, their lowering, and on a GPU their values."""
+"""Backward kernels of attention: the order of their sum, lowering, and on a GPU their values."""
 
 import functools
 
@@ -42,7 +42,7 @@ SEGMENTS = Operands(
     ],
 )
 def test_parts_of_dq_are_added_in_the_order_of_the_ctas(mask, operands, config, keys_descending):
-    """Ranks are 0, 1, 2 ... with rising CTA: the sum is in one order, and nobody waits for later ones."""
+    """Ranks rise by 1 with the CTA: the sum has one order, and nobody waits for later ones."""
     config = BackwardConfig(
         **{**vars(config), "keys_descending": keys_descending, "heads_together": 2}
     )
