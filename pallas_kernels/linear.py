@@ -3,16 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.matmul import MatmulConfig, matmul
-
-
-def default_config(rows: int, features: int, out_features: int) -> MatmulConfig:
-    """The fastest of those measured on an H200, for shapes like these."""
-    del rows, features, out_features
-    return MatmulConfig()
 
 
 def forward(
@@ -29,22 +22,23 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of [M, D], [D, F]."""
 
+    def preactivation(z, *, bias=None):
+        return (z if bias is None else z + bias,)
+
     def epilogue(z, *, bias=None, residual=None):
-        if bias is not None:
-            z += bias
-        if activation is not None:
-            z = z.astype(x.dtype).astype(jnp.float32)
+        z = z if bias is None else z + bias
         y = activate(activation, z)
         return {"y": y if residual is None else y + residual, "preactivation": z}
 
     results = matmul(
         x,
         w,
+        leaving=None if activation is None else preactivation,
         epilogue=epilogue,
         rows={"bias": bias},
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
-        config=config or default_config(*x.shape, w.shape[1]),
+        config=config,
         multiprocessors=multiprocessors,
     )
     return results["y"], results.get("preactivation")

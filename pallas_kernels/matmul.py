@@ -24,6 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
 SHARED_MEMORY_BYTES = 227 * 1024
+_BARRIER_BYTES = 1024
+_ITEMSIZE = 2
 ACCUMULATOR_ELEMENTS = 128 * 192
 """Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
 
@@ -32,6 +34,7 @@ _GRAIN = 16
 """What K and N must be multiples of: the columns of the narrowest swizzle that wgmma reads."""
 
 Epilogue = Callable[..., Mapping[str, jax.Array]]
+Leaving = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,45 @@ class MatmulConfig:
         for name in ("stages", "cluster", "epilogue_slots", "band"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulConfig: {name} must be at least 1")
-        if self.tile_n % self.epilogue_columns:
-            raise ValueError(
-                f"MatmulConfig: epilogue_columns ({self.epilogue_columns}) must divide"
-                f" tile_n ({self.tile_n})"
-            )
 
     @property
     def cta_tile_m(self) -> int:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
+
+    def shared_memory_bytes(self, stream_bytes: int, row_bytes: int) -> int:
+        """Of a CTA, with an epilogue over so many bytes an output element, and so many a column."""
+        ring = self.stages * (self.cta_tile_m + self.tile_n) * self.tile_k * _ITEMSIZE
+        chunk = self.tile_m * self.epilogue_columns
+        return ring + CONSUMERS * (
+            self.epilogue_slots * chunk * stream_bytes + self.tile_n * row_bytes
+        )
+
+
+_PREFERRED = (
+    MatmulConfig(),
+    MatmulConfig(epilogue_columns=32),
+    MatmulConfig(epilogue_columns=32, stages=3),
+    MatmulConfig(epilogue_columns=32, tile_n=128),
+    MatmulConfig(epilogue_columns=32, tile_n=128, stages=3),
+    MatmulConfig(epilogue_columns=32, tile_n=128, stages=2),
+)
+
+
+def default_config(products: int, stream_bytes: int, row_bytes: int) -> MatmulConfig:
+    """The fastest that an H200 was measured with, of those that leave room for the epilogue.
+
+    Args:
+      products: that are taken in one pass over a.
+      stream_bytes: of an element in each of the matrices that the epilogue reads or writes.
+      row_bytes: of a column in each of its rows.
+    """
+    return next(
+        config
+        for config in _PREFERRED
+        if config.tile_n % (products * config.epilogue_columns) == 0
+        and config.shared_memory_bytes(stream_bytes, row_bytes)
+        <= SHARED_MEMORY_BYTES - _BARRIER_BYTES
+    )
 
 
 def why_unsupported(
@@ -115,13 +148,14 @@ def matmul(
     *,
     epilogue: Epilogue,
     outputs: Mapping[str, Any],
+    leaving: Leaving | None = None,
     rows: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
     column_sums: Sequence[str] = (),
     products: int = 1,
     a_transposed: bool = False,
     b_transposed: bool = False,
-    config: MatmulConfig,
+    config: MatmulConfig | None = None,
     multiprocessors: int,
 ) -> dict[str, jax.Array]:
     """What `epilogue` makes of a @ b: matrices [M, N], and sums over their rows, by name.
@@ -133,12 +167,15 @@ def matmul(
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `rows` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
+      leaving: what is rounded to a's dtype where it leaves the accumulators: takes a tile of each
+        product, and the rows by name, and returns the tiles that `epilogue` takes in their place.
+        For an epilogue with much arithmetic: a whole tile of accumulators leaves few registers.
       rows: [N] each, or None for one that is absent.
       matrices: [M, N] each, or None.
-      column_sums: which of the tiles are summed over the rows, to float32 [N].
+      column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
 
     Returns:
-      `outputs` and `column_sums` by name.
+      The matrices by name, and for each of `column_sums` its sum by the name "sum_" + name.
     """
     terms = [a] if isinstance(a, jax.Array) else list(a)
     m, k = terms[0].shape[::-1] if a_transposed else terms[0].shape
@@ -156,6 +193,18 @@ def matmul(
         blocks = [_Block(index, 0, 0) for index in range(len(bs))]
     present_rows = {name: row for name, row in (rows or {}).items() if row is not None}
     present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
+    if config is None:
+        streams = (*(x.dtype for x in present.values()), *outputs.values())
+        config = default_config(
+            products,
+            sum(jnp.dtype(dtype).itemsize for dtype in streams),
+            sum(row.dtype.itemsize for row in present_rows.values()),
+        )
+    if config.tile_n % (products * config.epilogue_columns):
+        raise ValueError(
+            f"matmul: {products} products share tile_n ({config.tile_n}), and epilogue_columns"
+            f" ({config.epilogue_columns}) must divide each one's part"
+        )
     # A copy through a swizzled tile wants whole groups of 8 rows in memory.
     padding = -m % 8
     if padding:
@@ -171,6 +220,7 @@ def matmul(
         blocks=tuple(blocks),
         a_transposed=a_transposed,
         b_transposed=b_transposed,
+        leaving=leaving,
         epilogue=epilogue,
         rows={name: row.dtype for name, row in present_rows.items()},
         matrices={name: x.dtype for name, x in present.items()},
@@ -192,19 +242,13 @@ def matmul(
         cluster_names=("cta",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            reduction_scratch_bytes=_SUM_BYTES * config.epilogue_columns if column_sums else 512,
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*terms, *bs, *present_rows.values(), *present.values())
-    named = dict(zip((*outputs, *column_sums), results, strict=True))
-    return {name: named[name][:m] for name in outputs} | {
-        name: jnp.sum(named[name], axis=0)[:n] for name in column_sums
+    matrices_out, sums = results[: len(outputs)], results[len(outputs) :]
+    return {name: y[:m] for name, y in zip(outputs, matrices_out, strict=True)} | {
+        f"sum_{name}": jnp.sum(partial_sums, axis=0)[:n]
+        for name, partial_sums in zip(column_sums, sums, strict=True)
     }
-
-
-_SUM_BYTES = 128
-"""Shared memory that the sum of a column takes to cross the warps at once."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +274,7 @@ class _Kernel:
     blocks: tuple[_Block, ...]
     a_transposed: bool
     b_transposed: bool
+    leaving: Leaving | None
     epilogue: Epilogue
     rows: Mapping[str, Any]
     matrices: Mapping[str, Any]
@@ -263,6 +308,11 @@ class _Kernel:
         return self.terms * pl.cdiv(self.k, self.config.tile_k)
 
     @property
+    def b_copy_k(self) -> int:
+        """Rows of b in one copy: shared memory holds groups of 8 rows, each across all products."""
+        return self.config.tile_k if self.products == 1 or self.b_transposed else 8
+
+    @property
     def chunks(self) -> int:
         """Parts of a tile that the epilogue takes one after the other."""
         return self.part_n // self.config.epilogue_columns
@@ -287,7 +337,7 @@ class _Kernel:
                 self.dtype, *((self.k, c.tile_k) if self.b_transposed else (self.n, self.part_n))
             ),
         )
-        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, self.part_n)
+        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, c.tile_n)
         if self.a_transposed:
             a_tile = a_tile[::-1]
         if self.b_transposed:
@@ -295,11 +345,11 @@ class _Kernel:
         takers = 1 if c.ping_pong else CONSUMERS
         scratch = dict(
             a_smem=_tiled((c.stages, *a_tile), self.dtype, swizzle),
-            b_smem=[_tiled((c.stages, *b_tile), self.dtype, swizzle) for _ in range(self.products)],
+            b_smem=_tiled((c.stages, *b_tile), self.dtype, swizzle),
             # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
             # its own.
             full=plgpu.Barrier(
-                num_arrivals=1 + self.products,
+                num_arrivals=1 + self.products * (c.tile_k // self.b_copy_k),
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
@@ -310,9 +360,7 @@ class _Kernel:
             out_smem={name: self._stream(dtype) for name, dtype in self.outputs.items()},
         )
         if c.ping_pong:
-            scratch["product_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
-        if self.column_sums:
-            scratch["sum_turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
+            scratch["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         if self.rows:
             scratch["row_smem"] = {
                 name: plgpu.SMEM((CONSUMERS, self.part_n), dtype)
@@ -372,8 +420,8 @@ class _Kernel:
         c = self.config
         plgpu.set_max_registers(40, action="decrease")
 
-        def along(ref, transposed, start, size, k_start):
-            span, k_span = pl.ds(start, size), pl.ds(k_start, c.tile_k)
+        def along(ref, transposed, start, size, k_start, k_size):
+            span, k_span = pl.ds(start, size), pl.ds(k_start, k_size)
             return ref.at[k_span, span] if transposed else ref.at[span, k_span]
 
         def fill(sequence_idx, m_start, n_start, term, k_idx, carry):
@@ -386,24 +434,32 @@ class _Kernel:
             landed = full.at[self._full_idx(sequence_idx, slot)]
             k_start = k_idx * c.tile_k
             plgpu.copy_gmem_to_smem(
-                along(gmem.terms[term], self.a_transposed, m_start, c.cta_tile_m, k_start),
+                along(
+                    gmem.terms[term], self.a_transposed, m_start, c.cta_tile_m, k_start, c.tile_k
+                ),
                 a_smem.at[slot],
                 landed,
             )
             for product in range(self.products):
                 block = self.blocks[term * self.products + product]
-                plgpu.copy_gmem_to_smem(
-                    along(
+                columns = pl.ds(product * self.part_n, self.part_n)
+                for k_in_tile in range(0, c.tile_k, self.b_copy_k):
+                    source = along(
                         gmem.bs[block.array],
                         not self.b_transposed,
                         block.n_start + n_start,
                         self.part_n,
-                        block.k_start + k_start,
-                    ),
-                    b_smem[product].at[slot],
-                    landed,
-                    collective_axes="cta" if c.cluster > 1 else None,
-                )
+                        block.k_start + k_start + k_in_tile,
+                        self.b_copy_k,
+                    )
+                    k_rows = pl.ds(k_in_tile, self.b_copy_k)
+                    tile = b_smem.at[slot]
+                    plgpu.copy_gmem_to_smem(
+                        source,
+                        tile.at[columns, k_rows] if self.b_transposed else tile.at[k_rows, columns],
+                        landed,
+                        collective_axes="cta" if c.cluster > 1 else None,
+                    )
             return self._next_slot(slot), filled + 1
 
         def tile(sequence_idx, carry):
@@ -430,68 +486,52 @@ class _Kernel:
         tiles = self._tiles_of_cluster()
         stride = CONSUMERS if c.ping_pong else 1
         first = wg_idx if c.ping_pong else jnp.int32(0)
-        for turn in ("product_turn", "sum_turn"):
-            if turn in smem:
-                plgpu.barrier_arrive(smem[turn].at[0], predicate=wg_idx == CONSUMERS - 1)
+        if c.ping_pong:
+            plgpu.barrier_arrive(smem["turn"].at[0], predicate=wg_idx == CONSUMERS - 1)
 
         def operands(slot):
-            a = a_smem.at[slot]
+            a, b = a_smem.at[slot], b_smem.at[slot]
             if not c.ping_pong:
                 mine = pl.ds(wg_idx * c.tile_m, c.tile_m)
                 a = a.at[:, mine] if self.a_transposed else a.at[mine]
-            if self.a_transposed:
-                a = a.transpose((1, 0))
-            for product in range(self.products):
-                b = b_smem[product].at[slot]
-                yield a, b.transpose((1, 0)) if self.b_transposed else b
+            return (
+                a.transpose((1, 0)) if self.a_transposed else a,
+                b.transpose((1, 0)) if self.b_transposed else b,
+            )
 
         def tile(tile_idx, _):
             sequence_idx = first + tile_idx * stride
             m_start, n_start = self._place(sequence_idx)
             if not c.ping_pong:
                 m_start += wg_idx * c.tile_m
-            is_last = sequence_idx == tiles - 1
-            if not c.ping_pong:
-                is_last &= wg_idx == CONSUMERS - 1
-
-            def my_turn(name):
-                if name in smem:
-                    plgpu.barrier_wait(smem[name].at[wg_idx])
-
-            def hand_over(name):
-                if name in smem:
-                    other = smem[name].at[CONSUMERS - 1 - wg_idx]
-                    plgpu.barrier_arrive(other, predicate=jnp.logical_not(is_last))
-
             epilogue = _EpilogueOfTile(self, gmem, smem, wg_idx, m_start, n_start)
             epilogue.prefetch()
 
             def accumulate(acc_ref):
                 def multiply(slot):
                     plgpu.barrier_wait(full.at[self._full_idx(sequence_idx, slot)])
-                    for product, (a, b) in enumerate(operands(slot)):
-                        part = slice(product * self.part_n, (product + 1) * self.part_n)
-                        plgpu.wgmma(acc_ref.at[:, part] if self.products > 1 else acc_ref, a, b)
+                    plgpu.wgmma(acc_ref, *operands(slot))
 
                 def step(_, previous):
                     slot = self._next_slot(previous)
                     multiply(slot)
-                    plgpu.wgmma_wait(self.products)
+                    plgpu.wgmma_wait(1)
                     plgpu.barrier_arrive(free.at[previous])
                     return slot
 
-                my_turn("product_turn")
+                if c.ping_pong:
+                    plgpu.barrier_wait(smem["turn"].at[wg_idx])
                 slot = lax.rem(sequence_idx * self.k_steps, jnp.int32(c.stages))
                 multiply(slot)
                 slot = lax.fori_loop(1, self.k_steps, step, slot)
-                hand_over("product_turn")
+                if c.ping_pong:
+                    other = smem["turn"].at[CONSUMERS - 1 - wg_idx]
+                    plgpu.barrier_arrive(other, predicate=sequence_idx < tiles - 1)
                 return acc_ref[...], slot
 
             acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
             plgpu.barrier_arrive(free.at[slot])
-            my_turn("sum_turn")
             epilogue.run(acc)
-            hand_over("sum_turn")
 
         count = lax.div(tiles - first + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, count, tile, None)
@@ -534,29 +574,49 @@ class _EpilogueOfTile:
             self._copy_matrices(chunk)
 
     def run(self, acc: jax.Array) -> None:
-        kernel, c = self.kernel, self.kernel.config
+        kernel = self.kernel
         if kernel.rows:
             plgpu.barrier_wait(self.smem["row_full"].at[self.wg_idx])
-        for chunk in range(kernel.chunks):
-            slot = chunk % c.epilogue_slots
-            operands = {name: self._row(name, chunk) for name in kernel.rows}
-            if kernel.matrices:
-                plgpu.barrier_wait(self._matrix_full(slot))
-            for name in kernel.matrices:
-                tile = self.smem["matrix_smem"][name].at[self.wg_idx, slot]
-                loaded = plgpu.load(tile, layout=plgpu.Layout.WGMMA)
-                operands[name] = loaded.astype(jnp.float32)
-            starts = [
-                product * kernel.part_n + chunk * c.epilogue_columns
-                for product in range(kernel.products)
+        products = [self._products(acc, chunk) for chunk in range(kernel.chunks)]
+        rows = [
+            {name: self._row(name, chunk) for name in kernel.rows} for chunk in range(kernel.chunks)
+        ]
+        if kernel.leaving is not None:
+            narrow = [
+                tuple(tile.astype(kernel.dtype) for tile in kernel.leaving(*tiles, **operands))
+                for tiles, operands in zip(products, rows, strict=True)
             ]
-            tiles = [acc[:, start : start + c.epilogue_columns] for start in starts]
-            results = kernel.epilogue(*tiles, **operands)
-            self._store(chunk, results)
-            if chunk + c.epilogue_slots < kernel.chunks:
-                self._copy_matrices(chunk + c.epilogue_slots)
-            for name in kernel.column_sums:
-                self._store_sum(name, chunk, results[name])
+            # Without this the compiler may move the rounding to where it is used.
+            narrow = lax.optimization_barrier(narrow)
+            products = [[tile.astype(jnp.float32) for tile in tiles] for tiles in narrow]
+            rows = [{} for _ in range(kernel.chunks)]
+        for chunk in range(kernel.chunks):
+            matrices = self._load_matrices(chunk)
+            results = kernel.epilogue(*products[chunk], **rows[chunk], **matrices)
+            self._store(chunk, {n: results[n].astype(d) for n, d in kernel.outputs.items()})
+
+    def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
+        part_n, width = self.kernel.part_n, self.kernel.config.epilogue_columns
+        starts = [product * part_n + chunk * width for product in range(self.kernel.products)]
+        return [acc[:, start : start + width] for start in starts]
+
+    def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
+        """Takes a chunk out of shared memory, and has the next one copied into its place."""
+        if not self.kernel.matrices:
+            return {}
+        slots = self.kernel.config.epilogue_slots
+        slot = chunk % slots
+        plgpu.barrier_wait(self._matrix_full(slot))
+        loaded = {
+            name: plgpu.load(
+                self.smem["matrix_smem"][name].at[self.wg_idx, slot], layout=plgpu.Layout.WGMMA
+            ).astype(jnp.float32)
+            for name in self.kernel.matrices
+        }
+        if chunk + slots < self.kernel.chunks:
+            plgpu.commit_smem()  # All four warps have read it.
+            self._copy_matrices(chunk + slots)
+        return loaded
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -588,28 +648,49 @@ class _EpilogueOfTile:
         return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
-        slots = self.kernel.config.epilogue_slots
+        kernel, slots = self.kernel, self.kernel.config.epilogue_slots
         places = {
-            name: self.smem["out_smem"][name].at[self.wg_idx, chunk % slots]
-            for name in self.kernel.outputs
+            name: self.smem["out_smem"][name].at[self.wg_idx, chunk % slots] for name in results
         }
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        for name, dtype in self.kernel.outputs.items():
-            places[name][...] = results[name].astype(dtype)
+        for name, tile in results.items():
+            places[name][...] = tile
         plgpu.commit_smem()
         for name, place in places.items():
             block = self._block(self.gmem.outputs[name], chunk)
             plgpu.copy_smem_to_gmem(place, block, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
+        for name in kernel.column_sums:
+            self._store_sum(name, chunk, places[name])
 
-    def _store_sum(self, name: str, chunk: int, values: jax.Array) -> None:
-        """One warpgroup at a time: all of them share the memory in which the sum crosses warps."""
-        kernel, tile_m = self.kernel, self.kernel.config.tile_m
-        if kernel.sums_shape[0] * tile_m != kernel.m:
-            row = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA)
+    def _store_sum(self, name: str, chunk: int, tile) -> None:
+        """Sums the columns of a tile in shared memory, each within a warp.
+
+        In the layout of the accumulators a column is spread over the warps, and sums across warps
+        share their memory among all warpgroups of a CTA.
+        """
+        kernel, c = self.kernel, self.kernel.config
+        layout = _column_layout(c.epilogue_columns)
+        values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
+        if kernel.sums_shape[0] * c.tile_m != kernel.m:
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
             values = jnp.where(row < kernel.m - self.m_start, values, 0.0)
-        partial_sums = self.gmem.sums[name].at[lax.div(self.m_start, jnp.int32(tile_m))]
+        partial_sums = self.gmem.sums[name].at[lax.div(self.m_start, jnp.int32(c.tile_m))]
         partial_sums.at[self._columns(chunk)][...] = jnp.sum(values, axis=0)
+
+
+def _column_layout(columns: int) -> plgpu.Layout:
+    """Registers in which each warp holds a quarter of the columns, by 16 bytes of 16-bit numbers."""
+    vec = 8
+    quarter = columns // 4
+    rows = 32 * vec // quarter
+    if quarter == vec:
+        tiling, warp_dims, lane_dims = ((rows, columns), (vec,)), (-2,), (-3,)
+    else:
+        tiling, warp_dims, lane_dims = ((rows, columns), (quarter,), (vec,)), (-3,), (-4, -2)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiling), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
+    )
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:

@@ -10,12 +10,9 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import derivative
 from pallas_kernels.matmul import MatmulConfig, matmul
 
-# An epilogue that reads or writes several matrices takes few columns at a time, so that the ring keeps
-# its slots.
-_HIDDEN_GRADIENT = MatmulConfig(epilogue_columns=32)
-_GATED_FORWARD = MatmulConfig(epilogue_columns=32)
-_GATED_HIDDEN_GRADIENT = MatmulConfig(tile_n=128, epilogue_columns=32)
-_GATED_INPUT_GRADIENT = MatmulConfig()
+
+def _rounded(product: jax.Array) -> tuple[jax.Array]:
+    return (product,)
 
 
 def hidden_gradient(
@@ -32,20 +29,21 @@ def hidden_gradient(
 
     def epilogue(dh, *, z):
         dz = dh * derivative(activation, z)
-        return {"dz": dz, "h": activate(activation, z), "db": dz}
+        return {"dz": dz, "h": activate(activation, z)}
 
     results = matmul(
         dy,
         w2,
         b_transposed=True,
+        leaving=_rounded,
         epilogue=epilogue,
         matrices={"z": z},
         outputs={"dz": z.dtype} | ({} if activation is None else {"h": z.dtype}),
-        column_sums=("db",) if sum_rows else (),
-        config=config or _HIDDEN_GRADIENT,
+        column_sums=("dz",) if sum_rows else (),
+        config=config,
         multiprocessors=multiprocessors,
     )
-    return results["dz"], results.get("h", z), results.get("db")
+    return results["dz"], results.get("h", z), results.get("sum_dz")
 
 
 def gated_forward(
@@ -67,10 +65,10 @@ def gated_forward(
     if w_up is None and b_gate is not None:
         b_gate, b_up = jnp.split(b_gate, 2)
 
-    def epilogue(gate, up, *, b_gate=None, b_up=None):
-        gate = gate if b_gate is None else gate + b_gate
-        up = up if b_up is None else up + b_up
-        gate, up = (z.astype(x.dtype).astype(jnp.float32) for z in (gate, up))
+    def preactivations(gate, up, *, b_gate=None, b_up=None):
+        return gate if b_gate is None else gate + b_gate, up if b_up is None else up + b_up
+
+    def epilogue(gate, up):
         return {"h": activate(activation, gate) * up, "gate": gate, "up": up}
 
     saved = ("gate", "up") if save_preactivations else ()
@@ -78,10 +76,11 @@ def gated_forward(
         x,
         w_gate if w_up is None else (w_gate, w_up),
         products=2,
+        leaving=preactivations,
         epilogue=epilogue,
         rows={"b_gate": b_gate, "b_up": b_up},
         outputs=dict.fromkeys(("h", *saved), x.dtype),
-        config=config or _GATED_FORWARD,
+        config=config,
         multiprocessors=multiprocessors,
     )
     return results["h"], results.get("gate"), results.get("up")
@@ -103,27 +102,21 @@ def gated_hidden_gradient(
     def epilogue(dh, *, gate, up):
         activated = activate(activation, gate)
         dgate = dh * up * derivative(activation, gate)
-        dup = dh * activated
-        return {
-            "dgate": dgate,
-            "dup": dup,
-            "h": activated * up,
-            "db_gate": dgate,
-            "db_up": dup,
-        }
+        return {"dgate": dgate, "dup": dh * activated, "h": activated * up}
 
     results = matmul(
         dy,
         w_down,
         b_transposed=True,
+        leaving=_rounded,
         epilogue=epilogue,
         matrices={"gate": gate, "up": up},
         outputs=dict.fromkeys(("dgate", "dup", "h"), gate.dtype),
-        column_sums=[n for n, wanted in zip(("db_gate", "db_up"), sum_rows, strict=True) if wanted],
-        config=config or _GATED_HIDDEN_GRADIENT,
+        column_sums=[n for n, wanted in zip(("dgate", "dup"), sum_rows, strict=True) if wanted],
+        config=config,
         multiprocessors=multiprocessors,
     )
-    names = ("dgate", "dup", "h", "db_gate", "db_up")
+    names = ("dgate", "dup", "h", "sum_dgate", "sum_dup")
     return tuple(results.get(name) for name in names)
 
 
@@ -143,7 +136,7 @@ def gated_input_gradient(
         b_transposed=True,
         epilogue=lambda dx: {"dx": dx},
         outputs={"dx": dgate.dtype},
-        config=config or _GATED_INPUT_GRADIENT,
+        config=config,
         multiprocessors=multiprocessors,
     )
     return (results["dx"],)

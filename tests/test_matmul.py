@@ -1,0 +1,287 @@
+"""The product with a traced epilogue, by itself: operand orders, odd sizes, every form of epilogue."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear, mlp
+from pallas_kernels.matmul import MatmulConfig, matmul, why_unsupported
+from tests.tolerances import assert_accurate
+
+SMALL = MatmulConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
+"""Little shared memory, so that small products too have several tiles."""
+ORDERS = {
+    "NN": {},
+    "NT": {"b_transposed": True},
+    "TN": {"a_transposed": True},
+    "TT": {"a_transposed": True, "b_transposed": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    m: int
+    k: int
+    n: int
+    order: str = "NN"
+    terms: int = 1
+    products: int = 1
+    one_array: bool = False
+    """Whether the b of all terms and products are blocks of one array."""
+    epilogue: bool = False
+    """The product of the products, plus bias and residual; in two dtypes, and summed."""
+    config: MatmulConfig = SMALL
+    dtype: str = "bfloat16"
+
+    def operands(self, seed=0):
+        rng = np.random.default_rng(seed)
+
+        def array(*shape, transposed=False):
+            shape = shape[::-1] if transposed else shape
+            return jnp.asarray(rng.normal(size=shape), self.dtype)
+
+        a_transposed, b_transposed = (letter == "T" for letter in self.order)
+        a = [array(self.m, self.k, transposed=a_transposed) for _ in range(self.terms)]
+        b = [
+            [array(self.k, self.n, transposed=b_transposed) for _ in range(self.products)]
+            for _ in range(self.terms)
+        ]
+        bias = jnp.asarray(rng.normal(size=self.n), jnp.float32)
+        return a, b, bias, array(self.m, self.n)
+
+    def run(self, a, b, bias, residual, multiprocessors):
+        if self.one_array:
+            blocks = [list(row) for row in b]
+            b = jnp.block(
+                [list(r) for r in zip(*blocks, strict=True)] if "T" in self.order[1] else blocks
+            )
+        else:
+            b = [block for row in b for block in row]
+        a = a[0] if self.terms == 1 else a
+
+        def epilogue(*products, bias=None, residual=None):
+            y = functools.reduce(jnp.multiply, products)
+            if not self.epilogue:
+                return {"y": y}
+            return {"y": y + bias + residual, "narrow": y + bias}
+
+        return matmul(
+            a,
+            b,
+            epilogue=epilogue,
+            products=self.products,
+            rows={"bias": bias if self.epilogue else None},
+            matrices={"residual": residual if self.epilogue else None},
+            outputs={"y": jnp.float32} | ({"narrow": self.dtype} if self.epilogue else {}),
+            column_sums=("narrow",) if self.epilogue else (),
+            config=self.config,
+            multiprocessors=multiprocessors,
+            **ORDERS[self.order],
+        )
+
+    def expected(self, a, b, bias, residual, dtype, narrow):
+        """The same by jax.numpy, with arithmetic in `dtype`, and `narrow` for what is rounded."""
+        a_transposed, b_transposed = (letter == "T" for letter in self.order)
+        a = [x.T if a_transposed else x for x in a]
+        b = [[x.T if b_transposed else x for x in row] for row in b]
+        products = [
+            sum(
+                jnp.dot(a[t].astype(dtype), b[t][p].astype(dtype), precision="highest")
+                for t in range(self.terms)
+            )
+            for p in range(self.products)
+        ]
+        y = functools.reduce(jnp.multiply, products)
+        if not self.epilogue:
+            return {"y": y}
+        bias, residual = bias.astype(dtype), residual.astype(dtype)
+        rounded = (y + bias).astype(narrow)
+        sums = jnp.sum(rounded.astype(dtype), axis=0)
+        return {"y": y + bias + residual, "narrow": rounded, "sum_narrow": sums}
+
+    def check(self, multiprocessors=2):
+        operands = self.operands()
+        actual = jax.jit(functools.partial(self.run, multiprocessors=multiprocessors))(*operands)
+        plain = self.expected(*operands, jnp.float32, self.dtype)
+        with jax.enable_x64(True):
+            truth = jax.tree.map(np.asarray, self.expected(*operands, jnp.float64, jnp.float64))
+        assert actual.keys() == truth.keys()
+        for name, result in actual.items():
+            assert_accurate(name, result, plain[name].astype(result.dtype), truth[name])
+
+
+INTERPRETED = (
+    *(Case(192, 144, 128, order) for order in ORDERS),
+    Case(200, 80, 144),
+    Case(3, 16, 16),
+    Case(75, 64, 112, epilogue=True),
+    Case(192, 128, 128, epilogue=True, dtype="float16"),
+    Case(192, 128, 128, epilogue=True, config=replace(SMALL, epilogue_slots=2)),
+    Case(192, 128, 128, epilogue=True, config=replace(SMALL, ping_pong=False)),
+    Case(192, 128, 128, order="TN", config=replace(SMALL, ping_pong=False)),
+    Case(192, 128, 128, config=replace(SMALL, cluster=2)),
+    Case(192, 128, 128, epilogue=True, config=replace(SMALL, cluster=2, ping_pong=False)),
+    *(
+        Case(72, 64, 96, order, terms, products, one_array, True, replace(SMALL, tile_n=128))
+        for order in ("NN", "NT")
+        for terms, products in ((2, 1), (1, 2))
+        for one_array in (False, True)
+    ),
+)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_accurate_in_the_interpreter(case):
+    case.check(multiprocessors=4 if case.config.cluster > 1 else 2)
+
+
+@pytest.mark.usefixtures("race_detector")
+@pytest.mark.parametrize("ping_pong", [True, False])
+def test_no_races_in_the_interpreter(ping_pong):
+    Case(136, 80, 128, epilogue=True, config=replace(SMALL, ping_pong=ping_pong)).check()
+
+
+def lowers(f, *shapes):
+    def shape(s):
+        return None if s is None else jax.ShapeDtypeStruct(s, jnp.bfloat16)
+
+    f = jax.jit(functools.partial(f, multiprocessors=132))
+    module = jax.export.export(f, platforms=["cuda"])(*map(shape, shapes)).mlir_module()
+    assert "mosaic_gpu" in module
+
+
+@pytest.mark.parametrize(
+    ("m", "d", "f"),
+    [
+        (16384, 768, 3072),
+        (50432, 768, 2304),
+        (16384, 1024, 4096),
+        (8192, 4096, 14336),
+        (77, 80, 48),
+    ],
+)
+def test_default_configs_lower_for_cuda(m, d, f):
+    def forward(*args, **keywords):
+        return linear.forward(
+            *args,
+            activation="gelu_tanh",
+            save_preactivation=True,
+            out_dtype=jnp.float32,
+            **keywords,
+        )
+
+    lowers(forward, (m, d), (d, f), (f,), (m, f))
+    lowers(
+        functools.partial(mlp.hidden_gradient, activation="gelu_erf", sum_rows=True),
+        (m, d),
+        (f, d),
+        (m, f),
+    )
+    lowers(
+        functools.partial(mlp.gated_forward, activation="silu", save_preactivations=True),
+        (m, d),
+        (d, f),
+        (d, f),
+        (f,),
+        (f,),
+    )
+    lowers(
+        functools.partial(mlp.gated_hidden_gradient, activation="silu", sum_rows=(True, True)),
+        (m, d),
+        (f, d),
+        (m, f),
+        (m, f),
+    )
+    lowers(mlp.gated_input_gradient, (m, f), (m, f), (d, f), (d, f))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ping_pong", [True, False])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_orders_lower_for_cuda(order, ping_pong, cluster):
+    config = MatmulConfig(stages=3, ping_pong=ping_pong, cluster=cluster, epilogue_columns=32)
+    case = Case(1024, 768, 1552, order, config=config)
+    shapes = jax.eval_shape(case.operands)
+    run = jax.jit(functools.partial(case.run, multiprocessors=132))
+    assert "mosaic_gpu" in jax.export.export(run, platforms=["cuda"])(*shapes).mlir_module()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tile_m": 96}, "96 x 192"),
+        ({"tile_n": 260}, "128 x 260"),
+        ({"tile_n": 256}, "may have 24576 elements, got 128 x 256"),
+        ({"stages": 0}, "stages must be at least 1"),
+    ],
+)
+def test_config_validates_itself(change, message):
+    with pytest.raises(ValueError, match=message):
+        MatmulConfig(**change)
+
+
+def test_epilogue_must_divide_a_tile():
+    case = Case(64, 64, 96, products=2, config=MatmulConfig(epilogue_columns=64))
+    with pytest.raises(ValueError, match=r"2 products share tile_n \(192\)"):
+        case.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"compute_capability": (8, 0)}, "Hopper"),
+        ({"compute_capability": None}, "Hopper"),
+        ({"dtypes": {"x": jnp.float32}}, "x has dtype float32"),
+        ({"dtypes": {"x": jnp.float16, "residual": jnp.float64}}, "residual has dtype float64"),
+        ({"features": {"x": 100}}, "multiples of 16 features, and x has 100"),
+    ],
+)
+def test_limits(change, reason):
+    limits = dict(
+        compute_capability=(9, 0),
+        dtypes={"x": jnp.dtype("bfloat16"), "residual": None},
+        features={"x": 64, "the result": 48},
+    )
+    actual = why_unsupported(**(limits | change))
+    assert actual is None if reason is None else reason in actual
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+DESIGNS = (
+    MatmulConfig(),
+    MatmulConfig(cluster=2, stages=3, epilogue_columns=32),
+    MatmulConfig(tile_n=128, epilogue_slots=2),
+    MatmulConfig(tile_m=64, tile_n=256, stages=3, ping_pong=False),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", DESIGNS, ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_random_sizes_on_gpu(order, config):
+    rng = np.random.default_rng(0)
+    for epilogue in (False, True, True):
+        m, k, n = (16 * int(rng.integers(1, 60)) for _ in range(3))
+        m -= 0 if "T" in order[0] else int(rng.integers(16))
+        config = replace(config, epilogue_columns=32, stages=3)
+        Case(m, k, n, order, epilogue=epilogue, config=config).check(multiprocessors=132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", DESIGNS, ids=str)
+def test_same_bits_twice_on_gpu(config):
+    case = Case(
+        4100, 768, 1536, epilogue=True, config=replace(config, epilogue_columns=32, stages=3)
+    )
+    operands = case.operands()
+    run = jax.jit(functools.partial(case.run, multiprocessors=132))
+    first = jax.tree.map(lambda a: np.asarray(a).tobytes(), run(*operands))
+    for _ in range(5):
+        assert jax.tree.map(lambda a: np.asarray(a).tobytes(), run(*operands)) == first
