@@ -53,7 +53,6 @@ class BackwardConfig:
     """Whether later queries are visited first."""
     registers: tuple[int, int] = (232, 24)
     """Registers of a thread that multiplies and of one that copies, from 64 Ki a multiprocessor."""
-    no_auto_barriers: bool = False
 
     @property
     def key_parts(self) -> int:
@@ -271,10 +270,9 @@ def backward(
                         )
                     plgpu.commit_smem_to_gmem_group()
 
+                plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")
                 for piece in range(pieces):
                     plgpu.barrier_wait(dq_full)
-                    if piece == 0:
-                        plgpu.semaphore_wait(turn, before, decrement=False, memory_scope="gpu")
                     pl.when(before == 0)(functools.partial(store, piece, None))
                     pl.when(before > 0)(functools.partial(store, piece, "add"))
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -403,20 +401,19 @@ def backward(
                 plgpu.barrier_arrive(do_free.at[do_slot])
 
             def probabilities(products, lse2, tile, i):
-                def exponential(products, masked):
-                    x = logits.logits(products, tile, ops, at.key_length, masked)
-                    return jnp.exp2(x * logits.multiplier - lse2)
+                def logits_of(masked):
+                    return lambda x: plgpu.layout_cast(
+                        logits.logits(x, tile, ops, at.key_length, masked), tile.layout
+                    )
 
                 if mask.is_always_full(rows, block):
-                    return exponential(products, False)
-                if mask.has_explicit:
-                    return exponential(products, True)
-                return lax.cond(
-                    (i < at.blocks.full_start) | (i >= at.blocks.full_stop),
-                    lambda products: exponential(products, True),
-                    lambda products: exponential(products, False),
-                    products,
-                )
+                    x = logits_of(False)(products)
+                elif mask.has_explicit:
+                    x = logits_of(True)(products)
+                else:
+                    is_partial = (i < at.blocks.full_start) | (i >= at.blocks.full_stop)
+                    x = lax.cond(is_partial, logits_of(True), logits_of(False), products)
+                return jnp.exp2(x * logits.multiplier - lse2)
 
             def all_visits(dk_acc, dv_acc):
                 zeros = jnp.zeros((_KEYS, rows), dtype)
@@ -523,9 +520,8 @@ def backward(
             dq_full=plgpu.Barrier(num_arrivals=wgs),
             dq_free=plgpu.Barrier(),
         ),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=config.no_auto_barriers
-        ),
+        # What threads write to shared memory, only copies and products read.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(query, key, value, dout, lse2, delta, *optional.values())
     dq = dq[:, :query_count, :, :head_size] * logits.scale
     if "ranks" in tables:
@@ -562,6 +558,18 @@ class _Tile(Tile):
 
     def matrix(self, ref) -> jax.Array:
         return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
+
+    def index(self, axis: int) -> jax.Array:
+        """As of any tile, but not computed before the loop: it would occupy registers there."""
+        start = self.query_start if axis == 0 else self.key_start
+        dimension = axis ^ self.query_axis
+        values = start + plgpu.broadcasted_iota(
+            jnp.int32,
+            self.shape[dimension : dimension + 1],
+            0,
+            layout=self.layout.reduce(1 - dimension),
+        )
+        return lax.broadcast_in_dim(lax.optimization_barrier(values), self.shape, [dimension])
 
     def along_queries(self, smem) -> jax.Array:
         values = plgpu.load(smem, layout=self.layout.reduce(0))
