@@ -100,6 +100,11 @@ def test_a_later_minor_version_of_the_xla_ffi_is_accepted(loadable, monkeypatch)
     assert library.why_unavailable() is None
 
 
+def test_a_library_without_a_target_is_a_reason(loadable, monkeypatch):
+    monkeypatch.setattr(library, "TARGETS", (*library.TARGETS, "jaxfused_of_tomorrow"))
+    assert "lacks jaxfused_of_tomorrow; build it again" in library.why_unavailable()
+
+
 def test_a_file_that_is_no_library_is_a_reason(tmp_path, monkeypatch):
     broken = tmp_path / "libjaxfused.so"
     broken.write_text("not a library")

@@ -69,7 +69,18 @@ def _load(path: Path) -> ctypes.CDLL | str:
         return f"the CUDA library does not load on this system ({error}); install jaxfused again"
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.jaxfused_xla_ffi_version(ctypes.byref(major), ctypes.byref(minor))
-    return _version_mismatch((major.value, minor.value), running_ffi_version()) or library
+    built = major.value, minor.value
+    return _version_mismatch(built, running_ffi_version()) or _missing_target(library) or library
+
+
+def _missing_target(library: ctypes.CDLL) -> str | None:
+    missing = [target for target in TARGETS if not hasattr(library, target)]
+    if not missing:
+        return None
+    return (
+        f"the CUDA library is not of this version of jaxfused, for it lacks {missing[0]}; build it"
+        " again with `make ffi`, or install jaxfused again"
+    )
 
 
 def running_ffi_version() -> tuple[int, int]:
