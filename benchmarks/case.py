@@ -2,28 +2,43 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 
+from jaxfused import dispatch
+
 Arrays = tuple[jax.Array, ...]
 Function = Callable[..., Any]
 
-OURS = ("pallas", "cuda", "reference")
+_IMPLEMENTATIONS = {"pallas": "pallas", "cuda": "cuda", "reference": "xla"}
+
+OURS = tuple(_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
+
+BARE = "bare"
+"""The matrix product alone, in XLA: it does less than the others and is not compared with them."""
 
 LABELS = {
     "pallas": "jaxfused pallas",
     "cuda": "jaxfused cuda",
     "reference": "jaxfused xla",
     "xla": "stock XLA",
+    "cudnn": "cuDNN, jax.nn",
+    "cudnn_padded": "cuDNN, padded",
     "torch_compile": "torch.compile",
+    "torch_cudnn": "cuDNN, torch",
+    "torch_flash": "torch flash",
     "liger": "Liger",
     "tokamax": "tokamax",
+    "tokamax_triton": "tokamax Triton",
+    BARE: "bare product",
 }
 
 BEST_PEER = "best peer"
 BULK_COPY = "bulk copy"
+TERAFLOPS = "TFLOP/s"
 DEFAULT = "default"
 
 
@@ -32,7 +47,8 @@ class Bar:
     """`ours` must be `must` times as fast as `against`; `aim` is what we hope for.
 
     `ours` is an implementation or DEFAULT, the one that implementation=None takes. `against` is an
-    implementation, BEST_PEER, or BULK_COPY (then the ratio is the share of that kernel's rate).
+    implementation, BEST_PEER, BULK_COPY (then the ratio is the share of that kernel's rate), or
+    TERAFLOPS (then it is the rate itself).
     """
 
     against: str
@@ -65,6 +81,54 @@ class Case:
     dtype: str = "bfloat16"
     differentiable: int = 0
     """How many leading inputs need a gradient in torch; 0 where only the forward is measured."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Why what the other shapes have is not run here, by name."""
+    error_limit: float = 1e-2
+    """Largest error of a row that counts as right: twice what two roundings to bfloat16 give."""
+
+
+def functions(
+    ours: Function,
+    peers: Mapping[str, Function],
+    torch: Mapping[str, Callable[[], Function]],
+    *,
+    differentiable: int,
+    cotangents: int,
+) -> dict[str, Any]:
+    """The `truth`, `jax`, `torch` and `differentiable` of a Case from functions of a forward.
+
+    Args:
+      ours: takes implementation= as well; "xla" is the truth.
+      differentiable: how many leading operands have a gradient.
+      cotangents: how many of the last inputs are dys; 0 measures the forward alone.
+    """
+
+    def whole(forward: Function) -> Function:
+        return gradient_in_jax(forward, differentiable, cotangents) if cotangents else forward
+
+    def whole_in_torch(build: Callable[[], Function]) -> Function:
+        return gradient_in_torch(build(), differentiable, cotangents) if cotangents else build()
+
+    in_jax = {n: partial(ours, implementation=i) for n, i in _IMPLEMENTATIONS.items()} | peers
+    return {
+        "truth": whole(in_jax["reference"]),
+        "jax": {name: whole(forward) for name, forward in in_jax.items()},
+        "torch": {name: partial(whole_in_torch, build) for name, build in torch.items()},
+        "differentiable": differentiable if cotangents else 0,
+    }
+
+
+def default_of(reasons: Mapping[str, str | None]) -> str:
+    """Which of OURS implementation=None takes, from what an operator's `implementations` returns."""
+    chosen = dispatch.choose("benchmarks", None, reasons)
+    return next(name for name, of_op in _IMPLEMENTATIONS.items() if of_op == chosen)
+
+
+def torch_compiled(forward: Function) -> Function:
+    import torch
+
+    torch.compiler.reset()
+    return torch.compile(forward, dynamic=False)
 
 
 def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> Function:

@@ -16,8 +16,9 @@ from benchmarks.case import (
     Bar,
     Case,
     Function,
-    gradient_in_jax,
-    gradient_in_torch,
+    default_of,
+    functions,
+    torch_compiled,
 )
 from jaxfused import dispatch
 from jaxfused.ops.layer_norm import implementations
@@ -104,13 +105,6 @@ def _torch_bias_relu(x, scale, bias, pre_bias):
     import torch
 
     return _torch_layer_norm(torch.relu(x + pre_bias.to(x.dtype)), scale, bias)
-
-
-def _compiled(forward: Function) -> Function:
-    import torch
-
-    torch.compiler.reset()
-    return torch.compile(forward, dynamic=False)
 
 
 def _liger_layer_norm() -> Function:
@@ -266,39 +260,30 @@ _OPERATIONS = (
 
 
 def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
-    def whole(forward: Function) -> Function:
-        if not operation.cotangents:
-            return forward
-        return gradient_in_jax(forward, operation.differentiable, operation.cotangents)
-
-    def whole_in_torch(forward: Function) -> Function:
-        if not operation.cotangents:
-            return forward
-        return gradient_in_torch(forward, operation.differentiable, operation.cotangents)
-
-    in_jax = {
-        name: whole(partial(operation.ours, implementation=implementation))
-        for name, implementation in (("pallas", "pallas"), ("cuda", "cuda"), ("reference", "xla"))
-    }
-    in_jax["xla"] = whole(operation.flax)
+    peers = {"xla": operation.flax}
     if operation.tokamax is not None:
-        in_jax["tokamax"] = whole(operation.tokamax)
-    in_torch = {"torch_compile": lambda: whole_in_torch(_compiled(operation.torch))}
-    if (liger := operation.liger) is not None:
-        in_torch["liger"] = lambda: whole_in_torch(liger())
+        peers["tokamax"] = operation.tokamax
+    in_torch: dict[str, Callable[[], Function]] = {
+        "torch_compile": partial(torch_compiled, operation.torch)
+    }
+    if operation.liger is not None:
+        in_torch["liger"] = operation.liger
 
     rows, features = shape
     return Case(
         name=operation.name,
         shape=shape,
         make_inputs=partial(_make_inputs, operation, shape),
-        truth=in_jax["reference"],
-        jax=in_jax,
-        torch=in_torch,
         bytes=operation.passes * rows * features * 2 + operation.parameters * features * 4,
         default=_default(operation, shape),
         bars=operation.bars,
-        differentiable=operation.differentiable if operation.cotangents else 0,
+        **functions(
+            operation.ours,
+            peers,
+            in_torch,
+            differentiable=operation.differentiable,
+            cotangents=operation.cotangents,
+        ),
     )
 
 
@@ -329,5 +314,4 @@ def _default(operation: _Operation, shape: tuple[int, int]) -> str:
         dtype=jnp.bfloat16,
         residual_dtype=jnp.bfloat16 if "residual" in operation.extra else None,
     )
-    chosen = dispatch.choose(operation.name, None, reasons)
-    return "reference" if chosen == "xla" else chosen
+    return default_of(reasons)

@@ -16,15 +16,24 @@ def _liger() -> None:
     importlib.import_module("liger_kernel.ops")
 
 
+def _tokamax() -> None:
+    importlib.import_module("tokamax")
+
+
 def _nothing() -> None:
-    """Stock XLA comes with JAX."""
+    """Stock XLA and cuDNN come with JAX."""
 
 
 PROBES: dict[str, Callable[[], object]] = {
     "xla": _nothing,
+    "cudnn": _nothing,
+    "cudnn_padded": _nothing,
     "torch_compile": _torch,
+    "torch_cudnn": _torch,
+    "torch_flash": _torch,
     "liger": _liger,
-    "tokamax": lambda: importlib.import_module("tokamax"),
+    "tokamax": _tokamax,
+    "tokamax_triton": _tokamax,
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import end_to_end_report, report, results
-from benchmarks.case import LABELS
+from benchmarks.case import BARE, LABELS
 
 _README = Path(__file__).parent.parent / "README.md"
 
@@ -16,9 +16,15 @@ _COLORS = {
     "pallas": "#0f766e",
     "cuda": "#5eb8ad",
     "xla": "#9aa5b1",
+    "cudnn": "#8aa399",
+    "cudnn_padded": "#b9c9c2",
     "torch_compile": "#e0a458",
+    "torch_cudnn": "#c98d5e",
+    "torch_flash": "#ecd2a0",
     "liger": "#b07aa1",
     "tokamax": "#6b8fc9",
+    "tokamax_triton": "#aebfe0",
+    BARE: "#52606d",
 }
 _INK = "#1f2933"
 _FAINT = "#d5dbe1"

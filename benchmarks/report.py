@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.case import BEST_PEER, BULK_COPY, DEFAULT, LABELS, OURS
+from benchmarks.case import BARE, BEST_PEER, BULK_COPY, DEFAULT, LABELS, OURS, TERAFLOPS
 
 Section = dict[str, Any]
 CaseResult = dict[str, Any]
@@ -37,7 +37,7 @@ def ceiling_share(case: CaseResult, time: float, section: Section) -> float | No
 
 def best_peer(case: CaseResult) -> str | None:
     """The fastest implementation that is not ours."""
-    times = {n: microseconds(case, n) for n in case["rows"] if n not in OURS}
+    times = {n: microseconds(case, n) for n in case["rows"] if n not in (*OURS, BARE)}
     timed = {n: t for n, t in times.items() if t is not None}
     return min(timed, key=lambda name: timed[name]) if timed else None
 
@@ -88,6 +88,8 @@ def _ratio(case: CaseResult, ours: str, against: str, section: Section) -> float
     if against == BULK_COPY:
         bulk = section["ceilings"].get("bulk_copy")
         return case["bytes"] / time / 1e3 / bulk if bulk else None
+    if against == TERAFLOPS:
+        return case["flops"] / time / 1e6
     other = microseconds(case, best_peer(case) if against == BEST_PEER else against)
     return None if other is None else other / time
 
@@ -128,14 +130,21 @@ def table(section: Section) -> tuple[list[str], list[list[str]]]:
 
 
 def summary(section: Section) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: one row per case and bar, the ratios in the order of the shapes."""
+    """Header and rows: one row per case and bar, the ratios in the order of the case's shapes.
+
+    "." stands for a shape without this bar, "-" for one without a measurement.
+    """
     header = ["case", "ours", "against", "must", "aim", "ratio at each shape", "met"]
     groups: dict[tuple[Any, ...], list[Judgement]] = {}
     for j in judge(section):
         groups.setdefault((j.case, j.ours, j.against, j.must, j.aim), []).append(j)
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for result in section["cases"]:
+        shapes.setdefault(result["case"], []).append(tuple(result["shape"]))
     rows = []
     for (case, ours, against, must, aim), group in groups.items():
         met = [j.met for j in group]
+        ratios = {j.shape: "-" if j.ratio is None else _ratio_text(j.ratio) for j in group}
         verdict = f"{sum(m is True for m in met)}/{len(met)}"
         if must is not None:
             verdict = ("yes " if all(met) else "NO ") + verdict
@@ -144,13 +153,18 @@ def summary(section: Section) -> tuple[list[str], list[list[str]]]:
                 case,
                 ours,
                 LABELS.get(against, against),
-                "" if must is None else f"{must:.2f}",
-                "" if aim is None else f"{aim:.2f}",
-                " ".join("-" if j.ratio is None else f"{j.ratio:.2f}" for j in group),
+                "" if must is None else _ratio_text(must),
+                "" if aim is None else _ratio_text(aim),
+                " ".join(ratios.get(shape, ".") for shape in shapes[case]),
                 verdict,
             ]
         )
     return header, rows
+
+
+def _ratio_text(ratio: float) -> str:
+    """Rates against TERAFLOPS have no use for decimals."""
+    return f"{ratio:.2f}" if ratio < 50 else f"{ratio:.0f}"
 
 
 def slow_defaults(section: Section) -> Iterator[str]:
@@ -189,8 +203,7 @@ def print_report(name: str, section: Section) -> None:
         print(line)
     for line in slow_defaults(section):
         print(f"slow default: {line}")
-    shapes = dict.fromkeys(shape_text(case["shape"]) for case in section["cases"])
-    _print_table(f"{name}: bars, ratios at {', '.join(shapes)}", *summary(section))
+    _print_table(f"{name}: bars, ratios in the order of the shapes above", *summary(section))
 
 
 def ceilings_line(section: Section) -> str:
@@ -258,20 +271,21 @@ def _readme_table(section: Section) -> list[str]:
     by_name: dict[str, list[CaseResult]] = {}
     for case in section["cases"]:
         by_name.setdefault(case["case"], []).append(case)
-    unit = "matrix-product peak" if any(c["flops"] for c in section["cases"]) else "copy bandwidth"
     lines = [
-        f"| | shapes | speed-up over stock XLA | over the best peer | share of {unit} |",
-        "|---|---|---|---|---|",
+        "| | shapes | rate | over stock XLA | over the best peer | of the measured ceiling |",
+        "|---|---|---|---|---|---|",
     ]
     for name, cases in by_name.items():
         timed = [(case, microseconds(case, case["default"])) for case in cases]
         pairs = [(case, time) for case, time in timed if time is not None]
+        rates = [rate(case, time)[0] for case, time in pairs]
         over_xla = [_over(case, "xla", time) for case, time in pairs]
         over_peer = [_over(case, best_peer(case), time) for case, time in pairs]
         share = [ceiling_share(case, time, section) for case, time in pairs]
         lines.append(
-            f"| {name} | {len(cases)} | {_range(over_xla, '.2f', 'x')}"
-            f" | {_range(over_peer, '.2f', 'x')} | {_range(share, '.0%', '')} |"
+            f"| {name} | {len(cases)} | {_range(rates, '.0f', '')} {rate(cases[0], 1.0)[1]}"
+            f" | {_range(over_xla, '.2f', 'x')} | {_range(over_peer, '.2f', 'x')}"
+            f" | {_range(share, '.0%', '')} |"
         )
     versions = section["machine"]["versions"]
     packages = ", ".join(

@@ -11,23 +11,37 @@ import pytest
 
 from benchmarks import (
     __main__,
+    attention,
     ceilings,
     end_to_end,
     end_to_end_jax,
     end_to_end_report,
     layer_norm,
+    linear,
+    mlp,
     peers,
     plot,
     report,
     results,
+    rope,
     runner,
     timing,
 )
-from benchmarks.case import BEST_PEER, BULK_COPY
+from benchmarks.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
 from examples.vit.model import MODELS, ViTSize
 
 TINY = (6, 64)
 CASES = {case.name: case for case in layer_norm.cases(shapes=[TINY])}
+PRODUCT_CASES = {
+    case.name: case
+    for case in (
+        *attention.cases(plain=[(2, 24, 4, 16)], causal=[(2, 24, 4, 2, 16)]),
+        *linear.cases(shapes=[(24, 16, 32)]),
+        *mlp.cases(shapes=[(24, 16, 32)]),
+        *rope.cases(shapes=[(2, 12, 4, 2, 16)]),
+    )
+}
+ALL_CASES = CASES | PRODUCT_CASES
 
 
 def result_of(case, times, **rows):
@@ -69,15 +83,15 @@ SECTION = section_of(FORWARD, result_of(CASES["rms_norm forward+backward"], {"xl
 # --- the cases ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_case_agrees_with_its_truth(name, implementation):
-    case = CASES[name]
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_case_agrees_with_its_truth(name):
+    case = ALL_CASES[name]
     inputs = case.make_inputs(jax.random.key(0))
     with jax.enable_x64(True):
-        truth = runner._in_float64(case.truth)(*inputs)
-    outputs = case.jax[implementation](*inputs)
-    assert runner.distance(outputs, truth) <= runner.ERROR_LIMIT
+        truth = jax.jit(runner._in_float64(case.truth))(*inputs)
+    for implementation in {"reference", "xla"} & set(case.jax):
+        outputs = case.jax[implementation](*inputs)
+        assert runner.distance(outputs, truth) <= case.error_limit, implementation
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,6 +105,49 @@ def test_case_counts_each_operand_once(name):
         h, scale = inputs[0], inputs[1]
         total += h.size * h.dtype.itemsize + scale.size * scale.dtype.itemsize
     assert case.bytes == total
+
+
+@pytest.mark.parametrize("name", [n for n in PRODUCT_CASES if n.endswith(" forward")])
+def test_case_with_products_counts_operands_and_operations(name):
+    case = PRODUCT_CASES[name]
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    outputs = jax.eval_shape(case.jax["xla"], *inputs)
+    assert case.bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
+    flops = end_to_end_jax.product_flops(jax.make_jaxpr(case.jax["xla"])(*inputs).jaxpr)
+    assert case.flops == flops // (2 if "causal" in name else 1)
+
+
+def test_attention_takes_its_logits_once_more_for_the_gradient():
+    forward, whole = (
+        PRODUCT_CASES[f"attention {direction}"].flops
+        for direction in ("forward", "forward+backward")
+    )
+    assert 2 * whole == 7 * forward
+
+
+def test_truth_of_attention_is_the_same_a_few_heads_at_a_time(monkeypatch):
+    case = PRODUCT_CASES["causal attention forward+backward"]
+    inputs = [a.astype(jnp.float32) for a in case.make_inputs(jax.random.key(0))]
+    at_once = case.truth(*inputs)
+    monkeypatch.setattr(attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24)  # 3 of 4, then the last
+    in_parts = case.truth(*inputs)
+    assert runner.distance(in_parts, at_once) < 1e-5
+    of_reference = case.jax["reference"](*inputs)
+    assert runner.distance(in_parts, of_reference) < 1e-5
+
+
+def test_attention_without_room_for_its_logits_is_skipped():
+    (case,) = (
+        c for c in attention.cases() if c.name == "attention forward" and c.shape[1] == 16384
+    )
+    assert set(case.skipped) == {"reference", "xla"}
+    assert "16 GiB" in case.skipped["xla"]
+
+
+def test_attention_at_odd_lengths_has_a_padded_peer():
+    by_length = {case.shape[1]: set(case.jax) for case in attention.cases()}
+    assert {"cudnn_padded", "tokamax_triton"} <= by_length[197]
+    assert not {"cudnn_padded", "tokamax_triton"} & by_length[4096]
 
 
 def test_gradient_case_returns_outputs_then_gradients():
@@ -135,7 +192,13 @@ def test_full_run_has_the_shapes_of_the_bars():
 )
 def test_distance_sees_every_row(spoil, right):
     y = jax.random.normal(jax.random.key(0), (512, 64))
-    assert (runner.distance(spoil(y), y) <= runner.ERROR_LIMIT) == right
+    assert (runner.distance(spoil(y), y) <= CASES["layer_norm forward"].error_limit) == right
+
+
+def test_distance_of_a_short_row_is_by_the_length_of_the_others():
+    truth = jax.random.normal(jax.random.key(0), (512, 64)).at[7].set(0.0)
+    assert runner.distance(truth.at[7].set(1e-4), truth) < 1e-3
+    assert runner.distance(truth.at[7].set(0.1), truth) > 0.05
 
 
 def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
@@ -150,7 +213,12 @@ def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
         "reference": lambda x, *rest: right(x, *rest) * 1.05,
         "xla": right,
     }
-    changed = {**vars(case), "jax": functions, "torch": {"liger": failing}}
+    functions |= {BARE: lambda x, *_: x, "cudnn": right}
+    changed = vars(case) | {
+        "jax": functions,
+        "torch": {"liger": failing},
+        "skipped": {"cudnn": "too large", "torch_compile": "not asked for"},
+    }
     timed = []
 
     def fake_cupti(call, sets):
@@ -161,19 +229,21 @@ def test_wrong_and_failing_implementations_are_reported_not_timed(monkeypatch):
     saved = []
     runner.run(
         [type(case)(**changed)],
-        {"pallas", "cuda", "reference", "liger"},
+        {"pallas", "cuda", "reference", "liger", BARE, "cudnn"},
         budget=1e9,
         save=lambda results: saved.append(json.loads(json.dumps(results))),
     )
     rows = saved[-1][0]["rows"]
-    assert set(rows) == {"pallas", "cuda", "reference", "liger"}
+    assert set(rows) == {"pallas", "cuda", "reference", "liger", BARE, "cudnn"}
     assert rows["pallas"]["microseconds"] == 2.0
     assert rows["pallas"]["rounds"] == [2.0, 2.0]
     assert (rows["pallas"]["least"], rows["pallas"]["most"]) == (1.0, 3.0)
     assert rows["cuda"] == {"failed": "ValueError: cannot run here"}
     assert "relative error" in rows["reference"]["wrong"]
     assert "failed" in rows["liger"]
-    assert len(timed) == 2  # two rounds of the one that is right
+    assert rows["cudnn"] == {"skipped": "too large"}
+    assert rows[BARE]["microseconds"] == 2.0 and "error" not in rows[BARE]
+    assert len(timed) == 4  # two rounds of the one that is right, and of the bare product
 
 
 def test_the_clock_that_says_less_is_taken():
@@ -281,11 +351,27 @@ def test_rates_and_ratios():
 
 def test_summary_says_no_where_a_must_is_missed_or_not_measured():
     slow = result_of(CASES["layer_norm forward"], {"pallas": 2.0, "xla": 2.2, "liger": 2.5})
+    slow["shape"] = [7, 64]
     _, rows = report.summary(section_of(FORWARD, slow))
     against_xla = next(row for row in rows if row[2] == "stock XLA")
     assert against_xla[-2:] == ["1.50 1.10", "NO 1/2"]
     _, rows = report.summary(SECTION)
     assert all(row[-1].startswith("NO 0/1") for row in rows if row[0].startswith("rms") and row[3])
+
+
+def test_bars_of_some_shapes_and_rates():
+    case = PRODUCT_CASES["linear + bias + gelu forward"]
+    bars = (Bar("xla", must=1.4), Bar(TERAFLOPS, aim=700.0), Bar(BARE, aim=0.97))
+    times = {"pallas": 2.0, "xla": 3.0, BARE: 1.9}
+    first = result_of(case, times) | {"bars": [vars(bar) for bar in bars], "flops": 1_500_000_000}
+    second = result_of(case, times) | {"bars": [], "shape": [1, 2, 3]}
+    assert report.best_peer(first) == "xla"
+    _, rows = report.summary(section_of(first, second))
+    assert [row[1:] for row in rows] == [
+        ["default", "stock XLA", "1.40", "", "1.50 .", "yes 1/1"],
+        ["default", "TFLOP/s", "", "700", "750 .", "1/1"],
+        ["default", "bare product", "", "0.97", "0.95 .", "0/1"],
+    ]
 
 
 def test_a_default_slower_than_another_of_ours_is_pointed_out():
