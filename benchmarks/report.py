@@ -278,12 +278,13 @@ def _readme_table(section: Section) -> list[str]:
     for name, cases in by_name.items():
         timed = [(case, microseconds(case, case["default"])) for case in cases]
         pairs = [(case, time) for case, time in timed if time is not None]
-        rates = [rate(case, time)[0] for case, time in pairs]
+        rates = _range([rate(case, time)[0] for case, time in pairs], ".0f", "")
+        unit = f" {rate(cases[0], 1.0)[1]}" if pairs else ""
         over_xla = [_over(case, "xla", time) for case, time in pairs]
         over_peer = [_over(case, best_peer(case), time) for case, time in pairs]
         share = [ceiling_share(case, time, section) for case, time in pairs]
         lines.append(
-            f"| {name} | {len(cases)} | {_range(rates, '.0f', '')} {rate(cases[0], 1.0)[1]}"
+            f"| {name} | {len(cases)} | {rates}{unit}"
             f" | {_range(over_xla, '.2f', 'x')} | {_range(over_peer, '.2f', 'x')}"
             f" | {_range(share, '.0%', '')} |"
         )
