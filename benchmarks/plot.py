@@ -72,8 +72,8 @@ def draw(gpu: str, name: str, section: dict[str, Any], path: Path) -> None:
             bbox_to_anchor=(0.005, 1 - 0.36 / height),
             ncols=len(handles) + 1,
             frameon=False,
-            handlelength=1.2,
-            columnspacing=1.6,
+            handlelength=1.0,
+            columnspacing=1.0,
         )
         figure.tight_layout(rect=(0, 0, 1, 1 - 0.50 / height), h_pad=1.6, w_pad=2.0)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,8 @@ def _panel(axis: Any, title: str, cases: Sequence[dict[str, Any]], section: Any)
         axis.axhline(scale * ceiling, zorder=3, **_CEILING_LINE)
         axis.set_ylim(0, 1.08 * scale * ceiling)
     axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axis.set_xticks(range(len(cases)), [report.shape_text(c["shape"]) for c in cases], fontsize=8)
+    shapes = [report.shape_text(case["shape"]).replace(" ", "") for case in cases]
+    axis.set_xticks(range(len(cases)), shapes, fontsize=8)
     axis.set_ylabel(unit)
     axis.grid(axis="y", color=_FAINT, lw=0.6, zorder=0)
     axis.tick_params(length=0)
