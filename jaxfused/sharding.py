@@ -209,7 +209,12 @@ def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(call.present_operands)} -> {rule(call.present_results)}",
-        need_replication_factors=tuple(call.whole),
+        # In the order of the rule, as its check wants them.
+        need_replication_factors=tuple(
+            letter
+            for letter in dict.fromkeys("".join(call.present_operands + call.present_results))
+            if letter in call.whole
+        ),
     )
     return partitioned(*operands)
 
