@@ -185,9 +185,7 @@ class Logits:
         """0 where dropout drops, not yet divided by keep_probability."""
         query = tile.index(0).astype(jnp.uint32)
         key = tile.index(1).astype(jnp.uint32)
-        u, v = (
-            _murmur(operands.dropout_seeds[i, tile.batch, tile.head] ^ query) for i in range(2)
-        )
+        u, v = (_murmur(operands.dropout_seeds[i, tile.batch, tile.head] ^ query) for i in range(2))
         x = _murmur(u ^ (key >> 1), v)
         half = jnp.where((key & 1) == 0, x & jnp.uint32(0xFFFF), x >> 16)
         return jnp.where(half >= jnp.uint32(self.dropout_threshold), probabilities, 0.0)
