@@ -67,13 +67,13 @@ def cases(
 # --- ours and the peers, as functions of (q, k, v) ------------------------------------------------
 
 
-def _padded_cudnn(q, k, v):
-    """How a user trains with cuDNN at a length that JAX refuses: the next multiple of 64."""
-    length = q.shape[1]
+def padded_cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """CuDNN's attention at the next multiple of 64: it refuses the gradient at odd lengths."""
+    length = query.shape[1]
     padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
-    lengths = jnp.full(len(q), length, jnp.int32)
+    lengths = jnp.full(len(query), length, jnp.int32)
     attended = jax.nn.dot_product_attention(
-        *(jnp.pad(array, padding) for array in (q, k, v)),
+        *(jnp.pad(array, padding) for array in (query, key, value)),
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         implementation="cudnn",
@@ -138,7 +138,7 @@ def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
         "tokamax": partial(_tokamax, is_causal=is_causal, implementation="mosaic"),
     }
     if length % 64:
-        peers["cudnn_padded"] = _padded_cudnn
+        peers["cudnn_padded"] = padded_cudnn_attention
         peers["tokamax_triton"] = partial(_tokamax, is_causal=is_causal, implementation="triton")
     of_torch = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION"}
 

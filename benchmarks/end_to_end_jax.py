@@ -18,6 +18,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxfused
+from benchmarks.attention import padded_cudnn_attention
 from examples.unet.model import UNet
 from examples.vit.model import MODELS, Attention, VisionTransformer, ViTSize
 
@@ -207,20 +208,6 @@ def _segmentation_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     overlap = 2 * (probabilities * targets).sum((1, 2)) + 1
     dice = overlap / ((probabilities + targets).sum((1, 2)) + 1)
     return cross_entropy + 1 - dice.mean()
-
-
-def padded_cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """CuDNN's attention at the next multiple of 64: it refuses the gradient at odd lengths."""
-    length = query.shape[1]
-    padding = ((0, 0), (0, -length % 64), (0, 0), (0, 0))
-    lengths = jnp.full(len(query), length, jnp.int32)
-    attended = jax.nn.dot_product_attention(
-        *(jnp.pad(array, padding) for array in (query, key, value)),
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )
-    return attended[:, :length]
 
 
 # --- the networks as a user of Flax writes them ---------------------------------------------------
