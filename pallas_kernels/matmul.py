@@ -54,8 +54,10 @@ class MatmulConfig:
     """CTAs one below the other that share the tiles of b: each copies a part of them to all."""
     epilogue_columns: int = 64
     """Columns of a tile that the epilogue takes at a time."""
-    epilogue_slots: int = 1
-    """Slots for such columns, of each matrix that the epilogue reads or writes."""
+    read_slots: int = 1
+    """Slots for such columns of each matrix that the epilogue reads; all are filled ahead of it."""
+    write_slots: int = 1
+    """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
 
@@ -70,7 +72,7 @@ class MatmulConfig:
                 f"MatmulConfig: a tile may have {ACCUMULATOR_ELEMENTS} elements,"
                 f" got {self.tile_m} x {self.tile_n}"
             )
-        for name in ("stages", "cluster", "epilogue_slots", "band"):
+        for name in ("stages", "cluster", "read_slots", "write_slots", "band"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulConfig: {name} must be at least 1")
 
@@ -78,13 +80,12 @@ class MatmulConfig:
     def cta_tile_m(self) -> int:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
 
-    def shared_memory_bytes(self, stream_bytes: int, row_bytes: int) -> int:
+    def shared_memory_bytes(self, read_bytes: int, written_bytes: int, row_bytes: int) -> int:
         """Of a CTA, with an epilogue over so many bytes an output element, and so many a column."""
         ring = self.stages * (self.cta_tile_m + self.tile_n) * self.tile_k * _ITEMSIZE
         chunk = self.tile_m * self.epilogue_columns
-        return ring + CONSUMERS * (
-            self.epilogue_slots * chunk * stream_bytes + self.tile_n * row_bytes
-        )
+        streams = chunk * (self.read_slots * read_bytes + self.write_slots * written_bytes)
+        return ring + CONSUMERS * (streams + self.tile_n * row_bytes)
 
 
 _PREFERRED = (
@@ -97,19 +98,22 @@ _PREFERRED = (
 )
 
 
-def default_config(products: int, stream_bytes: int, row_bytes: int) -> MatmulConfig:
+def default_config(
+    products: int, read_bytes: int, written_bytes: int, row_bytes: int
+) -> MatmulConfig:
     """The fastest that an H200 was measured with, of those that leave room for the epilogue.
 
     Args:
       products: that are taken in one pass over a.
-      stream_bytes: of an element in each of the matrices that the epilogue reads or writes.
+      read_bytes: of an element in each of the matrices that the epilogue reads.
+      written_bytes: of an element in each of those that it writes.
       row_bytes: of a column in each of its rows.
     """
     return next(
         config
         for config in _PREFERRED
         if config.tile_n % (products * config.epilogue_columns) == 0
-        and config.shared_memory_bytes(stream_bytes, row_bytes)
+        and config.shared_memory_bytes(read_bytes, written_bytes, row_bytes)
         <= SHARED_MEMORY_BYTES - _BARRIER_BYTES
     )
 
@@ -194,19 +198,24 @@ def matmul(
     present_rows = {name: row for name, row in (rows or {}).items() if row is not None}
     present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
     if config is None:
-        streams = (*(x.dtype for x in present.values()), *outputs.values())
         config = default_config(
             products,
-            sum(jnp.dtype(dtype).itemsize for dtype in streams),
-            sum(row.dtype.itemsize for row in present_rows.values()),
+            *(
+                sum(jnp.dtype(dtype).itemsize for dtype in dtypes)
+                for dtypes in (
+                    [x.dtype for x in present.values()],
+                    outputs.values(),
+                    [row.dtype for row in present_rows.values()],
+                )
+            ),
         )
     if config.tile_n % (products * config.epilogue_columns):
         raise ValueError(
             f"matmul: {products} products share tile_n ({config.tile_n}), and epilogue_columns"
             f" ({config.epilogue_columns}) must divide each one's part"
         )
-    # A copy through a swizzled tile wants whole groups of 8 rows in memory.
-    padding = -m % 8
+    # A copy through a swizzled tile wants whole groups of 8 rows in memory, and more than one group.
+    padding = max(-m % 8, 16 - m)
     if padding:
         terms = [jnp.pad(term, ((0, padding), (0, 0))) for term in terms]
         present = {name: jnp.pad(x, ((0, padding), (0, 0))) for name, x in present.items()}
@@ -308,14 +317,13 @@ class _Kernel:
         return self.terms * pl.cdiv(self.k, self.config.tile_k)
 
     @property
-    def b_copy_k(self) -> int:
-        """Rows of b in one copy: shared memory holds groups of 8 rows, each across all products."""
-        return self.config.tile_k if self.products == 1 or self.b_transposed else 8
-
-    @property
     def chunks(self) -> int:
-        """Parts of a tile that the epilogue takes one after the other."""
-        return self.part_n // self.config.epilogue_columns
+        """Parts of a tile that the epilogue takes one after the other.
+
+        Not more than there are columns: where the swizzle pattern is as wide as the whole array,
+        Mosaic forgets by how many patterns a copy starts beyond it.
+        """
+        return pl.cdiv(min(self.n, self.part_n), self.config.epilogue_columns)
 
     @property
     def sums_shape(self) -> tuple[int, int]:
@@ -337,7 +345,7 @@ class _Kernel:
                 self.dtype, *((self.k, c.tile_k) if self.b_transposed else (self.n, self.part_n))
             ),
         )
-        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, c.tile_n)
+        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, self.part_n)
         if self.a_transposed:
             a_tile = a_tile[::-1]
         if self.b_transposed:
@@ -345,11 +353,11 @@ class _Kernel:
         takers = 1 if c.ping_pong else CONSUMERS
         scratch = dict(
             a_smem=_tiled((c.stages, *a_tile), self.dtype, swizzle),
-            b_smem=_tiled((c.stages, *b_tile), self.dtype, swizzle),
+            b_smem=[_tiled((c.stages, *b_tile), self.dtype, swizzle) for _ in range(self.products)],
             # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
             # its own.
             full=plgpu.Barrier(
-                num_arrivals=1 + self.products * (c.tile_k // self.b_copy_k),
+                num_arrivals=1 + self.products,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
@@ -357,7 +365,9 @@ class _Kernel:
             else plgpu.ClusterBarrier(
                 collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
             ),
-            out_smem={name: self._stream(dtype) for name, dtype in self.outputs.items()},
+            out_smem={
+                name: self._stream(dtype, c.write_slots) for name, dtype in self.outputs.items()
+            },
         )
         if c.ping_pong:
             scratch["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -369,18 +379,18 @@ class _Kernel:
             scratch["row_full"] = plgpu.Barrier(num_arrivals=len(self.rows), num_barriers=CONSUMERS)
         if self.matrices:
             scratch["matrix_smem"] = {
-                name: self._stream(dtype) for name, dtype in self.matrices.items()
+                name: self._stream(dtype, c.read_slots) for name, dtype in self.matrices.items()
             }
             scratch["matrix_full"] = plgpu.Barrier(
-                num_arrivals=len(self.matrices), num_barriers=CONSUMERS * c.epilogue_slots
+                num_arrivals=len(self.matrices), num_barriers=CONSUMERS * c.read_slots
             )
         return scratch
 
-    def _stream(self, dtype: Any) -> Any:
+    def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
         c = self.config
         swizzle = _widest_swizzle(dtype, self.n, c.epilogue_columns)
-        shape = (CONSUMERS, c.epilogue_slots, c.tile_m, c.epilogue_columns)
+        shape = (CONSUMERS, slots, c.tile_m, c.epilogue_columns)
         return _tiled(shape, dtype, swizzle)
 
     # --- device side ------------------------------------------------------------------------------
@@ -420,8 +430,8 @@ class _Kernel:
         c = self.config
         plgpu.set_max_registers(40, action="decrease")
 
-        def along(ref, transposed, start, size, k_start, k_size):
-            span, k_span = pl.ds(start, size), pl.ds(k_start, k_size)
+        def along(ref, transposed, start, size, k_start):
+            span, k_span = pl.ds(start, size), pl.ds(k_start, c.tile_k)
             return ref.at[k_span, span] if transposed else ref.at[span, k_span]
 
         def fill(sequence_idx, m_start, n_start, term, k_idx, carry):
@@ -434,32 +444,24 @@ class _Kernel:
             landed = full.at[self._full_idx(sequence_idx, slot)]
             k_start = k_idx * c.tile_k
             plgpu.copy_gmem_to_smem(
-                along(
-                    gmem.terms[term], self.a_transposed, m_start, c.cta_tile_m, k_start, c.tile_k
-                ),
+                along(gmem.terms[term], self.a_transposed, m_start, c.cta_tile_m, k_start),
                 a_smem.at[slot],
                 landed,
             )
             for product in range(self.products):
                 block = self.blocks[term * self.products + product]
-                columns = pl.ds(product * self.part_n, self.part_n)
-                for k_in_tile in range(0, c.tile_k, self.b_copy_k):
-                    source = along(
+                plgpu.copy_gmem_to_smem(
+                    along(
                         gmem.bs[block.array],
                         not self.b_transposed,
                         block.n_start + n_start,
                         self.part_n,
-                        block.k_start + k_start + k_in_tile,
-                        self.b_copy_k,
-                    )
-                    k_rows = pl.ds(k_in_tile, self.b_copy_k)
-                    tile = b_smem.at[slot]
-                    plgpu.copy_gmem_to_smem(
-                        source,
-                        tile.at[columns, k_rows] if self.b_transposed else tile.at[k_rows, columns],
-                        landed,
-                        collective_axes="cta" if c.cluster > 1 else None,
-                    )
+                        block.k_start + k_start,
+                    ),
+                    b_smem[product].at[slot],
+                    landed,
+                    collective_axes="cta" if c.cluster > 1 else None,
+                )
             return self._next_slot(slot), filled + 1
 
         def tile(sequence_idx, carry):
@@ -490,14 +492,15 @@ class _Kernel:
             plgpu.barrier_arrive(smem["turn"].at[0], predicate=wg_idx == CONSUMERS - 1)
 
         def operands(slot):
-            a, b = a_smem.at[slot], b_smem.at[slot]
+            a = a_smem.at[slot]
             if not c.ping_pong:
                 mine = pl.ds(wg_idx * c.tile_m, c.tile_m)
                 a = a.at[:, mine] if self.a_transposed else a.at[mine]
-            return (
-                a.transpose((1, 0)) if self.a_transposed else a,
-                b.transpose((1, 0)) if self.b_transposed else b,
-            )
+            if self.a_transposed:
+                a = a.transpose((1, 0))
+            for product in range(self.products):
+                b = b_smem[product].at[slot]
+                yield a, b.transpose((1, 0)) if self.b_transposed else b
 
         def tile(tile_idx, _):
             sequence_idx = first + tile_idx * stride
@@ -510,12 +513,14 @@ class _Kernel:
             def accumulate(acc_ref):
                 def multiply(slot):
                     plgpu.barrier_wait(full.at[self._full_idx(sequence_idx, slot)])
-                    plgpu.wgmma(acc_ref, *operands(slot))
+                    for product, (a, b) in enumerate(operands(slot)):
+                        part = slice(product * self.part_n, (product + 1) * self.part_n)
+                        plgpu.wgmma(acc_ref.at[:, part] if self.products > 1 else acc_ref, a, b)
 
                 def step(_, previous):
                     slot = self._next_slot(previous)
                     multiply(slot)
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(self.products)
                     plgpu.barrier_arrive(free.at[previous])
                     return slot
 
@@ -570,7 +575,7 @@ class _EpilogueOfTile:
                 self.smem["row_smem"][name].at[self.wg_idx],
                 self.smem["row_full"].at[self.wg_idx],
             )
-        for chunk in range(min(self.kernel.chunks, self.kernel.config.epilogue_slots)):
+        for chunk in range(min(self.kernel.chunks, self.kernel.config.read_slots)):
             self._copy_matrices(chunk)
 
     def run(self, acc: jax.Array) -> None:
@@ -604,7 +609,7 @@ class _EpilogueOfTile:
         """Takes a chunk out of shared memory, and has the next one copied into its place."""
         if not self.kernel.matrices:
             return {}
-        slots = self.kernel.config.epilogue_slots
+        slots = self.kernel.config.read_slots
         slot = chunk % slots
         plgpu.barrier_wait(self._matrix_full(slot))
         loaded = {
@@ -631,10 +636,10 @@ class _EpilogueOfTile:
         return ref.at[pl.ds(self.m_start, self.kernel.config.tile_m), self._columns(chunk)]
 
     def _matrix_full(self, slot: int):
-        return self.smem["matrix_full"].at[self.wg_idx * self.kernel.config.epilogue_slots + slot]
+        return self.smem["matrix_full"].at[self.wg_idx * self.kernel.config.read_slots + slot]
 
     def _copy_matrices(self, chunk: int) -> None:
-        slot = chunk % self.kernel.config.epilogue_slots
+        slot = chunk % self.kernel.config.read_slots
         for name, ref in self.gmem.matrices.items():
             destination = self.smem["matrix_smem"][name].at[self.wg_idx, slot]
             plgpu.copy_gmem_to_smem(self._block(ref, chunk), destination, self._matrix_full(slot))
@@ -648,7 +653,7 @@ class _EpilogueOfTile:
         return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
-        kernel, slots = self.kernel, self.kernel.config.epilogue_slots
+        kernel, slots = self.kernel, self.kernel.config.write_slots
         places = {
             name: self.smem["out_smem"][name].at[self.wg_idx, chunk % slots] for name in results
         }

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused.reference.activation import ACTIVATIONS, activate
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.linear import CASES
+from tests.cases.linear import CASES, KERNEL_CASES
 from tests.transforms import assert_transforms
 
 
@@ -119,10 +121,80 @@ def test_second_derivative_in_bfloat16():
         ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 5\)"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
         ({"implementation": "cuda"}, "there is no CUDA kernel of linear yet"),
-        ({"implementation": "pallas"}, "it needs a Hopper GPU"),
+        ({"implementation": "pallas"}, "it (needs a Hopper GPU|takes bfloat16 and float16)"),
         ({"implementation": "triton"}, "'triton' was passed"),
     ],
 )
 def test_errors(change, message):
     with pytest.raises(ValueError, match=f"linear: .*{message}"):
         jaxfused.linear(**({"x": jnp.ones((2, 3)), "w": jnp.ones((3, 5))} | change))
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def check_kernel(case, dtype, implementation):
+    def ours(x, w, bias, residual):
+        return jaxfused.linear(
+            x,
+            w,
+            bias,
+            activation=case.activation,
+            residual=residual,
+            implementation=implementation,
+        )
+
+    def plain(x, w, bias, residual):
+        return plain_linear(x, w, bias, residual, case.activation)
+
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)))
+
+
+each_kernel_case = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "bfloat16") for case in KERNEL_CASES] + [(KERNEL_CASES[0], "float16")],
+    ids=str,
+)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@each_kernel_case
+def test_pallas_accurate_in_the_interpreter(case, dtype):
+    check_kernel(case, dtype, "pallas")
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_vmap_in_the_interpreter():
+    """Over the rows alone, which takes one product, and over the weights too."""
+    case = KERNEL_CASES[0]
+    x, w, bias, _ = case.arguments(jnp.bfloat16)
+
+    def gradients(x, w, bias, implementation):
+        def loss(x, w, bias):
+            y = jaxfused.linear(x, w, bias, activation="silu", implementation=implementation)
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, w, bias)
+
+    batch = jax.tree.map(lambda a: jnp.stack([a, -a]), (x, w, bias))
+    for axes in ((0, None, None), (0, 0, 0)):
+        args = [b if axis == 0 else a for a, b, axis in zip((x, w, bias), batch, axes, strict=True)]
+        pallas, xla = (
+            jax.jit(jax.vmap(functools.partial(gradients, implementation=name), in_axes=axes))(
+                *args
+            )
+            for name in ("pallas", "xla")
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(
+                a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02, atol=0.1
+            ),
+            pallas,
+            xla,
+        )
+
+
+@pytest.mark.gpu
+@each_kernel_case
+def test_accurate_on_gpu(case, dtype):
+    check_kernel(case, dtype, "pallas")

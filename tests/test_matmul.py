@@ -120,7 +120,7 @@ INTERPRETED = (
     Case(3, 16, 16),
     Case(75, 64, 112, epilogue=True),
     Case(192, 128, 128, epilogue=True, dtype="float16"),
-    Case(192, 128, 128, epilogue=True, config=replace(SMALL, epilogue_slots=2)),
+    Case(192, 128, 128, epilogue=True, config=replace(SMALL, read_slots=2, write_slots=2)),
     Case(192, 128, 128, epilogue=True, config=replace(SMALL, ping_pong=False)),
     Case(192, 128, 128, order="TN", config=replace(SMALL, ping_pong=False)),
     Case(192, 128, 128, config=replace(SMALL, cluster=2)),
@@ -257,7 +257,7 @@ def test_limits(change, reason):
 DESIGNS = (
     MatmulConfig(),
     MatmulConfig(cluster=2, stages=3, epilogue_columns=32),
-    MatmulConfig(tile_n=128, epilogue_slots=2),
+    MatmulConfig(tile_n=128, read_slots=2),
     MatmulConfig(tile_m=64, tile_n=256, stages=3, ping_pong=False),
 )
 

@@ -7,7 +7,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused.reference.activation import activate
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.mlp import CASES
+from tests.cases.mlp import CASES, KERNEL_CASES
 from tests.transforms import assert_transforms
 
 PAIRS = [(case, "float32") for case in CASES] + [(CASES[0], "bfloat16"), (CASES[1], "float16")]
@@ -35,16 +35,24 @@ def plain_gated_mlp(case):
     return f
 
 
-def fused_mlp(case, save="preactivation"):
+def fused_mlp(case, save="preactivation", implementation=None):
     def f(x, w1, b1, w2, b2, residual):
         return jaxfused.mlp(
-            x, w1, b1, w2, b2, activation=case.activation, residual=residual, save=save
+            x,
+            w1,
+            b1,
+            w2,
+            b2,
+            activation=case.activation,
+            residual=residual,
+            save=save,
+            implementation=implementation,
         )
 
     return f
 
 
-def fused_gated_mlp(case, save="preactivation", one_matrix=False):
+def fused_gated_mlp(case, save="preactivation", one_matrix=False, implementation=None):
     def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
         if one_matrix:
             w_gate, w_up = jnp.concatenate([w_gate, w_up], axis=-1), None
@@ -61,6 +69,7 @@ def fused_gated_mlp(case, save="preactivation", one_matrix=False):
             activation=case.activation,
             residual=residual,
             save=save,
+            implementation=implementation,
         )
 
     return f
@@ -162,7 +171,7 @@ def test_errors_of_mlp(change, message):
         ({"b_up": jnp.ones(4)}, "b_up has shape"),
         ({"b_gate": jnp.ones(4)}, "b_gate has shape"),
         ({"w_down": jnp.ones((4, 3))}, "the hidden layer has 5 features"),
-        ({"implementation": "pallas"}, "it needs a Hopper GPU"),
+        ({"implementation": "pallas"}, "it (needs a Hopper GPU|takes bfloat16 and float16)"),
     ],
 )
 def test_errors_of_gated_mlp(change, message):
@@ -170,3 +179,52 @@ def test_errors_of_gated_mlp(change, message):
     args |= {"w_down": jnp.ones((5, 3))}
     with pytest.raises(ValueError, match=f"^gated_mlp: .*{message}"):
         jaxfused.gated_mlp(**(args | change))
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+each_kernel_case = pytest.mark.parametrize(
+    ("case", "dtype", "save"),
+    [
+        *((case, "bfloat16", "preactivation") for case in KERNEL_CASES),
+        (KERNEL_CASES[0], "float16", "inputs"),
+    ],
+    ids=str,
+)
+
+
+def check_mlp_kernel(case, dtype, save):
+    args = case.mlp_arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(fused_mlp(case, save, "pallas"), plain_mlp(case), *args)
+
+
+def check_gated_mlp_kernel(case, dtype, save, one_matrix):
+    args = case.gated_arguments(jnp.dtype(dtype))
+    ours = fused_gated_mlp(case, save, one_matrix, "pallas")
+    assert_values_and_gradients(ours, plain_gated_mlp(case), *args)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@each_kernel_case
+def test_pallas_mlp_in_the_interpreter(case, dtype, save):
+    check_mlp_kernel(case, dtype, save)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("one_matrix", [False, True])
+@each_kernel_case
+def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save, one_matrix):
+    check_gated_mlp_kernel(case, dtype, save, one_matrix)
+
+
+@pytest.mark.gpu
+@each_kernel_case
+def test_mlp_on_gpu(case, dtype, save):
+    check_mlp_kernel(case, dtype, save)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_matrix", [False, True])
+@each_kernel_case
+def test_gated_mlp_on_gpu(case, dtype, save, one_matrix):
+    check_gated_mlp_kernel(case, dtype, save, one_matrix)

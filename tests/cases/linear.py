@@ -42,3 +42,11 @@ CASES = (
     Case((), 5, 3, activation="relu", bias=True),
     Case((0,), 5, 3, activation="relu", bias=True),
 )
+
+KERNEL_CASES = (
+    Case((2, 5), 16, 32, activation="gelu_tanh", bias=True, residual=True),
+    Case((130,), 64, 208, activation="gelu_erf", bias=True, w_dtype="float32"),
+    Case((7, 3), 48, 16, residual=True),
+    Case((1,), 96, 64, activation="silu"),
+)
+"""Sizes that a tensor core takes."""

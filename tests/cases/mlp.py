@@ -45,3 +45,10 @@ CASES = (
     Case((7,), 13, 17, 3, "silu", residual=True, w_dtype="float32"),
     Case((3,), 4, 6, 5, "relu"),
 )
+
+KERNEL_CASES = (
+    Case((2, 5), 16, 32, 16, "gelu_tanh", bias=True, residual=True),
+    Case((130,), 64, 208, 32, "silu", bias=True, w_dtype="float32"),
+    Case((7, 3), 48, 96, 16, None),
+)
+"""Sizes that a tensor core takes."""
