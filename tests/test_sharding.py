@@ -341,6 +341,46 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+# --- rope -----------------------------------------------------------------------------------------
+
+
+def stand_in_rotate(q, k, cos, sin, *, inverse):
+    def rotate(x):
+        angles = (jnp.broadcast_to(t, (*x.shape[:2], t.shape[-1])) for t in (cos, sin))
+        return lax.map(lambda row: reference.rope.rotate(*row, interleaved=False), (x, *angles))
+
+    sin = -sin if inverse else sin
+    return rotate(q), rotate(k)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    "spec", (P("data", "sequence"), P("data", None, "sequence")), ids=("length", "heads")
+)
+@pytest.mark.parametrize("offset", (0, np.arange(4)), ids=("shared", "own"))
+def test_rope(monkeypatch, axis_type, spec, offset):
+    monkeypatch.setattr(ops.rope.pallas_rope, "why_unsupported", lambda **limits: None)
+    monkeypatch.setattr(ops.rope.pallas_rope, "rotate", stand_in_rotate)
+
+    def rotated_and_gradients(implementation, q, k):
+        def loss(q, k):
+            q, k = jaxfused.rope(q, k, offset=offset, implementation=implementation)
+            return jnp.sum(jnp.sin(q)) + jnp.sum(k**2), (q, k)
+
+        return jax.grad(loss, (0, 1), has_aux=True)(q, k)
+
+    q, k = jax.random.normal(jax.random.key(0), (2, 4, 8, 4, 16))
+    ours = functools.partial(rotated_and_gradients, "pallas")
+    placed = [place(make_mesh(axis_type, axis_type), spec, x) for x in (q, k)]
+    assert count("all-gather", compiled_text(ours, *placed)) == 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        jax.jit(ours)(*placed),
+        rotated_and_gradients("xla", q, k),
+    )
+
+
 # --- per_shard ------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """rope and its tables of angles: validation, choice of implementation, gradient."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -113,9 +114,10 @@ def rope(
             k = reference.rope.rotate(k, cos, sin, interleaved=interleaved)
     else:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
-        axes = _axes(q, cos)
-        operands = sharding.align((q, k, cos, sin), operand_axes=axes, whole=_WHOLE)
+        q, k = _grouped(q, k)
+        operands = sharding.align((q, k, cos, sin), operand_axes=_axes(q, cos), whole=_WHOLE)
         q, k = _rope(_Launch(chosen, interleaved, inverse=False), *operands)
+        q, k = _ungrouped(q), None if k is None else _ungrouped(k)
     return q if k is None else (q, k)
 
 
@@ -265,13 +267,31 @@ def _check_divides(op: str, rotary_dim: int, divisor: int) -> None:
 
 # --- gradient -------------------------------------------------------------------------------------
 
-_WHOLE = "hr"
-"""The axes that a device must have whole: the features of a head, and their pairs."""
+_WHOLE = "gkhr"
+"""The axes that a device must have whole: of a group its heads, of a head its features and pairs."""
+
+
+def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The heads of q [..., T, N, H] as [..., T, n, N/n, H], and those of k with the same n.
+
+    That is the axis by which devices can split both at once.
+    """
+    groups = math.gcd(q.shape[-2], 0 if k is None else k.shape[-2])
+
+    def grouped(x):
+        return x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
+
+    return grouped(q), None if k is None else grouped(k)
+
+
+def _ungrouped(x: jax.Array) -> jax.Array:
+    """[..., T, n, N/n, H] as [..., T, N, H]."""
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """Which kernel runs, and how, over a shard: q, k [..., T, heads, H] and tables [(...,) T, R/2]."""
+    """Which kernel runs, and how, over a shard: grouped q and k, and tables [(...,) T, R/2]."""
 
     implementation: str
     interleaved: bool
@@ -283,7 +303,12 @@ class _Launch:
             if self.implementation == "cuda"
             else pallas_rope.rotate
         )
-        q_heads, k_heads = (None if x is None else x.reshape(-1, *x.shape[-3:]) for x in (q, k))
+        q_heads, k_heads = (
+            None
+            if x is None
+            else x.reshape(-1, x.shape[-4], math.prod(x.shape[-3:-1]), x.shape[-1])
+            for x in (q, k)
+        )
         cos, sin = (table.reshape(-1, *table.shape[-2:]) for table in (cos, sin))
         rotated = rotate(q_heads, k_heads, cos, sin, inverse=self.inverse)
         return tuple(
@@ -322,12 +347,14 @@ def _rope_bwd(launch: _Launch, saved: _Residuals, cotangents):
             return [
                 None
                 if x is None
-                else reference.rope.rotate(x, cos, sines, interleaved=launch.interleaved)
+                else reference.rope.rotate(
+                    _ungrouped(x), cos, sines, interleaved=launch.interleaved
+                )
                 for x in q_and_k
             ]
 
         _, vjp = jax.vjp(rotated, cos, sin)
-        dcos, dsin = vjp([dq, dk])
+        dcos, dsin = vjp([None if d is None else _ungrouped(d) for d in (dq, dk)])
     back = replace(launch, inverse=not launch.inverse)
     return *_rope(back, dq, dk, cos, sin), dcos, dsin
 
@@ -336,10 +363,10 @@ _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
 
 
 def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
-    """The letters of q, k [..., T, heads, H] and of both tables, for `sharding`."""
-    rows = sharding.leading_axes(q.ndim - 2)
+    """The letters of grouped q and k and of both tables, for `sharding`."""
+    rows = sharding.leading_axes(q.ndim - 3)
     table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
-    return rows + "nh", rows + "kh", table_axes, table_axes
+    return rows + "ngh", rows + "nkh", table_axes, table_axes
 
 
 def _rotate(launch: _Launch, q, k, cos, sin):
@@ -358,7 +385,7 @@ def _rotate(launch: _Launch, q, k, cos, sin):
 
     @rotate.def_vmap
     def rule(axis_size, in_batched, q, k, cos, sin):
-        rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -2]
+        rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
         q, k = batch_all(axis_size, in_batched[:2], (q, k))
         if is_batched(in_batched[2:]):
             # One axis for the batch, and all others too: angles are shared by all rows or by none.
