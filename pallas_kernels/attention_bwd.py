@@ -140,6 +140,9 @@ def backward(
     pieces = chunks // wgs if config.splits_columns else 1
     own_width, own_value_width = head_width // column_parts, value_width // column_parts
 
+    # Without a cap the scale is left for the ends, where there is less to multiply.
+    scale = logits.scale if logits.soft_cap is None else 1.0
+
     lse2, delta = _row_statistics(out, lse, dout, dlse, query_blocks * rows)
     dbias, dsinks = None, None
     if operands.bias is not None:
@@ -289,7 +292,6 @@ def backward(
             # Which of the parts that are one for each warpgroup, or one for all.
             own_keys = 0 if config.shares_keys else wg_idx
             own_columns = wg_idx if config.shares_keys else 0
-            own_ds = wg_idx
 
             def issue_dq(dq_acc, ds_slot, piece):
                 row = 0 if config.splits_columns else wg_idx
@@ -302,7 +304,7 @@ def backward(
                 for r in range(rows // 64):
                     plgpu.wgmma(
                         dk_acc,
-                        ds_smem.at[ds_slot, own_ds, r],
+                        ds_smem.at[ds_slot, wg_idx, r],
                         q_smem.at[q_slot, own_columns, pl.ds(r * 64, 64)],
                     )
 
@@ -367,13 +369,13 @@ def backward(
                     issue_dk(dk_acc, lax.rem(previous, q_stages), 1 - ds_slot)
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=rows // 64)
                     p = probabilities(products, tile.along_queries(lse_smem.at[q_slot]), tile, i)
-                    factor = None
+                    derivative = None
                     if logits.soft_cap is not None:
-                        factor = logits.derivative_of_capped(products) * (1 / logits.scale)
-                    return p, factor
+                        derivative = logits.derivative_of_capped(products)
+                    return p, derivative
 
                 # Rounded, as dV needs it: more registers than that are not left.
-                p, factor = pl.run_scoped(with_s, tile_acc_type)
+                p, derivative = pl.run_scoped(with_s, tile_acc_type)
                 p = p.astype(dtype)
                 kept = logits.dropped(p, tile, ops) if logits.dropout_rate > 0 else p
 
@@ -394,8 +396,8 @@ def backward(
                 if logits.dropout_rate > 0:
                     dp = jnp.where(kept == 0, 0.0, dp * (1 / logits.keep_probability))
                 ds = p.astype(jnp.float32) * (dp - tile.along_queries(delta_smem.at[do_slot]))
-                if factor is not None:
-                    ds = ds * factor
+                if derivative is not None:
+                    ds = ds * derivative
                 store_ds(ds.astype(dtype), ds_slot)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(do_free.at[do_slot])
@@ -423,6 +425,7 @@ def backward(
                 @pl.when(at.count == 0)
                 def _():
                     plgpu.barrier_wait(q_full.at[0])
+                    plgpu.barrier_wait(do_full.at[0])
 
                 last = at.count - 1
                 ds_slot = lax.rem(last + 2, 2)
@@ -438,9 +441,10 @@ def backward(
                 plgpu.barrier_wait(ds_full)
                 dv = (dv_acc[...] * (1 / logits.keep_probability)).astype(dtype)
                 v_smem[own_keys, own_columns] = dv
-                dk = (dk_acc[...] * logits.scale).astype(dtype)
-                first_chunk = own_columns * (chunks // column_parts)
-                for c in range(chunks // column_parts):
+                dk = (dk_acc[...] * scale).astype(dtype)
+                own_chunks = chunks // column_parts
+                first_chunk = own_columns * own_chunks
+                for c in range(own_chunks):
                     k_smem[own_keys, first_chunk + c] = dk[:, c * chunk : (c + 1) * chunk]
                 plgpu.commit_smem()
                 keys = pl.ds(first_key + own_keys * _KEYS, _KEYS)
@@ -449,7 +453,7 @@ def backward(
                 plgpu.copy_smem_to_gmem(
                     v_smem.at[own_keys, own_columns], dv_gmem.at[*head, columns]
                 )
-                for c in range(chunks // column_parts):
+                for c in range(own_chunks):
                     columns = pl.ds((first_chunk + c) * chunk, chunk)
                     plgpu.copy_smem_to_gmem(
                         k_smem.at[own_keys, first_chunk + c], dk_gmem.at[*head, columns]
@@ -523,7 +527,7 @@ def backward(
         # What threads write to shared memory, only copies and products read.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(query, key, value, dout, lse2, delta, *optional.values())
-    dq = dq[:, :query_count, :, :head_size] * logits.scale
+    dq = dq[:, :query_count, :, :head_size] * scale
     if "ranks" in tables:
         visited = jnp.any(tables["ranks"] >= 0, axis=1)
         visited = jnp.repeat(visited, rows, axis=1)[:, :query_count, None, None]
