@@ -46,6 +46,7 @@ constexpr float kManyWaves = 16.0f;
 // A call, in XLA's terms. What is absent is nullptr.
 struct Product {
   int64_t rows, features, hidden;  // of x; and the width of w
+  bool transpose_w;                // w is [hidden, features]
   const void *x, *w, *bias, *residual;
   void *y, *preactivation;
   cudaDataType_t type;  // of all
@@ -82,7 +83,7 @@ class Algorithms {
     return ffi::Error::Success();
   }
 
-  using Key = std::array<int64_t, 13>;
+  using Key = std::array<int64_t, 14>;
 
   template <typename Choose>
   ffi::Error find(const Key& key, cublasLtMatmulAlgo_t* algorithm, Choose choose) {
@@ -119,6 +120,8 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
         lt, lt.MatmulDescSetAttribute(description.handle, attribute, &value, sizeof(value)),
         "cublasLtMatmulDescSetAttribute");
   };
+  const int32_t operation = product.transpose_w ? CUBLAS_OP_T : CUBLAS_OP_N;
+  RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_TRANSA, operation));
   RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE, product.epilogue()));
   if (product.bias != nullptr) {
     RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias));
@@ -139,7 +142,8 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                               static_cast<uint64_t>(rows), columns),
                         "cublasLtMatrixLayoutCreate");
   };
-  RETURN_IF_ERROR(create(w, product.type, product.features, product.hidden));
+  RETURN_IF_ERROR(product.transpose_w ? create(w, product.type, product.hidden, product.features)
+                                      : create(w, product.type, product.features, product.hidden));
   RETURN_IF_ERROR(create(x, product.type, product.rows, product.features));
   RETURN_IF_ERROR(create(y, product.type, product.rows, product.hidden));
 
@@ -198,6 +202,7 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                product.rows,
                                product.features,
                                product.hidden,
+                               product.transpose_w,
                                product.type,
                                product.epilogue(),
                                product.residual != nullptr,
@@ -227,7 +232,7 @@ ffi::Error check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataT
 ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer bias,
                   ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y,
                   ffi::Result<ffi::AnyBuffer> preactivation, ffi::Result<ffi::AnyBuffer> workspace,
-                  std::string_view activation) {
+                  std::string_view activation, bool transpose_w) {
   if (activation != "none" && activation != "gelu_tanh") {
     return ffi::Error::InvalidArgument("activation must be none or gelu_tanh, but is " +
                                        std::string(activation));
@@ -240,14 +245,16 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   Product product = {};
   product.rows = x.dimensions()[0];
   product.features = x.dimensions()[1];
-  product.hidden = w.dimensions()[1];
+  product.hidden = w.dimensions()[transpose_w ? 0 : 1];
+  product.transpose_w = transpose_w;
   product.gelu = activation == "gelu_tanh";
   if (product.rows < 1 || product.features < 8 || product.hidden < 8 || product.features % 8 != 0 ||
       product.hidden % 8 != 0) {
     return ffi::Error::InvalidArgument("both sizes of w must be multiples of 8, but it has shape " +
                                        to_string(w.dimensions()));
   }
-  RETURN_IF_ERROR(check("w", w, type, {product.features, product.hidden}));
+  RETURN_IF_ERROR(transpose_w ? check("w", w, type, {product.hidden, product.features})
+                              : check("w", w, type, {product.features, product.hidden}));
   RETURN_IF_ERROR(check("y", *y, type, {product.rows, product.hidden}));
   if (!is_absent(bias)) RETURN_IF_ERROR(check("bias", bias, type, {product.hidden}));
   if (!is_absent(residual)) {
@@ -281,7 +288,7 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
 
 ffi::Error linear(cudaStream_t, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
                   ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>,
-                  ffi::Result<ffi::AnyBuffer>, std::string_view) {
+                  ffi::Result<ffi::AnyBuffer>, std::string_view, bool) {
   return ffi::Error::Internal("jaxfused was built without cublasLt.h");
 }
 
@@ -299,4 +306,5 @@ DEFINE_HANDLER(jaxfused_linear, linear,
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // preactivation
                    .Ret<ffi::AnyBuffer>()  // workspace
-                   .Attr<std::string_view>("activation"));
+                   .Attr<std::string_view>("activation")
+                   .Attr<bool>("transpose_w"));

@@ -228,28 +228,28 @@ BF16 = "bfloat16"
                 "linear",
                 [(4, 8), (8, 16), (0,), (0,)],
                 [(4, 16), (0,), (1024,)],
-                dict(activation="none"),
+                dict(activation="none", transpose_w=np.bool_(False)),
                 "x must be a matrix of bfloat16 or float16",
             ),
             (
                 "linear",
                 [((4, 12), BF16), ((12, 16), BF16), ((0,), BF16), ((0,), BF16)],
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
-                dict(activation="none"),
+                dict(activation="none", transpose_w=np.bool_(False)),
                 r"multiples of 8, but it has shape \[12, 16\]",
             ),
             (
                 "linear",
                 [((4, 8), BF16), ((8, 16), BF16), ((0,), BF16), ((4, 16), BF16)],
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
-                dict(activation="gelu_tanh"),
+                dict(activation="gelu_tanh", transpose_w=np.bool_(False)),
                 "a residual goes with activation none alone",
             ),
             (
                 "linear",
                 [((4, 8), BF16), ((8, 16), BF16), ((16,), "float32"), ((0,), BF16)],
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
-                dict(activation="gelu_tanh"),
+                dict(activation="gelu_tanh", transpose_w=np.bool_(False)),
                 "bias has another dtype",
             ),
             (
@@ -455,7 +455,7 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("save", [False, True])
-def test_gated_mlp_lowers_for_cuda(loadable, packed, bias, save):
+def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
@@ -481,8 +481,9 @@ def test_gated_mlp_lowers_for_cuda(loadable, packed, bias, save):
         assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
         return h, again, dx, sums
 
+    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
     text = lowered(both, x, w_gate, w_up, b_gate, b_up, w_down)
-    assert calls(text) == [AROUND[0], *([AROUND[2]] if save else [])]
+    assert calls(text) == [AROUND[0], *([AROUND[2], "jaxfused_linear"] if save else [])]
 
 
 # --- linear's kernels against float64 ---------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused.cuda import bias_activation, cublaslt
 
@@ -42,7 +43,7 @@ def forward(
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
     residual = None if residual is None else residual.astype(dtype)
     if dtype == x.dtype and _has_epilogue(x, w, residual, activation, save_preactivation):
-        y, z = _cublaslt(x, w, bias, residual, activation, save_preactivation)
+        y, z = _cublaslt(x, w, bias, residual, activation=activation, saves=save_preactivation)
     else:
         # z is of x's dtype, and read so by the activation.
         has_z = save_preactivation or activation is not None
@@ -57,6 +58,13 @@ def forward(
             save_preactivation=save_preactivation,
         )
     return y.astype(out_dtype), z
+
+
+def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision: Any) -> jax.Array:
+    """Dx [M, D] + dy w^T, of dy [M, F] and w [D, F]: what another product adds to the gradient of x."""
+    if _has_epilogue(dy, w, dx, None, False):
+        return _cublaslt(dy, w, None, dx, transpose_w=True)[0]
+    return dx + product(dy, w, "mf,df->md", dx.dtype, precision)
 
 
 def activation_gradient(
@@ -107,12 +115,14 @@ def _cublaslt(
     w: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    activation: str | None,
-    saves: bool,
+    *,
+    activation: str | None = None,
+    saves: bool = False,
+    transpose_w: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, preactivation), the second with `saves`."""
+    """(y, preactivation), the second with `saves`; `transpose_w` for w [F, D]."""
     cublaslt.library.register()
-    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0 if transpose_w else 1]), x.dtype)
     absent = jnp.zeros_like(x, shape=(0,))
     call = jax.ffi.ffi_call(
         "jaxfused_linear",
@@ -129,5 +139,6 @@ def _cublaslt(
         absent if bias is None else bias.astype(x.dtype),
         absent if residual is None else residual,
         activation=activation or "none",
+        transpose_w=np.bool_(transpose_w),
     )
     return y, preactivation if saves else None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.cuda import bias_activation
-from jaxfused.cuda.linear import product
+from jaxfused.cuda.linear import add_input_gradient, product
 
 
 def hidden_gradient(
@@ -96,14 +96,8 @@ def gated_input_gradient(
     *,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """The sum dgate @ w_gate^T + dup @ w_up^T.
-
-    Both are rounded before they are added, as they are where JAX takes the gradient: two products in
-    float32 take 30 us more at [16384, 768].
-    """
+    """The sum dgate @ w_gate^T + dup @ w_up^T; the first is rounded before the second is added."""
     if w_up is None:
         w_gate, w_up = jnp.split(w_gate, 2, axis=1)
-    of_gate, of_up = (
-        product(dz, w, "mf,df->md", dz.dtype, precision) for dz, w in ((dgate, w_gate), (dup, w_up))
-    )
-    return (of_gate + of_up,)
+    dx = product(dgate, w_gate, "mf,df->md", dgate.dtype, precision)
+    return (add_input_gradient(dx, dup, w_up, precision=precision),)
