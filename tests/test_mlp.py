@@ -5,6 +5,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused import dispatch
 from jaxfused.reference.activation import activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.mlp import CASES, KERNEL_CASES
@@ -153,7 +154,6 @@ def test_dtype_of_the_result():
         ({"x": jnp.ones((2, 3), int)}, "x has dtype int32"),
         ({"activation": "tanh"}, "activation='tanh'"),
         ({"save": "all"}, "save='all' is not known; pass 'preactivation' or 'inputs'"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of mlp"),
     ],
 )
 def test_errors_of_mlp(change, message):
@@ -171,7 +171,6 @@ def test_errors_of_mlp(change, message):
         ({"b_up": jnp.ones(4)}, "b_up has shape"),
         ({"b_gate": jnp.ones(4)}, "b_gate has shape"),
         ({"w_down": jnp.ones((4, 3))}, "the hidden layer has 5 features"),
-        ({"implementation": "pallas"}, "it (needs a Hopper GPU|takes bfloat16 and float16)"),
     ],
 )
 def test_errors_of_gated_mlp(change, message):
@@ -179,6 +178,22 @@ def test_errors_of_gated_mlp(change, message):
     args |= {"w_down": jnp.ones((5, 3))}
     with pytest.raises(ValueError, match=f"^gated_mlp: .*{message}"):
         jaxfused.gated_mlp(**(args | change))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "reason"), [("pallas", "a Hopper GPU"), ("cuda", "an NVIDIA GPU")]
+)
+def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
+    cpu = dispatch.Device("cpu", "cpu", None, 0)
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: cpu)
+    with pytest.raises(ValueError, match=f"mlp: .* it needs {reason}"):
+        jaxfused.mlp(
+            jnp.ones((2, 3)),
+            jnp.ones((3, 5)),
+            None,
+            jnp.ones((5, 2)),
+            implementation=implementation,
+        )
 
 
 # --- kernels --------------------------------------------------------------------------------------

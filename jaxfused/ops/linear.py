@@ -1,13 +1,14 @@
 """linear: validation, choice of implementation, gradient."""
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference, sharding
+from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.row_kernel import ROWS, RowKernel
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.activation import activate
@@ -58,6 +59,8 @@ def linear(
       >>> x, w = jnp.array([[1.0, 2.0]]), jnp.array([[1.0, -1.0], [1.0, 0.0]])
       >>> jaxfused.linear(x, w, jnp.ones(2), activation="relu", residual=jnp.ones((1, 2)))
       Array([[5., 1.]], dtype=float32)
+
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
     Source: the affine layer, as `flax.linen.Dense` has it.
     """
@@ -113,7 +116,9 @@ def implementations(
             dtypes={"x": dtype, "residual": residual_dtype, "the result": out_dtype},
             features={"x": features, "the result": out_features},
         ),
-        "cuda": "there is no CUDA kernel of linear yet",
+        "cuda": cuda.linear.why_unsupported(
+            compute_capability=device.compute_capability, dtype=dtype
+        ),
         "xla": None,
     }
 
@@ -163,14 +168,18 @@ class Launch:
 
     def row_kernel(
         self,
-        function: Any,
+        functions: Mapping[str, Callable[..., Any]],
         operand_axes: tuple[str, ...],
         result_axes: tuple[str | None, ...],
         whole: str,
         **keywords: Any,
     ) -> RowKernel:
-        """The kernel `function` with its keywords and those of this launch."""
-        keywords["multiprocessors"] = self.multiprocessors
+        """The function of this launch's implementation, with its keywords and the launch's own."""
+        if self.implementation == "pallas":
+            keywords["multiprocessors"] = self.multiprocessors
+        else:
+            keywords["precision"] = self.precision
+        function = functions[self.implementation]
         return RowKernel(function, tuple(keywords.items()), operand_axes, result_axes, whole)
 
     def forward(
@@ -186,7 +195,7 @@ class Launch:
     ) -> tuple[jax.Array, jax.Array | None]:
         """activation(x @ w + bias) + residual, and x @ w + bias if it is to be saved."""
         kernel = self.row_kernel(
-            pallas_linear.forward,
+            {"pallas": pallas_linear.forward, "cuda": cuda.linear.forward},
             (ROWS + "d", "df", "f", ROWS + "f"),
             (ROWS + "f", ROWS + "f" if save_preactivation else None),
             "d",

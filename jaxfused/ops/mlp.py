@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference, sharding
+from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.linear import (
     Launch,
     check_affine,
@@ -71,6 +71,8 @@ def mlp(
       >>> x = jnp.array([[1.0, -2.0]])
       >>> jaxfused.mlp(x, jnp.eye(2), jnp.zeros(2), jnp.ones((2, 1)), activation="relu")
       Array([[1.]], dtype=float32)
+
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.3,
     https://arxiv.org/abs/1706.03762
@@ -235,7 +237,9 @@ def implementations(
             },
             features={"x": x.shape[-1], "the hidden layer": hidden, "the result": out_features},
         ),
-        "cuda": "there is no CUDA kernel of mlp and gated_mlp yet",
+        "cuda": cuda.linear.why_unsupported(
+            compute_capability=device.compute_capability, dtype=x.dtype
+        ),
         "xla": None,
     }
 
@@ -315,7 +319,7 @@ def _mlp_bwd(launch: Launch, options: _Options, saved: _MlpResiduals, dy):
         z, _ = launch.forward(x, w1, b1, None, activation=None, out_dtype=x.dtype)
     dy_narrow = dy.astype(x.dtype)
     hidden_gradient = launch.row_kernel(
-        pallas_mlp.hidden_gradient,
+        {"pallas": pallas_mlp.hidden_gradient, "cuda": cuda.mlp.hidden_gradient},
         (ROWS + "e", "fe", ROWS + "f"),
         (ROWS + "f", ROWS + "f", None if b1 is None else "f"),
         "e",
@@ -373,7 +377,7 @@ def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy
     has_biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
     dy_narrow = dy.astype(x.dtype)
     hidden_gradient = launch.row_kernel(
-        pallas_mlp.gated_hidden_gradient,
+        {"pallas": pallas_mlp.gated_hidden_gradient, "cuda": cuda.mlp.gated_hidden_gradient},
         (ROWS + "e", "fe", ROWS + "f", ROWS + "f"),
         (ROWS + "f", ROWS + "f", ROWS + "f", *("f" if has else None for has in has_biases)),
         "e",
@@ -383,7 +387,7 @@ def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy
     dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down.astype(x.dtype), gate, up)
     gate_axis = _gate_axis(w_up)
     input_gradient = launch.row_kernel(
-        pallas_mlp.gated_input_gradient,
+        {"pallas": pallas_mlp.gated_input_gradient, "cuda": cuda.mlp.gated_input_gradient},
         (ROWS + "f", ROWS + "f", "d" + gate_axis, "df"),
         (ROWS + "d",),
         "fg",
@@ -414,7 +418,7 @@ def _gated_unit(launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up
     """(activation(gate) * up, gate, up), the latter two if they are to be saved."""
     gate_axis = _gate_axis(w_up)
     kernel = launch.row_kernel(
-        pallas_mlp.gated_forward,
+        {"pallas": pallas_mlp.gated_forward, "cuda": cuda.mlp.gated_forward},
         (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f"),
         (ROWS + "f", *((ROWS + "f",) * 2 if save else (None, None))),
         "dg",
