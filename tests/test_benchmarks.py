@@ -90,7 +90,7 @@ def test_case_agrees_with_its_truth(name):
     with jax.enable_x64(True):
         truth = jax.jit(runner._in_float64(case.truth))(*inputs)
     for implementation in {"reference", "xla"} & set(case.jax):
-        outputs = case.jax[implementation](*inputs)
+        outputs = jax.jit(case.jax[implementation])(*inputs)
         assert runner.distance(outputs, truth) <= case.error_limit, implementation
 
 
@@ -128,11 +128,11 @@ def test_attention_takes_its_logits_once_more_for_the_gradient():
 def test_truth_of_attention_is_the_same_a_few_heads_at_a_time(monkeypatch):
     case = PRODUCT_CASES["causal attention forward+backward"]
     inputs = [a.astype(jnp.float32) for a in case.make_inputs(jax.random.key(0))]
-    at_once = case.truth(*inputs)
+    at_once = jax.jit(case.truth)(*inputs)
     monkeypatch.setattr(attention, "_TRUTH_LOGITS", 3 * 2 * 24 * 24)  # 3 of 4, then the last
-    in_parts = case.truth(*inputs)
+    in_parts = jax.jit(lambda *inputs: case.truth(*inputs))(*inputs)  # traced again
     assert runner.distance(in_parts, at_once) < 1e-5
-    of_reference = case.jax["reference"](*inputs)
+    of_reference = jax.jit(case.jax["reference"])(*inputs)
     assert runner.distance(in_parts, of_reference) < 1e-5
 
 
