@@ -10,7 +10,7 @@ import functools
 import heapq
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
 from pallas_kernels.attention_mask import BlockMask, Blocks, Index, segment_blocks
+from pallas_kernels.row_tiles import SHARED_MEMORY_BYTES
 
 _ROWS = 64
 """Queries of a consumer: what one wgmma instruction takes."""
@@ -59,6 +60,19 @@ class ForwardConfig:
     def query_block(self) -> int:
         return self.consumers * _ROWS
 
+    def shared_bytes(self, head_size: int, value_size: int) -> int:
+        """Of Q, K, V and the output in 16-bit elements, and no less than the barriers beside them."""
+        head_width, value_width = shared_width(head_size), shared_width(value_size)
+        elements = self.query_block * head_width
+        elements += self.stages * self.key_block * (head_width + value_width)
+        if self.has_own_output(head_size, value_size):
+            elements += self.query_block * value_width
+        return 2 * elements + 1024
+
+    def has_own_output(self, head_size: int, value_size: int) -> bool:
+        """Whether the output has shared memory of its own: also where that of Q has another width."""
+        return self.separate_output or shared_width(head_size) != shared_width(value_size)
+
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of a consumer and of the producer, from 64 Ki a multiprocessor."""
@@ -82,11 +96,10 @@ def default_config(
         return ForwardConfig(consumers=3, takes_turns=True, heads_together=together)
     if widest <= 128:
         return ForwardConfig(heads_together=together)
-    # Two consumers' output beside K, V and Q is too much where it cannot take the place of Q.
-    narrow = shared_width(head_size) != shared_width(value_size)
-    return ForwardConfig(
-        consumers=1 if narrow else 2, key_block=64, separate_output=False, heads_together=together
-    )
+    config = ForwardConfig(key_block=64, separate_output=False, heads_together=together)
+    if config.shared_bytes(head_size, value_size) <= SHARED_MEMORY_BYTES:
+        return config
+    return replace(config, consumers=1)
 
 
 def shared_width(head_size: int) -> int:
@@ -469,7 +482,7 @@ def forward(
     )
     if config.takes_turns:
         scratch["turn"] = plgpu.Barrier(num_barriers=consumers)
-    if config.separate_output or value_width != head_width:
+    if config.has_own_output(head_size, value_size):
         scratch["out_smem"] = shared((consumers, _ROWS, value_width))
 
     out, lse = plgpu.kernel(

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfused
 from jaxfused import reference
 from jaxfused.reference.attention import Mask
 from pallas_kernels import attention_fwd
 from pallas_kernels.attention_fwd import ForwardConfig
 from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
 from pallas_kernels.attention_mask import BlockMask, Blocks, segment_blocks
+from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
 from tests.tolerances import assert_accurate
 
@@ -344,3 +346,113 @@ def test_same_bits_twice(case):
     args = case.arrays(jnp.bfloat16)
     first, again = (kernel(case)(*args) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+# --- the operator: forward and gradient -----------------------------------------------------------
+
+
+def random_case(seed):
+    """Any shape with any of the options, and whether it has dropout."""
+    rng = np.random.default_rng(seed)
+
+    def maybe(value, otherwise=None):
+        return value if rng.random() < 0.35 else otherwise
+
+    batch, key_heads = (int(n) for n in rng.integers(1, 4, 2))
+    heads = key_heads * int(rng.integers(1, 4))
+    queries, keys = (int(n) for n in rng.integers(1, 700, 2))
+    head_size = 8 * int(rng.integers(1, 17))
+    whole = (batch, heads, queries, keys)
+
+    def broadcast():
+        return tuple(int(n) if rng.random() < 0.7 else 1 for n in whole)
+
+    def lengths(count):
+        return tuple(int(n) for n in rng.integers(0, count + 1, batch))
+
+    case = Case(
+        f"random {seed}",
+        queries,
+        keys,
+        heads,
+        key_heads,
+        head_size,
+        maybe(8 * int(rng.integers(1, 17))),
+        batch,
+        bias=maybe(broadcast()),
+        mask=maybe(broadcast()),
+        is_causal=maybe(True, False),
+        window=maybe(tuple(int(n) for n in rng.integers(0, 300, 2))),
+        query_lengths=maybe(lengths(queries)),
+        key_lengths=maybe(lengths(keys)),
+        segments=maybe(3, 0),
+        soft_cap=maybe(2.0),
+        sinks=maybe(True, False),
+    )
+    return case, maybe(True, False)
+
+
+RANDOM_SEEDS = range(24)
+
+
+def operator(case, implementation, **more):
+    """dot_product_attention and its log-sum-exp, with 0 where that is EMPTY_LSE."""
+    options = case.options()
+
+    def f(query, key, value, bias, sinks):
+        output, lse = jaxfused.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            sinks=sinks,
+            return_residual=True,
+            implementation=implementation,
+            **options,
+            **more,
+        )
+        return output, jnp.where(lse < -1e30, 0.0, lse)
+
+    return f
+
+
+def dropout(has_dropout):
+    if not has_dropout:
+        return {}
+    return {"dropout_rate": DROPOUT_RATE, "dropout_key": jax.random.key(4)}
+
+
+def gradients(f, args):
+    def total(args):
+        return sum(jnp.sum(a.astype(jnp.float32) ** 2) for a in f(*args))
+
+    return jax.grad(total)(args)
+
+
+@pytest.mark.parametrize("seed", RANDOM_SEEDS[::6])
+def test_the_gradient_of_random_cases_lowers(hopper, seed):
+    case, has_dropout = random_case(seed)
+    f = operator(case, "pallas", **dropout(has_dropout))
+    lowered = jax.export.export(jax.jit(lambda *args: gradients(f, args)), platforms=["cuda"])
+    assert lowered(*case.arrays(jnp.bfloat16)).mlir_module().count("mosaic_gpu") >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", RANDOM_SEEDS)
+def test_random_cases_are_as_accurate_as_the_reference(seed):
+    case, has_dropout = random_case(seed)
+    dtype = jnp.dtype(("bfloat16", "float16")[seed % 2])
+    ours = operator(case, "pallas", **dropout(has_dropout))
+    assert_values_and_gradients(
+        ours, operator(case, "xla", **dropout(has_dropout)), *case.arrays(dtype)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", RANDOM_SEEDS[:4])
+def test_gradients_of_random_cases_have_the_same_bits_twice(seed):
+    case, has_dropout = random_case(seed)
+    f = operator(case, "pallas", **dropout(has_dropout))
+    run = jax.jit(lambda args: gradients(f, args))
+    args = case.arrays(jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, run(args), run(args))
