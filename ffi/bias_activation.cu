@@ -7,7 +7,7 @@
 
 #include "activation.cuh"
 #include "handler.h"
-#include "layer_norm.cuh"
+#include "operands.h"
 #include "vector.cuh"
 
 namespace {
