@@ -26,11 +26,9 @@ def why_unsupported(
     residual_dtype: Any = None,
 ) -> str | None:
     """None where forward and backward can run, else the reason."""
-    if compute_capability is None:
-        return "it needs an NVIDIA GPU"
-    if compute_capability < (7, 5):
-        major, minor = compute_capability
-        return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
+    reason = library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
     if residual_dtype is not None and residual_dtype != dtype:

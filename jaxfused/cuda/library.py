@@ -26,6 +26,16 @@ TARGETS = (
 """Every handler in the library; the target is registered under the name of its symbol."""
 
 
+def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
+    """None for a GPU that the kernels are compiled for, else the reason."""
+    if compute_capability is None:
+        return "it needs an NVIDIA GPU"
+    if compute_capability < (7, 5):
+        major, minor = compute_capability
+        return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
+    return None
+
+
 @functools.cache
 def why_unavailable() -> str | None:
     """None where the kernels can be called, else the reason."""

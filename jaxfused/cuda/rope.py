@@ -29,11 +29,9 @@ def why_unsupported(
 ) -> str | None:
     """None where it can run, forward and back, else the reason."""
     del length, heads, key_heads, head_size, rotary_dim, interleaved
-    if compute_capability is None:
-        return "it needs an NVIDIA GPU"
-    if compute_capability < (7, 5):
-        major, minor = compute_capability
-        return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
+    reason = library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, and q has dtype {jnp.dtype(dtype)}"
     if dtype != k_dtype:
