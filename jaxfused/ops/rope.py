@@ -73,6 +73,8 @@ def rope(
       >>> q.shape, k.shape
       ((2, 5, 8, 64), (2, 5, 2, 64))
 
+    Forward-mode differentiation needs `implementation="xla"`.
+
     Source: Su et al., "RoFormer", 2021, https://arxiv.org/abs/2104.09864
     """
     op = "rope"
