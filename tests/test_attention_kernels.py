@@ -14,6 +14,7 @@ from pallas_kernels import attention_fwd
 from pallas_kernels.attention_fwd import ForwardConfig
 from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
 from pallas_kernels.attention_mask import BlockMask, Blocks, segment_blocks
+from tests import mosaic_interpreter
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
 from tests.tolerances import assert_accurate
@@ -318,6 +319,34 @@ def assert_as_accurate(case, dtype, dropout_rate=0.0, **how):
     np.testing.assert_array_equal(lse[empty], np.float32(reference.attention.EMPTY_LSE))
     lses = (np.where(empty, 0, a) for a in (lse, low_lse, true_lse))
     assert_accurate("lse", *lses)
+
+
+SMALL = dict(heads=1, key_heads=1, batch=1, head_size=32)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal, odd sizes", 250, 200, is_causal=True, **SMALL),
+        Case("window", 250, 330, window=(90, 20), sinks=True, **SMALL),
+        Case(
+            "lengths and bias",
+            250,
+            200,
+            query_lengths=(60,),
+            key_lengths=(99,),
+            bias=(250, 200),
+            **SMALL,
+        ),
+        Case("segments", 250, 200, segments=2, **SMALL),
+    ],
+    ids=str,
+)
+def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
+    """Over several tiles of one CTA, so that memory and barriers are used again."""
+    mosaic_interpreter.complete(monkeypatch)
+    assert_as_accurate(case, "float16", config=config, multiprocessors=1)
 
 
 @pytest.mark.gpu
