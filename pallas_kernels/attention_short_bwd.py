@@ -59,7 +59,7 @@ class BackwardConfig:
         numbers = self.key_slots * self.keys * (head + value)
         numbers += self.query_slots * ROWS * (head + 2 * value)
         numbers += self.keys * ROWS + ROWS * head
-        return 2 * numbers + self.query_slots * 3 * ROWS * 4 <= memory.SHARED_MEMORY_BYTES
+        return 2 * numbers + self.query_slots * 4 * ROWS * 4 <= memory.SHARED_MEMORY_BYTES
 
 
 def default_config(key_count: int, head_size: int, value_size: int) -> BackwardConfig:
@@ -166,7 +166,18 @@ def _backward(
     masked = not logits.mask.is_always_full(ROWS, config.keys)
     head_blocks, value_blocks = memory.blocks(head_size), memory.blocks(value_size)
 
-    def kernel(*refs, q_smem, k_smem, v_smem, o_smem, do_smem, ds_smem, dq_smem, rows_smem, **bars):
+    def kernel(
+        *refs,
+        q_smem,
+        k_smem,
+        v_smem,
+        o_smem,
+        do_smem,
+        ds_smem,
+        dq_smem,
+        rows_smem,
+        **bars,
+    ):
         refs = iter(refs)
         q_heads, k_heads, v_heads = memory.queries_keys_values(
             [next(refs) for _ in arrays], heads, key_heads
@@ -179,7 +190,7 @@ def _backward(
         )
         dlogits_gmem = None if bias is None else next(refs)
         wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
-        lse_smem, dlse_smem, delta_smem = rows_smem
+        lse_smem, dlse_smem, delta_smem, lse2_smem = rows_smem
         own_items = lax.div(items - cta_idx + (ctas - 1), jnp.int32(ctas))
         own_steps = own_items * steps
 
@@ -220,7 +231,9 @@ def _backward(
                 for smem, gmem in ((lse_smem, lse_gmem), (dlse_smem, dlse_gmem)):
                     if gmem is not None:
                         plgpu.copy_gmem_to_smem(
-                            gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)], smem.at[slot], full
+                            gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)],
+                            smem.at[slot],
+                            full,
                         )
 
             def copy_keys(item):
@@ -234,13 +247,16 @@ def _backward(
                             gmem_heads, batch_idx, tile * ROWS, key_head, full
                         )
 
-            def sum_rows(step):
-                """Takes sum(out dout) - dlse of each query of a step."""
+            def prepare_rows(step):
+                """What dK and dV need of each query of a step: sum(out dout) - dlse and the lse."""
                 slot = query_slot(step)
+                rows = plgpu.Layout.WGMMA.reduce(1)
                 plgpu.barrier_wait(bars["query_full"].at[slot])
                 delta = None
                 for o_ref, do_ref in zip(
-                    Matrix.of(o_smem, slot).operands, Matrix.of(do_smem, slot).operands, strict=True
+                    Matrix.of(o_smem, slot).operands,
+                    Matrix.of(do_smem, slot).operands,
+                    strict=True,
                 ):
                     o, do = (
                         plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -249,9 +265,14 @@ def _backward(
                     part = jnp.sum(o * do, axis=1)
                     delta = part if delta is None else delta + part
                 if dlse is not None:
-                    delta -= plgpu.load(dlse_smem.at[slot], layout=plgpu.Layout.WGMMA.reduce(1))
+                    delta -= plgpu.load(dlse_smem.at[slot], layout=rows)
                 delta_smem.at[slot][...] = delta
-                plgpu.barrier_arrive(bars["delta_full"].at[slot])
+                lse_rows = plgpu.load(lse_smem.at[slot], layout=rows)
+                # exp2 of anything less infinity is 0: such queries attend to nothing.
+                lse2_smem.at[slot][...] = jnp.where(
+                    lse_rows <= EMPTY_LSE, jnp.inf, lse_rows * LOG2E
+                )
+                plgpu.barrier_arrive(bars["rows_full"].at[slot])
 
             def compute_dq(step):
                 batch_idx, head_idx, start = place(step)
@@ -276,17 +297,20 @@ def _backward(
             plgpu.barrier_arrive(bars["ds_free"])
             copy_keys(0)
             copy_queries(0)
-            sum_rows(0)
+            prepare_rows(0)
 
             @pl.loop(0, own_steps)
             def _(step):
                 @pl.when(step + 1 < own_steps)
                 def _():
                     copy_queries(step + 1)
-                    sum_rows(step + 1)
+                    prepare_rows(step + 1)
 
                 compute_dq(step)
-                item, within = lax.div(step, jnp.int32(steps)), lax.rem(step, jnp.int32(steps))
+                item, within = (
+                    lax.div(step, jnp.int32(steps)),
+                    lax.rem(step, jnp.int32(steps)),
+                )
                 pl.when(within == steps - 1)(lambda: plgpu.barrier_arrive(bars["key_read"]))
                 # With one slot the next keys come when this head is done, else during it.
                 copies = within == (0 if key_slots > 1 else steps - 1)
@@ -302,88 +326,71 @@ def _backward(
             for slot in range(key_slots):
                 plgpu.barrier_arrive(bars["key_free"].at[slot])
 
-            def step_of(item, within, carry):
+            def accumulate(item, within, dv_accs, dk_accs):
+                """Adds what the queries of a step give to dK and dV, and passes dS on."""
                 step = item * steps + within
                 batch_idx, head_idx, start = place(step)
                 slot = query_slot(step)
                 key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
                 q, do = Matrix.of(q_smem, slot), Matrix.of(do_smem, slot)
-                tiles = [wg_idx * key_tiles + j for j in range(key_tiles)]
-                keys = [Matrix.of(k_smem, key_slot(item), tile) for tile in tiles]
-                values = [Matrix.of(v_smem, key_slot(item), tile) for tile in tiles]
-                places = [
-                    _KeyRows(batch_idx, head_idx, start, tile * ROWS, (ROWS, ROWS), transposed=True)
-                    for tile in tiles
-                ]
                 columns = plgpu.Layout.WGMMA.reduce(0)
                 plgpu.barrier_wait(bars["query_full"].at[slot])
 
-                def body(s_accs, dp_accs, dv_accs, dk_accs):
-                    dvs, dks = carry
-                    for accs, values_before in ((dv_accs, dvs), (dk_accs, dks)):
-                        for acc, before in zip(
-                            jax.tree.leaves(accs), jax.tree.leaves(values_before), strict=True
-                        ):
-                            acc[...] = before
-                    # One tile after the other: the registers hold dK and dV of all, but P of one.
-                    for j in range(key_tiles):
-                        memory.multiply_transposed(s_accs[j], keys[j], q)
-                        s = s_accs[j][...]
-                        lse_row = plgpu.load(lse_smem.at[slot], layout=columns)
-                        # exp2 of anything less infinity is 0: such queries attend to nothing.
-                        lse_row = jnp.where(lse_row <= EMPTY_LSE, jnp.inf, lse_row * LOG2E)
-                        x = logits.logits(s, places[j], ops, key_length, masked)
-                        p = jnp.exp2(x * logits.multiplier - _columns(lse_row, x.shape))
-                        dropped = p
-                        if logits.dropout_rate > 0:
-                            dropped = logits.dropped(p, places[j], ops)
-                        # From here on P is rounded: in float32 it would take twice the registers.
-                        p = p.astype(dtype)
-                        memory.multiply(dv_accs[j], dropped.astype(dtype), do)
-                        memory.multiply_transposed(dp_accs[j], values[j], do)
-                        if j == 0:
-                            plgpu.barrier_wait(bars["delta_full"].at[slot])
-                            plgpu.barrier_wait(bars["ds_free"])
-                        delta = _columns(plgpu.load(delta_smem.at[slot], layout=columns), p.shape)
-                        dp = dp_accs[j][...]
-                        if logits.dropout_rate > 0:
-                            dp = logits.dropped(dp, places[j], ops)
-                            dp = dp * (1.0 / logits.keep_probability)
-                        ds = p.astype(jnp.float32) * (dp - delta)
-                        if dlogits_gmem is not None:
-                            dlogits_gmem.at[
-                                batch_idx,
-                                head_idx,
-                                pl.ds(tiles[j] * ROWS, ROWS),
-                                pl.ds(start, ROWS),
-                            ][...] = ds
-                        if logits.soft_cap is not None:
-                            ds = ds * logits.derivative_of_capped(s)
-                        ds = ds.astype(dtype)
-                        memory.multiply(dk_accs[j], ds, q)
-                        ds_smem.at[tiles[j]][...] = ds
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(bars["ds_full"])
-                    results = jax.tree.map(lambda acc: acc[...], (dv_accs, dk_accs))
-                    plgpu.barrier_arrive(bars["query_free"].at[slot])
-                    return results
+                # One tile after the other: the registers hold dK and dV of all, but P of one.
+                for j in range(key_tiles):
+                    tile = wg_idx * key_tiles + j
+                    k = Matrix.of(k_smem, key_slot(item), tile)
+                    v = Matrix.of(v_smem, key_slot(item), tile)
+                    logits_tile = _KeyRows(
+                        batch_idx,
+                        head_idx,
+                        start,
+                        tile * ROWS,
+                        (ROWS, ROWS),
+                        transposed=True,
+                    )
 
-                carry = pl.run_scoped(
-                    body,
-                    [plgpu.ACC((ROWS, ROWS), jnp.float32)] * key_tiles,
-                    [plgpu.ACC((ROWS, ROWS), jnp.float32)] * key_tiles,
-                    [memory.accumulators(value_size) for _ in range(key_tiles)],
-                    [memory.accumulators(head_size) for _ in range(key_tiles)],
-                )
-                if key_slots > 1:
+                    def logits_products(acc, k=k):
+                        memory.multiply_transposed(acc, k, q)
+                        return acc[...]
 
-                    @pl.when((within == 0) & (item > 0))
-                    def _():
-                        # The last head's results have left the memory of its keys long ago.
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        plgpu.barrier_arrive(bars["key_free"].at[key_slot(item - 1)])
+                    s = pl.run_scoped(logits_products, plgpu.ACC((ROWS, ROWS), jnp.float32))
+                    if j == 0:
+                        plgpu.barrier_wait(bars["rows_full"].at[slot])
+                    lse_row = plgpu.load(lse2_smem.at[slot], layout=columns)
+                    x = logits.logits(s, logits_tile, ops, key_length, masked)
+                    p = jnp.exp2(x * logits.multiplier - _columns(lse_row, x.shape))
+                    kept = logits.dropped(p, logits_tile, ops) if logits.dropout_rate > 0 else None
+                    # From here on P is rounded, and the barrier keeps the compiler from going back to
+                    # it in float32: with those registers all products would wait for each other.
+                    p = lax.optimization_barrier(p.astype(dtype))
+                    kept = p if kept is None else lax.optimization_barrier(kept.astype(dtype))
 
-                return carry
+                    def value_products(dp_acc, kept=kept, dv_acc=dv_accs[j], v=v):
+                        memory.multiply(dv_acc, kept, do)
+                        memory.multiply_transposed(dp_acc, v, do)
+                        return dp_acc[...]
+
+                    dp = pl.run_scoped(value_products, plgpu.ACC((ROWS, ROWS), jnp.float32))
+                    if logits.dropout_rate > 0:
+                        dp = logits.dropped(dp, logits_tile, ops)
+                        dp = dp * (1.0 / logits.keep_probability)
+                    if j == 0:
+                        plgpu.barrier_wait(bars["ds_free"])
+                    delta = plgpu.load(delta_smem.at[slot], layout=columns)
+                    ds = p.astype(jnp.float32) * (dp - _columns(delta, dp.shape))
+                    if dlogits_gmem is not None:
+                        keys, queries = pl.ds(tile * ROWS, ROWS), pl.ds(start, ROWS)
+                        dlogits_gmem.at[batch_idx, head_idx, keys, queries][...] = ds
+                    if logits.soft_cap is not None:
+                        ds = ds * logits.derivative_of_capped(s)
+                    ds = ds.astype(dtype)
+                    memory.multiply(dk_accs[j], ds, q)
+                    ds_smem.at[tile][...] = ds
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(bars["ds_full"])
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(bars["query_free"].at[slot])
 
             @pl.loop(0, own_items)
             def _(item):
@@ -391,15 +398,24 @@ def _backward(
                 batch_idx, key_head = place_item(item)
                 plgpu.barrier_wait(bars["key_full"].at[slot])
 
-                def zeros(blocks):
-                    zero = plgpu.layout_cast(
-                        jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA
-                    )
-                    return [[zero] * blocks] * key_tiles
+                def all_steps(dv_accs, dk_accs):
+                    @pl.loop(0, steps)
+                    def _(within):
+                        accumulate(item, within, dv_accs, dk_accs)
+                        if key_slots > 1:
 
-                carry = (zeros(value_blocks), zeros(head_blocks))
-                dvs, dks = lax.fori_loop(
-                    0, steps, lambda within, carry: step_of(item, within, carry), carry
+                            @pl.when((within == 0) & (item > 0))
+                            def _():
+                                # The last head's results have left the memory of its keys long ago.
+                                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                                plgpu.barrier_arrive(bars["key_free"].at[key_slot(item - 1)])
+
+                    return jax.tree.map(lambda acc: acc[...], (dv_accs, dk_accs))
+
+                dvs, dks = pl.run_scoped(
+                    all_steps,
+                    [memory.accumulators(value_size)] * key_tiles,
+                    [memory.accumulators(head_size)] * key_tiles,
                 )
 
                 def write(smem, gmem_heads, results, factor):
@@ -440,7 +456,7 @@ def _backward(
             do_smem=memory.matrix((query_slots,), ROWS, value_size, dtype),
             ds_smem=memory.square((tile_count,), dtype),
             dq_smem=memory.matrix((), ROWS, head_size, dtype),
-            rows_smem=[rows, rows, rows],
+            rows_smem=[rows] * 4,
             query_full=plgpu.Barrier(num_arrivals=copies, num_barriers=query_slots),
             query_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=query_slots),
             key_full=plgpu.Barrier(
@@ -449,7 +465,7 @@ def _backward(
             ),
             key_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=key_slots),
             key_read=plgpu.Barrier(),
-            delta_full=plgpu.Barrier(num_barriers=query_slots),
+            rows_full=plgpu.Barrier(num_barriers=query_slots),
             ds_full=plgpu.Barrier(num_arrivals=warpgroups),
             ds_free=plgpu.Barrier(),
         ),
@@ -473,7 +489,12 @@ class _KeyRows(Tile):
 
     def matrix(self, ref) -> jax.Array:
         swapped = Tile(
-            self.batch, self.head, self.key_start, self.query_start, self.shape, layout=self.layout
+            self.batch,
+            self.head,
+            self.key_start,
+            self.query_start,
+            self.shape,
+            layout=self.layout,
         )
         return swapped.matrix(ref)
 

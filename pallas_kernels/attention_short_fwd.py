@@ -6,7 +6,7 @@ a CTA work on heads of their own and never wait for each other; while one waits 
 multiplies and the third takes exponentials.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,18 @@ class ForwardConfig:
     """How heads are spread over the chip."""
 
     workers: int
-    """Warpgroups of a CTA, of which a multiprocessor holds one."""
+    """Warpgroups of a CTA."""
     tiles: int
     """Tiles of queries for which a worker loads keys and values."""
+    ctas_per_multiprocessor: int
 
 
 def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
-    """How many warpgroups of a multiprocessor can have a head each in shared memory, up to 3."""
+    """How many warpgroups of a multiprocessor can have a head each in shared memory."""
     head, value = (ceil_to(size, COLUMNS) for size in (head_size, value_size))
     numbers = ceil_to(key_count, 8) * head + ceil_to(key_count, 64) * value + 2 * ROWS * head
     numbers += 0 if head == value else ROWS * value
-    return min(3, memory.SHARED_MEMORY_BYTES // (2 * numbers + 4 * ROWS))
+    return memory.SHARED_MEMORY_BYTES // (2 * numbers + 4 * ROWS)
 
 
 def default_config(
@@ -49,12 +50,13 @@ def default_config(
     multiprocessors: int,
 ) -> ForwardConfig:
     """The choice for `heads` heads of the whole batch."""
-    workers = workers_that_fit(key_count, head_size, value_size)
-    all_tiles = tiles = ceil_to(query_count, ROWS) // ROWS
-    # With few heads several workers share one, and each loads its keys and values.
-    while tiles > 1 and heads * all_tiles < workers * multiprocessors * tiles:
-        tiles = (tiles + 1) // 2
-    return ForwardConfig(workers, tiles)
+    # [64, 197, 12, 64]: 33 us with two CTAs of one worker, which may have 255 registers a thread; 35
+    # with one CTA of two, 39 with three workers of 168 registers. 33.4 us with 2 tiles, 34.0 with 4.
+    ctas = min(2, workers_that_fit(key_count, head_size, value_size))
+    tiles = min(2, ceil_to(query_count, ROWS) // ROWS)
+    if heads * (ceil_to(query_count, ROWS) // ROWS) < ctas * multiprocessors * tiles:
+        tiles = 1
+    return ForwardConfig(1, tiles, ctas)
 
 
 def forward(
@@ -108,10 +110,10 @@ def _forward(
     query_rows = ceil_to(query_count, tiles * ROWS)
     parts = query_rows // (tiles * ROWS)
     items = batch * heads * parts
-    ctas = min(multiprocessors, -(-items // workers))
+    ctas = min(config.ctas_per_multiprocessor * multiprocessors, -(-items // workers))
     operands = operands.padded(tiles * ROWS, key_rows)
     present = [name for name, array in operands._asdict().items() if array is not None]
-    masked = not logits.mask.is_always_full(ROWS, key_rows)
+    masks_anywhere = not logits.mask.is_always_full(ROWS, 1)
 
     def kernel(*refs, q_smem, k_smem, v_smem, out_smem, lse_smem, **full):
         *refs, out_gmem, lse_gmem = refs
@@ -177,27 +179,33 @@ def _forward(
             x = pl.run_scoped(products, plgpu.ACC((ROWS, key_rows), jnp.float32))
             pl.when(changes_head)(lambda: copy_keys(k_heads, k_wg_smem, k_full, step + 1))
 
-            tile = Tile(batch_idx, head_idx, start, 0, (ROWS, key_rows))
-            x = logits.logits(x, tile, ops, key_length, masked)
-            maximum = jnp.max(x, axis=1) * logits.multiplier
+            # 64 columns at a time, so that few float32 weights are live at once, only those with
+            # masked elements are masked, and an element's place costs no division.
+            parts_of_row = []
+            for first in range(0, key_rows, COLUMNS):
+                part = x[:, first : min(first + COLUMNS, key_rows)]
+                tile = Tile(batch_idx, head_idx, start, first, part.shape)
+                is_masked = masks_anywhere or first + part.shape[1] > key_count
+                parts_of_row.append((tile, logits.logits(part, tile, ops, key_length, is_masked)))
+            maximum = None
+            for _, part in parts_of_row:
+                part_maximum = jnp.max(part, axis=1)
+                maximum = part_maximum if maximum is None else jnp.maximum(maximum, part_maximum)
+            maximum = maximum * logits.multiplier
             if logits.has_sinks:
                 sink = ops.sinks[head_idx] * LOG2E
                 maximum = jnp.maximum(maximum, sink)
             # Any finite number serves a row of -inf: it only has to keep -inf - maximum from NaN.
             maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
             total, weights = 0.0, []
-            for first in range(0, key_rows, COLUMNS):
-                # Some columns at a time, so that the float32 weights of all are not live at once.
-                count = min(COLUMNS, key_rows - first)
-                part = x[:, first : first + count]
+            for tile, part in parts_of_row:
                 part = jnp.exp2(part * logits.multiplier - _rows(maximum, part.shape))
                 total = total + jnp.sum(part, axis=1)
                 if logits.dropout_rate > 0:
-                    part_tile = replace(tile, key_start=first, shape=part.shape)
-                    part = logits.dropped(part, part_tile, ops)
+                    part = logits.dropped(part, tile, ops)
                 part = part.astype(dtype)
-                if count < COLUMNS:
-                    nothing = jnp.zeros((ROWS, COLUMNS - count), dtype)
+                if part.shape[1] < COLUMNS:
+                    nothing = jnp.zeros((ROWS, COLUMNS - part.shape[1]), dtype)
                     nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
                     part = jnp.concatenate([part, nothing], axis=1)
                 weights.append(part)
