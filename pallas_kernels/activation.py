@@ -13,6 +13,7 @@ NAMES = ("relu", "relu2", "gelu_tanh", "gelu_erf", "silu")
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
+_LOG2_E = math.log2(math.e)
 
 
 def activation(name: str | None, x: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def derivative(name: str | None, x: jax.Array) -> jax.Array | float:
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
-    return _reciprocal(1.0 + jnp.exp(-x))
+    return _reciprocal(1.0 + jnp.exp2(-_LOG2_E * x))
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
@@ -67,14 +68,14 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 
 def _sigmoid_and_rest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """sigmoid(x) and 1 - sigmoid(x), which a subtraction leaves without digits where x is large."""
-    exponential = jnp.exp(-x)
+    exponential = jnp.exp2(-_LOG2_E * x)
     s = _reciprocal(1.0 + exponential)
     return s, jnp.where(x < 0.0, 1.0 - s, exponential * s)
 
 
 def _gelu_tanh_logit(x: jax.Array) -> jax.Array:
     # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
-    return 2.0 * _SQRT_2_OVER_PI * (x + _GELU_CUBIC * x * x * x)
+    return x * (2.0 * _SQRT_2_OVER_PI + 2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * (x * x))
 
 
 def _normal_cdf(x: jax.Array) -> jax.Array:
