@@ -39,6 +39,7 @@ inline ffi::Error current_device(Device* device) {
   const std::pair<cudaDeviceAttr, int*> attributes[] = {
       {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
+      {cudaDevAttrClusterLaunch, &device->clusters},
   };
   for (const auto& [attribute, value] : attributes) {
     RETURN_IF_ERROR(
@@ -61,6 +62,7 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
+  int cluster = 1;  // blocks
 };
 
 // Launches kernel(args).
@@ -72,6 +74,11 @@ ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& l
   config.blockDim = dim3(launch.threads);
   config.dynamicSmemBytes = launch.shared_bytes;
   config.stream = stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = launch.cluster > 1 ? 1 : 0;
   RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
   return check_cuda(cudaGetLastError(), "kernel launch");
 }

@@ -26,7 +26,7 @@ struct BackwardArgs {
   void* dx;
   // [segments * segment_blocks, features] each, nullptr where not wanted.
   float* gradients[kParameters];
-  float2* row_means;  // [rows] mean(g), mean(g xhat): only between the kernels for long rows
+  float2* row_terms;  // [rows] only between the kernels for long rows
   int rows;           // of one segment
   int segments;
   int segment_blocks;
@@ -40,154 +40,184 @@ struct BackwardArgs {
   }
 };
 
-// The part of the equations above that needs no sum over the row: h is pre_activation's input, dz
-// comes as dy.
+// What becomes of an element before the sums over its row are known: centred = u - mean, dz out of
+// dy, and h with pre_bias.
 template <int kVec>
-__device__ __forceinline__ void normalise(const NormOptions& options, float mean, float rstd,
-                                          const float (&h)[kVec], const float (&scale)[kVec],
-                                          const float (&bias)[kVec], float (&dz)[kVec],
-                                          float (&xhat)[kVec], float (&g)[kVec]) {
+__device__ __forceinline__ void prepare(const NormOptions& options, float mean, float rstd,
+                                        const float (&h)[kVec], const float (&scale)[kVec],
+                                        const float (&bias)[kVec], float (&dz)[kVec],
+                                        float (&centred)[kVec]) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) xhat[i] = h[i];
-  activate(options.pre_activation, xhat);
+  for (int i = 0; i < kVec; ++i) centred[i] = h[i];
+  activate(options.pre_activation, centred);
 #pragma unroll
-  for (float& value : xhat) value = (value - mean) * rstd;
+  for (float& value : centred) value -= mean;
   if (options.activation != Activation::kNone) {
     float z[kVec];
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) z[i] = xhat[i] * scale[i] + bias[i];
+    for (int i = 0; i < kVec; ++i) z[i] = centred[i] * rstd * scale[i] + bias[i];
     multiply_derivative(options.activation, z, dz);
   }
-  // Rounded here: a g fused into g - mean(g) would leave a residue where both are the same.
+}
+
+// Adds an element's part to the sums over its row, sum(g centred) and sum(g), and to those over its
+// column, sum(dz xhat) and sum(dz), as many of each as there are.
+template <int kVec, int kSums, int kGradients>
+__device__ __forceinline__ void add_to_sums(float rstd, const float (&scale)[kVec],
+                                            const float (&dz)[kVec], const float (&centred)[kVec],
+                                            float (&sums)[kSums],
+                                            float (&gradients)[kGradients][kVec]) {
+  float parts[kSums] = {};
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) g[i] = __fmul_rn(dz[i], scale[i]);
+  for (int i = 0; i < kVec; ++i) {
+    const float product = dz[i] * centred[i];
+    parts[0] += product * scale[i];
+    gradients[0][i] += product * rstd;
+    if constexpr (kSums > 1) parts[1] += dz[i] * scale[i];
+    if constexpr (kGradients > 1) gradients[1][i] += dz[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[i] += parts[i];
+}
+
+// What dh takes from the sums over its row: rstd mean(g xhat) and mean(g).
+template <int kSums>
+__device__ __forceinline__ float2 row_terms(const NormOptions& options, float rstd,
+                                            const float (&sums)[kSums]) {
+  const float slope = sums[0] * options.inverse_features * rstd * rstd;
+  const bool centred = kSums > 1 && options.subtract_mean;
+  return make_float2(slope, centred ? sums[kSums - 1] * options.inverse_features : 0.0f);
 }
 
 // dh without dnext_residual.
 template <int kVec>
-__device__ __forceinline__ void gradient_of_h(const NormOptions& options, float rstd,
-                                              float2 row_means, const float (&h)[kVec],
-                                              const float (&xhat)[kVec], const float (&g)[kVec],
+__device__ __forceinline__ void gradient_of_h(const NormOptions& options, float rstd, float2 terms,
+                                              const float (&h)[kVec], const float (&scale)[kVec],
+                                              const float (&dz)[kVec], const float (&centred)[kVec],
                                               float (&dh)[kVec]) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) dh[i] = (g[i] - row_means.x - xhat[i] * row_means.y) * rstd;
+  for (int i = 0; i < kVec; ++i) {
+    // Rounded here: a product fused into g - mean(g) would leave a residue where both are the same.
+    const float g = __fmul_rn(dz[i], scale[i]) - terms.y;
+    dh[i] = (g - centred[i] * terms.x) * rstd;
+  }
   multiply_derivative(options.pre_activation, h, dh);
 }
 
-__device__ __forceinline__ float2 row_means_of(const NormOptions& options, const float (&sums)[2]) {
-  return make_float2(options.subtract_mean ? sums[0] * options.inverse_features : 0.0f,
-                     sums[1] * options.inverse_features);
+// --- rows that one or two blocks hold
+// -------------------------------------------------------------
+
+// The gradients of a thread's columns stay in registers, in float32. Rows come in through a ring in
+// shared memory; a row is needed twice, before and after the exchange of its sums, and stays in
+// registers meanwhile, packed. Where a block has no room for that, a cluster of two blocks
+// (kPair) shares each row. kMean: whether there are a mean and dbias; without, a chain is plain.
+template <Chain kChain, bool kPair>
+constexpr ThreadLimits backward_limits() {
+  if (kPair) return {0, 0, 0, 256};
+  return kChain == Chain::kPlain ? ThreadLimits{512, 512, 384, 256}
+                                 : ThreadLimits{512, 384, 256, 256};
 }
-
-// --- rows that one block works on ----------------------------------------------------------------
-
-// The gradients of a thread's columns stay in registers, in float32, and rows come in through a
-// ring in shared memory. A row is needed twice, before and after the exchange of its sums. Up to
-// 8,192 features or so it stays in registers meanwhile, packed; longer rows of the plain chain stay
-// in the ring.
-constexpr ThreadLimits backward_limits(Chain chain) {
-  return chain == Chain::kPlain ? ThreadLimits{512, 512, 384, 256}
-                                : ThreadLimits{512, 384, 256, 256};
-}
-
-// Where only dscale is wanted, twice the threads have its sums: 106 us instead of 115 for 4096
-// rows of 16384 bfloat16 values on an H200.
-constexpr ThreadLimits kLongLimits = {0, 0, 0, 512};
-constexpr ThreadLimits kLongScaleOnlyLimits = {0, 1024, 0, 0};
-
-template <Chain kChain, int kElements, bool kLong>
-struct BackwardForm {
-  static constexpr bool kScaleOnly = kLong && threads_limit(kLongScaleOnlyLimits, kElements) != 0;
-  static constexpr int kGradients = kScaleOnly ? 1 : kChain == Chain::kPlain ? 2 : 3;
-  static constexpr int kThreads = threads_limit(kScaleOnly ? kLongScaleOnlyLimits
-                                                : kLong    ? kLongLimits
-                                                           : backward_limits(kChain),
-                                                kElements);
-};
 
 constexpr int kBackwardStreams = 2;  // h, dy
 
-template <typename T, int kVec, int kElements, Chain kChain, bool kLong>
-__global__ void __launch_bounds__(BackwardForm<kChain, kElements, kLong>::kThreads)
+// Parameters in shared memory.
+constexpr int backward_parameters(Chain chain) {
+  return chain == Chain::kPlain ? 1 : chain == Chain::kRelu ? 2 : 3;
+}
+
+template <typename T, int kVec, int kElements, Chain kChain, bool kMean, bool kPair>
+__global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>(), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
+  constexpr int kBlocks = kPair ? 2 : 1;  // a row
   constexpr int kVectors = kElements / kVec;
-  constexpr int kGradients = BackwardForm<kChain, kElements, kLong>::kGradients;
+  constexpr int kSums = kMean ? 2 : 1;
+  constexpr int kGradients = !kMean ? 1 : kChain == Chain::kPlain ? 2 : 3;
+  // Whether dnext_residual has registers, and so does not keep the second half waiting. Worth it
+  // where there are few warps: 77 us instead of 97 for 8192 rows of 4096 bfloat16 values on an
+  // H200.
+  constexpr bool kLoadsEarly = kChain == Chain::kPlain && kElements == 32;
+  static_assert(kMean || kChain == Chain::kPlain);
+  using Columns = Columns<kVec, kVectors>;
+  using Ring = RowRing<T, kVec, kVectors, kBackwardStreams>;
+  using RowSum = std::conditional_t<kPair, PairSum, TeamSum>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
 
   const NormOptions options = known_options<kChain>(args.options);
   const Team team(args.team_size);
-  TeamSum team_sum(team, shared);
+  RowSum row_sum(team, shared);
   shared += TeamSum::kScratch;
-  const Columns<kVec, kVectors> column(team, args.features);
-  const int segment = blockIdx.x / args.segment_blocks;
-  const RowWalk walk(team, blockIdx.x % args.segment_blocks, args.segment_blocks,
-                     segment * args.rows, (segment + 1) * args.rows);
-
-  ColumnValues<kVec, kVectors, false> scale, bias, pre_bias;
-  const auto place_values = [&](auto& values) {
-    values.place(shared, team);
-    shared += team.size * kElements;
-  };
-  place_values(scale);
-  if constexpr (kChain != Chain::kPlain) place_values(pre_bias);
-  if constexpr (kChain == Chain::kGeneral) place_values(bias);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    float values[3][kVec] = {};
-    if (column.has(v)) {
-      load_scale(args.scale, options.scale_offset, column(v), values[0]);
-      load_or_zero(args.bias, column(v), values[1]);
-      if (args.adds_pre_bias()) load_parameter(args.pre_bias, column(v), values[2]);
-    }
-    scale.write(v, values[0]);
-    if constexpr (kChain != Chain::kPlain) pre_bias.write(v, values[2]);
-    if constexpr (kChain == Chain::kGeneral) bias.write(v, values[1]);
-  }
-  using Ring = RowRing<T, kVec, kVectors, kBackwardStreams>;
+  const int width = args.features / kBlocks;
+  const int first_column = kPair ? cluster_rank() * width : 0;
+  const Columns column(team, width, first_column);
+  const int unit = blockIdx.x / kBlocks;
+  const int segment = unit / args.segment_blocks;
+  const RowWalk walk(team, unit % args.segment_blocks, args.segment_blocks, segment * args.rows,
+                     (segment + 1) * args.rows);
+  ColumnValues<kVec, kVectors, false> scale(shared, team);
+  ColumnValues<kVec, kVectors, kChain == Chain::kPlain> pre_bias(shared, team);
+  ColumnValues<kVec, kVectors, kChain != Chain::kGeneral> bias(shared, team);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
-  const void* const sources[kBackwardStreams] = {args.h, args.dy};
-  Ring ring(barriers, shared, sources, args.stages, team, column, walk);
 
+  // The first rows are on their way while the parameters are loaded.
+  const void* const sources[kBackwardStreams] = {static_cast<const T*>(args.h) + first_column,
+                                                 static_cast<const T*>(args.dy) + first_column};
+  Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
   // What comes from memory directly is asked for one step ahead: a load takes about as long as a
   // row.
   const auto load_statistics = [&](int row) {
     if (row >= walk.end) return make_float2(0.0f, 0.0f);
-    return make_float2(args.mean == nullptr ? 0.0f : args.mean[row], args.rstd[row]);
+    const bool centred = kMean && args.mean != nullptr;
+    return make_float2(centred ? args.mean[row] : 0.0f, args.rstd[row]);
   };
-  const auto dnext_address = [&](int row, int v) {
-    return static_cast<const T*>(args.dnext_residual) +
-           (static_cast<int64_t>(row) * args.features + column(v));
+  const T* dnext_residual = static_cast<const T*>(args.dnext_residual);
+  const auto prefetch_dnext = [&](int row) {
+    if (Ring::kBulk && dnext_residual != nullptr && team.rank == 0 && row < walk.end) {
+      bulk_prefetch(dnext_residual + column.start(row, args.features), width * sizeof(T));
+    }
   };
+  const auto load_dnext = [&](int row, int v) {
+    return load_streaming<T, kVec>(dnext_residual + column.place(row, args.features, v));
+  };
+  prefetch_dnext(walk.first + walk.line);
   float2 next_statistics = load_statistics(walk.first + walk.line);
-  float gradients[kGradients][kVectors][kVec] = {};
-  __syncthreads();
+  {
+    float values[3][kVectors][kVec];
+    load_columns(args.scale, column, 1.0f, values[0]);
+    const Parameter offset = args.adds_pre_bias() ? args.pre_bias : Parameter{};
+    if constexpr (kChain != Chain::kPlain) load_columns(offset, column, 0.0f, values[1]);
+    if constexpr (kChain == Chain::kGeneral) load_columns(args.bias, column, 0.0f, values[2]);
+    scale.write(values[0], args.scale.data == nullptr ? 0.0f : options.scale_offset);
+    if constexpr (kChain != Chain::kPlain) pre_bias.write(values[1], 0.0f);
+    if constexpr (kChain == Chain::kGeneral) bias.write(values[2], 0.0f);
+  }
+  float gradients[kVectors][kGradients][kVec] = {};
+  row_sum.start();
 
   for (int base = walk.first; base < walk.end; base += walk.step) {
     const int row = base + walk.line;
-    const bool active = kLong || row < walk.end;
+    const bool active = row < walk.end;
     const float mean = next_statistics.x;
     const float rstd = next_statistics.y;
     next_statistics = load_statistics(row + walk.step);
-    if (args.dnext_residual != nullptr && row + walk.step < walk.end) {
+    prefetch_dnext(row + walk.step);
+    Vector<T, kVec> dnext[kLoadsEarly ? kVectors : 1];
+    if constexpr (kLoadsEarly) {
+      if (dnext_residual != nullptr && active) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (column.has(v)) prefetch(dnext_address(row + walk.step, v));
+        for (int v = 0; v < kVectors; ++v) {
+          if (column.has(v)) dnext[v] = load_dnext(row, v);
+        }
       }
     }
 
-    Vector<T, kVec> inputs[kLong ? 1 : kVectors][kBackwardStreams];
-    const auto read = [&](int v, float (&h)[kVec], float (&dz)[kVec], float (&xhat)[kVec],
-                          float (&g)[kVec]) {
-      if constexpr (kLong) {
-        unpack(ring.read(0, v), h);
-        unpack(ring.read(1, v), dz);
-      } else {
-        unpack(inputs[v][0], h);
-        unpack(inputs[v][1], dz);
-      }
-      float factor[kVec], offset[kVec] = {};
+    Vector<T, kVec> inputs[kVectors][kBackwardStreams];
+    const auto read = [&](int v, float (&h)[kVec], float (&factor)[kVec], float (&dz)[kVec],
+                          float (&centred)[kVec]) {
+      unpack(inputs[v][0], h);
+      unpack(inputs[v][1], dz);
+      float offset[kVec] = {};
       scale.read(v, factor);
       if constexpr (kChain != Chain::kPlain) {
         pre_bias.read(v, offset);
@@ -195,58 +225,44 @@ __global__ void __launch_bounds__(BackwardForm<kChain, kElements, kLong>::kThrea
         for (int i = 0; i < kVec; ++i) h[i] += offset[i];
       }
       if constexpr (kChain == Chain::kGeneral) bias.read(v, offset);
-      normalise(options, mean, rstd, h, factor, offset, dz, xhat, g);
+      prepare(options, mean, rstd, h, factor, offset, dz, centred);
     };
-    float sums[2] = {0.0f, 0.0f};
+    float sums[kSums] = {};
     ring.wait();
     if (active) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float h[kVec], dz[kVec], xhat[kVec], g[kVec], products[kVec];
-        if constexpr (!kLong) {
-          inputs[v][0] = ring.read(0, v);
-          inputs[v][1] = ring.read(1, v);
-        }
-        read(v, h, dz, xhat, g);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          products[i] = g[i] * xhat[i];
-          gradients[0][v][i] += dz[i] * xhat[i];
-          if constexpr (kGradients > 1) gradients[1][v][i] += dz[i];
-        }
-        sums[0] += sum_of(g);
-        sums[1] += sum_of(products);
+        float h[kVec], factor[kVec], dz[kVec], centred[kVec];
+        inputs[v][0] = ring.read(0, v);
+        inputs[v][1] = ring.read(1, v);
+        read(v, h, factor, dz, centred);
+        add_to_sums(rstd, factor, dz, centred, sums, gradients[v]);
       }
     }
-    team_sum(sums);
-    if constexpr (!kLong) ring.fetch();
-    const float2 row_means = row_means_of(options, sums);
+    row_sum(sums);
+    ring.fetch();
+    const float2 terms = row_terms(options, rstd, sums);
     if (active) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        float h[kVec], dz[kVec], xhat[kVec], g[kVec], dh[kVec];
-        read(v, h, dz, xhat, g);
-        gradient_of_h(options, rstd, row_means, h, xhat, g, dh);
+        float h[kVec], factor[kVec], dz[kVec], centred[kVec], dh[kVec];
+        read(v, h, factor, dz, centred);
+        gradient_of_h(options, rstd, terms, h, factor, dz, centred, dh);
         if (!column.has(v)) continue;
-        if (args.dnext_residual != nullptr) {
-          float dnext[kVec];
-          unpack(load_streaming<T, kVec>(dnext_address(row, v)), dnext);
+        if (dnext_residual != nullptr) {
+          float addend[kVec];
+          unpack(kLoadsEarly ? dnext[v] : load_dnext(row, v), addend);
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) dh[i] += dnext[i];
+          for (int i = 0; i < kVec; ++i) dh[i] += addend[i];
         }
         if constexpr (kGradients > 2) {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) gradients[2][v][i] += dh[i];
+          for (int i = 0; i < kVec; ++i) gradients[v][2][i] += dh[i];
         }
         Vector<T, kVec> dx;
         pack(dh, dx);
-        store_streaming(
-            static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.features + column(v), dx);
+        store_streaming(static_cast<T*>(args.dx) + column.place(row, args.features, v), dx);
       }
-    }
-    if constexpr (kLong) {
-      team_sum.synchronize();
-      ring.fetch();
     }
   }
 
@@ -254,9 +270,15 @@ __global__ void __launch_bounds__(BackwardForm<kChain, kElements, kLong>::kThrea
 #pragma unroll
   for (int i = 0; i < kGradients; ++i) {
     if (args.gradients[i] == nullptr) continue;
+    float values[kVectors][kVec];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) values[v][j] = gradients[v][i][j];
+    }
     __syncthreads();
-    add_over_teams(gradients[i], team, column, shared,
-                   args.gradients[i] + static_cast<int64_t>(blockIdx.x) * args.features);
+    add_over_teams(values, team, column, shared,
+                   args.gradients[i] + column.start(unit, args.features));
   }
 }
 
@@ -265,49 +287,83 @@ __global__ void __launch_bounds__(BackwardForm<kChain, kElements, kLong>::kThrea
 // Such rows are read twice, once by each of two kernels: no block can hold a row and the sums over
 // rows of its columns at the same time.
 
-template <typename T, int kVec>
-__device__ __forceinline__ void load_operands(const BackwardArgs& args, int row, int column,
-                                              float (&h)[kVec], float (&dz)[kVec],
-                                              float (&scale)[kVec], float (&bias)[kVec]) {
-  const int64_t place = static_cast<int64_t>(row) * args.features + column;
-  unpack(load_vector<T, kVec>(static_cast<const T*>(args.h) + place), h);
-  unpack(load_vector<T, kVec>(static_cast<const T*>(args.dy) + place), dz);
-  load_scale(args.scale, args.options.scale_offset, column, scale);
-  load_or_zero(args.bias, column, bias);
-  if (args.adds_pre_bias()) {
-    float offset[kVec];
-    load_parameter(args.pre_bias, column, offset);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) h[i] += offset[i];
-  }
-}
+template <int kVec>
+struct ColumnParameters {
+  float scale[kVec], bias[kVec], pre_bias[kVec];
 
-// row_means, a block a row.
+  __device__ __forceinline__ ColumnParameters(const BackwardArgs& args, int column) {
+    load_scale(args.scale, args.options.scale_offset, column, scale);
+    load_or_zero(args.bias, column, bias);
+    load_or_zero(args.adds_pre_bias() ? args.pre_bias : Parameter{}, column, pre_bias);
+  }
+};
+
+// A vector of h and of dy as in memory, and what becomes of it.
+template <typename T, int kVec>
+struct Operands {
+  Vector<T, kVec> packed_h, packed_dy;
+
+  __device__ __forceinline__ void load(const BackwardArgs& args, int64_t place) {
+    packed_h = load_vector<T, kVec>(static_cast<const T*>(args.h) + place);
+    packed_dy = load_vector<T, kVec>(static_cast<const T*>(args.dy) + place);
+  }
+
+  __device__ __forceinline__ void prepare(const NormOptions& options, float mean, float rstd,
+                                          const ColumnParameters<kVec>& parameters,
+                                          float (&h)[kVec], float (&dz)[kVec],
+                                          float (&centred)[kVec]) const {
+    unpack(packed_h, h);
+    unpack(packed_dy, dz);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) h[i] += parameters.pre_bias[i];
+    ::prepare(options, mean, rstd, h, parameters.scale, parameters.bias, dz, centred);
+  }
+};
+
+// Rows that a block takes at a time: they share the parameters, and are all under way.
+constexpr int kTermRows = 4;
+
+// row_terms, of one row after the other where there are few.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
-    backward_row_means(const __grid_constant__ BackwardArgs args) {
+    backward_row_terms(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const Team team(args.team_size);
   TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
   __syncthreads();
   const int rows = args.rows * args.segments;
-  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-    const float mean = args.mean == nullptr ? 0.0f : args.mean[row];
-    const float rstd = args.rstd[row];
-    float sums[2] = {0.0f, 0.0f};
-#pragma unroll 2
-    for (int column = team.rank * kVec; column < args.features; column += team.size * kVec) {
-      float h[kVec], dz[kVec], xhat[kVec], g[kVec], scale[kVec], bias[kVec];
-      load_operands<T>(args, row, column, h, dz, scale, bias);
-      normalise(args.options, mean, rstd, h, scale, bias, dz, xhat, g);
+  const int height = min(kTermRows, divide_up(rows, gridDim.x));
+  for (int first = blockIdx.x * height; first < rows; first += gridDim.x * height) {
+    const int count = min(height, rows - first);
+    float mean[kTermRows] = {}, rstd[kTermRows] = {}, sums[kTermRows][2] = {};
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        sums[0] += g[i];
-        sums[1] += g[i] * xhat[i];
+    for (int r = 0; r < kTermRows; ++r) {
+      if (r >= count) continue;
+      if (args.mean != nullptr) mean[r] = args.mean[first + r];
+      rstd[r] = args.rstd[first + r];
+    }
+    for (int column = team.rank * kVec; column < args.features; column += team.size * kVec) {
+      Operands<T, kVec> operands[kTermRows];
+#pragma unroll
+      for (int r = 0; r < kTermRows; ++r) {
+        if (r >= count) continue;
+        operands[r].load(args, static_cast<int64_t>(first + r) * args.features + column);
+      }
+      const ColumnParameters<kVec> parameters(args, column);
+#pragma unroll
+      for (int r = 0; r < kTermRows; ++r) {
+        if (r >= count) continue;
+        float h[kVec], dz[kVec], centred[kVec], unused[1][kVec] = {};
+        operands[r].prepare(args.options, mean[r], rstd[r], parameters, h, dz, centred);
+        add_to_sums(rstd[r], parameters.scale, dz, centred, sums[r], unused);
       }
     }
-    team_sum(sums);
-    if (team.rank == 0) args.row_means[row] = row_means_of(args.options, sums);
+#pragma unroll
+    for (int r = 0; r < kTermRows; ++r) {
+      if (r >= count) continue;
+      team_sum(sums[r]);
+      if (team.rank == 0) args.row_terms[first + r] = row_terms(args.options, rstd[r], sums[r]);
+    }
   }
 }
 
@@ -320,31 +376,31 @@ __global__ void __launch_bounds__(kWideThreads)
   const int segment = blockIdx.x / args.segment_blocks;
   const int first = segment * args.rows + blockIdx.x % args.segment_blocks;
   const int end = (segment + 1) * args.rows;
+  const ColumnParameters<kVec> parameters(args, column);
+  const auto place = [&](int row) { return static_cast<int64_t>(row) * args.features + column; };
   float gradients[kParameters][kVec] = {};
-#pragma unroll 2
+  Operands<T, kVec> next;
+  next.load(args, place(first));
   for (int row = first; row < end; row += args.segment_blocks) {
+    const Operands<T, kVec> operands = next;
+    if (row + args.segment_blocks < end) next.load(args, place(row + args.segment_blocks));
     const float mean = args.mean == nullptr ? 0.0f : args.mean[row];
     const float rstd = args.rstd[row];
-    float h[kVec], dz[kVec], xhat[kVec], g[kVec], scale[kVec], bias[kVec], dh[kVec];
-    load_operands<T>(args, row, column, h, dz, scale, bias);
-    normalise(args.options, mean, rstd, h, scale, bias, dz, xhat, g);
-    gradient_of_h(args.options, rstd, args.row_means[row], h, xhat, g, dh);
-    const int64_t place = static_cast<int64_t>(row) * args.features + column;
+    float h[kVec], dz[kVec], centred[kVec], dh[kVec], sums[2] = {};
+    operands.prepare(args.options, mean, rstd, parameters, h, dz, centred);
+    add_to_sums(rstd, parameters.scale, dz, centred, sums, gradients);
+    gradient_of_h(args.options, rstd, args.row_terms[row], h, parameters.scale, dz, centred, dh);
     if (args.dnext_residual != nullptr) {
       float dnext[kVec];
-      unpack(load_vector<T, kVec>(static_cast<const T*>(args.dnext_residual) + place), dnext);
+      unpack(load_vector<T, kVec>(static_cast<const T*>(args.dnext_residual) + place(row)), dnext);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) dh[i] += dnext[i];
     }
     Vector<T, kVec> dx;
     pack(dh, dx);
-    store_vector(static_cast<T*>(args.dx) + place, dx);
+    store_vector(static_cast<T*>(args.dx) + place(row), dx);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      gradients[0][i] += dz[i] * xhat[i];
-      gradients[1][i] += dz[i];
-      gradients[2][i] += dh[i];
-    }
+    for (int i = 0; i < kVec; ++i) gradients[2][i] += dh[i];
   }
 #pragma unroll
   for (int parameter = 0; parameter < kParameters; ++parameter) {
@@ -366,41 +422,27 @@ struct AddBlocksArgs {
 };
 
 constexpr int kAddThreads = 32;  // side by side
-constexpr int kAddRows = 16;
+constexpr int kAddSlices = 16;   // of the parts
 
 // Block (x, segment, parameter) adds up kAddThreads vectors of columns of one gradient.
 template <int kVec>
-__global__ void __launch_bounds__(kAddThreads* kAddRows)
+__global__ void __launch_bounds__(kAddThreads* kAddSlices)
     add_blocks(const __grid_constant__ AddBlocksArgs args) {
-  using Sum = Vector<float, kVec>;
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-  Sum* sums = reinterpret_cast<Sum*>(shared_memory);
+  __shared__ Vector<float, kVec> sums[kAddSlices][kAddThreads];
   const int segment = blockIdx.y;
   const int lane = threadIdx.x % kAddThreads;
   const int slice = threadIdx.x / kAddThreads;
   const int column = (blockIdx.x * kAddThreads + lane) * kVec;
-  const int64_t first_part = static_cast<int64_t>(segment) * args.segment_blocks;
+  const int64_t first_part = static_cast<int64_t>(segment) * args.segment_blocks + slice;
   const float* parts = args.parts[blockIdx.z] + first_part * args.features + column;
-  Sum sum = {};
-  const auto add = [&](const Sum& other) {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) sum.values[i] += other.values[i];
-  };
-  if (column < args.features) {
-#pragma unroll 4
-    for (int block = slice; block < args.segment_blocks; block += kAddRows) {
-      add(load_vector<float, kVec>(parts + static_cast<int64_t>(block) * args.features));
-    }
-  }
-  store_vector(sums + threadIdx.x, sum);
+  const int count = column < args.features ? divide_up(args.segment_blocks - slice, kAddSlices) : 0;
+  sums[slice][lane] = accurate_sum<kVec>(count, [&](int i) {
+    return load_vector<float, kVec>(parts + static_cast<int64_t>(i) * kAddSlices * args.features);
+  });
   __syncthreads();
   if (slice == 0 && column < args.features) {
-#pragma unroll
-    for (int other = 1; other < kAddRows; ++other) {
-      add(load_vector<float, kVec>(sums + other * kAddThreads + lane));
-    }
     store_vector(args.totals[blockIdx.z] + static_cast<int64_t>(segment) * args.features + column,
-                 sum);
+                 accurate_sum<kVec>(kAddSlices, [&](int i) { return sums[i][lane]; }));
   }
 }
 
@@ -408,47 +450,60 @@ __global__ void __launch_bounds__(kAddThreads* kAddRows)
 
 using BackwardKernel = void (*)(BackwardArgs);
 
-template <typename T, Chain kChain>
-BackwardKernel vector_kernel(int elements) {
-  constexpr int kVec = 16 / sizeof(T);
-  constexpr BackwardKernel kKernels[kElementChoices] = {
-      backward_rows<T, kVec, 8, kChain, false>, backward_rows<T, kVec, 16, kChain, false>,
-      backward_rows<T, kVec, 24, kChain, false>, backward_rows<T, kVec, 32, kChain, false>};
-  return kKernels[elements / kElementStep - 1];
-}
-
 struct BackwardPlan {
-  BackwardKernel kernel = nullptr;  // nullptr: the row is too long for one block
-  Spread spread;
-  int parameters;  // in shared memory
-  int threads;     // of a block, at most
+  BackwardKernel kernel = nullptr;  // nullptr: the row is too long
+  Spread spread;                    // over one block
+  int parameters;                   // in shared memory
+  int threads;                      // of a block, at most
 };
 
-template <typename T>
-BackwardPlan plan_rows(const BackwardArgs& args, Chain chain, int vec) {
-  constexpr int kVec = 16 / sizeof(T);
+template <typename T, int kVec, Chain kChain, bool kMean = true>
+BackwardPlan plan_rows(int features, int blocks) {
   BackwardPlan plan;
-  ThreadLimits limits = backward_limits(chain);
-  plan.spread = choose_spread(args.features, vec, limits);
-  const int elements = plan.spread.elements;
-  plan.parameters = chain == Chain::kPlain ? 1 : chain == Chain::kRelu ? 2 : 3;
-  if (elements == 0 && chain == Chain::kPlain) {
-    const bool scale_only = args.gradients[1] == nullptr;
-    limits = scale_only ? kLongScaleOnlyLimits : kLongLimits;
-    plan.spread = choose_spread(args.features, vec, limits);
-    plan.kernel = scale_only ? backward_rows<T, kVec, 16, Chain::kPlain, true>
-                             : backward_rows<T, kVec, 32, Chain::kPlain, true>;
-  } else if (elements != 0 && vec == 1) {
-    plan.kernel = elements == 8 ? backward_rows<T, 1, 8, Chain::kGeneral, false>
-                                : backward_rows<T, 1, 16, Chain::kGeneral, false>;
-  } else if (elements != 0) {
-    plan.kernel = chain == Chain::kPlain  ? vector_kernel<T, Chain::kPlain>(elements)
-                  : chain == Chain::kRelu ? vector_kernel<T, Chain::kRelu>(elements)
-                                          : vector_kernel<T, Chain::kGeneral>(elements);
+  plan.parameters = backward_parameters(kChain);
+  const auto choose = [&](int row, const ThreadLimits& limits) {
+    plan.spread = choose_spread(row, kVec, limits);
+    if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
+  };
+  if (blocks == 1) {
+    choose(features, backward_limits<kChain, false>());
+    switch (plan.spread.elements) {
+      case 8:
+        plan.kernel = backward_rows<T, kVec, 8, kChain, kMean, false>;
+        break;
+      case 16:
+        plan.kernel = backward_rows<T, kVec, 16, kChain, kMean, false>;
+        break;
+      case 24:
+        if constexpr (kVec > 1) plan.kernel = backward_rows<T, kVec, 24, kChain, kMean, false>;
+        break;
+      case 32:
+        if constexpr (kVec > 1) plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, false>;
+        break;
+    }
+  } else if constexpr (kVec > 1) {
+    if (features % (blocks * kVec) == 0) choose(features / blocks, backward_limits<kChain, true>());
+    if (plan.spread.elements != 0) {
+      plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, true>;
+    }
   }
-  if (plan.spread.elements == 0) plan.kernel = nullptr;
-  if (plan.kernel != nullptr) plan.threads = threads_limit(limits, plan.spread.elements);
   return plan;
+}
+
+template <typename T>
+BackwardPlan plan_backward(const BackwardArgs& args, int vec, int blocks) {
+  constexpr int kVec = 16 / sizeof(T);
+  if (vec == 1) return plan_rows<T, 1, Chain::kGeneral>(args.features, blocks);
+  switch (chain_of(args.options, args.pre_bias.data != nullptr)) {
+    case Chain::kPlain:
+      return args.mean == nullptr && args.gradients[1] == nullptr
+                 ? plan_rows<T, kVec, Chain::kPlain, false>(args.features, blocks)
+                 : plan_rows<T, kVec, Chain::kPlain>(args.features, blocks);
+    case Chain::kRelu:
+      return plan_rows<T, kVec, Chain::kRelu>(args.features, blocks);
+    default:
+      return plan_rows<T, kVec, Chain::kGeneral>(args.features, blocks);
+  }
 }
 
 // args.gradients are the results here, [segments, features].
@@ -460,24 +515,26 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
   const bool aligned = are_aligned({args.dy, args.dnext_residual, args.h, args.scale.data,
                                     args.bias.data, args.pre_bias.data, args.dx});
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
-  const Chain chain =
-      vec == 1 ? Chain::kGeneral : chain_of(args.options, args.pre_bias.data != nullptr);
-  const BackwardPlan plan = plan_rows<T>(args, chain, vec);
 
   // One block a multiprocessor: more would only make more sums to add up. It has as many teams as
   // find room for two stages of the ring, at least, in shared memory.
+  BackwardPlan plan;
   Launch launch;
   int teams = 0;
-  if (plan.kernel != nullptr) {
+  for (int blocks = 1; teams == 0 && blocks <= (device.clusters ? 2 : 1); ++blocks) {
+    plan = plan_backward<T>(args, vec, blocks);
+    if (plan.kernel == nullptr) continue;
     const Spread& spread = plan.spread;
     args.team_size = spread.team_size;
-    const int head = (TeamSum::kScratch + plan.parameters * spread.padded()) * sizeof(float) +
+    launch.cluster = blocks;
+    const int head = (TeamSum::kScratch + spread.parameters(plan.parameters, vec)) * sizeof(float) +
                      kRingBarriers * sizeof(uint64_t);
     const int least = std::max(spread.team_size, kWarpSize);
-    launch.threads = choose_threads(spread, args.rows * segments, plan.threads, device);
+    const int most = blocks == 1 ? plan.threads : least;
+    launch.threads = choose_threads(spread, args.rows * segments, most, device);
     for (; launch.threads >= least; launch.threads -= least) {
       const int block_teams = launch.threads / spread.team_size;
-      const int stage_bytes = block_teams * args.features * kBackwardStreams * sizeof(T);
+      const int stage_bytes = block_teams * args.features / blocks * kBackwardStreams * sizeof(T);
       args.stages = std::min(std::clamp(kBytesInFlight / stage_bytes, 2, kMaxStages),
                              (device.shared_bytes - head) / stage_bytes);
       if (args.stages < 2) continue;
@@ -487,8 +544,9 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
     }
   }
   const bool wide = teams == 0;
+  if (wide) launch.cluster = 1;
   args.segment_blocks = std::min(divide_up(args.rows, wide ? 1 : teams),
-                                 std::max(device.multiprocessors / segments, 1));
+                                 std::max(device.multiprocessors / (launch.cluster * segments), 1));
   const int blocks = segments * args.segment_blocks;
 
   AddBlocksArgs add = {};
@@ -508,12 +566,12 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
   if (wide) {
     args.team_size = kWideThreads;
     const int rows = args.rows * segments;
-    const auto means = memory.Allocate(static_cast<size_t>(rows) * sizeof(float2), 16);
-    if (!means) return ffi::Error::Internal("layer_norm: no memory for the means of each row");
-    args.row_means = static_cast<float2*>(*means);
-    const auto means_kernel = vec == 1 ? backward_row_means<T, 1> : backward_row_means<T, kFullVec>;
+    const auto terms = memory.Allocate(static_cast<size_t>(rows) * sizeof(float2), 16);
+    if (!terms) return ffi::Error::Internal("layer_norm: no memory for the sums of each row");
+    args.row_terms = static_cast<float2*>(*terms);
+    const auto terms_kernel = vec == 1 ? backward_row_terms<T, 1> : backward_row_terms<T, kFullVec>;
     const auto columns_kernel = vec == 1 ? backward_columns<T, 1> : backward_columns<T, kFullVec>;
-    RETURN_IF_ERROR(launch_kernel(means_kernel, args,
+    RETURN_IF_ERROR(launch_kernel(terms_kernel, args,
                                   {dim3(std::min(rows, 2 * device.multiprocessors)), kWideThreads,
                                    TeamSum::kScratch * sizeof(float)},
                                   stream));
@@ -522,7 +580,7 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
     RETURN_IF_ERROR(
         launch_kernel(columns_kernel, args, {dim3(blocks, column_blocks), kThreads, 0}, stream));
   } else {
-    launch.grid = dim3(blocks);
+    launch.grid = dim3(blocks * launch.cluster);
     RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
     RETURN_IF_ERROR(launch_kernel(plan.kernel, args, launch, stream));
   }
@@ -531,10 +589,8 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
       args.features % 4 == 0 && are_aligned({add.totals[0], add.totals[1], add.totals[2]});
   const int add_vec = whole ? 4 : 1;
   const dim3 grid(divide_up(args.features, kAddThreads * add_vec), segments, gradients);
-  constexpr int kThreads = kAddThreads * kAddRows;
   return launch_kernel(whole ? add_blocks<4> : add_blocks<1>, add,
-                       {grid, kThreads, kThreads * add_vec * static_cast<int>(sizeof(float))},
-                       stream);
+                       {grid, kAddThreads * kAddSlices, 0}, stream);
 }
 
 ffi::Error layer_norm_backward(cudaStream_t stream, ffi::ScratchAllocator memory, ffi::AnyBuffer dy,

@@ -48,11 +48,6 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
 #endif
 }
 
-// Asks for the line of an address, so that a later load finds it in L2.
-__device__ __forceinline__ void prefetch(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
-}
-
 // A barrier of its own (id 1 to 15; 0 is __syncthreads) for `threads` threads, whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -114,4 +109,43 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                    "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
                    "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
+}
+
+// Asks for `bytes`, a multiple of 16, so that a later load finds them in L2.
+__device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
+  JAXFUSED_SM90(
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes)));
+}
+
+// --- sm_90 and later: clusters of blocks
+// -----------------------------------------------------------
+
+// The block's place in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank = 0;
+  JAXFUSED_SM90(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)));
+  return rank;
+}
+
+// Where block `rank` of the cluster has what this block has at `shared`.
+__device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t rank) {
+  uint32_t address = 0;
+  JAXFUSED_SM90(
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)),
+          "r"(rank)));
+  return address;
+}
+
+// A barrier for all threads of a cluster.
+__device__ __forceinline__ void cluster_sync() {
+  JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.release.aligned;" :: : "memory");
+                asm volatile("barrier.cluster.wait.acquire.aligned;" :: : "memory"));
+}
+
+// Stores to a cluster address, and tells a barrier of the same block that its 4 bytes are there.
+__device__ __forceinline__ void cluster_store(uint32_t address, float value, uint32_t barrier) {
+  JAXFUSED_SM90(asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+          address),
+      "f"(value), "r"(barrier) : "memory"));
 }

@@ -6,7 +6,7 @@
 
 constexpr int kMaxStages = 3;  // async_copies_wait knows no more
 // What keeps the memory of a multiprocessor busy; more stages than that only start later.
-constexpr int kBytesInFlight = 96 * 1024;
+constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
@@ -17,13 +17,14 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` are kRingBarriers of the block. Row r of the matrices `sources` is one step.
+  // `barriers` are kRingBarriers of the block. Rows of the matrices `sources` are `stride` apart.
   // `shared` holds, for each stage and stream, a row for each team. All threads of a block
   // synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const (&sources)[kStreams],
-                     int stages, const Team& team, const Columns<kVec, kVectors>& column,
-                     const RowWalk& walk)
+                     int stride, int stages, const Team& team,
+                     const Columns<kVec, kVectors>& column, const RowWalk& walk)
       : sources_(sources),
+        stride_(stride),
         stages_(stages),
         team_(team),
         column_(column),
@@ -106,12 +107,13 @@ class RowRing {
   }
 
   __device__ __forceinline__ const T* source(int stream, int row) const {
-    return static_cast<const T*>(sources_[stream]) + static_cast<int64_t>(row) * column_.features();
+    return static_cast<const T*>(sources_[stream]) + static_cast<int64_t>(row) * stride_;
   }
 
   T* slots_;
   uint64_t* barriers_;
   const void* const (&sources_)[kStreams];
+  int stride_;
   int stages_;
   Team team_;
   Columns<kVec, kVectors> column_;

@@ -23,6 +23,7 @@ constexpr int kElementChoices = 4;
 struct Device {
   int multiprocessors;
   int shared_bytes;  // that one block can have
+  int clusters;      // whether blocks can be launched in clusters
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
@@ -33,29 +34,37 @@ struct Parameter {
   Dtype dtype;
 };
 
+// kSize values of the array `data` of type T.
+template <typename T, int kSize>
+__device__ __forceinline__ void load_as_float(const void* data, int column, float (&out)[kSize]) {
+  constexpr int kPart = kSize * sizeof(T) <= 16 ? kSize : 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kSize; i += kPart) {
+    float part[kPart];
+    unpack(load_vector<T, kPart>(static_cast<const T*>(data) + column + i), part);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) out[i + j] = part[j];
+  }
+}
+
+// Calls `f` with a value of the type that `dtype` names.
+template <typename F>
+__device__ __forceinline__ void with_type(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return f(float{});
+    case Dtype::kBfloat16:
+      return f(__nv_bfloat16{});
+    case Dtype::kFloat16:
+      return f(__half{});
+  }
+}
+
 template <int kSize>
 __device__ __forceinline__ void load_parameter(const Parameter& parameter, int column,
                                                float (&out)[kSize]) {
-  constexpr int kFloats = kSize < 4 ? kSize : 4;
-  switch (parameter.dtype) {
-    case Dtype::kFloat32:
-#pragma unroll
-      for (int i = 0; i < kSize; i += kFloats) {
-        const auto part =
-            load_vector<float, kFloats>(static_cast<const float*>(parameter.data) + column + i);
-#pragma unroll
-        for (int j = 0; j < kFloats; ++j) out[i + j] = part.values[j];
-      }
-      break;
-    case Dtype::kBfloat16:
-      unpack(load_vector<__nv_bfloat16, kSize>(static_cast<const __nv_bfloat16*>(parameter.data) +
-                                               column),
-             out);
-      break;
-    case Dtype::kFloat16:
-      unpack(load_vector<__half, kSize>(static_cast<const __half*>(parameter.data) + column), out);
-      break;
-  }
+  with_type(parameter.dtype,
+            [&](auto type) { load_as_float<decltype(type)>(parameter.data, column, out); });
 }
 
 // What the norm multiplies by: scale + offset, or 1 without a scale.
@@ -97,11 +106,13 @@ __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
   return partial[0];
 }
 
-// The columns of a thread, the same in every row.
+// The columns of a thread, the same in every row, within the `features` from `first` on that are
+// the team's.
 template <int kVec, int kVectors>
 class Columns {
  public:
-  __device__ Columns(const Team& team, int features) : team_(team), features_(features) {}
+  __device__ Columns(const Team& team, int features, int first = 0)
+      : team_(team), features_(features), first_(first) {}
 
   __device__ __forceinline__ int operator()(int v) const {
     return (v * team_.size + team_.rank) * kVec;
@@ -115,39 +126,78 @@ class Columns {
 
   __device__ __forceinline__ int features() const { return features_; }
 
+  // Where the team's features start, and column(v), in a matrix with rows of `features`.
+  __device__ __forceinline__ int64_t start(int row, int features) const {
+    return static_cast<int64_t>(row) * features + first_;
+  }
+  __device__ __forceinline__ int64_t place(int row, int features, int v) const {
+    return start(row, features) + (*this)(v);
+  }
+
  private:
   Team team_;
   int features_;
+  int first_;
 };
 
+// A parameter at the columns of a thread, or `absent`: the loads are all under way at a time.
+template <int kVec, int kVectors>
+__device__ __forceinline__ void load_columns(const Parameter& parameter,
+                                             const Columns<kVec, kVectors>& column, float absent,
+                                             float (&out)[kVectors][kVec]) {
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (float& value : out[v]) value = absent;
+  }
+  if (parameter.data == nullptr) return;
+  with_type(parameter.dtype, [&](auto type) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (column.has(v))
+        load_as_float<decltype(type)>(parameter.data, column.place(0, 0, v), out[v]);
+    }
+  });
+}
+
+// Floats of shared memory that a thread's values of one parameter take: a few more than there are,
+// so that a warp reads them without bank conflicts.
+__host__ __device__ constexpr int shared_values(int elements, int vec) {
+  return elements + (vec < 4 ? vec : 4);
+}
+
 // A thread's values of a parameter in float32: in registers, or in shared memory, where the teams
-// of a block have one copy, laid out so that a warp reads it without bank conflicts.
+// of a block have one copy.
 template <int kVec, int kVectors, bool kInRegisters>
 class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // `shared`: team.size * kVec * kVectors floats, or whatever where there are registers.
-  __device__ __forceinline__ void place(float* shared, const Team& team) {
+  // Takes shared_values floats a thread of a team of `shared`, unless there are registers.
+  __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
-      shared_ = shared + team.rank * kPart;
-      stride_ = team.size;
+      constexpr int kStride = shared_values(kVec * kVectors, kVec);
+      shared_ = shared + team.rank * kStride;
       writes_ = team.index == 0;
+      shared += team.size * kStride;
     }
   }
 
-  // All threads call it, and synchronise before the first read.
-  __device__ __forceinline__ void write(int v, const float (&values)[kVec]) {
-    if constexpr (kInRegisters) {
+  // Takes values + offset. All threads call it, and synchronise before the first read.
+  __device__ __forceinline__ void write(const float (&values)[kVectors][kVec], float offset) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) registers_[v][i] = values[i];
-    } else if (writes_) {
+    for (int v = 0; v < kVectors; ++v) {
+      if constexpr (kInRegisters) {
 #pragma unroll
-      for (int i = 0; i < kVec; i += kPart) {
-        Vector<float, kPart> part;
+        for (int i = 0; i < kVec; ++i) registers_[v][i] = values[v][i] + offset;
+      } else if (writes_) {
 #pragma unroll
-        for (int j = 0; j < kPart; ++j) part.values[j] = values[i + j];
-        store_vector(shared_ + (v * kVec + i) * stride_, part);
+        for (int i = 0; i < kVec; i += kPart) {
+          Vector<float, kPart> part;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) part.values[j] = values[v][i + j] + offset;
+          store_vector(shared_ + v * kVec + i, part);
+        }
       }
     }
   }
@@ -159,7 +209,7 @@ class ColumnValues {
     } else {
 #pragma unroll
       for (int i = 0; i < kVec; i += kPart) {
-        const auto part = load_vector<float, kPart>(shared_ + (v * kVec + i) * stride_);
+        const auto part = load_vector<float, kPart>(shared_ + v * kVec + i);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) values[i + j] = part.values[j];
       }
@@ -168,12 +218,28 @@ class ColumnValues {
 
  private:
   float* shared_;
-  int stride_;
   bool writes_;
   float registers_[kInRegisters ? kVectors : 1][kVec];
 };
 
-// Writes totals[column] = the sum over the block's teams of `values`, in the order of the teams.
+// The sum of load(0) .. load(count - 1), in float64: so a long chain of additions is as accurate as
+// a tree, and takes little code, which a kernel that runs it once has to fetch first.
+template <int kSize, typename Load>
+__device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Load& load) {
+  double sums[kSize] = {};
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const Vector<float, kSize> part = load(i);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) sums[j] += part.values[j];
+  }
+  Vector<float, kSize> rounded;
+#pragma unroll
+  for (int j = 0; j < kSize; ++j) rounded.values[j] = static_cast<float>(sums[j]);
+  return rounded;
+}
+
+// Writes totals[column] = the sum over the block's teams of `values`.
 // `shared` has room for features floats of each team; call it between barriers.
 template <int kVec, int kVectors>
 __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][kVec],
@@ -205,13 +271,10 @@ __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][k
   });
   __syncthreads();
   for (int i = threadIdx.x * kPart; i < column.features(); i += blockDim.x * kPart) {
-    Part total = {};
-    for (int other = 0; other < teams; ++other) {
-      const auto addend = load_vector<float, kPart>(shared + other * column.features() + i);
-#pragma unroll
-      for (int j = 0; j < kPart; ++j) total.values[j] += addend.values[j];
-    }
-    store_vector(totals + i, total);
+    const auto load = [&](int other) {
+      return load_vector<float, kPart>(shared + other * column.features() + i);
+    };
+    store_vector(totals + i, accurate_sum<kPart>(teams, load));
   }
 }
 
@@ -241,9 +304,13 @@ struct Spread {
   int team_size;  // threads per row
 
   int padded() const { return elements * team_size; }
+  // Floats of shared memory for `count` parameters.
+  int parameters(int count, int vec) const {
+    return count * team_size * shared_values(elements, vec);
+  }
 };
 
-inline int divide_up(int64_t value, int64_t divisor) {
+__host__ __device__ constexpr int divide_up(int64_t value, int64_t divisor) {
   return static_cast<int>((value + divisor - 1) / divisor);
 }
 

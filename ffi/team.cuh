@@ -5,8 +5,7 @@
 #include "ptx.cuh"
 
 constexpr int kWarpSize = 32;
-constexpr int kMaxTeamWarps = 32;
-constexpr int kMaxThreads = kWarpSize * kMaxTeamWarps;  // a block
+constexpr int kMaxTeamWarps = 16;
 
 struct Team {
   int size;
@@ -17,68 +16,122 @@ struct Team {
       : size(team_size), index(threadIdx.x / team_size), rank(threadIdx.x % team_size) {}
 };
 
-// Sums over a team, several at once. Every thread gets the same bits, from run to run too: the
+// values[i] = the sum over the lanes that differ in the bits below `size`, a power of two.
+template <int kValues>
+__device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues]) {
+  const auto add = [&](int offset) {
+#pragma unroll
+    for (float& value : values) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  };
+  if (size < kWarpSize) {
+#pragma unroll 1
+    for (int offset = size / 2; offset > 0; offset /= 2) add(offset);
+  } else {
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) add(offset);
+  }
+}
+
+// Sums of the places that the warps of a team have written, a group of places for each value.
+// Places without a warp are zero.
+template <int kValues>
+__device__ __forceinline__ void add_places(const float* places, float (&values)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    values[i] = 0.0f;
+#pragma unroll
+    for (int place = 0; place < kMaxTeamWarps; place += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(places + i * kMaxTeamWarps + place);
+      values[i] += (four.x + four.y) + (four.z + four.w);
+    }
+  }
+}
+
+// Sums over a team, one or two at once. Every thread gets the same bits, from run to run too: the
 // order of the additions is fixed.
 class TeamSum {
- public:
-  // The most values at once.
-  static constexpr int kCount = 2;
-  // A team of two warps or more has a place for each of them, in whole groups.
-  static constexpr int kGroup = 16;
-  // Floats of shared memory: a block of up to kGroup warps has half as many teams, a larger one has
-  // one team.
-  static constexpr int kHalf = kCount * kGroup / 2 * kGroup;
-  static constexpr int kScratch = 2 * kHalf;
+  // Floats of one turn: a block has half as many teams of two warps or more as it has warps.
+  static constexpr int kTurn = 2 * kMaxTeamWarps * kMaxTeamWarps / 2;
 
-  // All threads of a block call it, and synchronise before the first sum.
+ public:
+  static constexpr int kScratch = 2 * kTurn;
+
+  // All threads of a block call it and, before the first sum, `start`.
   __device__ TeamSum(const Team& team, float* scratch) : team_(team), scratch_(scratch) {
     for (int i = threadIdx.x; i < kScratch; i += blockDim.x) scratch[i] = 0.0f;
   }
 
+  __device__ void start() const { __syncthreads(); }
+
   template <int kValues>
   __device__ __forceinline__ void operator()(float (&values)[kValues]) {
-    static_assert(kValues <= kCount);
-#pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      if (offset < team_.size) {
-#pragma unroll
-        for (float& value : values) value += __shfl_xor_sync(0xffffffffu, value, offset);
-      }
-    }
+    static_assert(kValues <= 2);
+    add_over_lanes(team_.size, values);
     if (team_.size <= kWarpSize) return;
-
-    // The halves take turns, so one barrier a sum is enough: a warp that writes a half again has
-    // passed the barrier of the sum between, and so has everyone who read that half.
-    const int warps = team_.size / kWarpSize;
-    const int places = warps <= kGroup ? kGroup : 2 * kGroup;
-    float* own = scratch_ + turn_ * kHalf + team_.index * kCount * places;
+    // The turns alternate, so one barrier a sum is enough: a warp that writes a place again has
+    // passed the barrier of the sum between, and so has everyone who read that place.
+    float* own = scratch_ + turn_ * kTurn + team_.index * 2 * kMaxTeamWarps;
     turn_ ^= 1;
     if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) own[i * places + team_.rank / kWarpSize] = values[i];
-    }
-    synchronize();
-#pragma unroll
-    for (float& value : values) value = 0.0f;
-    // Places without a warp stay zero.
-#pragma unroll 1
-    for (int group = 0; group < warps; group += kGroup) {
-#pragma unroll
       for (int i = 0; i < kValues; ++i) {
-#pragma unroll
-        for (int place = group; place < group + kGroup; place += 4) {
-          const float4 four = *reinterpret_cast<const float4*>(own + i * places + place);
-          values[i] += (four.x + four.y) + (four.z + four.w);
-        }
+        own[i * kMaxTeamWarps + team_.rank / kWarpSize] = values[i];
       }
     }
+    barrier_sync(1 + team_.index, team_.size);
+    add_places(own, values);
   }
-
-  // A barrier for the team.
-  __device__ __forceinline__ void synchronize() const { barrier_sync(1 + team_.index, team_.size); }
 
  private:
   Team team_;
   float* scratch_;
   int turn_ = 0;
+};
+
+// The same for a team that is a cluster of two blocks, of up to half of kMaxTeamWarps each. A warp
+// stores its sums in both blocks, and the barrier of a turn counts the bytes.
+class PairSum {
+  static constexpr int kTurn = 2 * kMaxTeamWarps;
+
+ public:
+  __device__ PairSum(const Team& half, float* scratch)
+      : half_(half), places_(scratch), barriers_(reinterpret_cast<uint64_t*>(scratch + 2 * kTurn)) {
+    for (int i = threadIdx.x; i < 2 * kTurn; i += blockDim.x) scratch[i] = 0.0f;
+    if (threadIdx.x == 0) {
+      mbarrier_init(barriers_);
+      mbarrier_init(barriers_ + 1);
+      mbarrier_init_fence();
+    }
+  }
+
+  __device__ void start() const { cluster_sync(); }
+
+  template <int kValues>
+  __device__ __forceinline__ void operator()(float (&values)[kValues]) {
+    add_over_lanes(kWarpSize, values);
+    const uint32_t warps = half_.size / kWarpSize;
+    float* own = places_ + turn_ * kTurn;
+    uint64_t* barrier = barriers_ + turn_;
+    // The barrier has been waited for in the turn before last; its phase cannot end before this.
+    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 2 * warps * kValues * sizeof(float));
+    const uint32_t lane = threadIdx.x % kWarpSize;
+    if (lane < 2 * kValues) {
+      const uint32_t block = lane % 2;
+      const float* place =
+          own + lane / 2 * kMaxTeamWarps + cluster_rank() * warps + threadIdx.x / kWarpSize;
+      cluster_store(cluster_address(place, block), lane < 2 ? values[0] : values[kValues - 1],
+                    cluster_address(barrier, block));
+    }
+    mbarrier_wait(barrier, phase_);
+    add_places(own, values);
+    turn_ ^= 1;
+    if (turn_ == 0) phase_ ^= 1;
+  }
+
+ private:
+  Team half_;
+  float* places_;
+  uint64_t* barriers_;
+  int turn_ = 0;
+  uint32_t phase_ = 0;
 };
