@@ -80,15 +80,19 @@ class BackwardConfig:
 
 def default_config(head_size: int, value_size: int, mask: BlockMask) -> BackwardConfig:
     """The measured choice."""
-    _, right = mask.reach()
-    descending = right is not None
+    left, right = mask.reach()
+    # Causal: the longest work first, which needs later queries first. In a window the work is equal,
+    # and from the last keys on nobody comes to a block of queries before it is his turn.
+    order: dict[str, Any] = {"heads_together": 2}
+    if right is not None and left is not None:
+        order = {"heads_together": 2, "keys_descending": True}
+    elif right is not None:
+        order = {"heads_together": 8, "queries_descending": True}
     if max(head_size, value_size) > 128:
-        return BackwardConfig(
-            shares_keys=True, dout_stages=1, heads_together=2, keys_descending=descending
-        )
+        return BackwardConfig(shares_keys=True, dout_stages=1, **order)
     if max(head_size, value_size) > 64:
-        return BackwardConfig(query_stages=3, heads_together=2, keys_descending=descending)
-    return BackwardConfig(query_block=128, heads_together=2, keys_descending=descending)
+        return BackwardConfig(query_stages=3, **order)
+    return BackwardConfig(query_block=128, **order)
 
 
 class _Visits(NamedTuple):
