@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 import jaxfused
@@ -23,6 +24,19 @@ TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
     "jaxfused.ops.attention": (
         "bfloat16 [256, 197, 12, 64]",
         dict(dtype=_BF16, query_length=197, key_length=197, head_size=64, value_head_size=64),
+    ),
+    "jaxfused.ops.linear": (
+        "bfloat16 [16384, 768] x [768, 3072]",
+        dict(features=768, out_features=3072, dtype=_BF16, out_dtype=_BF16),
+    ),
+    "jaxfused.ops.mlp": (
+        "bfloat16 [16384, 768], 3072 hidden",
+        dict(
+            x=jax.ShapeDtypeStruct((16384, 768), _BF16),
+            hidden=3072,
+            out_features=768,
+            out_dtype=_BF16,
+        ),
     ),
     "jaxfused.ops.rope": (
         "bfloat16 [256, 197, 12, 64]",
