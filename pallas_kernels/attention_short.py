@@ -37,7 +37,7 @@ def why_unsupported(
         return f"head sizes must be multiples of 8, got {head_size} and {value_size}"
     if not 1 <= key_count <= _LARGEST_KEY_COUNT:
         return f"there must be 1 to {_LARGEST_KEY_COUNT} keys, got {key_count}"
-    config = default_config(key_count, head_size, value_size)
+    config = default_config(key_count)
     if (
         not config.fits(head_size, value_size)
         or not workers_that_fit(key_count, head_size, value_size)

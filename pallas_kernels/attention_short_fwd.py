@@ -21,6 +21,9 @@ from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape,
 ROWS = 64
 """Queries of a tile: what one wgmma instruction takes."""
 
+_QUERY_SLOTS = 3
+"""Tiles of a worker: one on its way in, one in use, one whose results are on their way out."""
+
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -36,7 +39,9 @@ class ForwardConfig:
 def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
     """How many warpgroups of a multiprocessor can have a head each in shared memory."""
     head, value = (ceil_to(size, COLUMNS) for size in (head_size, value_size))
-    numbers = ceil_to(key_count, 8) * head + ceil_to(key_count, 64) * value + 2 * ROWS * head
+    numbers = (
+        ceil_to(key_count, 8) * head + ceil_to(key_count, 64) * value + _QUERY_SLOTS * ROWS * head
+    )
     numbers += 0 if head == value else ROWS * value
     return memory.SHARED_MEMORY_BYTES // (2 * numbers + 4 * ROWS)
 
@@ -50,8 +55,8 @@ def default_config(
     multiprocessors: int,
 ) -> ForwardConfig:
     """The choice for `heads` heads of the whole batch."""
-    # [64, 197, 12, 64]: 33 us with two CTAs of one worker, which may have 255 registers a thread; 35
-    # with one CTA of two, 39 with three workers of 168 registers. 33.4 us with 2 tiles, 34.0 with 4.
+    # [64, 197, 12, 64]: 32 us with two CTAs of one worker, which may have 255 registers a thread; 37
+    # with one CTA of two. 32.0 us with 2 tiles, 33.6 with 4.
     ctas = min(2, workers_that_fit(key_count, head_size, value_size))
     tiles = min(2, ceil_to(query_count, ROWS) // ROWS)
     if heads * (ceil_to(query_count, ROWS) // ROWS) < ctas * multiprocessors * tiles:
@@ -144,7 +149,7 @@ def _forward(
             smem.fill(gmem_heads, batch_idx, 0, key_head, barrier)
 
         def queries(step):
-            return Matrix.of(q_smem, wg_idx, lax.rem(step, jnp.int32(2)))
+            return Matrix.of(q_smem, wg_idx, lax.rem(step, jnp.int32(_QUERY_SLOTS)))
 
         def copy_queries(step):
             batch_idx, head_idx, start = place(step)
@@ -170,6 +175,8 @@ def _forward(
             out_wg_smem = Matrix.of(out_smem, wg_idx) if out_smem else q_wg_smem
 
             plgpu.barrier_wait(q_full)
+            # What was written two steps ago from this memory has left it, see below.
+            pl.when(has_next)(lambda: copy_queries(step + 1))
             pl.when(is_first)(lambda: plgpu.barrier_wait(k_full))
 
             def products(acc):
@@ -212,9 +219,6 @@ def _forward(
             if logits.has_sinks:
                 total = total + jnp.exp2(sink - maximum)
 
-            # The other half of the queries' memory held the last output, on its way to gmem.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            pl.when(has_next)(lambda: copy_queries(step + 1))
             pl.when(is_first)(lambda: plgpu.barrier_wait(v_full))
 
             def outputs(*accs):
@@ -231,6 +235,8 @@ def _forward(
                     jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
                 )
                 empty = empty | (row >= query_length)
+            # The copies of the last step's results, which have had all of this step's time.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             lse_wg_smem[...] = jnp.where(
                 empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E)
             )
@@ -256,7 +262,7 @@ def _forward(
             jax.ShapeDtypeStruct((batch, heads, query_rows), jnp.float32),
         ),
         scratch_types=dict(
-            q_smem=memory.matrix((workers, 2), ROWS, head_size, dtype),
+            q_smem=memory.matrix((workers, _QUERY_SLOTS), ROWS, head_size, dtype),
             k_smem=memory.matrix((workers,), key_rows, head_size, dtype),
             v_smem=memory.matrix((workers,), value_rows, value_size, dtype),
             out_smem=[]
