@@ -86,13 +86,12 @@ class Case:
     def expected(self, a, b, bias, residual, dtype, narrow):
         """The same by jax.numpy, with arithmetic in `dtype`, and `narrow` for what is rounded."""
         a_transposed, b_transposed = (letter == "T" for letter in self.order)
+        if dtype == jnp.float64:
+            a, b = jax.tree.map(lambda x: x.astype(dtype), (a, b))
         a = [x.T if a_transposed else x for x in a]
         b = [[x.T if b_transposed else x for x in row] for row in b]
         products = [
-            sum(
-                jnp.dot(a[t].astype(dtype), b[t][p].astype(dtype), precision="highest")
-                for t in range(self.terms)
-            )
+            sum(jnp.dot(a[t], b[t][p], preferred_element_type=dtype) for t in range(self.terms))
             for p in range(self.products)
         ]
         y = functools.reduce(jnp.multiply, products)
