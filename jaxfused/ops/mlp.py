@@ -227,7 +227,9 @@ def implementations(
     out_dtype: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
+    # The kernels are measured to be faster, but not all of their tests have yet passed on a GPU.
     return {
+        "xla": None,
         "pallas": pallas_matmul.why_unsupported(
             compute_capability=device.compute_capability,
             dtypes={
@@ -240,7 +242,6 @@ def implementations(
         "cuda": cuda.linear.why_unsupported(
             compute_capability=device.compute_capability, dtype=x.dtype
         ),
-        "xla": None,
     }
 
 
