@@ -190,6 +190,8 @@ def backward(
             each = lax.max(at.blocks.stop - at.blocks.start, 1)
             i = lax.rem(step, each)
             i = at.blocks.stop - 1 - i if config.queries_descending else at.blocks.start + i
+            # Without visits it may be none of them.
+            i = lax.clamp(0, jnp.asarray(i, jnp.int32), query_blocks - 1)
             return at.key_head_idx * group + lax.div(step, each), i
 
         def rank(i):
