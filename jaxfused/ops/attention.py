@@ -203,6 +203,8 @@ def implementations(
     "scale as an array", "return_residual", "logits_soft_cap", "segment ids", "sinks", "dropout".
     """
     return {
+        # First until all tests of the kernels have passed on a GPU in their present form.
+        "xla": None,
         "pallas": pallas_attention.why_unsupported(
             compute_capability=device.compute_capability,
             dtype=dtype,
@@ -213,7 +215,6 @@ def implementations(
             used=used,
         ),
         "cuda": "there is no CUDA kernel of dot_product_attention yet",
-        "xla": None,
         "cudnn": _why_cudnn_unsupported(
             device,
             dtype=dtype,
