@@ -96,6 +96,8 @@ def dot_product_attention(
       >>> jaxfused.dot_product_attention(q, k, v, is_causal=True).shape
       (2, 5, 4, 8)
 
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
+
     Source: Vaswani et al., "Attention Is All You Need", 2017, https://arxiv.org/abs/1706.03762; the
     cap: Gemma Team, "Gemma 2", 2024, https://arxiv.org/abs/2408.00118; sinks: OpenAI, "gpt-oss-120b
     & gpt-oss-20b Model Card", 2025, https://arxiv.org/abs/2508.10925
