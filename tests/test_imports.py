@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # layer. The order is that of the design: examples -> modules and optimisers -> operators -> kernels.
 LAYERS = {
     "examples": ("jaxfused",),
-    "benchmarks": ("examples", "jaxfused", "tests.cases"),
+    "benchmarks": ("examples", "jaxfused", "pallas_kernels", "tests.cases"),
     "jaxfused/nnx": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
     "jaxfused/linen": (
         "jaxfused.modules",
