@@ -7,21 +7,19 @@ are persistent: the copies of the next tile run during the end of this one.
 """
 
 import functools
-import heapq
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_mask import BlockMask, Blocks, Index, segment_blocks
+from pallas_kernels.attention_mask import segment_blocks
+from pallas_kernels.attention_tiles import QueryTiles
 from pallas_kernels.row_tiles import SHARED_MEMORY_BYTES
 
 _ROWS = 64
@@ -123,22 +121,6 @@ def copyable(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns)))
 
 
-class _Place(NamedTuple):
-    """Where a tile lies and what it visits."""
-
-    batch_idx: jax.Array
-    head_idx: jax.Array
-    start: jax.Array
-    """The first query."""
-    query_length: Index
-    key_length: Index
-    key_blocks: Callable[[Index, Index], Blocks]
-    """Of a range of its queries."""
-    first: jax.Array
-    """Blocks of keys [first, stop) are visited, from the last to the first."""
-    stop: jax.Array
-
-
 def forward(
     query: jax.Array,
     key: jax.Array,
@@ -166,8 +148,8 @@ def forward(
         segment_bounds = [segment_blocks(*segments, rows, block)]
     operands = operands.padded(rows, block)
     present = [name for name, array in operands._asdict().items() if array is not None]
-    schedule = _schedule(mask, config, batch * heads, multiprocessors)
-    query_blocks = -(-query_count // rows)
+    tiles = QueryTiles(mask, heads, rows, block)
+    schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
     # Whether blocks are masked: the last of a consumer, then the others; None is by their number.
     last_is_masked = not mask.is_always_full(rows, block)
     others_are_masked: bool | None = None
@@ -191,31 +173,7 @@ def forward(
         tile_count = schedule_gmem[cta_idx, 0]
 
         def place(tile_idx):
-            number = schedule_gmem[cta_idx, tile_idx + 1]
-            batch_head = lax.div(number, jnp.int32(query_blocks))
-            batch_idx = lax.div(batch_head, jnp.int32(heads))
-            head_idx = lax.rem(batch_head, jnp.int32(heads))
-            block_idx = lax.rem(number, jnp.int32(query_blocks))
-            query_length = (
-                query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
-            )
-            key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
-            within = None
-            if bounds_gmem is not None:
-                within = Blocks(*(bounds_gmem[batch_idx, block_idx, i] for i in range(4)))
-
-            def key_blocks(start, stop):
-                return mask.key_blocks((start, stop), block, query_length, key_length, within)
-
-            start = block_idx * rows
-            blocks = key_blocks(start, start + rows)
-            # A tile without keys passes through the kernel like others, over one block of none.
-            key_blocks_count = -(-key_count // block)
-            first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
-            stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
-            return _Place(
-                batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop
-            )
+            return tiles.place(schedule_gmem[cta_idx, tile_idx + 1], ops, bounds_gmem)
 
         @pl.when(wg_idx == consumers)
         def _producer():
@@ -490,7 +448,7 @@ def forward(
         out_type=(
             jax.ShapeDtypeStruct((batch, query.shape[1], heads, value.shape[3]), dtype),
             # Whole tiles, for registers are written without a test for the end.
-            jax.ShapeDtypeStruct((batch, heads, query_blocks * rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, tiles.count * rows), jnp.float32),
         ),
         scratch_types=scratch,
         grid=(schedule.shape[0],),
@@ -508,40 +466,3 @@ def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _times(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1.0 else x * factor
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule(
-    mask: BlockMask, config: ForwardConfig, batch_heads: int, multiprocessors: int
-) -> np.ndarray:
-    """[CTA, 1 + rounds] int32: how many tiles each CTA computes, and which in which order.
-
-    Groups of heads in turn, in each the tiles with the most blocks first, each for the CTA that has
-    least to do so far: what a queue would do, but the same in every run. A tile's number is
-    (batch * heads + head) * query blocks + query block.
-    """
-    rows = config.query_block
-    query_blocks = -(-mask.query_count // rows)
-    costs = []
-    for i in range(query_blocks):
-        blocks = mask.key_blocks(
-            (i * rows, (i + 1) * rows), config.key_block, mask.query_count, mask.key_count
-        )
-        # The ends of a tile take about as long as one block of 128 keys.
-        costs.append((blocks.stop - blocks.start) * config.key_block + 128)
-    order = sorted(range(query_blocks), key=lambda i: -costs[i])
-    ctas = min(multiprocessors, batch_heads * query_blocks)
-    loads = [(0, cta) for cta in range(ctas)]
-    tiles: list[list[int]] = [[] for _ in range(ctas)]
-    for group in range(0, batch_heads, config.heads_together):
-        heads = range(group, min(group + config.heads_together, batch_heads))
-        for i in order:
-            for head in heads:
-                load, cta = loads[0]
-                heapq.heapreplace(loads, (load + costs[i], cta))
-                tiles[cta].append(head * query_blocks + i)
-    table = np.zeros((ctas, 1 + max(map(len, tiles))), np.int32)
-    for cta, numbers in enumerate(tiles):
-        table[cta, 0] = len(numbers)
-        table[cta, 1 : 1 + len(numbers)] = numbers
-    return table

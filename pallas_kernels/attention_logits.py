@@ -38,6 +38,13 @@ class Operands(NamedTuple):
     dropout_seeds: Any = None
     """[2, B, N] uint32, from the function of this name."""
 
+    def lengths(self, mask: BlockMask, batch_idx: Index) -> tuple[Index, Index]:
+        """(queries, keys) of a batch entry."""
+        return (
+            mask.query_count if self.query_lengths is None else self.query_lengths[batch_idx],
+            mask.key_count if self.key_lengths is None else self.key_lengths[batch_idx],
+        )
+
     def padded(self, query_block: int, key_block: int) -> "Operands":
         """With T and S filled up to whole blocks, as loads into registers are not cut at the end."""
 

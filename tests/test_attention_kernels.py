@@ -14,6 +14,7 @@ from pallas_kernels import attention_fwd
 from pallas_kernels.attention_fwd import ForwardConfig
 from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
 from pallas_kernels.attention_mask import BlockMask, Blocks, segment_blocks
+from pallas_kernels.attention_tiles import QueryTiles
 from tests import mosaic_interpreter
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
@@ -124,8 +125,7 @@ def test_blocks_of_segments(is_sorted):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_every_tile_has_one_cta_and_all_have_as_much_to_do(is_causal):
-    mask, config = BlockMask(4000, 4000, is_causal), ForwardConfig(heads_together=8)
-    table = attention_fwd._schedule(mask, config, 64, 132)
+    table = QueryTiles(BlockMask(4000, 4000, is_causal), 16, 128, 128).schedule(4, 8, 132)
     numbers = [tuple(row[1 : 1 + row[0]]) for row in table]
     assert sorted(itertools.chain(*numbers)) == list(range(64 * 32))
     work = [sum(n % 32 + 2 if is_causal else 33 for n in row) for row in numbers]

@@ -1,0 +1,117 @@
+"""Tiles of queries: which of them a persistent CTA computes, and which blocks of keys they visit.
+
+What the forward and the kernel of dQ have in common: both hold a tile of queries and stream K and V.
+"""
+
+import functools
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.attention_logits import Operands
+from pallas_kernels.attention_mask import BlockMask, Blocks, Index
+
+
+class Place(NamedTuple):
+    """Where a tile lies and what it visits."""
+
+    batch_idx: jax.Array
+    head_idx: jax.Array
+    start: jax.Array
+    """The first query."""
+    query_length: Index
+    key_length: Index
+    key_blocks: Callable[[Index, Index], Blocks]
+    """Of a range of its queries."""
+    first: jax.Array
+    """Blocks of keys [first, stop) are visited, from the last to the first."""
+    stop: jax.Array
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """How queries are cut into tiles, and keys into blocks."""
+
+    mask: BlockMask
+    heads: int
+    rows: int
+    """Queries of a tile."""
+    key_block: int
+
+    @property
+    def count(self) -> int:
+        """Tiles of one head."""
+        return -(-self.mask.query_count // self.rows)
+
+    def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+        """[CTA, 1 + rounds], see `schedule`, where tiles with more blocks take longer."""
+        costs = []
+        for i in range(self.count):
+            blocks = self.mask.key_blocks(
+                (i * self.rows, (i + 1) * self.rows),
+                self.key_block,
+                self.mask.query_count,
+                self.mask.key_count,
+            )
+            # The ends of a tile take about as long as one block of 128 keys.
+            costs.append((blocks.stop - blocks.start) * self.key_block + 128)
+        return schedule(tuple(costs), batch * self.heads, heads_together, multiprocessors)
+
+    def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> Place:
+        """Of a tile by its number, (batch * heads + head) * count + tile, in a kernel.
+
+        bounds_gmem is the table of `segment_blocks`, or None.
+        """
+        mask, block = self.mask, self.key_block
+        batch_head = lax.div(number, jnp.int32(self.count))
+        batch_idx = lax.div(batch_head, jnp.int32(self.heads))
+        head_idx = lax.rem(batch_head, jnp.int32(self.heads))
+        tile_idx = lax.rem(number, jnp.int32(self.count))
+        query_length, key_length = operands.lengths(mask, batch_idx)
+        within = None
+        if bounds_gmem is not None:
+            within = Blocks(*(bounds_gmem[batch_idx, tile_idx, i] for i in range(4)))
+
+        def key_blocks(start, stop):
+            return mask.key_blocks((start, stop), block, query_length, key_length, within)
+
+        start = tile_idx * self.rows
+        blocks = key_blocks(start, start + self.rows)
+        # A tile without keys passes through a kernel like others, over one block of none.
+        key_blocks_count = -(-mask.key_count // block)
+        first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
+        stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
+        return Place(batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop)
+
+
+@functools.lru_cache(maxsize=64)
+def schedule(
+    costs: tuple[int, ...], heads: int, heads_together: int, multiprocessors: int
+) -> np.ndarray:
+    """[CTA, 1 + rounds] int32: how many tiles each CTA computes, and which in which order.
+
+    Groups of heads in turn, in each the tiles that cost most first, each for the CTA that has least
+    to do so far: what a queue would do, but the same in every run. A tile's number is
+    head * len(costs) + tile.
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    ctas = min(multiprocessors, heads * len(costs))
+    loads = [(0, cta) for cta in range(ctas)]
+    tiles: list[list[int]] = [[] for _ in range(ctas)]
+    for group in range(0, heads, heads_together):
+        for i in order:
+            for head in range(group, min(group + heads_together, heads)):
+                load, cta = loads[0]
+                heapq.heapreplace(loads, (load + costs[i], cta))
+                tiles[cta].append(head * len(costs) + i)
+    table = np.zeros((ctas, 1 + max(map(len, tiles))), np.int32)
+    for cta, numbers in enumerate(tiles):
+        table[cta, 0] = len(numbers)
+        table[cta, 1 : 1 + len(numbers)] = numbers
+    return table
