@@ -1,0 +1,385 @@
+"""qkv_projection on the Hopper product: queries, keys and values leave as attention reads them.
+
+Three outputs of one product, each with its own weights, so that nothing is split afterwards. Where
+there is a norm or a rotation, an output tile is a number of whole heads: the two halves of a head are
+in the same registers, and its mean square is a sum within a warp.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import matmul
+from pallas_kernels.product import (
+    CONSUMERS,
+    SHARED_MEMORY_BYTES,
+    Block,
+    MatmulConfig,
+    Product,
+    TilePlace,
+    tiled,
+    widest_swizzle,
+)
+
+_PIECE = 16
+"""Fewest features of a head that the epilogue takes at a time: the narrowest swizzle's."""
+_WIDEST_HEAD = 256
+"""Columns of the widest tile."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    features: int,
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    norm: bool,
+    rotary_dim: int,
+    interleaved: bool,
+) -> str | None:
+    """None where it can run, forward and back, else the rule that stands in the way."""
+    reason = matmul.why_unsupported(
+        compute_capability=compute_capability,
+        dtypes={"x": dtype},
+        features={
+            "x": features,
+            "the queries": heads * head_size,
+            "the keys": key_heads * head_size,
+        },
+    )
+    if reason is not None or not (norm or rotary_dim):
+        return reason
+    if head_size > _WIDEST_HEAD:
+        return f"norm and rotation take heads of up to {_WIDEST_HEAD} features, got {head_size}"
+    if rotary_dim and interleaved:
+        return "a pair must be two halves of the rotating features, got interleaved pairs"
+    for name, size in (
+        ("half of the rotating", rotary_dim // 2),
+        ("the other", head_size - rotary_dim),
+    ):
+        if size % _PIECE:
+            return f"norm and rotation take multiples of {_PIECE} features, and {name} are {size}"
+    return None
+
+
+def default_config(
+    *,
+    widths: Sequence[int],
+    dtype: Any,
+    head_size: int,
+    norm: bool,
+    rotary_dim: int,
+    save_projection: bool,
+) -> MatmulConfig:
+    """Tiles of whole heads where heads matter, of few columns beyond the outputs' ends."""
+    whole_heads = norm or rotary_dim > 0
+    unit = head_size if whole_heads else 32
+    piece = _piece(head_size, rotary_dim) if whole_heads else unit
+    tile_m = 128 if unit <= 192 else 64
+
+    def cost(tile_n: int) -> float:
+        # A narrower tile reads its operands more often: 128 x 128 takes 6% longer than 128 x 192.
+        columns = sum(pl.cdiv(width, tile_n) * tile_n for width in widths)
+        return columns * (1.06 if tile_n <= 128 else 1.0)
+
+    widest = 192 if unit <= 192 else 256
+    tile_n = min({limit // unit * unit for limit in (128, widest)} - {0}, key=cost)
+
+    def shared_memory_bytes(c: MatmulConfig) -> int:
+        item = jnp.dtype(dtype).itemsize
+        streams = (1 + save_projection) * c.write_slots * c.tile_m * unit * item
+        # Twice the bias, as what follows it begins at a multiple of 1024 bytes.
+        return c.ring_bytes(dtype) + CONSUMERS * (streams + 2 * 4 * c.tile_n)
+
+    return next(
+        config
+        for stages, write_slots in ((4, 2), (4, 1), (3, 1), (2, 1))
+        if shared_memory_bytes(
+            config := MatmulConfig(
+                tile_m=tile_m,
+                tile_n=tile_n,
+                stages=stages,
+                write_slots=write_slots,
+                epilogue_columns=piece,
+            )
+        )
+        <= SHARED_MEMORY_BYTES
+    )
+
+
+def _piece(head_size: int, rotary_dim: int) -> int:
+    """Features of a head that the epilogue takes at a time."""
+    return math.gcd(32, rotary_dim // 2 or head_size, head_size - rotary_dim)
+
+
+def forward(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array] | None,
+    scales: Sequence[jax.Array | None],
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    head_size: int,
+    epsilon: float,
+    scale_offset: float,
+    save_projection: bool,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array | None, ...]:
+    """Queries, keys and values [M, heads * H], and the former two before their norms if to be saved.
+
+    Args:
+      x: [M, D].
+      weights: [D, heads * H] of the queries, keys and values.
+      biases: [heads * H] of each, of one dtype.
+      scales: [H] of the norms of queries and keys.
+      cos: [P, R/2] of float32: row m of the result turns by row m % P.
+      sin: like `cos`.
+    """
+    m, k = x.shape
+    widths = tuple(w.shape[1] for w in weights)
+    rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
+    has_norms = [scale is not None for scale in scales]
+    if config is None:
+        config = default_config(
+            widths=widths,
+            dtype=x.dtype,
+            head_size=head_size,
+            norm=any(has_norms),
+            rotary_dim=rotary_dim,
+            save_projection=save_projection,
+        )
+    # As in `matmul`: whole groups of 8 rows, and more than one.
+    padding = max(-m % 8, 16 - m)
+    if padding:
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+    tables: tuple[jax.Array, ...] = ()
+    period = 0
+    if cos is not None and sin is not None:
+        period = cos.shape[0]
+        tables = (cos, sin)
+        if period % config.tile_m:
+            # A tile of rows goes on from the last position to the first.
+            rows = ((0, config.tile_m), (0, 0))
+            tables = tuple(jnp.pad(table, rows, mode="wrap") for table in tables)
+    epilogue = _Epilogue(
+        product=Product(
+            m=m,
+            widths=widths,
+            ks=(k,),
+            dtype=x.dtype,
+            blocks=tuple(Block(index, 0, 0) for index in range(len(weights))),
+            config=config,
+            multiprocessors=multiprocessors,
+        ),
+        head_size=head_size,
+        rotary_dim=rotary_dim,
+        period=period,
+        bias_dtype=None if biases is None else biases[0].dtype,
+        has_norms=(*has_norms, False),
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        save_projection=save_projection,
+    )
+    saved = widths[:2] if save_projection else ()
+    results = epilogue.product.launch(
+        (x,),
+        weights,
+        (*(biases or ()), *(scale for scale in scales if scale is not None), *tables),
+        out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
+        scratch=epilogue.scratch(),
+        epilogue=epilogue.of_tile,
+    )
+    q, k, v, *projections = (result[:m] for result in results)
+    return (q, k, v, *(projections or (None, None)))
+
+
+@dataclass(frozen=True)
+class _Epilogue:
+    """The epilogue of a launch: its static facts, and its shared memory."""
+
+    product: Product
+    head_size: int
+    rotary_dim: int
+    period: int
+    """Rows after which the angles begin anew."""
+    bias_dtype: Any
+    """None where there are no biases."""
+    has_norms: tuple[bool, ...]
+    """For each output."""
+    epsilon: float
+    scale_offset: float
+    save_projection: bool
+
+    @property
+    def whole_heads(self) -> bool:
+        return any(self.has_norms) or self.rotary_dim > 0
+
+    @property
+    def piece(self) -> int:
+        return self.product.config.epilogue_columns
+
+    @property
+    def unit(self) -> int:
+        """Columns that are stored together: a head, where heads matter."""
+        return self.head_size if self.whole_heads else self.piece
+
+    def units(self, output: int) -> int:
+        """Units of a tile; as few as `matmul` takes chunks, and for the same reason."""
+        return pl.cdiv(min(self.product.widths[output], self.product.part_n), self.unit)
+
+    def scratch(self) -> dict[str, Any]:
+        c, dtype = self.product.config, self.product.dtype
+        swizzle = widest_swizzle(dtype, *self.product.widths, self.piece)
+        store = tiled((CONSUMERS, c.write_slots, c.tile_m, self.unit), dtype, swizzle)
+        scratch: dict[str, Any] = {"out_smem": store}
+        if self.save_projection:
+            scratch["projection_smem"] = store
+        if self.bias_dtype is not None:
+            scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
+            scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
+        return scratch
+
+    def of_tile(
+        self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
+    ) -> "_HeadsOfTile":
+        return _HeadsOfTile(self, _Refs(self, refs), smem, place)
+
+
+class _Refs:
+    """The arrays of an epilogue in global memory, by their roles; a list has an entry an output."""
+
+    def __init__(self, epilogue: _Epilogue, refs: Sequence[Any]):
+        remaining = iter(refs)
+        outputs = epilogue.product.widths
+        self.biases = [next(remaining) for _ in outputs if epilogue.bias_dtype is not None]
+        self.scales = [next(remaining) if has else None for has in epilogue.has_norms]
+        self.tables = [next(remaining) for _ in range(2)] if epilogue.rotary_dim else []
+        self.outputs = [next(remaining) for _ in outputs]
+        self.projections = list(remaining)
+
+
+@dataclass(frozen=True)
+class _HeadsOfTile:
+    """The epilogue of a tile, head by head."""
+
+    launch: _Epilogue
+    gmem: _Refs
+    smem: Mapping[str, Any]
+    place: TilePlace
+
+    def prefetch(self) -> None:
+        if not self.gmem.biases:
+            return
+
+        def copy_bias(output, n_start):
+            plgpu.copy_gmem_to_smem(
+                self.gmem.biases[output].at[pl.ds(n_start, self.launch.product.part_n)],
+                self.smem["bias_smem"].at[self.place.wg_idx],
+                self.smem["bias_full"].at[self.place.wg_idx],
+            )
+
+        self.launch.product.in_its_output(self.place.n_idx, copy_bias)
+
+    def run(self, acc: jax.Array) -> None:
+        self.launch.product.in_its_output(
+            self.place.n_idx, lambda output, n_start: self._finish(acc, output, n_start)
+        )
+
+    def _finish(self, acc: jax.Array, output: int, n_start) -> None:
+        launch = self.launch
+        starts = range(0, launch.units(output) * launch.unit, launch.piece)
+        pieces = [acc[:, start : start + launch.piece] for start in starts]
+        if self.gmem.biases:
+            plgpu.barrier_wait(self.smem["bias_full"].at[self.place.wg_idx])
+            bias = self.smem["bias_smem"].at[self.place.wg_idx]
+            pieces = [
+                piece + self._row(bias, start) for piece, start in zip(pieces, starts, strict=True)
+            ]
+        # As in `matmul`: what is rounded leaves registers for the arithmetic.
+        pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
+        per_unit = launch.unit // launch.piece
+        for unit in range(launch.units(output)):
+            projected = pieces[unit * per_unit : (unit + 1) * per_unit]
+            self._store(unit, projected, output, n_start)
+
+    def _store(self, unit: int, projected: Sequence[jax.Array], output: int, n_start) -> None:
+        """Has a unit copied out, and what it was before norm and rotation where that is saved."""
+        launch, slots = self.launch, self.launch.product.config.write_slots
+        rows = pl.ds(self.place.m_start, launch.product.config.tile_m)
+        columns = pl.ds(n_start + unit * launch.unit, launch.unit)
+        streams = [(self.smem["out_smem"], self.gmem.outputs[output])]
+        if output < len(self.gmem.projections):
+            streams.append((self.smem["projection_smem"], self.gmem.projections[output]))
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        places = [smem.at[self.place.wg_idx, unit % slots] for smem, _ in streams]
+
+        def write(place, index, piece):
+            place.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
+
+        for index, piece in self._finished(projected, output):
+            write(places[0], index, piece.astype(launch.product.dtype))
+        for place in places[1:]:
+            for index, piece in enumerate(projected):
+                write(place, index, piece)
+        plgpu.commit_smem()
+        for place, (_, gmem) in zip(places, streams, strict=True):
+            plgpu.copy_smem_to_gmem(place, gmem.at[rows, columns], commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _finished(self, projected: Sequence[jax.Array], output: int):
+        """The pieces of a head after norm and rotation, each with its index."""
+        launch = self.launch
+        is_value = output == 2
+        if is_value or not launch.whole_heads:
+            yield from enumerate(projected)
+            return
+        if launch.has_norms[output]:
+            squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
+            mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.head_size)
+            factor = lax.rsqrt(mean_square + launch.epsilon)
+
+        def normed(index):
+            piece = projected[index].astype(jnp.float32)
+            if not launch.has_norms[output]:
+                return piece
+            scale = self._row(self.gmem.scales[output], index * launch.piece)
+            scale = scale + launch.scale_offset
+            return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
+
+        half = launch.rotary_dim // 2 // launch.piece
+        for pair in range(half):
+            first, second = normed(pair), normed(half + pair)
+            cos, sin = (self._angles(table, pair) for table in self.gmem.tables)
+            yield pair, first * cos - second * sin
+            yield half + pair, second * cos + first * sin
+        for index in range(2 * half, len(projected)):
+            yield index, normed(index)
+
+    def _angles(self, table, pair: int) -> jax.Array:
+        """Cosines or sines of some pairs, for the rows of the tile."""
+        launch = self.launch
+        first = lax.rem(self.place.m_start, jnp.int32(launch.period))
+        rows = pl.ds(first, launch.product.config.tile_m)
+        columns = pl.ds(pair * launch.piece, launch.piece)
+        return plgpu.load(table.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def _row(self, ref, start: int) -> jax.Array:
+        """Some columns of a row, over all rows of the tile."""
+        launch = self.launch
+        row = plgpu.load(
+            ref.at[pl.ds(start, launch.piece)],
+            layout=plgpu.Layout.WGMMA.reduce(0),
+            optimized=False,
+        ).astype(jnp.float32)
+        return lax.broadcast_in_dim(row, (launch.product.config.tile_m, launch.piece), (1,))
