@@ -295,28 +295,36 @@ def backward(
         def _multiply():
             plgpu.set_max_registers(config.registers[0], action="increase")
             plgpu.barrier_wait(kv_full)
-            # Which of the parts that are one for each warpgroup, or one for all.
-            own_keys = 0 if config.shares_keys else wg_idx
-            own_columns = wg_idx if config.shares_keys else 0
+
+            # Which of the parts that are one for each warpgroup, or one for all. Unknown before the
+            # loop, or addresses computed there would occupy registers: H 128 spilled 184 bytes.
+            def own():
+                return lax.optimization_barrier(wg_idx)
+
+            def own_keys():
+                return lax.optimization_barrier(jnp.int32(0)) if config.shares_keys else own()
+
+            def own_columns():
+                return own() if config.shares_keys else 0
 
             def issue_dq(dq_acc, ds_slot, piece):
-                row = 0 if config.splits_columns else wg_idx
-                column = wg_idx * pieces + piece if config.splits_columns else 0
+                row = 0 if config.splits_columns else own()
+                column = own() * pieces + piece if config.splits_columns else 0
                 for w in range(key_parts):
-                    ds_part = wg_idx if config.shares_keys else w
+                    ds_part = own() if config.shares_keys else w
                     plgpu.wgmma(dq_acc, ds_smem.at[ds_slot, ds_part, row].T, k_smem.at[w, column])
 
             def issue_dk(dk_acc, q_slot, ds_slot):
                 for r in range(rows // 64):
                     plgpu.wgmma(
                         dk_acc,
-                        ds_smem.at[ds_slot, wg_idx, r],
-                        q_smem.at[q_slot, own_columns, pl.ds(r * 64, 64)],
+                        ds_smem.at[ds_slot, own(), r],
+                        q_smem.at[q_slot, own_columns(), pl.ds(r * 64, 64)],
                     )
 
             def store_ds(ds, ds_slot):
                 for r in range(rows // 64):
-                    ds_smem[ds_slot, wg_idx, r] = ds[:, r * 64 : (r + 1) * 64]
+                    ds_smem[ds_slot, own(), r] = ds[:, r * 64 : (r + 1) * 64]
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ds_full)
 
@@ -327,7 +335,7 @@ def backward(
                 def _():
                     plgpu.barrier_wait(dq_free)
 
-                dq_smem[wg_idx] = part
+                dq_smem[own()] = part
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_full)
 
@@ -345,7 +353,7 @@ def backward(
                 head_idx, i = visited(step)
                 q_slot, do_slot, ds_slot = (lax.rem(step, n) for n in (q_stages, do_stages, 2))
                 previous = lax.max(step - 1, 0)
-                start = first_key + own_keys * _KEYS
+                start = first_key + own_keys() * _KEYS
                 tile = _Tile(
                     at.batch_idx, head_idx, i * rows, start, (_KEYS, rows), transposed=True
                 )
@@ -360,7 +368,7 @@ def backward(
                             columns = pl.ds(column, chunk)
                             plgpu.wgmma(
                                 s_acc,
-                                k_smem.at[own_keys, c],
+                                k_smem.at[own_keys(), c],
                                 q_smem.at[q_slot, q_part, :, columns].T,
                             )
                         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=chunks)
@@ -388,8 +396,8 @@ def backward(
                 def with_dp(dp_acc):
                     plgpu.barrier_wait(do_full.at[do_slot])
                     for c in range(column_parts):
-                        plgpu.wgmma(dp_acc, v_smem.at[own_keys, c], do_smem.at[do_slot, c].T)
-                    plgpu.wgmma(dv_acc, kept, do_smem.at[do_slot, own_columns])
+                        plgpu.wgmma(dp_acc, v_smem.at[own_keys(), c], do_smem.at[do_slot, c].T)
+                    plgpu.wgmma(dv_acc, kept, do_smem.at[do_slot, own_columns()])
                     return plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
 
                 dp = pl.run_scoped(with_dp, tile_acc_type)
@@ -446,23 +454,23 @@ def backward(
                 plgpu.barrier_arrive(ds_full)
                 plgpu.barrier_wait(ds_full)
                 dv = (dv_acc[...] * (1 / logits.keep_probability)).astype(dtype)
-                v_smem[own_keys, own_columns] = dv
+                v_smem[own_keys(), own_columns()] = dv
                 dk = (dk_acc[...] * scale).astype(dtype)
                 own_chunks = chunks // column_parts
-                first_chunk = own_columns * own_chunks
+                first_chunk = own_columns() * own_chunks
                 for c in range(own_chunks):
-                    k_smem[own_keys, first_chunk + c] = dk[:, c * chunk : (c + 1) * chunk]
+                    k_smem[own_keys(), first_chunk + c] = dk[:, c * chunk : (c + 1) * chunk]
                 plgpu.commit_smem()
-                keys = pl.ds(first_key + own_keys * _KEYS, _KEYS)
+                keys = pl.ds(first_key + own_keys() * _KEYS, _KEYS)
                 head = (at.batch_idx, keys, at.key_head_idx)
-                columns = pl.ds(own_columns * own_value_width, own_value_width)
+                columns = pl.ds(own_columns() * own_value_width, own_value_width)
                 plgpu.copy_smem_to_gmem(
-                    v_smem.at[own_keys, own_columns], dv_gmem.at[*head, columns]
+                    v_smem.at[own_keys(), own_columns()], dv_gmem.at[*head, columns]
                 )
                 for c in range(own_chunks):
                     columns = pl.ds((first_chunk + c) * chunk, chunk)
                     plgpu.copy_smem_to_gmem(
-                        k_smem.at[own_keys, first_chunk + c], dk_gmem.at[*head, columns]
+                        k_smem.at[own_keys(), first_chunk + c], dk_gmem.at[*head, columns]
                     )
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
