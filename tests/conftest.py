@@ -1,10 +1,16 @@
 """Fixtures of every level: a GPU where one is needed, a simulated Hopper where none is."""
 
+import os
+
 import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
+
+# Threads of XLA's CPU client, one a core unless this says more. Two interpreted kernels of a program
+# run at a time, and each waits on threads of its own for further ones: with two cores, for ever.
+os.environ.setdefault("NPROC", "16")
 
 HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""

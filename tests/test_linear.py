@@ -156,7 +156,7 @@ def check_kernel(case, dtype, implementation):
     def plain(x, w, bias, residual):
         return plain_linear(x, w, bias, residual, case.activation)
 
-    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)))
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=1)
 
 
 each_kernel_case = pytest.mark.parametrize(

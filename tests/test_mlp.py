@@ -210,13 +210,15 @@ each_kernel_case = pytest.mark.parametrize(
 
 def check_mlp_kernel(case, dtype, save):
     args = case.mlp_arguments(jnp.dtype(dtype))
-    assert_values_and_gradients(fused_mlp(case, save, "pallas"), plain_mlp(case), *args)
+    assert_values_and_gradients(
+        fused_mlp(case, save, "pallas"), plain_mlp(case), *args, cotangents=1
+    )
 
 
 def check_gated_mlp_kernel(case, dtype, save, one_matrix):
     args = case.gated_arguments(jnp.dtype(dtype))
     ours = fused_gated_mlp(case, save, one_matrix, "pallas")
-    assert_values_and_gradients(ours, plain_gated_mlp(case), *args)
+    assert_values_and_gradients(ours, plain_gated_mlp(case), *args, cotangents=1)
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
