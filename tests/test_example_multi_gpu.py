@@ -244,11 +244,11 @@ def test_the_mesh_splits_heads_features_and_with_fsdp_all_matrices():
     assert one.spec("norm1", "scale", (4, 48)) == P(None, None)
     assert one.spec("qkv", "bias", (4, 144)) == P(None, "tensor")
     assert one.spec("qkv", "kernel", (4, 48, 144)) == P(None, "data", "tensor")
-    assert one.spec("mlp_out", "bias", (4, 48)) == P(None, None)
-    assert one.spec("mlp_out", "kernel", (4, 96, 48)) == P(None, "tensor", "data")
+    assert one.spec("down", "bias", (4, 48)) == P(None, None)
+    assert one.spec("down", "kernel", (4, 96, 48)) == P(None, "tensor", "data")
     assert one.spec("head", "kernel", (48, 10)) == P("data", None)
     whole = jit_vit.OnMesh(size, tensor=1, fsdp=False)
-    assert whole.spec("mlp_in", "kernel", (4, 48, 96)) == P(None, None, "tensor")
+    assert whole.spec("up", "kernel", (4, 48, 96)) == P(None, None, "tensor")
     assert whole.spec("head", "kernel", (48, 10)) == P(None, None)
 
 
@@ -256,12 +256,12 @@ def test_the_mesh_splits_heads_features_and_with_fsdp_all_matrices():
 def test_fsdp_keeps_a_quarter_of_the_state_on_each_device_from_step_to_step():
     place = jit_vit.OnMesh(MODELS["vit-digits"], tensor=1, fsdp=True)
     kernel = jnp.arange(48 * 96.0).reshape(48, 96)
-    make = lambda: dict(params=dict(mlp_in=dict(kernel=kernel)), opt_state=jnp.int32(0))  # noqa: E731
+    make = lambda: dict(params=dict(up=dict(kernel=kernel)), opt_state=jnp.int32(0))  # noqa: E731
     state = place.init(make)
     step = place.train_step(lambda state, batch, step: (state, dict(loss=batch["image"].sum())))
     after, metrics = step(state, dict(image=np.ones((8, 2), np.float32)), 0)
     for held in (place.init(make), after):
-        matrix = held["params"]["mlp_in"]["kernel"]
+        matrix = held["params"]["up"]["kernel"]
         assert [shard.data.shape for shard in matrix.addressable_shards] == [(12, 96)] * 4
         np.testing.assert_array_equal(matrix, kernel)
     assert metrics["loss"] == 16

@@ -44,12 +44,12 @@ class PlainBlock(nnx.Module):
         self.norm1 = nnx.LayerNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
         self.norm2 = nnx.LayerNorm(width, rngs=rngs)
-        self.mlp_in = nnx.Linear(width, size.hidden, rngs=rngs)
-        self.mlp_out = nnx.Linear(size.hidden, width, rngs=rngs)
+        self.up = nnx.Linear(width, size.hidden, rngs=rngs)
+        self.down = nnx.Linear(size.hidden, width, rngs=rngs)
 
     def __call__(self, x):
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.norm2(x)), approximate=False))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=False))
 
 
 def plain_logits(params, size, images, pool):
@@ -67,7 +67,8 @@ def plain_logits(params, size, images, pool):
         block = nnx.merge(
             structure,
             {
-                **{name: given[name] for name in ("norm1", "norm2", "mlp_in", "mlp_out")},
+                **{name: given[name] for name in ("norm1", "norm2")},
+                **given["mlp"],
                 "attention": {
                     **{
                         name: {"kernel": kernels[:, j], "bias": biases[j]}

@@ -31,10 +31,10 @@ from examples.training import State, whole
 from examples.vit import train
 from examples.vit.model import MODELS, ViTSize
 
-COLUMNS = ("qkv", "mlp_in")
+COLUMNS = ("qkv", "up")
 """Layers whose outputs are split over `tensor`: features of the MLP; of qkv, where all queries come
 first, parts that XLA exchanges for heads."""
-ROWS = ("project", "mlp_out")
+ROWS = ("project", "down")
 """Layers whose inputs arrive split so; a sum over `tensor` completes their outputs."""
 
 

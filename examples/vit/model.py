@@ -184,8 +184,14 @@ class Block(nnx.Module):
         self.qkv = linear(size.width, 3 * size.width)
         self.project = linear(size.width, size.width)
         self.norm2 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
-        self.mlp_in = linear(size.width, size.hidden, activation="gelu_erf")
-        self.mlp_out = linear(size.hidden, size.width)
+        self.mlp = jaxfused.nnx.MLP(
+            size.width,
+            size.hidden,
+            activation="gelu_erf",
+            kernel_init=nnx.initializers.xavier_uniform(),
+            dtype=dtype,
+            rngs=rngs,
+        )
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(
@@ -201,7 +207,7 @@ class Block(nnx.Module):
         y, stream = self.norm1(delta, residual=stream)
         delta = self._drop(self._attention(y), keys[0], drop_path)
         y, stream = self.norm2(delta, residual=stream)
-        delta = self._drop(self.mlp_out(self.mlp_in(y)), keys[1], drop_path)
+        delta = self._drop(self.mlp(y), keys[1], drop_path)
         return delta, stream
 
     def _attention(self, y: jax.Array) -> jax.Array:
