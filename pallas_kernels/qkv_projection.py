@@ -5,8 +5,7 @@ there is a norm or a rotation, an output tile is a number of whole heads: the tw
 in the same registers, and its mean square is a sum within a warp.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,9 @@ from pallas_kernels.product import (
 )
 
 _PIECE = 16
-"""Fewest features of a head that the epilogue takes at a time: the narrowest swizzle's."""
+"""Features of a head that the epilogue takes at a time, of either half: more would not fit registers."""
+_VALUES = 2
+"""Of the three outputs the one without norm and rotation."""
 _WIDEST_HEAD = 256
 """Columns of the widest tile."""
 
@@ -78,12 +79,11 @@ def default_config(
     head_size: int,
     norm: bool,
     rotary_dim: int,
-    save_projection: bool,
+    bias: bool,
 ) -> MatmulConfig:
     """Tiles of whole heads where heads matter, of few columns beyond the outputs' ends."""
     whole_heads = norm or rotary_dim > 0
     unit = head_size if whole_heads else 32
-    piece = _piece(head_size, rotary_dim) if whole_heads else unit
     tile_m = 128 if unit <= 192 else 64
 
     def cost(tile_n: int) -> float:
@@ -96,9 +96,10 @@ def default_config(
 
     def shared_memory_bytes(c: MatmulConfig) -> int:
         item = jnp.dtype(dtype).itemsize
-        streams = (1 + save_projection) * c.write_slots * c.tile_m * unit * item
-        # Twice the bias, as what follows it begins at a multiple of 1024 bytes.
-        return c.ring_bytes(dtype) + CONSUMERS * (streams + 2 * 4 * c.tile_n)
+        streams = c.write_slots * c.tile_m * unit * item
+        # What follows the bias begins at a multiple of 1024 bytes.
+        biases = (CONSUMERS * 4 * c.tile_n + 2 * 1024) if bias else 0
+        return c.ring_bytes(dtype) + CONSUMERS * streams + biases
 
     return next(
         config
@@ -109,16 +110,11 @@ def default_config(
                 tile_n=tile_n,
                 stages=stages,
                 write_slots=write_slots,
-                epilogue_columns=piece,
+                epilogue_columns=_PIECE if whole_heads else unit,
             )
         )
         <= SHARED_MEMORY_BYTES
     )
-
-
-def _piece(head_size: int, rotary_dim: int) -> int:
-    """Features of a head that the epilogue takes at a time."""
-    return math.gcd(32, rotary_dim // 2 or head_size, head_size - rotary_dim)
 
 
 def forward(
@@ -132,7 +128,7 @@ def forward(
     head_size: int,
     epsilon: float,
     scale_offset: float,
-    save_projection: bool,
+    save_projections: bool,
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, ...]:
@@ -157,7 +153,7 @@ def forward(
             head_size=head_size,
             norm=any(has_norms),
             rotary_dim=rotary_dim,
-            save_projection=save_projection,
+            bias=biases is not None,
         )
     # As in `matmul`: whole groups of 8 rows, and more than one.
     padding = max(-m % 8, 16 - m)
@@ -186,12 +182,11 @@ def forward(
         rotary_dim=rotary_dim,
         period=period,
         bias_dtype=None if biases is None else biases[0].dtype,
-        has_norms=(*has_norms, False),
+        has_norms=tuple(has_norms),
         epsilon=epsilon,
         scale_offset=scale_offset,
-        save_projection=save_projection,
     )
-    saved = widths[:2] if save_projection else ()
+    saved = widths[:2] if save_projections else ()
     results = epilogue.product.launch(
         (x,),
         weights,
@@ -202,6 +197,26 @@ def forward(
     )
     q, k, v, *projections = (result[:m] for result in results)
     return (q, k, v, *(projections or (None, None)))
+
+
+def input_gradient(
+    dys: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    *,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array]:
+    """The sum of dy [M, heads * H] times the transpose of w [D, heads * H] over all three."""
+    results = matmul.matmul(
+        dys,
+        weights,
+        b_transposed=True,
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dys[0].dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+    )
+    return (results["dx"],)
 
 
 @dataclass(frozen=True)
@@ -216,10 +231,9 @@ class _Epilogue:
     bias_dtype: Any
     """None where there are no biases."""
     has_norms: tuple[bool, ...]
-    """For each output."""
+    """For queries and keys."""
     epsilon: float
     scale_offset: float
-    save_projection: bool
 
     @property
     def whole_heads(self) -> bool:
@@ -241,10 +255,9 @@ class _Epilogue:
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
         swizzle = widest_swizzle(dtype, *self.product.widths, self.piece)
-        store = tiled((CONSUMERS, c.write_slots, c.tile_m, self.unit), dtype, swizzle)
-        scratch: dict[str, Any] = {"out_smem": store}
-        if self.save_projection:
-            scratch["projection_smem"] = store
+        scratch: dict[str, Any] = {
+            "out_smem": tiled((CONSUMERS, c.write_slots, c.tile_m, self.unit), dtype, swizzle)
+        }
         if self.bias_dtype is not None:
             scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
             scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -292,13 +305,8 @@ class _HeadsOfTile:
         self.launch.product.in_its_output(self.place.n_idx, copy_bias)
 
     def run(self, acc: jax.Array) -> None:
-        self.launch.product.in_its_output(
-            self.place.n_idx, lambda output, n_start: self._finish(acc, output, n_start)
-        )
-
-    def _finish(self, acc: jax.Array, output: int, n_start) -> None:
         launch = self.launch
-        starts = range(0, launch.units(output) * launch.unit, launch.piece)
+        starts = range(0, launch.product.part_n, launch.piece)
         pieces = [acc[:, start : start + launch.piece] for start in starts]
         if self.gmem.biases:
             plgpu.barrier_wait(self.smem["bias_full"].at[self.place.wg_idx])
@@ -309,41 +317,42 @@ class _HeadsOfTile:
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
         per_unit = launch.unit // launch.piece
-        for unit in range(launch.units(output)):
-            projected = pieces[unit * per_unit : (unit + 1) * per_unit]
-            self._store(unit, projected, output, n_start)
 
-    def _store(self, unit: int, projected: Sequence[jax.Array], output: int, n_start) -> None:
-        """Has a unit copied out, and what it was before norm and rotation where that is saved."""
-        launch, slots = self.launch, self.launch.product.config.write_slots
-        rows = pl.ds(self.place.m_start, launch.product.config.tile_m)
-        columns = pl.ds(n_start + unit * launch.unit, launch.unit)
-        streams = [(self.smem["out_smem"], self.gmem.outputs[output])]
-        if output < len(self.gmem.projections):
-            streams.append((self.smem["projection_smem"], self.gmem.projections[output]))
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        places = [smem.at[self.place.wg_idx, unit % slots] for smem, _ in streams]
+        def store(output, n_start):
+            stored = 0
+            for unit in range(launch.units(output)):
+                columns = pl.ds(n_start + unit * launch.unit, launch.unit)
+                projected = pieces[unit * per_unit : (unit + 1) * per_unit]
+                if output < len(self.gmem.projections):
+                    before = enumerate(projected)
+                    self._store(stored, before, self.gmem.projections[output], columns)
+                    stored += 1
+                self._store(
+                    stored, self._finished(projected, output), self.gmem.outputs[output], columns
+                )
+                stored += 1
 
-        def write(place, index, piece):
-            place.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
+        launch.product.in_its_output(self.place.n_idx, store)
 
-        for index, piece in self._finished(projected, output):
-            write(places[0], index, piece.astype(launch.product.dtype))
-        for place in places[1:]:
-            for index, piece in enumerate(projected):
-                write(place, index, piece)
+    def _store(self, number: int, pieces: Iterable[tuple[int, jax.Array]], gmem, columns) -> None:
+        """Has the pieces of a unit, each with its index, copied out through the next slot."""
+        launch, config = self.launch, self.launch.product.config
+        slot = self.smem["out_smem"].at[self.place.wg_idx, number % config.write_slots]
+        plgpu.wait_smem_to_gmem(config.write_slots - 1, wait_read_only=True)
+        for index, piece in pieces:
+            slot.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
         plgpu.commit_smem()
-        for place, (_, gmem) in zip(places, streams, strict=True):
-            plgpu.copy_smem_to_gmem(place, gmem.at[rows, columns], commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
+        plgpu.copy_smem_to_gmem(slot, gmem.at[pl.ds(self.place.m_start, config.tile_m), columns])
 
-    def _finished(self, projected: Sequence[jax.Array], output: int):
-        """The pieces of a head after norm and rotation, each with its index."""
+    def _finished(
+        self, projected: Sequence[jax.Array], output: int
+    ) -> Iterator[tuple[int, jax.Array]]:
+        """The pieces of a unit after norm and rotation, each with its index."""
         launch = self.launch
-        is_value = output == 2
-        if is_value or not launch.whole_heads:
+        if output == _VALUES or not launch.whole_heads:
             yield from enumerate(projected)
             return
+        factor = None
         if launch.has_norms[output]:
             squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
             mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.head_size)
@@ -351,20 +360,23 @@ class _HeadsOfTile:
 
         def normed(index):
             piece = projected[index].astype(jnp.float32)
-            if not launch.has_norms[output]:
+            if factor is None:
                 return piece
             scale = self._row(self.gmem.scales[output], index * launch.piece)
             scale = scale + launch.scale_offset
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
+        def rounded(piece):
+            return piece.astype(launch.product.dtype)
+
         half = launch.rotary_dim // 2 // launch.piece
         for pair in range(half):
             first, second = normed(pair), normed(half + pair)
             cos, sin = (self._angles(table, pair) for table in self.gmem.tables)
-            yield pair, first * cos - second * sin
-            yield half + pair, second * cos + first * sin
+            yield pair, rounded(first * cos - second * sin)
+            yield half + pair, rounded(second * cos + first * sin)
         for index in range(2 * half, len(projected)):
-            yield index, normed(index)
+            yield index, rounded(normed(index))
 
     def _angles(self, table, pair: int) -> jax.Array:
         """Cosines or sines of some pairs, for the rows of the tile."""

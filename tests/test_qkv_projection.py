@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,8 +7,9 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
+from pallas_kernels import qkv_projection
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.qkv_projection import CASES
+from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
 from tests.transforms import assert_transforms
 
 
@@ -16,7 +19,7 @@ def tables(case):
     return jaxfused.rope_tables(jnp.arange(case.rows[-1]), case.rotary_dim)
 
 
-def fused_qkv(case):
+def fused_qkv(case, implementation=None):
     cos, sin = tables(case)
 
     def f(x, w, bias, q_scale, k_scale):
@@ -30,6 +33,7 @@ def fused_qkv(case):
             k_scale=k_scale,
             cos=cos,
             sin=sin,
+            implementation=implementation,
         )
 
     return f
@@ -137,10 +141,193 @@ def test_derivatives_of_both_orders_and_modes():
         ({"cos": jnp.ones((3, 2))}, "one of cos and sin"),
         ({"cos": jnp.ones((4, 2)), "sin": jnp.ones((4, 2))}, r"cos has shape \(4, 2\)"),
         ({"epsilon": jnp.ones(())}, "epsilon is"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of qkv_projection yet"),
+        ({"implementation": "cuda"}, "there is no CUDA kernel of qkv_projection yet"),
     ],
 )
 def test_errors(change, message):
     args = {"x": jnp.ones((3, 6)), "w": jnp.ones((6, 32)), "heads": 4, "key_heads": 2} | change
     with pytest.raises(ValueError, match=f"qkv_projection: .*{message}"):
         jaxfused.qkv_projection(**args)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+each_kernel_case = pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, "bfloat16") for case in KERNEL_CASES] + [(KERNEL_CASES[0], "float16")],
+    ids=str,
+)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@each_kernel_case
+def test_pallas_accurate_in_the_interpreter(case, dtype):
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
+
+
+def near(actual, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02, atol=0.1
+        ),
+        actual,
+        expected,
+    )
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("over", ["rows", "rows and angles", "angles", "all"])
+def test_pallas_vmap_in_the_interpreter(over):
+    case = KERNEL_CASES[1]
+    x, w, *_ = case.arguments(jnp.bfloat16)
+    cos, sin = tables(case)
+
+    def gradients(x, w, cos, sin, implementation):
+        def loss(x, w, cos, sin):
+            heads = jaxfused.qkv_projection(
+                x, w, heads=2, cos=cos, sin=sin, implementation=implementation
+            )
+            return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in heads)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, w, cos, sin)
+
+    axes = {
+        "rows": (0, None, None, None),
+        "rows and angles": (0, None, 0, 0),
+        "angles": (None, None, 0, 0),
+        "all": (0, 0, 0, 0),
+    }[over]
+    args = [
+        a if axis is None else jnp.stack([a, -a])
+        for a, axis in zip((x, w, cos, sin), axes, strict=True)
+    ]
+    mapped = (
+        jax.jit(jax.vmap(functools.partial(gradients, implementation=name), in_axes=axes))(*args)
+        for name in ("pallas", "xla")
+    )
+    near(*mapped)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("case", KERNEL_CASES[:3], ids=str)
+def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
+    args = case.arguments(jnp.bfloat16)
+    _, vjp = jax.vjp(fused_qkv(case, "pallas"), *args)
+    kept = sum(a.nbytes for a in jax.tree.leaves(vjp))
+    projected = 2 * np.prod(case.rows) * (case.heads + case.key_heads) * case.head_size
+    inputs = sum(a.nbytes for a in jax.tree.leaves((args, tables(case))))
+    assert kept == inputs + projected * case.norm
+
+
+@pytest.mark.usefixtures("race_detector")
+def test_no_races_in_the_interpreter():
+    case = KERNEL_CASES[0]
+    jax.block_until_ready(fused_qkv(case, "pallas")(*case.arguments(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("m", "d", "heads", "key_heads", "head_size", "norm", "rotary_dim", "period"),
+    [
+        (50432, 768, 12, 12, 64, False, 0, 0),
+        (50432, 768, 12, 12, 64, True, 64, 197),
+        (25216, 1024, 16, 16, 64, False, 0, 0),
+        (25216, 1024, 16, 16, 64, False, 64, 25216),
+        (8192, 1280, 16, 16, 80, True, 0, 0),
+        (32768, 4096, 32, 8, 128, False, 128, 4096),
+        (32768, 4096, 32, 8, 128, True, 64, 4096),
+        (8192, 2048, 8, 1, 256, True, 256, 4096),
+        (37, 48, 4, 2, 32, True, 32, 37),
+    ],
+)
+def test_default_configs_lower_for_cuda(
+    m, d, heads, key_heads, head_size, norm, rotary_dim, period
+):
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def lowers(f, *args):
+        module = jax.export.export(jax.jit(f), platforms=["cuda"])(*args).mlir_module()
+        assert "mosaic_gpu" in module
+
+    widths = [n * head_size for n in (heads, key_heads, key_heads)]
+    weights = [array(d, n) for n in widths]
+    table = array(period, rotary_dim // 2, dtype=jnp.float32) if rotary_dim else None
+    lowers(
+        functools.partial(
+            qkv_projection.forward,
+            head_size=head_size,
+            epsilon=1e-6,
+            scale_offset=0.0,
+            save_projections=norm,
+            multiprocessors=132,
+        ),
+        array(m, d),
+        weights,
+        [array(n, dtype=jnp.float32) for n in widths],
+        [array(head_size) if norm else None] * 2,
+        table,
+        table,
+    )
+    lowers(
+        functools.partial(qkv_projection.input_gradient, multiprocessors=132),
+        [array(m, n) for n in widths],
+        weights,
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"x": jnp.ones((3, 12), jnp.bfloat16), "w": jnp.ones((12, 128))}, "x has 12"),
+        ({"x": jnp.ones((3, 16))}, "x has dtype float32"),
+        ({"heads": 8, "key_heads": 4}, "multiples of 16 features, and half of the rotating are 4"),
+        ({"cos": jnp.ones((3, 8)), "sin": jnp.ones((3, 8))}, "half of the rotating are 8"),
+        ({"interleaved": True}, "interleaved pairs"),
+    ],
+)
+def test_limits_of_the_kernel(change, reason):
+    args = {
+        "x": jnp.ones((3, 16), jnp.bfloat16),
+        "w": jnp.ones((16, 128)),
+        "heads": 2,
+        "key_heads": 1,
+        "cos": jnp.ones((3, 16)),
+        "sin": jnp.ones((3, 16)),
+    }
+    if "heads" in change:
+        change = change | {"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4))}
+    with pytest.raises(ValueError, match=f"qkv_projection: .*{reason}"):
+        jaxfused.qkv_projection(**(args | change), implementation="pallas")
+
+
+@pytest.mark.gpu
+@each_kernel_case
+def test_accurate_on_gpu(case, dtype):
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((3, 197), 768, 12, 12, 64, bias=True),
+        Case((3, 197), 768, 12, 12, 64, bias=True, norm=True, rotary_dim=64),
+        Case((2, 300), 1024, 32, 8, 128, norm=True, rotary_dim=128),
+        Case((2, 300), 512, 4, 1, 256, norm=True, rotary_dim=128),
+        Case((2, 77), 640, 8, 8, 80, bias=True, norm=True),
+        Case((2, 77), 480, 5, 5, 96, bias=True, rotary_dim=96),
+    ],
+    ids=str,
+)
+def test_every_tile_on_gpu(case):
+    """Several tiles a warpgroup, rows beyond the last, and the same bits twice."""
+    args = case.arguments(jnp.bfloat16)
+    ours = jax.jit(fused_qkv(case, "pallas"))
+    assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
+    first, second = (
+        [np.asarray(y.astype(jnp.float32)).tobytes() for y in ours(*args)] for _ in range(2)
+    )
+    assert first == second

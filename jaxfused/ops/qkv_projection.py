@@ -1,12 +1,23 @@
-"""qkv_projection: validation and choice of implementation."""
+"""qkv_projection: validation, choice of implementation, gradient."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 
-from jaxfused import dispatch, reference
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.batching import batch_all, is_batched, one_by_one
 from jaxfused.ops.linear import check_affine
-from jaxfused.ops.rope import check_tables
+from jaxfused.ops.rope import batch_tables, check_tables
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.reference.product import product
+from pallas_kernels import qkv_projection as pallas_qkv_projection
 
 
 def qkv_projection(
@@ -104,29 +115,302 @@ def qkv_projection(
     check_constant(op, "scale_offset", scale_offset)
     if cos is not None or sin is not None:
         check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
-    return reference.qkv_projection.qkv_projection(
-        x,
-        w,
-        bias,
-        q_scale,
-        k_scale,
-        cos,
-        sin,
-        heads=heads,
-        key_heads=key_heads,
-        epsilon=epsilon,
-        scale_offset=scale_offset,
-        interleaved=interleaved,
-        precision=precision,
+    device = dispatch.current_device(x)
+    chosen = dispatch.choose(
+        op,
+        implementation,
+        implementations(
+            device,
+            dtype=x.dtype,
+            features=x.shape[-1],
+            heads=heads,
+            key_heads=key_heads,
+            head_size=head_size,
+            norm=q_scale is not None or k_scale is not None,
+            rotary_dim=0 if cos is None else 2 * cos.shape[-1],
+            interleaved=interleaved,
+        ),
     )
+    # Without rows there is nothing for a kernel to do.
+    if chosen == "xla" or x.size == 0:
+        return reference.qkv_projection.qkv_projection(
+            x,
+            w,
+            bias,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            heads=heads,
+            key_heads=key_heads,
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            interleaved=interleaved,
+            precision=precision,
+        )
+    launch = _Launch(device.multiprocessors, head_size, epsilon, scale_offset, precision)
+    # Queries with the keys that they share: by these groups devices can split all three.
+    ends = (heads * head_size, (heads + key_heads) * head_size)
+    weights = [part.reshape(len(w), key_heads, -1) for part in jnp.split(w, ends, axis=1)]
+    biases: list[jax.Array | None] = [None] * 3
+    if bias is not None:
+        biases = [part.reshape(key_heads, -1) for part in jnp.split(bias, ends)]
+    if cos is not None and sin is not None:
+        cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
+    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=launch.whole)
+    q, k, v = _qkv_projection(launch, *aligned)
+    return _heads(q, head_size), _heads(k, head_size), _heads(v, head_size)
 
 
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
+def implementations(
+    device: dispatch.Device,
+    *,
+    dtype: Any,
+    features: int,
+    heads: int,
+    key_heads: int,
+    head_size: int,
+    norm: bool,
+    rotary_dim: int,
+    interleaved: bool,
+) -> dict[str, str | None]:
+    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
+    # The kernel's tests have not yet run on a GPU.
     return {
-        "pallas": "there is no Pallas kernel of qkv_projection yet",
-        "cuda": "there is no CUDA kernel of qkv_projection yet",
         "xla": None,
+        "pallas": pallas_qkv_projection.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=dtype,
+            features=features,
+            heads=heads,
+            key_heads=key_heads,
+            head_size=head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+        ),
+        "cuda": "there is no CUDA kernel of qkv_projection yet",
     }
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+_GROUPS = ("nq", "nh", "nh")
+"""The letters of queries, keys and values: groups of heads that share keys, and their features."""
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How the kernels run."""
+
+    multiprocessors: int
+    head_size: int
+    epsilon: float
+    scale_offset: float
+    precision: Any
+
+    @property
+    def whole(self) -> str:
+        """The axes that a device must have whole."""
+        # The kernel takes columns in sixteens, which the groups of narrower heads may not be.
+        return "dqhsr" if self.head_size % 16 == 0 else "dqhsrn"
+
+    def finish(self, y, scale, cos, sin):
+        """The norm and the rotation of grouped heads, by XLA."""
+        finished = reference.qkv_projection.finish(
+            _heads(y, self.head_size),
+            scale,
+            cos,
+            sin,
+            epsilon=self.epsilon,
+            scale_offset=self.scale_offset,
+            interleaved=False,
+        )
+        return finished.reshape(y.shape)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Queries, keys and values, and the former two before their norms where they are saved.
+
+    Of x [..., T, D], weights [D, n, features], biases [n, features], scales and tables.
+    """
+
+    launch: _Launch
+    save_projections: bool
+
+    def __call__(self, x, *parameters):
+        *weights, q_bias, k_bias, v_bias, q_scale, k_scale, cos, sin = parameters
+        results = pallas_qkv_projection.forward(
+            x.reshape(-1, x.shape[-1]),
+            [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
+            None if q_bias is None else [b.reshape(-1) for b in (q_bias, k_bias, v_bias)],
+            (q_scale, k_scale),
+            *(
+                None if table is None else table.reshape(-1, table.shape[-1])
+                for table in (cos, sin)
+            ),
+            head_size=self.launch.head_size,
+            epsilon=self.launch.epsilon,
+            scale_offset=self.launch.scale_offset,
+            save_projections=self.save_projections,
+            multiprocessors=self.launch.multiprocessors,
+        )
+        groups = weights[0].shape[1]
+        return tuple(None if y is None else y.reshape(*x.shape[:-1], groups, -1) for y in results)
+
+    def axes(self, operands: Sequence[Any]) -> tuple[Sequence[str], Sequence[str | None]]:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        results = [rows + group for group in _GROUPS]
+        saved = results[:2] if self.save_projections else (None, None)
+        return _operand_axes(operands), (*results, *saved)
+
+    def batched(self, axis_size: int, in_batched, operands) -> Sequence[Any] | None:
+        """The operands with the batch among the rows; None where what the rows share is batched."""
+        x, *parameters, cos, sin = operands
+        if is_batched(in_batched[1:-2]):
+            return None
+        tables: Sequence[Any] = (cos, sin)
+        if cos is not None:
+            rows = x.shape[1 if is_batched(in_batched[0]) else 0 : -1]
+            tables = batch_tables(axis_size, in_batched[-2:], tables, rows)
+        return *batch_all(axis_size, in_batched[:1], (x,)), *parameters, *tables
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """The sum of the cotangents of queries, keys and values, each times its weights' transpose."""
+
+    launch: _Launch
+
+    def __call__(self, *operands):
+        dys, weights = operands[:3], operands[3:]
+        (dx,) = pallas_qkv_projection.input_gradient(
+            [dy.reshape(-1, math.prod(dy.shape[-2:])) for dy in dys],
+            [w.astype(dys[0].dtype).reshape(len(w), -1) for w in weights],
+            multiprocessors=self.launch.multiprocessors,
+        )
+        return (dx.reshape(*dys[0].shape[:-2], -1),)
+
+    def axes(self, operands: Sequence[Any]) -> tuple[Sequence[str], Sequence[str | None]]:
+        rows = sharding.leading_axes(operands[0].ndim - 2)
+        return [*(rows + g for g in _GROUPS), *("d" + g for g in _GROUPS)], (rows + "d",)
+
+    def batched(self, axis_size: int, in_batched, operands) -> Sequence[Any] | None:
+        """As that of `_Forward`."""
+        if is_batched(in_batched[3:]):
+            return None
+        return *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:]
+
+
+def _run(kernel: _Forward | _InputGradient, *operands):
+    """The kernel over shards, with a rule for `jax.vmap`."""
+
+    @custom_vmap
+    def call(*operands):
+        operand_axes, result_axes = kernel.axes(operands)
+        return sharding.per_shard(
+            kernel,
+            operands,
+            operand_axes=operand_axes,
+            result_axes=result_axes,
+            whole=kernel.launch.whole,
+        )
+
+    @call.def_vmap
+    def rule(axis_size, in_batched, *operands):
+        batched = kernel.batched(axis_size, in_batched, operands)
+        if batched is None:
+            results = one_by_one(call, in_batched, operands)
+        else:
+            results = _run(kernel, *batched)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call(*operands)
+
+
+def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
+    """The letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
+    rows = sharding.leading_axes(operands[0].ndim - 1)
+    cos = operands[-1]
+    table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
+    return rows + "d", *("d" + g for g in _GROUPS), *_GROUPS, "s", "s", table, table
+
+
+def _heads(y: jax.Array, head_size: int) -> jax.Array:
+    """[..., n, features] as [..., heads, H]."""
+    return y.reshape(*y.shape[:-2], -1, head_size)
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    weights: Sequence[jax.Array]
+    biases: Sequence[jax.Array | None]
+    scales: Sequence[jax.Array | None]
+    tables: Sequence[jax.Array | None]
+    projections: Sequence[jax.Array | None]
+    """Queries and keys before norm and rotation, where gradients need them."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _qkv_projection(launch: _Launch, *operands):
+    q, k, v, _, _ = _run(_Forward(launch, save_projections=False), *operands)
+    return q, k, v
+
+
+def _qkv_projection_fwd(launch: _Launch, *primals):
+    operands: list[Any] = [None if primal is None else primal.value for primal in primals]
+    x, *weights = operands[:4]
+    scales, tables = operands[7:9], operands[9:]
+    # The rotation is linear: its gradient to queries and keys needs the angles alone.
+    save = any(scale is not None for scale in scales) or any(
+        table is not None and table.perturbed for table in primals[9:]
+    )
+    q, k, v, *projections = _run(_Forward(launch, save), *operands)
+    saved = _Residuals(x, weights, operands[4:7], scales, tables, projections)
+    return (q, k, v), saved
+
+
+def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
+    x, weights, biases, scales, tables, projections = saved
+    dq, dk, dv = (
+        jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents
+    )
+    dscales: Any = [None, None]
+    dtables: Any = [None, None]
+    if any(a is not None for a in (*scales, *tables)):
+
+        def finish(q, k, scales, tables):
+            return launch.finish(q, scales[0], *tables), launch.finish(k, scales[1], *tables)
+
+        # Where they are not saved, nothing reads them.
+        q, k = (
+            jnp.zeros_like(dy) if projection is None else projection
+            for projection, dy in zip(projections, (dq, dk), strict=True)
+        )
+        _, vjp = jax.vjp(finish, q, k, scales, tables)
+        dq, dk, dscales, dtables = vjp((dq, dk))
+    dys = (dq, dk, dv)
+    (dx,) = _run(_InputGradient(launch), *dys, *weights)
+    rows = sharding.leading_axes(x.ndim - 1)
+    dweights = [
+        product(
+            f"{rows}d,{rows}f->df",
+            x,
+            dy.reshape(*dy.shape[:-2], -1),
+            out_dtype=w.dtype,
+            precision=launch.precision,
+        ).reshape(w.shape)
+        for w, dy in zip(weights, dys, strict=True)
+    ]
+    dbiases = [
+        None
+        if bias is None
+        else jnp.sum(dy, axis=range(dy.ndim - 2), dtype=jnp.float32).astype(bias.dtype)
+        for bias, dy in zip(biases, dys, strict=True)
+    ]
+    return dx, *dweights, *dbiases, *dscales, *dtables
+
+
+_qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=True)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -387,16 +388,29 @@ def _rotate(launch: _Launch, q, k, cos, sin):
     def rule(axis_size, in_batched, q, k, cos, sin):
         rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
         q, k = batch_all(axis_size, in_batched[:2], (q, k))
-        if is_batched(in_batched[2:]):
-            # One axis for the batch, and all others too: angles are shared by all rows or by none.
-            tables = batch_all(axis_size, in_batched[2:], (cos, sin))
-            own = [
-                t.reshape(axis_size, *[1] * (len(rows) + 2 - t.ndim), *t.shape[1:]) for t in tables
-            ]
-            cos, sin = (jnp.broadcast_to(t, (axis_size, *rows, t.shape[-1])) for t in own)
-        elif cos.ndim - 1 == len(rows) > 1:
-            cos, sin = batch_all(axis_size, in_batched[2:], (cos, sin))
+        cos, sin = batch_tables(axis_size, in_batched[2:], (cos, sin), rows)
         outputs = rotate(q, k, cos, sin)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return rotate(q, k, cos, sin)
+
+
+def batch_tables(
+    axis_size: int,
+    in_batched: Sequence[Any],
+    tables: Sequence[jax.Array],
+    rows: tuple[int, ...],
+) -> Sequence[jax.Array]:
+    """The tables for rows [axis_size, *rows], from those for a batch of `rows`.
+
+    One axis for the batch, and all others too: angles are shared by all rows or by none.
+    """
+    if is_batched(in_batched):
+        own = [
+            t.reshape(axis_size, *[1] * (len(rows) + 2 - t.ndim), *t.shape[1:])
+            for t in batch_all(axis_size, in_batched, tables)
+        ]
+        return [jnp.broadcast_to(t, (axis_size, *rows, t.shape[-1])) for t in own]
+    if tables[0].ndim - 1 == len(rows) > 1:
+        return batch_all(axis_size, in_batched, tables)
+    return tables

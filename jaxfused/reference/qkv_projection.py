@@ -1,5 +1,6 @@
 """qkv_projection in plain jax.numpy: the truth for the kernels, and `implementation="xla"`."""
 
+import functools
 from typing import Any
 
 import jax
@@ -35,24 +36,38 @@ def qkv_projection(
         y = preactivation(x, w, bias, precision=precision)
         y = y.reshape(*x.shape[:-1], heads + 2 * key_heads, -1)
         q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
-        return finish(q, q_scale, cos, sin), finish(k, k_scale, cos, sin), v
-
-    def finish(y, scale, cos, sin):
-        if scale is not None:
-            y, _ = norm(
-                y,
-                scale,
-                None,
-                None,
-                None,
-                subtract_mean=False,
-                epsilon=epsilon,
-                scale_offset=scale_offset,
-                pre_activation=None,
-                activation=None,
-            )
-        if cos is not None and sin is not None:
-            y = rotate(y, cos, sin, interleaved=interleaved)
-        return y
+        finished = functools.partial(
+            finish, epsilon=epsilon, scale_offset=scale_offset, interleaved=interleaved
+        )
+        return finished(q, q_scale, cos, sin), finished(k, k_scale, cos, sin), v
 
     return jax.checkpoint(f, policy=save_preactivation)(x, w, bias, q_scale, k_scale, cos, sin)
+
+
+def finish(
+    y: jax.Array,
+    scale: jax.Array | None,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    epsilon: float,
+    scale_offset: float,
+    interleaved: bool,
+) -> jax.Array:
+    """The norm and the rotation, where they are wanted, of projected heads [..., T, N, H]."""
+    if scale is not None:
+        y, _ = norm(
+            y,
+            scale,
+            None,
+            None,
+            None,
+            subtract_mean=False,
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            pre_activation=None,
+            activation=None,
+        )
+    if cos is not None and sin is not None:
+        y = rotate(y, cos, sin, interleaved=interleaved)
+    return y
