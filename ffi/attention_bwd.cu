@@ -1,0 +1,566 @@
+// Backward of attention on tensor cores that any GPU since Turing has: a kernel for the gradients
+// of keys and values, one for that of queries, and one for that of the bias.
+//
+// Each makes the probabilities again, so seven products do the work of five; but a CTA owns what it
+// sums up, in registers and in one order: no atomics, no traffic for partial sums, the same bits
+// every time. For keys and values tiles are transposed, so that what a product leaves in registers
+// is the first operand of the next. The CTA of a key head visits the blocks of all query heads that
+// share it.
+
+#include "attention.h"
+
+namespace {
+
+// Rows of statistics are padded to a multiple of it.
+constexpr int kStatisticsBlock = 128;
+
+// The log-sum-exp in base 2, +inf for a row that gives nothing; and rowsum(dout * out) - dlse.
+struct Statistics {
+  float lse;
+  float delta;
+};
+
+struct BackwardArgs : AttentionArgs {
+  const void* dout;              // [B, T, N, V]
+  const Statistics* statistics;  // [B, N, T padded]
+  int statistics_rows;
+  void* dq;
+  void* dk;
+  void* dv;
+  float* dbias;  // of the bias's shape
+  int bias_shape[4];
+  int stages;  // blocks of columns in shared memory, 1 or 2
+};
+
+enum class Gradient { kQuery, kKeyAndValue, kKey, kValue };
+
+// What a warp has in registers: kRowTiles * kHead * (1 or 2 sums), and twice a tile. kFewWarps is
+// for Turing's 64 KB of shared memory.
+template <int kHead, Gradient kOf, bool kFewWarps>
+struct BackwardShape {
+  static constexpr bool kTransposed = kOf != Gradient::kQuery;
+  static constexpr bool kSumsTwo = kOf == Gradient::kKeyAndValue;
+  static constexpr int kWarps = kFewWarps ? 2 : 4;
+  static constexpr int kRowTiles = kHead * (kSumsTwo ? 2 : 1) <= 128 ? 2 : 1;
+  static constexpr int kColumns =
+      kHead == 256 || (kHead == 64 && kSumsTwo) || (kHead == 128 && !kSumsTwo) ? 32 : 64;
+  static constexpr int kRows = 16 * kRowTiles * kWarps;
+  static constexpr int kThreads = kWarps * kLanes;
+  static constexpr int kOwnTiles = kOf == Gradient::kValue ? 1 : 2;
+  static constexpr int kStageBytes = Tile<kHead>::bytes(2 * kColumns);
+  static constexpr int kStatisticsBytes =
+      kTransposed ? kColumns * static_cast<int>(sizeof(Statistics)) : 0;
+
+  static constexpr int shared_bytes(int stages) {
+    return Tile<kHead>::bytes(kOwnTiles * kRows) + stages * (kStageBytes + kStatisticsBytes);
+  }
+};
+
+// From the products S = Q K^T to the probabilities, and from dP = dO V^T to the gradient of the
+// logits or, kOfProducts, of the scaled products. `statistics(i, j, e)` are those of an element.
+template <typename T, bool kPlain, bool kOfProducts, bool kTransposed, int kRowTiles,
+          int kColumnTiles, typename F>
+__device__ __forceinline__ void differentiate(const AttentionArgs& args, const Lengths& lengths,
+                                              const Place<kTransposed>& place, bool is_full,
+                                              const F& statistics,
+                                              float (&s)[kRowTiles][kColumnTiles][4],
+                                              float (&dp)[kRowTiles][kColumnTiles][4]) {
+  const float multiplier = args.multiplier();
+  if constexpr (kPlain) {
+    if (!is_full) mask_tile<true>(args, lengths, place, s);
+    for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
+      const Statistics row = statistics(i, j, e);
+      s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
+      dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - row.delta);
+    });
+  } else {
+    const bool drops = args.dropout_seeds != nullptr;
+    const uint64_t keeps = drops ? kept<kTransposed, kRowTiles, kColumnTiles>(args, place) : 0;
+    const float weight = 1.0f / args.keep_probability;
+    for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
+      if (drops) dp[i][j][e] *= is_kept<kColumnTiles>(keeps, i, j, e) ? weight : 0.0f;
+      dp[i][j][e] -= statistics(i, j, e).delta;
+    });
+    to_logits<T>(args, place, s, [&](int i, int j, int e, float derivative) {
+      if (kOfProducts) dp[i][j][e] *= derivative;
+    });
+    if (!is_full) mask_tile<false>(args, lengths, place, s);
+    for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
+      s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -statistics(i, j, e).lse));
+      dp[i][j][e] *= s[i][j][e];
+      if (drops && !is_kept<kColumnTiles>(keeps, i, j, e)) s[i][j][e] = 0.0f;
+    });
+  }
+}
+
+template <typename T, int kHead, Gradient kOf, bool kPlain, bool kFewWarps>
+__global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads, 2)
+    attention_backward(const __grid_constant__ BackwardArgs args) {
+  if constexpr (kHasProducts<T> && kFewWarps == kHasLittleSharedMemory) {
+    using Shape = BackwardShape<kHead, kOf, kFewWarps>;
+    constexpr bool kTransposed = Shape::kTransposed;
+    constexpr int kRowTiles = Shape::kRowTiles;
+    constexpr int kColumns = Shape::kColumns;
+    constexpr int kColumnTiles = kColumns / 8;
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    // Rows that the CTA owns: of Q and dO, or of K and V. Columns that it visits: of the others.
+    const uint32_t own_smem = shared_address(shared_memory);
+    const uint32_t own_other_smem =
+        own_smem + (Shape::kOwnTiles - 1) * Tile<kHead>::bytes(Shape::kRows);
+    const uint32_t visited_smem = own_other_smem + Tile<kHead>::bytes(Shape::kRows);
+    const int statistics_place = visited_smem - own_smem + args.stages * Shape::kStageBytes;
+
+    const Owner at(args, kTransposed ? args.key_heads : args.heads);
+    const Lengths lengths(args, at.batch);
+    const int group = args.heads / args.key_heads;
+    const int first = at.tile * Shape::kRows;
+    const Bounds bounds =
+        column_bounds<kTransposed>(args, lengths, at.batch, first, first + Shape::kRows);
+    const int start = bounds.start / kColumns;
+    const int blocks = max(divide_up(bounds.stop, kColumns) - start, 0);
+    const int visits = blocks * (kTransposed ? group : 1);
+
+    const auto queries = [&](const void* operand, int head, int size) {
+      return head_of<const T>(operand, at.batch, head, args.heads, args.query_count, size);
+    };
+    const auto keys = [&](const void* operand, int head, int size) {
+      return head_of<const T>(operand, at.batch, head, args.key_heads, args.key_count, size);
+    };
+    const auto statistics_of = [&](int head) {
+      return args.statistics + (int64_t{at.batch} * args.heads + head) * args.statistics_rows;
+    };
+    const auto head_of_visit = [&](int visit) {
+      return kTransposed ? at.head * group + visit / blocks : at.head;
+    };
+    const auto block_of_visit = [&](int visit) {
+      return start + (kTransposed ? visit % blocks : visit);
+    };
+    const auto load_visited = [&](int visit, int stage) {
+      constexpr int kThreads = Shape::kThreads;
+      const int head = head_of_visit(visit);
+      const int column = block_of_visit(visit) * kColumns;
+      const uint32_t tile = visited_smem + stage * Shape::kStageBytes;
+      const uint32_t other = tile + Tile<kHead>::bytes(kColumns);
+      if constexpr (kTransposed) {
+        load_tile<kHead, kColumns, kThreads>(tile, queries(args.q, head, args.head_size), column);
+        load_tile<kHead, kColumns, kThreads>(other, queries(args.dout, head, args.value_size),
+                                             column);
+        constexpr int kEach = 16 / sizeof(Statistics);
+        if (threadIdx.x < kColumns / kEach) {
+          const int i = threadIdx.x * kEach;
+          async_copy_or_zero(own_smem + statistics_place + stage * Shape::kStatisticsBytes +
+                                 i * static_cast<int>(sizeof(Statistics)),
+                             statistics_of(head) + column + i, true);
+        }
+      } else {
+        const int key_head = head / group;
+        load_tile<kHead, kColumns, kThreads>(tile, keys(args.k, key_head, args.head_size), column);
+        load_tile<kHead, kColumns, kThreads>(other, keys(args.v, key_head, args.value_size),
+                                             column);
+      }
+    };
+
+    if (visits > 0) {
+      const auto own = kTransposed ? keys(args.k, at.head, args.head_size)
+                                   : queries(args.q, at.head, args.head_size);
+      load_tile<kHead, Shape::kRows, Shape::kThreads>(own_smem, own, first);
+      if constexpr (Shape::kOwnTiles == 2) {
+        const auto other = kTransposed ? keys(args.v, at.head, args.value_size)
+                                       : queries(args.dout, at.head, args.value_size);
+        load_tile<kHead, Shape::kRows, Shape::kThreads>(own_other_smem, other, first);
+      }
+      if (args.stages == 2) load_visited(0, 0);
+    }
+
+    const int lane = threadIdx.x % kLanes;
+    const int warp_row = threadIdx.x / kLanes * 16 * kRowTiles;
+    Statistics of_rows[kRowTiles][2];
+    if constexpr (!kTransposed) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          of_rows[i][half] =
+              statistics_of(at.head)[first + warp_row + 16 * i + 8 * half + lane / 4];
+        }
+      }
+    }
+    // The sums of dS and the visited Q or K, and of P and the visited dO.
+    float acc[kOf == Gradient::kValue ? 1 : kRowTiles][kHead / 8][4] = {};
+    float acc_other[kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue ? kRowTiles : 1]
+                   [kHead / 8][4] = {};
+
+    const uint32_t own_lane = Tile<kHead>::lane_of_rows(own_smem + warp_row * Tile<kHead>::kStride);
+    const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
+    for (int visit = 0; visit < visits; ++visit) {
+      int stage = 0;
+      if (args.stages == 2) {
+        stage = visit % 2;
+        async_copies_wait_all();
+        __syncthreads();
+        if (visit + 1 < visits) load_visited(visit + 1, 1 - stage);
+      } else {
+        __syncthreads();
+        load_visited(visit, 0);
+        async_copies_wait_all();
+        __syncthreads();
+      }
+      const uint32_t tile = visited_smem + stage * Shape::kStageBytes;
+      const uint32_t other = tile + Tile<kHead>::bytes(kColumns);
+
+      float s[kRowTiles][kColumnTiles][4] = {};
+      add_product_transposed<T, kHead>(s, own_lane, Tile<kHead>::lane_of_columns(tile));
+      float dp[kRowTiles][kColumnTiles][4] = {};
+      if constexpr (kOf != Gradient::kValue) {
+        add_product_transposed<T, kHead>(dp, own_other_lane, Tile<kHead>::lane_of_columns(other));
+      }
+
+      const int column = block_of_visit(visit) * kColumns;
+      const Place<kTransposed> place{at.batch, head_of_visit(visit), first + warp_row + lane / 4,
+                                     column + lane % 4 * 2};
+      const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
+      const auto* of_columns = reinterpret_cast<const Statistics*>(
+          shared_memory + statistics_place + stage * Shape::kStatisticsBytes);
+      differentiate<T, kPlain, true>(
+          args, lengths, place, is_full,
+          [&](int i, int j, int e) {
+            return kTransposed ? of_columns[8 * j + lane % 4 * 2 + e % 2] : of_rows[i][e / 2];
+          },
+          s, dp);
+
+      if constexpr (kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue) {
+        uint32_t p[kRowTiles][kColumnTiles / 2][4];
+        round_to_operand<T>(s, p);
+        add_product<T, kHead, kRowTiles, kColumnTiles>(acc_other, p,
+                                                       Tile<kHead>::lane_of_rows(other));
+      }
+      if constexpr (kOf != Gradient::kValue) {
+        uint32_t ds[kRowTiles][kColumnTiles / 2][4];
+        round_to_operand<T>(dp, ds);
+        add_product<T, kHead, kRowTiles, kColumnTiles>(acc, ds, Tile<kHead>::lane_of_rows(tile));
+      }
+    }
+
+    const auto store = [&](void* gradient, int size, uint32_t by_way_of, float factor,
+                           const auto& sums) {
+      const auto head =
+          kTransposed
+              ? head_of<T>(gradient, at.batch, at.head, args.key_heads, args.key_count, size)
+              : head_of<T>(gradient, at.batch, at.head, args.heads, args.query_count, size);
+      float factors[kRowTiles][2];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) factors[i][0] = factors[i][1] = factor;
+      store_rows<T, kHead>(head, first + warp_row, by_way_of, warp_row, sums, factors);
+    };
+    if constexpr (kOf == Gradient::kQuery) {
+      store(args.dq, args.head_size, own_smem, args.scale, acc);
+    }
+    if constexpr (kOf == Gradient::kKeyAndValue || kOf == Gradient::kKey) {
+      store(args.dk, args.head_size, own_smem, args.scale, acc);
+    }
+    if constexpr (kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue) {
+      store(args.dv, args.value_size, own_other_smem, 1.0f / args.keep_probability, acc_other);
+    }
+  }
+}
+
+// --- bias ----------------------------------------------------------------------------------------
+
+// A CTA owns a tile of the gradient of the bias, and sums up over all that the bias is the same
+// for.
+template <int kHead>
+struct BiasShape {
+  static constexpr int kWarps = 4;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int kColumns = kHead <= 128 ? 64 : 32;
+  static constexpr int kThreads = kWarps * kLanes;
+  static constexpr int kSharedBytes = Tile<kHead>::bytes(2 * kRows + 2 * kColumns);
+};
+
+template <typename T, int kHead>
+__global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
+    attention_bias_gradient(const __grid_constant__ BackwardArgs args) {
+  if constexpr (kHasProducts<T>) {
+    using Shape = BiasShape<kHead>;
+    constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kThreads = Shape::kThreads;
+    constexpr int kColumnTiles = kColumns / 8;
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const uint32_t q_smem = shared_address(shared_memory);
+    const uint32_t do_smem = q_smem + Tile<kHead>::bytes(kRows);
+    const uint32_t k_smem = do_smem + Tile<kHead>::bytes(kRows);
+    const uint32_t v_smem = k_smem + Tile<kHead>::bytes(kColumns);
+
+    // Along an axis of the logits: the CTA's own index, or all of them where the bias has one
+    // entry.
+    const int counts[4] = {args.batch, args.heads, divide_up(args.query_count, kRows),
+                           divide_up(args.key_count, kColumns)};
+    int begin[4], end[4];
+    int index = blockIdx.x;
+    for (int axis = 3; axis >= 0; --axis) {
+      if (args.bias_shape[axis] == 1) {
+        begin[axis] = 0;
+        end[axis] = counts[axis];
+      } else {
+        begin[axis] = index % counts[axis];
+        end[axis] = begin[axis] + 1;
+        index /= counts[axis];
+      }
+    }
+
+    const int lane = threadIdx.x % kLanes;
+    const int warp_row = threadIdx.x / kLanes * 16;
+    float acc[1][kColumnTiles][4] = {};
+    for (int batch = begin[0]; batch < end[0]; ++batch) {
+      const Lengths lengths(args, batch);
+      for (int tile = begin[2]; tile < end[2]; ++tile) {
+        const int first = tile * kRows;
+        const Bounds bounds = column_bounds<false>(args, lengths, batch, first, first + kRows);
+        for (int block = max(begin[3], bounds.start / kColumns);
+             block < min(end[3], divide_up(bounds.stop, kColumns)); ++block) {
+          const int column = block * kColumns;
+          for (int head = begin[1]; head < end[1]; ++head) {
+            const int key_head = head / (args.heads / args.key_heads);
+            const auto load = [&](uint32_t smem, const void* operand, int size, auto rows) {
+              const bool of_queries = smem == q_smem || smem == do_smem;
+              const auto source =
+                  of_queries
+                      ? head_of<const T>(operand, batch, head, args.heads, args.query_count, size)
+                      : head_of<const T>(operand, batch, key_head, args.key_heads, args.key_count,
+                                         size);
+              load_tile<kHead, rows.value, kThreads>(smem, source, of_queries ? first : column);
+            };
+            const std::integral_constant<int, kRows> rows;
+            const std::integral_constant<int, kColumns> columns;
+            __syncthreads();
+            load(q_smem, args.q, args.head_size, rows);
+            load(do_smem, args.dout, args.value_size, rows);
+            load(k_smem, args.k, args.head_size, columns);
+            load(v_smem, args.v, args.value_size, columns);
+            const int row = first + warp_row + lane / 4;
+            const Statistics* statistics =
+                args.statistics + (int64_t{batch} * args.heads + head) * args.statistics_rows + row;
+            const Statistics of_rows[2] = {statistics[0], statistics[8]};
+            async_copies_wait_all();
+            __syncthreads();
+
+            const uint32_t row_offset = warp_row * Tile<kHead>::kStride;
+            float s[1][kColumnTiles][4] = {};
+            add_product_transposed<T, kHead>(s, Tile<kHead>::lane_of_rows(q_smem + row_offset),
+                                             Tile<kHead>::lane_of_columns(k_smem));
+            float dp[1][kColumnTiles][4] = {};
+            add_product_transposed<T, kHead>(dp, Tile<kHead>::lane_of_rows(do_smem + row_offset),
+                                             Tile<kHead>::lane_of_columns(v_smem));
+            const bool is_full =
+                column >= bounds.full_start && column + kColumns <= bounds.full_stop;
+            differentiate<T, false, false>(
+                args, lengths, Place<false>{batch, head, row, column + lane % 4 * 2}, is_full,
+                [&](int, int, int e) { return of_rows[e / 2]; }, s, dp);
+            for_elements<1, kColumnTiles>(
+                [&](int i, int j, int e) { acc[i][j][e] += dp[i][j][e]; });
+          }
+        }
+      }
+    }
+
+    // The tile as a matrix in shared memory, of which rows and columns are summed up as needed.
+    __syncthreads();
+    auto* matrix = reinterpret_cast<float*>(shared_memory);
+    for_elements<1, kColumnTiles>([&](int, int j, int e) {
+      const int row = warp_row + lane / 4 + e / 2 * 8, column = 8 * j + lane % 4 * 2 + e % 2;
+      matrix[row * kColumns + column] = acc[0][j][e];
+    });
+    __syncthreads();
+    const bool one_row = args.bias_shape[2] == 1, one_column = args.bias_shape[3] == 1;
+    if (one_row && threadIdx.x < kColumns) {
+      float sum = 0.0f;
+      for (int row = 0; row < kRows; ++row) sum += matrix[row * kColumns + threadIdx.x];
+      matrix[threadIdx.x] = sum;
+    }
+    __syncthreads();
+    if (one_column && threadIdx.x < (one_row ? 1 : kRows)) {
+      float sum = 0.0f;
+      for (int column = 0; column < kColumns; ++column) {
+        sum += matrix[threadIdx.x * kColumns + column];
+      }
+      matrix[threadIdx.x * kColumns] = sum;
+    }
+    __syncthreads();
+    const int first_row = one_row ? 0 : begin[2] * kRows;
+    const int first_column = one_column ? 0 : begin[3] * kColumns;
+    const int rows = one_row ? 1 : min(kRows, args.query_count - first_row);
+    const int columns = one_column ? 1 : min(kColumns, args.key_count - first_column);
+    const int64_t matrix_index =
+        (args.bias_shape[0] == 1 ? 0 : begin[0]) * int64_t{args.bias_shape[1]} +
+        (args.bias_shape[1] == 1 ? 0 : begin[1]);
+    for (int i = threadIdx.x; i < kRows * kColumns; i += kThreads) {
+      const int row = i / kColumns, column = i % kColumns;
+      if (row >= rows || column >= columns) continue;
+      args.dbias[(matrix_index * args.bias_shape[2] + first_row + row) * args.bias_shape[3] +
+                 first_column + column] = matrix[i];
+    }
+  }
+}
+
+// --- launch --------------------------------------------------------------------------------------
+
+template <typename T, int kHead, Gradient kOf, bool kFewWarps>
+ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t stream) {
+  using Shape = BackwardShape<kHead, kOf, kFewWarps>;
+  constexpr bool kTransposed = Shape::kTransposed;
+  const int heads = kTransposed ? args.key_heads : args.heads;
+  args.tiles = divide_up(kTransposed ? args.key_count : args.query_count, Shape::kRows);
+  // The first keys and the last queries have the most to visit, unless a window is on both sides.
+  const bool is_uneven = args.right < args.key_count;
+  args.descending = is_uneven && !kTransposed;
+  args.heads_together = is_uneven ? 8 : 1;
+  int64_t blocks = 0;
+  RETURN_IF_ERROR(count_blocks(args, heads, &blocks));
+  const auto kernel = args.is_plain() ? attention_backward<T, kHead, kOf, true, kFewWarps>
+                                      : attention_backward<T, kHead, kOf, false, kFewWarps>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  // A second stage, unless it costs a multiprocessor its second block.
+  int resident[2] = {};
+  for (const int stages : {1, 2}) {
+    const int shared_bytes = Shape::shared_bytes(stages);
+    if (shared_bytes > device.shared_bytes) continue;
+    const Launch launch = {dim3(blocks), Shape::kThreads, shared_bytes};
+    RETURN_IF_ERROR(resident_blocks(kernel, launch, device, &resident[stages - 1]));
+  }
+  args.stages = resident[1] >= resident[0] ? 2 : 1;
+  const int shared_bytes = Shape::shared_bytes(args.stages);
+  return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, shared_bytes}, stream);
+}
+
+template <typename T, int kHead, bool kFewWarps>
+ffi::Error launch_gradients(const BackwardArgs& args, const Device& device, cudaStream_t stream) {
+  const auto launch = [&](auto of) {
+    return launch_gradient<T, kHead, of.value, kFewWarps>(args, device, stream);
+  };
+  if constexpr (kHead == 256) {
+    // The two sums of a key together would not fit into registers.
+    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kValue>{}));
+    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kKey>{}));
+  } else {
+    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kKeyAndValue>{}));
+  }
+  return launch(std::integral_constant<Gradient, Gradient::kQuery>{});
+}
+
+template <typename T, int kHead>
+ffi::Error launch_bias_gradient(const BackwardArgs& args, const Device& device,
+                                cudaStream_t stream) {
+  using Shape = BiasShape<kHead>;
+  const int sizes[4] = {args.batch, args.heads, divide_up(args.query_count, Shape::kRows),
+                        divide_up(args.key_count, Shape::kColumns)};
+  int64_t blocks = 1;
+  for (int axis = 0; axis < 4; ++axis) blocks *= args.bias_shape[axis] == 1 ? 1 : sizes[axis];
+  if (blocks > INT32_MAX) {
+    return ffi::Error::InvalidArgument("bias has too many elements for one launch");
+  }
+  const auto kernel = attention_bias_gradient<T, kHead>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, Shape::kSharedBytes}, stream);
+}
+
+ffi::Error attention_backward_handler(
+    cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer bias,
+    ffi::AnyBuffer explicit_mask, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
+    ffi::AnyBuffer query_segments, ffi::AnyBuffer key_segments, ffi::AnyBuffer key_bounds,
+    ffi::AnyBuffer dropout_seeds, ffi::AnyBuffer query_bounds, ffi::AnyBuffer dout,
+    ffi::AnyBuffer statistics, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
+    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias, float scale, float soft_cap,
+    int64_t left, int64_t right, int64_t dropout_threshold) {
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  BackwardArgs args = {};
+  const AttentionOperands operands = {q,
+                                      k,
+                                      v,
+                                      bias,
+                                      explicit_mask,
+                                      query_lengths,
+                                      key_lengths,
+                                      query_segments,
+                                      key_segments,
+                                      key_bounds,
+                                      dropout_seeds};
+  const AttentionOptions options = {scale, soft_cap, left, right, dropout_threshold};
+  RETURN_IF_ERROR(parse_attention(operands, options, &args));
+  if (args.query_segments != nullptr) {
+    const int64_t key_blocks = divide_up(args.key_count, kSegmentBlock);
+    RETURN_IF_ERROR(check_shape("query_bounds", query_bounds, {args.batch, key_blocks, 4}));
+    RETURN_IF_ERROR(check_dtype("query_bounds", query_bounds, ffi::DataType::S32));
+    args.query_bounds = static_cast<const int4*>(query_bounds.untyped_data());
+  }
+  RETURN_IF_ERROR(check_like_queries("dout", dout, q, args.value_size));
+  if (!are_aligned({dout.untyped_data()})) {
+    return ffi::Error::InvalidArgument("dout does not start at 16 bytes");
+  }
+  args.statistics_rows = divide_up(args.query_count, kStatisticsBlock) * kStatisticsBlock;
+  RETURN_IF_ERROR(
+      check_shape("statistics", statistics, {args.batch, args.heads, args.statistics_rows, 2}));
+  RETURN_IF_ERROR(check_dtype("statistics", statistics, ffi::DataType::F32));
+  RETURN_IF_ERROR(check_like_queries("dq", *dq, q, args.head_size));
+  for (const auto& [name, gradient, operand] :
+       {std::tuple<const char*, const ffi::AnyBuffer&, const ffi::AnyBuffer&>{"dk", *dk, k},
+        {"dv", *dv, v}}) {
+    const auto shape = operand.dimensions();
+    RETURN_IF_ERROR(check_shape(name, gradient, {shape[0], shape[1], shape[2], shape[3]}));
+    RETURN_IF_ERROR(check_dtype(name, gradient, q.element_type()));
+  }
+  args.dout = dout.untyped_data();
+  args.statistics = static_cast<const Statistics*>(statistics.untyped_data());
+  args.dq = dq->untyped_data();
+  args.dk = dk->untyped_data();
+  args.dv = dv->untyped_data();
+  if (args.bias.data != nullptr) {
+    const auto shape = bias.dimensions();
+    RETURN_IF_ERROR(check_shape("dbias", *dbias, {shape[0], shape[1], shape[2], shape[3]}));
+    RETURN_IF_ERROR(check_dtype("dbias", *dbias, ffi::DataType::F32));
+    args.dbias = static_cast<float*>(dbias->untyped_data());
+    std::copy(shape.begin(), shape.end(), args.bias_shape);
+  }
+  return for_dtype_and_head(args, q.element_type(), [&](auto type, auto head) {
+    using T = decltype(type);
+    constexpr int kHead = head.value;
+    if (args.bias.data != nullptr) {
+      RETURN_IF_ERROR((launch_bias_gradient<T, kHead>(args, device, stream)));
+    }
+    if (device.shared_bytes > kLittleSharedMemory) {
+      return launch_gradients<T, kHead, false>(args, device, stream);
+    }
+    if constexpr (std::is_same_v<T, __half> && kHead <= 128) {
+      return launch_gradients<T, kHead, true>(args, device, stream);
+    }
+    return ffi::Error::InvalidArgument("head sizes above 128 need compute capability 8.0 or later");
+  });
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_attention_backward, attention_backward_handler,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // q
+                   .Arg<ffi::AnyBuffer>()  // k
+                   .Arg<ffi::AnyBuffer>()  // v
+                   .Arg<ffi::AnyBuffer>()  // bias
+                   .Arg<ffi::AnyBuffer>()  // explicit_mask
+                   .Arg<ffi::AnyBuffer>()  // query_lengths
+                   .Arg<ffi::AnyBuffer>()  // key_lengths
+                   .Arg<ffi::AnyBuffer>()  // query_segments
+                   .Arg<ffi::AnyBuffer>()  // key_segments
+                   .Arg<ffi::AnyBuffer>()  // key_bounds
+                   .Arg<ffi::AnyBuffer>()  // dropout_seeds
+                   .Arg<ffi::AnyBuffer>()  // query_bounds
+                   .Arg<ffi::AnyBuffer>()  // dout
+                   .Arg<ffi::AnyBuffer>()  // statistics
+                   .Ret<ffi::AnyBuffer>()  // dq
+                   .Ret<ffi::AnyBuffer>()  // dk
+                   .Ret<ffi::AnyBuffer>()  // dv
+                   .Ret<ffi::AnyBuffer>()  // dbias
+                   .Attr<float>("scale")
+                   .Attr<float>("soft_cap")
+                   .Attr<int64_t>("left")
+                   .Attr<int64_t>("right")
+                   .Attr<int64_t>("dropout_threshold"));

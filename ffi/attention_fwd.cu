@@ -1,0 +1,282 @@
+// Forward of attention on tensor cores that any GPU since Turing has, in one pass over the keys.
+//
+// A CTA owns a block of queries of one head and visits the blocks of keys that they attend to. K
+// and V have room for one block each: while the tensor cores are busy with the one, the copies of
+// the other are under way, and two CTAs of a multiprocessor fill each other's gaps.
+
+#include "attention.h"
+
+namespace {
+
+struct ForwardArgs : AttentionArgs {
+  const float* sinks;  // [N], or absent
+  void* out;           // [B, T, N, V]
+  float* lse;          // [B, N, T]
+};
+
+// A warp has 32 rows where there are registers for it: then what it reads of K and V serves two
+// row tiles, and shared memory keeps up with the tensor cores.
+template <int kHead>
+struct ForwardShape {
+  static constexpr int kWarps = 4;
+  static constexpr int kRowTiles = kHead <= 128 ? 2 : 1;
+  static constexpr int kColumns = kHead <= 128 ? 64 : 32;
+  static constexpr int kRows = 16 * kRowTiles * kWarps;
+  static constexpr int kThreads = kWarps * kLanes;
+  static constexpr int kSharedBytes = Tile<kHead>::bytes(kRows + 2 * kColumns);
+};
+
+// The maximum that is subtracted follows the true one only where it is this far behind, in base 2:
+// that is rare, and what is summed up stays below 2^8 times what it would be.
+constexpr float kMaximumLag = 8.0f;
+
+// The softmax of a lane's rows so far.
+template <int kRowTiles>
+struct Softmax {
+  float maximum[kRowTiles][2];  // in units of the logits that are passed in
+  float total[kRowTiles][2];    // of this lane's columns
+
+  // Makes exponentials of logits / multiplier, and scales `acc` as the maximum demands.
+  template <int kColumnTiles, int kAccTiles>
+  __device__ __forceinline__ void take(float (&x)[kRowTiles][kColumnTiles][4], float multiplier,
+                                       float (&acc)[kRowTiles][kAccTiles][4]) {
+    float greatest[kRowTiles][2];
+    bool lags = false;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = fmaxf(x[i][0][2 * half], x[i][0][2 * half + 1]);
+#pragma unroll
+        for (int j = 1; j < kColumnTiles; ++j) {
+          most = fmaxf(most, fmaxf(x[i][j][2 * half], x[i][j][2 * half + 1]));
+        }
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        lags |= (most - maximum[i][half]) * multiplier > kMaximumLag;
+        greatest[i][half] = most;
+      }
+    }
+    if (__any_sync(0xffffffffu, lags)) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float old = maximum[i][half];
+          maximum[i][half] = fmaxf(old, greatest[i][half]);
+          const float factor = exp2_fast((old - finite(maximum[i][half])) * multiplier);
+          total[i][half] *= factor;
+#pragma unroll
+          for (int j = 0; j < kAccTiles; ++j) {
+            acc[i][j][2 * half] *= factor;
+            acc[i][j][2 * half + 1] *= factor;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float subtracted = finite(maximum[i][half]) * multiplier;
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            x[i][j][e] = exp2_fast(fmaf(x[i][j][e], multiplier, -subtracted));
+            total[i][half] += x[i][j][e];
+          }
+        }
+      }
+    }
+  }
+
+  // -inf - -inf has no value, and any finite number serves a row of -inf.
+  static __device__ __forceinline__ float finite(float x) { return x == -kInfinity ? 0.0f : x; }
+};
+
+template <typename T, int kHead, bool kPlain>
+__global__ void __launch_bounds__(ForwardShape<kHead>::kThreads, 2)
+    attention_forward(const __grid_constant__ ForwardArgs args) {
+  if constexpr (kHasProducts<T>) {
+    using Shape = ForwardShape<kHead>;
+    constexpr int kRowTiles = Shape::kRowTiles;
+    constexpr int kColumns = Shape::kColumns;
+    constexpr int kColumnTiles = kColumns / 8;
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    const uint32_t q_smem = shared_address(shared_memory);
+    const uint32_t k_smem = q_smem + Tile<kHead>::bytes(Shape::kRows);
+    const uint32_t v_smem = k_smem + Tile<kHead>::bytes(kColumns);
+
+    const Owner at(args, args.heads);
+    const Lengths lengths(args, at.batch);
+    const int first = at.tile * Shape::kRows;
+    const int key_head = at.head / (args.heads / args.key_heads);
+    const auto q =
+        head_of<const T>(args.q, at.batch, at.head, args.heads, args.query_count, args.head_size);
+    const auto k = head_of<const T>(args.k, at.batch, key_head, args.key_heads, args.key_count,
+                                    args.head_size);
+    const auto v = head_of<const T>(args.v, at.batch, key_head, args.key_heads, args.key_count,
+                                    args.value_size);
+    const Bounds bounds =
+        column_bounds<false>(args, lengths, at.batch, first, first + Shape::kRows);
+    const int stop = divide_up(bounds.stop, kColumns);
+    int block = bounds.start / kColumns;
+
+    const int lane = threadIdx.x % kLanes;
+    const int warp_row = threadIdx.x / kLanes * 16 * kRowTiles;
+    const float multiplier = args.multiplier();
+    Softmax<kRowTiles> softmax;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        softmax.maximum[i][half] = -kInfinity;
+        softmax.total[i][half] = 0.0f;
+        if (args.sinks != nullptr) {
+          const float sink = args.sinks[at.head] * kLog2e;
+          softmax.maximum[i][half] = sink / multiplier;
+          softmax.total[i][half] = lane % 4 == 0 && sink != -kInfinity ? 1.0f : 0.0f;
+        }
+      }
+    }
+    float acc[kRowTiles][kHead / 8][4] = {};
+
+    if (block < stop) {
+      load_tile<kHead, Shape::kRows, Shape::kThreads>(q_smem, q, first);
+      load_tile<kHead, kColumns, Shape::kThreads>(k_smem, k, block * kColumns);
+    }
+    const uint32_t q_lane = Tile<kHead>::lane_of_rows(q_smem + warp_row * Tile<kHead>::kStride);
+    const uint32_t k_lane = Tile<kHead>::lane_of_columns(k_smem);
+    const uint32_t v_lane = Tile<kHead>::lane_of_rows(v_smem);
+    for (; block < stop; ++block) {
+      async_copies_wait_all();
+      __syncthreads();
+      load_tile<kHead, kColumns, Shape::kThreads>(v_smem, v, block * kColumns);
+
+      float x[kRowTiles][kColumnTiles][4] = {};
+      add_product_transposed<T, kHead>(x, q_lane, k_lane);
+      const Place<false> place{at.batch, at.head, first + warp_row + lane / 4,
+                               block * kColumns + lane % 4 * 2};
+      if constexpr (!kPlain) to_logits<T>(args, place, x, [](int, int, int, float) {});
+      if (block * kColumns < bounds.full_start || (block + 1) * kColumns > bounds.full_stop) {
+        mask_tile<kPlain>(args, lengths, place, x);
+      }
+      softmax.take(x, multiplier, acc);
+      if (!kPlain && args.dropout_seeds != nullptr) {
+        const uint64_t keeps = kept<false, kRowTiles, kColumnTiles>(args, place);
+        for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
+          if (!is_kept<kColumnTiles>(keeps, i, j, e)) x[i][j][e] = 0.0f;
+        });
+      }
+      uint32_t p[kRowTiles][kColumnTiles / 2][4];
+      round_to_operand<T>(x, p);
+
+      async_copies_wait_all();
+      __syncthreads();
+      if (block + 1 < stop) {
+        load_tile<kHead, kColumns, Shape::kThreads>(k_smem, k, (block + 1) * kColumns);
+      }
+      add_product<T, kHead, kRowTiles, kColumnTiles>(acc, p, v_lane);
+    }
+
+    float factor[kRowTiles][2];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = softmax.total[i][half];
+        total += __shfl_xor_sync(0xffffffffu, total, 1);
+        total += __shfl_xor_sync(0xffffffffu, total, 2);
+        const int query = first + warp_row + 16 * i + 8 * half + lane / 4;
+        const bool is_empty = total == 0.0f || query >= lengths.queries;
+        factor[i][half] = is_empty ? 0.0f : 1.0f / (total * args.keep_probability);
+        if (lane % 4 == 0 && query < args.query_count) {
+          const int64_t row = int64_t{at.batch} * args.heads + at.head;
+          const float lse = fmaf(softmax.maximum[i][half], multiplier, log2f(total)) / kLog2e;
+          args.lse[row * args.query_count + query] = is_empty ? kEmptyLse : lse;
+        }
+      }
+    }
+    const auto out =
+        head_of<T>(args.out, at.batch, at.head, args.heads, args.query_count, args.value_size);
+    store_rows<T, kHead>(out, first + warp_row, q_smem, warp_row, acc, factor);
+  }
+}
+
+template <typename T, int kHead>
+ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
+  using Shape = ForwardShape<kHead>;
+  args.tiles = divide_up(args.query_count, Shape::kRows);
+  // The last queries have the most keys to attend to, unless a window cuts the first ones off.
+  args.descending = args.right < args.key_count;
+  args.heads_together = args.descending ? 8 : 1;
+  int64_t blocks = 0;
+  RETURN_IF_ERROR(count_blocks(args, args.heads, &blocks));
+  const auto kernel =
+      args.is_plain() ? attention_forward<T, kHead, true> : attention_forward<T, kHead, false>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, Shape::kSharedBytes}, stream);
+}
+
+ffi::Error attention_forward_handler(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                                     ffi::AnyBuffer v, ffi::AnyBuffer bias,
+                                     ffi::AnyBuffer explicit_mask, ffi::AnyBuffer query_lengths,
+                                     ffi::AnyBuffer key_lengths, ffi::AnyBuffer query_segments,
+                                     ffi::AnyBuffer key_segments, ffi::AnyBuffer key_bounds,
+                                     ffi::AnyBuffer dropout_seeds, ffi::AnyBuffer sinks,
+                                     ffi::Result<ffi::AnyBuffer> out,
+                                     ffi::Result<ffi::AnyBuffer> lse, float scale, float soft_cap,
+                                     int64_t left, int64_t right, int64_t dropout_threshold) {
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  ForwardArgs args = {};
+  const AttentionOperands operands = {q,
+                                      k,
+                                      v,
+                                      bias,
+                                      explicit_mask,
+                                      query_lengths,
+                                      key_lengths,
+                                      query_segments,
+                                      key_segments,
+                                      key_bounds,
+                                      dropout_seeds};
+  const AttentionOptions options = {scale, soft_cap, left, right, dropout_threshold};
+  RETURN_IF_ERROR(parse_attention(operands, options, &args));
+  RETURN_IF_ERROR(check_like_queries("out", *out, q, args.value_size));
+  RETURN_IF_ERROR(check_shape("lse", *lse, {args.batch, args.heads, args.query_count}));
+  RETURN_IF_ERROR(check_dtype("lse", *lse, ffi::DataType::F32));
+  RETURN_IF_ERROR(check_optional("sinks", sinks, {args.heads}, ffi::DataType::F32));
+  args.sinks = data_or_null<const float>(sinks);
+  args.out = out->untyped_data();
+  args.lse = static_cast<float*>(lse->untyped_data());
+  return for_dtype_and_head(args, q.element_type(), [&](auto type, auto head) {
+    return launch_forward<decltype(type), head.value>(args, device, stream);
+  });
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_attention_forward, attention_forward_handler,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // q
+                   .Arg<ffi::AnyBuffer>()  // k
+                   .Arg<ffi::AnyBuffer>()  // v
+                   .Arg<ffi::AnyBuffer>()  // bias
+                   .Arg<ffi::AnyBuffer>()  // explicit_mask
+                   .Arg<ffi::AnyBuffer>()  // query_lengths
+                   .Arg<ffi::AnyBuffer>()  // key_lengths
+                   .Arg<ffi::AnyBuffer>()  // query_segments
+                   .Arg<ffi::AnyBuffer>()  // key_segments
+                   .Arg<ffi::AnyBuffer>()  // key_bounds
+                   .Arg<ffi::AnyBuffer>()  // dropout_seeds
+                   .Arg<ffi::AnyBuffer>()  // sinks
+                   .Ret<ffi::AnyBuffer>()  // out
+                   .Ret<ffi::AnyBuffer>()  // lse
+                   .Attr<float>("scale")
+                   .Attr<float>("soft_cap")
+                   .Attr<int64_t>("left")
+                   .Attr<int64_t>("right")
+                   .Attr<int64_t>("dropout_threshold"));

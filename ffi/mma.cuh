@@ -1,0 +1,133 @@
+// Matrix products of a warp on tensor cores: the instructions, and nothing that knows of attention.
+//
+// An instruction gives D[16, 8] += A[16, 16] B[16, 8]. With g = lane / 4 and q = lane % 4, a lane
+// has
+//     A[g, 2q]  A[g + 8, 2q]  A[g, 2q + 8]  A[g + 8, 2q + 8]     a register each: the value and its
+//     B[2q, g]  B[2q + 8, g]                                     neighbour along k
+//     D[g, 2q]  D[g, 2q + 1]  D[g + 8, 2q]  D[g + 8, 2q + 1]     in float32
+// so two neighbouring tiles of D, rounded, are an A.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "ptx.cuh"
+
+// Whether the GPU that this is compiled for multiplies values of type T.
+template <typename T>
+constexpr bool kHasProducts =
+#if __CUDA_ARCH__ >= 800
+    true;
+#else
+    std::is_same_v<T, __half>;
+#endif
+
+// Whether its blocks have 64 KB of shared memory at most.
+constexpr bool kHasLittleSharedMemory =
+#if __CUDA_ARCH__ >= 800
+    false;
+#else
+    true;
+#endif
+
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+#else
+  static_assert(std::is_same_v<T, __half>);
+  asm("{\n"
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%8}, {%0, %1, %2, %3};\n"
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%6, %7}, {%9}, {%0, %1, %2, %3};\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+// Loads four matrices of 8 rows of 16 bytes: lane 8 i + r says where row r of matrix i is, and lane
+// 4 r + q gets the 4 bytes q of row r of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(row)
+               : "memory");
+}
+
+// The same transposed: lane 4 r + q gets the values 2q and 2q + 1 of column r of each.
+__device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
+               : "r"(row)
+               : "memory");
+}
+
+// Copies 16 bytes from global memory to a shared address, or zeros; see async_copy of ptx.cuh.
+__device__ __forceinline__ void async_copy_or_zero(uint32_t shared, const void* global,
+                                                   bool exists) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(exists ? 16 : 0)
+               : "memory");
+#else
+  const uint4 value = exists ? *static_cast<const uint4*>(global) : uint4{};
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+#endif
+}
+
+// Waits for all copies of this thread.
+__device__ __forceinline__ void async_copies_wait_all() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(shared)
+               : "memory");
+  return value;
+}
+
+// Off by 2 units in the last place at most, and 0 below the least normal number.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two values, rounded, in one register.
+template <typename T>
+__device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}

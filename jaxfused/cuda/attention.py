@@ -1,0 +1,210 @@
+"""dot_product_attention by the CUDA kernels of ffi/attention_fwd.cu and ffi/attention_bwd.cu.
+
+They run wherever tensor cores multiply 16-bit values into float32, from Turing on. Their products are
+those of any GPU since then, which Hopper and later have faster ones than.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+
+SEGMENT_BLOCK = 32
+"""The bounds that segments leave come for so many queries or keys, and count in so many."""
+_STATISTICS_BLOCK = 128
+_LARGEST_HEAD_SIZE = 256
+_LARGEST_HEAD_SIZE_OF_TURING = 128
+_LOG2E = float(np.log2(np.e))
+
+
+class Operands(NamedTuple):
+    """The optional arrays of attention."""
+
+    bias: jax.Array | None = None
+    """[B or 1, N or 1, T or 1, S or 1], any float dtype."""
+    explicit: jax.Array | None = None
+    """The same of int8, 1 where a query may attend to a key."""
+    query_lengths: jax.Array | None = None
+    """[B] int32, as key_lengths."""
+    key_lengths: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    """[B, T] int32, with key_segments [B, S] and the two bounds."""
+    key_segments: jax.Array | None = None
+    key_bounds: jax.Array | None = None
+    """[B, T / SEGMENT_BLOCK rounded up, 4] int32: of blocks of keys, for blocks of queries, the first
+    that is needed, the first and the end of a run that is needed whole, the end of what is needed."""
+    query_bounds: jax.Array | None = None
+    """[B, S / SEGMENT_BLOCK rounded up, 4]: the transposed."""
+    dropout_seeds: jax.Array | None = None
+    """[2, B, N] uint32: what the counter of dropout starts from."""
+    sinks: jax.Array | None = None
+    """[N] float32."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is static."""
+
+    scale: float
+    soft_cap: float | None = None
+    left: int | None = None
+    """Query t attends to keys s >= t - left, and below to s <= t + right; None is without limit."""
+    right: int | None = None
+    dropout_threshold: int = 0
+    """Of 65536."""
+
+    def attributes(self) -> dict[str, Any]:
+        return dict(
+            scale=np.float32(self.scale),
+            soft_cap=np.float32(0.0 if self.soft_cap is None else self.soft_cap),
+            left=np.int64(-1 if self.left is None else self.left),
+            right=np.int64(-1 if self.right is None else self.right),
+            dropout_threshold=np.int64(self.dropout_threshold),
+        )
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtype: Any,
+    query_count: int,
+    key_count: int,
+    head_size: int,
+    value_size: int,
+    used: Collection[str] = (),
+) -> str | None:
+    """None where forward and backward can run, else the reason.
+
+    `used` names optional arguments as `jaxfused.ops.attention.implementations` does.
+    """
+    reason = library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    assert compute_capability is not None
+    is_turing = compute_capability < (8, 0)
+    if dtype == jnp.bfloat16 and is_turing:
+        return "bfloat16 needs compute capability 8.0 or later; before, it takes float16"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, and query has dtype {jnp.dtype(dtype)}"
+    largest = _LARGEST_HEAD_SIZE_OF_TURING if is_turing else _LARGEST_HEAD_SIZE
+    for size in (head_size, value_size):
+        if size % 8 or not 8 <= size <= largest:
+            return f"head sizes must be multiples of 8 up to {largest} on this GPU, not {size}"
+    if query_count == 0 or key_count == 0:
+        return "there must be queries and keys"
+    if "scale as an array" in used:
+        return "scale must be a Python float, as it is an attribute of the call"
+    return library.why_unavailable()
+
+
+def forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, V], lse [B, N, T]) of query [B, T, N, H], key [B, S, K, H], value [B, S, K, V].
+
+    lse is the natural logarithm in float32, with the sink; where nothing is summed up, and for
+    queries from their length on, sink or not, it is the reference's EMPTY_LSE, and out is 0.
+    """
+    library.register()
+    batch, query_count, heads, _ = query.shape
+    call = jax.ffi.ffi_call(
+        "jaxfused_attention_forward",
+        (
+            jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, query_count), jnp.float32),
+        ),
+    )
+    absent = _absent(query)
+    return call(
+        query,
+        key,
+        value,
+        *_common(query, operands),
+        absent if operands.sinks is None else operands.sinks,
+        **options.attributes(),
+    )
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned; dlse is [B, N, T].
+
+    dbias has the bias's shape, dsinks is [N], both float32, or None without the operand.
+    """
+    library.register()
+    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    delta = delta.swapaxes(1, 2) - dlse.astype(jnp.float32)
+    is_empty = lse < -1e38
+    dsinks = None
+    if operands.sinks is not None:
+        weight = jnp.exp(operands.sinks[:, None] - jnp.where(is_empty, jnp.inf, lse))
+        dsinks = -jnp.sum(weight * delta, axis=(0, 2))
+    # Empty rows, and those that fill the last block up, have weights 2^-inf.
+    padding = [(0, 0), (0, 0), (0, -query.shape[1] % _STATISTICS_BLOCK)]
+    lse2 = jnp.pad(
+        jnp.where(is_empty, jnp.inf, lse * _LOG2E), padding, constant_values=jnp.inf
+    )
+    statistics = jnp.stack([lse2, jnp.pad(delta, padding)], axis=-1)
+    bias = operands.bias
+    call = jax.ffi.ffi_call(
+        "jaxfused_attention_backward",
+        (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            jax.ShapeDtypeStruct((0,) if bias is None else bias.shape, jnp.float32),
+        ),
+    )
+    absent = _absent(query)
+    dquery, dkey, dvalue, dbias = call(
+        query,
+        key,
+        value,
+        *_common(query, operands),
+        absent if operands.query_bounds is None else operands.query_bounds,
+        dout,
+        statistics,
+        **options.attributes(),
+    )
+    return dquery, dkey, dvalue, None if bias is None else dbias, dsinks
+
+
+def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:
+    """The optional arrays that both handlers take, in their order."""
+    bias = operands.bias
+    if bias is not None and bias.dtype not in (jnp.float32, query.dtype):
+        bias = bias.astype(jnp.float32)
+    absent = _absent(query)
+    arrays = (
+        bias,
+        operands.explicit,
+        operands.query_lengths,
+        operands.key_lengths,
+        operands.query_segments,
+        operands.key_segments,
+        operands.key_bounds,
+        operands.dropout_seeds,
+    )
+    return [absent if array is None else array for array in arrays]
+
+
+def _absent(query: jax.Array) -> jax.Array:
+    """An operand that is not there travels without elements.
+
+    It is made like `query`, because in a `jax.shard_map` all operands must vary over the same axes.
+    """
+    return jnp.zeros_like(query, shape=(0,), dtype=jnp.float32)
