@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_bwd_bias import bias_gradient
 from pallas_kernels.attention_fwd import copyable, shared_width
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
 from pallas_kernels.attention_mask import BlockMask, Blocks, Index, segment_blocks
 
 _KEYS = 64
@@ -159,13 +159,7 @@ def backward(
     if config.shares_keys:
         value, dout = (_widened(x, value_width) for x in (value, dout))
     tables = _tables(mask, config, operands)
-    operands = operands.padded(rows, block)
-    transposed = {
-        name: array.swapaxes(2, 3)
-        for name, array in (("bias", operands.bias), ("explicit", operands.explicit))
-        if array is not None
-    }
-    operands = operands._replace(**transposed)
+    operands = operands.padded(rows, block).transposed()
     optional = {name: x for name, x in (tables | operands._asdict()).items() if x is not None}
 
     def kernel(q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, *refs, **scratch):
@@ -354,7 +348,7 @@ def backward(
                 q_slot, do_slot, ds_slot = (lax.rem(step, n) for n in (q_stages, do_stages, 2))
                 previous = lax.max(step - 1, 0)
                 start = first_key + own_keys() * _KEYS
-                tile = _Tile(
+                tile = TransposedTile(
                     at.batch_idx, head_idx, i * rows, start, (_KEYS, rows), transposed=True
                 )
                 plgpu.barrier_wait(q_full.at[q_slot])
@@ -569,29 +563,6 @@ def _rank(mask: BlockMask, config: BackwardConfig, key_block_idx: Index, i: Inde
     if mask.is_causal:
         last = lax.min(last, lax.div((i + 1) * config.query_block - 1, config.key_block))
     return last - key_block_idx
-
-
-class _Tile(Tile):
-    """A transposed tile, for which bias and explicit mask come with their last two axes swapped."""
-
-    def matrix(self, ref) -> jax.Array:
-        return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
-
-    def index(self, axis: int) -> jax.Array:
-        """As of any tile, but not computed before the loop: it would occupy registers there."""
-        start = self.query_start if axis == 0 else self.key_start
-        dimension = axis ^ self.query_axis
-        values = start + plgpu.broadcasted_iota(
-            jnp.int32,
-            self.shape[dimension : dimension + 1],
-            0,
-            layout=self.layout.reduce(1 - dimension),
-        )
-        return lax.broadcast_in_dim(lax.optimization_barrier(values), self.shape, [dimension])
-
-    def along_queries(self, smem) -> jax.Array:
-        values = plgpu.load(smem, layout=self.layout.reduce(0))
-        return lax.broadcast_in_dim(values, self.shape, [1])
 
 
 def _widened(array: jax.Array, width: int) -> jax.Array:

@@ -64,6 +64,14 @@ class Operands(NamedTuple):
             key_segments=pad(self.key_segments, {1: key_block}),
         )
 
+    def transposed(self) -> "Operands":
+        """With the last two axes of bias and explicit mask swapped, as a `TransposedTile` loads them."""
+
+        def swap(array):
+            return None if array is None else array.swapaxes(2, 3)
+
+        return self._replace(bias=swap(self.bias), explicit=swap(self.explicit))
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -122,6 +130,29 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, dimensions)
 
 
+class TransposedTile(Tile):
+    """Keys by queries. Bias and explicit mask come with their last two axes swapped."""
+
+    def matrix(self, ref) -> jax.Array:
+        return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
+
+    def index(self, axis: int) -> jax.Array:
+        """As of any tile, but not computed before the loop: it would occupy registers there."""
+        start = self.query_start if axis == 0 else self.key_start
+        dimension = axis ^ self.query_axis
+        values = start + plgpu.broadcasted_iota(
+            jnp.int32,
+            self.shape[dimension : dimension + 1],
+            0,
+            layout=self.layout.reduce(1 - dimension),
+        )
+        return lax.broadcast_in_dim(lax.optimization_barrier(values), self.shape, [dimension])
+
+    def along_queries(self, smem) -> jax.Array:
+        values = plgpu.load(smem, layout=self.layout.reduce(0))
+        return lax.broadcast_in_dim(values, self.shape, [1])
+
+
 @dataclass(frozen=True)
 class Logits:
     """All that is static between the products and the values: scale, cap, bias, mask, dropout."""
@@ -165,6 +196,24 @@ class Logits:
             return self.scale
         tanh = _tanh(products * (self.scale / self.soft_cap))
         return self.scale * (1.0 - tanh * tanh)
+
+    def gradient(
+        self,
+        probabilities: jax.Array,
+        dp: jax.Array,
+        delta: jax.Array,
+        kept: jax.Array | None,
+        derivative: jax.Array | None,
+    ) -> jax.Array:
+        """The gradient of the products, without a cap divided by `scale`.
+
+        dp is the gradient of the dropped probabilities; kept are those after dropout, and derivative
+        is that of the cap, None without it.
+        """
+        if kept is not None:
+            dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))
+        ds = probabilities.astype(jnp.float32) * (dp - delta)
+        return ds if derivative is None else ds * derivative
 
     def masked(self, x: jax.Array, tile: Tile, operands: Operands, key_length: Index) -> jax.Array:
         """x, and -inf where the mask forbids."""

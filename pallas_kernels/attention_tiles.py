@@ -1,6 +1,7 @@
-"""Tiles of queries: which of them a persistent CTA computes, and which blocks of keys they visit.
+"""Tiles: which of them a persistent CTA computes, and which blocks of the other side they visit.
 
-What the forward and the kernel of dQ have in common: both hold a tile of queries and stream K and V.
+Tiles of queries, past which keys stream, in the forward and the kernel of dQ; and tiles of keys, past
+which queries stream, in the kernel of dK and dV.
 """
 
 import functools
@@ -88,6 +89,70 @@ class QueryTiles:
         first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
         return Place(batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop)
+
+
+class KeyPlace(NamedTuple):
+    """Where a tile of keys lies and what it visits."""
+
+    batch_idx: jax.Array
+    key_head_idx: jax.Array
+    start: jax.Array
+    """The first key."""
+    key_length: Index
+    blocks: Blocks
+    """Of queries, visited in order, those of one query head after those of another."""
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """How keys are cut into tiles, and queries into blocks: `QueryTiles` transposed."""
+
+    mask: BlockMask
+    key_heads: int
+    group: int
+    """Query heads that share a key head."""
+    rows: int
+    """Keys of a tile."""
+    query_block: int
+
+    @property
+    def count(self) -> int:
+        """Tiles of one key head."""
+        return -(-self.mask.key_count // self.rows)
+
+    def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+        """[CTA, 1 + rounds], see `schedule`, where tiles with more visits take longer."""
+        costs = []
+        for j in range(self.count):
+            blocks = self.mask.query_blocks(
+                (j * self.rows, (j + 1) * self.rows),
+                self.query_block,
+                self.mask.query_count,
+                self.mask.key_count,
+            )
+            # The ends of a tile take about as long as a visit to 128 queries.
+            costs.append((blocks.stop - blocks.start) * self.group * self.query_block + 128)
+        return schedule(tuple(costs), batch * self.key_heads, heads_together, multiprocessors)
+
+    def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> KeyPlace:
+        """Of a tile by its number, (batch * key heads + key head) * count + tile, in a kernel.
+
+        bounds_gmem is the table of `segment_blocks` with its arguments swapped, or None.
+        """
+        batch_head = lax.div(number, jnp.int32(self.count))
+        batch_idx = lax.div(batch_head, jnp.int32(self.key_heads))
+        key_head_idx = lax.rem(batch_head, jnp.int32(self.key_heads))
+        tile_idx = lax.rem(number, jnp.int32(self.count))
+        query_length, key_length = operands.lengths(self.mask, batch_idx)
+        within = None
+        if bounds_gmem is not None:
+            within = Blocks(*(bounds_gmem[batch_idx, tile_idx, i] for i in range(4)))
+        start = tile_idx * self.rows
+        blocks = self.mask.query_blocks(
+            (start, start + self.rows), self.query_block, query_length, key_length, within
+        )
+        blocks = Blocks(*(jnp.asarray(x, jnp.int32) for x in blocks))
+        return KeyPlace(batch_idx, key_head_idx, start, key_length, blocks)
 
 
 @functools.lru_cache(maxsize=64)
