@@ -1,6 +1,6 @@
-"""rope of q and k together, and qkv_projection with rope against the product alone."""
+"""rope of q and k together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 import jaxfused
 from benchmarks.case import (
-    BARE,
     BULK_COPY,
     Arrays,
     Bar,
@@ -18,13 +17,12 @@ from benchmarks.case import (
     functions,
     torch_compiled,
 )
-from benchmarks.linear import product, random_operands
+from benchmarks.linear import random_operands
 from jaxfused import dispatch
-from jaxfused.ops.qkv_projection import implementations as projections
 from jaxfused.ops.rope import implementations
 
 Shape = tuple[int, int, int, int, int]
-"""(B, T, N, K, H); the projection has N * H features in."""
+"""(B, T, N, K, H)."""
 
 SHAPES: tuple[Shape, ...] = ((8, 4096, 32, 8, 128), (256, 197, 12, 12, 64))
 
@@ -33,7 +31,7 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
     """Every operation at every shape, in the order in which they are measured."""
     del quick  # There are few shapes.
     shapes = shapes or SHAPES
-    return [make(operation, shape) for make, operation in _OPERATIONS for shape in shapes]
+    return [_case(operation, shape) for operation in _OPERATIONS for shape in shapes]
 
 
 # --- ours and the peers ---------------------------------------------------------------------------
@@ -45,7 +43,7 @@ def _rope(q, k, cos, sin, *, interleaved, implementation):
     )
 
 
-def _flax_rope(q, k, cos, sin, *, interleaved):
+def flax_rope(q, k, cos, sin, *, interleaved):
     """As Gemma's and MaxText's modules have it: tables in float32, the result in x's dtype."""
     cos, sin = cos[:, None], sin[:, None]
 
@@ -64,7 +62,7 @@ def _flax_rope(q, k, cos, sin, *, interleaved):
     return rotate(q), rotate(k)
 
 
-def _torch_rope(q, k, cos, sin, *, interleaved):
+def torch_rope(q, k, cos, sin, *, interleaved):
     import torch
 
     cos, sin = cos[:, None], sin[:, None]
@@ -84,25 +82,6 @@ def _torch_rope(q, k, cos, sin, *, interleaved):
     return rotate(q), rotate(k)
 
 
-def _projection(x, w, cos, sin, *, sizes, implementation):
-    heads, key_heads = sizes
-    return jaxfused.qkv_projection(
-        x, w, heads=heads, key_heads=key_heads, cos=cos, sin=sin, implementation=implementation
-    )
-
-
-def _peer_projection(x, w, cos, sin, *, sizes, rope):
-    """For JAX and torch: the product, its three parts as heads, and the rotation of two."""
-    heads, key_heads = sizes
-    qkv = (x @ w).reshape(*x.shape[:-1], heads + 2 * key_heads, -1)
-    q, k, v = (
-        qkv[..., :heads, :],
-        qkv[..., heads : heads + key_heads, :],
-        qkv[..., heads + key_heads :, :],
-    )
-    return *rope(q, k, cos, sin, interleaved=False), v
-
-
 # --- the cases ------------------------------------------------------------------------------------
 
 
@@ -114,13 +93,13 @@ class _Operation:
     with_gradient: bool = False
 
 
-def _rope_case(operation: _Operation, shape: Shape) -> Case:
+def _case(operation: _Operation, shape: Shape) -> Case:
     batch, length, heads, key_heads, head_size = shape
     interleaved = operation.interleaved
     written = functions(
         partial(_rope, interleaved=interleaved),
-        {"xla": partial(_flax_rope, interleaved=interleaved)},
-        {"torch_compile": partial(torch_compiled, partial(_torch_rope, interleaved=interleaved))},
+        {"xla": partial(flax_rope, interleaved=interleaved)},
+        {"torch_compile": partial(torch_compiled, partial(torch_rope, interleaved=interleaved))},
         differentiable=2,
         cotangents=2 if operation.with_gradient else 0,
     )
@@ -129,7 +108,7 @@ def _rope_case(operation: _Operation, shape: Shape) -> Case:
     return Case(
         name=operation.name,
         shape=shape,
-        make_inputs=partial(_rope_inputs, shape, operation.with_gradient),
+        make_inputs=partial(_inputs, shape, operation.with_gradient),
         bytes=passes * values * 2 + passes // 2 * length * head_size * 4,
         default=default_of(
             implementations(
@@ -149,81 +128,23 @@ def _rope_case(operation: _Operation, shape: Shape) -> Case:
     )
 
 
-def _projection_case(operation: _Operation, shape: Shape) -> Case:
-    batch, length, heads, key_heads, head_size = shape
-    sizes = (heads, key_heads)
-    written = functions(
-        partial(_projection, sizes=sizes),
-        {"xla": partial(_peer_projection, sizes=sizes, rope=_flax_rope)},
-        {
-            "torch_compile": partial(
-                torch_compiled, partial(_peer_projection, sizes=sizes, rope=_torch_rope)
-            )
-        },
-        differentiable=2,
-        cotangents=3 if operation.with_gradient else 0,
-    )
-    if not operation.with_gradient:
-        written["jax"][BARE] = product
-    rows, features = batch * length, heads * head_size
-    out_features = (heads + 2 * key_heads) * head_size
-    x_size, w_size, y_size = rows * features, features * out_features, rows * out_features
-    tables_size = length * head_size
-    size = 2 * (x_size + w_size + y_size) + 4 * tables_size
-    if operation.with_gradient:
-        # Reads x, w and the cotangents, and writes dx and dw.
-        size += 2 * (2 * x_size + 2 * w_size + y_size) + 4 * tables_size
-    return Case(
-        name=operation.name,
-        shape=shape,
-        make_inputs=partial(_projection_inputs, shape, operation.with_gradient),
-        bytes=size,
-        flops=2 * rows * features * out_features * (3 if operation.with_gradient else 1),
-        default=default_of(projections(dispatch.current_device())),
-        bars=operation.bars,
-        **written,
-    )
-
-
 _OF_COPY = Bar(BULK_COPY, must=0.9)
 _OVER_XLA = Bar("xla", aim=1.0)
 
-_OPERATIONS: tuple[tuple[Callable[[_Operation, Shape], Case], _Operation], ...] = (
-    (_rope_case, _Operation("rope forward", (_OF_COPY, _OVER_XLA))),
-    (_rope_case, _Operation("rope, neighbours, forward", (_OF_COPY, _OVER_XLA), interleaved=True)),
-    (_rope_case, _Operation("rope forward+backward", (_OF_COPY, _OVER_XLA), with_gradient=True)),
-    (
-        _projection_case,
-        _Operation("qkv_projection with rope forward", (Bar(BARE, must=0.95), _OVER_XLA)),
-    ),
-    (
-        _projection_case,
-        _Operation("qkv_projection with rope forward+backward", (_OVER_XLA,), with_gradient=True),
-    ),
+_OPERATIONS = (
+    _Operation("rope forward", (_OF_COPY, _OVER_XLA)),
+    _Operation("rope, neighbours, forward", (_OF_COPY, _OVER_XLA), interleaved=True),
+    _Operation("rope forward+backward", (_OF_COPY, _OVER_XLA), with_gradient=True),
 )
 
 
-def _tables(shape: Shape) -> Arrays:
+def tables(shape: Shape) -> Arrays:
     _, length, _, _, head_size = shape
     return jaxfused.rope_tables(jnp.arange(length), head_size)
 
 
-def _rope_inputs(shape: Shape, with_gradient: bool, key: jax.Array) -> Arrays:
+def _inputs(shape: Shape, with_gradient: bool, key: jax.Array) -> Arrays:
     batch, length, heads, key_heads, head_size = shape
     heads_of = [heads, key_heads] * (2 if with_gradient else 1)
     q, k, *dys = random_operands(key, [(batch, length, n, head_size) for n in heads_of], [])
-    return q, k, *_tables(shape), *dys
-
-
-def _projection_inputs(shape: Shape, with_gradient: bool, key: jax.Array) -> Arrays:
-    batch, length, heads, key_heads, head_size = shape
-    heads_of = [heads, key_heads, key_heads] if with_gradient else []
-    x, *rest = random_operands(
-        key,
-        [
-            (batch, length, heads * head_size),
-            *((batch, length, n, head_size) for n in heads_of),
-        ],
-        [(heads * head_size, (heads + 2 * key_heads) * head_size)],
-    )
-    return x, rest[-1], *_tables(shape), *rest[:-1]
+    return q, k, *tables(shape), *dys

@@ -21,6 +21,7 @@ from benchmarks import (
     mlp,
     peers,
     plot,
+    qkv_projection,
     report,
     results,
     rope,
@@ -39,6 +40,7 @@ PRODUCT_CASES = {
         *linear.cases(shapes=[(24, 16, 32)]),
         *mlp.cases(shapes=[(24, 16, 32)]),
         *rope.cases(shapes=[(2, 12, 4, 2, 16)]),
+        *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
     )
 }
 ALL_CASES = CASES | PRODUCT_CASES
