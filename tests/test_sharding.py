@@ -381,6 +381,87 @@ def test_rope(monkeypatch, axis_type, spec, offset):
     )
 
 
+# --- qkv_projection -------------------------------------------------------------------------------
+
+
+def stand_in_projection(
+    x, weights, biases, scales, cos, sin, *, head_size, epsilon, scale_offset, **options
+):
+    del options
+    rows = jnp.arange(len(x)) % len(cos)
+
+    def finish(y, scale, cos, sin):
+        heads = y.reshape(1, -1, head_size)
+        return reference.qkv_projection.finish(
+            heads,
+            scale,
+            cos[None],
+            sin[None],
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            interleaved=False,
+        ).ravel()
+
+    def project(row):
+        x, cos, sin = row
+        q, k, v = (x @ w + b for w, b in zip(weights, biases, strict=True))
+        return finish(q, scales[0], cos, sin), finish(k, scales[1], cos, sin), v, q, k
+
+    return lax.map(project, (x, cos[rows], sin[rows]))
+
+
+def stand_in_input_gradient(dys, weights, *, multiprocessors):
+    del multiprocessors
+    return (lax.map(lambda dys: sum(d @ w.T for d, w in zip(dys, weights, strict=True)), dys),)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("split", ("length", "heads"))
+def test_qkv_projection(monkeypatch, hopper, axis_type, split):
+    kernels = ops.qkv_projection.pallas_qkv_projection
+    monkeypatch.setattr(kernels, "why_unsupported", lambda **limits: None)
+    monkeypatch.setattr(kernels, "forward", stand_in_projection)
+    monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
+    cos, sin = jaxfused.rope_tables(jnp.arange(8), 16)
+
+    def heads_and_gradients(implementation, *arguments):
+        def loss(x, w, bias, q_scale, k_scale):
+            heads = jaxfused.qkv_projection(
+                x,
+                w,
+                bias,
+                heads=8,
+                key_heads=4,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                cos=cos,
+                sin=sin,
+                implementation=implementation,
+            )
+            return sum(jnp.sum(jnp.sin(y)) for y in heads), heads
+
+        return jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*arguments)
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = (4, 8, 32), (32, 256), (256,), (16,), (16,)
+    arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    of_x = P("data", "sequence") if split == "length" else P("data")
+    of_w = P() if split == "length" else P(None, "sequence")
+    mesh = make_mesh(axis_type, axis_type)
+    placed = [
+        place(mesh, s, a) for s, a in zip((of_x, of_w, P(), P(), P()), arguments, strict=True)
+    ]
+    ours = functools.partial(heads_and_gradients, "pallas")
+    if split == "length":
+        assert count("all-gather", compiled_text(ours, *placed)) == 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        jax.jit(ours)(*placed),
+        heads_and_gradients("xla", *arguments),
+    )
+
+
 # --- per_shard ------------------------------------------------------------------------------------
 
 
