@@ -15,7 +15,12 @@ from jax.custom_batching import custom_vmap
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched, one_by_one
-from jaxfused.reference.activation import ACTIVATIONS
+from jaxfused.ops.validation import (
+    check_activation,
+    check_constant,
+    check_floating,
+    check_shape,
+)
 from pallas_kernels import layer_norm as pallas_layer_norm
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
@@ -166,8 +171,9 @@ class _Options:
 
 
 def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
-    x, scale, bias, residual, pre_bias = (
-        None if a is None else jnp.asarray(a) for a in (x, scale, bias, residual, pre_bias)
+    x = jnp.asarray(x)
+    scale, bias, residual, pre_bias = (
+        None if a is None else jnp.asarray(a) for a in (scale, bias, residual, pre_bias)
     )
     _validate(options, x, scale, bias, residual, pre_bias)
     features = x.shape[-1]
@@ -208,35 +214,15 @@ def _validate(options, x, scale, bias, residual, pre_bias) -> None:
             " pass x of shape [..., features]."
         )
     features = x.shape[-1]
-    operands = dict(x=x, scale=scale, bias=bias, residual=residual, pre_bias=pre_bias)
-    for name, array in operands.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"{op}: {name} has dtype {array.dtype}, but the norm takes floating-point arrays;"
-                f" pass {name}.astype(jnp.float32)."
-            )
-    for name, array in dict(scale=scale, bias=bias, pre_bias=pre_bias).items():
-        if array is not None and array.shape != (features,):
-            raise ValueError(
-                f"{op}: {name} has shape {array.shape}, but x has {features} features in its last"
-                f" axis; pass {name} of shape ({features},)."
-            )
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"{op}: residual has shape {residual.shape}, but x has shape {x.shape};"
-            " pass both with one shape."
-        )
+    parameters = dict(scale=scale, bias=bias, pre_bias=pre_bias)
+    check_floating(op, dict(x=x, residual=residual, **parameters))
+    for name, array in parameters.items():
+        check_shape(op, name, array, (features,), f"x has {features} features in its last axis")
+    check_shape(op, "residual", residual, x.shape, f"x has shape {x.shape}")
     for name in ("pre_activation", "activation"):
-        value = getattr(options, name)
-        if value is not None and value not in ACTIVATIONS:
-            names = ", ".join(repr(n) for n in ACTIVATIONS)
-            raise ValueError(f"{op}: {name}={value!r} is not known; pass None or one of {names}.")
+        check_activation(op, getattr(options, name), name)
     for name in ("epsilon", "scale_offset"):
-        if not isinstance(getattr(options, name), (int, float)):
-            raise ValueError(
-                f"{op}: {name} is {getattr(options, name)!r}, but it is a constant of the kernel;"
-                " pass a Python float."
-            )
+        check_constant(op, name, getattr(options, name))
 
 
 # --- gradient -------------------------------------------------------------------------------------
