@@ -212,11 +212,14 @@ class Block(nnx.Module):
 
     def _attention(self, y: jax.Array) -> jax.Array:
         batch, tokens, width = y.shape
-        # The gradient of a split is one concatenation, that of three slices three paddings.
-        query, key, value = (
-            part.reshape(batch, tokens, self.heads, -1)
-            for part in jnp.split(self.qkv(y), 3, axis=-1)
-        )
+        if isinstance(self.qkv, jaxfused.nnx.QuantizedLinear):
+            query, key, value = (
+                part.reshape(batch, tokens, self.heads, -1)
+                for part in jnp.split(self.qkv(y), 3, axis=-1)
+            )
+        else:
+            kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
+            query, key, value = jaxfused.qkv_projection(y, kernel, bias, heads=self.heads)
         attended = self.attention(query, key, value)
         return self.project(attended.reshape(batch, tokens, width))
 

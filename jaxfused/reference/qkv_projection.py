@@ -41,6 +41,8 @@ def qkv_projection(
         )
         return finished(q, q_scale, cos, sin), finished(k, k_scale, cos, sin), v
 
+    if q_scale is None and k_scale is None and cos is None:
+        return f(x, w, bias, None, None, cos, sin)
     return jax.checkpoint(f, policy=save_preactivation)(x, w, bias, q_scale, k_scale, cos, sin)
 
 
