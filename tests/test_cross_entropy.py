@@ -277,6 +277,7 @@ def test_errors(change, message):
         ({"bias": jnp.ones(4)}, r"bias has shape \(4,\)"),
         ({"labels": jnp.array([0])}, r"labels has shape \(1,\)"),
         ({"chunk_size": 0}, "chunk_size is 0"),
+        ({"chunk_size": 2.5}, "chunk_size is 2.5"),
         ({"implementation": "pallas"}, "no Pallas kernel of cross_entropy yet"),
     ],
 )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
 from jaxfused.ops.linear import check_affine
-from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.validation import check_constant, check_count, check_floating, check_shape
 from jaxfused.reference.cross_entropy import Normalizer, Options, counted, is_soft
 
 Reduction = Literal["mean", "sum", "none"]
@@ -156,11 +156,8 @@ def linear_softmax_cross_entropy(
     leading = x.shape[:-1]
     labels = check_labels(op, labels, (*leading, features), options)
     _check_options(op, options, weights, leading, reduction)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"{op}: chunk_size is {chunk_size}, but a chunk has at least one token;"
-            " pass a positive int or None."
-        )
+    if chunk_size is not None:
+        check_count(op, "chunk_size", chunk_size)
     dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
     rows = math.prod(leading)
     losses = _linear_token_losses(

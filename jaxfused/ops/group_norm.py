@@ -7,6 +7,7 @@ from jaxfused import dispatch, reference
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
+    check_count,
     check_floating,
     check_shape,
 )
@@ -104,7 +105,8 @@ def _validate(x, scale, bias, residual, num_groups, group_size) -> int:
             " one of them says how the channels are grouped; pass the one and leave out the other."
         )
     name, divisor = ("group_size", group_size) if num_groups is None else ("num_groups", num_groups)
-    if divisor < 1 or channels % divisor:
+    check_count(op, name, divisor)
+    if channels % divisor:
         raise ValueError(
             f"{op}: {name} is {divisor}, but it must divide the {channels} channels of x;"
             f" pass a divisor of {channels}."

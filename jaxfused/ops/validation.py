@@ -1,6 +1,7 @@
 """The checks that every operator makes of its arguments, each worded once: rule, value, remedy."""
 
 from collections.abc import Mapping
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -40,4 +41,12 @@ def check_constant(op: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(
             f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass a Python float."
+        )
+
+
+def check_count(op: str, name: str, value: object) -> None:
+    """`value` is a whole number from 1 up."""
+    if not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(
+            f"{op}: {name} is {value!r}, but it counts something; pass an int of 1 or more."
         )
