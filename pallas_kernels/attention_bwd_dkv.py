@@ -189,12 +189,16 @@ def key_gradients(
             """The index of the warpgroup, unknown before the loop: addresses occupy registers."""
             return lax.optimization_barrier(wg_idx)
 
-        def release(step, *rings):
+        def slots(step):
+            return lax.rem(step, jnp.int32(q_stages)), lax.rem(step, jnp.int32(do_stages))
+
+        def release(step):
             """Gives the slots of a visit back to the producer."""
             # Copies come after what threads have read, the log-sum-exp and delta.
             plgpu.commit_smem()
-            for free, stages in rings:
-                plgpu.barrier_arrive(free.at[lax.rem(step, jnp.int32(stages))])
+            q_slot, do_slot = slots(step)
+            plgpu.barrier_arrive(q_free.at[q_slot])
+            plgpu.barrier_arrive(do_free.at[do_slot])
 
         def begin():
             plgpu.set_max_registers(config.registers[0], action="increase")
@@ -203,45 +207,32 @@ def key_gradients(
                     plgpu.barrier_arrive(free.at[slot])
 
         def all_visits(at, step, visit):
-            """visit(step, tile, masked, is_first) for every block of queries; the next step."""
+            """visit(step, tile, is_partial) for every block of queries; the next step."""
             blocks = at.blocks
-            if mask.is_always_full(rows, block):
-                ranges = [(blocks.start, blocks.stop, False)]
-            elif mask.has_explicit:
-                ranges = [(blocks.start, blocks.stop, True)]
-            else:
-                ranges = [
-                    (blocks.start, blocks.full_start, True),
-                    (blocks.full_start, blocks.full_stop, False),
-                    (blocks.full_stop, blocks.stop, True),
-                ]
 
             def of_head(g, first):
-                head_idx = at.key_head_idx * group + g
-                for start, stop, masked in ranges:
+                def body(i, _):
+                    tile = TransposedTile(
+                        at.batch_idx,
+                        at.key_head_idx * group + g,
+                        i * rows,
+                        at.start + (0 if config.splits_roles else own() * _KEYS),
+                        (_KEYS, rows),
+                        transposed=True,
+                    )
+                    is_partial = (i < blocks.full_start) | (i >= blocks.full_stop)
+                    visit(first + i - blocks.start, tile, is_partial)
 
-                    def body(i, _, masked=masked):
-                        tile = TransposedTile(
-                            at.batch_idx,
-                            head_idx,
-                            i * rows,
-                            at.start + (0 if config.splits_roles else own() * _KEYS),
-                            (_KEYS, rows),
-                            transposed=True,
-                        )
-                        number = first + i - blocks.start
-                        visit(number, tile, masked, number == step)
-
-                    lax.fori_loop(start, stop, body, None)
+                lax.fori_loop(blocks.start, blocks.stop, body, None)
                 return first + blocks.stop - blocks.start
 
             return lax.fori_loop(0, group, of_head, step)
 
-        def probabilities(products, tile, q_slot, masked, key_length):
+        def probabilities(products, tile, q_slot, is_partial, key_length):
             """P, and the derivative of the cap or None."""
-            x = plgpu.layout_cast(
-                logits.logits(products, tile, ops, key_length, masked), tile.layout
-            )
+            if mask.is_always_full(rows, block):
+                is_partial = False
+            x = logits.logits_if_masked(products, tile, ops, key_length, is_partial)
             p = jnp.exp2(x * logits.multiplier - tile.along_queries(lse_smem.at[q_slot]))
             if logits.soft_cap is None:
                 return p, None
@@ -253,9 +244,6 @@ def key_gradients(
             plgpu.copy_smem_to_gmem(
                 smem, gmem.at[at.batch_idx, keys, at.key_head_idx, pl.ds(0, width)]
             )
-
-        def slots(step):
-            return lax.rem(step, jnp.int32(q_stages)), lax.rem(step, jnp.int32(do_stages))
 
         tile_acc = plgpu.ACC((_KEYS, rows), jnp.float32)
         dk_acc_type = plgpu.ACC((_KEYS, head_width), jnp.float32)
@@ -271,47 +259,37 @@ def key_gradients(
                 plgpu.barrier_wait(kv_full.at[wg_idx])
 
                 def accumulate(dk_acc, dv_acc):
-                    def visit(step, tile, masked, is_first):
+                    def visit(step, tile, is_partial):
                         q_slot, do_slot = slots(step)
 
-                        def with_s(s_acc):
+                        def products(s_acc, dp_acc):
                             plgpu.barrier_wait(q_full.at[q_slot])
                             plgpu.wgmma(s_acc, k_smem.at[own()], q_smem.at[q_slot].T)
-                            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-                            # What the previous visit added was issued before: it is done too.
-                            @pl.when(jnp.logical_not(is_first))
-                            def _():
-                                release(step - 1, (q_free, q_stages), (do_free, do_stages))
-
-                            p, derivative = probabilities(
-                                products, tile, q_slot, masked, at.key_length
-                            )
-                            # Rounded, as dV needs it: more registers than that are not left.
-                            return lax.optimization_barrier(p.astype(dtype)), derivative
-
-                        p, derivative = pl.run_scoped(with_s, tile_acc)
-                        kept = logits.dropped(p, tile, ops) if logits.dropout_rate > 0 else None
-
-                        def with_dp(dp_acc):
                             plgpu.barrier_wait(do_full.at[do_slot])
                             plgpu.wgmma(dp_acc, v_smem.at[own()], do_smem.at[do_slot].T)
+                            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                            p, derivative = probabilities(
+                                s, tile, q_slot, is_partial, at.key_length
+                            )
+                            # Rounded, as dV needs it: more registers than that are not left.
+                            p = lax.optimization_barrier(p.astype(dtype))
+                            kept = logits.dropped(p, tile, ops) if logits.dropout_rate > 0 else None
                             plgpu.wgmma(dv_acc, p if kept is None else kept, do_smem.at[do_slot])
                             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
                             delta_tile = tile.along_queries(delta_smem.at[do_slot])
                             return logits.gradient(p, dp, delta_tile, kept, derivative)
 
-                        ds = pl.run_scoped(with_dp, tile_acc).astype(dtype)
+                        ds = pl.run_scoped(products, tile_acc, tile_acc).astype(dtype)
                         plgpu.wgmma(dk_acc, ds, q_smem.at[q_slot])
+                        # Left in flight, they would occupy the registers of P and dS: the other
+                        # warpgroup has the tensor cores meanwhile.
+                        plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+                        release(step)
 
                     end = all_visits(at, step, visit)
                     return dk_acc[...], dv_acc[...], end
 
                 dk, dv, end = pl.run_scoped(accumulate, dk_acc_type, dv_acc_type)
-
-                @pl.when(end > step)
-                def _():
-                    release(end - 1, (q_free, q_stages), (do_free, do_stages))
 
                 if config.separate_output:
                     plgpu.barrier_arrive(kv_free.at[wg_idx])
@@ -336,9 +314,8 @@ def key_gradients(
             if not gives_dv:
                 for slot in range(2):
                     plgpu.barrier_arrive(p_free.at[slot])
-            rings = (q_free, q_stages), (do_free, do_stages)
 
-            def visit_dv(acc, step, tile, masked, is_first, at):
+            def visit_dv(acc, step, tile, is_partial, at):
                 q_slot, do_slot = slots(step)
                 p_slot = lax.rem(step, jnp.int32(2))
 
@@ -347,8 +324,7 @@ def key_gradients(
                     key_part = lax.optimization_barrier(jnp.int32(0))
                     plgpu.wgmma(s_acc, k_smem.at[key_part], q_smem.at[q_slot].T)
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    pl.when(jnp.logical_not(is_first))(lambda: release(step - 1, *rings))
-                    p, derivative = probabilities(products, tile, q_slot, masked, at.key_length)
+                    p, derivative = probabilities(products, tile, q_slot, is_partial, at.key_length)
                     return p, p if derivative is None else p * derivative
 
                 p, factor = pl.run_scoped(with_s, tile_acc)
@@ -360,8 +336,10 @@ def key_gradients(
                     p = logits.dropped(p, tile, ops)
                 plgpu.barrier_wait(do_full.at[do_slot])
                 plgpu.wgmma(acc, p, do_smem.at[do_slot])
+                plgpu.wgmma_accumulator_load(acc, wait_n=0)
+                release(step)
 
-            def visit_dk(acc, step, tile, masked, is_first, at):
+            def visit_dk(acc, step, tile, is_partial, at):
                 q_slot, do_slot = slots(step)
                 p_slot = lax.rem(step, jnp.int32(2))
 
@@ -370,7 +348,6 @@ def key_gradients(
                     key_part = lax.optimization_barrier(jnp.int32(0))
                     plgpu.wgmma(dp_acc, v_smem.at[key_part], do_smem.at[do_slot].T)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    pl.when(jnp.logical_not(is_first))(lambda: release(step - 1, *rings))
                     plgpu.barrier_wait(p_full.at[p_slot])
                     factor = plgpu.load(p_smem.at[p_slot], layout=tile.layout)
                     plgpu.barrier_arrive(p_free.at[p_slot])
@@ -381,6 +358,8 @@ def key_gradients(
                 ds = pl.run_scoped(with_dp, tile_acc).astype(dtype)
                 plgpu.barrier_wait(q_full.at[q_slot])
                 plgpu.wgmma(acc, ds, q_smem.at[q_slot])
+                plgpu.wgmma_accumulator_load(acc, wait_n=0)
+                release(step)
 
             def of_tile(tile_idx, step):
                 at = place(tile_idx)
@@ -393,7 +372,6 @@ def key_gradients(
 
                 acc_type = dv_acc_type if gives_dv else dk_acc_type
                 gradient, end = pl.run_scoped(accumulate, acc_type)
-                pl.when(end > step)(lambda: release(end - 1, *rings))
                 if not config.separate_output:
                     # The other warpgroup's products may still be reading K or V.
                     plgpu.barrier_arrive(scratch["kv_read"])

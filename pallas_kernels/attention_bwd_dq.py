@@ -200,7 +200,7 @@ def query_gradient(
                 )
                 plgpu.barrier_wait(q_full.at[wg_idx])
 
-                def visit(i, dq_acc, masked):
+                def visit(i, dq_acc):
                     k_slot = lax.rem(step + i, jnp.int32(k_stages))
                     v_slot = lax.rem(step + i, jnp.int32(v_stages))
                     tile = Tile(
@@ -219,13 +219,10 @@ def query_gradient(
                         plgpu.wgmma(dp_acc, do_smem.at[own], v_smem.at[v_slot].T)
                         products = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
-                        # What the previous visit added to dQ was issued before, so it is done too.
-                        @pl.when(i > 0)
-                        def _():
-                            previous = lax.rem(step + i - 1, jnp.int32(k_stages))
-                            plgpu.barrier_arrive(k_free.at[previous])
-
-                        x = logits.logits(products, tile, ops, at.key_length, masked)
+                        is_partial = False
+                        if not mask.is_always_full(rows, block):
+                            is_partial = (i < full_first) | (i >= full_last)
+                        x = logits.logits_if_masked(products, tile, ops, at.key_length, is_partial)
                         p = jnp.exp2(x * logits.multiplier - _across(lse_wg, block))
                         derivative = None
                         if logits.soft_cap is not None:
@@ -242,27 +239,20 @@ def query_gradient(
                         plgpu.ACC((_ROWS, block), jnp.float32),
                     )
                     plgpu.wgmma(dq_acc, ds, k_smem.at[k_slot])
+                    # Left in flight, it would occupy the registers of dS: the other consumer has
+                    # the tensor cores meanwhile.
+                    plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                    plgpu.barrier_arrive(k_free.at[k_slot])
+
+                # Visits [full_first, full_last) need no masking.
+                full_first = own_stop - own.full_stop
+                full_last = own_stop - own.full_start
 
                 def all_visits(dq_acc):
-                    for first, stop, masked in _ranges(own, own_stop, count):
-                        lax.fori_loop(first, stop, lambda i, _, m=masked: visit(i, dq_acc, m), None)
+                    lax.fori_loop(0, count, lambda i, _: visit(i, dq_acc), None)
                     return dq_acc[...]
 
-                def _ranges(own, own_stop, count):
-                    """Visits in ranges, and whether they are masked."""
-                    if mask.is_always_full(rows, block):
-                        return [(0, count, False)]
-                    if mask.has_explicit:
-                        return [(0, count, True)]
-                    full_first = lax.clamp(0, jnp.int32(own_stop - own.full_stop), count)
-                    ranges = [(0, full_first, True)]
-                    if not mask.has_left_edge:
-                        return [*ranges, (full_first, count, False)]
-                    full_last = lax.clamp(full_first, jnp.int32(own_stop - own.full_start), count)
-                    return [*ranges, (full_first, full_last, False), (full_last, count, True)]
-
                 dq = pl.run_scoped(all_visits, plgpu.ACC((_ROWS, head_width), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[lax.rem(step + count - 1, jnp.int32(k_stages))])
                 q_wg_smem[...] = (dq * scale).astype(dtype)
                 plgpu.commit_smem()
                 queries = pl.ds(start, _ROWS)

@@ -96,6 +96,24 @@ class Tile:
         dimension = axis ^ self.query_axis
         return start + plgpu.broadcasted_iota(jnp.int32, self.shape, dimension, layout=self.layout)
 
+    def shifted(self, key_length: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and key_length, all less the same number for an element: to be compared.
+
+        A thread's columns are 8 apart. Less where they start, they are constants of the program,
+        which need neither registers nor additions.
+        """
+        rows_start, columns_start = self.query_start, self.key_start
+        if self.transposed:
+            rows_start, columns_start = columns_start, rows_start
+        column, row = (
+            plgpu.broadcasted_iota(jnp.int32, self.shape, d, layout=self.layout) for d in (1, 0)
+        )
+        within = column & 7
+        rows = row + (rows_start - columns_start) - within
+        columns = column & ~7
+        length = key_length - columns_start - within
+        return (columns, rows, length) if self.transposed else (rows, columns, length)
+
     def vector(self, ref, axis: int) -> jax.Array:
         """[B or 1, T or S] along the queries (axis 0) or keys (axis 1), broadcast to the tile."""
         dimension = axis ^ self.query_axis
@@ -184,6 +202,33 @@ class Logits:
             x = self.masked(x, tile, operands, key_length)
         return x
 
+    def logits_if_masked(
+        self,
+        products: jax.Array,
+        tile: Tile,
+        operands: Operands,
+        key_length: Index,
+        is_partial: bool | jax.Array,
+    ) -> jax.Array:
+        """`logits`, masked only where the block is partial, which may be known in the kernel alone.
+
+        One loop with a branch: with a loop for each kind ptxas runs out of registers and has products
+        wait for each other.
+        """
+
+        def of(masked):
+            def f(x):
+                x = self.logits(x, tile, operands, key_length, masked)
+                return plgpu.layout_cast(x, tile.layout)
+
+            return f
+
+        if self.mask.has_explicit:
+            is_partial = True
+        if isinstance(is_partial, bool):
+            return of(is_partial)(products)
+        return lax.cond(is_partial, of(True), of(False), products)
+
     def capped(self, products: jax.Array) -> jax.Array:
         """The logits before bias and mask, in base e."""
         if self.soft_cap is None:
@@ -217,7 +262,7 @@ class Logits:
 
     def masked(self, x: jax.Array, tile: Tile, operands: Operands, key_length: Index) -> jax.Array:
         """x, and -inf where the mask forbids."""
-        allowed = self.mask.allowed(tile.index(0), tile.index(1), key_length)
+        allowed = self.mask.allowed(*tile.shifted(key_length))
         if allowed is not None:
             x = jnp.where(allowed, x, -jnp.inf)
         if self.mask.has_segments:
