@@ -38,6 +38,19 @@ TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
             out_dtype=_BF16,
         ),
     ),
+    "jaxfused.ops.qkv_projection": (
+        "bfloat16 [50432, 768], 12 heads of 64",
+        dict(
+            dtype=_BF16,
+            features=768,
+            heads=12,
+            key_heads=12,
+            head_size=64,
+            norm=True,
+            rotary_dim=64,
+            interleaved=False,
+        ),
+    ),
     "jaxfused.ops.rope": (
         "bfloat16 [256, 197, 12, 64]",
         dict(
