@@ -253,8 +253,10 @@ __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengt
                                           float (&x)[kRowTiles][kColumnTiles][4]) {
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const int query = place.query(i, j, e), key = place.key(i, j, e);
-    const bool allowed = key >= query - args.left && key <= query + args.right &&
-                         key < lengths.keys && query < lengths.queries;
+    const int ahead = key - query;
+    // Without branches.
+    const bool allowed = (ahead >= -args.left) & (ahead <= args.right) & (key < lengths.keys) &
+                         (query < lengths.queries);
     if (!allowed) x[i][j][e] = -kInfinity;
   });
   if constexpr (kPlain) return;
@@ -315,7 +317,7 @@ __device__ __forceinline__ bool is_kept(uint64_t bits, int i, int j, int e) {
 template <typename T, typename Pointer>
 __device__ __forceinline__ Head<T> head_of(Pointer* operand, int batch, int head, int heads,
                                            int length, int size) {
-  const int64_t stride = int64_t{heads} * size;
-  return {static_cast<T*>(operand) + batch * length * stride + int64_t{head} * size, stride, length,
+  const int stride = heads * size;
+  return {static_cast<T*>(operand) + int64_t{batch} * length * stride + head * size, stride, length,
           size};
 }

@@ -7,6 +7,10 @@
 // What one block can have on Turing, the least of all GPUs that the kernels run on.
 constexpr int kLittleSharedMemory = 64 * 1024;
 
+// Sums of two lengths, the offsets within a tile of logits, and the bytes of a row fit an int.
+constexpr int64_t kMaxLength = int64_t{1} << 24;
+constexpr int64_t kMaxRowValues = int64_t{1} << 30;
+
 struct AttentionOperands {
   const ffi::AnyBuffer& q;
   const ffi::AnyBuffer& k;
@@ -80,12 +84,14 @@ inline ffi::Error parse_attention(const AttentionOperands& operands,
   for (const auto& [name, buffer] :
        {std::pair<const char*, const ffi::AnyBuffer&>{"q", q}, {"k", k}, {"v", v}}) {
     const auto dimensions = buffer.dimensions();
-    if (dimensions.size() != 4 || dimensions[3] % 8 != 0 || dimensions[3] > 256 ||
-        buffer.element_count() == 0 || buffer.element_count() / dimensions[0] > INT32_MAX) {
+    if (dimensions.size() != 4 || buffer.element_count() == 0 || dimensions[3] % 8 != 0 ||
+        dimensions[3] > 256 || dimensions[1] > kMaxLength ||
+        dimensions[2] * dimensions[3] >= kMaxRowValues) {
       return ffi::Error::InvalidArgument(
           std::string(name) + " has shape " + to_string(dimensions) +
-          ", but it needs axes batch, length, heads, head size, without an empty one, a head size "
-          "that is a multiple of 8 up to 256, and less than 2^31 values of a sequence");
+          ", but it needs axes batch, length, heads, head size, none of them empty, a head size "
+          "that is a multiple of 8 up to 256, a length up to 2^24 and less than 2^30 values of a "
+          "position");
     }
     if (!are_aligned({buffer.untyped_data()})) {
       return ffi::Error::InvalidArgument(std::string(name) + " does not start at 16 bytes");

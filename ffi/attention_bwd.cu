@@ -57,19 +57,30 @@ struct BackwardShape {
 };
 
 // From the products S = Q K^T to the probabilities, and from dP = dO V^T to the gradient of the
-// logits or, kOfProducts, of the scaled products. `statistics(i, j, e)` are those of an element.
+// logits or, kOfProducts, of the scaled products. `statistics_of(j)` gives, for column tile j, a
+// function of (i, e) that gives the Statistics of an element.
 template <typename T, bool kPlain, bool kOfProducts, bool kTransposed, int kRowTiles,
           int kColumnTiles, typename F>
 __device__ __forceinline__ void differentiate(const AttentionArgs& args, const Lengths& lengths,
                                               const Place<kTransposed>& place, bool is_full,
-                                              const F& statistics,
+                                              const F& statistics_of,
                                               float (&s)[kRowTiles][kColumnTiles][4],
                                               float (&dp)[kRowTiles][kColumnTiles][4]) {
   const float multiplier = args.multiplier();
+  const auto for_each = [&](const auto& f) {
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const auto statistics = statistics_of(j);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(i, j, e, statistics(i, e));
+      }
+    }
+  };
   if constexpr (kPlain) {
     if (!is_full) mask_tile<true>(args, lengths, place, s);
-    for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
-      const Statistics row = statistics(i, j, e);
+    for_each([&](int i, int j, int e, const Statistics& row) {
       s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
       dp[i][j][e] = s[i][j][e] * (dp[i][j][e] - row.delta);
     });
@@ -77,21 +88,34 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const L
     const bool drops = args.dropout_seeds != nullptr;
     const uint64_t keeps = drops ? kept<kTransposed, kRowTiles, kColumnTiles>(args, place) : 0;
     const float weight = 1.0f / args.keep_probability;
-    for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
+    for_each([&](int i, int j, int e, const Statistics& row) {
       if (drops) dp[i][j][e] *= is_kept<kColumnTiles>(keeps, i, j, e) ? weight : 0.0f;
-      dp[i][j][e] -= statistics(i, j, e).delta;
+      dp[i][j][e] -= row.delta;
     });
     to_logits<T>(args, place, s, [&](int i, int j, int e, float derivative) {
       if (kOfProducts) dp[i][j][e] *= derivative;
     });
     if (!is_full) mask_tile<false>(args, lengths, place, s);
-    for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
-      s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -statistics(i, j, e).lse));
+    for_each([&](int i, int j, int e, const Statistics& row) {
+      s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
       dp[i][j][e] *= s[i][j][e];
       if (drops && !is_kept<kColumnTiles>(keeps, i, j, e)) s[i][j][e] = 0.0f;
     });
   }
 }
+
+// A block of columns that a CTA visits, and the next ones.
+struct Visit {
+  int head;  // of queries
+  int block;
+
+  __device__ __forceinline__ void advance(int start, int stop) {
+    if (++block == stop) {
+      block = start;
+      ++head;
+    }
+  }
+};
 
 template <typename T, int kHead, Gradient kOf, bool kPlain, bool kFewWarps>
 __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads, 2)
@@ -108,7 +132,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     const uint32_t own_other_smem =
         own_smem + (Shape::kOwnTiles - 1) * Tile<kHead>::bytes(Shape::kRows);
     const uint32_t visited_smem = own_other_smem + Tile<kHead>::bytes(Shape::kRows);
-    const int statistics_place = visited_smem - own_smem + args.stages * Shape::kStageBytes;
+    const uint32_t statistics_smem = visited_smem + args.stages * Shape::kStageBytes;
 
     const Owner at(args, kTransposed ? args.key_heads : args.heads);
     const Lengths lengths(args, at.batch);
@@ -117,8 +141,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     const Bounds bounds =
         column_bounds<kTransposed>(args, lengths, at.batch, first, first + Shape::kRows);
     const int start = bounds.start / kColumns;
-    const int blocks = max(divide_up(bounds.stop, kColumns) - start, 0);
-    const int visits = blocks * (kTransposed ? group : 1);
+    const int stop = max(divide_up(bounds.stop, kColumns), start);
+    const int visits = (stop - start) * (kTransposed ? group : 1);
 
     const auto queries = [&](const void* operand, int head, int size) {
       return head_of<const T>(operand, at.batch, head, args.heads, args.query_count, size);
@@ -129,16 +153,10 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     const auto statistics_of = [&](int head) {
       return args.statistics + (int64_t{at.batch} * args.heads + head) * args.statistics_rows;
     };
-    const auto head_of_visit = [&](int visit) {
-      return kTransposed ? at.head * group + visit / blocks : at.head;
-    };
-    const auto block_of_visit = [&](int visit) {
-      return start + (kTransposed ? visit % blocks : visit);
-    };
-    const auto load_visited = [&](int visit, int stage) {
+    const auto load_visited = [&](const Visit& visit, int stage) {
       constexpr int kThreads = Shape::kThreads;
-      const int head = head_of_visit(visit);
-      const int column = block_of_visit(visit) * kColumns;
+      const int head = visit.head;
+      const int column = visit.block * kColumns;
       const uint32_t tile = visited_smem + stage * Shape::kStageBytes;
       const uint32_t other = tile + Tile<kHead>::bytes(kColumns);
       if constexpr (kTransposed) {
@@ -148,7 +166,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
         constexpr int kEach = 16 / sizeof(Statistics);
         if (threadIdx.x < kColumns / kEach) {
           const int i = threadIdx.x * kEach;
-          async_copy_or_zero(own_smem + statistics_place + stage * Shape::kStatisticsBytes +
+          async_copy_or_zero(statistics_smem + stage * Shape::kStatisticsBytes +
                                  i * static_cast<int>(sizeof(Statistics)),
                              statistics_of(head) + column + i, true);
         }
@@ -160,6 +178,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
       }
     };
 
+    Visit visit = {kTransposed ? at.head * group : at.head, start};
+    Visit ahead = visit;
     if (visits > 0) {
       const auto own = kTransposed ? keys(args.k, at.head, args.head_size)
                                    : queries(args.q, at.head, args.head_size);
@@ -169,7 +189,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
                                        : queries(args.dout, at.head, args.value_size);
         load_tile<kHead, Shape::kRows, Shape::kThreads>(own_other_smem, other, first);
       }
-      if (args.stages == 2) load_visited(0, 0);
+      if (args.stages == 2) load_visited(ahead, 0);
     }
 
     const int lane = threadIdx.x % kLanes;
@@ -192,13 +212,14 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
 
     const uint32_t own_lane = Tile<kHead>::lane_of_rows(own_smem + warp_row * Tile<kHead>::kStride);
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
-    for (int visit = 0; visit < visits; ++visit) {
+    for (int step = 0; step < visits; ++step, visit.advance(start, stop)) {
       int stage = 0;
       if (args.stages == 2) {
-        stage = visit % 2;
+        stage = step % 2;
         async_copies_wait_all();
         __syncthreads();
-        if (visit + 1 < visits) load_visited(visit + 1, 1 - stage);
+        ahead.advance(start, stop);
+        if (step + 1 < visits) load_visited(ahead, 1 - stage);
       } else {
         __syncthreads();
         load_visited(visit, 0);
@@ -215,16 +236,25 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
         add_product_transposed<T, kHead>(dp, own_other_lane, Tile<kHead>::lane_of_columns(other));
       }
 
-      const int column = block_of_visit(visit) * kColumns;
-      const Place<kTransposed> place{at.batch, head_of_visit(visit), first + warp_row + lane / 4,
+      const int column = visit.block * kColumns;
+      const Place<kTransposed> place{at.batch, visit.head, first + warp_row + lane / 4,
                                      column + lane % 4 * 2};
       const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-      const auto* of_columns = reinterpret_cast<const Statistics*>(
-          shared_memory + statistics_place + stage * Shape::kStatisticsBytes);
       differentiate<T, kPlain, true>(
           args, lengths, place, is_full,
-          [&](int i, int j, int e) {
-            return kTransposed ? of_columns[8 * j + lane % 4 * 2 + e % 2] : of_rows[i][e / 2];
+          [&](int j) {
+            if constexpr (kTransposed) {
+              const int column_of_lane = 8 * j + lane % 4 * 2;
+              const uint4 two =
+                  load_shared_16(statistics_smem + stage * Shape::kStatisticsBytes +
+                                 column_of_lane * static_cast<int>(sizeof(Statistics)));
+              return [two](int, int e) {
+                return e % 2 == 0 ? Statistics{__uint_as_float(two.x), __uint_as_float(two.y)}
+                                  : Statistics{__uint_as_float(two.z), __uint_as_float(two.w)};
+              };
+            } else {
+              return [&](int i, int e) { return of_rows[i][e / 2]; };
+            }
           },
           s, dp);
 
@@ -354,7 +384,7 @@ __global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
                 column >= bounds.full_start && column + kColumns <= bounds.full_stop;
             differentiate<T, false, false>(
                 args, lengths, Place<false>{batch, head, row, column + lane % 4 * 2}, is_full,
-                [&](int, int, int e) { return of_rows[e / 2]; }, s, dp);
+                [&](int) { return [&](int, int e) { return of_rows[e / 2]; }; }, s, dp);
             for_elements<1, kColumnTiles>(
                 [&](int i, int j, int e) { acc[i][j][e] += dp[i][j][e]; });
           }

@@ -39,9 +39,18 @@ struct Tile {
 template <typename T>
 struct Head {
   T* data;
-  int64_t stride;  // of a row, in values
+  int stride;  // of a row, in values
   int rows;
   int size;
+
+  // `column` of any row, also of one that is not there.
+  __device__ __forceinline__ T* at(int row, int column) const {
+    constexpr int kBytes =
+        sizeof(T);  // One multiplication, with a product that fits an int inside.
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data + column) +
+                                int64_t{row} * (stride * kBytes));
+  }
 };
 
 // Starts to copy kRows rows from `first` on; rows that the head does not have are zeros.
@@ -52,15 +61,12 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Head<const T>& he
   static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
   const int chunk = threadIdx.x % kChunks;
   const int row = threadIdx.x / kChunks;
-  const T* source = head.data + (first + row) * head.stride + chunk * 8;
-  // Row 0 of the copy where a chunk has none of its own: the address is not read.
   const bool has_chunk = chunk * 8 < head.size;
 #pragma unroll
   for (int i = 0; i < kRows; i += kStep) {
-    const bool exists = has_chunk && first + row + i < head.rows;
-    async_copy_or_zero(Tile<kHead>::address(tile, row + i, chunk), exists ? source : head.data,
-                       exists);
-    source += kStep * head.stride;
+    async_copy_or_zero(Tile<kHead>::address(tile, row + i, chunk),
+                       head.at(first + row + i, chunk * 8),
+                       has_chunk && first + row + i < head.rows);
   }
 }
 
@@ -155,7 +161,7 @@ __device__ __forceinline__ void store_rows(const Head<T>& head, int first, uint3
   for (int i = lane; i < 16 * kRowTiles * kChunks; i += kLanes) {
     const int row = i / kChunks, chunk = i % kChunks;
     if (first + row >= head.rows || chunk * 8 >= head.size) continue;
-    *reinterpret_cast<uint4*>(head.data + (first + row) * head.stride + chunk * 8) =
+    *reinterpret_cast<uint4*>(head.at(first + row, chunk * 8)) =
         load_shared_16(Tile<kHead>::address(tile, tile_row + row, chunk));
   }
 }

@@ -3,6 +3,24 @@
 They serve the GPUs and shapes that the Pallas kernels do not.
 """
 
-from jaxfused.cuda import bias_activation, cublaslt, layer_norm, library, linear, mlp, rope
+from jaxfused.cuda import (
+    attention,
+    bias_activation,
+    cublaslt,
+    layer_norm,
+    library,
+    linear,
+    mlp,
+    rope,
+)
 
-__all__ = ["bias_activation", "cublaslt", "layer_norm", "library", "linear", "mlp", "rope"]
+__all__ = [
+    "attention",
+    "bias_activation",
+    "cublaslt",
+    "layer_norm",
+    "library",
+    "linear",
+    "mlp",
+    "rope",
+]

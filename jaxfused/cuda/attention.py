@@ -17,6 +17,7 @@ from jaxfused.cuda import library
 SEGMENT_BLOCK = 32
 """The bounds that segments leave come for so many queries or keys, and count in so many."""
 _STATISTICS_BLOCK = 128
+_LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
 _LOG2E = float(np.log2(np.e))
@@ -97,6 +98,8 @@ def why_unsupported(
             return f"head sizes must be multiples of 8 up to {largest} on this GPU, not {size}"
     if query_count == 0 or key_count == 0:
         return "there must be queries and keys"
+    if max(query_count, key_count) > _LARGEST_LENGTH:
+        return f"lengths go up to {_LARGEST_LENGTH}, not {max(query_count, key_count)}"
     if "scale as an array" in used:
         return "scale must be a Python float, as it is an attribute of the call"
     return library.why_unavailable()
@@ -119,15 +122,15 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, query_count), jnp.float32),
         ),
     )
-    absent = _absent(query)
-    return call(
+    out, lse = call(
         query,
         key,
         value,
         *_common(query, operands),
-        absent if operands.sinks is None else operands.sinks,
+        _absent(query) if operands.sinks is None else operands.sinks,
         **options.attributes(),
     )
+    return out, lse
 
 
 def backward(
@@ -155,9 +158,7 @@ def backward(
         dsinks = -jnp.sum(weight * delta, axis=(0, 2))
     # Empty rows, and those that fill the last block up, have weights 2^-inf.
     padding = [(0, 0), (0, 0), (0, -query.shape[1] % _STATISTICS_BLOCK)]
-    lse2 = jnp.pad(
-        jnp.where(is_empty, jnp.inf, lse * _LOG2E), padding, constant_values=jnp.inf
-    )
+    lse2 = jnp.pad(jnp.where(is_empty, jnp.inf, lse * _LOG2E), padding, constant_values=jnp.inf)
     statistics = jnp.stack([lse2, jnp.pad(delta, padding)], axis=-1)
     bias = operands.bias
     call = jax.ffi.ffi_call(
@@ -169,13 +170,12 @@ def backward(
             jax.ShapeDtypeStruct((0,) if bias is None else bias.shape, jnp.float32),
         ),
     )
-    absent = _absent(query)
     dquery, dkey, dvalue, dbias = call(
         query,
         key,
         value,
         *_common(query, operands),
-        absent if operands.query_bounds is None else operands.query_bounds,
+        _absent(query) if operands.query_bounds is None else operands.query_bounds,
         dout,
         statistics,
         **options.attributes(),

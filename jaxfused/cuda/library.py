@@ -16,6 +16,8 @@ import jaxlib
 PATH = Path(__file__).with_name("libjaxfused.so")
 
 TARGETS = (
+    "jaxfused_attention_forward",
+    "jaxfused_attention_backward",
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
     "jaxfused_layer_norm_forward",

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch, reference, sharding
+from jaxfused.cuda import attention as cuda_attention
 from jaxfused.ops.batching import batch_all, one_by_one
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.attention import Mask
 from pallas_kernels import attention as pallas_attention
 from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
-from pallas_kernels.attention_mask import BlockMask
+from pallas_kernels.attention_mask import BlockMask, segment_blocks
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 
@@ -173,6 +174,7 @@ def dot_product_attention(
         )
     else:
         launch = _Launch(
+            implementation=chosen,
             is_causal=who.is_causal,
             window=who.window,
             scale=float(scale),
@@ -204,19 +206,20 @@ def implementations(
     `used` names the optional arguments that are given and need support: "bias", "mask",
     "scale as an array", "return_residual", "logits_soft_cap", "segment ids", "sinks", "dropout".
     """
+    call = dict(
+        compute_capability=device.compute_capability,
+        dtype=dtype,
+        query_count=query_length,
+        key_count=key_length,
+        head_size=head_size,
+        value_size=value_head_size,
+        used=used,
+    )
     return {
         # First until all tests of the kernels have passed on a GPU in their present form.
         "xla": None,
-        "pallas": pallas_attention.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtype=dtype,
-            query_count=query_length,
-            key_count=key_length,
-            head_size=head_size,
-            value_size=value_head_size,
-            used=used,
-        ),
-        "cuda": "there is no CUDA kernel of dot_product_attention yet",
+        "pallas": pallas_attention.why_unsupported(**call),
+        "cuda": cuda_attention.why_unsupported(**call),
         "cudnn": _why_cudnn_unsupported(
             device,
             dtype=dtype,
@@ -367,6 +370,8 @@ def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
 class _Launch:
     """All that is static in a call of the kernels: the static argument of the custom_vjp."""
 
+    implementation: str
+    """"pallas" or "cuda"."""
     is_causal: bool
     window: tuple[int, int] | None
     scale: float
@@ -374,7 +379,7 @@ class _Launch:
     dropout_rate: float
     multiprocessors: int
 
-    def keywords(self, query: jax.Array, key: jax.Array, operands: Operands) -> dict[str, Any]:
+    def logits(self, query: jax.Array, key: jax.Array, operands: Operands) -> Logits:
         """The options as the kernels take them."""
         mask = BlockMask(
             query_count=query.shape[1],
@@ -386,7 +391,7 @@ class _Launch:
             has_segments=operands.query_segments is not None,
             has_explicit=operands.explicit is not None,
         )
-        logits = Logits(
+        return Logits(
             scale=self.scale,
             mask=mask,
             soft_cap=self.soft_cap,
@@ -394,7 +399,29 @@ class _Launch:
             has_sinks=operands.sinks is not None,
             dropout_rate=self.dropout_rate,
         )
-        return dict(logits=logits, multiprocessors=self.multiprocessors)
+
+
+def _for_cuda(
+    logits: Logits, operands: Operands
+) -> tuple[cuda_attention.Operands, cuda_attention.Options]:
+    """The same as the CUDA kernels take them."""
+    queries, keys = operands.query_segments, operands.key_segments
+    bounds = {}
+    if queries is not None and keys is not None:
+        block = cuda_attention.SEGMENT_BLOCK
+        bounds = dict(
+            key_bounds=segment_blocks(queries, keys, block, block),
+            query_bounds=segment_blocks(keys, queries, block, block),
+        )
+    left, right = logits.mask.reach()
+    options = cuda_attention.Options(
+        scale=logits.scale,
+        soft_cap=logits.soft_cap,
+        left=left,
+        right=right,
+        dropout_threshold=logits.dropout_threshold,
+    )
+    return cuda_attention.Operands(**operands._asdict(), **bounds), options
 
 
 class _Arrays(NamedTuple):
@@ -544,9 +571,18 @@ class _Forward:
     def __call__(self, *operands):
         arrays = _Arrays(*operands)
         query, key, value, operands = arrays.ungrouped()
-        output, lse = pallas_attention.forward(
-            query, key, value, operands, **self.launch.keywords(query, key, operands)
-        )
+        logits = self.launch.logits(query, key, operands)
+        if self.launch.implementation == "cuda":
+            output, lse = cuda_attention.forward(query, key, value, *_for_cuda(logits, operands))
+        else:
+            output, lse = pallas_attention.forward(
+                query,
+                key,
+                value,
+                operands,
+                logits=logits,
+                multiprocessors=self.launch.multiprocessors,
+            )
         shape = arrays.query.shape[:4]
         batch, _, key_heads, groups = shape
         return output.reshape(*shape, -1), lse.reshape(batch, key_heads, groups, -1)
@@ -562,17 +598,28 @@ class _Backward:
         arrays = _Arrays(*operands)
         query, key, value, operands = arrays.ungrouped()
         batch, query_count, heads, _ = query.shape
-        dquery, dkey, dvalue, dbias, dsinks = pallas_attention.backward(
-            query,
-            key,
-            value,
-            operands,
+        logits = self.launch.logits(query, key, operands)
+        saved = (
             output.reshape(*query.shape[:3], -1),
             lse.reshape(batch, heads, -1),
             doutput.reshape(*query.shape[:3], -1),
             dlse.reshape(batch, heads, -1)[..., :query_count],
-            **self.launch.keywords(query, key, operands),
         )
+        if self.launch.implementation == "cuda":
+            cuda_operands, options = _for_cuda(logits, operands)
+            dquery, dkey, dvalue, dbias, dsinks = cuda_attention.backward(
+                query, key, value, cuda_operands, *saved, options
+            )
+        else:
+            dquery, dkey, dvalue, dbias, dsinks = pallas_attention.backward(
+                query,
+                key,
+                value,
+                operands,
+                *saved,
+                logits=logits,
+                multiprocessors=self.launch.multiprocessors,
+            )
         if dbias is not None:
             dbias = dbias.reshape(arrays.bias.shape)
         if dsinks is not None:

@@ -1,0 +1,231 @@
+"""dot_product_attention by the CUDA kernels: limits, lowering, and on a GPU values and refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from jaxfused import dispatch
+from jaxfused.cuda import library
+from jaxfused.cuda.attention import why_unsupported
+from tests.against_float64 import assert_values_and_gradients
+from tests.cases.attention import Case
+from tests.test_attention_kernels import CASES, RANDOM_SEEDS, dropout, gradients, operator
+from tests.test_attention_kernels import random_case as any_case
+
+AMPERE = dispatch.Device("gpu", "NVIDIA A100", (8, 0), 108)
+TARGETS = ["jaxfused_attention_forward", "jaxfused_attention_backward"]
+
+MORE_CASES = (
+    Case("head size 256, grouped", 150, 170, heads=4, head_size=256, is_causal=True),
+    Case("head sizes 200 and 8", 70, 90, head_size=200, value_head_size=8, soft_cap=1.0),
+    Case("eight query heads share one", 190, 150, 8, 1, 64, window=(50, 20)),
+    Case("bias of a query", 130, 90, 4, 2, 64, bias=(1, 4, 130, 1)),
+    Case("bias of a head", 70, 90, 4, 4, 128, bias=(1, 4, 1, 1), mask=(1, 1, 70, 90)),
+    Case("bias of every pair", 130, 200, 2, 1, 256, bias=(2, 2, 130, 200), is_causal=True),
+    Case("negative scale", 70, 130, head_size=40, scale=-0.3, key_lengths=(130, 3)),
+)
+
+
+def random_case(seed):
+    """`any_case`, with a head size that may be any of the kernels'."""
+    case, has_dropout = any_case(seed)
+    rng = np.random.default_rng(1000 + seed)
+    if rng.random() < 0.3:
+        case = Case(**{**vars(case), "head_size": 8 * int(rng.integers(17, 33))})
+    return case, has_dropout
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The kernels count as built: lowering needs their names alone."""
+    monkeypatch.setattr(library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(library, "register", lambda: None)
+
+
+FITS = dict(
+    compute_capability=(8, 0),
+    dtype=jnp.dtype("bfloat16"),
+    query_count=5,
+    key_count=7,
+    head_size=64,
+    value_size=64,
+)
+FITS_TURING = dict(compute_capability=(7, 5), dtype=jnp.dtype("float16"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        (dict(head_size=256, value_size=8), None),
+        (FITS_TURING, None),
+        (dict(used=("bias", "mask", "logits_soft_cap", "segment ids", "sinks", "dropout")), None),
+        (dict(compute_capability=None), "needs an NVIDIA GPU"),
+        (dict(compute_capability=(7, 0)), "7.5 or later"),
+        (dict(compute_capability=(7, 5)), "bfloat16 needs compute capability 8.0"),
+        (dict(dtype=jnp.dtype("float32")), "query has dtype float32"),
+        (dict(head_size=60), "multiples of 8 up to 256 on this GPU, not 60"),
+        (dict(value_size=264), "not 264"),
+        (FITS_TURING | dict(head_size=136), "up to 128 on this GPU, not 136"),
+        (dict(key_count=0), "queries and keys"),
+        (dict(used=("scale as an array",)), "a Python float"),
+    ],
+)
+def test_limits(built, change, reason):
+    given = why_unsupported(**(FITS | change))
+    assert given is None if reason is None else reason in given
+
+
+def lowered(f, args) -> str:
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)
+    return export(*args).mlir_module()
+
+
+@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=str)
+def test_the_gradient_lowers(built, monkeypatch, case):
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: AMPERE)
+    f = operator(case, "cuda", **dropout(case.sinks))
+    args = case.arrays(jnp.bfloat16)
+    text = lowered(lambda *args: gradients(f, args), args)
+    assert all(text.count(f"@{target}(") == 1 for target in TARGETS)
+
+
+def test_the_limits_of_a_window_are_attributes(built, monkeypatch):
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: AMPERE)
+    for change, expected in [
+        (dict(), "left = -1 : i64, right = -1"),
+        (dict(is_causal=True), "left = -1 : i64, right = 0"),
+        (dict(window=(5, 3)), "left = 5 : i64, right = 3"),
+        (dict(window=(5, 3), is_causal=True), "left = 5 : i64, right = 0"),
+    ]:
+        case = Case("window", 9, 9, **change)
+        text = lowered(operator(case, "cuda"), case.arrays(jnp.float16))
+        attributes = next(line for line in text.splitlines() if f"@{TARGETS[0]}(" in line)
+        left, right = expected.split(" : i64, ")
+        assert f"{left} :" in attributes and f"{right} :" in attributes
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=str)
+def test_is_as_accurate_as_the_reference(case, dtype):
+    has_dropout = dropout(case.sinks)
+    assert_values_and_gradients(
+        operator(case, "cuda", **has_dropout),
+        operator(case, "xla", **has_dropout),
+        *case.arrays(jnp.dtype(dtype)),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", RANDOM_SEEDS)
+def test_random_cases_are_as_accurate_as_the_reference(seed):
+    case, has_dropout = random_case(seed)
+    dtype = jnp.dtype(("bfloat16", "float16")[seed % 2])
+    assert_values_and_gradients(
+        operator(case, "cuda", **dropout(has_dropout)),
+        operator(case, "xla", **dropout(has_dropout)),
+        *case.arrays(dtype),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[-1], MORE_CASES[0]], ids=str)
+def test_same_bits_twice(case):
+    f = operator(case, "cuda", **dropout(case.sinks))
+    run = jax.jit(lambda args: (f(*args), gradients(f, args)))
+    args = case.arrays(jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, run(args), run(args))
+
+
+@pytest.mark.gpu
+def test_vmap_is_a_larger_batch():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 2, 37, 2, 64), jnp.bfloat16)
+
+    def f(q, k, v):
+        return jaxfused.dot_product_attention(q, k, v, is_causal=True, implementation="cuda")
+
+    together = f(*(a.reshape(8, 37, 2, 64) for a in (q, k, v))).reshape(q.shape)
+    np.testing.assert_array_equal(jax.vmap(f)(q, k, v), together)
+
+
+ABSENT = ((0,), "float32")
+BF16 = "bfloat16"
+GOOD = dict(
+    q=((2, 5, 4, 64), BF16),
+    k=((2, 7, 2, 64), BF16),
+    v=((2, 7, 2, 32), BF16),
+    bias=ABSENT,
+    explicit=ABSENT,
+    query_lengths=ABSENT,
+    key_lengths=ABSENT,
+    query_segments=ABSENT,
+    key_segments=ABSENT,
+    key_bounds=ABSENT,
+    dropout_seeds=ABSENT,
+)
+FORWARD = GOOD | dict(sinks=ABSENT)
+BACKWARD = GOOD | dict(
+    query_bounds=ABSENT,
+    dout=((2, 5, 4, 32), BF16),
+    statistics=((2, 4, 128, 2), "float32"),
+)
+RESULTS = {
+    "forward": dict(out=((2, 5, 4, 32), BF16), lse=((2, 4, 5), "float32")),
+    "backward": dict(
+        dq=((2, 5, 4, 64), BF16),
+        dk=((2, 7, 2, 64), BF16),
+        dv=((2, 7, 2, 32), BF16),
+        dbias=ABSENT,
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("direction", "change", "message"),
+    [
+        ("forward", dict(q=((2, 5, 4, 64), "float32")), "q must be bfloat16 or float16"),
+        ("forward", dict(q=((5, 4, 64), BF16)), r"q has shape \[5, 4, 64\], but it needs axes"),
+        ("forward", dict(q=((2, 5, 4, 60), BF16)), "a multiple of 8 up to 256"),
+        ("forward", dict(q=((2, 5, 3, 64), BF16)), "q has 3 heads, which is no multiple of k's 2"),
+        ("forward", dict(k=((2, 7, 2, 32), BF16)), r"k has shape \[2, 7, 2, 32\], but"),
+        ("forward", dict(v=((2, 8, 2, 32), BF16)), r"v has shape \[2, 8, 2, 32\], but"),
+        ("forward", dict(v=((2, 7, 2, 32), "float16")), "v has another dtype"),
+        ("forward", dict(bias=((2, 4, 5, 6), "float32")), "does not broadcast to the logits"),
+        ("forward", dict(bias=((1, 4, 5, 7), "float16")), "bias has another dtype"),
+        ("forward", dict(explicit=((1, 1, 5, 7), "float32")), "explicit_mask has another dtype"),
+        ("forward", dict(key_lengths=((3,), "int32")), r"key_lengths has shape \[3\]"),
+        ("forward", dict(query_segments=((2, 5), "int32")), r"key_segments has shape \[0\]"),
+        ("forward", dict(dropout_seeds=((2, 2, 4), "int32")), "dropout_seeds has another dtype"),
+        ("forward", dict(sinks=((3,), "float32")), r"sinks has shape \[3\]"),
+        ("forward", dict(out=((2, 5, 4, 64), BF16)), r"out has shape \[2, 5, 4, 64\]"),
+        ("forward", dict(lse=((2, 4, 7), "float32")), r"lse has shape \[2, 4, 7\]"),
+        ("backward", dict(dout=((2, 5, 4, 64), BF16)), r"dout has shape \[2, 5, 4, 64\]"),
+        ("backward", dict(statistics=((2, 4, 5, 2), "float32")), r"statistics has shape"),
+        ("backward", dict(dk=((2, 7, 4, 64), BF16)), r"dk has shape \[2, 7, 4, 64\]"),
+        ("backward", dict(bias=((1, 4, 1, 7), "float32")), r"dbias has shape \[0\]"),
+    ],
+)
+def test_handlers_refuse_what_does_not_fit(direction, change, message):
+    library.register()
+    described = (FORWARD if direction == "forward" else BACKWARD) | RESULTS[direction] | change
+    results = [jax.ShapeDtypeStruct(*described.pop(name)) for name in RESULTS[direction]]
+    call = jax.ffi.ffi_call(f"jaxfused_attention_{direction}", results)
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(
+            call(
+                *(jnp.ones(shape, dtype) for shape, dtype in described.values()),
+                scale=np.float32(1.0),
+                soft_cap=np.float32(0.0),
+                left=np.int64(-1),
+                right=np.int64(-1),
+                dropout_threshold=np.int64(0),
+            )
+        )
