@@ -76,8 +76,8 @@ def key_gradients(
     multiprocessors: int,
     config: KeyGradientConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dkey, dvalue); lse2 and delta as attention_bwd computes them, [B, N, T or more]."""
-    batch, query_count, heads, head_size = query.shape
+    """(dkey, dvalue); lse2 and delta [B, N, T filled up to whole blocks]."""
+    batch, _, heads, head_size = query.shape
     key_count, key_heads, value_size = value.shape[1:]
     group = heads // key_heads
     mask, dtype = logits.mask, query.dtype
@@ -97,9 +97,6 @@ def key_gradients(
     present = [name for name, array in operands._asdict().items() if array is not None]
     tiles = KeyTiles(mask, key_heads, group, block, rows)
     schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
-    # Copies of whole blocks: rows beyond the end have no probabilities.
-    fill = ((0, 0), (0, 0), (0, max(0, -(-query_count // rows) * rows - lse2.shape[2])))
-    lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
 
     def kernel(
         q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, schedule_gmem, *refs, **scratch

@@ -68,7 +68,7 @@ def query_gradient(
     multiprocessors: int,
     config: QueryGradientConfig | None = None,
 ) -> jax.Array:
-    """The gradient, [B, T, N, H]; lse2 and delta as attention_bwd computes them, [B, N, T or more]."""
+    """The gradient, [B, T, N, H]; lse2 and delta [B, N, T filled up to whole tiles]."""
     batch, query_count, heads, head_size = query.shape
     key_heads, value_size = value.shape[2:]
     mask, dtype = logits.mask, query.dtype
@@ -87,9 +87,6 @@ def query_gradient(
     present = [name for name, array in operands._asdict().items() if array is not None]
     tiles = QueryTiles(mask, heads, rows, block)
     schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
-    # Loads into registers are not cut at the end: rows beyond it have no probabilities.
-    fill = ((0, 0), (0, 0), (0, max(0, tiles.count * rows - lse2.shape[2])))
-    lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
 
     def kernel(
         q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, schedule_gmem, *refs, **scratch
