@@ -30,7 +30,7 @@ def activation(name: str | None, x: jax.Array) -> jax.Array:
         case "gelu_tanh":
             return x * _sigmoid(_gelu_tanh_logit(x))
         case "gelu_erf":
-            return x * _normal_cdf(x)
+            return x * _normal_cdf(x, _gaussian(x))
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 
@@ -51,8 +51,8 @@ def derivative(name: str | None, x: jax.Array) -> jax.Array | float:
             logit_slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
             return s * (1.0 + x * rest * logit_slope)
         case "gelu_erf":
-            density = jnp.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
-            return _normal_cdf(x) + x * density
+            gaussian = _gaussian(x)
+            return _normal_cdf(x, gaussian) + x * gaussian * (1.0 / math.sqrt(2.0 * math.pi))
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 
@@ -78,19 +78,24 @@ def _gelu_tanh_logit(x: jax.Array) -> jax.Array:
     return x * (2.0 * _SQRT_2_OVER_PI + 2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * (x * x))
 
 
-def _normal_cdf(x: jax.Array) -> jax.Array:
-    """P(N(0, 1) <= x), to 1.2e-7 relative in the lower tail as well.
+def _gaussian(x: jax.Array) -> jax.Array:
+    return jnp.exp2((-0.5 * _LOG2_E) * x * x)
 
-    The Chebyshev fit of erfc in Press et al., "Numerical Recipes", section 6.2.
-    """
-    z = jnp.abs(x) * math.sqrt(0.5)
-    t = _reciprocal(1.0 + 0.5 * z)
-    coefficients = (
-        0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807,
-        -0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223,
-    )  # fmt: skip
-    polynomial = t * coefficients[0] + coefficients[1]
-    for coefficient in coefficients[2:]:
-        polynomial = polynomial * t + coefficient
-    upper_tail = 0.5 * t * jnp.exp(polynomial - z * z)
+
+_ERFCX_SCALE = 0.435
+_ERFCX = (
+    0.07257305, -0.29428226, 0.33930251, -0.05129565,
+    0.23024209, 0.2115335, 0.2465543, 0.24537256,
+)  # fmt: skip
+"""erfc(z) exp(z^2) / t as a polynomial in t = 1 / (1 + 0.435 z), highest power first: the weighted
+least squares on Chebyshev points of 0 <= z <= 12 that make the largest relative error least, 1.3e-7."""
+
+
+def _normal_cdf(x: jax.Array, gaussian: jax.Array) -> jax.Array:
+    """P(N(0, 1) <= x), to 5e-7 relative in the lower tail as well, with exp(-x^2 / 2) given."""
+    t = _reciprocal(1.0 + (_ERFCX_SCALE * math.sqrt(0.5)) * jnp.abs(x))
+    polynomial = 0.5 * _ERFCX[0] * t + 0.5 * _ERFCX[1]
+    for coefficient in _ERFCX[2:]:
+        polynomial = polynomial * t + 0.5 * coefficient
+    upper_tail = t * polynomial * gaussian
     return jnp.where(x < 0.0, upper_tail, 1.0 - upper_tail)
