@@ -349,6 +349,14 @@ def test_state_of_other_shapes():
         tx.step(jnp.ones(2), tx.init(jnp.ones(3)), jnp.ones(2))
 
 
+@pytest.mark.parametrize("grads", [{"w": jnp.ones(3)}, {"w": jnp.ones(2), "v": jnp.ones(2)}])
+def test_gradients_of_other_places_or_shapes(grads):
+    tx = optim.adamw(0.1)
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match=r"grads have leaves .*in a tree like params"):
+        tx.step(grads, tx.init(params), params)
+
+
 @pytest.mark.parametrize("max_norm", [0, -1.0, np.nan])
 def test_max_norm_must_be_positive(max_norm):
     tx = optim.sgd(0.1)

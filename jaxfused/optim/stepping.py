@@ -110,6 +110,7 @@ def _step(tx, grads, state, params, max_norm, skip_nonfinite):
     kept = state if isinstance(state, StepState) else None
     opt_state = state if kept is None else kept.optimizer
     _check_state(tx, opt_state, params)
+    _check_gradients(grads, params)
 
     if kept is not None:
         grads = jax.tree.map(lambda g: g.astype(_accumulator_dtype(g)), grads)
@@ -186,10 +187,7 @@ def _accumulator_dtype(array: jax.Array) -> jnp.dtype:
 
 
 def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Params) -> None:
-    def shapes(tree):
-        return {(jax.tree_util.keystr(k), x.shape) for k, x in jax.tree.leaves_with_path(tree)}
-
-    expected, received = shapes(jax.eval_shape(tx.init, params)), shapes(state)
+    expected, received = _shapes(jax.eval_shape(tx.init, params)), _shapes(state)
     if expected != received:
         raise ValueError(
             "step: the state is not this optimizer's for these parameters: of the leaves and"
@@ -197,3 +195,17 @@ def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Par
             f" {sorted(received - expected)[:3]} too many; pass a state made by this optimizer's"
             " init(params) or init_step(params)."
         )
+
+
+def _check_gradients(grads: optax.Updates, params: optax.Params) -> None:
+    strangers = sorted(_shapes(grads) - _shapes(params))
+    if strangers:
+        raise ValueError(
+            f"step: grads have leaves and shapes that params do not have, {strangers[:3]}; pass"
+            " gradients in a tree like params."
+        )
+
+
+def _shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
+    """Where each leaf is, and its shape."""
+    return {(jax.tree_util.keystr(k), jnp.shape(x)) for k, x in jax.tree.leaves_with_path(tree)}

@@ -69,8 +69,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           (params, state), both new.
 
         Raises:
-          ValueError: the state is not this optimizer's for these parameters, or max_norm is not
-            positive.
+          ValueError: the state is not this optimizer's for these parameters, grads have a leaf of
+            another place or shape, or max_norm is not positive.
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxfused
