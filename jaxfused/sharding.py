@@ -143,6 +143,14 @@ def align(
     return tuple(None if operand is None else next(aligned) for operand in operands)
 
 
+def is_explicit(*operands: jax.Array) -> bool:
+    """Whether the operands' types say how they are sharded.
+
+    Then jax.numpy wants to be told of a sum over what is split; `per_shard` knows it.
+    """
+    return bool(_mesh(operands).explicit_axes)
+
+
 @dataclass(frozen=True)
 class _Call:
     """What is static in a call of `per_shard`; the axes of absent operands are None."""

@@ -214,8 +214,33 @@ class Launch:
 
     def weight_gradient(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
         """x^T @ dy over all rows."""
-        rows = "ABCEGHIJKLMNOPQRSTUVWXYZ"[: x.ndim - 1]
-        return product(f"{rows}d,{rows}f->df", x, dy, out_dtype=dtype, precision=self.precision)
+        return weight_gradient(x, dy, dtype, self.precision)
+
+
+def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
+    """The transpose of x [..., D] times dy [..., F], over all rows."""
+    if not sharding.is_explicit(x, dy):
+        return _WeightGradient(dtype, precision)(x, dy)[0]
+    rows = sharding.leading_axes(x.ndim - 1)
+    (dw,) = sharding.per_shard(
+        _WeightGradient(jnp.dtype(jnp.float32), precision),
+        (x, dy),
+        operand_axes=(rows + "d", rows + "f"),
+        result_axes=("df",),
+    )
+    assert dw is not None
+    return dw.astype(dtype)
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    dtype: Any
+    precision: Any
+
+    def __call__(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+        rows = sharding.leading_axes(x.ndim - 1)
+        subscripts = f"{rows}d,{rows}f->df"
+        return (product(subscripts, x, dy, out_dtype=self.dtype, precision=self.precision),)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched, one_by_one
-from jaxfused.ops.linear import check_affine
-from jaxfused.ops.rope import batch_tables, check_tables
+from jaxfused.ops.linear import check_affine, weight_gradient
+from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
-from jaxfused.reference.product import product
 from pallas_kernels import qkv_projection as pallas_qkv_projection
 
 
@@ -149,18 +148,27 @@ def qkv_projection(
             precision=precision,
         )
     launch = _Launch(device.multiprocessors, head_size, epsilon, scale_offset, precision)
+    # A device's part of the columns is not a part of the queries, of the keys and of the values.
+    whole: Any = sharding.align(
+        (x, w, bias),
+        operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", "dc", "c"),
+        whole="dc",
+    )
+    x, w, bias = whole
     # Queries with the keys that they share: by these groups devices can split all three.
     ends = (heads * head_size, (heads + key_heads) * head_size)
-    weights = [part.reshape(len(w), key_heads, -1) for part in jnp.split(w, ends, axis=1)]
-    biases: list[jax.Array | None] = [None] * 3
-    if bias is not None:
-        biases = [part.reshape(key_heads, -1) for part in jnp.split(bias, ends)]
+
+    def split(columns):
+        parts = jnp.split(columns, ends, axis=-1)
+        return [p.reshape(*p.shape[:-1], key_heads, -1, head_size) for p in parts]
+
+    weights, biases = split(w), [None] * 3 if bias is None else split(bias)
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
     aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=launch.whole)
     q, k, v = _qkv_projection(launch, *aligned)
-    return _heads(q, head_size), _heads(k, head_size), _heads(v, head_size)
+    return ungrouped(q), ungrouped(k), ungrouped(v)
 
 
 def implementations(
@@ -196,8 +204,8 @@ def implementations(
 
 # --- gradient -------------------------------------------------------------------------------------
 
-_GROUPS = ("nq", "nh", "nh")
-"""The letters of queries, keys and values: groups of heads that share keys, and their features."""
+_HEADS = ("ngh", "nkh", "nkh")
+"""The letters of queries, keys and values: groups that share keys, heads of a group, features."""
 
 
 @dataclass(frozen=True)
@@ -214,12 +222,12 @@ class _Launch:
     def whole(self) -> str:
         """The axes that a device must have whole."""
         # The kernel takes columns in sixteens, which the groups of narrower heads may not be.
-        return "dqhsr" if self.head_size % 16 == 0 else "dqhsrn"
+        return "dgkhsr" if self.head_size % 16 == 0 else "dngkhsr"
 
     def finish(self, y, scale, cos, sin):
         """The norm and the rotation of grouped heads, by XLA."""
         finished = reference.qkv_projection.finish(
-            _heads(y, self.head_size),
+            ungrouped(y),
             scale,
             cos,
             sin,
@@ -234,7 +242,7 @@ class _Launch:
 class _Forward:
     """Queries, keys and values, and the former two before their norms where they are saved.
 
-    Of x [..., T, D], weights [D, n, features], biases [n, features], scales and tables.
+    Of x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
     """
 
     launch: _Launch
@@ -257,12 +265,14 @@ class _Forward:
             save_projections=self.save_projections,
             multiprocessors=self.launch.multiprocessors,
         )
-        groups = weights[0].shape[1]
-        return tuple(None if y is None else y.reshape(*x.shape[:-1], groups, -1) for y in results)
+        groups, _, head_size = weights[0].shape[1:]
+        return tuple(
+            None if y is None else y.reshape(*x.shape[:-1], groups, -1, head_size) for y in results
+        )
 
     def axes(self, operands: Sequence[Any]) -> tuple[Sequence[str], Sequence[str | None]]:
         rows = sharding.leading_axes(operands[0].ndim - 1)
-        results = [rows + group for group in _GROUPS]
+        results = [rows + group for group in _HEADS]
         saved = results[:2] if self.save_projections else (None, None)
         return _operand_axes(operands), (*results, *saved)
 
@@ -287,15 +297,15 @@ class _InputGradient:
     def __call__(self, *operands):
         dys, weights = operands[:3], operands[3:]
         (dx,) = pallas_qkv_projection.input_gradient(
-            [dy.reshape(-1, math.prod(dy.shape[-2:])) for dy in dys],
+            [dy.reshape(-1, math.prod(dy.shape[-3:])) for dy in dys],
             [w.astype(dys[0].dtype).reshape(len(w), -1) for w in weights],
             multiprocessors=self.launch.multiprocessors,
         )
-        return (dx.reshape(*dys[0].shape[:-2], -1),)
+        return (dx.reshape(*dys[0].shape[:-3], -1),)
 
     def axes(self, operands: Sequence[Any]) -> tuple[Sequence[str], Sequence[str | None]]:
-        rows = sharding.leading_axes(operands[0].ndim - 2)
-        return [*(rows + g for g in _GROUPS), *("d" + g for g in _GROUPS)], (rows + "d",)
+        rows = sharding.leading_axes(operands[0].ndim - 3)
+        return [*(rows + g for g in _HEADS), *("d" + g for g in _HEADS)], (rows + "d",)
 
     def batched(self, axis_size: int, in_batched, operands) -> Sequence[Any] | None:
         """As that of `_Forward`."""
@@ -335,12 +345,7 @@ def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
     rows = sharding.leading_axes(operands[0].ndim - 1)
     cos = operands[-1]
     table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
-    return rows + "d", *("d" + g for g in _GROUPS), *_GROUPS, "s", "s", table, table
-
-
-def _heads(y: jax.Array, head_size: int) -> jax.Array:
-    """[..., n, features] as [..., heads, H]."""
-    return y.reshape(*y.shape[:-2], -1, head_size)
+    return rows + "d", *("d" + g for g in _HEADS), *_HEADS, "s", "s", table, table
 
 
 class _Residuals(NamedTuple):
@@ -393,21 +398,16 @@ def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
         dq, dk, dscales, dtables = vjp((dq, dk))
     dys = (dq, dk, dv)
     (dx,) = _run(_InputGradient(launch), *dys, *weights)
-    rows = sharding.leading_axes(x.ndim - 1)
     dweights = [
-        product(
-            f"{rows}d,{rows}f->df",
-            x,
-            dy.reshape(*dy.shape[:-2], -1),
-            out_dtype=w.dtype,
-            precision=launch.precision,
-        ).reshape(w.shape)
+        weight_gradient(x, dy.reshape(*dy.shape[:-3], -1), w.dtype, launch.precision).reshape(
+            w.shape
+        )
         for w, dy in zip(weights, dys, strict=True)
     ]
     dbiases = [
         None
         if bias is None
-        else jnp.sum(dy, axis=range(dy.ndim - 2), dtype=jnp.float32).astype(bias.dtype)
+        else jnp.sum(dy, axis=range(dy.ndim - 3), dtype=jnp.float32).astype(bias.dtype)
         for bias, dy in zip(biases, dys, strict=True)
     ]
     return dx, *dweights, *dbiases, *dscales, *dtables

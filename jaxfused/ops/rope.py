@@ -120,7 +120,7 @@ def rope(
         q, k = _grouped(q, k)
         operands = sharding.align((q, k, cos, sin), operand_axes=_axes(q, cos), whole=_WHOLE)
         q, k = _rope(_Launch(chosen, interleaved, inverse=False), *operands)
-        q, k = _ungrouped(q), None if k is None else _ungrouped(k)
+        q, k = ungrouped(q), None if k is None else ungrouped(k)
     return q if k is None else (q, k)
 
 
@@ -285,7 +285,7 @@ def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | 
     return grouped(q), None if k is None else grouped(k)
 
 
-def _ungrouped(x: jax.Array) -> jax.Array:
+def ungrouped(x: jax.Array) -> jax.Array:
     """[..., T, n, N/n, H] as [..., T, N, H]."""
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
@@ -348,14 +348,12 @@ def _rope_bwd(launch: _Launch, saved: _Residuals, cotangents):
             return [
                 None
                 if x is None
-                else reference.rope.rotate(
-                    _ungrouped(x), cos, sines, interleaved=launch.interleaved
-                )
+                else reference.rope.rotate(ungrouped(x), cos, sines, interleaved=launch.interleaved)
                 for x in q_and_k
             ]
 
         _, vjp = jax.vjp(rotated, cos, sin)
-        dcos, dsin = vjp([None if d is None else _ungrouped(d) for d in (dq, dk)])
+        dcos, dsin = vjp([None if d is None else ungrouped(d) for d in (dq, dk)])
     back = replace(launch, inverse=not launch.inverse)
     return *_rope(back, dq, dk, cos, sin), dcos, dsin
 
