@@ -328,24 +328,24 @@ class _EpilogueOfTile:
         launch = self.launch
         if launch.rows:
             plgpu.barrier_wait(self.smem["row_full"].at[self.place.wg_idx])
-        products = [self._products(acc, chunk) for chunk in range(launch.chunks)]
-        rows = [
-            {name: self._row(name, chunk) for name in launch.rows} for chunk in range(launch.chunks)
-        ]
+        narrow = None
         if launch.leaving is not None:
             narrow = [
                 tuple(
-                    tile.astype(launch.product.dtype) for tile in launch.leaving(*tiles, **operands)
+                    tile.astype(launch.product.dtype)
+                    for tile in launch.leaving(*self._products(acc, chunk), **self._rows(chunk))
                 )
-                for tiles, operands in zip(products, rows, strict=True)
+                for chunk in range(launch.chunks)
             ]
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
-            products = [[tile.astype(jnp.float32) for tile in tiles] for tiles in narrow]
-            rows = [{} for _ in range(launch.chunks)]
         for chunk in range(launch.chunks):
+            if narrow is None:
+                tiles, rows = self._products(acc, chunk), self._rows(chunk)
+            else:
+                tiles, rows = [tile.astype(jnp.float32) for tile in narrow[chunk]], {}
             matrices = self._load_matrices(chunk)
-            results = launch.function(*products[chunk], **rows[chunk], **matrices)
+            results = launch.function(*tiles, **rows, **matrices)
             self._store(chunk, {n: results[n].astype(d) for n, d in launch.outputs.items()})
 
     def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
@@ -395,13 +395,17 @@ class _EpilogueOfTile:
             destination = self.smem["matrix_smem"][name].at[self.place.wg_idx, slot]
             plgpu.copy_gmem_to_smem(self._block(ref, chunk), destination, self._matrix_full(slot))
 
-    def _row(self, name: str, chunk: int) -> jax.Array:
+    def _rows(self, chunk: int) -> dict[str, jax.Array]:
         width = self.launch.config.epilogue_columns
-        row = plgpu.load(
-            self.smem["row_smem"][name].at[self.place.wg_idx, pl.ds(chunk * width, width)],
-            layout=plgpu.Layout.WGMMA.reduce(0),
-        )
-        return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
+
+        def over_tile(smem) -> jax.Array:
+            row = plgpu.load(
+                smem.at[self.place.wg_idx, pl.ds(chunk * width, width)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+            )
+            return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
+
+        return {name: over_tile(self.smem["row_smem"][name]) for name in self.launch.rows}
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
         launch, slots = self.launch, self.launch.config.write_slots
