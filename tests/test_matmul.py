@@ -38,8 +38,10 @@ class Case:
     dtype: str = "bfloat16"
 
     def operands(self, seed=0):
-        """Small integers, whose sums float32 holds: in whatever order and however coarsely a unit
-        adds them, one result is right, and a wrong element cannot hide in a tolerance."""
+        """Small integers, whose sums float32 holds in whatever order they are added.
+
+        So one result is right, and a wrong element cannot hide in a tolerance.
+        """
         rng = np.random.default_rng(seed)
 
         def array(*shape, transposed=False):
