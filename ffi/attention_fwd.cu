@@ -16,11 +16,11 @@ struct ForwardArgs : AttentionArgs {
 
 // A warp has 32 rows where there are registers for it: then what it reads of K and V serves two
 // row tiles, and shared memory keeps up with the tensor cores.
-template <int kHead>
+template <int kHead, bool kPlain>
 struct ForwardShape {
   static constexpr int kWarps = 4;
   static constexpr int kRowTiles = kHead <= 128 ? 2 : 1;
-  static constexpr int kColumns = kHead <= 128 ? 64 : 32;
+  static constexpr int kColumns = kHead <= (kPlain ? 128 : 64) ? 64 : 32;
   static constexpr int kRows = 16 * kRowTiles * kWarps;
   static constexpr int kThreads = kWarps * kLanes;
   static constexpr int kSharedBytes = Tile<kHead>::bytes(kRows + 2 * kColumns);
@@ -96,10 +96,10 @@ struct Softmax {
 };
 
 template <typename T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(ForwardShape<kHead>::kThreads, 2)
+__global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
     attention_forward(const __grid_constant__ ForwardArgs args) {
   if constexpr (kHasProducts<T>) {
-    using Shape = ForwardShape<kHead>;
+    using Shape = ForwardShape<kHead, kPlain>;
     constexpr int kRowTiles = Shape::kRowTiles;
     constexpr int kColumns = Shape::kColumns;
     constexpr int kColumnTiles = kColumns / 8;
@@ -204,17 +204,16 @@ __global__ void __launch_bounds__(ForwardShape<kHead>::kThreads, 2)
   }
 }
 
-template <typename T, int kHead>
+template <typename T, int kHead, bool kPlain>
 ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
-  using Shape = ForwardShape<kHead>;
+  using Shape = ForwardShape<kHead, kPlain>;
   args.tiles = divide_up(args.query_count, Shape::kRows);
   // The last queries have the most keys to attend to, unless a window cuts the first ones off.
   args.descending = args.right < args.key_count;
   args.heads_together = args.descending ? 8 : 1;
   int64_t blocks = 0;
   RETURN_IF_ERROR(count_blocks(args, args.heads, &blocks));
-  const auto kernel =
-      args.is_plain() ? attention_forward<T, kHead, true> : attention_forward<T, kHead, false>;
+  const auto kernel = attention_forward<T, kHead, kPlain>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, Shape::kSharedBytes}, stream);
 }
@@ -252,7 +251,9 @@ ffi::Error attention_forward_handler(cudaStream_t stream, ffi::AnyBuffer q, ffi:
   args.out = out->untyped_data();
   args.lse = static_cast<float*>(lse->untyped_data());
   return for_dtype_and_head(args, q.element_type(), [&](auto type, auto head) {
-    return launch_forward<decltype(type), head.value>(args, device, stream);
+    using T = decltype(type);
+    return args.is_plain() ? launch_forward<T, head.value, true>(args, device, stream)
+                           : launch_forward<T, head.value, false>(args, device, stream);
   });
 }
 
