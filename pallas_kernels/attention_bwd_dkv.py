@@ -38,8 +38,8 @@ class KeyGradientConfig:
     """Blocks of dO in shared memory."""
     splits_roles: bool = False
     """For wide heads: the two warpgroups have the same keys, one has dV and the other dK."""
-    separate_output: bool = True
-    """Whether dK and dV have shared memory of their own, or go where K and V were."""
+    tile_stages: int = 2
+    """Tiles of K and V in shared memory: with 2 those of the next tile are there when it starts."""
     heads_together: int = 4
     """Key heads whose tiles are next to each other, for their Q and dO to stay in the L2 cache."""
 
@@ -60,7 +60,7 @@ def default_config(head_size: int, value_size: int) -> KeyGradientConfig:
         return KeyGradientConfig(query_block=128)
     if widest <= 128:
         return KeyGradientConfig()
-    return KeyGradientConfig(splits_roles=True, separate_output=False)
+    return KeyGradientConfig(splits_roles=True, tile_stages=1)
 
 
 def key_gradients(
@@ -84,7 +84,7 @@ def key_gradients(
     config = config or default_config(head_size, value_size)
     rows, block, wgs = config.query_block, config.key_block, config.warpgroups
     key_parts = block // _KEYS
-    q_stages, do_stages = config.query_stages, config.dout_stages
+    q_stages, do_stages, kv_stages = config.query_stages, config.dout_stages, config.tile_stages
     head_width, value_width = shared_width(head_size), shared_width(value_size)
     # Without a cap the scale is left for the end, where there is less to multiply.
     scale = logits.scale if logits.soft_cap is None else 1.0
@@ -106,7 +106,6 @@ def key_gradients(
         ops = Operands(**dict(zip(present, operand_refs, strict=True)))
         q_smem, do_smem = scratch["q_smem"], scratch["do_smem"]
         k_smem, v_smem = scratch["k_smem"], scratch["v_smem"]
-        dk_smem, dv_smem = scratch.get("dk_smem", k_smem), scratch.get("dv_smem", v_smem)
         lse_smem, delta_smem = scratch["lse_smem"], scratch["delta_smem"]
         kv_full, kv_free = scratch["kv_full"], scratch["kv_free"]
         q_full, q_free = scratch["q_full"], scratch["q_free"]
@@ -118,14 +117,18 @@ def key_gradients(
         def place(tile_idx):
             return tiles.place(schedule_gmem[cta_idx, tile_idx + 1], ops, bounds_gmem)
 
+        def kv_slot(tile_idx, part):
+            return lax.rem(tile_idx, jnp.int32(kv_stages)) * key_parts + part
+
         @pl.when(wg_idx == wgs)
         def _producer():
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
-            def copy_tile(tile_idx, step):
+            def copy_keys(tile_idx):
                 at = place(tile_idx)
                 for part in range(key_parts):
-                    plgpu.barrier_wait(kv_free.at[part])
+                    slot = kv_slot(tile_idx, part)
+                    plgpu.barrier_wait(kv_free.at[slot])
                     keys = pl.ds(at.start + part * _KEYS, _KEYS)
                     for gmem, smem, width in (
                         (k_gmem, k_smem, head_width),
@@ -133,15 +136,25 @@ def key_gradients(
                     ):
                         plgpu.copy_gmem_to_smem(
                             gmem.at[at.batch_idx, keys, at.key_head_idx, pl.ds(0, width)],
-                            smem.at[part],
-                            kv_full.at[part],
+                            smem.at[slot],
+                            kv_full.at[slot],
                         )
+
+            def copy_tile(tile_idx, first):
+                at = place(tile_idx)
+                following = tile_idx + 1
+                if kv_stages == 1:
+                    copy_keys(tile_idx)
 
                 def copy_head(g, step):
                     head_idx = at.key_head_idx * group + g
 
                     def copy_pair(i, step):
                         queries = pl.ds(i * rows, rows)
+                        if kv_stages > 1:
+                            # Not before the first blocks of queries: these are needed earlier.
+                            is_time = (step == first + q_stages) & (following < tile_count)
+                            pl.when(is_time)(lambda: copy_keys(following))
 
                         def copy(gmem, smem, width, vector_gmem, vector_smem, full, free, stages):
                             slot = lax.rem(step, jnp.int32(stages))
@@ -174,11 +187,21 @@ def key_gradients(
 
                     return lax.fori_loop(at.blocks.start, at.blocks.stop, copy_pair, step)
 
-                return lax.fori_loop(0, group, copy_head, step)
+                end = lax.fori_loop(0, group, copy_head, first)
+                if kv_stages > 1:
+                    is_late = (end <= first + q_stages) & (following < tile_count)
+                    pl.when(is_late)(lambda: copy_keys(following))
+                return end
 
+            if kv_stages > 1:
+                copy_keys(0)
             lax.fori_loop(0, tile_count, copy_tile, jnp.int32(0))
             # Every arrival is waited for: the interpreter's race detection insists on it.
-            for free, slots in ((q_free, q_stages), (do_free, do_stages), (kv_free, key_parts)):
+            for free, slots in (
+                (q_free, q_stages),
+                (do_free, do_stages),
+                (kv_free, kv_stages * key_parts),
+            ):
                 for slot in range(slots):
                     plgpu.barrier_wait(free.at[slot])
 
@@ -197,8 +220,10 @@ def key_gradients(
             plgpu.barrier_arrive(q_free.at[q_slot])
             plgpu.barrier_arrive(do_free.at[do_slot])
 
-        def begin():
+        def begin(part):
             plgpu.set_max_registers(config.registers[0], action="increase")
+            for stage in range(kv_stages):
+                plgpu.barrier_arrive(kv_free.at[stage * key_parts + part])
             for free, slots in ((q_free, q_stages), (do_free, do_stages)):
                 for slot in range(slots):
                     plgpu.barrier_arrive(free.at[slot])
@@ -248,12 +273,11 @@ def key_gradients(
         dv_factor = 1 / logits.keep_probability
 
         def both_gradients():
-            begin()
-            plgpu.barrier_arrive(kv_free.at[wg_idx])
+            begin(wg_idx)
 
             def of_tile(tile_idx, step):
                 at = place(tile_idx)
-                plgpu.barrier_wait(kv_full.at[wg_idx])
+                plgpu.barrier_wait(kv_full.at[kv_slot(tile_idx, wg_idx)])
 
                 def accumulate(dk_acc, dv_acc):
                     def visit(step, tile, is_partial):
@@ -261,9 +285,13 @@ def key_gradients(
 
                         def products(s_acc, dp_acc):
                             plgpu.barrier_wait(q_full.at[q_slot])
-                            plgpu.wgmma(s_acc, k_smem.at[own()], q_smem.at[q_slot].T)
+                            plgpu.wgmma(
+                                s_acc, k_smem.at[kv_slot(tile_idx, own())], q_smem.at[q_slot].T
+                            )
                             plgpu.barrier_wait(do_full.at[do_slot])
-                            plgpu.wgmma(dp_acc, v_smem.at[own()], do_smem.at[do_slot].T)
+                            plgpu.wgmma(
+                                dp_acc, v_smem.at[kv_slot(tile_idx, own())], do_smem.at[do_slot].T
+                            )
                             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                             p, derivative = probabilities(
                                 s, tile, q_slot, is_partial, at.key_length
@@ -288,16 +316,12 @@ def key_gradients(
 
                 dk, dv, end = pl.run_scoped(accumulate, dk_acc_type, dv_acc_type)
 
-                if config.separate_output:
-                    plgpu.barrier_arrive(kv_free.at[wg_idx])
-                    # The copies of the previous tile may still be reading this shared memory.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                slot = kv_slot(tile_idx, wg_idx)
                 keys = pl.ds(at.start + wg_idx * _KEYS, _KEYS)
-                write(dv * dv_factor, dv_smem.at[wg_idx], dv_gmem, keys, at, value_width)
-                write(dk * scale, dk_smem.at[wg_idx], dk_gmem, keys, at, head_width)
-                if not config.separate_output:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(kv_free.at[wg_idx])
+                write(dv * dv_factor, v_smem.at[slot], dv_gmem, keys, at, value_width)
+                write(dk * scale, k_smem.at[slot], dk_gmem, keys, at, head_width)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(kv_free.at[slot])
                 return end
 
             lax.fori_loop(0, tile_count, of_tile, jnp.int32(0))
@@ -305,21 +329,19 @@ def key_gradients(
 
         def one_gradient(gives_dv):
             """Of the warpgroup that computes P and dV, or of the one that gets P and computes dK."""
-            begin()
-            plgpu.barrier_arrive(kv_free.at[0])
+            begin(0)
             p_smem, p_full, p_free = scratch["p_smem"], scratch["p_full"], scratch["p_free"]
             if not gives_dv:
                 for slot in range(2):
                     plgpu.barrier_arrive(p_free.at[slot])
 
-            def visit_dv(acc, step, tile, is_partial, at):
+            def visit_dv(acc, step, tile, is_partial, at, own_slot):
                 q_slot, do_slot = slots(step)
                 p_slot = lax.rem(step, jnp.int32(2))
 
                 def with_s(s_acc):
                     plgpu.barrier_wait(q_full.at[q_slot])
-                    key_part = lax.optimization_barrier(jnp.int32(0))
-                    plgpu.wgmma(s_acc, k_smem.at[key_part], q_smem.at[q_slot].T)
+                    plgpu.wgmma(s_acc, k_smem.at[own_slot()], q_smem.at[q_slot].T)
                     products = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
                     p, derivative = probabilities(products, tile, q_slot, is_partial, at.key_length)
                     return p, p if derivative is None else p * derivative
@@ -336,14 +358,13 @@ def key_gradients(
                 plgpu.wgmma_accumulator_load(acc, wait_n=0)
                 release(step)
 
-            def visit_dk(acc, step, tile, is_partial, at):
+            def visit_dk(acc, step, tile, is_partial, at, own_slot):
                 q_slot, do_slot = slots(step)
                 p_slot = lax.rem(step, jnp.int32(2))
 
                 def with_dp(dp_acc):
                     plgpu.barrier_wait(do_full.at[do_slot])
-                    key_part = lax.optimization_barrier(jnp.int32(0))
-                    plgpu.wgmma(dp_acc, v_smem.at[key_part], do_smem.at[do_slot].T)
+                    plgpu.wgmma(dp_acc, v_smem.at[own_slot()], do_smem.at[do_slot].T)
                     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                     plgpu.barrier_wait(p_full.at[p_slot])
                     factor = plgpu.load(p_smem.at[p_slot], layout=tile.layout)
@@ -360,30 +381,29 @@ def key_gradients(
 
             def of_tile(tile_idx, step):
                 at = place(tile_idx)
-                plgpu.barrier_wait(kv_full.at[0])
+                slot = kv_slot(tile_idx, 0)
+                plgpu.barrier_wait(kv_full.at[slot])
+
+                def own_slot():
+                    return lax.optimization_barrier(slot)
 
                 def accumulate(acc):
                     visit = visit_dv if gives_dv else visit_dk
-                    end = all_visits(at, step, lambda *a: visit(acc, *a, at))
+                    end = all_visits(at, step, lambda *a: visit(acc, *a, at, own_slot))
                     return acc[...], end
 
                 acc_type = dv_acc_type if gives_dv else dk_acc_type
                 gradient, end = pl.run_scoped(accumulate, acc_type)
-                if not config.separate_output:
-                    # The other warpgroup's products may still be reading K or V.
-                    plgpu.barrier_arrive(scratch["kv_read"])
-                    plgpu.barrier_wait(scratch["kv_read"])
-                else:
-                    plgpu.barrier_arrive(kv_free.at[0])
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                # The other warpgroup's products may still be reading K or V.
+                plgpu.barrier_arrive(scratch["kv_read"])
+                plgpu.barrier_wait(scratch["kv_read"])
                 keys = pl.ds(at.start, _KEYS)
                 if gives_dv:
-                    write(gradient * dv_factor, dv_smem.at[0], dv_gmem, keys, at, value_width)
+                    write(gradient * dv_factor, v_smem.at[slot], dv_gmem, keys, at, value_width)
                 else:
-                    write(gradient * scale, dk_smem.at[0], dk_gmem, keys, at, head_width)
-                if not config.separate_output:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(kv_free.at[0])
+                    write(gradient * scale, k_smem.at[slot], dk_gmem, keys, at, head_width)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(kv_free.at[slot])
                 return end
 
             lax.fori_loop(0, tile_count, of_tile, jnp.int32(0))
@@ -408,26 +428,22 @@ def key_gradients(
     scratch: dict[str, Any] = dict(
         q_smem=shared(q_stages, rows, head_width),
         do_smem=shared(do_stages, rows, value_width),
-        k_smem=shared(key_parts, _KEYS, head_width),
-        v_smem=shared(key_parts, _KEYS, value_width),
+        k_smem=shared(kv_stages * key_parts, _KEYS, head_width),
+        v_smem=shared(kv_stages * key_parts, _KEYS, value_width),
         lse_smem=plgpu.SMEM((q_stages, rows), jnp.float32),
         delta_smem=plgpu.SMEM((do_stages, rows), jnp.float32),
-        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=key_parts),
-        kv_free=plgpu.Barrier(num_arrivals=readers, num_barriers=key_parts),
+        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=kv_stages * key_parts),
+        kv_free=plgpu.Barrier(num_arrivals=readers, num_barriers=kv_stages * key_parts),
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=q_stages),
         q_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=q_stages),
         do_full=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
         do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
     )
-    if config.separate_output:
-        scratch["dk_smem"] = shared(key_parts, _KEYS, head_width)
-        scratch["dv_smem"] = shared(key_parts, _KEYS, value_width)
     if config.splits_roles:
         scratch["p_smem"] = shared(2, _KEYS, rows)
         scratch["p_full"] = plgpu.Barrier(num_barriers=2)
         scratch["p_free"] = plgpu.Barrier(num_barriers=2)
-        if not config.separate_output:
-            scratch["kv_read"] = plgpu.Barrier(num_arrivals=2)
+        scratch["kv_read"] = plgpu.Barrier(num_arrivals=2)
     dk, dv = plgpu.kernel(
         kernel,
         out_type=(

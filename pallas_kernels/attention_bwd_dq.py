@@ -34,6 +34,8 @@ class QueryGradientConfig:
     """Blocks of K in shared memory."""
     value_stages: int = 2
     """Blocks of V in shared memory."""
+    separate_output: bool = True
+    """Whether dQ has shared memory of its own, or goes where Q was."""
     heads_together: int = 4
     """Heads whose tiles are next to each other, for their K and V to stay in the L2 cache."""
 
@@ -52,7 +54,7 @@ def default_config(head_size: int, value_size: int) -> QueryGradientConfig:
     widest = max(head_size, value_size)
     if widest <= 128:
         return QueryGradientConfig()
-    return QueryGradientConfig(key_block=64, value_stages=1)
+    return QueryGradientConfig(key_block=64, value_stages=1, separate_output=False)
 
 
 def query_gradient(
@@ -163,7 +165,7 @@ def query_gradient(
                 for slot in range(slots):
                     plgpu.barrier_arrive(free.at[slot])
             plgpu.barrier_arrive(q_free.at[wg_idx])
-            q_wg_smem = q_smem.at[wg_idx]
+            dq_wg_smem = scratch.get("dq_smem", q_smem).at[wg_idx]
             vector = plgpu.Layout.WGMMA.reduce(1)
 
             def add_up(tile_idx, step):
@@ -250,14 +252,19 @@ def query_gradient(
                     return dq_acc[...]
 
                 dq = pl.run_scoped(all_visits, plgpu.ACC((_ROWS, head_width), jnp.float32))
-                q_wg_smem[...] = (dq * scale).astype(dtype)
+                if config.separate_output:
+                    plgpu.barrier_arrive(q_free.at[wg_idx])
+                    # The copy of the previous tile may still be reading this shared memory.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dq_wg_smem[...] = (dq * scale).astype(dtype)
                 plgpu.commit_smem()
                 queries = pl.ds(start, _ROWS)
                 plgpu.copy_smem_to_gmem(
-                    q_wg_smem, dq_gmem.at[at.batch_idx, queries, at.head_idx, pl.ds(0, head_width)]
+                    dq_wg_smem, dq_gmem.at[at.batch_idx, queries, at.head_idx, pl.ds(0, head_width)]
                 )
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_free.at[wg_idx])
+                if not config.separate_output:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(q_free.at[wg_idx])
                 return step + count
 
             lax.fori_loop(0, tile_count, add_up, jnp.int32(0))
@@ -282,6 +289,8 @@ def query_gradient(
         v_full=plgpu.Barrier(num_barriers=v_stages),
         v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=v_stages),
     )
+    if config.separate_output:
+        scratch["dq_smem"] = shared(consumers, _ROWS, head_width)
     dq = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(query.shape, dtype),

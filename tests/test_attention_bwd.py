@@ -117,14 +117,14 @@ def test_default_configs_lower(head_size, value_size, dtype):
         (
             128,
             TwoKernels(
-                QueryGradientConfig(3, 64, 3, 3),
-                KeyGradientConfig(2, 64, 3, 3, separate_output=False),
+                QueryGradientConfig(3, 64, 3, 3, separate_output=False),
+                KeyGradientConfig(2, 64, 3, 3),
             ),
         ),
         (
             256,
             TwoKernels(
-                QueryGradientConfig(2, 64, 1, 2), KeyGradientConfig(2, 64, 2, 2, True, False)
+                QueryGradientConfig(2, 64, 1, 2, False), KeyGradientConfig(2, 64, 2, 2, True, 1)
             ),
         ),
     ],
@@ -312,7 +312,7 @@ def block_mask(mask, queries, keys):
             (200, 140),
             (64, 64),
             "",
-            TwoKernels(QueryGradientConfig(2, 64, 3, 1), KeyGradientConfig(separate_output=False)),
+            TwoKernels(QueryGradientConfig(2, 64, 3, 1, False), KeyGradientConfig(tile_stages=1)),
         ),
     ],
     ids=str,
