@@ -58,7 +58,10 @@ def default_config(
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     several = tiles(read_slots=2, write_slots=2)
     candidates: list[MatmulConfig] = []
-    if products > 1:
+    if dtype == jnp.float32:
+        # Nothing is rounded on its way out of the accumulators: a smaller tile leaves registers.
+        tiles = functools.partial(tiles, tile_n=128, tile_k=32)
+    elif products > 1:
         # The gated unit of [16384, 768] x [768, 3072]: 218 us, 234 without the cluster.
         candidates += [tiles(cluster=2), tiles(cluster=2, stages=3)]
     elif read_bytes and written_bytes > 2 and k <= 1536:
@@ -75,6 +78,7 @@ def default_config(
         tiles(tile_n=128),
         tiles(tile_n=128, stages=3),
         tiles(tile_n=128, stages=2),
+        tiles(tile_m=64, tile_n=128, stages=2),
     ]
     return next(c for c in candidates if shared_memory_bytes(c) <= SHARED_MEMORY_BYTES)
 
@@ -84,6 +88,7 @@ def why_unsupported(
     compute_capability: tuple[int, int] | None,
     dtypes: Mapping[str, Any],
     features: Mapping[str, int],
+    allows_tf32: bool = False,
 ) -> str | None:
     """None where products with epilogues can run, else why not.
 
@@ -91,11 +96,14 @@ def why_unsupported(
       dtypes: of the operand to multiply, "x", and of what else enters the epilogue or leaves it,
         None for what does not.
       features: the sizes of the axes of which a product is taken or made, rows aside.
+      allows_tf32: whether float32 may be multiplied with the 10 bits of tf32.
     """
     if compute_capability is None or compute_capability[0] != 9:
         return "it needs a Hopper GPU (compute capability 9.0)"
-    if dtypes["x"] not in _DTYPES:
-        return f"it takes bfloat16 and float16, and x has dtype {jnp.dtype(dtypes['x'])}"
+    if dtypes["x"] == jnp.float32 and not allows_tf32:
+        return (
+            "it multiplies float32 as tf32, which is less than x's float32 is to be multiplied with"
+        )
     for name, dtype in dtypes.items():
         if dtype is not None and dtype not in (*_DTYPES, jnp.float32):
             return (
@@ -128,7 +136,8 @@ def matmul(
     Args:
       a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
       b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in
-        one pass over a: in this order in a sequence, or as blocks of one array.
+        one pass over a: in this order in a sequence, or as blocks of one array. Of float32 the
+        tensor cores take [N, K], which [K, N] is copied to, and no transposed a.
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `rows` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
@@ -143,6 +152,9 @@ def matmul(
       The matrices by name, and for each of `column_sums` its sum by the name "sum_" + name.
     """
     terms = [a] if isinstance(a, jax.Array) else list(a)
+    if terms[0].dtype == jnp.float32 and not b_transposed:
+        b = b.T if isinstance(b, jax.Array) else [array.T for array in b]
+        b_transposed = True
     m = terms[0].shape[1 if a_transposed else 0]
     ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
     if isinstance(b, jax.Array):

@@ -8,6 +8,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
+from jaxfused.ops.linear import implementations
 from jaxfused.reference.activation import ACTIVATIONS, activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES
@@ -139,6 +140,27 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
         jaxfused.linear(jnp.ones((2, 3)), jnp.ones((3, 5)), implementation=implementation)
 
 
+@pytest.mark.parametrize(
+    ("precision", "allowed"),
+    [
+        (None, True),
+        ("highest", False),
+        ("tensorfloat32", True),
+        (jax.lax.Precision.HIGHEST, False),
+        (("default", "float32"), False),
+        (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, True),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, False),
+    ],
+)
+def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
+    options = dict(features=16, out_features=16, dtype=jnp.float32, precision=precision)
+    reason = implementations(hopper, **options)["pallas"]
+    assert reason is None if allowed else "as tf32" in reason
+    with jax.default_matmul_precision("float32"):
+        reason = implementations(hopper, **options)["pallas"]
+        assert (reason is None) == (allowed and precision is not None)
+
+
 # --- kernels --------------------------------------------------------------------------------------
 
 
@@ -161,7 +183,8 @@ def check_kernel(case, dtype, implementation):
 
 each_kernel_case = pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, "bfloat16") for case in KERNEL_CASES] + [(KERNEL_CASES[0], "float16")],
+    [(case, "bfloat16") for case in KERNEL_CASES]
+    + [(KERNEL_CASES[0], "float16"), (KERNEL_CASES[0], "float32")],
     ids=str,
 )
 

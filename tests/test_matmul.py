@@ -120,6 +120,8 @@ class Case:
 INTERPRETED = (
     *(Case(192, 144, 128, order) for order in ORDERS),
     Case(200, 80, 144),
+    Case(75, 80, 112, epilogue=True, config=replace(SMALL, tile_k=32), dtype="float32"),
+    Case(72, 64, 96, "NT", 1, 2, True, True, replace(SMALL, tile_n=128, tile_k=32), "float32"),
     Case(3, 16, 16),
     Case(75, 64, 112, epilogue=True),
     Case(192, 128, 128, epilogue=True, dtype="float16"),
@@ -240,7 +242,9 @@ def test_epilogue_must_divide_a_tile():
         ({}, None),
         ({"compute_capability": (8, 0)}, "Hopper"),
         ({"compute_capability": None}, "Hopper"),
-        ({"dtypes": {"x": jnp.float32}}, "x has dtype float32"),
+        ({"dtypes": {"x": jnp.float32}}, "it multiplies float32 as tf32"),
+        ({"dtypes": {"x": jnp.float32}, "allows_tf32": True}, None),
+        ({"dtypes": {"x": jnp.float64}, "allows_tf32": True}, "x has dtype float64"),
         ({"dtypes": {"x": jnp.float16, "residual": jnp.float64}}, "residual has dtype float64"),
         ({"features": {"x": 100}}, "multiples of 16 features, and x has 100"),
     ],
@@ -275,6 +279,15 @@ def test_random_sizes_on_gpu(order, config):
         m -= 0 if "T" in order[0] else int(rng.integers(16))
         config = replace(config, epilogue_columns=32, stages=3)
         Case(m, k, n, order, epilogue=epilogue, config=config).check(multiprocessors=132)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["NN", "NT"])
+def test_float32_on_gpu(order):
+    config = MatmulConfig(tile_n=128, tile_k=32, stages=2, epilogue_columns=32)
+    for m, k, n in ((75, 80, 112), (1003, 256, 1040)):
+        case = Case(m, k, n, order, epilogue=True, config=config, dtype="float32")
+        case.check(multiprocessors=132)
 
 
 @pytest.mark.gpu

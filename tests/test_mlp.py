@@ -203,6 +203,7 @@ each_kernel_case = pytest.mark.parametrize(
     [
         *((case, "bfloat16", "preactivation") for case in KERNEL_CASES),
         (KERNEL_CASES[0], "float16", "inputs"),
+        (KERNEL_CASES[0], "float32", "preactivation"),
     ],
     ids=str,
 )

@@ -82,6 +82,7 @@ def linear(
             dtype=x.dtype,
             residual_dtype=None if residual is None else residual.dtype,
             out_dtype=out_dtype,
+            precision=precision,
         ),
     )
     # Without rows there is nothing for a kernel to do.
@@ -108,6 +109,7 @@ def implementations(
     dtype: Any,
     residual_dtype: Any = None,
     out_dtype: Any = None,
+    precision: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     # The kernels are measured to be faster, but not all of their tests have yet passed on a GPU.
@@ -117,11 +119,24 @@ def implementations(
             compute_capability=device.compute_capability,
             dtypes={"x": dtype, "residual": residual_dtype, "the result": out_dtype},
             features={"x": features, "the result": out_features},
+            allows_tf32=allows_tf32(precision),
         ),
         "cuda": cuda.linear.why_unsupported(
             compute_capability=device.compute_capability, dtype=dtype
         ),
     }
+
+
+def allows_tf32(precision: Any) -> bool:
+    """Whether `precision` lets a product round float32 to tf32, as XLA's do by default."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    preset = jax.lax.DotAlgorithmPreset
+    if isinstance(precision, preset | jax.lax.DotAlgorithm):
+        return precision in (preset.DEFAULT, preset.TF32_TF32_F32)
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
+    lowest = (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
+    return all(p is None or jax.lax.Precision(p) in lowest for p in pair)
 
 
 def check_affine(

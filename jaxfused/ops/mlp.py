@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.linear import (
     Launch,
+    allows_tf32,
     check_affine,
     check_residual,
     default_out_dtype,
@@ -89,7 +90,7 @@ def mlp(
     chosen = dispatch.choose(
         op,
         implementation,
-        implementations(device, x, w1.shape[1], w2.shape[1], residual, out_dtype),
+        implementations(device, x, w1.shape[1], w2.shape[1], residual, out_dtype, precision),
     )
     # Without rows there is nothing for a kernel to do.
     if chosen == "xla" or x.size == 0:
@@ -189,7 +190,9 @@ def gated_mlp(
     out_dtype = default_out_dtype(out_dtype, x, residual)
     device = dispatch.current_device(x)
     chosen = dispatch.choose(
-        op, implementation, implementations(device, x, hidden, w_down.shape[1], residual, out_dtype)
+        op,
+        implementation,
+        implementations(device, x, hidden, w_down.shape[1], residual, out_dtype, precision),
     )
     if chosen == "xla" or x.size == 0:
         return reference.mlp.gated_mlp(
@@ -225,6 +228,7 @@ def implementations(
     out_features: int,
     residual: jax.Array | None = None,
     out_dtype: Any = None,
+    precision: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     # The kernels are measured to be faster, but not all of their tests have yet passed on a GPU.
@@ -238,6 +242,7 @@ def implementations(
                 "the result": out_dtype,
             },
             features={"x": x.shape[-1], "the hidden layer": hidden, "the result": out_features},
+            allows_tf32=allows_tf32(precision),
         ),
         "cuda": cuda.linear.why_unsupported(
             compute_capability=device.compute_capability, dtype=x.dtype
