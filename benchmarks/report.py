@@ -207,13 +207,15 @@ def print_report(name: str, section: Section) -> None:
 
 
 def ceilings_line(section: Section) -> str:
-    """The measured ceilings in one line."""
+    """The measured ceilings in one line; older files lack some."""
     ceilings = section["ceilings"]
-    units = {"bulk_copy": "GB/s", "device_copy": "GB/s", "gemm": "TFLOP/s"}
+    units = {"bulk_copy": "GB/s", "device_copy": "GB/s", "stream": "GB/s", "gemm": "TFLOP/s"}
     parts = []
     for name, unit in units.items():
-        value = f"{ceilings[name]:.0f} {unit}" if name in ceilings else ceilings[f"{name}_error"]
-        parts.append(f"{name.replace('_', ' ')} {value}")
+        if name in ceilings:
+            parts.append(f"{name.replace('_', ' ')} {ceilings[name]:.0f} {unit}")
+        elif f"{name}_error" in ceilings:
+            parts.append(f"{name.replace('_', ' ')} {ceilings[f'{name}_error']}")
     return "ceilings: " + ", ".join(parts)
 
 
