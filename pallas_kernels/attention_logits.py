@@ -96,24 +96,6 @@ class Tile:
         dimension = axis ^ self.query_axis
         return start + plgpu.broadcasted_iota(jnp.int32, self.shape, dimension, layout=self.layout)
 
-    def shifted(self, key_length: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and key_length, all less the same number for an element: to be compared.
-
-        A thread's columns are 8 apart. Less where they start, they are constants of the program,
-        which need neither registers nor additions.
-        """
-        rows_start, columns_start = self.query_start, self.key_start
-        if self.transposed:
-            rows_start, columns_start = columns_start, rows_start
-        column, row = (
-            plgpu.broadcasted_iota(jnp.int32, self.shape, d, layout=self.layout) for d in (1, 0)
-        )
-        within = column & 7
-        rows = row + (rows_start - columns_start) - within
-        columns = column & ~7
-        length = key_length - columns_start - within
-        return (columns, rows, length) if self.transposed else (rows, columns, length)
-
     def vector(self, ref, axis: int) -> jax.Array:
         """[B or 1, T or S] along the queries (axis 0) or keys (axis 1), broadcast to the tile."""
         dimension = axis ^ self.query_axis
@@ -262,7 +244,7 @@ class Logits:
 
     def masked(self, x: jax.Array, tile: Tile, operands: Operands, key_length: Index) -> jax.Array:
         """x, and -inf where the mask forbids."""
-        allowed = self.mask.allowed(*tile.shifted(key_length))
+        allowed = self.mask.allowed(tile.index(0), tile.index(1), key_length)
         if allowed is not None:
             x = jnp.where(allowed, x, -jnp.inf)
         if self.mask.has_segments:

@@ -338,8 +338,11 @@ def _backward(
                 plgpu.barrier_wait(bars["query_full"].at[slot])
 
                 # One tile after the other: the registers hold dK and dV of all, but P of one.
+                # Where it is unknown before the loop, so that addresses do not occupy registers there:
+                # [64, 197, 12, 64] spilled 228 bytes, not 104.
+                first_tile = lax.optimization_barrier(wg_idx) * key_tiles
                 for j in range(key_tiles):
-                    tile = wg_idx * key_tiles + j
+                    tile = first_tile + j
                     k = Matrix.of(k_smem, key_slot(item), tile)
                     v = Matrix.of(v_smem, key_slot(item), tile)
                     logits_tile = _KeyRows(
