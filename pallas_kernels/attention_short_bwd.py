@@ -339,7 +339,7 @@ def _backward(
 
                 # One tile after the other: the registers hold dK and dV of all, but P of one.
                 # Where it is unknown before the loop, so that addresses do not occupy registers there:
-                # [64, 197, 12, 64] spilled 228 bytes, not 104.
+                # [64, 197, 12, 64] spilled 228 bytes, not 68.
                 first_tile = lax.optimization_barrier(wg_idx) * key_tiles
                 for j in range(key_tiles):
                     tile = first_tile + j
