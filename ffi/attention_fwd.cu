@@ -12,6 +12,7 @@ struct ForwardArgs : AttentionArgs {
   const float* sinks;  // [N], or absent
   void* out;           // [B, T, N, V]
   float* lse;          // [B, N, T]
+  int key_stages;      // blocks of K in shared memory, 1 or 2
 };
 
 // A warp has 32 rows where there are registers for it: then what it reads of K and V serves two
@@ -23,7 +24,10 @@ struct ForwardShape {
   static constexpr int kColumns = kHead <= (kPlain ? 128 : 64) ? 64 : 32;
   static constexpr int kRows = 16 * kRowTiles * kWarps;
   static constexpr int kThreads = kWarps * kLanes;
-  static constexpr int kSharedBytes = Tile<kHead>::bytes(kRows + 2 * kColumns);
+
+  static constexpr int shared_bytes(int key_stages) {
+    return Tile<kHead>::bytes(kRows + (1 + key_stages) * kColumns);
+  }
 };
 
 // The maximum that is subtracted follows the true one only where it is this far behind, in base 2:
@@ -105,8 +109,8 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
     constexpr int kColumnTiles = kColumns / 8;
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const uint32_t q_smem = shared_address(shared_memory);
-    const uint32_t k_smem = q_smem + Tile<kHead>::bytes(Shape::kRows);
-    const uint32_t v_smem = k_smem + Tile<kHead>::bytes(kColumns);
+    const uint32_t v_smem = q_smem + Tile<kHead>::bytes(Shape::kRows);
+    const uint32_t k_smem = v_smem + Tile<kHead>::bytes(kColumns);
 
     const Owner at(args, args.heads);
     const Lengths lengths(args, at.batch);
@@ -147,15 +151,28 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
       load_tile<kHead, kColumns, Shape::kThreads>(k_smem, k, block * kColumns);
     }
     const uint32_t q_lane = Tile<kHead>::lane_of_rows(q_smem + warp_row * Tile<kHead>::kStride);
-    const uint32_t k_lane = Tile<kHead>::lane_of_columns(k_smem);
     const uint32_t v_lane = Tile<kHead>::lane_of_rows(v_smem);
+    int stage = 0;
+    const auto load_next_keys = [&] {
+      stage = args.key_stages - 1 - stage;
+      if (block + 1 < stop) {
+        load_tile<kHead, kColumns, Shape::kThreads>(k_smem + stage * Tile<kHead>::bytes(kColumns),
+                                                    k, (block + 1) * kColumns);
+      }
+    };
     for (; block < stop; ++block) {
       async_copies_wait_all();
       __syncthreads();
+      const uint32_t k_now = k_smem + stage * Tile<kHead>::bytes(kColumns);
       load_tile<kHead, kColumns, Shape::kThreads>(v_smem, v, block * kColumns);
+      async_copies_commit();
+      if (args.key_stages == 2) {
+        load_next_keys();
+        async_copies_commit();
+      }
 
       float x[kRowTiles][kColumnTiles][4] = {};
-      add_product_transposed<T, kHead>(x, q_lane, k_lane);
+      add_product_transposed<T, kHead>(x, q_lane, Tile<kHead>::lane_of_columns(k_now));
       const Place<false> place{at.batch, at.head, first + warp_row + lane / 4,
                                block * kColumns + lane % 4 * 2};
       if constexpr (!kPlain) to_logits<T>(args, place, x, [](int, int, int, float) {});
@@ -163,19 +180,24 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
         mask_tile<kPlain>(args, lengths, place, x);
       }
       softmax.take(x, multiplier, acc);
-      if (!kPlain && args.dropout_seeds != nullptr) {
-        const uint64_t keeps = kept<false, kRowTiles, kColumnTiles>(args, place);
-        for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
-          if (!is_kept<kColumnTiles>(keeps, i, j, e)) x[i][j][e] = 0.0f;
-        });
+      if constexpr (!kPlain) {
+        if (args.dropout_seeds != nullptr) {
+          const uint64_t keeps = kept<false, kRowTiles, kColumnTiles>(args, place);
+          for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
+            if (!is_kept<kColumnTiles>(keeps, i, j, e)) x[i][j][e] = 0.0f;
+          });
+        }
       }
       uint32_t p[kRowTiles][kColumnTiles / 2][4];
       round_to_operand<T>(x, p);
 
-      async_copies_wait_all();
-      __syncthreads();
-      if (block + 1 < stop) {
-        load_tile<kHead, kColumns, Shape::kThreads>(k_smem, k, (block + 1) * kColumns);
+      if (args.key_stages == 2) {
+        async_copies_wait(1);
+        __syncthreads();
+      } else {
+        async_copies_wait_all();
+        __syncthreads();
+        load_next_keys();
       }
       add_product<T, kHead, kRowTiles, kColumnTiles>(acc, p, v_lane);
     }
@@ -215,7 +237,9 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
   RETURN_IF_ERROR(count_blocks(args, args.heads, &blocks));
   const auto kernel = attention_forward<T, kHead, kPlain>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, Shape::kSharedBytes}, stream);
+  args.key_stages = Shape::shared_bytes(2) <= device.shared_bytes ? 2 : 1;
+  const int shared_bytes = Shape::shared_bytes(args.key_stages);
+  return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, shared_bytes}, stream);
 }
 
 ffi::Error attention_forward_handler(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k,
