@@ -6,6 +6,7 @@ Their other products are `pallas_kernels.linear`, or XLA's where nothing is to b
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import linear
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import derivative
 from pallas_kernels.matmul import MatmulConfig, matmul
@@ -62,6 +63,17 @@ def gated_forward(
 
     Without `w_up`, w_gate [D, 2 F] and b_gate [2 F] hold both.
     """
+    if w_up is not None and (save_preactivations or x.shape[1] > _SHORT_SUM) and config is None:
+        return _gated_in_two_products(
+            x,
+            w_gate,
+            w_up,
+            b_gate,
+            b_up,
+            activation=activation,
+            save_preactivations=save_preactivations,
+            multiprocessors=multiprocessors,
+        )
     if w_up is None and b_gate is not None:
         b_gate, b_up = jnp.split(b_gate, 2)
 
@@ -84,6 +96,48 @@ def gated_forward(
         multiprocessors=multiprocessors,
     )
     return results["h"], results.get("gate"), results.get("up")
+
+
+_SHORT_SUM = 1536
+"""Up to so many features one pass over x for both products pays, where neither is kept.
+
+Tiles of half the width are the price. An H200, 16384 x 768 x 3072: 218 us, 246 in two products; but
+258 where both are kept. 8192 x 4096 x 14336: 2517 us, 2424 in two.
+"""
+
+
+def _gated_in_two_products(
+    x, w_gate, w_up, b_gate, b_up, *, activation, save_preactivations, multiprocessors
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """As `gated_forward`; the second product's epilogue reads the first's result."""
+    gate, _ = linear.forward(
+        x,
+        w_gate,
+        b_gate,
+        None,
+        activation=None,
+        save_preactivation=False,
+        out_dtype=x.dtype,
+        multiprocessors=multiprocessors,
+    )
+
+    def preactivation(up, *, b_up=None):
+        return (up if b_up is None else up + b_up,)
+
+    def epilogue(up, *, gate):
+        return {"h": activate(activation, gate) * up, "up": up}
+
+    results = matmul(
+        x,
+        w_up,
+        leaving=preactivation,
+        epilogue=epilogue,
+        rows={"b_up": b_up},
+        matrices={"gate": gate},
+        outputs=dict.fromkeys(("h", "up") if save_preactivations else ("h",), x.dtype),
+        multiprocessors=multiprocessors,
+    )
+    return results["h"], gate if save_preactivations else None, results.get("up")
 
 
 def gated_hidden_gradient(
