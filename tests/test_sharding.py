@@ -381,6 +381,40 @@ def test_rope(monkeypatch, axis_type, spec, offset):
     )
 
 
+# --- linear ---------------------------------------------------------------------------------------
+
+
+def stand_in_linear(x, w, bias, residual, **options):
+    del residual, options
+    return lax.map(lambda row: row @ w + bias, x), None
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_linear(monkeypatch, hopper, axis_type):
+    monkeypatch.setattr(ops.linear.pallas_matmul, "why_unsupported", lambda **limits: None)
+    monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_linear)
+
+    def gradients(implementation, *arguments):
+        def loss(x, w, bias):
+            return jnp.sum(jnp.sin(jaxfused.linear(x, w, bias, implementation=implementation)))
+
+        return jax.grad(loss, (0, 1, 2))(*arguments)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (4, 8, 32), (32, 16), (16,)
+    arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    mesh = make_mesh(axis_type, axis_type)
+    placed = [place(mesh, s, a) for s, a in zip((ROWS, SHARED, SHARED), arguments, strict=True)]
+    ours = functools.partial(gradients, "pallas")
+    assert count("all-gather", compiled_text(ours, *placed)) == 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        jax.jit(ours)(*placed),
+        gradients("xla", *arguments),
+    )
+
+
 # --- qkv_projection -------------------------------------------------------------------------------
 
 
