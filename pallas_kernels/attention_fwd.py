@@ -292,15 +292,10 @@ def forward(
                     tile = Tile(
                         at.batch_idx, at.head_idx, start, (last - i) * block, (_ROWS, block)
                     )
+                    is_partial = masked
                     if masked is None:
-                        x = lax.cond(
-                            (i < full_first) | (i >= full_last),
-                            lambda x: logits.logits(x, tile, ops, at.key_length, True),
-                            lambda x: logits.logits(x, tile, ops, at.key_length, False),
-                            products,
-                        )
-                    else:
-                        x = logits.logits(products, tile, ops, at.key_length, masked)
+                        is_partial = (i < full_first) | (i >= full_last)
+                    x = logits.logits_if_masked(products, tile, ops, at.key_length, is_partial)
                     scaled = _times(jnp.max(x, axis=1), logits.multiplier)
                     new_maximum = jnp.maximum(maximum, scaled)
                     decay = jnp.exp2(maximum - new_maximum)

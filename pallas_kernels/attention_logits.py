@@ -94,7 +94,14 @@ class Tile:
         """The queries (axis 0) or keys (axis 1) of the elements, as an int32 tile."""
         start = self.query_start if axis == 0 else self.key_start
         dimension = axis ^ self.query_axis
-        return start + plgpu.broadcasted_iota(jnp.int32, self.shape, dimension, layout=self.layout)
+        # A vector that is broadcast: a window spilled 256 bytes with whole tiles of numbers.
+        numbers = plgpu.broadcasted_iota(
+            jnp.int32,
+            self.shape[dimension : dimension + 1],
+            0,
+            layout=self.layout.reduce(1 - dimension),
+        )
+        return lax.broadcast_in_dim(start + numbers, self.shape, [dimension])
 
     def vector(self, ref, axis: int) -> jax.Array:
         """[B or 1, T or S] along the queries (axis 0) or keys (axis 1), broadcast to the tile."""
@@ -135,18 +142,6 @@ class TransposedTile(Tile):
 
     def matrix(self, ref) -> jax.Array:
         return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
-
-    def index(self, axis: int) -> jax.Array:
-        """As of any tile, but not computed before the loop: it would occupy registers there."""
-        start = self.query_start if axis == 0 else self.key_start
-        dimension = axis ^ self.query_axis
-        values = start + plgpu.broadcasted_iota(
-            jnp.int32,
-            self.shape[dimension : dimension + 1],
-            0,
-            layout=self.layout.reduce(1 - dimension),
-        )
-        return lax.broadcast_in_dim(lax.optimization_barrier(values), self.shape, [dimension])
 
     def along_queries(self, smem) -> jax.Array:
         values = plgpu.load(smem, layout=self.layout.reduce(0))
@@ -244,7 +239,7 @@ class Logits:
 
     def masked(self, x: jax.Array, tile: Tile, operands: Operands, key_length: Index) -> jax.Array:
         """x, and -inf where the mask forbids."""
-        allowed = self.mask.allowed(tile.index(0), tile.index(1), key_length)
+        allowed = self.mask.allowed(tile.index, key_length)
         if allowed is not None:
             x = jnp.where(allowed, x, -jnp.inf)
         if self.mask.has_segments:

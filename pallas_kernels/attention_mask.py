@@ -5,6 +5,7 @@ full (no masking at all) and partial (masked element by element), and the transp
 Another pattern is another field here with its bounds and its elements; the kernels stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,17 +166,19 @@ class BlockMask:
         full_last = _max(full_first, _min(bounds.full_stop, last))
         return Blocks(first, full_first, full_last, last)
 
-    def allowed(self, query: jax.Array, key: jax.Array, key_length: Index) -> jax.Array | None:
-        """Whether position and length allow the elements of a tile, given their two indices.
+    def allowed(self, index: Callable[[int], jax.Array], key_length: Index) -> jax.Array | None:
+        """Whether position and length allow the elements of a tile; without any limit None.
 
-        Without any limit None. Segments and the explicit mask are for whoever can load them.
+        index(0) gives the queries and index(1) the keys of the elements, and is called for those that
+        are compared alone. Segments and the explicit mask are for whoever can load them.
         """
         left, right = self.reach()
+        key = index(1)
         conditions = []
         if right is not None:
-            conditions.append(key <= query + right if right else key <= query)
+            conditions.append(key <= index(0) + right if right else key <= index(0))
         if left is not None:
-            conditions.append(key >= query - left)
+            conditions.append(key >= index(0) - left)
         # A causal square needs no test for the last key: where t < T, s <= t implies s < S.
         ends_with_queries = right == 0 and self.query_count <= self.key_count
         if self.has_key_lengths or not ends_with_queries:
