@@ -166,8 +166,15 @@ def forward(
         tables = (cos, sin)
         if period % config.tile_m:
             # A tile of rows goes on from the last position to the first.
-            rows = ((0, config.tile_m), (0, 0))
-            tables = tuple(jnp.pad(table, rows, mode="wrap") for table in tables)
+            beyond = ((0, config.tile_m), (0, 0))
+            tables = tuple(jnp.pad(table, beyond, mode="wrap") for table in tables)
+    # One array for queries and keys, whose tiles go through the same code: in code of their own the
+    # compiler would convert for both ahead of either, and spill.
+    both_scales: list[jax.Array] = []
+    if any(has_norms):
+        ones = jnp.ones(head_size, jnp.float32)
+        rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
+        both_scales = [jnp.stack(rows)]
     epilogue = _Epilogue(
         product=Product(
             m=m,
@@ -184,13 +191,12 @@ def forward(
         bias_dtype=None if biases is None else biases[0].dtype,
         has_norms=tuple(has_norms),
         epsilon=epsilon,
-        scale_offset=scale_offset,
     )
     saved = widths[:2] if save_projections else ()
     results = epilogue.product.launch(
         (x,),
         weights,
-        (*(biases or ()), *(scale for scale in scales if scale is not None), *tables),
+        (*(biases or ()), *both_scales, *tables),
         out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
@@ -233,7 +239,6 @@ class _Epilogue:
     has_norms: tuple[bool, ...]
     """For queries and keys."""
     epsilon: float
-    scale_offset: float
 
     @property
     def whole_heads(self) -> bool:
@@ -251,6 +256,10 @@ class _Epilogue:
     def units(self, output: int) -> int:
         """Units of a tile; as few as `matmul` takes chunks, and for the same reason."""
         return pl.cdiv(min(self.product.widths[output], self.product.part_n), self.unit)
+
+    def tile_columns(self, output: int) -> int:
+        """Columns of tiles before those of an output."""
+        return sum(pl.cdiv(n, self.product.part_n) for n in self.product.widths[:output])
 
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
@@ -270,13 +279,13 @@ class _Epilogue:
 
 
 class _Refs:
-    """The arrays of an epilogue in global memory, by their roles; a list has an entry an output."""
+    """The arrays of an epilogue in global memory, by their roles."""
 
     def __init__(self, epilogue: _Epilogue, refs: Sequence[Any]):
         remaining = iter(refs)
         outputs = epilogue.product.widths
         self.biases = [next(remaining) for _ in outputs if epilogue.bias_dtype is not None]
-        self.scales = [next(remaining) if has else None for has in epilogue.has_norms]
+        self.scales = next(remaining) if any(epilogue.has_norms) else None
         self.tables = [next(remaining) for _ in range(2)] if epilogue.rotary_dim else []
         self.outputs = [next(remaining) for _ in outputs]
         self.projections = list(remaining)
@@ -316,54 +325,80 @@ class _HeadsOfTile:
             ]
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
+        if not launch.whole_heads:
+            self._store_units(pieces, range(len(self.gmem.outputs)))
+            return
+        is_value = self.place.n_idx >= launch.tile_columns(_VALUES)
+        pl.when(jnp.logical_not(is_value))(lambda: self._store_heads(pieces))
+        pl.when(is_value)(lambda: self._store_units(pieces, [_VALUES]))
+
+    def _units(self, pieces: Sequence[jax.Array], outputs: Iterable[int]):
+        """The pieces of each unit of the tile, of which there are as many as in any output's tile."""
+        launch = self.launch
         per_unit = launch.unit // launch.piece
+        for unit in range(max(launch.units(output) for output in outputs)):
+            yield unit, pieces[unit * per_unit : (unit + 1) * per_unit]
 
-        def store(output, n_start):
-            stored = 0
-            for unit in range(launch.units(output)):
-                columns = pl.ds(n_start + unit * launch.unit, launch.unit)
-                projected = pieces[unit * per_unit : (unit + 1) * per_unit]
-                if output < len(self.gmem.projections):
-                    before = enumerate(projected)
-                    self._store(stored, before, self.gmem.projections[output], columns)
-                    stored += 1
-                self._store(
-                    stored, self._finished(projected, output), self.gmem.outputs[output], columns
-                )
-                stored += 1
+    def _store_units(self, pieces: Sequence[jax.Array], outputs: Iterable[int]) -> None:
+        for unit, projected in self._units(pieces, outputs):
+            self._store(unit, unit, enumerate(projected), self.gmem.outputs)
 
-        launch.product.in_its_output(self.place.n_idx, store)
+    def _store_heads(self, pieces: Sequence[jax.Array]) -> None:
+        """Stores queries or keys, and what they were before norm and rotation where that is saved."""
+        number = 0
+        for unit, projected in self._units(pieces, range(_VALUES)):
+            if self.gmem.projections:
+                self._store(number, unit, enumerate(projected), self.gmem.projections)
+                number += 1
+            self._store(number, unit, self._finished(projected), self.gmem.outputs[:_VALUES])
+            number += 1
 
-    def _store(self, number: int, pieces: Iterable[tuple[int, jax.Array]], gmem, columns) -> None:
-        """Has the pieces of a unit, each with its index, copied out through the next slot."""
+    def _store(
+        self, number: int, unit: int, pieces: Iterable[tuple[int, jax.Array]], arrays: Sequence[Any]
+    ) -> None:
+        """Has the pieces of a unit, each with its index, copied out through the next slot.
+
+        Args:
+          number: of this store in the tile.
+          unit: where in the tile.
+          pieces: what to store.
+          arrays: of each output; the tile is in one of them.
+        """
         launch, config = self.launch, self.launch.product.config
         slot = self.smem["out_smem"].at[self.place.wg_idx, number % config.write_slots]
         plgpu.wait_smem_to_gmem(config.write_slots - 1, wait_read_only=True)
         for index, piece in pieces:
             slot.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, gmem.at[pl.ds(self.place.m_start, config.tile_m), columns])
 
-    def _finished(
-        self, projected: Sequence[jax.Array], output: int
-    ) -> Iterator[tuple[int, jax.Array]]:
-        """The pieces of a unit after norm and rotation, each with its index."""
+        def copy(output, n_start):
+            if output < len(arrays) and unit < launch.units(output):
+                rows = pl.ds(self.place.m_start, config.tile_m)
+                columns = pl.ds(n_start + unit * launch.unit, launch.unit)
+                block = arrays[output].at[rows, columns]
+                plgpu.copy_smem_to_gmem(slot, block, commit_group=False)
+
+        launch.product.in_its_output(self.place.n_idx, copy)
+        plgpu.commit_smem_to_gmem_group()
+
+    def _finished(self, projected: Sequence[jax.Array]) -> Iterator[tuple[int, jax.Array]]:
+        """The pieces of a query or key after norm and rotation, each with its index."""
         launch = self.launch
-        if output == _VALUES or not launch.whole_heads:
-            yield from enumerate(projected)
-            return
+        is_key = (self.place.n_idx >= launch.tile_columns(1)).astype(jnp.int32)
         factor = None
-        if launch.has_norms[output]:
+        if any(launch.has_norms):
             squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
             mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.head_size)
             factor = lax.rsqrt(mean_square + launch.epsilon)
+            if not all(launch.has_norms):
+                is_normed = is_key if launch.has_norms[1] else 1 - is_key
+                factor = 1.0 + is_normed.astype(jnp.float32) * (factor - 1.0)
 
         def normed(index):
             piece = projected[index].astype(jnp.float32)
             if factor is None:
                 return piece
-            scale = self._row(self.gmem.scales[output], index * launch.piece)
-            scale = scale + launch.scale_offset
+            scale = self._row(self.gmem.scales.at[is_key], index * launch.piece)
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
         def rounded(piece):
