@@ -1,6 +1,10 @@
 // Backward of attention on tensor cores that any GPU since Turing has: a kernel for the gradients
 // of keys and values, one for that of queries, and one for that of the bias.
 //
+// The kernel for queries comes first, since it makes what the gradients of a row have in common as
+// exact as the other two need it: rowsum(dout * out) carries the rounding of `out`, and shows where
+// gradients of a row nearly cancel, as in that of a bias that is the same for all keys.
+//
 // Each makes the probabilities again, so seven products do the work of five; but a CTA owns what it
 // sums up, in registers and in one order: no atomics, no traffic for partial sums, the same bits
 // every time. For keys and values tiles are transposed, so that what a product leaves in registers
@@ -14,7 +18,8 @@ namespace {
 // Rows of statistics are padded to a multiple of it.
 constexpr int kStatisticsBlock = 128;
 
-// The log-sum-exp in base 2, +inf for a row that gives nothing; and rowsum(dout * out) - dlse.
+// The log-sum-exp in base 2, +inf for a row that gives nothing; and what is subtracted from dP,
+// which is rowsum(P * dP) - dlse.
 struct Statistics {
   float lse;
   float delta;
@@ -23,6 +28,9 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
+  // [B, N, T padded]: what is missing from a row's sum of the gradients of its logits to delta.
+  const float* missing;
+  Statistics* corrected;  // like `statistics`
   int statistics_rows;
   void* dq;
   void* dk;
@@ -104,17 +112,10 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const L
   }
 }
 
-// A block of columns that a CTA visits, and the next ones.
+// A block of columns that a CTA visits.
 struct Visit {
   int head;  // of queries
   int block;
-
-  __device__ __forceinline__ void advance(int start, int stop) {
-    if (++block == stop) {
-      block = start;
-      ++head;
-    }
-  }
 };
 
 template <typename T, int kHead, Gradient kOf, bool kPlain, bool kFewWarps>
@@ -205,6 +206,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
         }
       }
     }
+    float of_logits[kRowTiles][2] = {};  // sums of gradients, of this lane's columns
     // The sums of dS and the visited Q or K, and of P and the visited dO.
     float acc[kOf == Gradient::kValue ? 1 : kRowTiles][kHead / 8][4] = {};
     float acc_other[kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue ? kRowTiles : 1]
@@ -212,13 +214,18 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
 
     const uint32_t own_lane = Tile<kHead>::lane_of_rows(own_smem + warp_row * Tile<kHead>::kStride);
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
-    for (int step = 0; step < visits; ++step, visit.advance(start, stop)) {
+    const auto advance = [&](Visit& one) {
+      ++one.block;
+      // A CTA of queries has one head.
+      if (kTransposed && one.block == stop) one = {one.head + 1, start};
+    };
+    for (int step = 0; step < visits; ++step, advance(visit)) {
       int stage = 0;
       if (args.stages == 2) {
         stage = step % 2;
         async_copies_wait_all();
         __syncthreads();
-        ahead.advance(start, stop);
+        advance(ahead);
         if (step + 1 < visits) load_visited(ahead, 1 - stage);
       } else {
         __syncthreads();
@@ -258,6 +265,10 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
           },
           s, dp);
 
+      if constexpr (kOf == Gradient::kQuery) {
+        for_elements<kRowTiles, kColumnTiles>(
+            [&](int i, int j, int e) { of_logits[i][e / 2] += dp[i][j][e]; });
+      }
       if constexpr (kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue) {
         uint32_t p[kRowTiles][kColumnTiles / 2][4];
         round_to_operand<T>(s, p);
@@ -283,6 +294,22 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
       store_rows<T, kHead>(head, first + warp_row, by_way_of, warp_row, sums, factors);
     };
     if constexpr (kOf == Gradient::kQuery) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float sum = of_logits[i][half];
+          sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+          sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+          const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
+          const int64_t place =
+              (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
+          // Below a cap what has been summed up is no longer the gradient of logits.
+          const float delta =
+              args.soft_cap == 0.0f ? sum + args.missing[place] : of_rows[i][half].delta;
+          if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};
+        }
+      }
       store(args.dq, args.head_size, own_smem, args.scale, acc);
     }
     if constexpr (kOf == Gradient::kKeyAndValue || kOf == Gradient::kKey) {
@@ -437,6 +464,7 @@ template <typename T, int kHead, Gradient kOf, bool kFewWarps>
 ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t stream) {
   using Shape = BackwardShape<kHead, kOf, kFewWarps>;
   constexpr bool kTransposed = Shape::kTransposed;
+  static_assert(kTransposed || kStatisticsBlock % Shape::kRows == 0);
   const int heads = kTransposed ? args.key_heads : args.heads;
   args.tiles = divide_up(kTransposed ? args.key_count : args.query_count, Shape::kRows);
   // The first keys and the last queries have the most to visit, unless a window is on both sides.
@@ -461,21 +489,6 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, shared_bytes}, stream);
 }
 
-template <typename T, int kHead, bool kFewWarps>
-ffi::Error launch_gradients(const BackwardArgs& args, const Device& device, cudaStream_t stream) {
-  const auto launch = [&](auto of) {
-    return launch_gradient<T, kHead, of.value, kFewWarps>(args, device, stream);
-  };
-  if constexpr (kHead == 256) {
-    // The two sums of a key together would not fit into registers.
-    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kValue>{}));
-    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kKey>{}));
-  } else {
-    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kKeyAndValue>{}));
-  }
-  return launch(std::integral_constant<Gradient, Gradient::kQuery>{});
-}
-
 template <typename T, int kHead>
 ffi::Error launch_bias_gradient(const BackwardArgs& args, const Device& device,
                                 cudaStream_t stream) {
@@ -492,14 +505,34 @@ ffi::Error launch_bias_gradient(const BackwardArgs& args, const Device& device,
   return launch_kernel(kernel, args, {dim3(blocks), Shape::kThreads, Shape::kSharedBytes}, stream);
 }
 
+template <typename T, int kHead, bool kFewWarps>
+ffi::Error launch_gradients(BackwardArgs args, const Device& device, cudaStream_t stream) {
+  const auto launch = [&](auto of) {
+    return launch_gradient<T, kHead, of.value, kFewWarps>(args, device, stream);
+  };
+  RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kQuery>{}));
+  args.statistics = args.corrected;
+  if (args.bias.data != nullptr) {
+    RETURN_IF_ERROR((launch_bias_gradient<T, kHead>(args, device, stream)));
+  }
+  if constexpr (kHead == 256) {
+    // The two sums of a key together would not fit into registers.
+    RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kValue>{}));
+    return launch(std::integral_constant<Gradient, Gradient::kKey>{});
+  } else {
+    return launch(std::integral_constant<Gradient, Gradient::kKeyAndValue>{});
+  }
+}
+
 ffi::Error attention_backward_handler(
     cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer bias,
     ffi::AnyBuffer explicit_mask, ffi::AnyBuffer query_lengths, ffi::AnyBuffer key_lengths,
     ffi::AnyBuffer query_segments, ffi::AnyBuffer key_segments, ffi::AnyBuffer key_bounds,
     ffi::AnyBuffer dropout_seeds, ffi::AnyBuffer query_bounds, ffi::AnyBuffer dout,
-    ffi::AnyBuffer statistics, ffi::Result<ffi::AnyBuffer> dq, ffi::Result<ffi::AnyBuffer> dk,
-    ffi::Result<ffi::AnyBuffer> dv, ffi::Result<ffi::AnyBuffer> dbias, float scale, float soft_cap,
-    int64_t left, int64_t right, int64_t dropout_threshold) {
+    ffi::AnyBuffer statistics, ffi::AnyBuffer missing, ffi::Result<ffi::AnyBuffer> dq,
+    ffi::Result<ffi::AnyBuffer> dk, ffi::Result<ffi::AnyBuffer> dv,
+    ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> corrected, float scale,
+    float soft_cap, int64_t left, int64_t right, int64_t dropout_threshold) {
   Device device;
   RETURN_IF_ERROR(current_device(&device));
   BackwardArgs args = {};
@@ -530,6 +563,11 @@ ffi::Error attention_backward_handler(
   RETURN_IF_ERROR(
       check_shape("statistics", statistics, {args.batch, args.heads, args.statistics_rows, 2}));
   RETURN_IF_ERROR(check_dtype("statistics", statistics, ffi::DataType::F32));
+  RETURN_IF_ERROR(check_shape("missing", missing, {args.batch, args.heads, args.statistics_rows}));
+  RETURN_IF_ERROR(check_dtype("missing", missing, ffi::DataType::F32));
+  RETURN_IF_ERROR(
+      check_shape("corrected", *corrected, {args.batch, args.heads, args.statistics_rows, 2}));
+  RETURN_IF_ERROR(check_dtype("corrected", *corrected, ffi::DataType::F32));
   RETURN_IF_ERROR(check_like_queries("dq", *dq, q, args.head_size));
   for (const auto& [name, gradient, operand] :
        {std::tuple<const char*, const ffi::AnyBuffer&, const ffi::AnyBuffer&>{"dk", *dk, k},
@@ -540,6 +578,8 @@ ffi::Error attention_backward_handler(
   }
   args.dout = dout.untyped_data();
   args.statistics = static_cast<const Statistics*>(statistics.untyped_data());
+  args.missing = static_cast<const float*>(missing.untyped_data());
+  args.corrected = static_cast<Statistics*>(corrected->untyped_data());
   args.dq = dq->untyped_data();
   args.dk = dk->untyped_data();
   args.dv = dv->untyped_data();
@@ -553,9 +593,6 @@ ffi::Error attention_backward_handler(
   return for_dtype_and_head(args, q.element_type(), [&](auto type, auto head) {
     using T = decltype(type);
     constexpr int kHead = head.value;
-    if (args.bias.data != nullptr) {
-      RETURN_IF_ERROR((launch_bias_gradient<T, kHead>(args, device, stream)));
-    }
     if (device.shared_bytes > kLittleSharedMemory) {
       return launch_gradients<T, kHead, false>(args, device, stream);
     }
@@ -585,10 +622,12 @@ DEFINE_HANDLER(jaxfused_attention_backward, attention_backward_handler,
                    .Arg<ffi::AnyBuffer>()  // query_bounds
                    .Arg<ffi::AnyBuffer>()  // dout
                    .Arg<ffi::AnyBuffer>()  // statistics
+                   .Arg<ffi::AnyBuffer>()  // missing
                    .Ret<ffi::AnyBuffer>()  // dq
                    .Ret<ffi::AnyBuffer>()  // dk
                    .Ret<ffi::AnyBuffer>()  // dv
                    .Ret<ffi::AnyBuffer>()  // dbias
+                   .Ret<ffi::AnyBuffer>()  // corrected
                    .Attr<float>("scale")
                    .Attr<float>("soft_cap")
                    .Attr<int64_t>("left")

@@ -175,6 +175,7 @@ BACKWARD = GOOD | dict(
     query_bounds=ABSENT,
     dout=((2, 5, 4, 32), BF16),
     statistics=((2, 4, 128, 2), "float32"),
+    missing=((2, 4, 128), "float32"),
 )
 RESULTS = {
     "forward": dict(out=((2, 5, 4, 32), BF16), lse=((2, 4, 5), "float32")),
@@ -183,6 +184,7 @@ RESULTS = {
         dk=((2, 7, 2, 64), BF16),
         dv=((2, 7, 2, 32), BF16),
         dbias=ABSENT,
+        corrected=((2, 4, 128, 2), "float32"),
     ),
 }
 
@@ -209,6 +211,8 @@ RESULTS = {
         ("forward", dict(lse=((2, 4, 7), "float32")), r"lse has shape \[2, 4, 7\]"),
         ("backward", dict(dout=((2, 5, 4, 64), BF16)), r"dout has shape \[2, 5, 4, 64\]"),
         ("backward", dict(statistics=((2, 4, 5, 2), "float32")), r"statistics has shape"),
+        ("backward", dict(missing=((2, 4, 5), "float32")), r"missing has shape \[2, 4, 5\]"),
+        ("backward", dict(corrected=((2, 4, 128), "float32")), "corrected has shape"),
         ("backward", dict(dk=((2, 7, 4, 64), BF16)), r"dk has shape \[2, 7, 4, 64\]"),
         ("backward", dict(bias=((1, 4, 1, 7), "float32")), r"dbias has shape \[0\]"),
     ],

@@ -149,16 +149,16 @@ def backward(
     dbias has the bias's shape, dsinks is [N], both float32, or None without the operand.
     """
     library.register()
+    query_count = query.shape[1]
+    dlse = dlse.astype(jnp.float32)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    delta = delta.swapaxes(1, 2) - dlse.astype(jnp.float32)
-    is_empty = lse < -1e38
-    dsinks = None
-    if operands.sinks is not None:
-        weight = jnp.exp(operands.sinks[:, None] - jnp.where(is_empty, jnp.inf, lse))
-        dsinks = -jnp.sum(weight * delta, axis=(0, 2))
+    delta = delta.swapaxes(1, 2) - dlse
     # Empty rows, and those that fill the last block up, have weights 2^-inf.
-    padding = [(0, 0), (0, 0), (0, -query.shape[1] % _STATISTICS_BLOCK)]
-    lse2 = jnp.pad(jnp.where(is_empty, jnp.inf, lse * _LOG2E), padding, constant_values=jnp.inf)
+    lse = jnp.where(lse < -1e38, jnp.inf, lse)
+    sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)
+    missing = delta * (1.0 - sink_weight) - dlse
+    padding = [(0, 0), (0, 0), (0, -query_count % _STATISTICS_BLOCK)]
+    lse2 = jnp.pad(lse * _LOG2E, padding, constant_values=jnp.inf)
     statistics = jnp.stack([lse2, jnp.pad(delta, padding)], axis=-1)
     bias = operands.bias
     call = jax.ffi.ffi_call(
@@ -168,9 +168,10 @@ def backward(
             jax.ShapeDtypeStruct(key.shape, key.dtype),
             jax.ShapeDtypeStruct(value.shape, value.dtype),
             jax.ShapeDtypeStruct((0,) if bias is None else bias.shape, jnp.float32),
+            jax.ShapeDtypeStruct(statistics.shape, jnp.float32),
         ),
     )
-    dquery, dkey, dvalue, dbias = call(
+    dquery, dkey, dvalue, dbias, corrected = call(
         query,
         key,
         value,
@@ -178,8 +179,12 @@ def backward(
         _absent(query) if operands.query_bounds is None else operands.query_bounds,
         dout,
         statistics,
+        jnp.pad(missing, padding),
         **options.attributes(),
     )
+    dsinks = None
+    if operands.sinks is not None:
+        dsinks = -jnp.sum(sink_weight * corrected[..., :query_count, 1], axis=(0, 2))
     return dquery, dkey, dvalue, None if bias is None else dbias, dsinks
 
 
