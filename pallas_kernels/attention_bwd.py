@@ -31,11 +31,11 @@ class TwoKernels:
 BackwardConfig = TwoKernels | FusedConfig
 
 
-def default_config(head_size: int, value_size: int) -> BackwardConfig:
+def default_config(head_size: int, value_size: int, logits: Logits) -> BackwardConfig:
     """Not measured yet against the fused kernel, which gave 474 TFLOP/s at head size 128, causal 366."""
     return TwoKernels(
-        attention_bwd_dq.default_config(head_size, value_size),
-        attention_bwd_dkv.default_config(head_size, value_size),
+        attention_bwd_dq.default_config(head_size, value_size, logits),
+        attention_bwd_dkv.default_config(head_size, value_size, logits),
     )
 
 
@@ -58,7 +58,7 @@ def backward(
     query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, T or more] float32 is the
     natural logarithm. dbias and dsinks are float32, or None without the operand.
     """
-    config = config or default_config(query.shape[3], value.shape[3])
+    config = config or default_config(query.shape[3], value.shape[3], logits)
     lse2, delta = _row_statistics(out, lse, dout, dlse)
     dbias, dsinks = None, None
     if operands.bias is not None:

@@ -53,10 +53,10 @@ class KeyGradientConfig:
         return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
 
-def default_config(head_size: int, value_size: int) -> KeyGradientConfig:
+def default_config(head_size: int, value_size: int, logits: Logits) -> KeyGradientConfig:
     """Not measured yet: what registers and shared memory hold."""
     widest = max(head_size, value_size)
-    if widest <= 64:
+    if widest <= 64 and not logits.needs_registers:
         return KeyGradientConfig(query_block=128)
     if widest <= 128:
         return KeyGradientConfig()
@@ -81,7 +81,7 @@ def key_gradients(
     key_count, key_heads, value_size = value.shape[1:]
     group = heads // key_heads
     mask, dtype = logits.mask, query.dtype
-    config = config or default_config(head_size, value_size)
+    config = config or default_config(head_size, value_size, logits)
     rows, block, wgs = config.query_block, config.key_block, config.warpgroups
     key_parts = block // _KEYS
     q_stages, do_stages, kv_stages = config.query_stages, config.dout_stages, config.tile_stages

@@ -49,9 +49,11 @@ class QueryGradientConfig:
         return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
 
 
-def default_config(head_size: int, value_size: int) -> QueryGradientConfig:
+def default_config(head_size: int, value_size: int, logits: Logits) -> QueryGradientConfig:
     """Not measured yet: the largest blocks that registers and shared memory hold."""
     widest = max(head_size, value_size)
+    if 64 < widest <= 128 and logits.needs_registers:
+        return QueryGradientConfig(key_block=64, key_stages=3, value_stages=3)
     if widest <= 128:
         return QueryGradientConfig()
     return QueryGradientConfig(key_block=64, value_stages=1, separate_output=False)
@@ -74,7 +76,7 @@ def query_gradient(
     batch, query_count, heads, head_size = query.shape
     key_heads, value_size = value.shape[2:]
     mask, dtype = logits.mask, query.dtype
-    config = config or default_config(head_size, value_size)
+    config = config or default_config(head_size, value_size, logits)
     rows, block, consumers = config.query_block, config.key_block, config.consumers
     k_stages, v_stages = config.key_stages, config.value_stages
     head_width, value_width = shared_width(head_size), shared_width(value_size)

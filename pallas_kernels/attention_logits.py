@@ -160,6 +160,11 @@ class Logits:
     dropout_rate: float = 0.0
 
     @property
+    def needs_registers(self) -> bool:
+        """Whether an element of a tile takes so many that tiles should be smaller."""
+        return self.soft_cap is not None or self.dropout_rate > 0
+
+    @property
     def multiplier(self) -> float:
         """What `products` are still to be multiplied by, in the same step as the subtraction."""
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
