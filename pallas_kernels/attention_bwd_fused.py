@@ -4,8 +4,9 @@ A CTA owns a block of keys of one key head and visits the blocks of queries that
 of all query heads that share the key head one after the other. dK and dV stay in registers. The part
 of dQ that a visit gives is added to float32 dQ in global memory by the copy engine, once the CTAs
 whose turn comes first have done so: a counter for each block of queries says whose turn it is, so the
-sum has one order and the same bits come out every time. A CTA waits only for CTAs of lower index,
-which the GPU starts earlier.
+sum has one order and the same bits come out every time. A CTA waits only for CTAs of lower index.
+That these have been started is what GPUs do and no document promises, so this kernel is nobody's
+default before its CTAs draw their index from a counter.
 
 Five products a visit instead of the seven of one kernel for dQ and another for dK and dV. Tiles are
 transposed, keys by queries, so that P^T and dS^T are where dV and dK need them. The products of a

@@ -1,6 +1,7 @@
 """Backward kernels of attention: the order of their sum, lowering, and on a GPU their values."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from pallas_kernels.attention_bwd_dq import QueryGradientConfig
 from pallas_kernels.attention_bwd_fused import FusedConfig
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, dropout_seeds
 from pallas_kernels.attention_mask import BlockMask, Blocks
+from pallas_kernels.attention_tiles import KeyTiles
 from tests import mosaic_interpreter
 
 SPLITS_COLUMNS = FusedConfig()
@@ -75,6 +77,16 @@ def test_parts_of_dq_are_added_in_the_order_of_the_ctas(mask, operands, config, 
     assert ranks
     for found in ranks.values():
         assert found == list(range(len(found)))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_tile_of_keys_has_one_cta_and_all_have_as_much_to_do(is_causal):
+    tiles = KeyTiles(BlockMask(4000, 4000, is_causal), 8, 2, 128, 64)
+    table = tiles.schedule(8, 4, 132)
+    numbers = [tuple(row[1 : 1 + row[0]]) for row in table]
+    assert sorted(itertools.chain(*numbers)) == list(range(8 * 8 * tiles.count))
+    work = [sum(63 - 2 * (n % tiles.count) if is_causal else 63 for n in row) for row in numbers]
+    assert max(work) <= 1.04 * np.mean(work)
 
 
 def logits_of(mask, operands, *, soft_cap=None, dropout_rate=0.0):
