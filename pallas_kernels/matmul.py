@@ -425,7 +425,8 @@ class _EpilogueOfTile:
             name: self.smem["out_smem"][name].at[self.place.wg_idx, chunk % slots]
             for name in results
         }
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        # Whatever slot the last tile ended with has been read long since.
+        plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
         for name, tile in results.items():
             places[name][...] = tile
         plgpu.commit_smem()

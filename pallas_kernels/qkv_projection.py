@@ -48,6 +48,8 @@ def why_unsupported(
     interleaved: bool,
 ) -> str | None:
     """None where it can run, forward and back, else the rule that stands in the way."""
+    if dtype == jnp.float32:
+        return "it takes bfloat16 and float16, and x has dtype float32"
     reason = matmul.why_unsupported(
         compute_capability=compute_capability,
         dtypes={"x": dtype},
@@ -168,8 +170,6 @@ def forward(
             # A tile of rows goes on from the last position to the first.
             beyond = ((0, config.tile_m), (0, 0))
             tables = tuple(jnp.pad(table, beyond, mode="wrap") for table in tables)
-    # One array for queries and keys, whose tiles go through the same code: in code of their own the
-    # compiler would convert for both ahead of either, and spill.
     both_scales: list[jax.Array] = []
     if any(has_norms):
         ones = jnp.ones(head_size, jnp.float32)
@@ -325,32 +325,16 @@ class _HeadsOfTile:
             ]
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
-        if not launch.whole_heads:
-            self._store_units(pieces, range(len(self.gmem.outputs)))
-            return
-        is_value = self.place.n_idx >= launch.tile_columns(_VALUES)
-        pl.when(jnp.logical_not(is_value))(lambda: self._store_heads(pieces))
-        pl.when(is_value)(lambda: self._store_units(pieces, [_VALUES]))
-
-    def _units(self, pieces: Sequence[jax.Array], outputs: Iterable[int]):
-        """The pieces of each unit of the tile, of which there are as many as in any output's tile."""
-        launch = self.launch
-        per_unit = launch.unit // launch.piece
-        for unit in range(max(launch.units(output) for output in outputs)):
-            yield unit, pieces[unit * per_unit : (unit + 1) * per_unit]
-
-    def _store_units(self, pieces: Sequence[jax.Array], outputs: Iterable[int]) -> None:
-        for unit, projected in self._units(pieces, outputs):
-            self._store(unit, unit, enumerate(projected), self.gmem.outputs)
-
-    def _store_heads(self, pieces: Sequence[jax.Array]) -> None:
-        """Stores queries or keys, and what they were before norm and rotation where that is saved."""
         number = 0
-        for unit, projected in self._units(pieces, range(_VALUES)):
+        per_unit = launch.unit // launch.piece
+        outputs = range(len(self.gmem.outputs))
+        for unit in range(max(launch.units(output) for output in outputs)):
+            projected = pieces[unit * per_unit : (unit + 1) * per_unit]
             if self.gmem.projections:
                 self._store(number, unit, enumerate(projected), self.gmem.projections)
                 number += 1
-            self._store(number, unit, self._finished(projected), self.gmem.outputs[:_VALUES])
+            finished = self._finished(projected) if launch.whole_heads else enumerate(projected)
+            self._store(number, unit, finished, self.gmem.outputs)
             number += 1
 
     def _store(
@@ -366,7 +350,11 @@ class _HeadsOfTile:
         """
         launch, config = self.launch, self.launch.product.config
         slot = self.smem["out_smem"].at[self.place.wg_idx, number % config.write_slots]
-        plgpu.wait_smem_to_gmem(config.write_slots - 1, wait_read_only=True)
+        # As in `matmul`: whatever slot the last tile ended with has been read long since. Where some
+        # stores have nothing to copy, what is under way is not to be told by counting.
+        skips = bool(self.gmem.projections) or len({*map(launch.units, range(_VALUES + 1))}) > 1
+        pending = config.write_slots - 1 if number and not skips else 0
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         for index, piece in pieces:
             slot.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
         plgpu.commit_smem()
@@ -382,7 +370,11 @@ class _HeadsOfTile:
         plgpu.commit_smem_to_gmem_group()
 
     def _finished(self, projected: Sequence[jax.Array]) -> Iterator[tuple[int, jax.Array]]:
-        """The pieces of a query or key after norm and rotation, each with its index."""
+        """The pieces of a head after norm and rotation, each with its index; a value stays as it is.
+
+        All three go through the same code. In code of their own the compiler converts pieces for
+        several of them ahead of any, and spills.
+        """
         launch = self.launch
         is_key = (self.place.n_idx >= launch.tile_columns(1)).astype(jnp.int32)
         factor = None
@@ -401,17 +393,20 @@ class _HeadsOfTile:
             scale = self._row(self.gmem.scales.at[is_key], index * launch.piece)
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
-        def rounded(piece):
-            return piece.astype(launch.product.dtype)
+        is_value = self.place.n_idx >= launch.tile_columns(_VALUES)
+
+        def rounded(piece, index):
+            keep = jnp.broadcast_to(is_value, piece.shape)
+            return jnp.where(keep, projected[index], piece.astype(launch.product.dtype))
 
         half = launch.rotary_dim // 2 // launch.piece
         for pair in range(half):
             first, second = normed(pair), normed(half + pair)
             cos, sin = (self._angles(table, pair) for table in self.gmem.tables)
-            yield pair, rounded(first * cos - second * sin)
-            yield half + pair, rounded(second * cos + first * sin)
+            yield pair, rounded(first * cos - second * sin, pair)
+            yield half + pair, rounded(second * cos + first * sin, half + pair)
         for index in range(2 * half, len(projected)):
-            yield index, rounded(normed(index))
+            yield index, rounded(normed(index), index)
 
     def _angles(self, table, pair: int) -> jax.Array:
         """Cosines or sines of some pairs, for the rows of the tile."""

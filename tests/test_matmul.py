@@ -151,6 +151,11 @@ def test_no_races_in_the_interpreter(ping_pong):
     Case(136, 80, 128, epilogue=True, config=replace(SMALL, ping_pong=ping_pong)).check()
 
 
+@pytest.mark.usefixtures("race_detector")
+def test_no_races_where_a_tile_has_fewer_chunks_than_slots():
+    Case(264, 32, 32, config=replace(SMALL, write_slots=2)).check()
+
+
 def lowers(f, *shapes):
     def shape(s):
         return None if s is None else jax.ShapeDtypeStruct(s, jnp.bfloat16)

@@ -221,8 +221,8 @@ def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
 
 
 @pytest.mark.usefixtures("race_detector")
-def test_no_races_in_the_interpreter():
-    case = KERNEL_CASES[0]
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_no_races_in_the_interpreter(case):
     jax.block_until_ready(fused_qkv(case, "pallas")(*case.arguments(jnp.bfloat16)))
 
 
