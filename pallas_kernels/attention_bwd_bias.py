@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, Tile
+from pallas_kernels.attention_tiles import padded_columns
 
 _ROWS, _COLUMNS = 64, 128
 """Queries and keys of a tile."""
@@ -64,7 +65,9 @@ def bias_gradient(
                 (v_gmem, keys, kv_head, value_width, scratch["v_smem"]),
                 (do_gmem, queries, n, value_width, scratch["do_smem"]),
             ):
-                plgpu.copy_gmem_to_smem(gmem.at[b, rows, head, pl.ds(0, width)], smem, full)
+                plgpu.copy_gmem_to_smem(
+                    gmem.at[b, rows, head, padded_columns(width, b)], smem, full
+                )
             plgpu.barrier_wait(full)
 
             def products(s_acc, dp_acc):

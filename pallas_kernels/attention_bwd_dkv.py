@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import KeyTiles
+from pallas_kernels.attention_tiles import KeyTiles, padded_columns
 
 _KEYS = 64
 """Keys of a warpgroup: what one wgmma instruction takes."""
@@ -135,7 +135,12 @@ def key_gradients(
                         (v_gmem, v_smem, value_width),
                     ):
                         plgpu.copy_gmem_to_smem(
-                            gmem.at[at.batch_idx, keys, at.key_head_idx, pl.ds(0, width)],
+                            gmem.at[
+                                at.batch_idx,
+                                keys,
+                                at.key_head_idx,
+                                padded_columns(width, at.batch_idx),
+                            ],
                             smem.at[slot],
                             kv_full.at[slot],
                         )
@@ -160,7 +165,12 @@ def key_gradients(
                             slot = lax.rem(step, jnp.int32(stages))
                             plgpu.barrier_wait(free.at[slot])
                             plgpu.copy_gmem_to_smem(
-                                gmem.at[at.batch_idx, queries, head_idx, pl.ds(0, width)],
+                                gmem.at[
+                                    at.batch_idx,
+                                    queries,
+                                    head_idx,
+                                    padded_columns(width, at.batch_idx),
+                                ],
                                 smem.at[slot],
                                 full.at[slot],
                             )
@@ -264,7 +274,8 @@ def key_gradients(
             smem[...] = gradient.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                smem, gmem.at[at.batch_idx, keys, at.key_head_idx, pl.ds(0, width)]
+                smem,
+                gmem.at[at.batch_idx, keys, at.key_head_idx, padded_columns(width, at.batch_idx)],
             )
 
         tile_acc = plgpu.ACC((_KEYS, rows), jnp.float32)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, Tile
 from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import QueryTiles
+from pallas_kernels.attention_tiles import QueryTiles, padded_columns
 
 _ROWS = 64
 """Queries of a consumer: what one wgmma instruction takes."""
@@ -126,7 +126,12 @@ def query_gradient(
                         (do_gmem, do_smem, value_width),
                     ):
                         plgpu.copy_gmem_to_smem(
-                            gmem.at[at.batch_idx, queries, at.head_idx, pl.ds(0, width)],
+                            gmem.at[
+                                at.batch_idx,
+                                queries,
+                                at.head_idx,
+                                padded_columns(width, at.batch_idx),
+                            ],
                             smem.at[consumer],
                             q_full.at[consumer],
                         )
@@ -136,7 +141,7 @@ def query_gradient(
                     plgpu.barrier_wait(free.at[slot])
                     keys = pl.ds((at.stop - 1 - i) * block, block)
                     plgpu.copy_gmem_to_smem(
-                        gmem.at[at.batch_idx, keys, key_head, pl.ds(0, width)],
+                        gmem.at[at.batch_idx, keys, key_head, padded_columns(width, at.batch_idx)],
                         smem.at[slot],
                         full.at[slot],
                     )
@@ -262,7 +267,10 @@ def query_gradient(
                 plgpu.commit_smem()
                 queries = pl.ds(start, _ROWS)
                 plgpu.copy_smem_to_gmem(
-                    dq_wg_smem, dq_gmem.at[at.batch_idx, queries, at.head_idx, pl.ds(0, head_width)]
+                    dq_wg_smem,
+                    dq_gmem.at[
+                        at.batch_idx, queries, at.head_idx, padded_columns(head_width, at.batch_idx)
+                    ],
                 )
                 if not config.separate_output:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

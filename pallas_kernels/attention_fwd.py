@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
 from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import QueryTiles
+from pallas_kernels.attention_tiles import QueryTiles, padded_columns
 from pallas_kernels.row_tiles import SHARED_MEMORY_BYTES
 
 _ROWS = 64
@@ -190,7 +190,7 @@ def forward(
                             at.batch_idx,
                             pl.ds(at.start + consumer * _ROWS, _ROWS),
                             at.head_idx,
-                            pl.ds(0, head_width),
+                            padded_columns(head_width, at.batch_idx),
                         ],
                         q_smem.at[consumer],
                         q_full.at[consumer],
@@ -200,7 +200,10 @@ def forward(
                     plgpu.barrier_wait(free.at[slot])
                     plgpu.copy_gmem_to_smem(
                         gmem.at[
-                            at.batch_idx, pl.ds(index * block, block), key_head, pl.ds(0, width)
+                            at.batch_idx,
+                            pl.ds(index * block, block),
+                            key_head,
+                            padded_columns(width, at.batch_idx),
                         ],
                         smem.at[slot],
                         full.at[slot],
@@ -402,7 +405,10 @@ def forward(
                 plgpu.copy_smem_to_gmem(
                     out_wg_smem,
                     out_gmem.at[
-                        at.batch_idx, pl.ds(start, _ROWS), at.head_idx, pl.ds(0, value_width)
+                        at.batch_idx,
+                        pl.ds(start, _ROWS),
+                        at.head_idx,
+                        padded_columns(value_width, at.batch_idx),
                     ],
                 )
                 lse_gmem[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)] = lse

@@ -8,15 +8,25 @@ import functools
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.attention_logits import Operands
 from pallas_kernels.attention_mask import BlockMask, Blocks, Index
+
+
+def padded_columns(width: int, any_idx: jax.Array) -> Any:
+    """The columns of a row that is copied to or from shared memory of `width` columns.
+
+    These may be more than the row has: the copy fills the rest with 0, or leaves it out. From 0.12 on
+    JAX refuses that where it knows the start of the slice, hence a 0 made of `any_idx`.
+    """
+    return pl.ds(any_idx * 0, width)
 
 
 class Place(NamedTuple):
