@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention_mask import BlockMask, Blocks, Index, segment_blocks
+from pallas_kernels.attention_tiles import padded_columns
 
 _KEYS = 64
 """Keys of a warpgroup: what one wgmma instruction takes."""
@@ -188,10 +189,10 @@ def gradients(
                 keys = pl.ds(first_key + w * _KEYS, _KEYS)
                 head = (at.batch_idx, keys, at.key_head_idx)
                 for c in range(chunks):
-                    columns = pl.ds(c * chunk, chunk)
+                    columns = padded_columns(chunk, at.batch_idx, c * chunk)
                     plgpu.copy_gmem_to_smem(k_gmem.at[*head, columns], k_smem.at[w, c], kv_full)
                 for c in range(column_parts):
-                    columns = pl.ds(c * own_value_width, own_value_width)
+                    columns = padded_columns(own_value_width, at.batch_idx, c * own_value_width)
                     plgpu.copy_gmem_to_smem(v_gmem.at[*head, columns], v_smem.at[w, c], kv_full)
 
             def copy(step, _):
@@ -206,8 +207,9 @@ def gradients(
                         plgpu.barrier_wait(free.at[slot])
 
                     for c in range(column_parts):
+                        columns = padded_columns(width, at.batch_idx, c * width)
                         plgpu.copy_gmem_to_smem(
-                            gmem.at[at.batch_idx, queries, head_idx, pl.ds(c * width, width)],
+                            gmem.at[at.batch_idx, queries, head_idx, columns],
                             smem.at[slot, c],
                             full.at[slot],
                         )
@@ -443,12 +445,13 @@ def gradients(
                 plgpu.commit_smem()
                 keys = pl.ds(first_key + own_keys() * _KEYS, _KEYS)
                 head = (at.batch_idx, keys, at.key_head_idx)
-                columns = pl.ds(own_columns() * own_value_width, own_value_width)
+                first = own_columns() * own_value_width
+                columns = padded_columns(own_value_width, at.batch_idx, first)
                 plgpu.copy_smem_to_gmem(
                     v_smem.at[own_keys(), own_columns()], dv_gmem.at[*head, columns]
                 )
                 for c in range(own_chunks):
-                    columns = pl.ds((first_chunk + c) * chunk, chunk)
+                    columns = padded_columns(chunk, at.batch_idx, (first_chunk + c) * chunk)
                     plgpu.copy_smem_to_gmem(
                         k_smem.at[own_keys(), first_chunk + c], dk_gmem.at[*head, columns]
                     )

@@ -27,6 +27,7 @@ from pallas_kernels.product import (
     tiled,
     widest_swizzle,
 )
+from pallas_kernels.store import store_unoptimized
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _GRAIN = 16
@@ -450,7 +451,7 @@ class _EpilogueOfTile:
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
             values = jnp.where(row < launch.product.m - self.place.m_start, values, 0.0)
         partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
-        partial_sums.at[self._columns(chunk)][...] = jnp.sum(values, axis=0)
+        store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
 
 
 def _column_layout(columns: int) -> plgpu.Layout:

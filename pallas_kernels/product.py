@@ -334,7 +334,7 @@ class Product:
         stride = CONSUMERS if c.ping_pong else 1
         first = wg_idx if c.ping_pong else jnp.int32(0)
         if c.ping_pong:
-            plgpu.barrier_arrive(turn.at[0], predicate=wg_idx == CONSUMERS - 1)
+            pl.when(wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def operands(slot):
             a = a_smem.at[slot]
@@ -376,7 +376,7 @@ class Product:
                 slot = lax.fori_loop(1, self.k_steps, step, slot)
                 if c.ping_pong:
                     other = turn.at[CONSUMERS - 1 - wg_idx]
-                    plgpu.barrier_arrive(other, predicate=sequence_idx < tiles - 1)
+                    pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
                 return acc_ref[...], slot
 
             acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))

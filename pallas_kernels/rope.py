@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.row_tiles import LANES, WARPS, store_unoptimized
+from pallas_kernels.row_tiles import LANES, WARPS
+from pallas_kernels.store import store_unoptimized
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

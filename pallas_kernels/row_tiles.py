@@ -19,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.store import store_unoptimized
+
 WARPS = 4
 """Warps in a warpgroup, and so lines in its tile."""
 LANES = 32
@@ -402,17 +404,6 @@ class RowTiles:
             return carry
 
         return lax.fori_loop(0, count, step, carry)
-
-
-def store_unoptimized(ref, value: jax.Array) -> None:
-    """Writes what does not fill whole sectors, or all banks, with 16 bytes a thread at most.
-
-    Since JAX 0.12 `ref[...] = value` insists on that; JAX 0.11 never did, and has no `plgpu.store`.
-    """
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def _sum_pairwise(values: list[jax.Array]) -> jax.Array:
