@@ -192,6 +192,7 @@ _W = jaxfused.quantize(jnp.ones((4, 6)))
         ({"bias": jnp.ones(6, int)}, "bias has dtype int32"),
         ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 6\)"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
+        ({"out_dtype": jnp.int8}, "out_dtype is int8, but the result is of floating-point numbers"),
         ({"implementation": "cuda"}, "there is no CUDA kernel of quantized_matmul yet"),
         ({"implementation": "pallas"}, "there is no Pallas kernel of quantized_matmul yet"),
     ],

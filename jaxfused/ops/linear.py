@@ -70,7 +70,7 @@ def linear(
     check_activation(op, activation)
     check_affine(op, x, "w", w, "bias", bias)
     check_residual(op, residual, x, w.shape[1])
-    out_dtype = default_out_dtype(out_dtype, x, residual)
+    out_dtype = resolve_out_dtype("linear", out_dtype, x, residual)
     device = dispatch.current_device(x)
     chosen = dispatch.choose(
         op,
@@ -164,11 +164,16 @@ def check_residual(op: str, residual: jax.Array | None, x: jax.Array, features: 
     check_shape(op, "residual", residual, (*x.shape[:-1], features), rule)
 
 
-def default_out_dtype(out_dtype: Any, x: jax.Array, residual: jax.Array | None) -> Any:
+def resolve_out_dtype(op: str, out_dtype: Any, x: jax.Array, residual: jax.Array | None) -> Any:
     """What the caller asked for, else the residual stream's dtype, else x's."""
-    if out_dtype is not None:
-        return out_dtype
-    return x.dtype if residual is None else residual.dtype
+    if out_dtype is None:
+        return x.dtype if residual is None else residual.dtype
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: out_dtype is {jnp.dtype(out_dtype)}, but the result is of floating-point numbers;"
+            " pass jnp.float32, jnp.bfloat16 or jnp.float16."
+        )
+    return out_dtype
 
 
 # --- gradient -------------------------------------------------------------------------------------

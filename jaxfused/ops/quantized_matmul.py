@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
-from jaxfused.ops.linear import check_affine, check_residual, default_out_dtype
+from jaxfused.ops.linear import check_affine, check_residual, resolve_out_dtype
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.quantized_array import QuantizedArray
 
@@ -82,7 +82,7 @@ def quantized_matmul(
         bias,
         residual,
         activation=activation,
-        out_dtype=default_out_dtype(out_dtype, array, residual),
+        out_dtype=resolve_out_dtype("quantized_matmul", out_dtype, array, residual),
     )
 
 
