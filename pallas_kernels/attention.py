@@ -42,8 +42,6 @@ def why_unsupported(
         return "there must be queries and keys"
     if "scale as an array" in used:
         return "scale must be a Python float, as it is a constant of the kernels"
-    if _is_short(key_count, head_size, value_size, dtype):
-        return None
     return None
 
 

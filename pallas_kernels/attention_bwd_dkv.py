@@ -8,6 +8,7 @@ With wide heads dK and dV of 64 keys fill the registers of two warpgroups. There
 and dV, and hands P^T to the other, which computes dP^T, dS^T and dK: four products, two for each.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import KeyTiles, padded_columns
+from pallas_kernels.attention_tiles import KeyTiles, operand_memory, padded_columns
 
 _KEYS = 64
 """Keys of a warpgroup: what one wgmma instruction takes."""
@@ -429,18 +430,13 @@ def key_gradients(
         else:
             pl.when(wg_idx < wgs)(both_gradients)
 
-    def shared(*shape):
-        columns = next(w for w in (64, 32, 16) if shape[-1] % w == 0)
-        tiling = plgpu.TilingTransform((8, columns))
-        swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-
+    shared = functools.partial(operand_memory, dtype=dtype)
     readers = wgs // key_parts
     scratch: dict[str, Any] = dict(
-        q_smem=shared(q_stages, rows, head_width),
-        do_smem=shared(do_stages, rows, value_width),
-        k_smem=shared(kv_stages * key_parts, _KEYS, head_width),
-        v_smem=shared(kv_stages * key_parts, _KEYS, value_width),
+        q_smem=shared((q_stages, rows, head_width)),
+        do_smem=shared((do_stages, rows, value_width)),
+        k_smem=shared((kv_stages * key_parts, _KEYS, head_width)),
+        v_smem=shared((kv_stages * key_parts, _KEYS, value_width)),
         lse_smem=plgpu.SMEM((q_stages, rows), jnp.float32),
         delta_smem=plgpu.SMEM((do_stages, rows), jnp.float32),
         kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=kv_stages * key_parts),
@@ -451,7 +447,7 @@ def key_gradients(
         do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
     )
     if config.splits_roles:
-        scratch["p_smem"] = shared(2, _KEYS, rows)
+        scratch["p_smem"] = shared((2, _KEYS, rows))
         scratch["p_full"] = plgpu.Barrier(num_barriers=2)
         scratch["p_free"] = plgpu.Barrier(num_barriers=2)
         scratch["kv_read"] = plgpu.Barrier(num_arrivals=2)

@@ -6,6 +6,7 @@ the kernel of dK and dV adds up dQ too, but nobody waits for another CTA, dQ is 
 float32, and sums have one order by themselves.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, Tile
 from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import QueryTiles, padded_columns
+from pallas_kernels.attention_tiles import QueryTiles, operand_memory, padded_columns
 
 _ROWS = 64
 """Queries of a consumer: what one wgmma instruction takes."""
@@ -280,18 +281,12 @@ def query_gradient(
             lax.fori_loop(0, tile_count, add_up, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-    def shared(*shape, contracted=64):
-        # Products take as many of the contracted keys at a time as a tile has columns.
-        columns = next(w for w in (64, 32, 16) if shape[-1] % w == 0 and contracted % w == 0)
-        tiling = plgpu.TilingTransform((8, columns))
-        swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-
+    shared = functools.partial(operand_memory, dtype=dtype)
     scratch: dict[str, Any] = dict(
-        q_smem=shared(consumers, _ROWS, head_width, contracted=block),
-        do_smem=shared(consumers, _ROWS, value_width),
-        k_smem=shared(k_stages, block, head_width, contracted=block),
-        v_smem=shared(v_stages, block, value_width),
+        q_smem=shared((consumers, _ROWS, head_width), contracted=block),
+        do_smem=shared((consumers, _ROWS, value_width)),
+        k_smem=shared((k_stages, block, head_width), contracted=block),
+        v_smem=shared((v_stages, block, value_width)),
         q_full=plgpu.Barrier(num_arrivals=2, num_barriers=consumers),
         q_free=plgpu.Barrier(num_barriers=consumers),
         k_full=plgpu.Barrier(num_barriers=k_stages),
@@ -300,7 +295,7 @@ def query_gradient(
         v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=v_stages),
     )
     if config.separate_output:
-        scratch["dq_smem"] = shared(consumers, _ROWS, head_width)
+        scratch["dq_smem"] = shared((consumers, _ROWS, head_width))
     dq = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(query.shape, dtype),

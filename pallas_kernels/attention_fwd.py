@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
 from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import QueryTiles, padded_columns
+from pallas_kernels.attention_tiles import QueryTiles, operand_memory, padded_columns
 from pallas_kernels.row_tiles import SHARED_MEMORY_BYTES
 
 _ROWS = 64
@@ -421,13 +421,7 @@ def forward(
             pl.when(wg_idx == 0)(take_turn)
             plgpu.wait_smem_to_gmem(0)
 
-    def shared(shape, contracted=64):
-        # Products take as many of the contracted keys at a time as a tile has columns.
-        columns = next(w for w in (64, 32, 16) if shape[-1] % w == 0 and contracted % w == 0)
-        tiling = plgpu.TilingTransform((8, columns))
-        swizzle = plgpu.SwizzleTransform(columns * dtype.itemsize)
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-
+    shared = functools.partial(operand_memory, dtype=dtype)
     scratch: dict[str, Any] = dict(
         q_smem=shared((consumers, _ROWS, head_width)),
         k_smem=shared((stages, block, head_width)),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_logits import Operands
 from pallas_kernels.attention_mask import BlockMask, Blocks, Index
@@ -27,6 +28,18 @@ def padded_columns(width: int, any_idx: jax.Array, first: Index = 0) -> Any:
     JAX refuses that where it knows the start of the slice, hence a 0 made of `any_idx`.
     """
     return pl.ds(any_idx * 0 + first, width)
+
+
+def operand_memory(shape: tuple[int, ...], dtype: Any, *, contracted: int = 64) -> Any:
+    """Shared memory [..., rows, columns] of an operand of products.
+
+    `contracted` are the rows that a product contracts, where it does: it takes as many of them at a
+    time as a tile has columns.
+    """
+    columns = next(w for w in (64, 32, 16) if shape[-1] % w == 0 and contracted % w == 0)
+    tiling = plgpu.TilingTransform((8, columns))
+    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 class Place(NamedTuple):
