@@ -21,13 +21,13 @@ from pallas_kernels.attention_logits import Operands
 from pallas_kernels.attention_mask import BlockMask, Blocks, Index
 
 
-def padded_columns(width: int, any_idx: jax.Array, first: Index = 0) -> Any:
-    """`width` columns of a row, from `first` on, that is copied to or from shared memory.
+def padded_columns(width: int, any_idx: jax.Array) -> Any:
+    """The first `width` columns of a row that is copied to or from shared memory.
 
     These may be more than the row has: the copy fills the rest with 0, or leaves it out. From 0.12 on
     JAX refuses that where it knows the start of the slice, hence a 0 made of `any_idx`.
     """
-    return pl.ds(any_idx * 0 + first, width)
+    return pl.ds(any_idx * 0, width)
 
 
 def operand_memory(shape: tuple[int, ...], dtype: Any, *, contracted: int = 64) -> Any:

@@ -1,4 +1,4 @@
-"""Backward kernels of attention: the order of their sum, lowering, and on a GPU their values."""
+"""Backward kernels of attention: their schedule, lowering, the interpreter, and on a GPU."""
 
 import functools
 import itertools
@@ -9,74 +9,14 @@ import numpy as np
 import pytest
 
 from jaxfused.reference.attention import Mask, attention
-from pallas_kernels import attention_bwd, attention_bwd_fused, attention_fwd
-from pallas_kernels.attention_bwd import TwoKernels
+from pallas_kernels import attention_bwd, attention_fwd
 from pallas_kernels.attention_bwd_bias import bias_gradient
 from pallas_kernels.attention_bwd_dkv import KeyGradientConfig
 from pallas_kernels.attention_bwd_dq import QueryGradientConfig
-from pallas_kernels.attention_bwd_fused import FusedConfig
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, dropout_seeds
-from pallas_kernels.attention_mask import BlockMask, Blocks
+from pallas_kernels.attention_mask import BlockMask
 from pallas_kernels.attention_tiles import KeyTiles
 from tests import mosaic_interpreter
-
-SPLITS_COLUMNS = FusedConfig()
-SPLITS_ROWS = FusedConfig(query_block=128)
-SHARES_KEYS = FusedConfig(shares_keys=True, dout_stages=1)
-LENGTHS = Operands(
-    query_lengths=jnp.array([700, 0, 333], jnp.int32),
-    key_lengths=jnp.array([130, 500, 0], jnp.int32),
-)
-SEGMENTS = Operands(
-    query_segments=jnp.sort(jax.random.randint(jax.random.key(0), (3, 700), 0, 5)),
-    key_segments=jax.random.randint(jax.random.key(1), (3, 600), 0, 5).at[:, :300].set(2),
-)
-
-
-@pytest.mark.parametrize("keys_descending", [False, True])
-@pytest.mark.parametrize("config", [SPLITS_COLUMNS, SPLITS_ROWS, SHARES_KEYS])
-@pytest.mark.parametrize(
-    ("mask", "operands"),
-    [
-        (BlockMask(700, 600), Operands()),
-        (BlockMask(700, 600, is_causal=True), Operands()),
-        (BlockMask(300, 900, is_causal=True), Operands()),
-        (BlockMask(700, 600, window=(100, 30)), Operands()),
-        (BlockMask(700, 600, True, None, True, True), LENGTHS),
-        (BlockMask(700, 600, has_segments=True), SEGMENTS),
-        (BlockMask(700, 600, is_causal=True, has_segments=True), SEGMENTS),
-    ],
-)
-def test_parts_of_dq_are_added_in_the_order_of_the_ctas(mask, operands, config, keys_descending):
-    """Ranks rise by 1 with the CTA: the sum has one order, and nobody waits for later ones."""
-    config = FusedConfig(
-        **{**vars(config), "keys_descending": keys_descending, "heads_together": 2}
-    )
-    key_blocks = -(-mask.key_count // config.key_block)
-    tables = attention_bwd_fused._tables(mask, config, operands)
-    batch, heads = 3, 2
-    ranks = {}
-    for cta_idx in range(batch * heads * key_blocks):
-        pair, n = (
-            int(x) for x in attention_bwd_fused._work(config, cta_idx, batch * heads, key_blocks)
-        )
-        b = pair // heads
-        lengths = (
-            mask.query_count if operands.query_lengths is None else operands.query_lengths[b],
-            mask.key_count if operands.key_lengths is None else operands.key_lengths[b],
-        )
-        within = Blocks(*tables["bounds"][b, n]) if "bounds" in tables else None
-        keys = (n * config.key_block, (n + 1) * config.key_block)
-        blocks = mask.query_blocks(keys, config.query_block, *lengths, within)
-        for i in range(int(blocks.start), int(blocks.stop)):
-            if "ranks" in tables:
-                rank = tables["ranks"][b % tables["ranks"].shape[0], n, i]
-            else:
-                rank = attention_bwd_fused._rank(mask, config, n, i)
-            ranks.setdefault((pair, i), []).append(int(rank))
-    assert ranks
-    for found in ranks.values():
-        assert found == list(range(len(found)))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -117,34 +57,32 @@ def logits_of(mask, operands, *, soft_cap=None, dropout_rate=0.0):
 )
 def test_default_configs_lower(head_size, value_size, dtype):
     mask = BlockMask(197, 333, is_causal=True)
-    for config in (None, attention_bwd_fused.default_config(head_size, value_size, mask)):
-        _lower(mask, Operands(), logits_of(mask, Operands()), head_size, value_size, dtype, config)
+    _lower(mask, Operands(), logits_of(mask, Operands()), head_size, value_size, dtype)
 
 
 @pytest.mark.parametrize(
-    ("size", "config"),
+    ("size", "query_config", "key_config"),
     [
-        (64, TwoKernels(QueryGradientConfig(3, 64), KeyGradientConfig(3, 64))),
-        (64, TwoKernels(QueryGradientConfig(1, 256), KeyGradientConfig(1, 128))),
+        (64, QueryGradientConfig(3, 64), KeyGradientConfig(3, 64)),
+        (64, QueryGradientConfig(1, 256), KeyGradientConfig(1, 128)),
         (
             128,
-            TwoKernels(
-                QueryGradientConfig(3, 64, 3, 3, separate_output=False),
-                KeyGradientConfig(2, 64, 3, 3),
-            ),
+            QueryGradientConfig(3, 64, 3, 3, separate_output=False),
+            KeyGradientConfig(2, 64, 3, 3),
         ),
         (
             256,
-            TwoKernels(
-                QueryGradientConfig(2, 64, 1, 2, False), KeyGradientConfig(2, 64, 2, 2, True, 1)
-            ),
+            QueryGradientConfig(2, 64, 1, 2, separate_output=False),
+            KeyGradientConfig(2, 64, 2, 2, splits_roles=True, tile_stages=1),
         ),
     ],
     ids=str,
 )
-def test_other_configs_lower(size, config):
+def test_other_configs_lower(size, query_config, key_config):
     mask = BlockMask(500, 700, is_causal=True)
-    _lower(mask, Operands(), logits_of(mask, Operands()), size, size, jnp.bfloat16, config)
+    logits = logits_of(mask, Operands())
+    configs = dict(query_config=query_config, key_config=key_config)
+    _lower(mask, Operands(), logits, size, size, jnp.bfloat16, **configs)
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -162,17 +100,16 @@ def test_every_option_lowers(head_size):
         dropout_seeds=shape((2, 2, 4), jnp.uint32),
     )
     logits = logits_of(mask, operands, soft_cap=5.0, dropout_rate=0.1)
-    for config in (None, attention_bwd_fused.default_config(head_size, head_size, mask)):
-        _lower(mask, operands, logits, head_size, head_size, jnp.bfloat16, config)
+    _lower(mask, operands, logits, head_size, head_size, jnp.bfloat16)
 
 
-def _lower(mask, operands, logits, head_size, value_size, dtype, config):
+def _lower(mask, operands, logits, head_size, value_size, dtype, **configs):
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     queries, keys, heads, key_heads = mask.query_count, mask.key_count, 4, 2
     rows = shape(2, heads, queries, dtype=jnp.float32)
-    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, config=config)
+    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, **configs)
     jax.export.export(jax.jit(f), platforms=["cuda"])(
         shape(2, queries, heads, head_size),
         shape(2, keys, key_heads, head_size),
@@ -299,38 +236,41 @@ def block_mask(mask, queries, keys):
 
 
 @pytest.mark.parametrize(
-    ("counts", "sizes", "names", "config"),
+    ("counts", "sizes", "names", "configs"),
     [
-        ((140, 200), (64, 64), "causal", None),
-        ((200, 140), (128, 128), "causal", None),
-        ((70, 270), (128, 128), "window", None),
-        ((130, 200), (64, 40), "query_lengths key_lengths", None),
-        ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", None),
-        ((70, 200), (64, 64), "query_segments key_segments", None),
-        ((100, 200), (64, 64), "explicit", None),
-        ((100, 130), (40, 24), "bias causal dropout", None),
-        ((70, 100), (256, 200), "causal dropout cap", None),
-        ((70, 130), (256, 256), "key_lengths window", None),
-        ((1, 300), (64, 64), "", None),
-        ((70, 1), (64, 64), "sinks", None),
-        ((1, 1), (256, 256), "causal sinks", None),
+        ((140, 200), (64, 64), "causal", {}),
+        ((200, 140), (128, 128), "causal", {}),
+        ((70, 270), (128, 128), "window", {}),
+        ((130, 200), (64, 40), "query_lengths key_lengths", {}),
+        ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", {}),
+        ((70, 200), (64, 64), "query_segments key_segments", {}),
+        ((100, 200), (128, 128), "explicit", {}),
+        ((100, 130), (40, 24), "bias causal dropout", {}),
+        ((70, 100), (256, 200), "causal dropout cap", {}),
+        ((70, 130), (256, 256), "key_lengths window", {}),
+        ((1, 300), (64, 64), "", {}),
+        ((70, 1), (64, 64), "sinks", {}),
+        ((1, 1), (256, 256), "causal sinks", {}),
         (
             (70, 270),
             (64, 64),
             "causal",
-            TwoKernels(QueryGradientConfig(3, 64), KeyGradientConfig(3, 64)),
+            dict(query_config=QueryGradientConfig(3, 64), key_config=KeyGradientConfig(3, 64)),
         ),
         (
             (200, 140),
             (64, 64),
             "",
-            TwoKernels(QueryGradientConfig(2, 64, 3, 1, False), KeyGradientConfig(tile_stages=1)),
+            dict(
+                query_config=QueryGradientConfig(2, 64, 3, 1, False),
+                key_config=KeyGradientConfig(tile_stages=1),
+            ),
         ),
     ],
     ids=str,
 )
 def test_accurate_without_races_in_the_interpreter(
-    race_detector, monkeypatch, counts, sizes, names, config
+    race_detector, monkeypatch, counts, sizes, names, configs
 ):
     """Over several tiles of one CTA, some of them without visits, so that barriers are used again."""
     mosaic_interpreter.complete(monkeypatch)
@@ -362,20 +302,19 @@ def test_accurate_without_races_in_the_interpreter(
         None,
         logits=logits,
         multiprocessors=1,
-        config=config,
+        **configs,
     )
     for name, a, e in zip(("query", "key", "value"), actual, expected, strict=False):
         # Probabilities and their gradients are rounded to float16, by 2^-12 at most.
         assert_close(a, e, 2.0**-9, name)
 
 
-def assert_gradients(counts, sizes, names, config_of=lambda mask: None, dtype=jnp.bfloat16):
+def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16):
     batch, heads, key_heads = 2, 4, 2
     query, key, value, dout = problem(batch, *counts, heads, key_heads, *sizes, dtype)
     mask, operands, words = every_option(names, (batch, *counts, heads))
-    blocks = block_mask(mask, *counts)
     logits = logits_of(
-        blocks,
+        block_mask(mask, *counts),
         operands,
         soft_cap=2.0 if "cap" in names else None,
         dropout_rate=0.3 if words is not None else 0.0,
@@ -387,9 +326,7 @@ def assert_gradients(counts, sizes, names, config_of=lambda mask: None, dtype=jn
     def f(query, key, value, operands, dout):
         options = dict(logits=logits, multiprocessors=132)
         out, lse = attention_fwd.forward(query, key, value, operands, **options)
-        return attention_bwd.backward(
-            query, key, value, operands, out, lse, dout, None, **options, config=config_of(blocks)
-        )
+        return attention_bwd.backward(query, key, value, operands, out, lse, dout, None, **options)
 
     actual = f(query, key, value, operands, dout)
     again = f(query, key, value, operands, dout)
@@ -427,13 +364,3 @@ def test_gradients(sizes, names):
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_of_any_number_of_queries_and_keys(counts, size):
     assert_gradients(counts, (size, size), ["causal"], dtype=jnp.float16)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("names", ["", "causal"])
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_gradients_of_the_fused_kernel(size, names):
-    def config(mask):
-        return attention_bwd_fused.default_config(size, size, mask)
-
-    assert_gradients((500, 700), (size, size), names.split(), config)
