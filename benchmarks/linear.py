@@ -140,8 +140,10 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         default=default_of(
             implementations(
                 dispatch.current_device(),
+                rows=rows,
                 features=features,
                 out_features=out_features,
+                activation="gelu_tanh" if operation.has_bias else None,
                 dtype=jnp.dtype(jnp.bfloat16),
             )
         ),

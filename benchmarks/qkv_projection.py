@@ -98,6 +98,7 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         default=default_of(
             implementations(
                 dispatch.current_device(),
+                rows=rows,
                 dtype=jnp.dtype(jnp.bfloat16),
                 features=features,
                 heads=heads,

@@ -27,7 +27,14 @@ TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "jaxfused.ops.linear": (
         "bfloat16 [16384, 768] x [768, 3072]",
-        dict(features=768, out_features=3072, dtype=_BF16, out_dtype=_BF16),
+        dict(
+            rows=16384,
+            features=768,
+            out_features=3072,
+            activation="gelu_tanh",
+            dtype=_BF16,
+            out_dtype=_BF16,
+        ),
     ),
     "jaxfused.ops.mlp": (
         "bfloat16 [16384, 768], 3072 hidden",
@@ -41,6 +48,7 @@ TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
     "jaxfused.ops.qkv_projection": (
         "bfloat16 [50432, 768], 12 heads of 64",
         dict(
+            rows=50432,
             dtype=_BF16,
             features=768,
             heads=12,

@@ -49,6 +49,11 @@ def _describe(device: jax.Device) -> Device:
     return Device(device.platform, device.device_kind, (int(major), int(minor)), device.core_count)
 
 
+def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str | None]:
+    """The reasons with one implementation ahead of the others."""
+    return {first: reasons[first], **reasons}
+
+
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> str:
     """The implementation to run: the named one, or the first of `reasons` that can.
 

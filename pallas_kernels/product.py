@@ -75,6 +75,15 @@ class MatmulConfig:
         return self.stages * tiles * jnp.dtype(dtype).itemsize
 
 
+def fills(multiprocessors: int, rows: int, columns: int) -> bool:
+    """Whether a product has an output tile for each multiprocessor.
+
+    With fewer, XLA's split along K is faster than an epilogue saves.
+    """
+    config = MatmulConfig()
+    return pl.cdiv(rows, config.tile_m) * pl.cdiv(columns, config.tile_n) >= multiprocessors
+
+
 class TileEpilogue(Protocol):
     """What becomes of a tile of accumulators."""
 

@@ -10,14 +10,15 @@ import jaxfused
 from jaxfused import dispatch
 from jaxfused.ops.linear import implementations
 from jaxfused.reference.activation import ACTIVATIONS, activate
-from tests.against_float64 import assert_values_and_gradients
+from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES
+from tests.tensor_cores import product
 from tests.transforms import assert_transforms
 
 
 def plain_linear(x, w, bias, residual, activation):
     """As one writes it with jax.numpy, where all of it runs in x's dtype."""
-    y = x @ w.astype(x.dtype)
+    y = product(x, w.astype(x.dtype))
     y = y if bias is None else y + bias.astype(x.dtype)
     y = activate(activation, y)
     return y if residual is None else y + residual
@@ -153,7 +154,14 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
     ],
 )
 def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
-    options = dict(features=16, out_features=16, dtype=jnp.float32, precision=precision)
+    options = dict(
+        rows=16,
+        activation=None,
+        features=16,
+        out_features=16,
+        dtype=jnp.float32,
+        precision=precision,
+    )
     reason = implementations(hopper, **options)["pallas"]
     assert reason is None if allowed else "as tf32" in reason
     with jax.default_matmul_precision("float32"):
@@ -164,7 +172,7 @@ def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, pr
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def check_kernel(case, dtype, implementation):
+def check_kernel(case, dtype, implementation, cotangents=COTANGENTS):
     def ours(x, w, bias, residual):
         return jaxfused.linear(
             x,
@@ -178,7 +186,9 @@ def check_kernel(case, dtype, implementation):
     def plain(x, w, bias, residual):
         return plain_linear(x, w, bias, residual, case.activation)
 
-    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=1)
+    assert_values_and_gradients(
+        ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=cotangents
+    )
 
 
 each_kernel_case = pytest.mark.parametrize(
@@ -192,7 +202,7 @@ each_kernel_case = pytest.mark.parametrize(
 @pytest.mark.usefixtures("interpreted_hopper")
 @each_kernel_case
 def test_pallas_accurate_in_the_interpreter(case, dtype):
-    check_kernel(case, dtype, "pallas")
+    check_kernel(case, dtype, "pallas", cotangents=1)
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
@@ -228,5 +238,12 @@ def test_pallas_vmap_in_the_interpreter():
 
 @pytest.mark.gpu
 @each_kernel_case
-def test_accurate_on_gpu(case, dtype):
+def test_pallas_accurate_on_gpu(case, dtype):
     check_kernel(case, dtype, "pallas")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("case", (*CASES, *KERNEL_CASES), ids=str)
+def test_cuda_accurate_on_gpu(case, dtype):
+    check_kernel(case, dtype, "cuda")

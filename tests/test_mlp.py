@@ -7,15 +7,16 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import dispatch
 from jaxfused.reference.activation import activate
-from tests.against_float64 import assert_values_and_gradients
+from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.mlp import CASES, KERNEL_CASES
+from tests.tensor_cores import product
 from tests.transforms import assert_transforms
 
 PAIRS = [(case, "float32") for case in CASES] + [(CASES[0], "bfloat16"), (CASES[1], "float16")]
 
 
 def affine(x, w, b):
-    y = x @ w.astype(x.dtype)
+    y = product(x, w.astype(x.dtype))
     return y if b is None else y + b.astype(x.dtype)
 
 
@@ -209,40 +210,67 @@ each_kernel_case = pytest.mark.parametrize(
 )
 
 
-def check_mlp_kernel(case, dtype, save):
+def check_mlp_kernel(case, dtype, save, implementation, cotangents=COTANGENTS):
     args = case.mlp_arguments(jnp.dtype(dtype))
-    assert_values_and_gradients(
-        fused_mlp(case, save, "pallas"), plain_mlp(case), *args, cotangents=1
-    )
+    ours = fused_mlp(case, save, implementation)
+    assert_values_and_gradients(ours, plain_mlp(case), *args, cotangents=cotangents)
 
 
-def check_gated_mlp_kernel(case, dtype, save, one_matrix):
+def check_gated_mlp_kernel(case, dtype, save, one_matrix, implementation, cotangents=COTANGENTS):
     args = case.gated_arguments(jnp.dtype(dtype))
-    ours = fused_gated_mlp(case, save, one_matrix, "pallas")
-    assert_values_and_gradients(ours, plain_gated_mlp(case), *args, cotangents=1)
+    ours = fused_gated_mlp(case, save, one_matrix, implementation)
+    assert_values_and_gradients(ours, plain_gated_mlp(case), *args, cotangents=cotangents)
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
 @each_kernel_case
 def test_pallas_mlp_in_the_interpreter(case, dtype, save):
-    check_mlp_kernel(case, dtype, save)
+    check_mlp_kernel(case, dtype, save, "pallas", cotangents=1)
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
 @pytest.mark.parametrize("one_matrix", [False, True])
 @each_kernel_case
 def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save, one_matrix):
-    check_gated_mlp_kernel(case, dtype, save, one_matrix)
+    check_gated_mlp_kernel(case, dtype, save, one_matrix, "pallas", cotangents=1)
 
 
 @pytest.mark.gpu
 @each_kernel_case
-def test_mlp_on_gpu(case, dtype, save):
-    check_mlp_kernel(case, dtype, save)
+def test_pallas_mlp_on_gpu(case, dtype, save):
+    check_mlp_kernel(case, dtype, save, "pallas")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("one_matrix", [False, True])
 @each_kernel_case
-def test_gated_mlp_on_gpu(case, dtype, save, one_matrix):
-    check_gated_mlp_kernel(case, dtype, save, one_matrix)
+def test_pallas_gated_mlp_on_gpu(case, dtype, save, one_matrix):
+    check_gated_mlp_kernel(case, dtype, save, one_matrix, "pallas")
+
+
+each_cuda_case = pytest.mark.parametrize(
+    ("case", "dtype", "save"),
+    [
+        (case, dtype, save)
+        for case in (*CASES, *KERNEL_CASES)
+        for dtype, save in (
+            ("bfloat16", "preactivation"),
+            ("float16", "inputs"),
+            ("float32", "preactivation"),
+        )
+    ],
+    ids=str,
+)
+
+
+@pytest.mark.gpu
+@each_cuda_case
+def test_cuda_mlp_on_gpu(case, dtype, save):
+    check_mlp_kernel(case, dtype, save, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one_matrix", [False, True])
+@each_cuda_case
+def test_cuda_gated_mlp_on_gpu(case, dtype, save, one_matrix):
+    check_gated_mlp_kernel(case, dtype, save, one_matrix, "cuda")

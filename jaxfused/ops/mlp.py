@@ -1,6 +1,7 @@
 """mlp and gated_mlp: validation, choice of implementation, gradient."""
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from jaxfused.ops.row_kernel import ROWS
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from pallas_kernels import matmul as pallas_matmul
 from pallas_kernels import mlp as pallas_mlp
+from pallas_kernels.product import fills
 
 Save = Literal["preactivation", "inputs"]
 
@@ -231,9 +233,11 @@ def implementations(
     precision: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # The kernels are measured to be faster, but not all of their tests have yet passed on a GPU.
-    return {
-        "xla": None,
+    # On an H200 at [16384, 768, 3072], forward and backward: mlp 772 us, XLA 930. float32 is not
+    # measured.
+    fast = x.dtype != jnp.float32
+    fast = fast and fills(device.multiprocessors, math.prod(x.shape[:-1]), hidden)
+    reasons = {
         "pallas": pallas_matmul.why_unsupported(
             compute_capability=device.compute_capability,
             dtypes={
@@ -247,7 +251,9 @@ def implementations(
         "cuda": cuda.linear.why_unsupported(
             compute_capability=device.compute_capability, dtype=x.dtype
         ),
+        "xla": None,
     }
+    return reasons if fast else dispatch.preferring("xla", reasons)
 
 
 def _check_second_layer(op, x, hidden, w_name, w, bias_name, bias, residual) -> None:

@@ -17,6 +17,7 @@ from jaxfused.ops.linear import check_affine, weight_gradient
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from pallas_kernels import qkv_projection as pallas_qkv_projection
+from pallas_kernels.product import fills
 
 
 def qkv_projection(
@@ -120,6 +121,7 @@ def qkv_projection(
         implementation,
         implementations(
             device,
+            rows=math.prod(x.shape[:-1]),
             dtype=x.dtype,
             features=x.shape[-1],
             heads=heads,
@@ -174,6 +176,7 @@ def qkv_projection(
 def implementations(
     device: dispatch.Device,
     *,
+    rows: int,
     dtype: Any,
     features: int,
     heads: int,
@@ -184,8 +187,9 @@ def implementations(
     interleaved: bool,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # The kernel's tests have not yet run on a GPU.
-    return {
+    columns = (heads + 2 * key_heads) * head_size
+    fast = fills(device.multiprocessors, rows, columns)
+    reasons = {
         "xla": None,
         "pallas": pallas_qkv_projection.why_unsupported(
             compute_capability=device.compute_capability,
@@ -200,6 +204,7 @@ def implementations(
         ),
         "cuda": "there is no CUDA kernel of qkv_projection yet",
     }
+    return dispatch.preferring("pallas" if fast else "xla", reasons)
 
 
 # --- gradient -------------------------------------------------------------------------------------
