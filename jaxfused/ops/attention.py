@@ -216,10 +216,9 @@ def implementations(
         used=used,
     )
     return {
-        # First until all tests of the kernels have passed on a GPU in their present form.
-        "xla": None,
         "pallas": pallas_attention.why_unsupported(**call),
         "cuda": cuda_attention.why_unsupported(**call),
+        "xla": None,
         "cudnn": _why_cudnn_unsupported(
             device,
             dtype=dtype,
