@@ -5,7 +5,8 @@ CTA", long rows). Either way a warpgroup works on a [lines, width] tile, of whic
 holds every fourth line, and a sum over a line is a warp shuffle. Sums that leave the warp go through
 shared memory of our own: Mosaic's cross-warp reductions race when a CTA has several warpgroups.
 
-Tiles arrive through a ring of bulk copies, so that the memory stays busy whatever the warps do.
+Tiles arrive through a ring of bulk copies, so that the memory stays busy whatever the warps do. Large
+arrays can do without: so many CTAs wait for a multiprocessor that the memory has enough to do.
 """
 
 import functools
@@ -37,8 +38,10 @@ class RowConfig:
     warpgroups: int
     """Warpgroups in a CTA: independent of one another with a row per warp, else sharing a row."""
     slots: int
-    """Tiles that a warpgroup keeps in flight."""
+    """Tiles that a warpgroup keeps in flight; 0 for no ring: a CTA for each tile (or, with a row per
+    warp, for one of each warpgroup), which goes straight from global memory into registers."""
     ctas_per_multiprocessor: int
+    """CTAs of the ring, of which each works through many tiles; without one there is no such limit."""
     lines: int = WARPS
     """Lines of a tile: with a row per warp, as many rows; with a row per CTA, its four warps' parts."""
     chunks: int = 1
@@ -49,9 +52,11 @@ class RowConfig:
     """Keep per-feature vectors in registers; otherwise read them from the cache for each tile."""
 
     def __post_init__(self) -> None:
-        for name in ("warpgroups", "slots", "ctas_per_multiprocessor", "chunks"):
+        for name in ("warpgroups", "ctas_per_multiprocessor", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"RowConfig: {name} must be at least 1, got {getattr(self, name)}")
+        if self.slots < 0:
+            raise ValueError(f"RowConfig: slots must be at least 0, got {self.slots}")
         if self.lines % WARPS or (self.lines != WARPS and not self.row_per_warp):
             raise ValueError(f"RowConfig: lines must be {WARPS} a warp's row, got {self.lines}")
 
@@ -100,8 +105,9 @@ class RowTiles:
             raise ValueError(f"RowTiles: {reason}")
         rows_per_cta = config.lines * config.warpgroups if config.row_per_warp else 1
         most = -(-(rows // segments) // rows_per_cta)
-        resident = multiprocessors * config.ctas_per_multiprocessor
-        return cls(config, rows, features, segments, max(1, min(most, resident // segments)))
+        if config.slots > 0:
+            most = min(most, multiprocessors * config.ctas_per_multiprocessor // segments)
+        return cls(config, rows, features, segments, max(1, most))
 
     @property
     def ctas(self) -> int:
@@ -161,6 +167,10 @@ class RowTiles:
             "grid_names": ("cta",),
             "num_threads": self.config.warpgroups,
             "thread_name": "wg",
+            # Without a ring and with a row per warp nothing is read that another warp has written.
+            "compiler_params": plgpu.CompilerParams(
+                unsafe_no_auto_barriers=self.config.slots == 0 and self.config.row_per_warp
+            ),
         }
 
     # --- device side ------------------------------------------------------------------------------
@@ -188,9 +198,9 @@ class RowTiles:
         """[lines]: the sum over each line of `f` of its column blocks."""
         return jnp.sum(functools.reduce(jnp.add, map(f, range(self.config.chunks))), axis=1)
 
-    def load(self, smem, chunk: int, layout: plgpu.Layout) -> jax.Array:
-        """A column block of a tile in shared memory, as float32."""
-        block = smem.at[:, self.columns(chunk)]
+    def load(self, ref, chunk: int, layout: plgpu.Layout) -> jax.Array:
+        """A column block of a tile, as float32."""
+        block = ref.at[:, self.columns(chunk)]
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
@@ -358,6 +368,8 @@ class RowTiles:
 
     def ring_scratch(self, dtypes: dict[str, jnp.dtype]) -> dict[str, object]:
         """The ring's slots for each matrix that is read, and its barriers."""
+        if self.config.slots == 0:
+            return {}
         shape = (self.config.warpgroups, self.config.slots, self.config.lines, self.width)
         scratch: dict[str, object] = {
             f"{name}_smem": plgpu.SMEM(shape, dtype) for name, dtype in dtypes.items()
@@ -373,12 +385,16 @@ class RowTiles:
         body: Callable[..., object],
         carry: object,
     ):
-        """Runs `carry = body(step_idx, row, slot_smem, carry)` over this warpgroup's tiles.
+        """Runs `carry = body(step_idx, row, tile_refs, carry)` over this warpgroup's tiles.
 
         `sources` are the (global, shared) pairs that the ring copies; `row` is the tile's first row, and
-        `slot_smem` holds the tile of each source.
+        `tile_refs` are the tile of each source.
         """
         slots = self.config.slots
+        if slots == 0:
+            row = self.first_row(place, 0)
+            tile_refs = [self.tile(gmem, place, row) for gmem, _ in sources]
+            return body(jnp.int32(0), row, tile_refs, carry)
         count = self.tile_count(place)
 
         def copy_in(step_idx, slot):
@@ -399,7 +415,8 @@ class RowTiles:
             slot = lax.rem(step_idx, jnp.int32(slots))
             plgpu.barrier_wait(ring_barriers.at[place.wg_idx, slot])
             row = self.first_row(place, step_idx)
-            carry = body(step_idx, row, [smem.at[place.wg_idx, slot] for _, smem in sources], carry)
+            tile_refs = [smem.at[place.wg_idx, slot] for _, smem in sources]
+            carry = body(step_idx, row, tile_refs, carry)
             pl.when(step_idx + slots < count)(functools.partial(copy_in, step_idx + slots, slot))
             return carry
 

@@ -421,6 +421,44 @@ def test_pallas_float32_in_the_interpreter():
     check(replace(by_name["everything"], shape=(13, 256)), "float32", "pallas")
 
 
+@pytest.fixture
+def large(monkeypatch):
+    """Counts every array as one that the forward reads without a ring."""
+    monkeypatch.setattr(ops.layer_norm.pallas_layer_norm, "_DIRECT_BYTES", 0)
+
+
+WITHOUT_RING = (
+    Case("row_per_warp", (13, 768)),
+    Case("rms_row_per_warp", (16, 256), op="rms_norm", bias=False),
+    replace(by_name["bias_relu_norm"], shape=(9, 1024)),
+    Case("row_per_cta", (5, 8192)),
+    Case("rms_row_per_cta", (3, 8192), op="rms_norm", bias=False),
+)
+each_without_ring = pytest.mark.parametrize("case", WITHOUT_RING, ids=lambda case: case.name)
+
+
+def check_that_it_has_no_ring(case: Case) -> None:
+    vectors = case.scale + case.bias + case.pre_bias
+    config = ops.layer_norm.pallas_layer_norm.default_forward_config(*case.shape, 2, 1, vectors)
+    assert config.slots == 0
+
+
+@pytest.mark.usefixtures("interpreted_hopper", "large")
+@each_without_ring
+def test_pallas_without_a_ring_in_the_interpreter(case):
+    check_that_it_has_no_ring(case)
+    check(case, "bfloat16", "pallas")
+
+
+@pytest.mark.usefixtures("race_detector", "large")
+@each_without_ring
+def test_pallas_without_a_ring_does_not_race(case):
+    case = replace(case, shape=(8, case.shape[1]))  # Whole tiles, as below.
+    check_that_it_has_no_ring(case)
+    y, _ = case.call(*case.inputs("bfloat16")[:5], implementation="pallas")
+    jax.block_until_ready(y)
+
+
 @pytest.mark.usefixtures("race_detector")
 @pytest.mark.parametrize("features", [256, 2048])
 def test_pallas_does_not_race(features):
@@ -458,12 +496,13 @@ def test_pallas_lowers_for_cuda(case, dtype):
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "alone"])
 @pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
-def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, dtype, monkeypatch):
+def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, residual, dtype, monkeypatch):
     monkeypatch.setattr(
         dispatch, "current_device", lambda *arrays: replace(HOPPER, multiprocessors=132)
     )
-    case = Case("", shape, residual=True, pre_bias=True, pre_activation="relu")
+    case = Case("", shape, residual=residual, pre_bias=residual, pre_activation="relu")
     test_pallas_lowers_for_cuda(case, dtype)
 
 
