@@ -132,6 +132,7 @@ def implementations(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
+    op: str = "layer_norm",
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     limits = dict(rows=rows, features=features, dtype=dtype, residual_dtype=residual_dtype)
@@ -141,10 +142,11 @@ def implementations(
         "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
         "xla": None,
     }
-    # Forward and backward on an H200, in CUDA C and Pallas: [4096, 16384] 180 and 250 us, whose
-    # registers do not hold so long a row; [16384, 8192] 338 and 359; [8192, 4096] 93 and 96, but
-    # [16384, 768] 44 and 39.
-    fastest = ("cuda", "pallas", "xla") if features >= 8192 else ("pallas", "cuda", "xla")
+    # Forward and backward on an H200, in CUDA C and Pallas: [4096, 16384] 179 and 246 us, whose
+    # registers do not hold so long a row; layer_norm of [16384, 8192] 338 and 343, but rms_norm 334
+    # and 319; [8192, 4096] 92 and 91, [16384, 768] 44 and 39.
+    cuda_from = 8192 if op == "layer_norm" else 8193
+    fastest = ("cuda", "pallas", "xla") if features >= cuda_from else ("pallas", "cuda", "xla")
     return {name: reasons[name] for name in fastest}
 
 
@@ -188,6 +190,7 @@ def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
             features=features,
             dtype=x.dtype,
             residual_dtype=None if residual is None else residual.dtype,
+            op=options.op,
         ),
     )
     # Without rows there is nothing for a kernel to do, and an empty launch is an error in CUDA.
