@@ -83,7 +83,11 @@ def default_config(
     rotary_dim: int,
     bias: bool,
 ) -> MatmulConfig:
-    """Tiles of whole heads where heads matter, of few columns beyond the outputs' ends."""
+    """Tiles of whole heads where heads matter, of few columns beyond the outputs' ends.
+
+    A second slot to write is worth more than a fourth stage: 50432 x 768 to 3 x 12 heads of 64 with
+    rotation 295 us on an H200, 322 without it; with norm and rotation 365, 480.
+    """
     whole_heads = norm or rotary_dim > 0
     unit = head_size if whole_heads else 32
     tile_m = 128 if unit <= 192 else 64
@@ -105,7 +109,7 @@ def default_config(
 
     return next(
         config
-        for stages, write_slots in ((4, 2), (4, 1), (3, 1), (2, 1))
+        for stages, write_slots in ((4, 2), (3, 2), (4, 1), (3, 1), (2, 1))
         if shared_memory_bytes(
             config := MatmulConfig(
                 tile_m=tile_m,
