@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from pallas_kernels.attention_bwd_bias import bias_gradient
 from pallas_kernels.attention_bwd_dkv import KeyGradientConfig, key_gradients
 from pallas_kernels.attention_bwd_dq import QueryGradientConfig, query_gradient
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands
+from pallas_kernels.attention_bwd_rows import row_gradients, row_statistics
+from pallas_kernels.attention_logits import Logits, Operands
 
 _ROWS = 384
 """A multiple of all blocks of queries, to which vectors of T are filled up."""
@@ -38,36 +39,14 @@ def backward(
     query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, T or more] float32 is the
     natural logarithm. dbias and dsinks are float32, or None without the operand.
     """
-    lse2, delta = _row_statistics(out, lse, dout, dlse)
-    dbias, dsinks = None, None
-    if operands.bias is not None:
+    lse2, delta = row_statistics(out, lse, dout, dlse)
+    dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
+    fill = ((0, 0), (0, 0), (0, -delta.shape[2] % _ROWS))
+    lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
+    if operands.bias is not None and dbias is None:
         dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)
-    if operands.sinks is not None:
-        dsinks = _sink_gradient(operands.sinks, lse2, delta)
     arrays = (query, key, value, operands, lse2, delta, dout)
     options = dict(logits=logits, multiprocessors=multiprocessors)
     dquery = query_gradient(*arrays, **options, config=query_config)
     dkey, dvalue = key_gradients(*arrays, **options, config=key_config)
     return dquery, dkey, dvalue, dbias, dsinks
-
-
-def _row_statistics(out, lse, dout, dlse) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp in base 2 and delta, [B, N, T filled up to a multiple of _ROWS].
-
-    delta is what the gradients of a row's logits have in common. Rows that attend to nothing, and
-    those beyond the last, have a log-sum-exp of inf, which makes all of their probabilities 0.
-    """
-    delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), dout.astype(jnp.float32))
-    if dlse is not None:
-        delta = delta - dlse
-    query_count = delta.shape[2]
-    lse = lse[:, :, :query_count]
-    lse2 = jnp.where(lse <= EMPTY_LSE, jnp.inf, lse * LOG2E)
-    fill = ((0, 0), (0, 0), (0, -query_count % _ROWS))
-    return jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
-
-
-def _sink_gradient(sinks: jax.Array, lse2: jax.Array, delta: jax.Array) -> jax.Array:
-    """[N]: a sink is a logit whose probability has no value to give, so its dP is 0."""
-    probabilities = jnp.exp2(sinks[:, None] * LOG2E - lse2)
-    return -jnp.sum(probabilities * delta, axis=(0, 2))

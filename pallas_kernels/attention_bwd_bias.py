@@ -1,9 +1,11 @@
 """Gradient of attention's bias on Hopper: the logits' gradient, summed over what the bias shares.
 
-A CTA owns a tile of the bias and goes over all batch entries, heads and, where the bias has one row or
-one column, tiles that share it. It computes their logits' gradients again, which costs two products
+A CTA owns a tile of the bias and goes over all batch entries, heads and, where the bias has one row,
+tiles of queries that share it. It computes their logits' gradients again, which costs two products
 more, and holds the sum in registers: a gradient of the size of the logits is never written.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_fwd import copyable, shared_width
 from pallas_kernels.attention_logits import Logits, Operands, Tile
-from pallas_kernels.attention_tiles import padded_columns
+from pallas_kernels.attention_tiles import operand_memory, padded_columns
 
 _ROWS, _COLUMNS = 64, 128
 """Queries and keys of a tile."""
@@ -30,7 +32,10 @@ def bias_gradient(
     *,
     logits: Logits,
 ) -> jax.Array:
-    """float32, of the bias's shape; lse2 and delta are [B, N, T, filled up to whole tiles]."""
+    """float32, of the bias's shape, which differs between keys: see attention_bwd_rows for others.
+
+    lse2 and delta are [B, N, T filled up to whole tiles].
+    """
     shape = operands.bias.shape
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads, value_size = value.shape[1:]
@@ -39,7 +44,7 @@ def bias_gradient(
     tiles = (pl.cdiv(query_count, _ROWS), pl.cdiv(key_count, _COLUMNS))
     whole = (batch, heads, *tiles)
     own = tuple(1 if size == 1 else count for size, count in zip(shape, whole, strict=True))
-    shared = tuple(count // mine for count, mine in zip(whole, own, strict=True))
+    shared = tuple(count // mine for count, mine in zip(whole, own, strict=True))[:3]
     query, key, value, dout = (copyable(x) for x in (query, key, value, dout))
     operands = operands.padded(_ROWS, _COLUMNS)
     optional = {name: x for name, x in operands._asdict().items() if x is not None}
@@ -52,11 +57,12 @@ def bias_gradient(
         full = scratch["full"]
 
         def add(step, total):
+            *other_idx, s = tile_idx
             place = []
-            for index, count in zip(reversed(tile_idx), reversed(shared), strict=True):
+            for index, count in zip(reversed(other_idx), reversed(shared), strict=True):
                 place.append(index + lax.rem(step, count))
                 step = lax.div(step, count)
-            s, t, n, b = place
+            t, n, b = place
             queries, keys = pl.ds(t * _ROWS, _ROWS), pl.ds(s * _COLUMNS, _COLUMNS)
             kv_head = lax.div(n, heads // key_heads)
             for gmem, rows, head, width, smem in (
@@ -92,8 +98,8 @@ def bias_gradient(
                 dp = logits.dropped(dp, tile, ops) * (1 / logits.keep_probability)
             return total + p * (dp - of_rows(delta_gmem))
 
-        count = shared[0] * shared[1] * shared[2] * shared[3]
-        if shared[2] == shared[3] == 1:
+        count = math.prod(shared)
+        if shared[2] == 1:
             first = tile_idx[2] * _ROWS
             blocks = mask.key_blocks((first, first + _ROWS), _COLUMNS, query_count, key_count)
             visited = (tile_idx[3] >= blocks.start) & (tile_idx[3] < blocks.stop)
@@ -104,33 +110,20 @@ def bias_gradient(
             0, count, add, zeros
         )
 
-    def smem(rows: int, width: int):
-        swizzle = next(w for w in (64, 32, 16) if width % w == 0) * dtype.itemsize
-        return plgpu.SMEM(
-            (rows, width),
-            dtype,
-            transforms=(
-                plgpu.TilingTransform((8, swizzle // dtype.itemsize)),
-                plgpu.SwizzleTransform(swizzle),
-            ),
-        )
-
     dbias = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((*own[:2], own[2] * _ROWS, own[3] * _COLUMNS), jnp.float32),
         grid=own,
         grid_names=("b", "n", "t", "s"),
         scratch_types=dict(
-            q_smem=smem(_ROWS, head_width),
-            k_smem=smem(_COLUMNS, head_width),
-            v_smem=smem(_COLUMNS, value_width),
-            do_smem=smem(_ROWS, value_width),
+            q_smem=operand_memory((_ROWS, head_width), dtype),
+            k_smem=operand_memory((_COLUMNS, head_width), dtype),
+            v_smem=operand_memory((_COLUMNS, value_width), dtype),
+            do_smem=operand_memory((_ROWS, value_width), dtype),
             full=plgpu.Barrier(num_arrivals=4),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, dout, lse2, delta, *optional.values())
-    # One row or one column of the bias: the sum over those of a tile is left.
-    for axis in (2, 3):
-        if shape[axis] == 1:
-            dbias = jnp.sum(dbias, axis=axis, keepdims=True)
+    if shape[2] == 1:
+        dbias = jnp.sum(dbias, axis=2, keepdims=True)
     return dbias[:, :, : shape[2], : shape[3]]

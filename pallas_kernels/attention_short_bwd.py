@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_short_memory as memory
+from pallas_kernels.attention_bwd_rows import row_gradients, row_statistics
 from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
 from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
 
@@ -90,8 +91,9 @@ def backward(
 ) -> Gradients:
     """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.
 
-    lse is what `forward` returned, with its padding. With a bias the gradient of the logits passes
-    through global memory, [B, N, S, T] in float32, and XLA adds it up over the bias's broadcast axes.
+    lse is what `forward` returned, with its padding. With a bias that differs between keys the
+    gradient of the logits passes through global memory, [B, N, S, T] in float32, and XLA adds it up
+    over the bias's broadcast axes.
     """
     (dquery, dkey, dvalue), dbias, dsinks = _backward(
         (query, key, value),
@@ -152,10 +154,11 @@ def _backward(
     warpgroups, key_tiles = config.warpgroups, config.key_tiles
     key_slots, query_slots = config.key_slots, config.query_slots
     tile_count = warpgroups * key_tiles
-    dsinks = None
-    if operands.sinks is not None:
-        dsinks = _gradient_of_sinks(operands.sinks, out, lse, dout, dlse)
     bias = operands.bias
+    dbias, dsinks = None, None
+    if bias is not None or operands.sinks is not None:
+        dbias, dsinks = row_gradients(operands, *row_statistics(out, lse, dout, dlse), dlse)
+    writes_dlogits = bias is not None and dbias is None
     operands = operands.padded(ROWS, config.keys)
     operands = operands._replace(
         bias=_transposed(operands.bias), explicit=_transposed(operands.explicit)
@@ -189,7 +192,7 @@ def _backward(
         dq_heads, dk_heads, dv_heads = memory.queries_keys_values(
             [next(refs) for _ in arrays], heads, key_heads
         )
-        dlogits_gmem = None if bias is None else next(refs)
+        dlogits_gmem = next(refs) if writes_dlogits else None
         wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
         lse_smem, dlse_smem, delta_smem, lse2_smem = rows_smem
         own_items = lax.div(items - cta_idx + (ctas - 1), jnp.int32(ctas))
@@ -446,7 +449,7 @@ def _backward(
     rows = plgpu.SMEM((query_slots, ROWS), jnp.float32)
     copies = head_blocks + 2 * value_blocks + (1 if dlse is None else 2)
     outputs = [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays]
-    if bias is not None:
+    if writes_dlogits:
         dlogits_shape = (batch, heads, config.keys, chunks * ROWS)
         outputs.append(jax.ShapeDtypeStruct(dlogits_shape, jnp.float32))
     gradients = plgpu.kernel(
@@ -479,8 +482,7 @@ def _backward(
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs, *(getattr(operands, name) for name in present))
-    dbias = None
-    if bias is not None:
+    if writes_dlogits:
         dbias = gradients[-1][:, :, :key_count, :query_count].swapaxes(2, 3)
         broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
         dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
@@ -505,16 +507,6 @@ class _KeyRows(Tile):
 
 def _transposed(matrices: jax.Array | None) -> jax.Array | None:
     return None if matrices is None else matrices.swapaxes(2, 3)
-
-
-def _gradient_of_sinks(sinks, out, lse, dout, dlse) -> jax.Array:
-    delta = jnp.einsum("btnv,btnv->bnt", out, dout, preferred_element_type=jnp.float32)
-    if dlse is not None:
-        delta -= dlse
-    lse = lse[..., : out.shape[1]]
-    # Queries beyond their length have EMPTY_LSE, whose exponential would be infinite.
-    weights = jnp.where(lse <= EMPTY_LSE, 0.0, jnp.exp(sinks[:, None] - lse))
-    return -jnp.sum(weights * delta, axis=(0, 2))
 
 
 def _columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

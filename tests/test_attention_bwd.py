@@ -90,7 +90,7 @@ def test_every_option_lowers(head_size):
     mask = BlockMask(197, 333, True, (90, 20), True, True, True, True)
     shape = jax.ShapeDtypeStruct
     operands = Operands(
-        bias=shape((1, 4, 197, 1), jnp.float32),
+        bias=shape((1, 4, 1, 333), jnp.float32),
         sinks=shape((4,), jnp.float32),
         query_lengths=shape((2,), jnp.int32),
         key_lengths=shape((2,), jnp.int32),

@@ -467,6 +467,26 @@ def test_the_gradient_of_random_cases_lowers(hopper, seed):
     assert lowered(*case.arrays(jnp.bfloat16)).mlir_module().count("mosaic_gpu") >= 2
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("of each query", 40, 260, bias=(1, 2, 40, 1), query_lengths=(40, 31), head_size=16),
+        Case("and sinks", 40, 260, bias=(2, 2, 1, 1), sinks=True, is_causal=True, head_size=16),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_bias_alike_for_all_keys(interpreted_hopper, monkeypatch, case):
+    """Which is 0 without a sink and without a use of the log-sum-exp."""
+    mosaic_interpreter.complete(monkeypatch)
+
+    def output(implementation):
+        f = operator(case, implementation)
+        return lambda *args: f(*args)[0]
+
+    args = case.arrays(jnp.float16)
+    assert_values_and_gradients(output("pallas"), output("xla"), *args, cotangents=1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", RANDOM_SEEDS)
 def test_random_cases_are_as_accurate_as_the_reference(seed):

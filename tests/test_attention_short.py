@@ -46,6 +46,10 @@ OPTIONS = (
     Case("segments", 150, 197, head_size=64, segments=3),
     Case("soft cap and sinks", 150, 197, head_size=64, soft_cap=1.5, sinks=True),
     Case("bias of a head", 49, 49, heads=4, head_size=32, bias=(1, 4, 49, 49)),
+    Case(
+        "bias of a query", 70, 90, heads=4, head_size=64, bias=(2, 1, 70, 1), query_lengths=(70, 9)
+    ),
+    Case("bias of a query and sinks", 70, 90, head_size=64, bias=(70, 1), sinks=True),
     Case("bias of a key, mask of a sequence", 70, 90, heads=4, bias=(90,), mask=(2, 1, 70, 90)),
     Case(
         "everything",
