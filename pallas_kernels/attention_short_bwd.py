@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attention_short_memory as memory
 from pallas_kernels.attention_bwd_rows import row_gradients, row_statistics
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
 from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
 
 ROWS = 64
@@ -159,10 +159,7 @@ def _backward(
     if bias is not None or operands.sinks is not None:
         dbias, dsinks = row_gradients(operands, *row_statistics(out, lse, dout, dlse), dlse)
     writes_dlogits = bias is not None and dbias is None
-    operands = operands.padded(ROWS, config.keys)
-    operands = operands._replace(
-        bias=_transposed(operands.bias), explicit=_transposed(operands.explicit)
-    )
+    operands = operands.padded(ROWS, config.keys).transposed()
     present = [name for name, array in operands._asdict().items() if array is not None]
     inputs = [*arrays, out, lse, dout]
     if dlse is not None:
@@ -337,7 +334,6 @@ def _backward(
                 slot = query_slot(step)
                 key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
                 q, do = Matrix.of(q_smem, slot), Matrix.of(do_smem, slot)
-                columns = plgpu.Layout.WGMMA.reduce(0)
                 plgpu.barrier_wait(bars["query_full"].at[slot])
 
                 # One tile after the other: the registers hold dK and dV of all, but P of one.
@@ -348,7 +344,7 @@ def _backward(
                     tile = first_tile + j
                     k = Matrix.of(k_smem, key_slot(item), tile)
                     v = Matrix.of(v_smem, key_slot(item), tile)
-                    logits_tile = _KeyRows(
+                    logits_tile = TransposedTile(
                         batch_idx,
                         head_idx,
                         start,
@@ -364,9 +360,9 @@ def _backward(
                     s = pl.run_scoped(logits_products, plgpu.ACC((ROWS, ROWS), jnp.float32))
                     if j == 0:
                         plgpu.barrier_wait(bars["rows_full"].at[slot])
-                    lse_row = plgpu.load(lse2_smem.at[slot], layout=columns)
+                    lse2 = logits_tile.along_queries(lse2_smem.at[slot])
                     x = logits.logits(s, logits_tile, ops, key_length, masked)
-                    p = jnp.exp2(x * logits.multiplier - _columns(lse_row, x.shape))
+                    p = jnp.exp2(x * logits.multiplier - lse2)
                     kept = logits.dropped(p, logits_tile, ops) if logits.dropout_rate > 0 else None
                     # From here on P is rounded, and the barrier keeps the compiler from going back to
                     # it in float32: with those registers all products would wait for each other.
@@ -384,8 +380,8 @@ def _backward(
                         dp = dp * (1.0 / logits.keep_probability)
                     if j == 0:
                         plgpu.barrier_wait(bars["ds_free"])
-                    delta = plgpu.load(delta_smem.at[slot], layout=columns)
-                    ds = p.astype(jnp.float32) * (dp - _columns(delta, dp.shape))
+                    delta = logits_tile.along_queries(delta_smem.at[slot])
+                    ds = p.astype(jnp.float32) * (dp - delta)
                     if dlogits_gmem is not None:
                         keys, queries = pl.ds(tile * ROWS, ROWS), pl.ds(start, ROWS)
                         dlogits_gmem.at[batch_idx, head_idx, keys, queries][...] = ds
@@ -487,27 +483,3 @@ def _backward(
         broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
         dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
     return gradients[: len(arrays)], dbias, dsinks
-
-
-@dataclass(frozen=True)
-class _KeyRows(Tile):
-    """A tile with keys as rows, whose matrices come transposed, [B or 1, N or 1, S or 1, T or 1]."""
-
-    def matrix(self, ref) -> jax.Array:
-        swapped = Tile(
-            self.batch,
-            self.head,
-            self.key_start,
-            self.query_start,
-            self.shape,
-            layout=self.layout,
-        )
-        return swapped.matrix(ref)
-
-
-def _transposed(matrices: jax.Array | None) -> jax.Array | None:
-    return None if matrices is None else matrices.swapaxes(2, 3)
-
-
-def _columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(vector, shape, [1])
