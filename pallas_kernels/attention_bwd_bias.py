@@ -122,6 +122,7 @@ def bias_gradient(
             do_smem=operand_memory((_ROWS, value_width), dtype),
             full=plgpu.Barrier(num_arrivals=4),
         ),
+        kernel_name="attention_bias_gradient",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, dout, lse2, delta, *optional.values())
     if shape[2] == 1:

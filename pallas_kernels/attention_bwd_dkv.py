@@ -467,6 +467,7 @@ def key_gradients(
         grid_names=("cta",),
         num_threads=wgs + 1,
         thread_name="wg",
+        kernel_name="attention_key_gradient",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
         query,

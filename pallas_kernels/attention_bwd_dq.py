@@ -310,6 +310,7 @@ def query_gradient(
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",
+        kernel_name="attention_query_gradient",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
         query,

@@ -450,6 +450,7 @@ def forward(
         grid_names=("cta",),
         num_threads=consumers + 1,
         thread_name="wg",
+        kernel_name="attention_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, schedule, *segment_bounds, *(getattr(operands, name) for name in present))
     return out[:, :query_count, :, :value_size], lse

@@ -476,6 +476,7 @@ def _backward(
         grid_names=("cta",),
         num_threads=warpgroups + 1,
         thread_name="wg",
+        kernel_name="attention_short_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs, *(getattr(operands, name) for name in present))
     if writes_dlogits:

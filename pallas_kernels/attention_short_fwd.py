@@ -277,6 +277,7 @@ def _forward(
         grid_names=("cta",),
         num_threads=workers,
         thread_name="wg",
+        kernel_name="attention_short_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays, *(getattr(operands, name) for name in present))
 

@@ -40,5 +40,6 @@ def forward(
         outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
         config=config,
         multiprocessors=multiprocessors,
+        name="linear",
     )
     return results["y"], results.get("preactivation")

@@ -135,6 +135,7 @@ def matmul(
     b_transposed: bool = False,
     config: MatmulConfig | None = None,
     multiprocessors: int,
+    name: str = "matmul",
 ) -> dict[str, jax.Array]:
     """What `epilogue` makes of a @ b: matrices [M, N], and sums over their rows, by name.
 
@@ -152,6 +153,7 @@ def matmul(
       rows: [N] each, or None for one that is absent.
       matrices: [M, N] each, or None.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
+      name: of the kernel, in a profile.
 
     Returns:
       The matrices by name, and for each of `column_sums` its sum by the name "sum_" + name.
@@ -231,6 +233,7 @@ def matmul(
         ),
         scratch=launch.scratch(),
         epilogue=launch.of_tile,
+        name=name,
     )
     matrices_out, sums = results[: len(outputs)], results[len(outputs) :]
     return {name: y[:m] for name, y in zip(outputs, matrices_out, strict=True)} | {

@@ -43,6 +43,7 @@ def hidden_gradient(
         column_sums=("dz",) if sum_rows else (),
         config=config,
         multiprocessors=multiprocessors,
+        name="hidden_gradient",
     )
     return results["dz"], results.get("h", z), results.get("sum_dz")
 
@@ -94,6 +95,7 @@ def gated_forward(
         outputs=dict.fromkeys(("h", *saved), x.dtype),
         config=config,
         multiprocessors=multiprocessors,
+        name="gated_unit",
     )
     return results["h"], results.get("gate"), results.get("up")
 
@@ -136,6 +138,7 @@ def _gated_in_two_products(
         matrices={"gate": gate},
         outputs=dict.fromkeys(("h", "up") if save_preactivations else ("h",), x.dtype),
         multiprocessors=multiprocessors,
+        name="gated_unit",
     )
     return results["h"], gate if save_preactivations else None, results.get("up")
 
@@ -169,6 +172,7 @@ def gated_hidden_gradient(
         column_sums=[n for n, wanted in zip(("dgate", "dup"), sum_rows, strict=True) if wanted],
         config=config,
         multiprocessors=multiprocessors,
+        name="gated_hidden_gradient",
     )
     names = ("dgate", "dup", "h", "sum_dgate", "sum_dup")
     return tuple(results.get(name) for name in names)
@@ -192,5 +196,6 @@ def gated_input_gradient(
         outputs={"dx": dgate.dtype},
         config=config,
         multiprocessors=multiprocessors,
+        name="gated_input_gradient",
     )
     return (results["dx"],)

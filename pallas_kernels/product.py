@@ -184,6 +184,7 @@ class Product:
         out_type: Sequence[jax.ShapeDtypeStruct],
         scratch: Mapping[str, Any],
         epilogue: Callable[[Sequence[Any], Mapping[str, Any], TilePlace], TileEpilogue],
+        name: str,
     ) -> Sequence[jax.Array]:
         """Runs the kernel.
 
@@ -191,6 +192,7 @@ class Product:
           others: further operands, for the epilogue.
           scratch: shared memory of the epilogue.
           epilogue: that of a tile, from `others` and the outputs in global memory, and `scratch`.
+          name: of the kernel, in a profile.
         """
 
         def kernel(*refs, ring, own):
@@ -213,6 +215,7 @@ class Product:
             cluster_names=("cta",),
             num_threads=CONSUMERS + 1,
             thread_name="wg",
+            kernel_name=name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*terms, *bs, *others)
 

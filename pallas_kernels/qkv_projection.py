@@ -204,6 +204,7 @@ def forward(
         out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
+        name="qkv_projection",
     )
     q, k, v, *projections = (result[:m] for result in results)
     return (q, k, v, *(projections or (None, None)))
@@ -225,6 +226,7 @@ def input_gradient(
         outputs={"dx": dys[0].dtype},
         config=config,
         multiprocessors=multiprocessors,
+        name="qkv_input_gradient",
     )
     return (results["dx"],)
 
