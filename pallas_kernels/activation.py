@@ -36,23 +36,32 @@ def activation(name: str | None, x: jax.Array) -> jax.Array:
 
 def derivative(name: str | None, x: jax.Array) -> jax.Array | float:
     """The derivative at `x` of the activation called `name`; 0 at relu's kink, as in jax.nn."""
+    return activation_and_derivative(name, x)[1]
+
+
+def activation_and_derivative(
+    name: str | None, x: jax.Array
+) -> tuple[jax.Array, jax.Array | float]:
+    """Both at `x`, with what they have in common computed once."""
     match name:
         case None:
-            return 1.0
+            return x, 1.0
         case "relu":
-            return jnp.where(x > 0.0, 1.0, 0.0)
+            return jnp.maximum(x, 0.0), jnp.where(x > 0.0, 1.0, 0.0)
         case "relu2":
-            return 2.0 * jnp.maximum(x, 0.0)
+            positive = jnp.maximum(x, 0.0)
+            return positive * positive, 2.0 * positive
         case "silu":
             s, rest = _sigmoid_and_rest(x)
-            return s * (1.0 + x * rest)
+            return x * s, s * (1.0 + x * rest)
         case "gelu_tanh":
             s, rest = _sigmoid_and_rest(_gelu_tanh_logit(x))
             logit_slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
-            return s * (1.0 + x * rest * logit_slope)
+            return x * s, s * (1.0 + x * rest * logit_slope)
         case "gelu_erf":
             gaussian = _gaussian(x)
-            return _normal_cdf(x, gaussian) + x * gaussian * (1.0 / math.sqrt(2.0 * math.pi))
+            below = _normal_cdf(x, gaussian)
+            return x * below, below + x * gaussian * (1.0 / math.sqrt(2.0 * math.pi))
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 

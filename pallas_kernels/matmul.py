@@ -24,6 +24,7 @@ from pallas_kernels.product import (
     Product,
     TileEpilogue,
     TilePlace,
+    tile_cost,
     tiled,
     widest_swizzle,
 )
@@ -38,11 +39,12 @@ Leaving = Callable[..., tuple[jax.Array, ...]]
 
 
 def default_config(
-    k: int, products: int, dtype: Any, read_bytes: int, written_bytes: int, row_bytes: int
+    n: int, k: int, products: int, dtype: Any, read_bytes: int, written_bytes: int, row_bytes: int
 ) -> MatmulConfig:
     """The fastest of those measured on an H200 that leave room for the epilogue.
 
     Args:
+      n: the columns of the result.
       k: the length of the sums.
       products: that are taken in one pass over a.
       dtype: of the operands.
@@ -76,6 +78,8 @@ def default_config(
         # [16384, 768] x [768, 3072] with gelu_erf 140 us, 160 with chunks of half the width and
         # twice the slots; with gelu_tanh 120 either way.
         candidates.append(tiles(epilogue_columns=64))
+    if products == 1 and tile_cost([n], 128) < tile_cost([n], 192):
+        candidates = [replace(c, tile_n=128) for c in (*candidates, tiles(write_slots=2))]
     candidates += [
         tiles(write_slots=2),
         tiles(),
@@ -180,6 +184,7 @@ def matmul(
     present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
     if config is None:
         config = default_config(
+            n,
             sum(ks),
             products,
             terms[0].dtype,

@@ -8,12 +8,44 @@ import jax.numpy as jnp
 
 from pallas_kernels import linear
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.activation import derivative
+from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.matmul import MatmulConfig, matmul
 
 
 def _rounded(product: jax.Array) -> tuple[jax.Array]:
     return (product,)
+
+
+def hidden_and_slope(
+    x: jax.Array,
+    w1: jax.Array,
+    b1: jax.Array | None,
+    *,
+    activation: str,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The activation of x @ w1 + b1 and its derivative there, [M, F] both."""
+
+    def preactivation(z, *, b1=None):
+        return (z if b1 is None else z + b1,)
+
+    def epilogue(z):
+        h, slope = activation_and_derivative(activation, z)
+        return {"h": h, "slope": slope}
+
+    results = matmul(
+        x,
+        w1,
+        leaving=preactivation,
+        epilogue=epilogue,
+        rows={"b1": b1},
+        outputs={"h": x.dtype, "slope": x.dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+        name="hidden_and_slope",
+    )
+    return results["h"], results["slope"]
 
 
 def hidden_gradient(
@@ -29,8 +61,8 @@ def hidden_gradient(
     """Of dy [M, E], w2 [F, E] and z [M, F]: dz, activation(z), and dz summed over the rows."""
 
     def epilogue(dh, *, z):
-        dz = dh * derivative(activation, z)
-        return {"dz": dz, "h": activate(activation, z)}
+        h, slope = activation_and_derivative(activation, z)
+        return {"dz": dh * slope, "h": h}
 
     results = matmul(
         dy,
@@ -46,6 +78,31 @@ def hidden_gradient(
         name="hidden_gradient",
     )
     return results["dz"], results.get("h", z), results.get("sum_dz")
+
+
+def hidden_gradient_by_slope(
+    dy: jax.Array,
+    w2: jax.Array,
+    slope: jax.Array,
+    *,
+    sum_rows: bool,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Of dy [M, E], w2 [F, E] and the activation's derivative [M, F]: dz, and its sum over the rows."""
+    results = matmul(
+        dy,
+        w2,
+        b_transposed=True,
+        epilogue=lambda dh, *, slope: {"dz": dh * slope},
+        matrices={"slope": slope},
+        outputs={"dz": slope.dtype},
+        column_sums=("dz",) if sum_rows else (),
+        config=config,
+        multiprocessors=multiprocessors,
+        name="hidden_gradient_by_slope",
+    )
+    return results["dz"], results.get("sum_dz")
 
 
 def gated_forward(
@@ -157,9 +214,8 @@ def gated_hidden_gradient(
     """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and the former's row sums."""
 
     def epilogue(dh, *, gate, up):
-        activated = activate(activation, gate)
-        dgate = dh * up * derivative(activation, gate)
-        return {"dgate": dgate, "dup": dh * activated, "h": activated * up}
+        activated, slope = activation_and_derivative(activation, gate)
+        return {"dgate": dh * up * slope, "dup": dh * activated, "h": activated * up}
 
     results = matmul(
         dy,

@@ -400,6 +400,15 @@ class Product:
         plgpu.wait_smem_to_gmem(0)
 
 
+def tile_cost(widths: Sequence[int], tile_n: int) -> float:
+    """What tiles of `tile_n` columns cost of outputs so wide: what lies beyond them is computed too.
+
+    A narrower tile reads its operands more often: 128 x 128 takes 6% longer than 128 x 192.
+    """
+    columns = sum(pl.cdiv(width, tile_n) * tile_n for width in widths)
+    return columns * (1.06 if tile_n <= 128 else 1.0)
+
+
 def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """Shared memory as the copy engine and wgmma both want it."""
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))

@@ -104,7 +104,7 @@ def test_save_says_what_is_kept(gated, dtype):
     fused = fused_gated_mlp if gated else fused_mlp
     args = case.gated_arguments(dtype) if gated else case.mlp_arguments(dtype)
     results = {}
-    for save in ("preactivation", "inputs"):
+    for save in ("hidden", "preactivation", "inputs"):
         f = fused(case, save)
         kept = jax.tree.leaves(jax.vjp(f, *args)[1])
         wide = [a for a in kept if a.shape == (*case.rows, case.hidden)]
@@ -115,8 +115,8 @@ def test_save_says_what_is_kept(gated, dtype):
         products = str(jax.make_jaxpr(lambda *a, f=f: jax.vjp(f, *a)[1](a[-1]))(*args))
         weights = 2 + gated
         assert products.count("dot_general") == 3 * weights + (weights - 1) * (save == "inputs")
-    for a, b in zip(results["preactivation"], results["inputs"], strict=True):
-        np.testing.assert_array_equal(a, b)
+    for save in ("hidden", "inputs"):
+        jax.tree.map(np.testing.assert_array_equal, results[save], results["preactivation"])
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -154,7 +154,10 @@ def test_dtype_of_the_result():
         ({"residual": jnp.ones(3)}, r"residual has shape \(3,\).*\(2, 3\)"),
         ({"x": jnp.ones((2, 3), int)}, "x has dtype int32"),
         ({"activation": "tanh"}, "activation='tanh'"),
-        ({"save": "all"}, "save='all' is not known; pass 'preactivation' or 'inputs'"),
+        (
+            {"save": "all"},
+            "save='all' is not known; pass one of 'hidden', 'preactivation', 'inputs'",
+        ),
     ],
 )
 def test_errors_of_mlp(change, message):
@@ -205,6 +208,7 @@ each_kernel_case = pytest.mark.parametrize(
         *((case, "bfloat16", "preactivation") for case in KERNEL_CASES),
         (KERNEL_CASES[0], "float16", "inputs"),
         (KERNEL_CASES[0], "float32", "preactivation"),
+        (KERNEL_CASES[1], "bfloat16", "hidden"),
     ],
     ids=str,
 )

@@ -188,6 +188,7 @@ class Block(nnx.Module):
             size.width,
             size.hidden,
             activation="gelu_erf",
+            save="hidden",
             kernel_init=nnx.initializers.xavier_uniform(),
             dtype=dtype,
             rngs=rngs,

@@ -33,7 +33,8 @@ class MLP(nnx.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
-      save: what is kept for the backward, "preactivation" or "inputs", as in `jaxfused.mlp`.
+      save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
+        `jaxfused.mlp`.
       rngs: gives the initialisers their keys.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 

@@ -13,6 +13,7 @@ from jaxfused.reference.linear import add_residual, affine, preactivation, save_
 from jaxfused.reference.product import accumulator_dtype
 
 SAVE_POLICIES = {
+    "hidden": save_preactivation,
     "preactivation": save_preactivation,
     "inputs": jax.checkpoint_policies.nothing_saveable,
 }
