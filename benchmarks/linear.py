@@ -143,7 +143,7 @@ def _case(operation: _Operation, shape: Shape) -> Case:
                 rows=rows,
                 features=features,
                 out_features=out_features,
-                activation="gelu_tanh" if operation.has_bias else None,
+                has_epilogue=operation.has_bias,
                 dtype=jnp.dtype(jnp.bfloat16),
             )
         ),

@@ -31,7 +31,7 @@ TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
             rows=16384,
             features=768,
             out_features=3072,
-            activation="gelu_tanh",
+            has_epilogue=True,
             dtype=_BF16,
             out_dtype=_BF16,
         ),

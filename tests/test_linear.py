@@ -156,7 +156,7 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
 def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
     options = dict(
         rows=16,
-        activation=None,
+        has_epilogue=False,
         features=16,
         out_features=16,
         dtype=jnp.float32,

@@ -210,7 +210,7 @@ def test_pallas_vmap_in_the_interpreter(over):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("case", KERNEL_CASES[:3], ids=str)
+@pytest.mark.parametrize("case", KERNEL_CASES[:4], ids=str)
 def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
     args = case.arguments(jnp.bfloat16)
     _, vjp = jax.vjp(fused_qkv(case, "pallas"), *args)
@@ -314,6 +314,7 @@ def test_accurate_on_gpu(case, dtype):
     "case",
     [
         Case((3, 197), 768, 12, 12, 64, bias=True),
+        Case((3, 197), 1024, 16, 16, 64, bias=True),
         Case((3, 197), 768, 12, 12, 64, bias=True, norm=True, rotary_dim=64),
         Case((2, 300), 1024, 32, 8, 128, norm=True, rotary_dim=128),
         Case((2, 300), 512, 4, 1, 256, norm=True, rotary_dim=128),

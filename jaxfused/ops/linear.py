@@ -82,7 +82,7 @@ def linear(
             rows=math.prod(x.shape[:-1]),
             features=x.shape[-1],
             out_features=w.shape[1],
-            activation=activation,
+            has_epilogue=bias is not None or activation is not None,
             dtype=x.dtype,
             residual_dtype=None if residual is None else residual.dtype,
             out_dtype=out_dtype,
@@ -111,16 +111,16 @@ def implementations(
     rows: int,
     features: int,
     out_features: int,
-    activation: str | None,
+    has_epilogue: bool,
     dtype: Any,
     residual_dtype: Any = None,
     out_dtype: Any = None,
     precision: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # XLA has the product with a bias in one kernel, but an activation takes it another pass (H200,
-    # [16384, 768] x [768, 3072] with gelu: 117 us, XLA 170). float32 is not measured.
-    fast = activation is not None and dtype != jnp.float32
+    # A bias or an activation takes XLA another pass (H200, [16384, 768] x [768, 3072] with gelu:
+    # 117 us, XLA 170). float32 is not measured.
+    fast = has_epilogue and dtype != jnp.float32
     fast = fast and fills(device.multiprocessors, rows, out_features)
     reasons = {
         "pallas": pallas_matmul.why_unsupported(

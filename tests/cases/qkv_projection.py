@@ -43,6 +43,7 @@ KERNEL_CASES = (
     Case((2, 37), 48, 4, 2, 32, bias=True, norm=True, rotary_dim=32),
     Case((3, 8), 32, 2, 2, 64, rotary_dim=32, w_dtype="float32"),
     Case((70,), 64, 3, 1, 16, bias=True),
+    Case((70,), 32, 4, 4, 64, bias=True),
     Case((2, 20), 32, 2, 1, 48, norm=True),
 )
 """Sizes that a tensor core takes; heads without norm and rotation may be of any size."""
