@@ -42,8 +42,10 @@ unet: $(INSTALLED)
 test: lint $(if $(NVCC),ffi)
 	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTHON) -m pytest -n $(JOBS)
 
+# Autotuning every product of a plain jax.numpy takes longer than all the rest.
 test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
-	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m gpu -n 4
+	XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0 \
+	  $(PYTHON) -m pytest -m gpu -n $(JOBS)
 
 bench: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks
