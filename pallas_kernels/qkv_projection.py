@@ -104,9 +104,6 @@ def default_config(
         biases = (CONSUMERS * 4 * c.tile_n + 2 * 1024) if bias else 0
         return c.ring_bytes(dtype) + CONSUMERS * streams + biases
 
-    if not whole_heads and tile_n == 128 and all(width % 256 == 0 for width in widths):
-        # As in `matmul.default_config`.
-        return MatmulConfig(tile_m=64, tile_n=256, ping_pong=False, epilogue_columns=unit)
     return next(
         config
         for stages, write_slots in ((4, 2), (3, 2), (4, 1), (3, 1), (2, 1))

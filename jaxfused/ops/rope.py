@@ -216,14 +216,16 @@ def implementations(
         k_dtype=k_dtype,
     )
     # XLA writes halves as fast as memory goes (H200, q and k [8, 4096, 32, 128] of bfloat16: 263 us,
-    # "pallas" 268), and takes what stands around into the same kernel. Neighbours (636 us, "cuda" 267)
-    # and a part of the head (304 us, "pallas" 265) are to follow the kernels once the tests have run
-    # on a GPU with q and k in groups, as they are split over devices now.
-    return {
-        "xla": None,
+    # "pallas" 268), and takes what stands around into the same kernel; not so a part of the head
+    # (304 us, "pallas" 265) and neighbours (636 us, "cuda" 267).
+    reasons = {
         "pallas": pallas_rope.why_unsupported(**limits),
         "cuda": cuda.rope.why_unsupported(**limits),
+        "xla": None,
     }
+    if interleaved or rotary_dim < head_size:
+        return reasons
+    return dispatch.preferring("xla", reasons)
 
 
 def check_tables(
