@@ -53,7 +53,7 @@ def cases(quick: bool = False, shapes: Sequence[Shape] | None = None) -> list[Ca
 
 
 def _mlp(x, w1, b1, w2, b2, *, implementation):
-    return jaxfused.mlp(x, w1, b1, w2, b2, implementation=implementation)
+    return jaxfused.mlp(x, w1, b1, w2, b2, save="hidden", implementation=implementation)
 
 
 def _flax_mlp(x, w1, b1, w2, b2):
@@ -67,7 +67,7 @@ def _torch_mlp(x, w1, b1, w2, b2):
 
 
 def _gated_mlp(x, w_gate, w_up, w_down, *, implementation):
-    return jaxfused.gated_mlp(x, w_gate, w_up, w_down, implementation=implementation)
+    return jaxfused.gated_mlp(x, w_gate, w_up, w_down, save="hidden", implementation=implementation)
 
 
 def _flax_gated_unit(x, w_gate, w_up):

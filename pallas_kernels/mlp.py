@@ -128,38 +128,18 @@ def gated_forward(
 
     Without `w_up`, w_gate [D, 2 F] and b_gate [2 F] hold both.
     """
-    if w_up is not None and (save_preactivations or x.shape[1] > _SHORT_SUM) and config is None:
-        return _gated_in_two_products(
-            x,
-            w_gate,
-            w_up,
-            b_gate,
-            b_up,
-            activation=activation,
-            save_preactivations=save_preactivations,
-            multiprocessors=multiprocessors,
-        )
-    if w_up is None and b_gate is not None:
-        b_gate, b_up = jnp.split(b_gate, 2)
-
-    def preactivations(gate, up, *, b_gate=None, b_up=None):
-        return gate if b_gate is None else gate + b_gate, up if b_up is None else up + b_up
 
     def epilogue(gate, up):
         return {"h": activate(activation, gate) * up, "gate": gate, "up": up}
 
-    saved = ("gate", "up") if save_preactivations else ()
-    results = matmul(
-        x,
-        w_gate if w_up is None else (w_gate, w_up),
-        products=2,
-        leaving=preactivations,
-        epilogue=epilogue,
-        rows={"b_gate": b_gate, "b_up": b_up},
-        outputs=dict.fromkeys(("h", *saved), x.dtype),
-        config=config,
-        multiprocessors=multiprocessors,
-        name="gated_unit",
+    if w_up is not None and (save_preactivations or x.shape[1] > _SHORT_SUM) and config is None:
+        gate = _gate(x, w_gate, b_gate, multiprocessors)
+        outputs = ("h", "up") if save_preactivations else ("h",)
+        results = _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors)
+        return results["h"], gate if save_preactivations else None, results.get("up")
+    outputs = ("h", "gate", "up") if save_preactivations else ("h",)
+    results = _in_one_pass(
+        x, w_gate, w_up, b_gate, b_up, epilogue, outputs, multiprocessors, config
     )
     return results["h"], results.get("gate"), results.get("up")
 
@@ -172,10 +152,56 @@ Tiles of half the width are the price. An H200, 16384 x 768 x 3072: 218 us, 246 
 """
 
 
-def _gated_in_two_products(
-    x, w_gate, w_up, b_gate, b_up, *, activation, save_preactivations, multiprocessors
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """As `gated_forward`; the second product's epilogue reads the first's result."""
+def gated_hidden_and_slopes(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array | None,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    multiprocessors: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of x [M, D]: activation(gate) * up, and its derivatives with respect to gate and to up."""
+
+    def epilogue(gate, up):
+        activated, slope = activation_and_derivative(activation, gate)
+        return {"h": activated * up, "of_gate": slope * up, "of_up": activated}
+
+    outputs = ("h", "of_gate", "of_up")
+    if w_up is None:
+        results = _in_one_pass(x, w_gate, None, b_gate, None, epilogue, outputs, multiprocessors)
+    else:
+        gate = _gate(x, w_gate, b_gate, multiprocessors)
+        results = _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors)
+    return results["h"], results["of_gate"], results["of_up"]
+
+
+def _in_one_pass(
+    x, w_gate, w_up, b_gate, b_up, epilogue, outputs, multiprocessors, config=None
+) -> dict[str, jax.Array]:
+    """`outputs` of epilogue(gate, up), both products in one pass over x."""
+    if w_up is None and b_gate is not None:
+        b_gate, b_up = jnp.split(b_gate, 2)
+
+    def preactivations(gate, up, *, b_gate=None, b_up=None):
+        return gate if b_gate is None else gate + b_gate, up if b_up is None else up + b_up
+
+    return matmul(
+        x,
+        w_gate if w_up is None else (w_gate, w_up),
+        products=2,
+        leaving=preactivations,
+        epilogue=epilogue,
+        rows={"b_gate": b_gate, "b_up": b_up},
+        outputs=dict.fromkeys(outputs, x.dtype),
+        config=config,
+        multiprocessors=multiprocessors,
+        name="gated_unit",
+    )
+
+
+def _gate(x, w_gate, b_gate, multiprocessors) -> jax.Array:
     gate, _ = linear.forward(
         x,
         w_gate,
@@ -186,25 +212,26 @@ def _gated_in_two_products(
         out_dtype=x.dtype,
         multiprocessors=multiprocessors,
     )
+    return gate
+
+
+def _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors) -> dict[str, jax.Array]:
+    """`outputs` of epilogue(gate, up), where the product for gate has been taken before."""
 
     def preactivation(up, *, b_up=None):
         return (up if b_up is None else up + b_up,)
 
-    def epilogue(up, *, gate):
-        return {"h": activate(activation, gate) * up, "up": up}
-
-    results = matmul(
+    return matmul(
         x,
         w_up,
         leaving=preactivation,
-        epilogue=epilogue,
+        epilogue=lambda up, *, gate: epilogue(gate, up),
         rows={"b_up": b_up},
         matrices={"gate": gate},
-        outputs=dict.fromkeys(("h", "up") if save_preactivations else ("h",), x.dtype),
+        outputs=dict.fromkeys(outputs, x.dtype),
         multiprocessors=multiprocessors,
         name="gated_unit",
     )
-    return results["h"], gate if save_preactivations else None, results.get("up")
 
 
 def gated_hidden_gradient(
@@ -239,6 +266,33 @@ def gated_hidden_gradient(
     )
     names = ("dgate", "dup", "h", "sum_dgate", "sum_dup")
     return tuple(results.get(name) for name in names)
+
+
+def gated_hidden_gradient_by_slopes(
+    dy: jax.Array,
+    w_down: jax.Array,
+    of_gate: jax.Array,
+    of_up: jax.Array,
+    *,
+    sum_rows: tuple[bool, bool],
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Of dy [M, E], w_down [F, E] and the derivatives of h [M, F]: dgate, dup, and their row sums."""
+    results = matmul(
+        dy,
+        w_down,
+        b_transposed=True,
+        leaving=_rounded,
+        epilogue=lambda dh, *, of_gate, of_up: {"dgate": dh * of_gate, "dup": dh * of_up},
+        matrices={"of_gate": of_gate, "of_up": of_up},
+        outputs=dict.fromkeys(("dgate", "dup"), of_gate.dtype),
+        column_sums=[n for n, wanted in zip(("dgate", "dup"), sum_rows, strict=True) if wanted],
+        config=config,
+        multiprocessors=multiprocessors,
+        name="gated_hidden_gradient_by_slopes",
+    )
+    return results["dgate"], results["dup"], results.get("sum_dgate"), results.get("sum_dup")
 
 
 def gated_input_gradient(

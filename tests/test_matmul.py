@@ -210,6 +210,21 @@ def test_default_configs_lower_for_cuda(m, d, f):
     lowers(mlp.gated_input_gradient, (m, f), (m, f), (d, f), (d, f))
 
 
+@pytest.mark.parametrize(("m", "d", "f"), [(16384, 768, 3072), (25216, 1024, 4096)])
+def test_slopes_lower_for_cuda(m, d, f):
+    lowers(functools.partial(mlp.hidden_and_slope, activation="gelu_erf"), (m, d), (d, f), (f,))
+    lowers(functools.partial(mlp.hidden_gradient_by_slope, sum_rows=True), (m, d), (f, d), (m, f))
+    weights = (d, f), (d, f), (f,), (f,)
+    lowers(functools.partial(mlp.gated_hidden_and_slopes, activation="silu"), (m, d), *weights)
+    lowers(
+        functools.partial(mlp.gated_hidden_gradient_by_slopes, sum_rows=(True, True)),
+        (m, d),
+        (f, d),
+        (m, f),
+        (m, f),
+    )
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("ping_pong", [True, False])
 @pytest.mark.parametrize("cluster", [1, 2])

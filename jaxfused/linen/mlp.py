@@ -107,7 +107,8 @@ class GatedMLP(linen.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
-      save: what is kept for the backward, "preactivation" or "inputs", as in `jaxfused.gated_mlp`.
+      save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
+        `jaxfused.gated_mlp`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:

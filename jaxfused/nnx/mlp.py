@@ -122,7 +122,8 @@ class GatedMLP(nnx.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
-      save: what is kept for the backward, "preactivation" or "inputs", as in `jaxfused.gated_mlp`.
+      save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
+        `jaxfused.gated_mlp`.
       rngs: gives the initialisers their keys.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 

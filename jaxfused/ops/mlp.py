@@ -153,9 +153,9 @@ def gated_mlp(
       b_up: [F], only with w_up.
       b_down: [E].
       activation: of the gate; None for the bilinear form.
-      save: what is kept for the backward besides the inputs: "preactivation" keeps both products
-        with x (2 F features in x's dtype), and so does "hidden"; "inputs" keeps nothing and takes
-        them again.
+      save: what may be kept for the backward besides the inputs: "preactivation" keeps both
+        products with x (2 F features in x's dtype); "inputs" keeps nothing and takes them again;
+        "hidden" keeps the hidden layer and its derivatives with respect to both (3 F), as in `mlp`.
 
     The other arguments, the result and the errors are those of `mlp`.
 
@@ -297,6 +297,11 @@ class _Options:
     def saves_preactivations(self) -> bool:
         return self.save != "inputs"
 
+    def saves_hidden(self, launch: Launch) -> bool:
+        """Whether the hidden layer is kept, with its derivatives in place of the preactivations."""
+        has_derivative = self.activation is not None
+        return self.save == "hidden" and launch.implementation == "pallas" and has_derivative
+
 
 class _MlpResiduals(NamedTuple):
     x: jax.Array
@@ -318,7 +323,7 @@ def _mlp(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
 
 def _mlp_fwd(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
-    if options.save == "hidden" and launch.implementation == "pallas" and options.activation:
+    if options.saves_hidden(launch):
         hidden_and_slope = launch.row_kernel(
             {"pallas": pallas_mlp.hidden_and_slope},
             (ROWS + "d", "df", "f"),
@@ -391,6 +396,8 @@ class _GatedResiduals(NamedTuple):
     w_down: jax.Array
     b_down: jax.Array | None
     preactivations: tuple[jax.Array | None, jax.Array | None]
+    hidden: tuple[jax.Array, jax.Array, jax.Array] | None
+    """The hidden layer and its derivatives with respect to gate and up."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -405,28 +412,53 @@ def _gated_mlp(
 def _gated_mlp_fwd(
     launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):
-    h, gate, up = _gated_unit(
-        launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
-    )
+    gate, up, hidden = None, None, None
+    if options.saves_hidden(launch):
+        hidden_and_slopes = launch.row_kernel(
+            {"pallas": pallas_mlp.gated_hidden_and_slopes},
+            _gated_operand_axes(w_up),
+            (ROWS + "f",) * 3,
+            "dg",
+            activation=options.activation,
+        )
+        hidden = hidden_and_slopes(x, *_narrow((w_gate, w_up), x.dtype), b_gate, b_up)
+        h = hidden[0]
+    else:
+        h, gate, up = _gated_unit(
+            launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
+        )
     y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
-    return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up))
+    return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
 
 
 def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy):
-    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up) = saved
-    if gate is None:
-        _, gate, up = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=True)
+    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden = saved
     has_biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
-    dy_narrow = dy.astype(x.dtype)
-    hidden_gradient = launch.row_kernel(
-        {"pallas": pallas_mlp.gated_hidden_gradient, "cuda": cuda.mlp.gated_hidden_gradient},
-        (ROWS + "e", "fe", ROWS + "f", ROWS + "f"),
-        (ROWS + "f", ROWS + "f", ROWS + "f", *("f" if has else None for has in has_biases)),
-        "e",
-        activation=options.activation,
-        sum_rows=has_biases,
-    )
-    dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down.astype(x.dtype), gate, up)
+    dy_narrow, w_down_narrow = dy.astype(x.dtype), w_down.astype(x.dtype)
+    operand_axes = (ROWS + "e", "fe", ROWS + "f", ROWS + "f")
+    sum_axes = ["f" if has else None for has in has_biases]
+    if hidden is not None:
+        h, of_gate, of_up = hidden
+        hidden_gradient = launch.row_kernel(
+            {"pallas": pallas_mlp.gated_hidden_gradient_by_slopes},
+            operand_axes,
+            (ROWS + "f", ROWS + "f", *sum_axes),
+            "e",
+            sum_rows=has_biases,
+        )
+        dgate, dup, db_gate, db_up = hidden_gradient(dy_narrow, w_down_narrow, of_gate, of_up)
+    else:
+        if gate is None:
+            _, gate, up = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=True)
+        hidden_gradient = launch.row_kernel(
+            {"pallas": pallas_mlp.gated_hidden_gradient, "cuda": cuda.mlp.gated_hidden_gradient},
+            operand_axes,
+            (ROWS + "f", ROWS + "f", ROWS + "f", *sum_axes),
+            "e",
+            activation=options.activation,
+            sum_rows=has_biases,
+        )
+        dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down_narrow, gate, up)
     gate_axis = _gate_axis(w_up)
     input_gradient = launch.row_kernel(
         {"pallas": pallas_mlp.gated_input_gradient, "cuda": cuda.mlp.gated_input_gradient},
@@ -458,16 +490,21 @@ _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 def _gated_unit(launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, *, save: bool):
     """(activation(gate) * up, gate, up), the latter two if they are to be saved."""
-    gate_axis = _gate_axis(w_up)
     kernel = launch.row_kernel(
         {"pallas": pallas_mlp.gated_forward, "cuda": cuda.mlp.gated_forward},
-        (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f"),
+        _gated_operand_axes(w_up),
         (ROWS + "f", *((ROWS + "f",) * 2 if save else (None, None))),
         "dg",
         activation=options.activation,
         save_preactivations=save,
     )
     return kernel(x, *_narrow((w_gate, w_up), x.dtype), b_gate, b_up)
+
+
+def _gated_operand_axes(w_up: jax.Array | None) -> tuple[str, ...]:
+    """Of x, w_gate, w_up, b_gate and b_up."""
+    gate_axis = _gate_axis(w_up)
+    return (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f")
 
 
 def _gate_axis(w_up: jax.Array | None) -> str:
