@@ -8,6 +8,11 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.matmul import MatmulConfig, matmul
 
 
+def preactivation(z: jax.Array, *, bias: jax.Array | None = None) -> tuple[jax.Array]:
+    """What leaves the accumulators where an activation follows: see `matmul`."""
+    return (z if bias is None else z + bias,)
+
+
 def forward(
     x: jax.Array,
     w: jax.Array,
@@ -22,11 +27,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of [M, D], [D, F]."""
 
-    def preactivation(z, *, bias=None):
-        return (z if bias is None else z + bias,)
-
     def epilogue(z, *, bias=None, residual=None):
-        z = z if bias is None else z + bias
+        (z,) = preactivation(z, bias=bias)
         y = activate(activation, z)
         return {"y": y if residual is None else y + residual, "preactivation": z}
 

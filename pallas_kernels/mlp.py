@@ -12,10 +12,6 @@ from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.matmul import MatmulConfig, matmul
 
 
-def _rounded(product: jax.Array) -> tuple[jax.Array]:
-    return (product,)
-
-
 def hidden_and_slope(
     x: jax.Array,
     w1: jax.Array,
@@ -27,9 +23,6 @@ def hidden_and_slope(
 ) -> tuple[jax.Array, jax.Array]:
     """The activation of x @ w1 + b1 and its derivative there, [M, F] both."""
 
-    def preactivation(z, *, b1=None):
-        return (z if b1 is None else z + b1,)
-
     def epilogue(z):
         h, slope = activation_and_derivative(activation, z)
         return {"h": h, "slope": slope}
@@ -39,9 +32,9 @@ def hidden_and_slope(
     results = matmul(
         x,
         w1,
-        leaving=preactivation,
+        leaving=linear.preactivation,
         epilogue=epilogue,
-        rows={"b1": b1},
+        rows={"bias": b1},
         outputs={"h": x.dtype, "slope": x.dtype},
         config=config,
         multiprocessors=multiprocessors,
@@ -75,7 +68,7 @@ def hidden_gradient(
         dy,
         w2,
         b_transposed=True,
-        leaving=_rounded,
+        leaving=linear.preactivation,
         epilogue=epilogue,
         matrices={"z": z},
         outputs={"dz": z.dtype} | ({} if activation is None else {"h": z.dtype}),
@@ -217,16 +210,12 @@ def _gate(x, w_gate, b_gate, multiprocessors) -> jax.Array:
 
 def _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors) -> dict[str, jax.Array]:
     """`outputs` of epilogue(gate, up), where the product for gate has been taken before."""
-
-    def preactivation(up, *, b_up=None):
-        return (up if b_up is None else up + b_up,)
-
     return matmul(
         x,
         w_up,
-        leaving=preactivation,
+        leaving=linear.preactivation,
         epilogue=lambda up, *, gate: epilogue(gate, up),
-        rows={"b_up": b_up},
+        rows={"bias": b_up},
         matrices={"gate": gate},
         outputs=dict.fromkeys(outputs, x.dtype),
         multiprocessors=multiprocessors,
@@ -255,7 +244,7 @@ def gated_hidden_gradient(
         dy,
         w_down,
         b_transposed=True,
-        leaving=_rounded,
+        leaving=linear.preactivation,
         epilogue=epilogue,
         matrices={"gate": gate, "up": up},
         outputs=dict.fromkeys(("dgate", "dup", "h"), gate.dtype),
@@ -283,7 +272,7 @@ def gated_hidden_gradient_by_slopes(
         dy,
         w_down,
         b_transposed=True,
-        leaving=_rounded,
+        leaving=linear.preactivation,
         epilogue=lambda dh, *, of_gate, of_up: {"dgate": dh * of_gate, "dup": dh * of_up},
         matrices={"of_gate": of_gate, "of_up": of_up},
         outputs=dict.fromkeys(("dgate", "dup"), of_gate.dtype),

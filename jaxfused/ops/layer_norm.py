@@ -146,8 +146,7 @@ def implementations(
     # registers do not hold so long a row; layer_norm of [16384, 8192] 338 and 343, but rms_norm 334
     # and 319; [8192, 4096] 92 and 91, [16384, 768] 44 and 39.
     cuda_from = 8192 if op == "layer_norm" else 8193
-    fastest = ("cuda", "pallas", "xla") if features >= cuda_from else ("pallas", "cuda", "xla")
-    return {name: reasons[name] for name in fastest}
+    return dispatch.preferring("cuda", reasons) if features >= cuda_from else reasons
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def linear(
     check_activation(op, activation)
     check_affine(op, x, "w", w, "bias", bias)
     check_residual(op, residual, x, w.shape[1])
-    out_dtype = resolve_out_dtype("linear", out_dtype, x, residual)
+    out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
     chosen = dispatch.choose(
         op,

@@ -89,7 +89,7 @@ def mlp(
     _check_second_layer(op, x, w1.shape[1], "w2", w2, "b2", b2, residual)
     check_activation(op, activation)
     _check_save(op, save)
-    out_dtype = resolve_out_dtype("mlp", out_dtype, x, residual)
+    out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
     chosen = dispatch.choose(
         op,
@@ -192,7 +192,7 @@ def gated_mlp(
     _check_second_layer(op, x, hidden, "w_down", w_down, "b_down", b_down, residual)
     check_activation(op, activation)
     _check_save(op, save)
-    out_dtype = resolve_out_dtype("gated_mlp", out_dtype, x, residual)
+    out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
     chosen = dispatch.choose(
         op,

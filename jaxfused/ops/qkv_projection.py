@@ -190,7 +190,6 @@ def implementations(
     columns = (heads + 2 * key_heads) * head_size
     fast = fills(device.multiprocessors, rows, columns)
     reasons = {
-        "xla": None,
         "pallas": pallas_qkv_projection.why_unsupported(
             compute_capability=device.compute_capability,
             dtype=dtype,
@@ -203,8 +202,9 @@ def implementations(
             interleaved=interleaved,
         ),
         "cuda": "there is no CUDA kernel of qkv_projection yet",
+        "xla": None,
     }
-    return dispatch.preferring("pallas" if fast else "xla", reasons)
+    return reasons if fast else dispatch.preferring("xla", reasons)
 
 
 # --- gradient -------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def quantized_matmul(
         bias,
         residual,
         activation=activation,
-        out_dtype=resolve_out_dtype("quantized_matmul", out_dtype, array, residual),
+        out_dtype=resolve_out_dtype(op, out_dtype, array, residual),
     )
 
 
