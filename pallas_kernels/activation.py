@@ -1,46 +1,55 @@
-"""Activations and their derivatives as kernels compute them: float32, from exp alone.
+"""Activations and their derivatives as kernels compute them: in float32, from exp2 and log2 alone.
 
 `jax.nn`'s own forms need tanh, erf or erfc, which Mosaic GPU lowers slowly or not at all.
+
+gelu and silu are x S(x) with S(x) + S(-x) = 1. With the tail T(|x|) = S(-|x|) that is
+
+    relu(x) - |x| T(|x|),
+
+without a difference of nearly equal numbers on either side of 0, and the derivative of |x| T(|x|)
+with respect to |x| is the derivative for negative x, and 1 minus it for positive x.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 NAMES = ("relu", "relu2", "gelu_tanh", "gelu_erf", "silu")
 
-_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
+"""0.5 (1 + tanh(z)) is the logistic function of 2 z."""
 _GELU_CUBIC = 0.044715
 _LOG2_E = math.log2(math.e)
 
 
-def activation(name: str | None, x: jax.Array) -> jax.Array:
-    """The activation called `name` of float32 `x`; None is the identity."""
+def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """The activation called `name` of float32 `x`; None is the identity.
+
+    The result is float32, and as exact as it must be to be rounded to `dtype`.
+    """
     match name:
         case None:
             return x
         case "relu":
             return jnp.maximum(x, 0.0)
         case "relu2":
-            return jnp.maximum(x, 0.0) * jnp.maximum(x, 0.0)
-        case "silu":
-            return x * _sigmoid(x)
-        case "gelu_tanh":
-            return x * _sigmoid(_gelu_tanh_logit(x))
-        case "gelu_erf":
-            return x * _normal_cdf(x, _gaussian(x))
+            positive = jnp.maximum(x, 0.0)
+            return positive * positive
+        case "gelu_tanh" | "gelu_erf" | "silu":
+            distance = _distance(x)
+            return jnp.maximum(x, 0.0) - distance * _tail(name, distance, dtype)
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 
-def derivative(name: str | None, x: jax.Array) -> jax.Array | float:
+def derivative(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.Array | float:
     """The derivative at `x` of the activation called `name`; 0 at relu's kink, as in jax.nn."""
-    return activation_and_derivative(name, x)[1]
+    return activation_and_derivative(name, x, dtype)[1]
 
 
 def activation_and_derivative(
-    name: str | None, x: jax.Array
+    name: str | None, x: jax.Array, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array | float]:
     """Both at `x`, with what they have in common computed once."""
     match name:
@@ -51,60 +60,67 @@ def activation_and_derivative(
         case "relu2":
             positive = jnp.maximum(x, 0.0)
             return positive * positive, 2.0 * positive
-        case "silu":
-            s, rest = _sigmoid_and_rest(x)
-            return x * s, s * (1.0 + x * rest)
-        case "gelu_tanh":
-            s, rest = _sigmoid_and_rest(_gelu_tanh_logit(x))
-            logit_slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * _GELU_CUBIC * x * x)
-            return x * s, s * (1.0 + x * rest * logit_slope)
-        case "gelu_erf":
-            gaussian = _gaussian(x)
-            below = _normal_cdf(x, gaussian)
-            return x * below, below + x * gaussian * (1.0 / math.sqrt(2.0 * math.pi))
+        case "gelu_tanh" | "gelu_erf" | "silu":
+            distance = _distance(x)
+            tail = _tail(name, distance, dtype)
+            slope = tail - distance * _tail_decrease(name, distance, tail)
+            return (
+                jnp.maximum(x, 0.0) - distance * tail,
+                jnp.where(x < 0.0, slope, 1.0 - slope),
+            )
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
 
 
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return _reciprocal(1.0 + jnp.exp2(-_LOG2_E * x))
+def _distance(x: jax.Array) -> jax.Array:
+    """|x|, no further than every tail has vanished: infinity times 0 would be no number."""
+    return jnp.minimum(jnp.abs(x), 128.0)
 
 
-def _reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x of x >= 1, to 3e-7 relative: the GPU has an instruction for the root, none to divide."""
-    root = lax.rsqrt(x)
-    return root * root
+def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
+    """T of what is not negative."""
+    match name:
+        case "gelu_erf":
+            return _normal_tail(distance, dtype)
+        case "gelu_tanh":
+            cubic = 1.0 + _GELU_CUBIC * (distance * distance)
+            return _logistic_tail(distance, _GELU_TANH_RATE * cubic)
+    return _logistic_tail(distance, 1.0)
 
 
-def _sigmoid_and_rest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """sigmoid(x) and 1 - sigmoid(x), which a subtraction leaves without digits where x is large."""
-    exponential = jnp.exp2(-_LOG2_E * x)
-    s = _reciprocal(1.0 + exponential)
-    return s, jnp.where(x < 0.0, 1.0 - s, exponential * s)
+def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array:
+    """Minus the derivative of T where T is `tail`."""
+    if name == "gelu_erf":
+        squared = distance * distance
+        return jnp.exp2((-0.5 * _LOG2_E) * squared - 0.5 * math.log2(2.0 * math.pi))
+    decrease = tail - tail * tail
+    if name == "gelu_tanh":
+        squared = distance * distance
+        decrease *= _GELU_TANH_RATE * (1.0 + 3.0 * _GELU_CUBIC * squared)
+    return decrease
 
 
-def _gelu_tanh_logit(x: jax.Array) -> jax.Array:
-    # 0.5 * (1 + tanh(z)) is the logistic function of 2 z.
-    return x * (2.0 * _SQRT_2_OVER_PI + 2.0 * _SQRT_2_OVER_PI * _GELU_CUBIC * (x * x))
+def _logistic_tail(distance: jax.Array, rate: jax.Array | float) -> jax.Array:
+    """1 / (1 + exp(distance * rate)): of logarithms, as Mosaic has no short instruction to divide."""
+    log2 = distance * (-_LOG2_E * rate)
+    return jnp.exp2(log2 - jnp.log2(1.0 + jnp.exp2(log2)))
 
 
-def _gaussian(x: jax.Array) -> jax.Array:
-    return jnp.exp2((-0.5 * _LOG2_E) * x * x)
-
-
-_ERFCX_SCALE = 0.435
-_ERFCX = (
-    0.07257305, -0.29428226, 0.33930251, -0.05129565,
-    0.23024209, 0.2115335, 0.2465543, 0.24537256,
+_LOG2_NORMAL_TAIL = (
+    -1.0, -1.151106, -0.4592075, -0.052471011, 0.0069684325, 7.690176e-06, -0.00030101167,
+    9.0674673e-05, -1.5847797e-05, 1.8142795e-06, -1.3400199e-07, 5.8052631e-09, -1.1212456e-10,
 )  # fmt: skip
-"""erfc(z) exp(z^2) / t as a polynomial in t = 1 / (1 + 0.435 z), highest power first: the weighted
-least squares on Chebyshev points of 0 <= z <= 12 that make the largest relative error least, 1.3e-7."""
+_LOG2_NORMAL_TAIL_16_BITS = (
+    -1.0, -1.1511599, -0.45873001, -0.053667213,
+    0.0083551991, -0.00089031768, 5.645109e-05, -1.5810565e-06,
+)  # fmt: skip
+"""log2 of P(N(0, 1) > x) as polynomials in x >= 0, lowest power first: the weighted minimax on
+0 <= x <= 8, with -1 at 0. What they make of x T(x) is off by 4e-8 and 7e-7."""
 
 
-def _normal_cdf(x: jax.Array, gaussian: jax.Array) -> jax.Array:
-    """P(N(0, 1) <= x), to 5e-7 relative in the lower tail as well, with exp(-x^2 / 2) given."""
-    t = _reciprocal(1.0 + (_ERFCX_SCALE * math.sqrt(0.5)) * jnp.abs(x))
-    polynomial = 0.5 * _ERFCX[0] * t + 0.5 * _ERFCX[1]
-    for coefficient in _ERFCX[2:]:
-        polynomial = polynomial * t + 0.5 * coefficient
-    upper_tail = t * polynomial * gaussian
-    return jnp.where(x < 0.0, upper_tail, 1.0 - upper_tail)
+def _normal_tail(distance: jax.Array, dtype: Any) -> jax.Array:
+    """P(N(0, 1) > distance)."""
+    wide = jnp.dtype(dtype).itemsize > 2
+    *lower, exponent = _LOG2_NORMAL_TAIL if wide else _LOG2_NORMAL_TAIL_16_BITS
+    for coefficient in reversed(lower):
+        exponent = exponent * distance + coefficient
+    return jnp.exp2(exponent)

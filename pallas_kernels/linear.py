@@ -29,7 +29,7 @@ def forward(
 
     def epilogue(z, *, bias=None, residual=None):
         (z,) = preactivation(z, bias=bias)
-        y = activate(activation, z)
+        y = activate(activation, z, out_dtype)
         return {"y": y if residual is None else y + residual, "preactivation": z}
 
     results = matmul(

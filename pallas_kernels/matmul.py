@@ -74,7 +74,7 @@ def default_config(
         if read_bytes > 2:
             candidates.append(replace(several, tile_m=64))
         candidates.append(replace(several, tile_n=128))
-    elif tile_cost([n], 128) < tile_cost([n], 192):
+    elif tile_cost(n, 128) < tile_cost(n, 192):
         # 25216 x 4096 x 1024: 263 us with tiles of 256 columns that the warpgroups share, 280 with
         # tiles of 128 in turn, 284 with those of 192, an eighth of which lies beyond 1024 columns.
         if n % 256 == 0:
@@ -155,9 +155,10 @@ def matmul(
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `rows` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
-      leaving: what is rounded to a's dtype where it leaves the accumulators: takes a tile of each
-        product, and the rows by name, and returns the tiles that `epilogue` takes in their place.
-        For an epilogue with much arithmetic: a whole tile of accumulators leaves few registers.
+      leaving: what may be rounded to a's dtype where it leaves the accumulators: takes a tile of
+        each product, and the rows by name, and returns the tiles that `epilogue` takes in their
+        place. For an epilogue with much arithmetic: a large tile of accumulators leaves it few
+        registers, and is rounded.
       rows: [N] each, or None for one that is absent.
       matrices: [M, N] each, or None.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
@@ -213,7 +214,7 @@ def matmul(
         present = {name: jnp.pad(x, ((0, padding), (0, 0))) for name, x in present.items()}
     product = Product(
         m=m,
-        widths=(n,),
+        n=n,
         ks=ks,
         dtype=terms[0].dtype,
         blocks=tuple(blocks),
@@ -268,13 +269,18 @@ class _Epilogue:
         return self.product.config
 
     @property
+    def fills_registers(self) -> bool:
+        """Whether a thread's accumulators leave too few registers for much arithmetic."""
+        return self.config.tile_m * self.config.tile_n > 128 * 128
+
+    @property
     def chunks(self) -> int:
         """Parts of a tile that the epilogue takes one after the other.
 
         Not more than there are columns: where the swizzle pattern is as wide as the whole array,
         Mosaic forgets by how many patterns a copy starts beyond it.
         """
-        columns = min(self.product.widths[0], self.product.part_n)
+        columns = min(self.product.n, self.product.part_n)
         return pl.cdiv(columns, self.config.epilogue_columns)
 
     @property
@@ -309,7 +315,7 @@ class _Epilogue:
     def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
         c = self.config
-        swizzle = widest_swizzle(dtype, *self.product.widths, c.epilogue_columns)
+        swizzle = widest_swizzle(dtype, self.product.n, c.epilogue_columns)
         return tiled((CONSUMERS, slots, c.tile_m, c.epilogue_columns), dtype, swizzle)
 
     def of_tile(
@@ -358,24 +364,28 @@ class _EpilogueOfTile:
         if launch.rows:
             plgpu.barrier_wait(self.smem["row_full"].at[self.place.wg_idx])
         narrow = None
-        if launch.leaving is not None:
+        if launch.leaving is not None and launch.fills_registers:
             narrow = [
-                tuple(
-                    tile.astype(launch.product.dtype)
-                    for tile in launch.leaving(*self._products(acc, chunk), **self._rows(chunk))
-                )
+                tuple(tile.astype(launch.product.dtype) for tile in self._leaving(acc, chunk))
                 for chunk in range(launch.chunks)
             ]
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
         for chunk in range(launch.chunks):
-            if narrow is None:
-                tiles, rows = self._products(acc, chunk), self._rows(chunk)
+            rows = {}
+            if narrow is not None:
+                tiles = [tile.astype(jnp.float32) for tile in narrow[chunk]]
+            elif launch.leaving is not None:
+                tiles = self._leaving(acc, chunk)
             else:
-                tiles, rows = [tile.astype(jnp.float32) for tile in narrow[chunk]], {}
+                tiles, rows = self._products(acc, chunk), self._rows(chunk)
             matrices = self._load_matrices(chunk)
             results = launch.function(*tiles, **rows, **matrices)
             self._store(chunk, {n: results[n].astype(d) for n, d in launch.outputs.items()})
+
+    def _leaving(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
+        assert self.launch.leaving is not None
+        return self.launch.leaving(*self._products(acc, chunk), **self._rows(chunk))
 
     def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
         part_n, width = self.launch.product.part_n, self.launch.config.epilogue_columns

@@ -24,7 +24,7 @@ def hidden_and_slope(
     """The activation of x @ w1 + b1 and its derivative there, [M, F] both."""
 
     def epilogue(z):
-        h, slope = activation_and_derivative(activation, z)
+        h, slope = activation_and_derivative(activation, z, x.dtype)
         return {"h": h, "slope": slope}
 
     if config is None and x.dtype != jnp.float32:
@@ -61,7 +61,7 @@ def hidden_gradient(
     """Of dy [M, E], w2 [F, E] and z [M, F]: dz, activation(z), and dz summed over the rows."""
 
     def epilogue(dh, *, z):
-        h, slope = activation_and_derivative(activation, z)
+        h, slope = activation_and_derivative(activation, z, dy.dtype)
         return {"dz": dh * slope, "h": h}
 
     results = matmul(
@@ -123,7 +123,7 @@ def gated_forward(
     """
 
     def epilogue(gate, up):
-        return {"h": activate(activation, gate) * up, "gate": gate, "up": up}
+        return {"h": activate(activation, gate, x.dtype) * up, "gate": gate, "up": up}
 
     if w_up is not None and (save_preactivations or x.shape[1] > _SHORT_SUM) and config is None:
         gate = _gate(x, w_gate, b_gate, multiprocessors)
@@ -158,7 +158,7 @@ def gated_hidden_and_slopes(
     """Of x [M, D]: activation(gate) * up, and its derivatives with respect to gate and to up."""
 
     def epilogue(gate, up):
-        activated, slope = activation_and_derivative(activation, gate)
+        activated, slope = activation_and_derivative(activation, gate, x.dtype)
         return {"h": activated * up, "of_gate": slope * up, "of_up": activated}
 
     outputs = ("h", "of_gate", "of_up")
@@ -237,7 +237,7 @@ def gated_hidden_gradient(
     """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and the former's row sums."""
 
     def epilogue(dh, *, gate, up):
-        activated, slope = activation_and_derivative(activation, gate)
+        activated, slope = activation_and_derivative(activation, gate, dy.dtype)
         return {"dgate": dh * up * slope, "dup": dh * activated, "h": activated * up}
 
     results = matmul(

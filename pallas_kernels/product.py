@@ -101,7 +101,7 @@ class TilePlace:
     wg_idx: jax.Array
     m_start: jax.Array
     n_idx: jax.Array
-    """Of its column of tiles, for `Product.in_its_output`."""
+    """Of its column of tiles."""
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,19 @@ class Block:
 class Product:
     """The static facts of a launch, epilogue aside, and the code of its warpgroups.
 
-    There may be several terms, a_i @ b_i, that are added; several products of a tile of a, with as
-    many b; and several outputs side by side, each with a b of its own. A tile lies in one output.
+    There may be several terms, a_i @ b_i, that are added, and several products of a tile of a, with
+    as many b.
     """
 
     m: int
     """Rows that count; the arrays may have a few more."""
-    widths: tuple[int, ...]
-    """Columns of each output."""
+    n: int
+    """Columns of each product."""
     ks: tuple[int, ...]
     """Length of the sums of each term."""
     dtype: Any
     blocks: tuple[Block, ...]
-    """For each term, in it each product, and in it each output."""
+    """For each term, and in it each product."""
     config: MatmulConfig
     multiprocessors: int
     products: int = 1
@@ -145,7 +145,7 @@ class Product:
     def tile_grid(self) -> tuple[int, int]:
         """Output tiles of a cluster, down and across."""
         height = self.config.cta_tile_m * self.config.cluster
-        return pl.cdiv(self.m, height), sum(pl.cdiv(width, self.part_n) for width in self.widths)
+        return pl.cdiv(self.m, height), pl.cdiv(self.n, self.part_n)
 
     @property
     def tile_count(self) -> int:
@@ -159,21 +159,6 @@ class Product:
     @property
     def k_steps(self) -> int:
         return sum(pl.cdiv(k, self.config.tile_k) for k in self.ks)
-
-    def in_its_output(self, n_idx: jax.Array, body: Callable[[int, jax.Array], None]) -> None:
-        """Calls body(output, its first column) for a column of tiles."""
-        if len(self.widths) == 1:
-            body(0, n_idx * self.part_n)
-            return
-        first = 0
-        for output, width in enumerate(self.widths):
-            end = first + pl.cdiv(width, self.part_n)
-
-            @pl.when((n_idx >= first) & (n_idx < end))
-            def _(output=output, first=first):
-                body(output, (n_idx - first) * self.part_n)
-
-            first = end
 
     def launch(
         self,
@@ -224,7 +209,7 @@ class Product:
         # Rows of an array, not only of its tiles, have to be whole swizzle patterns, and so has what
         # lies before a block.
         along_k = (*self.ks, c.tile_k, *(block.k_start for block in self.blocks))
-        along_n = (*self.widths, self.part_n, *(block.n_start for block in self.blocks))
+        along_n = (self.n, self.part_n, *(block.n_start for block in self.blocks))
         swizzle = min(
             widest_swizzle(self.dtype, *((self.m, c.tile_m) if self.a_transposed else along_k)),
             widest_swizzle(self.dtype, *(along_k if self.b_transposed else along_n)),
@@ -301,24 +286,20 @@ class Product:
                 landed,
             )
 
-            def copy_b(output, n_start):
-                for product in range(self.products):
-                    of_term = term * self.products + product
-                    block = self.blocks[of_term * len(self.widths) + output]
-                    plgpu.copy_gmem_to_smem(
-                        along(
-                            b_gmem[block.array],
-                            not self.b_transposed,
-                            block.n_start + n_start,
-                            self.part_n,
-                            block.k_start + k_start,
-                        ),
-                        b_smem[product].at[slot],
-                        landed,
-                        collective_axes="cta" if c.cluster > 1 else None,
-                    )
-
-            self.in_its_output(n_idx, copy_b)
+            for product in range(self.products):
+                block = self.blocks[term * self.products + product]
+                plgpu.copy_gmem_to_smem(
+                    along(
+                        b_gmem[block.array],
+                        not self.b_transposed,
+                        block.n_start + n_idx * self.part_n,
+                        self.part_n,
+                        block.k_start + k_start,
+                    ),
+                    b_smem[product].at[slot],
+                    landed,
+                    collective_axes="cta" if c.cluster > 1 else None,
+                )
             return self._next_slot(slot), filled + 1
 
         def tile(sequence_idx, carry):
@@ -400,12 +381,12 @@ class Product:
         plgpu.wait_smem_to_gmem(0)
 
 
-def tile_cost(widths: Sequence[int], tile_n: int) -> float:
-    """What tiles of `tile_n` columns cost of outputs so wide: what lies beyond them is computed too.
+def tile_cost(n: int, tile_n: int) -> float:
+    """What tiles of `tile_n` columns cost of an output so wide: what lies beyond is computed too.
 
     A narrower tile reads its operands more often: 128 x 128 takes 6% longer than 128 x 192.
     """
-    columns = sum(pl.cdiv(width, tile_n) * tile_n for width in widths)
+    columns = pl.cdiv(n, tile_n) * tile_n
     return columns * (1.06 if tile_n <= 128 else 1.0)
 
 

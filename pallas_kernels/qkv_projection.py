@@ -1,10 +1,12 @@
 """qkv_projection on the Hopper product: queries, keys and values leave as attention reads them.
 
-Three outputs of one product, each with its own weights, so that nothing is split afterwards. Where
-there is a norm or a rotation, an output tile is a number of whole heads: the two halves of a head are
-in the same registers, and its mean square is a sum within a warp.
+One product whose columns go to three outputs, so that nothing is split afterwards. An output tile
+lies across them as it comes, but what it is stored by, its units, each lie in one. Where there is a norm
+or a rotation a unit is a head: its two halves are in the same registers, and its mean square is a sum
+within a warp.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,18 +86,18 @@ def default_config(
     rotary_dim: int,
     bias: bool,
 ) -> MatmulConfig:
-    """Tiles of whole heads where heads matter, of few columns beyond the outputs' ends.
+    """Tiles of whole units, of few columns beyond the end.
 
     A second slot to write is worth more than a fourth stage: 50432 x 768 to 3 x 12 heads of 64 with
     rotation 295 us on an H200, 322 without it; with norm and rotation 365, 480.
     """
     whole_heads = norm or rotary_dim > 0
-    unit = head_size if whole_heads else 32
+    unit = head_size if whole_heads else math.gcd(32, *widths)
     tile_m = 128 if unit <= 192 else 64
 
     widest = 192 if unit <= 192 else 256
     candidates = {limit // unit * unit for limit in (128, widest)} - {0}
-    tile_n = min(candidates, key=lambda tile_n: tile_cost(widths, tile_n))
+    tile_n = min(candidates, key=lambda tile_n: tile_cost(sum(widths), tile_n))
 
     def shared_memory_bytes(c: MatmulConfig) -> int:
         item = jnp.dtype(dtype).itemsize
@@ -147,6 +149,8 @@ def forward(
     """
     m, k = x.shape
     widths = tuple(w.shape[1] for w in weights)
+    w = jnp.concatenate(weights, axis=1)
+    bias = None if biases is None else jnp.concatenate(biases)
     rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
     has_norms = [scale is not None for scale in scales]
     if config is None:
@@ -179,25 +183,26 @@ def forward(
     epilogue = _Epilogue(
         product=Product(
             m=m,
-            widths=widths,
+            n=sum(widths),
             ks=(k,),
             dtype=x.dtype,
-            blocks=tuple(Block(index, 0, 0) for index in range(len(weights))),
+            blocks=(Block(0, 0, 0),),
             config=config,
             multiprocessors=multiprocessors,
         ),
+        widths=widths,
         head_size=head_size,
         rotary_dim=rotary_dim,
         period=period,
-        bias_dtype=None if biases is None else biases[0].dtype,
+        bias_dtype=None if bias is None else bias.dtype,
         has_norms=tuple(has_norms),
         epsilon=epsilon,
     )
     saved = widths[:2] if save_projections else ()
     results = epilogue.product.launch(
         (x,),
-        weights,
-        (*(biases or ()), *both_scales, *tables),
+        (w,),
+        (*(() if bias is None else (bias,)), *both_scales, *tables),
         out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
@@ -233,6 +238,8 @@ class _Epilogue:
     """The epilogue of a launch: its static facts, and its shared memory."""
 
     product: Product
+    widths: tuple[int, ...]
+    """Columns of each output."""
     head_size: int
     rotary_dim: int
     period: int
@@ -256,17 +263,17 @@ class _Epilogue:
         """Columns that are stored together: a head, where heads matter."""
         return self.head_size if self.whole_heads else self.piece
 
-    def units(self, output: int) -> int:
-        """Units of a tile; as few as `matmul` takes chunks, and for the same reason."""
-        return pl.cdiv(min(self.product.widths[output], self.product.part_n), self.unit)
+    @property
+    def units(self) -> int:
+        """Of a tile; as few as `matmul` takes chunks, and for the same reason."""
+        return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
 
-    def tile_columns(self, output: int) -> int:
-        """Columns of tiles before those of an output."""
-        return sum(pl.cdiv(n, self.product.part_n) for n in self.product.widths[:output])
+    def first_column(self, output: int) -> int:
+        return sum(self.widths[:output])
 
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
-        swizzle = widest_swizzle(dtype, *self.product.widths, self.piece)
+        swizzle = widest_swizzle(dtype, *self.widths, self.piece)
         scratch: dict[str, Any] = {
             "out_smem": tiled((CONSUMERS, c.write_slots, c.tile_m, self.unit), dtype, swizzle)
         }
@@ -286,11 +293,10 @@ class _Refs:
 
     def __init__(self, epilogue: _Epilogue, refs: Sequence[Any]):
         remaining = iter(refs)
-        outputs = epilogue.product.widths
-        self.biases = [next(remaining) for _ in outputs if epilogue.bias_dtype is not None]
+        self.bias = next(remaining) if epilogue.bias_dtype is not None else None
         self.scales = next(remaining) if any(epilogue.has_norms) else None
         self.tables = [next(remaining) for _ in range(2)] if epilogue.rotary_dim else []
-        self.outputs = [next(remaining) for _ in outputs]
+        self.outputs = [next(remaining) for _ in epilogue.widths]
         self.projections = list(remaining)
 
 
@@ -303,24 +309,24 @@ class _HeadsOfTile:
     smem: Mapping[str, Any]
     place: TilePlace
 
-    def prefetch(self) -> None:
-        if not self.gmem.biases:
-            return
+    def column(self, unit: int) -> jax.Array:
+        """Where a unit of the tile begins in the product."""
+        launch = self.launch
+        return self.place.n_idx * launch.product.part_n + unit * launch.unit
 
-        def copy_bias(output, n_start):
+    def prefetch(self) -> None:
+        if self.gmem.bias is not None:
             plgpu.copy_gmem_to_smem(
-                self.gmem.biases[output].at[pl.ds(n_start, self.launch.product.part_n)],
+                self.gmem.bias.at[pl.ds(self.column(0), self.launch.product.part_n)],
                 self.smem["bias_smem"].at[self.place.wg_idx],
                 self.smem["bias_full"].at[self.place.wg_idx],
             )
-
-        self.launch.product.in_its_output(self.place.n_idx, copy_bias)
 
     def run(self, acc: jax.Array) -> None:
         launch = self.launch
         starts = range(0, launch.product.part_n, launch.piece)
         pieces = [acc[:, start : start + launch.piece] for start in starts]
-        if self.gmem.biases:
+        if self.gmem.bias is not None:
             plgpu.barrier_wait(self.smem["bias_full"].at[self.place.wg_idx])
             bias = self.smem["bias_smem"].at[self.place.wg_idx]
             pieces = [
@@ -330,13 +336,14 @@ class _HeadsOfTile:
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
         number = 0
         per_unit = launch.unit // launch.piece
-        outputs = range(len(self.gmem.outputs))
-        for unit in range(max(launch.units(output) for output in outputs)):
+        for unit in range(launch.units):
             projected = pieces[unit * per_unit : (unit + 1) * per_unit]
             if self.gmem.projections:
                 self._store(number, unit, enumerate(projected), self.gmem.projections)
                 number += 1
-            finished = self._finished(projected) if launch.whole_heads else enumerate(projected)
+            finished = (
+                self._finished(unit, projected) if launch.whole_heads else enumerate(projected)
+            )
             self._store(number, unit, finished, self.gmem.outputs)
             number += 1
 
@@ -349,37 +356,41 @@ class _HeadsOfTile:
           number: of this store in the tile.
           unit: where in the tile.
           pieces: what to store.
-          arrays: of each output; the tile is in one of them.
+          arrays: of each output; the unit is in one of them, or beyond the last.
         """
         launch, config = self.launch, self.launch.product.config
         slot = self.smem["out_smem"].at[self.place.wg_idx, number % config.write_slots]
         # As in `matmul`: whatever slot the last tile ended with has been read long since. Where some
         # stores have nothing to copy, what is under way is not to be told by counting.
-        skips = bool(self.gmem.projections) or len({*map(launch.units, range(_VALUES + 1))}) > 1
+        skips = bool(self.gmem.projections) or launch.product.n % launch.product.part_n
         pending = config.write_slots - 1 if number and not skips else 0
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         for index, piece in pieces:
             slot.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
         plgpu.commit_smem()
 
-        def copy(output, n_start):
-            if output < len(arrays) and unit < launch.units(output):
+        column = self.column(unit)
+        for output, array in enumerate(arrays):
+            start = column - launch.first_column(output)
+
+            @pl.when((start >= 0) & (start < launch.widths[output]))
+            def _(array=array, start=start):
                 rows = pl.ds(self.place.m_start, config.tile_m)
-                columns = pl.ds(n_start + unit * launch.unit, launch.unit)
-                block = arrays[output].at[rows, columns]
+                block = array.at[rows, pl.ds(start, launch.unit)]
                 plgpu.copy_smem_to_gmem(slot, block, commit_group=False)
 
-        launch.product.in_its_output(self.place.n_idx, copy)
         plgpu.commit_smem_to_gmem_group()
 
-    def _finished(self, projected: Sequence[jax.Array]) -> Iterator[tuple[int, jax.Array]]:
+    def _finished(
+        self, unit: int, projected: Sequence[jax.Array]
+    ) -> Iterator[tuple[int, jax.Array]]:
         """The pieces of a head after norm and rotation, each with its index; a value stays as it is.
 
         All three go through the same code. In code of their own the compiler converts pieces for
         several of them ahead of any, and spills.
         """
         launch = self.launch
-        is_key = (self.place.n_idx >= launch.tile_columns(1)).astype(jnp.int32)
+        is_key = (self.column(unit) >= launch.first_column(1)).astype(jnp.int32)
         factor = None
         if any(launch.has_norms):
             squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
@@ -396,7 +407,7 @@ class _HeadsOfTile:
             scale = self._row(self.gmem.scales.at[is_key], index * launch.piece)
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
-        is_value = self.place.n_idx >= launch.tile_columns(_VALUES)
+        is_value = self.column(unit) >= launch.first_column(_VALUES)
 
         def rounded(piece, index):
             keep = jnp.broadcast_to(is_value, piece.shape)

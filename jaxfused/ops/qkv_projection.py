@@ -403,12 +403,13 @@ def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
         dq, dk, dscales, dtables = vjp((dq, dk))
     dys = (dq, dk, dv)
     (dx,) = _run(_InputGradient(launch), *dys, *weights)
-    dweights = [
-        weight_gradient(x, dy.reshape(*dy.shape[:-3], -1), w.dtype, launch.precision).reshape(
-            w.shape
-        )
-        for w, dy in zip(weights, dys, strict=True)
-    ]
+
+    def gradient_of_weight(w, dy):
+        # XLA merges products that share an operand into one, for which it has the slower generator.
+        mine, dy = jax.lax.optimization_barrier((x, dy.reshape(*dy.shape[:-3], -1)))
+        return weight_gradient(mine, dy, w.dtype, launch.precision).reshape(w.shape)
+
+    dweights = [gradient_of_weight(w, dy) for w, dy in zip(weights, dys, strict=True)]
     dbiases = [
         None
         if bias is None
