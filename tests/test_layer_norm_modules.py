@@ -150,21 +150,26 @@ def test_metadata_and_missing_parameters(norm):
         assert_near(ours, flaxs)
 
 
+@pytest.mark.parametrize("pre_bias", [None, normal(3, D)], ids=["", "pre_bias"])
 @each_norm
-def test_residual_and_activation(norm):
+def test_sums_before_and_activation(norm, pre_bias):
     x, residual = normal(1, 3, D), normal(2, 3, D)
+    biased = x if pre_bias is None else x + pre_bias
     fused, plain = nnx_pair(norm)
     fused.activation = "silu"
-    y, h = fused(x, residual=residual)
-    np.testing.assert_array_equal(h, x + residual)
-    assert_near(y, jax.nn.silu(plain(x + residual)))
+    y, h = fused(x, residual=residual, pre_bias=pre_bias)
+    np.testing.assert_array_equal(h, biased + residual)
+    assert_near(y, jax.nn.silu(plain(biased + residual)))
+    assert_near(fused(x, pre_bias=pre_bias), jax.nn.silu(plain(biased)))
 
     fused, plain = linen_pair(norm)
     fused = fused.clone(activation="silu")
     variables = plain.init(jax.random.key(0), x)
-    y, h = fused.apply(variables, x, residual=residual)
-    np.testing.assert_array_equal(h, x + residual)
-    assert_near(y, jax.nn.silu(plain.apply(variables, x + residual)))
+    y, h = fused.apply(variables, x, residual=residual, pre_bias=pre_bias)
+    np.testing.assert_array_equal(h, biased + residual)
+    assert_near(y, jax.nn.silu(plain.apply(variables, biased + residual)))
+    y = fused.apply(variables, x, pre_bias=pre_bias)
+    assert_near(y, jax.nn.silu(plain.apply(variables, biased)))
 
 
 def test_scale_offset():
@@ -261,6 +266,7 @@ def test_own_promote_dtype_is_called(norm):
     ("arguments", "call", "message"),
     [
         ({}, dict(residual=jnp.ones((5, D))), "residual needs the operator"),
+        ({}, dict(pre_bias=jnp.ones(D)), "pre_bias needs the operator"),
         (dict(implementation="cuda"), {}, "implementation='cuda' needs the operator"),
     ],
 )

@@ -299,7 +299,9 @@ def test_dropping_branches(kind):
     x = normal(0, 16, T, D)
 
     def run(deterministic, **rates):
-        nnx = jaxfused.nnx.TransformerBlock(D, 2, rngs=flax.nnx.Rngs(0), **rates)
+        nnx = jaxfused.nnx.TransformerBlock(
+            D, 2, bias_init=flax.nnx.initializers.normal(1.0), rngs=flax.nnx.Rngs(0), **rates
+        )
         if kind == "nnx":
             y, stream = nnx(x, residual=x, deterministic=deterministic, rngs=flax.nnx.Rngs(1))
             return nnx(x, deterministic=deterministic, rngs=flax.nnx.Rngs(1)), y, stream
@@ -312,7 +314,7 @@ def test_dropping_branches(kind):
         )
         return call(), *call(residual=x)
 
-    plain, *_ = run(None)
+    plain, _, plain_stream = run(None)
     near(run(True, dropout_rate=0.5, drop_path_rate=0.5)[0], plain)
     dropped, branch, stream = run(False, dropout_rate=0.5)
     assert not np.allclose(dropped, plain)
@@ -324,6 +326,8 @@ def test_dropping_branches(kind):
         gone = np.all(part == kept_as, axis=(1, 2))
         np.testing.assert_array_equal(gone, np.any(part == kept_as, axis=(1, 2)))
         assert 0 < gone.sum() < 16
+    # The bias of the projection is kept and dropped with the rest of the branch.
+    near(stream, 2 * x + jnp.where(gone[:, None, None], 0, 2 * (plain_stream - 2 * x)))
 
 
 def test_blocks_pass_the_stream_on():

@@ -19,7 +19,7 @@ class LayerNorm(linen.LayerNorm):
 
     .. math:: y = \text{activation}\Bigl(\frac{h - \operatorname{mean}(h)}
               {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr),
-              \quad h = x + \text{residual}
+              \quad h = x + \text{pre\_bias} + \text{residual}
 
     Attributes, parameters and their names are Flax's, so a checkpoint of one loads into the other and
     gives the same output. Differences:
@@ -28,7 +28,7 @@ class LayerNorm(linen.LayerNorm):
       `force_float32_reductions` name forms that are faster in Flax and less accurate; neither holds
       here.
     - Masks, `axis_name`, complex numbers, and axes other than the last run Flax's code. Together with
-      `residual` or a named kernel they raise.
+      `residual`, `pre_bias` or a named kernel they raise.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -58,6 +58,7 @@ class LayerNorm(linen.LayerNorm):
         x: jax.Array,
         *,
         residual: jax.Array | None = None,
+        pre_bias: jax.Array | None = None,
         mask: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis.
@@ -65,13 +66,15 @@ class LayerNorm(linen.LayerNorm):
         Args:
           x: [..., D].
           residual: [..., D], the residual stream, to which x is added first.
+          pre_bias: [D], is added to x too: the bias of the projection that made x.
           mask: broadcastable to x, as in Flax.
 
         Returns:
           y [..., D]; with `residual`, (y, the next residual).
 
         Raises:
-          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+          ValueError: `residual`, `pre_bias` or a named kernel, in a call that only Flax's code
+            can serve.
         """
         x = jnp.asarray(x)
         reason = _why_flax(self, x, mask)
@@ -81,6 +84,7 @@ class LayerNorm(linen.LayerNorm):
                 reason,
                 lambda: super(LayerNorm, self).__call__(x, mask=mask),
                 residual=residual,
+                pre_bias=pre_bias,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -97,6 +101,7 @@ class LayerNorm(linen.LayerNorm):
             bias,
             epsilon=self.epsilon,
             residual=residual,
+            pre_bias=pre_bias,
             activation=self.activation,
             implementation=self.implementation,
         )
@@ -107,7 +112,8 @@ class RMSNorm(linen.RMSNorm):
     r"""`flax.linen.RMSNorm` in one kernel, with the residual sum before it and an activation after it.
 
     .. math:: y = \text{activation}\Bigl(\frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}} \cdot
-              (\text{scale} + \text{scale\_offset})\Bigr), \quad h = x + \text{residual}
+              (\text{scale} + \text{scale\_offset})\Bigr),
+              \quad h = x + \text{pre\_bias} + \text{residual}
 
     What `LayerNorm` says of its differences from Flax holds here too.
 
@@ -140,6 +146,7 @@ class RMSNorm(linen.RMSNorm):
         x: jax.Array,
         *,
         residual: jax.Array | None = None,
+        pre_bias: jax.Array | None = None,
         mask: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis; arguments and result are `LayerNorm`'s."""
@@ -151,6 +158,7 @@ class RMSNorm(linen.RMSNorm):
                 reason,
                 lambda: super(RMSNorm, self).__call__(x, mask=mask),
                 residual=residual,
+                pre_bias=pre_bias,
                 scale_offset=self.scale_offset,
                 activation=self.activation,
                 implementation=self.implementation,
@@ -165,6 +173,7 @@ class RMSNorm(linen.RMSNorm):
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
             residual=residual,
+            pre_bias=pre_bias,
             activation=self.activation,
             implementation=self.implementation,
         )

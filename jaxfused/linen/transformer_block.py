@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.layer_norm import LayerNorm, RMSNorm
-from jaxfused.linen.linear import Affine, Dense
+from jaxfused.linen.linear import Affine
 from jaxfused.linen.mlp import MLP, GatedMLP
 from jaxfused.linen.rope import RotaryEmbedding
 from jaxfused.modules.transformer_block import (
@@ -20,6 +20,7 @@ from jaxfused.modules.transformer_block import (
     check_norm,
     head_size,
     normalise,
+    project,
     self_attention,
 )
 from jaxfused.ops.attention import AttentionImplementation
@@ -159,12 +160,10 @@ class TransformerBlock(linen.Module):
         )
 
         y, stream = normalise(norm(name="norm1"), x, residual)
-        kernel, bias = Affine(
-            (self.num_heads + 2 * num_kv_heads) * head_dim,
-            param_dtype=self.param_dtype,
-            **initialisers,
-            name="qkv",
-        )(features)
+        affine: Callable[..., Any] = functools.partial(
+            Affine, param_dtype=self.param_dtype, **initialisers
+        )
+        kernel, bias = affine((self.num_heads + 2 * num_kv_heads) * head_dim, name="qkv")(features)
         query_scale = key_scale = None
         if self.normalize_qk:
             ones = linen.initializers.ones
@@ -192,17 +191,33 @@ class TransformerBlock(linen.Module):
             implementation=self.implementation,
             attention_implementation=self.attention_implementation,
         )
-        layer: dict[str, Any] = dict(precision=self.precision, **initialisers, **shared)
-        branch = Dense(features, **layer, name="project")(attended)
+        kernel, bias = affine(features, name="project")(attended.shape[-1])
+        branch, pre_bias = project(
+            attended,
+            kernel,
+            bias,
+            drops=drops,
+            dtype=self.dtype,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
         if drops:
             branch = drop(branch)
-        y, stream = normalise(norm(name="norm2"), branch, stream)
+        y, stream = normalise(norm(name="norm2"), branch, stream, pre_bias)
         make_mlp = GatedMLP if self.gated else MLP
         activation = self.activation
         if activation is None:
             activation = "silu" if self.gated else "gelu_tanh"
         hidden_features = 4 * features if self.hidden_features is None else self.hidden_features
-        mlp = make_mlp(hidden_features, activation=activation, save=self.save, **layer, name="mlp")
+        mlp = make_mlp(
+            hidden_features,
+            activation=activation,
+            save=self.save,
+            precision=self.precision,
+            **initialisers,
+            **shared,
+            name="mlp",
+        )
         if residual is None and not drops:
             return mlp(y, residual=stream)
         branch = mlp(y)

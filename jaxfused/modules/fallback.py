@@ -28,6 +28,7 @@ def call_flax(
     module: Callable[[], jax.Array],
     *,
     residual: jax.Array | None = None,
+    pre_bias: jax.Array | None = None,
     scale_offset: float = 0.0,
     activation: str | None = None,
     implementation: str | None = None,
@@ -35,6 +36,7 @@ def call_flax(
     """Flax's `module` and the activation after it, or ValueError where only the operator can serve."""
     refused = {
         "residual": residual is not None,
+        "pre_bias": pre_bias is not None,
         "scale_offset": scale_offset != 0.0,
         f"implementation={implementation!r}": implementation not in (None, "xla"),
     }

@@ -1,4 +1,4 @@
-"""The attention of a TransformerBlock between its first norm and its output projection."""
+"""What a TransformerBlock does between its first norm and its second."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.attention import attend
-from jaxfused.modules.linear import Kernel, QuantizedKernel, linear
+from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.layer_norm import rms_norm
 
@@ -37,10 +37,19 @@ def head_size(features: int, num_heads: int, head_dim: int | None) -> int:
 
 
 def normalise(
-    norm: Callable[..., Any], x: jax.Array, residual: jax.Array | None
+    norm: Callable[..., Any],
+    x: jax.Array,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The norm of x + residual, and that sum: the residual stream."""
-    return (norm(x), x) if residual is None else norm(x, residual=residual)
+    """The norm of x + pre_bias + residual, and that sum: the residual stream.
+
+    Without a residual x is the stream, and has its bias.
+    """
+    if residual is None:
+        assert pre_bias is None
+        return norm(x), x
+    return norm(x, residual=residual, pre_bias=pre_bias)
 
 
 def self_attention(
@@ -121,3 +130,29 @@ def self_attention(
         implementation=attention_implementation,
     )
     return attended.reshape(*y.shape[:-1], -1)
+
+
+def project(
+    attended: jax.Array,
+    kernel: Kernel,
+    bias: jax.Array | None,
+    *,
+    drops: bool,
+    dtype: Any,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The output projection of the attention, and the bias that is still to be added to it.
+
+    The norm that follows adds the bias where it adds the stream, and sums up its gradient in the same
+    pass as those of its own parameters. With `drops` the bias is added here: it is dropped with the
+    rest of the branch.
+    """
+    branch = linear(
+        promoted(attended, kernel, bias, dtype=dtype),
+        kernel,
+        bias if drops else None,
+        precision=precision,
+        implementation=implementation,
+    )
+    return branch, None if drops else bias

@@ -22,7 +22,7 @@ class LayerNorm(nnx.LayerNorm):
 
     .. math:: y = \text{activation}\Bigl(\frac{h - \operatorname{mean}(h)}
               {\sqrt{\operatorname{var}(h) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr),
-              \quad h = x + \text{residual}
+              \quad h = x + \text{pre\_bias} + \text{residual}
 
     Constructor, parameters, their names and the use of `rngs` are Flax's, so a checkpoint of one loads
     into the other and gives the same output. Differences:
@@ -32,7 +32,7 @@ class LayerNorm(nnx.LayerNorm):
     - The variance is always the mean of squared deviations: `use_fast_variance` names a form that is
       faster in Flax and less accurate; neither holds here.
     - Masks, `axis_name`, a `promote_dtype` of one's own, complex numbers, and axes other than the last
-      run Flax's code. Together with `residual` or a named kernel they raise.
+      run Flax's code. Together with `residual`, `pre_bias` or a named kernel they raise.
 
     Args:
       num_features: D, the size of the last axis.
@@ -117,6 +117,7 @@ class LayerNorm(nnx.LayerNorm):
         x: jax.Array,
         *,
         residual: jax.Array | None = None,
+        pre_bias: jax.Array | None = None,
         mask: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis.
@@ -124,13 +125,15 @@ class LayerNorm(nnx.LayerNorm):
         Args:
           x: [..., D].
           residual: [..., D], the residual stream, to which x is added first.
+          pre_bias: [D], is added to x too: the bias of the projection that made x.
           mask: broadcastable to x, as in Flax.
 
         Returns:
           y [..., D]; with `residual`, (y, the next residual).
 
         Raises:
-          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+          ValueError: `residual`, `pre_bias` or a named kernel, in a call that only Flax's code
+            can serve.
         """
         x = jnp.asarray(x)
         scale = None if self.scale is None else self.scale[...]
@@ -142,6 +145,7 @@ class LayerNorm(nnx.LayerNorm):
                 reason,
                 lambda: super(LayerNorm, self).__call__(x, mask=mask),
                 residual=residual,
+                pre_bias=pre_bias,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -151,6 +155,7 @@ class LayerNorm(nnx.LayerNorm):
             bias,
             epsilon=self.epsilon,
             residual=residual,
+            pre_bias=pre_bias,
             activation=self.activation,
             implementation=self.implementation,
         )
@@ -160,7 +165,8 @@ class RMSNorm(nnx.RMSNorm):
     r"""`flax.nnx.RMSNorm` in one kernel, with the residual sum before it and an activation after it.
 
     .. math:: y = \text{activation}\Bigl(\frac{h}{\sqrt{\operatorname{mean}(h^2) + \epsilon}} \cdot
-              (\text{scale} + \text{scale\_offset})\Bigr), \quad h = x + \text{residual}
+              (\text{scale} + \text{scale\_offset})\Bigr),
+              \quad h = x + \text{pre\_bias} + \text{residual}
 
     What `LayerNorm` says of its differences from Flax holds here too.
 
@@ -240,6 +246,7 @@ class RMSNorm(nnx.RMSNorm):
         mask: jax.Array | None = None,
         *,
         residual: jax.Array | None = None,
+        pre_bias: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis; arguments and result are `LayerNorm`'s."""
         x = jnp.asarray(x)
@@ -251,6 +258,7 @@ class RMSNorm(nnx.RMSNorm):
                 reason,
                 lambda: super(RMSNorm, self).__call__(x, mask=mask),
                 residual=residual,
+                pre_bias=pre_bias,
                 scale_offset=self.scale_offset,
                 activation=self.activation,
                 implementation=self.implementation,
@@ -261,6 +269,7 @@ class RMSNorm(nnx.RMSNorm):
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
             residual=residual,
+            pre_bias=pre_bias,
             activation=self.activation,
             implementation=self.implementation,
         )

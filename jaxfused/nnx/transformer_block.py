@@ -16,6 +16,7 @@ from jaxfused.modules.transformer_block import (
     check_norm,
     head_size,
     normalise,
+    project,
     self_attention,
 )
 from jaxfused.nnx.layer_norm import LayerNorm, RMSNorm
@@ -217,10 +218,19 @@ class TransformerBlock(nnx.Module):
             implementation=self.implementation,
             attention_implementation=self.attention_implementation,
         )
-        branch = self.project(attended)
+        kernel, bias = affine(self.project)
+        branch, pre_bias = project(
+            attended,
+            kernel,
+            bias,
+            drops=drops,
+            dtype=self.project.dtype,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
         if drops:
             branch = drop(branch)
-        y, stream = normalise(self.norm2, branch, stream)
+        y, stream = normalise(self.norm2, branch, stream, pre_bias)
         if residual is None and not drops:
             return self.mlp(y, residual=stream)
         branch = self.mlp(y)
