@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import dispatch
+from jaxfused import cuda, dispatch
 from jaxfused.ops.linear import implementations
 from jaxfused.reference.activation import ACTIVATIONS, activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
@@ -234,6 +234,66 @@ def test_pallas_vmap_in_the_interpreter():
             pallas,
             xla,
         )
+
+
+def stand_in_forward(
+    product, up, bias, up_bias, residual, *, activation, out_dtype, save_preactivation
+):
+    assert product.ndim == 2 and up is up_bias is None
+    assert residual is None or residual.dtype == out_dtype
+    z = product if bias is None else (product + bias.astype(jnp.float32)).astype(product.dtype)
+    y = activate(activation, z.astype(jnp.float32))
+    y = y if residual is None else y + residual
+    return y.astype(out_dtype), z if save_preactivation else None, None
+
+
+@pytest.fixture
+def gradient_calls(hopper, monkeypatch):
+    """The kernels of implementation "cuda" stood in for by jax.numpy; notes what they differentiate."""
+    noted = []
+
+    def backward(dy, z, up_z, *, activation, want_y, want_sums):
+        assert dy.ndim == 2 and dy.dtype in (z.dtype, jnp.float32)
+        assert up_z is None and not want_y
+        noted.append(activation)
+        _, vjp = jax.vjp(functools.partial(activate, activation), z.astype(jnp.float32))
+        (dz,) = vjp(dy.astype(jnp.float32))
+        return dz.astype(z.dtype), None, None, jnp.sum(dz, axis=0)[None] if want_sums else None
+
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: "there is none here")
+    monkeypatch.setattr(cuda.bias_activation, "forward", stand_in_forward)
+    monkeypatch.setattr(cuda.bias_activation, "backward", backward)
+    return noted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", (*CASES[1:3], CASES[4], CASES[6], KERNEL_CASES[3]), ids=str)
+def test_cuda_around_its_kernels(gradient_calls, case, dtype):
+    check_kernel(case, dtype, "cuda")
+    assert set(gradient_calls) == {case.activation} - {None}
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cuda_transforms(gradient_calls, with_bias):
+    assert_transforms(
+        lambda x, w, bias: jaxfused.linear(
+            x, w, bias if with_bias else None, activation="silu", implementation="cuda"
+        ),
+        *CASES[2].arguments(jnp.float32)[:3],
+    )
+    assert gradient_calls
+
+
+def test_cuda_gradient_of_a_result_of_another_dtype(gradient_calls):
+    x, w, bias, _ = CASES[2].arguments(jnp.bfloat16)
+
+    def dbias(implementation):
+        options = dict(activation="silu", out_dtype=jnp.float16, implementation=implementation)
+        return jax.grad(lambda b: jaxfused.linear(x, w, b, **options).sum().astype(float))(bias)
+
+    np.testing.assert_array_equal(dbias("cuda"), dbias("xla"))
+    assert gradient_calls == ["silu"]
 
 
 @pytest.mark.gpu

@@ -67,6 +67,21 @@ def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision:
     return dx + product(dy, w, "mf,df->md", dx.dtype, precision)
 
 
+def activation_gradient(
+    dy: jax.Array, z: jax.Array, *, activation: str, sum_rows: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Of y = activation(z) and dy [M, F]: dz in z's dtype, and dz summed over the rows in float32."""
+    dz, _, _, sums = bias_activation.backward(
+        dy if dy.dtype == z.dtype else dy.astype(jnp.float32),
+        z,
+        None,
+        activation=activation,
+        want_y=False,
+        want_sums=sum_rows,
+    )
+    return dz, None if sums is None else sums[0]
+
+
 def product(
     a: jax.Array, b: jax.Array, subscripts: str, out_dtype: Any, precision: Any
 ) -> jax.Array:

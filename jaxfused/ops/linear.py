@@ -312,21 +312,38 @@ def _linear_fwd(launch: Launch, options: _Options, x, w, bias, residual):
 
 def _linear_bwd(launch: Launch, options: _Options, saved: _Residuals, dy):
     x, w, bias, preactivation = saved
-    dz = dy.astype(jnp.float32)
-    if preactivation is not None:
-        _, vjp = jax.vjp(
-            functools.partial(activate, options.activation), preactivation.astype(jnp.float32)
-        )
-        (dz,) = vjp(dz)
+    if preactivation is None:
+        dz, dbias = dy.astype(x.dtype), None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        dz, dbias = _activation_gradient(launch, options.activation, dy, preactivation, bias)
     return (
-        launch.input_gradient(dz.astype(x.dtype), w, x.dtype),
-        launch.weight_gradient(x, dz.astype(x.dtype), w.dtype),
-        None if bias is None else sum_rows(dz, bias.dtype),
+        launch.input_gradient(dz, w, x.dtype),
+        launch.weight_gradient(x, dz, w.dtype),
+        dbias,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def _activation_gradient(
+    launch: Launch, activation: str | None, dy: jax.Array, z: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradients of the preactivation z, in its dtype, and of the bias in it."""
+    if launch.implementation == "cuda":
+        kernel = RowKernel(
+            cuda.linear.activation_gradient,
+            (("activation", activation), ("sum_rows", bias is not None)),
+            (ROWS + "f", ROWS + "f"),
+            (ROWS + "f", None if bias is None else "f"),
+            whole="",
+        )
+        dz, sums = kernel(dy, z)
+        return dz, None if bias is None else sums.astype(bias.dtype)
+    _, vjp = jax.vjp(functools.partial(activate, activation), z.astype(jnp.float32))
+    (dz,) = vjp(dy.astype(jnp.float32))
+    return dz.astype(z.dtype), None if bias is None else sum_rows(dz, bias.dtype)
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
