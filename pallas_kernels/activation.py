@@ -11,6 +11,7 @@ with respect to |x| is the derivative for negative x, and 1 minus it for positiv
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -82,9 +83,8 @@ def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
         case "gelu_erf":
             return _normal_tail(distance, dtype)
         case "gelu_tanh":
-            cubic = 1.0 + _GELU_CUBIC * (distance * distance)
-            return _logistic_tail(distance, _GELU_TANH_RATE * cubic)
-    return _logistic_tail(distance, 1.0)
+            return _logistic_tail(distance, _LOG2_E * _GELU_TANH_RATE, _GELU_CUBIC)
+    return _logistic_tail(distance, _LOG2_E)
 
 
 def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array:
@@ -95,14 +95,35 @@ def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array
     decrease = tail - tail * tail
     if name == "gelu_tanh":
         squared = distance * distance
-        decrease *= _GELU_TANH_RATE * (1.0 + 3.0 * _GELU_CUBIC * squared)
+        decrease *= _GELU_TANH_RATE + 3.0 * _GELU_TANH_RATE * _GELU_CUBIC * squared
     return decrease
 
 
-def _logistic_tail(distance: jax.Array, rate: jax.Array | float) -> jax.Array:
-    """1 / (1 + exp(distance * rate)): of logarithms, as Mosaic has no short instruction to divide."""
-    log2 = distance * (-_LOG2_E * rate)
-    return jnp.exp2(log2 - jnp.log2(1.0 + jnp.exp2(log2)))
+_RECIPROCAL = (0.9997026, -0.984835, 0.8658935, -0.5328576, 0.152245)
+"""1 / (1 + e) on 0 <= e <= 1, to 3e-4 relative."""
+
+
+def _logistic_tail(distance: jax.Array, log2_rate: float, cubic: float = 0.0) -> jax.Array:
+    """1 / (1 + 2**z) with z = log2_rate * (distance + cubic * distance**3), without a division.
+
+    With e = 2**-z it is e times the reciprocal of 1 + e, which is a polynomial in e and a step of
+    Newton's: Mosaic's division is long, and the GPU's reciprocal root tests for denormals first.
+    """
+    rate: jax.Array | float = -log2_rate
+    if cubic:
+        rate = -log2_rate - log2_rate * cubic * (distance * distance)
+    exponential = jnp.exp2(distance * rate)
+    reciprocal = _polynomial(_RECIPROCAL, exponential)
+    reciprocal *= 2.0 - (1.0 + exponential) * reciprocal
+    return exponential * reciprocal
+
+
+def _polynomial(coefficients: Sequence[float], x: jax.Array) -> jax.Array:
+    """The value at x; the coefficient of the lowest power comes first."""
+    *lower, value = coefficients
+    for coefficient in reversed(lower):
+        value = value * x + coefficient
+    return value
 
 
 _LOG2_NORMAL_TAIL = (
@@ -120,7 +141,4 @@ _LOG2_NORMAL_TAIL_16_BITS = (
 def _normal_tail(distance: jax.Array, dtype: Any) -> jax.Array:
     """P(N(0, 1) > distance)."""
     wide = jnp.dtype(dtype).itemsize > 2
-    *lower, exponent = _LOG2_NORMAL_TAIL if wide else _LOG2_NORMAL_TAIL_16_BITS
-    for coefficient in reversed(lower):
-        exponent = exponent * distance + coefficient
-    return jnp.exp2(exponent)
+    return jnp.exp2(_polynomial(_LOG2_NORMAL_TAIL if wide else _LOG2_NORMAL_TAIL_16_BITS, distance))

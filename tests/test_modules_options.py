@@ -379,3 +379,13 @@ def test_rotary_embedding_at_an_offset():
     np.testing.assert_array_equal(rope(q)[..., 4:], q[..., 4:])
     cos, sin = rope.tables(jnp.arange(T), D)
     near(jaxfused.rope(q, cos=cos, sin=sin), rope(q))
+
+
+@pytest.mark.parametrize("name", ["qkv", "project"])
+def test_a_layer_that_would_not_be_called_is_refused(name):
+    rngs = flax.nnx.Rngs(0)
+    block = jaxfused.nnx.TransformerBlock(8, num_heads=2, rngs=rngs)
+    features = getattr(block, name).kernel.shape[1]
+    setattr(block, name, flax.nnx.LoRALinear(8, features, lora_rank=2, rngs=rngs))
+    with pytest.raises(TypeError, match="LoRALinear cannot stand for one"):
+        block(normal(1, 4, 8))

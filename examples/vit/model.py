@@ -206,8 +206,14 @@ class Block(nnx.Module):
         """The next `(delta, stream)`, both [B, T, width]."""
         keys = (None, None) if key is None else jax.random.split(key)
         y, stream = self.norm1(delta, residual=stream)
-        delta = self._drop(self._attention(y), keys[0], drop_path)
-        y, stream = self.norm2(delta, residual=stream)
+        attended = self._attention(y)
+        if key is None and isinstance(self.project, jaxfused.nnx.Linear):
+            # The norm adds the projection's bias with the stream, and sums up its gradient with its own.
+            delta = jaxfused.linear(attended, self.project.kernel[...])
+            y, stream = self.norm2(delta, residual=stream, pre_bias=self.project.bias[...])
+        else:
+            delta = self._drop(self.project(attended), keys[0], drop_path)
+            y, stream = self.norm2(delta, residual=stream)
         delta = self._drop(self.mlp(y), keys[1], drop_path)
         return delta, stream
 
@@ -222,7 +228,7 @@ class Block(nnx.Module):
             kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
             query, key, value = jaxfused.qkv_projection(y, kernel, bias, heads=self.heads)
         attended = self.attention(query, key, value)
-        return self.project(attended.reshape(batch, tokens, width))
+        return attended.reshape(batch, tokens, width)
 
     def _drop(self, branch: jax.Array, key: jax.Array | None, drop_path: jax.Array) -> jax.Array:
         if key is None:

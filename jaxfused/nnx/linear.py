@@ -144,5 +144,15 @@ class Linear(nnx.Linear):
 
 
 def affine(layer: nnx.Linear | QuantizedLinear) -> tuple[Kernel, jax.Array | None]:
-    """(kernel, bias) of a linear layer, for an operator that takes them beside others."""
+    """(kernel, bias) of a linear layer, for an operator that takes them beside others.
+
+    Raises:
+      TypeError: a layer of another class, whose own call would be passed over.
+    """
+    if type(layer) not in (nnx.Linear, Linear, QuantizedLinear):
+        raise TypeError(
+            "jaxfused.nnx: MLP, GatedMLP and TransformerBlock read their layers' parameters and do not"
+            f" call them, so {type(layer).__name__} cannot stand for one; put a jaxfused.nnx.Linear"
+            " there, or write the block with layers that are called."
+        )
     return layer.kernel.get_value(), None if layer.bias is None else layer.bias.get_value()
