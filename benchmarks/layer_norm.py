@@ -121,17 +121,17 @@ def _liger_rms_norm() -> Function:
 
 
 def _tokamax(x, scale, bias=None, *, subtract_mean):
-    # Without jax-triton tokamax leaves its Triton norm out and would run XLA's under its own name.
-    import jax_triton  # noqa: F401
-    import tokamax
+    from tokamax._src.ops.normalization.triton import TritonNormalization
 
-    return tokamax.layer_norm(
+    # tokamax.layer_norm would overwrite x: XLA then copies x first, which leaves it in the L2.
+    return TritonNormalization(input_output_alias=False)(
         x,
         scale,
         bias,
+        axis=-1,
         epsilon=_EPSILON,
+        scale_offset=0.0,
         subtract_mean=subtract_mean,
-        implementation="triton",
     )
 
 

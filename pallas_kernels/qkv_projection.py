@@ -89,7 +89,8 @@ def default_config(
     """Tiles of whole units, of few columns beyond the end.
 
     A second slot to write is worth more than a fourth stage: 50432 x 768 to 3 x 12 heads of 64 with
-    rotation 295 us on an H200, 322 without it; with norm and rotation 365, 480.
+    rotation 295 us on an H200, 322 without it; with norm and rotation 365, 480. And what shared memory
+    four stages take, the tables of angles lack in the L1 cache: 385 us with both.
     """
     whole_heads = norm or rotary_dim > 0
     unit = head_size if whole_heads else math.gcd(32, *widths)
@@ -106,9 +107,12 @@ def default_config(
         biases = (CONSUMERS * 4 * c.tile_n + 2 * 1024) if bias else 0
         return c.ring_bytes(dtype) + CONSUMERS * streams + biases
 
+    candidates = [(3, 2), (4, 1), (3, 1), (2, 1)]
+    if not rotary_dim:
+        candidates.insert(0, (4, 2))
     return next(
         config
-        for stages, write_slots in ((4, 2), (3, 2), (4, 1), (3, 1), (2, 1))
+        for stages, write_slots in candidates
         if shared_memory_bytes(
             config := MatmulConfig(
                 tile_m=tile_m,
