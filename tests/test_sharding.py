@@ -391,7 +391,12 @@ def stand_in_linear(x, w, bias, residual, **options):
 
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-def test_linear(monkeypatch, hopper, axis_type):
+@pytest.mark.parametrize(
+    "specs",
+    ((ROWS, SHARED, SHARED), (P("data"), P(None, "sequence"), P("sequence"))),
+    ids=("rows", "columns"),
+)
+def test_linear(monkeypatch, hopper, axis_type, specs):
     monkeypatch.setattr(ops.linear.pallas_matmul, "why_unsupported", lambda **limits: None)
     monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_linear)
 
@@ -405,7 +410,7 @@ def test_linear(monkeypatch, hopper, axis_type):
     shapes = (4, 8, 32), (32, 16), (16,)
     arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     mesh = make_mesh(axis_type, axis_type)
-    placed = [place(mesh, s, a) for s, a in zip((ROWS, SHARED, SHARED), arguments, strict=True)]
+    placed = [place(mesh, s, a) for s, a in zip(specs, arguments, strict=True)]
     ours = functools.partial(gradients, "pallas")
     assert count("all-gather", compiled_text(ours, *placed)) == 0
     jax.tree.map(

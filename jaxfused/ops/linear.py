@@ -238,9 +238,8 @@ class Launch:
 
     def input_gradient(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
         """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-        return product(
-            "...f,df->...d", dy, w, dtype=dy.dtype, out_dtype=dtype, precision=self.precision
-        )
+        rows = sharding.leading_axes(dy.ndim - 1)
+        return _product(f"{rows}f,df->{rows}d", dy, w, dtype, self.precision)
 
     def weight_gradient(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
         """x^T @ dy over all rows."""
@@ -249,28 +248,36 @@ class Launch:
 
 def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
     """The transpose of x [..., D] times dy [..., F], over all rows."""
-    if not sharding.is_explicit(x, dy):
-        return _WeightGradient(dtype, precision)(x, dy)[0]
     rows = sharding.leading_axes(x.ndim - 1)
-    (dw,) = sharding.per_shard(
-        _WeightGradient(jnp.dtype(jnp.float32), precision),
-        (x, dy),
-        operand_axes=(rows + "d", rows + "f"),
-        result_axes=("df",),
+    return _product(f"{rows}d,{rows}f->df", x, dy, dtype, precision)
+
+
+def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any, precision: Any) -> jax.Array:
+    """`product` in a's dtype; where explicit axes split the sum, its parts are added in float32."""
+    if not sharding.is_explicit(a, b):
+        return _ProductOfShards(subscripts, dtype, precision)(a, b)[0]
+    operand_axes, result_axes = subscripts.split("->")
+    (y,) = sharding.per_shard(
+        _ProductOfShards(subscripts, jnp.dtype(jnp.float32), precision),
+        (a, b),
+        operand_axes=operand_axes.split(","),
+        result_axes=(result_axes,),
     )
-    assert dw is not None
-    return dw.astype(dtype)
+    assert y is not None
+    return y.astype(dtype)
 
 
 @dataclass(frozen=True)
-class _WeightGradient:
+class _ProductOfShards:
+    subscripts: str
     dtype: Any
     precision: Any
 
-    def __call__(self, x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-        rows = sharding.leading_axes(x.ndim - 1)
-        subscripts = f"{rows}d,{rows}f->df"
-        return (product(subscripts, x, dy, out_dtype=self.dtype, precision=self.precision),)
+    def __call__(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array]:
+        y = product(
+            self.subscripts, a, b, dtype=a.dtype, out_dtype=self.dtype, precision=self.precision
+        )
+        return (y,)
 
 
 @dataclass(frozen=True)
