@@ -28,7 +28,7 @@ def hidden_and_slope(
         return {"h": h, "slope": slope}
 
     if config is None and x.dtype != jnp.float32:
-        config = _MUCH_ARITHMETIC
+        config = _TWO_RESULTS
     results = matmul(
         x,
         w1,
@@ -43,9 +43,9 @@ def hidden_and_slope(
     return results["h"], results["slope"]
 
 
-_MUCH_ARITHMETIC = MatmulConfig(tile_n=128, write_slots=2, epilogue_columns=32)
-"""Columns of a tile whose epilogue takes longer than its product, as gelu_erf's and its derivative's:
-50432 x 768 x 3072 453 us on an H200, 506 with 192 columns; 25216 x 1024 x 4096 372 us, 391."""
+_TWO_RESULTS = MatmulConfig(tile_n=128, write_slots=2, epilogue_columns=32)
+"""Two results leave shared memory little time: 50432 x 768 x 3072 with gelu_erf 432 us on an H200, 540
+with 192 columns; 25216 x 1024 x 4096 353 us, 419."""
 
 
 def hidden_gradient(
