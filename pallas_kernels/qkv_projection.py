@@ -179,11 +179,11 @@ def forward(
             # A tile of rows goes on from the last position to the first.
             beyond = ((0, config.tile_m), (0, 0))
             tables = tuple(jnp.pad(table, beyond, mode="wrap") for table in tables)
-    both_scales: list[jax.Array] = []
+    all_scales: list[jax.Array] = []
     if any(has_norms):
         ones = jnp.ones(head_size, jnp.float32)
         rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
-        both_scales = [jnp.stack(rows)]
+        all_scales = [jnp.stack([*rows, ones])]
     epilogue = _Epilogue(
         product=Product(
             m=m,
@@ -206,7 +206,7 @@ def forward(
     results = epilogue.product.launch(
         (x,),
         (w,),
-        (*(() if bias is None else (bias,)), *both_scales, *tables),
+        (*(() if bias is None else (bias,)), *all_scales, *tables),
         out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
@@ -388,43 +388,47 @@ class _HeadsOfTile:
     def _finished(
         self, unit: int, projected: Sequence[jax.Array]
     ) -> Iterator[tuple[int, jax.Array]]:
-        """The pieces of a head after norm and rotation, each with its index; a value stays as it is.
+        """The pieces of a head after norm and rotation, each with its index.
 
-        All three go through the same code. In code of their own the compiler converts pieces for
-        several of them ahead of any, and spills.
+        All heads go through the same code, in which the norm and the angle of a value are 1 and 0.
+        In code of their own the compiler converts pieces for several of them ahead of any, and
+        spills; and a choice between results is made of single 16-bit numbers, not of pairs.
         """
         launch = self.launch
-        is_key = (self.column(unit) >= launch.first_column(1)).astype(jnp.int32)
+        column = self.column(unit)
+        is_value = column >= launch.first_column(_VALUES)
+        kind = (column >= launch.first_column(1)).astype(jnp.int32) + is_value.astype(jnp.int32)
         factor = None
         if any(launch.has_norms):
             squares = [jnp.sum(jnp.square(p.astype(jnp.float32)), axis=1) for p in projected]
             mean_square = sum(squares[1:], squares[0]) * (1.0 / launch.head_size)
             factor = lax.rsqrt(mean_square + launch.epsilon)
-            if not all(launch.has_norms):
-                is_normed = is_key if launch.has_norms[1] else 1 - is_key
-                factor = 1.0 + is_normed.astype(jnp.float32) * (factor - 1.0)
+            for plain in (_VALUES, *(i for i, has in enumerate(launch.has_norms) if not has)):
+                factor = jnp.where(jnp.broadcast_to(kind == plain, factor.shape), 1.0, factor)
 
         def normed(index):
             piece = projected[index].astype(jnp.float32)
             if factor is None:
                 return piece
-            scale = self._row(self.gmem.scales.at[is_key], index * launch.piece)
+            scale = self._row(self.gmem.scales.at[kind], index * launch.piece)
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
-        is_value = self.column(unit) >= launch.first_column(_VALUES)
-
-        def rounded(piece, index):
-            keep = jnp.broadcast_to(is_value, piece.shape)
-            return jnp.where(keep, projected[index], piece.astype(launch.product.dtype))
+        def angles(table, pair, of_value):
+            values = self._angles(table, pair)
+            return jnp.where(jnp.broadcast_to(is_value, values.shape), of_value, values)
 
         half = launch.rotary_dim // 2 // launch.piece
+        dtype = launch.product.dtype
         for pair in range(half):
             first, second = normed(pair), normed(half + pair)
-            cos, sin = (self._angles(table, pair) for table in self.gmem.tables)
-            yield pair, rounded(first * cos - second * sin, pair)
-            yield half + pair, rounded(second * cos + first * sin, half + pair)
+            cos, sin = (
+                angles(table, pair, of_value)
+                for table, of_value in zip(self.gmem.tables, (1.0, 0.0), strict=True)
+            )
+            yield pair, (first * cos - second * sin).astype(dtype)
+            yield half + pair, (second * cos + first * sin).astype(dtype)
         for index in range(2 * half, len(projected)):
-            yield index, rounded(normed(index), index)
+            yield index, normed(index).astype(dtype)
 
     def _angles(self, table, pair: int) -> jax.Array:
         """Cosines or sines of some pairs, for the rows of the tile."""
