@@ -123,34 +123,42 @@ def _lower(mask, operands, logits, head_size, value_size, dtype, **configs):
 
 
 def problem(batch, queries, keys, heads, key_heads, head_size, value_size, dtype):
-    normal = jax.random.normal
-    q, k, v, do = jax.random.split(jax.random.key(0), 4)
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     return (
-        normal(q, (batch, queries, heads, head_size), dtype),
-        normal(k, (batch, keys, key_heads, head_size), dtype),
-        normal(v, (batch, keys, key_heads, value_size), dtype),
-        normal(do, (batch, queries, heads, value_size), dtype),
+        normal(batch, queries, heads, head_size),
+        normal(batch, keys, key_heads, head_size),
+        normal(batch, keys, key_heads, value_size),
+        normal(batch, queries, heads, value_size),
     )
 
 
 def truth(query, key, value, dout, bias, sinks, mask, words, logits):
     """out, lse [B, N, T] and the gradients by the reference in float32, from the rounded inputs."""
 
-    def f(*arrays):
-        out, lse = attention(
-            *arrays,
-            mask,
-            words,
-            scale=logits.scale,
-            logits_soft_cap=logits.soft_cap,
-            dropout_rate=logits.dropout_rate,
-        )
-        return out, lse.swapaxes(1, 2)
+    # One program: in the interpreter's tests, compiling it operation by operation took a third.
+    @jax.jit
+    def results(arrays, dout, mask):
+        def f(*arrays):
+            out, lse = attention(
+                *arrays,
+                mask,
+                words,
+                scale=logits.scale,
+                logits_soft_cap=logits.soft_cap,
+                dropout_rate=logits.dropout_rate,
+            )
+            return out, lse.swapaxes(1, 2)
 
-    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+        (out, lse), vjp = jax.vjp(f, *arrays)
+        return out, lse, vjp((dout, jnp.zeros_like(lse)))
+
+    *wide, dout = (np.asarray(x, np.float32) for x in (query, key, value, dout))
     with jax.default_matmul_precision("highest"):
-        (out, lse), vjp = jax.vjp(f, *wide, bias, sinks)
-        return out, lse, vjp((dout.astype(jnp.float32), jnp.zeros_like(lse)))
+        return results((*wide, bias, sinks), dout, mask)
 
 
 def distance(actual, expected):
@@ -193,19 +201,19 @@ def test_bias_gradient(interpreted_hopper, shape, is_causal, soft_cap):
 def every_option(names, shape):
     """(mask, operands, words) of the reference and the kernels with the options of these names."""
     batch, queries, keys, heads = shape
-    random = jax.random.split(jax.random.key(7), 6)
-    words = jax.random.bits(random[0], (2,), jnp.uint32) if "dropout" in names else None
+    rng = np.random.default_rng(7)
+    words = jnp.asarray(rng.integers(2**32, size=2), jnp.uint32) if "dropout" in names else None
     options = dict(
-        bias=jax.random.normal(random[1], (1, heads, queries, keys)),
-        sinks=jax.random.normal(random[2], (heads,)),
+        bias=rng.normal(size=(1, heads, queries, keys)).astype(np.float32),
+        sinks=rng.normal(size=heads).astype(np.float32),
         # The last batch entry without keys.
-        query_lengths=jnp.arange(1, batch + 1, dtype=jnp.int32) * (queries // 2),
-        key_lengths=jnp.arange(batch, dtype=jnp.int32)[::-1] * (keys // 2),
-        query_segments=jnp.sort(jax.random.randint(random[3], (batch, queries), 0, 4)),
-        key_segments=jnp.sort(jax.random.randint(random[4], (batch, keys), 0, 5)),
-        explicit=jax.random.bernoulli(random[5], 0.7, (1, heads, queries, keys)),
+        query_lengths=np.arange(1, batch + 1, dtype=np.int32) * (queries // 2),
+        key_lengths=np.arange(batch, dtype=np.int32)[::-1] * (keys // 2),
+        query_segments=np.sort(rng.integers(4, size=(batch, queries), dtype=np.int32)),
+        key_segments=np.sort(rng.integers(5, size=(batch, keys), dtype=np.int32)),
+        explicit=rng.random((1, heads, queries, keys)) < 0.7,
     )
-    operands = Operands(**{name: x for name, x in options.items() if name in names})
+    operands = Operands(**{name: jnp.asarray(options[name]) for name in options if name in names})
     mask = Mask(
         "causal" in names,
         (90, 20) if "window" in names else None,
