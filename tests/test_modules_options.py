@@ -281,8 +281,10 @@ def test_refuses(make, message):
 
 
 def test_segments_positions_and_batch_axes():
-    block = jaxfused.nnx.TransformerBlock(
-        D, 2, rope=jaxfused.nnx.RotaryEmbedding(), rngs=flax.nnx.Rngs(0)
+    block = jax.jit(
+        jaxfused.nnx.TransformerBlock(
+            D, 2, rope=jaxfused.nnx.RotaryEmbedding(), rngs=flax.nnx.Rngs(0)
+        ).__call__
     )
     x = normal(0, 3, B, 4, D)
     segments = jnp.array([0, 0, 0, 1]) + jnp.zeros((3, B, 1), int)
@@ -367,7 +369,8 @@ def test_gradients_reach_every_parameter():
         D, 2, normalize_qk=True, gated=True, drop_path_rate=0.1, rngs=flax.nnx.Rngs(0)
     )
     x = normal(0, B, T, D)
-    gradients = flax.nnx.grad(lambda b: jnp.sum(jnp.sin(b(x, deterministic=True))))(block)
+    gradient = flax.nnx.grad(lambda b: jnp.sum(jnp.sin(b(x, deterministic=True))))
+    gradients = flax.nnx.jit(gradient)(block)
     for path, g in jax.tree.leaves_with_path(flax.nnx.to_pure_dict(gradients)):
         assert np.any(g != 0), jax.tree_util.keystr(path)
 
