@@ -324,22 +324,29 @@ def assert_as_accurate(case, dtype, dropout_rate=0.0, **how):
 SMALL = dict(heads=1, key_heads=1, batch=1, head_size=32)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[2]], ids=str)
+INTERPRETED = (
+    Case("causal, odd sizes", 250, 200, is_causal=True, **SMALL),
+    Case("window", 250, 330, window=(90, 20), sinks=True, **SMALL),
+    Case(
+        "lengths and bias",
+        250,
+        200,
+        query_lengths=(60,),
+        key_lengths=(99,),
+        bias=(250, 200),
+        **SMALL,
+    ),
+    Case("segments", 250, 200, segments=2, **SMALL),
+)
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "config"),
     [
-        Case("causal, odd sizes", 250, 200, is_causal=True, **SMALL),
-        Case("window", 250, 330, window=(90, 20), sinks=True, **SMALL),
-        Case(
-            "lengths and bias",
-            250,
-            200,
-            query_lengths=(60,),
-            key_lengths=(99,),
-            bias=(250, 200),
-            **SMALL,
-        ),
-        Case("segments", 250, 200, segments=2, **SMALL),
+        # Each mask with turns, and without them in each way to place the blocks.
+        *((case, CONFIGS[0]) for case in INTERPRETED),
+        *((case, CONFIGS[1]) for case in INTERPRETED[::2]),
+        *((case, CONFIGS[2]) for case in INTERPRETED[1::2]),
     ],
     ids=str,
 )
