@@ -40,7 +40,7 @@ unet: $(INSTALLED)
 
 # On a CPU the tests spend most of their time in XLA, which need not optimise what runs once.
 test: lint $(if $(NVCC),ffi)
-	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTHON) -m pytest -n $(JOBS)
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 # Autotuning every product of a plain jax.numpy takes longer than all the rest.
 test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
