@@ -254,7 +254,7 @@ def lowered(case: Case, dtype, dropout_rate: float = 0.0) -> str:
 # --- without a GPU --------------------------------------------------------------------------------
 
 
-# Of SHAPES those whose keys fill one, two and four tiles, and some of one; VIT fills a part of the fourth.
+# Of SHAPES those with keys in one, two and four tiles; VIT fills a part of the fourth.
 @pytest.mark.parametrize("case", (VIT, *SHAPES[:2], *SHAPES[5:9], *HEADS, *OPTIONS), ids=str)
 def test_lowers(case):
     assert why_unsupported(case) is None
