@@ -139,7 +139,7 @@ def problem(batch, queries, keys, heads, key_heads, head_size, value_size, dtype
 def truth(query, key, value, dout, bias, sinks, mask, words, logits):
     """out, lse [B, N, T] and the gradients by the reference in float32, from the rounded inputs."""
 
-    # One program: in the interpreter's tests, compiling it operation by operation took a third.
+    # One program: in the interpreter's tests, compiling it operation by operation took a quarter.
     @jax.jit
     def results(arrays, dout, mask):
         def f(*arrays):
