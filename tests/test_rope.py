@@ -148,8 +148,18 @@ def check(case, dtype, implementation):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@each_implementation
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        *((case, "xla") for case in CASES),
+        *(
+            pytest.param(case, name, marks=on_gpu)
+            for case in KERNEL_CASES
+            for name in ("pallas", "cuda")
+        ),
+    ],
+    ids=str,
+)
 def test_is_as_accurate_as_jax_numpy(case, dtype, implementation):
     skip_unless_supported(case, dtype, implementation)
     check(case, dtype, implementation)
