@@ -1,4 +1,4 @@
-"""Activations and their derivatives as kernels compute them: in float32, from exp2 and log2 alone.
+"""Activations and their derivatives as kernels compute them: in float32, from exp2 alone.
 
 `jax.nn`'s own forms need tanh, erf or erfc, which Mosaic GPU lowers slowly or not at all.
 

@@ -51,8 +51,10 @@ def default_forward_config(
             return _direct(row_per_warp=False, lines=WARPS, chunks=4)
     if _row_per_warp(features):
         lines = _lines(rows, 4096 // (features * itemsize))
-        # Three vectors of 1024 leave registers to three CTAs: 19.0 us at [16384, 1024], 20.2 for four.
-        ctas = 8 if features <= 512 else 3 if features > 768 and vectors == 3 else 4
+        ctas = 8 if features <= 512 else 4
+        if features > 768 and vectors == 3:
+            # They leave registers to three CTAs: 19.0 us at [16384, 1024], 20.2 for four.
+            ctas = 3
         ctas = _slots(ctas, 3 * lines * row_bytes)
         slots = _slots(4, ctas * lines * row_bytes)
         return RowConfig(True, 1, slots, ctas_per_multiprocessor=ctas, lines=lines)

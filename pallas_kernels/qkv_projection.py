@@ -273,6 +273,7 @@ class _Epilogue:
         return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
 
     def first_column(self, output: int) -> int:
+        """Where the columns of an output begin in the product."""
         return sum(self.widths[:output])
 
     def scratch(self) -> dict[str, Any]:
