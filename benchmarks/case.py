@@ -14,13 +14,17 @@ Function = Callable[..., Any]
 
 _IMPLEMENTATIONS = {"pallas": "pallas", "cuda": "cuda", "reference": "xla"}
 
-OURS = tuple(_IMPLEMENTATIONS)
+MIXED = "mixed"
+"""implementation=None of an operator whose parts choose for themselves."""
+
+OURS = (MIXED, *_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
 
 BARE = "bare"
 """The matrix product alone, in XLA: it does less than the others and is not compared with them."""
 
 LABELS = {
+    MIXED: "jaxfused",
     "pallas": "jaxfused pallas",
     "cuda": "jaxfused cuda",
     "reference": "jaxfused xla",

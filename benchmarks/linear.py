@@ -143,7 +143,8 @@ def _case(operation: _Operation, shape: Shape) -> Case:
                 rows=rows,
                 features=features,
                 out_features=out_features,
-                has_epilogue=operation.has_bias,
+                has_bias=operation.has_bias,
+                activation="gelu_tanh" if operation.has_bias else None,
                 dtype=jnp.dtype(jnp.bfloat16),
             )
         ),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import jaxfused
 from benchmarks.case import (
+    MIXED,
     TERAFLOPS,
     Arrays,
     Bar,
@@ -137,11 +138,17 @@ _GATED_MLP = _Operation(
 def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
     rows, features, hidden = shape
     parameters = _parameters(operation, shape)
-    peers = dict(operation.peers)
+    reasons = implementations(
+        dispatch.current_device(),
+        jax.ShapeDtypeStruct((rows, features), jnp.bfloat16),
+        hidden,
+        features,
+    )
+    in_jax = operation.peers | {MIXED: partial(operation.ours, implementation=None)}
     bars = [Bar("xla", aim=1.0)]
     if with_gradient:
         # tokamax's gradient is XLA's, of products taken once more.
-        peers.pop("tokamax", None)
+        in_jax.pop("tokamax", None)
         bars = [
             Bar("xla", must=1.0 if shape == _LARGE else 1.1),
             Bar(TERAFLOPS, aim=720.0),
@@ -158,18 +165,12 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
         make_inputs=partial(_make_inputs, shape, parameters, with_gradient),
         bytes=2 * size,
         flops=2 * rows * features * hidden * operation.products * (3 if with_gradient else 1),
-        default=default_of(
-            implementations(
-                dispatch.current_device(),
-                jax.ShapeDtypeStruct((rows, features), jnp.bfloat16),
-                hidden,
-                features,
-            )
-        ),
+        # Beside kernels of Pallas, layers that cuBLASLt has whole are its.
+        default=MIXED if (default := default_of(reasons)) == "pallas" else default,
         bars=tuple(bars),
         **functions(
             operation.ours,
-            peers,
+            in_jax,
             {"torch_compile": partial(torch_compiled, operation.torch)},
             differentiable=1 + len(parameters),
             cotangents=int(with_gradient),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import peers, timing
-from benchmarks.case import BARE, LABELS, OURS, Arrays, Case, Function
+from benchmarks.case import BARE, LABELS, Arrays, Case, Function
 
 _ROUNDS = 2
 _Row = dict[str, Any]
@@ -162,7 +162,9 @@ def _run_case(
         sets = make_sets(case)
         rows, clocks = _admit(case, chosen, executables, sets)
     except Exception as error:
-        return {name: {"failed": f"no inputs or truth: {peers.describe(error)}"} for name in OURS}
+        return {
+            name: {"failed": f"no inputs or truth: {peers.describe(error)}"} for name in case.jax
+        }
     rows |= {name: {"skipped": reason} for name, reason in skipped.items()}
 
     rounds: dict[str, list[_Row]] = {name: [] for name in clocks}

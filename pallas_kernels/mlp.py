@@ -145,31 +145,6 @@ Tiles of half the width are the price. An H200, 16384 x 768 x 3072: 218 us, 246 
 """
 
 
-def gated_hidden_and_slopes(
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array | None,
-    b_gate: jax.Array | None,
-    b_up: jax.Array | None,
-    *,
-    activation: str | None,
-    multiprocessors: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of x [M, D]: activation(gate) * up, and its derivatives with respect to gate and to up."""
-
-    def epilogue(gate, up):
-        activated, slope = activation_and_derivative(activation, gate, x.dtype)
-        return {"h": activated * up, "of_gate": slope * up, "of_up": activated}
-
-    outputs = ("h", "of_gate", "of_up")
-    if w_up is None:
-        results = _in_one_pass(x, w_gate, None, b_gate, None, epilogue, outputs, multiprocessors)
-    else:
-        gate = _gate(x, w_gate, b_gate, multiprocessors)
-        results = _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors)
-    return results["h"], results["of_gate"], results["of_up"]
-
-
 def _in_one_pass(
     x, w_gate, w_up, b_gate, b_up, epilogue, outputs, multiprocessors, config=None
 ) -> dict[str, jax.Array]:
@@ -231,9 +206,10 @@ def gated_hidden_gradient(
     *,
     activation: str | None,
     sum_rows: tuple[bool, bool],
+    returns_hidden: bool,
     multiprocessors: int,
     config: MatmulConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and the former's row sums."""
 
     def epilogue(dh, *, gate, up):
@@ -247,7 +223,7 @@ def gated_hidden_gradient(
         leaving=linear.preactivation,
         epilogue=epilogue,
         matrices={"gate": gate, "up": up},
-        outputs=dict.fromkeys(("dgate", "dup", "h"), gate.dtype),
+        outputs=dict.fromkeys(("dgate", "dup", *(("h",) if returns_hidden else ())), gate.dtype),
         column_sums=[n for n, wanted in zip(("dgate", "dup"), sum_rows, strict=True) if wanted],
         config=config,
         multiprocessors=multiprocessors,
@@ -255,33 +231,6 @@ def gated_hidden_gradient(
     )
     names = ("dgate", "dup", "h", "sum_dgate", "sum_dup")
     return tuple(results.get(name) for name in names)
-
-
-def gated_hidden_gradient_by_slopes(
-    dy: jax.Array,
-    w_down: jax.Array,
-    of_gate: jax.Array,
-    of_up: jax.Array,
-    *,
-    sum_rows: tuple[bool, bool],
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Of dy [M, E], w_down [F, E] and the derivatives of h [M, F]: dgate, dup, and their row sums."""
-    results = matmul(
-        dy,
-        w_down,
-        b_transposed=True,
-        leaving=linear.preactivation,
-        epilogue=lambda dh, *, of_gate, of_up: {"dgate": dh * of_gate, "dup": dh * of_up},
-        matrices={"of_gate": of_gate, "of_up": of_up},
-        outputs=dict.fromkeys(("dgate", "dup"), of_gate.dtype),
-        column_sums=[n for n, wanted in zip(("dgate", "dup"), sum_rows, strict=True) if wanted],
-        config=config,
-        multiprocessors=multiprocessors,
-        name="gated_hidden_gradient_by_slopes",
-    )
-    return results["dgate"], results["dup"], results.get("sum_dgate"), results.get("sum_dup")
 
 
 def gated_input_gradient(

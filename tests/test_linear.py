@@ -156,7 +156,8 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
 def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
     options = dict(
         rows=16,
-        has_epilogue=False,
+        has_bias=False,
+        activation=None,
         features=16,
         out_features=16,
         dtype=jnp.float32,

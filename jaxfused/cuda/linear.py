@@ -38,31 +38,41 @@ def forward(
     """
     if bias is None and residual is None and activation is None and not save_preactivation:
         return product(x, w, "md,df->mf", out_dtype, precision), None
+    if not (save_preactivation and activation is None) and in_one_product(
+        dtype=x.dtype,
+        w_shape=w.shape,
+        activation=activation,
+        residual_dtype=None if residual is None else residual.dtype,
+        out_dtype=out_dtype,
+    ):
+        return _cublaslt(x, w, bias, residual, activation=activation, saves=save_preactivation)
     # The residual is added by the kernel that makes y, in y's dtype.
     dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
-    residual = None if residual is None else residual.astype(dtype)
-    if dtype == x.dtype and _has_epilogue(x, w, residual, activation, save_preactivation):
-        y, z = _cublaslt(x, w, bias, residual, activation=activation, saves=save_preactivation)
-    else:
-        # z is of x's dtype, and read so by the activation.
-        has_z = save_preactivation or activation is not None
-        y, z, _ = bias_activation.forward(
-            product(x, w, "md,df->mf", x.dtype if has_z else dtype, precision),
-            None,
-            bias,
-            None,
-            residual,
-            activation=activation,
-            out_dtype=dtype,
-            save_preactivation=save_preactivation,
-        )
+    # z is of x's dtype, and read so by the activation.
+    has_z = save_preactivation or activation is not None
+    y, z, _ = bias_activation.forward(
+        product(x, w, "md,df->mf", x.dtype if has_z else dtype, precision),
+        None,
+        bias,
+        None,
+        None if residual is None else residual.astype(dtype),
+        activation=activation,
+        out_dtype=dtype,
+        save_preactivation=save_preactivation,
+    )
     return y.astype(out_dtype), z
 
 
 def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision: Any) -> jax.Array:
     """Dx [M, D] + dy w^T, of dy [M, F] and w [D, F]: what another product adds to the gradient of x."""
-    if _has_epilogue(dy, w, dx, None, False):
+    if in_one_product(
+        dtype=dy.dtype,
+        w_shape=w.shape,
+        activation=None,
+        residual_dtype=dx.dtype,
+        out_dtype=dx.dtype,
+    ):
         return _cublaslt(dy, w, None, dx, transpose_w=True)[0]
     return dx + product(dy, w, "mf,df->md", dx.dtype, precision)
 
@@ -91,21 +101,21 @@ def product(
     return y.astype(out_dtype)
 
 
-def _has_epilogue(
-    x: jax.Array,
-    w: jax.Array,
-    residual: jax.Array | None,
+def in_one_product(
+    *,
+    dtype: Any,
+    w_shape: tuple[int, ...],
     activation: str | None,
-    save_preactivation: bool,
+    residual_dtype: Any = None,
+    out_dtype: Any = None,
 ) -> bool:
-    """Whether cuBLASLt has the epilogue, and is there."""
+    """Whether cuBLASLt has the epilogue, for operands of `dtype`, and is there."""
+    others = {jnp.dtype(other) for other in (residual_dtype, out_dtype) if other is not None}
     return (
-        x.dtype in (jnp.bfloat16, jnp.float16)
-        and (
-            (activation == "gelu_tanh" and residual is None)
-            or (activation is None and not save_preactivation)
-        )
-        and w.shape[0] % 8 == w.shape[1] % 8 == 0
+        dtype in (jnp.bfloat16, jnp.float16)
+        and others <= {jnp.dtype(dtype)}
+        and (activation is None or (activation == "gelu_tanh" and residual_dtype is None))
+        and all(size % 8 == 0 for size in w_shape)
         and cublaslt.why_unavailable() is None
     )
 

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +82,8 @@ def linear(
             rows=math.prod(x.shape[:-1]),
             features=x.shape[-1],
             out_features=w.shape[1],
-            has_epilogue=bias is not None or activation is not None,
+            has_bias=bias is not None,
+            activation=activation,
             dtype=x.dtype,
             residual_dtype=None if residual is None else residual.dtype,
             out_dtype=out_dtype,
@@ -111,17 +112,26 @@ def implementations(
     rows: int,
     features: int,
     out_features: int,
-    has_epilogue: bool,
+    has_bias: bool,
+    activation: str | None,
     dtype: Any,
     residual_dtype: Any = None,
     out_dtype: Any = None,
     precision: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # A bias or an activation takes XLA another pass (H200, [16384, 768] x [768, 3072] with gelu:
-    # 117 us, XLA 170). float32 is not measured.
-    fast = has_epilogue and dtype != jnp.float32
+    # A bias or an activation takes XLA another pass. On an H200, [16384, 768] x [768, 3072] with bias
+    # and gelu: "cuda", where cuBLASLt has gelu, 114 us, "pallas" 130, XLA 175; forward and backward
+    # 428, 536 and 503. float32 is not measured.
+    fast = (has_bias or activation is not None) and dtype != jnp.float32
     fast = fast and fills(device.multiprocessors, rows, out_features)
+    by_cublaslt = activation == "gelu_tanh" and cuda.linear.in_one_product(
+        dtype=dtype,
+        w_shape=(features, out_features),
+        activation=activation,
+        residual_dtype=residual_dtype,
+        out_dtype=out_dtype,
+    )
     reasons = {
         "pallas": pallas_matmul.why_unsupported(
             compute_capability=device.compute_capability,
@@ -134,7 +144,9 @@ def implementations(
         ),
         "xla": None,
     }
-    return reasons if fast else dispatch.preferring("xla", reasons)
+    if not fast:
+        return dispatch.preferring("xla", reasons)
+    return dispatch.preferring("cuda", reasons) if by_cublaslt else reasons
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -196,6 +208,8 @@ class Launch:
     implementation: str
     multiprocessors: int
     precision: Any
+    takes_cublaslt: bool = False
+    """Whether `forward` is cuBLASLt's where that has the epilogue, whatever else runs."""
 
     def row_kernel(
         self,
@@ -225,7 +239,16 @@ class Launch:
         save_preactivation: bool = False,
     ) -> tuple[jax.Array, jax.Array | None]:
         """activation(x @ w + bias) + residual, and x @ w + bias if it is to be saved."""
-        kernel = self.row_kernel(
+        launch = self
+        if self.takes_cublaslt and cuda.linear.in_one_product(
+            dtype=x.dtype,
+            w_shape=w.shape,
+            activation=activation,
+            residual_dtype=None if residual is None else residual.dtype,
+            out_dtype=out_dtype,
+        ):
+            launch = replace(self, implementation="cuda")
+        kernel = launch.row_kernel(
             {"pallas": pallas_linear.forward, "cuda": cuda.linear.forward},
             (ROWS + "d", "df", "f", ROWS + "f"),
             (ROWS + "f", ROWS + "f" if save_preactivation else None),

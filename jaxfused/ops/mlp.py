@@ -110,7 +110,9 @@ def mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
-    launch = Launch(chosen, device.multiprocessors, precision)
+    launch = Launch(
+        chosen, device.multiprocessors, precision, takes_cublaslt=implementation is None
+    )
     options = _Options.of(activation, save, out_dtype, residual)
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
@@ -155,7 +157,8 @@ def gated_mlp(
       activation: of the gate; None for the bilinear form.
       save: what may be kept for the backward besides the inputs: "preactivation" keeps both
         products with x (2 F features in x's dtype); "inputs" keeps nothing and takes them again;
-        "hidden" keeps the hidden layer and its derivatives with respect to both (3 F), as in `mlp`.
+        "hidden" keeps them and the hidden layer (3 F). That is the fastest with implementation
+        "pallas"; the others keep the products then.
 
     The other arguments, the result and the errors are those of `mlp`.
 
@@ -214,7 +217,9 @@ def gated_mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
-    launch = Launch(chosen, device.multiprocessors, precision)
+    launch = Launch(
+        chosen, device.multiprocessors, precision, takes_cublaslt=implementation is None
+    )
     options = _Options.of(activation, save, out_dtype, residual)
     rows = sharding.leading_axes(x.ndim - 1)
     gate_axis = _gate_axis(w_up)
@@ -298,9 +303,8 @@ class _Options:
         return self.save != "inputs"
 
     def saves_hidden(self, launch: Launch) -> bool:
-        """Whether the hidden layer is kept, with its derivatives in place of the preactivations."""
-        has_derivative = self.activation is not None
-        return self.save == "hidden" and launch.implementation == "pallas" and has_derivative
+        """Whether the hidden layer is kept."""
+        return self.save == "hidden" and launch.implementation == "pallas"
 
 
 class _MlpResiduals(NamedTuple):
@@ -323,7 +327,8 @@ def _mlp(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
 
 def _mlp_fwd(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
-    if options.saves_hidden(launch):
+    # Without an activation the preactivation is the hidden layer.
+    if options.saves_hidden(launch) and options.activation is not None:
         hidden_and_slope = launch.row_kernel(
             {"pallas": pallas_mlp.hidden_and_slope},
             (ROWS + "d", "df", "f"),
@@ -396,8 +401,7 @@ class _GatedResiduals(NamedTuple):
     w_down: jax.Array
     b_down: jax.Array | None
     preactivations: tuple[jax.Array | None, jax.Array | None]
-    hidden: tuple[jax.Array, jax.Array, jax.Array] | None
-    """The hidden layer and its derivatives with respect to gate and up."""
+    hidden: jax.Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -412,27 +416,16 @@ def _gated_mlp(
 def _gated_mlp_fwd(
     launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):
-    gate, up, hidden = None, None, None
-    if options.saves_hidden(launch):
-        hidden_and_slopes = launch.row_kernel(
-            {"pallas": pallas_mlp.gated_hidden_and_slopes},
-            _gated_operand_axes(w_up),
-            (ROWS + "f",) * 3,
-            "dg",
-            activation=options.activation,
-        )
-        hidden = hidden_and_slopes(x, *_narrow((w_gate, w_up), x.dtype), b_gate, b_up)
-        h = hidden[0]
-    else:
-        h, gate, up = _gated_unit(
-            launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
-        )
+    h, gate, up = _gated_unit(
+        launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
+    )
     y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
+    hidden = h if options.saves_hidden(launch) else None
     return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
 
 
 def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy):
-    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden = saved
+    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), h = saved
     has_biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
     dy_narrow, w_down_narrow = dy.astype(x.dtype), w_down.astype(x.dtype)
     operand_axes = (ROWS + "e", "fe", ROWS + "f", ROWS + "f")
