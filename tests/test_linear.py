@@ -170,6 +170,36 @@ def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, pr
         assert (reason is None) == (allowed and precision is not None)
 
 
+@pytest.mark.parametrize(
+    ("change", "fastest"),
+    [
+        ({}, "cuda"),
+        (dict(activation="gelu_erf"), "pallas"),
+        (dict(activation=None), "pallas"),
+        (dict(residual_dtype=jnp.bfloat16), "pallas"),
+        (dict(out_dtype=jnp.float32), "pallas"),
+        (dict(rows=64, out_features=192), "xla"),
+        (dict(activation=None, has_bias=False), "xla"),
+        (dict(dtype=jnp.float32), "xla"),
+    ],
+)
+def test_the_fastest_is_cublaslt_where_it_has_the_activation(hopper, monkeypatch, change, fastest):
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
+    layer = dict(
+        rows=2048,
+        features=768,
+        out_features=3072,
+        has_bias=True,
+        activation="gelu_tanh",
+        dtype=jnp.bfloat16,
+    )
+    assert dispatch.choose("linear", None, implementations(hopper, **layer | change)) == fastest
+    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: "there is none here")
+    without = implementations(hopper, **layer | change)
+    assert dispatch.choose("linear", None, without) == fastest.replace("cuda", "pallas")
+
+
 # --- kernels --------------------------------------------------------------------------------------
 
 
