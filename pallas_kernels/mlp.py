@@ -170,6 +170,8 @@ def _in_one_pass(
 
 
 def _gate(x, w_gate, b_gate, multiprocessors) -> jax.Array:
+    if b_gate is None:  # Nothing to fuse: 16384 x 1024 x 4096 166 us, ours 178.
+        return jnp.matmul(x, w_gate)
     gate, _ = linear.forward(
         x,
         w_gate,

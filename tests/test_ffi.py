@@ -475,7 +475,7 @@ def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
             assert saved == [None, None]
             return h
         dgate, dup, again, *sums = cuda.mlp.gated_hidden_gradient(
-            x, w_down, *saved, sum_rows=(bias, bias), **keywords
+            x, w_down, *saved, sum_rows=(bias, bias), returns_hidden=True, **keywords
         )
         assert dgate.shape == dup.shape == again.shape == h.shape == (5, 48)
         assert [s is not None and s.shape for s in sums] == [bias and (48,)] * 2

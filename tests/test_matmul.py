@@ -195,13 +195,14 @@ def test_default_configs_lower_for_cuda(m, d, f):
         (f,),
         (f,),
     )
-    lowers(
-        functools.partial(mlp.gated_hidden_gradient, activation="silu", sum_rows=(True, True)),
-        (m, d),
-        (f, d),
-        (m, f),
-        (m, f),
-    )
+    for returns_hidden in (True, False):
+        gradient = functools.partial(
+            mlp.gated_hidden_gradient,
+            activation="silu",
+            sum_rows=(True, True),
+            returns_hidden=returns_hidden,
+        )
+        lowers(gradient, (m, d), (f, d), (m, f), (m, f))
     lowers(mlp.gated_input_gradient, (m, f), (m, f), (d, f), (d, f))
 
 
@@ -209,15 +210,6 @@ def test_slopes_lower_for_cuda():
     m, d, f = 16384, 768, 3072
     lowers(functools.partial(mlp.hidden_and_slope, activation="gelu_erf"), (m, d), (d, f), (f,))
     lowers(functools.partial(mlp.hidden_gradient_by_slope, sum_rows=True), (m, d), (f, d), (m, f))
-    weights = (d, f), (d, f), (f,), (f,)
-    lowers(functools.partial(mlp.gated_hidden_and_slopes, activation="silu"), (m, d), *weights)
-    lowers(
-        functools.partial(mlp.gated_hidden_gradient_by_slopes, sum_rows=(True, True)),
-        (m, d),
-        (f, d),
-        (m, f),
-        (m, f),
-    )
 
 
 @pytest.mark.parametrize("order", ORDERS)

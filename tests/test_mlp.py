@@ -263,6 +263,7 @@ each_cuda_case = pytest.mark.parametrize(
         for case in (*CASES, *KERNEL_CASES)
         for dtype, save in (
             ("bfloat16", "preactivation"),
+            ("bfloat16", "hidden"),
             ("float16", "inputs"),
             ("float32", "preactivation"),
         )

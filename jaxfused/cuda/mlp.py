@@ -71,6 +71,7 @@ def gated_hidden_gradient(
     *,
     activation: str | None,
     sum_rows: tuple[bool, bool],
+    returns_hidden: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and the former's row sums."""
@@ -79,7 +80,7 @@ def gated_hidden_gradient(
         gate,
         up,
         activation=activation,
-        want_y=True,
+        want_y=returns_hidden,
         want_sums=any(sum_rows),
     )
     db_gate, db_up = (

@@ -157,8 +157,8 @@ def gated_mlp(
       activation: of the gate; None for the bilinear form.
       save: what may be kept for the backward besides the inputs: "preactivation" keeps both
         products with x (2 F features in x's dtype); "inputs" keeps nothing and takes them again;
-        "hidden" keeps them and the hidden layer (3 F). That is the fastest with implementation
-        "pallas"; the others keep the products then.
+        "hidden" keeps them and the hidden layer (3 F), which is the fastest; implementation "xla"
+        keeps the products then.
 
     The other arguments, the result and the errors are those of `mlp`.
 
@@ -303,8 +303,9 @@ class _Options:
         return self.save != "inputs"
 
     def saves_hidden(self, launch: Launch) -> bool:
-        """Whether the hidden layer is kept."""
-        return self.save == "hidden" and launch.implementation == "pallas"
+        """Whether the hidden layer is kept, with its derivative in place of the preactivation."""
+        has_derivative = self.activation is not None
+        return self.save == "hidden" and launch.implementation == "pallas" and has_derivative
 
 
 class _MlpResiduals(NamedTuple):
@@ -327,8 +328,7 @@ def _mlp(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
 
 def _mlp_fwd(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
-    # Without an activation the preactivation is the hidden layer.
-    if options.saves_hidden(launch) and options.activation is not None:
+    if options.saves_hidden(launch):
         hidden_and_slope = launch.row_kernel(
             {"pallas": pallas_mlp.hidden_and_slope},
             (ROWS + "d", "df", "f"),
@@ -420,38 +420,30 @@ def _gated_mlp_fwd(
         launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
     )
     y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
-    hidden = h if options.saves_hidden(launch) else None
+    hidden = h if options.save == "hidden" else None
     return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
 
 
 def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy):
-    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), h = saved
+    x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden = saved
     has_biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
     dy_narrow, w_down_narrow = dy.astype(x.dtype), w_down.astype(x.dtype)
     operand_axes = (ROWS + "e", "fe", ROWS + "f", ROWS + "f")
     sum_axes = ["f" if has else None for has in has_biases]
+    if gate is None:
+        _, gate, up = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=True)
+    hidden_gradient = launch.row_kernel(
+        {"pallas": pallas_mlp.gated_hidden_gradient, "cuda": cuda.mlp.gated_hidden_gradient},
+        operand_axes,
+        (ROWS + "f", ROWS + "f", ROWS + "f" if hidden is None else None, *sum_axes),
+        "e",
+        activation=options.activation,
+        sum_rows=has_biases,
+        returns_hidden=hidden is None,
+    )
+    dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down_narrow, gate, up)
     if hidden is not None:
-        h, of_gate, of_up = hidden
-        hidden_gradient = launch.row_kernel(
-            {"pallas": pallas_mlp.gated_hidden_gradient_by_slopes},
-            operand_axes,
-            (ROWS + "f", ROWS + "f", *sum_axes),
-            "e",
-            sum_rows=has_biases,
-        )
-        dgate, dup, db_gate, db_up = hidden_gradient(dy_narrow, w_down_narrow, of_gate, of_up)
-    else:
-        if gate is None:
-            _, gate, up = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=True)
-        hidden_gradient = launch.row_kernel(
-            {"pallas": pallas_mlp.gated_hidden_gradient, "cuda": cuda.mlp.gated_hidden_gradient},
-            operand_axes,
-            (ROWS + "f", ROWS + "f", ROWS + "f", *sum_axes),
-            "e",
-            activation=options.activation,
-            sum_rows=has_biases,
-        )
-        dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down_narrow, gate, up)
+        h = hidden
     gate_axis = _gate_axis(w_up)
     input_gradient = launch.row_kernel(
         {"pallas": pallas_mlp.gated_input_gradient, "cuda": cuda.mlp.gated_input_gradient},
