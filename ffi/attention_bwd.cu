@@ -282,6 +282,9 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
       }
     }
 
+    // Rows that a lane has read for its warp are now overwritten by other lanes of it.
+    __syncwarp();
+
     const auto store = [&](void* gradient, int size, uint32_t by_way_of, float factor,
                            const auto& sums) {
       const auto head =
