@@ -3,7 +3,8 @@
 One product whose columns go to three outputs, so that nothing is split afterwards. An output tile
 lies across them as it comes, but what it is stored by, its units, each lie in one. Where there is a norm
 or a rotation a unit is a head: its two halves are in the same registers, and its mean square is a sum
-within a warp.
+within a warp. A wide head that is only rotated is cut into units, each with as many features of either
+half, for which the columns of the weights are put in another order: tiles of any width take them whole.
 """
 
 import math
@@ -30,8 +31,12 @@ from pallas_kernels.product import (
     widest_swizzle,
 )
 
-_PIECE = 16
-"""Features of a head that the epilogue takes at a time, of either half: more would not fit registers."""
+_GRAIN = 16
+"""What the rotating and the other features of a head must be multiples of, the former in each half."""
+_STRIP = 32
+"""Features that the epilogue takes at a time, of either half, where it can."""
+_ANGLE_BYTES = 256
+"""Of a row's angles that are read ahead: with 128 rows they take 64 registers of a thread."""
 _VALUES = 2
 """Of the three outputs the one without norm and rotation."""
 _WIDEST_HEAD = 256
@@ -72,8 +77,8 @@ def why_unsupported(
         ("half of the rotating", rotary_dim // 2),
         ("the other", head_size - rotary_dim),
     ):
-        if size % _PIECE:
-            return f"norm and rotation take multiples of {_PIECE} features, and {name} are {size}"
+        if size % _GRAIN:
+            return f"norm and rotation take multiples of {_GRAIN} features, and {name} are {size}"
     return None
 
 
@@ -86,14 +91,12 @@ def default_config(
     rotary_dim: int,
     bias: bool,
 ) -> MatmulConfig:
-    """Tiles of whole units, of few columns beyond the end.
-
-    A second slot to write is worth more than a fourth stage: 50432 x 768 to 3 x 12 heads of 64 with
-    rotation 295 us on an H200, 322 without it; with norm and rotation 365, 480. And what shared memory
-    four stages take, the tables of angles lack in the L1 cache: 385 us with both.
-    """
-    whole_heads = norm or rotary_dim > 0
-    unit = head_size if whole_heads else math.gcd(32, *widths)
+    """Tiles of whole units, of few columns beyond the end."""
+    unit = piece = math.gcd(_STRIP, *widths)
+    if norm or rotary_dim:
+        unit = 2 * _STRIP if _splits_heads(head_size, norm, rotary_dim) else head_size
+        # More than a grain at a time would not fit registers beside a norm's factors.
+        piece = math.gcd(_GRAIN if norm else _STRIP, rotary_dim // 2, head_size - rotary_dim)
     tile_m = 128 if unit <= 192 else 64
 
     widest = 192 if unit <= 192 else 256
@@ -107,23 +110,36 @@ def default_config(
         biases = (CONSUMERS * 4 * c.tile_n + 2 * 1024) if bias else 0
         return c.ring_bytes(dtype) + CONSUMERS * streams + biases
 
-    candidates = [(3, 2), (4, 1), (3, 1), (2, 1)]
-    if not rotary_dim:
-        candidates.insert(0, (4, 2))
     return next(
         config
-        for stages, write_slots in candidates
+        for stages, write_slots in ((4, 2), (3, 2), (4, 1), (3, 1), (2, 1))
         if shared_memory_bytes(
             config := MatmulConfig(
                 tile_m=tile_m,
                 tile_n=tile_n,
                 stages=stages,
                 write_slots=write_slots,
-                epilogue_columns=_PIECE if whole_heads else unit,
+                epilogue_columns=piece,
             )
         )
         <= SHARED_MEMORY_BYTES
     )
+
+
+def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
+    """Whether a unit is a strip of each half of a head.
+
+    Tiles of whole heads of 128 have 128 columns: 32768 x 4096 to 48 heads 2.8 ms on an H200, where
+    tiles of 192 without rotation take 2.0.
+    """
+    unit = 2 * _STRIP
+    return not norm and head_size == rotary_dim > unit and head_size % unit == 0
+
+
+def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
+    """[..., heads * H] with the strips of each head's halves in turn: those of a unit together."""
+    halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * _STRIP), _STRIP)
+    return jnp.swapaxes(halves, -2, -3).reshape(columns.shape)
 
 
 def forward(
@@ -153,10 +169,14 @@ def forward(
     """
     m, k = x.shape
     widths = tuple(w.shape[1] for w in weights)
-    w = jnp.concatenate(weights, axis=1)
-    bias = None if biases is None else jnp.concatenate(biases)
     rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
     has_norms = [scale is not None for scale in scales]
+    w = jnp.concatenate(weights, axis=1)
+    bias = None if biases is None else jnp.concatenate(biases)
+    splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
+    if splits_heads:
+        w = _in_strips(w, head_size)
+        bias = None if bias is None else _in_strips(bias, head_size)
     if config is None:
         config = default_config(
             widths=widths,
@@ -174,11 +194,14 @@ def forward(
     period = 0
     if cos is not None and sin is not None:
         period = cos.shape[0]
-        tables = (cos, sin)
+        table = jnp.concatenate((cos, sin), axis=1)
+        if x.dtype == jnp.bfloat16:
+            # Half the registers, for a rounding that is 8 times finer than the result's.
+            table = table.astype(jnp.float16)
         if period % config.tile_m:
             # A tile of rows goes on from the last position to the first.
-            beyond = ((0, config.tile_m), (0, 0))
-            tables = tuple(jnp.pad(table, beyond, mode="wrap") for table in tables)
+            table = jnp.pad(table, ((0, config.tile_m), (0, 0)), mode="wrap")
+        tables = (table,)
     all_scales: list[jax.Array] = []
     if any(has_norms):
         ones = jnp.ones(head_size, jnp.float32)
@@ -196,6 +219,7 @@ def forward(
         ),
         widths=widths,
         head_size=head_size,
+        splits_heads=splits_heads,
         rotary_dim=rotary_dim,
         period=period,
         bias_dtype=None if bias is None else bias.dtype,
@@ -245,6 +269,7 @@ class _Epilogue:
     widths: tuple[int, ...]
     """Columns of each output."""
     head_size: int
+    splits_heads: bool
     rotary_dim: int
     period: int
     """Rows after which the angles begin anew."""
@@ -264,8 +289,20 @@ class _Epilogue:
 
     @property
     def unit(self) -> int:
-        """Columns that are stored together: a head, where heads matter."""
+        """Columns that are stored together."""
+        if self.splits_heads:
+            return 2 * _STRIP
         return self.head_size if self.whole_heads else self.piece
+
+    @property
+    def run(self) -> int:
+        """Columns of a unit that lie side by side in an output."""
+        return _STRIP if self.splits_heads else self.unit
+
+    @property
+    def pairs(self) -> int:
+        """Pieces of a unit that turn, each with another one."""
+        return min(self.rotary_dim, self.unit) // 2 // self.piece
 
     @property
     def units(self) -> int:
@@ -276,12 +313,25 @@ class _Epilogue:
         """Where the columns of an output begin in the product."""
         return sum(self.widths[:output])
 
+    def first_pair(self, column: jax.Array) -> jax.Array | int:
+        """The first pair of its head in the unit that begins at a column."""
+        if not self.splits_heads:
+            return 0
+        within = lax.rem(column, jnp.int32(self.head_size))
+        return pl.multiple_of(lax.div(within, jnp.int32(2)), _STRIP)
+
+    def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
+        """Where in an output the runs of a unit begin; without splits, it begins at `column`."""
+        if not self.splits_heads:
+            return (column,)
+        first = column - self.first_pair(column)
+        return first, first + self.head_size // 2
+
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
         swizzle = widest_swizzle(dtype, *self.widths, self.piece)
-        scratch: dict[str, Any] = {
-            "out_smem": tiled((CONSUMERS, c.write_slots, c.tile_m, self.unit), dtype, swizzle)
-        }
+        shape = (CONSUMERS, c.write_slots, self.unit // self.run, c.tile_m, self.run)
+        scratch: dict[str, Any] = {"out_smem": tiled(shape, dtype, swizzle)}
         if self.bias_dtype is not None:
             scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
             scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -300,7 +350,7 @@ class _Refs:
         remaining = iter(refs)
         self.bias = next(remaining) if epilogue.bias_dtype is not None else None
         self.scales = next(remaining) if any(epilogue.has_norms) else None
-        self.tables = [next(remaining) for _ in range(2)] if epilogue.rotary_dim else []
+        self.table: Any = next(remaining) if epilogue.rotary_dim else None
         self.outputs = [next(remaining) for _ in epilogue.widths]
         self.projections = list(remaining)
 
@@ -339,18 +389,34 @@ class _HeadsOfTile:
             ]
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
-        number = 0
         per_unit = launch.unit // launch.piece
+        angles: list[tuple[jax.Array, jax.Array]] = []
+        number = 0
         for unit in range(launch.units):
             projected = pieces[unit * per_unit : (unit + 1) * per_unit]
             if self.gmem.projections:
                 self._store(number, unit, enumerate(projected), self.gmem.projections)
                 number += 1
-            finished = (
-                self._finished(unit, projected) if launch.whole_heads else enumerate(projected)
-            )
+            finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
+            if launch.whole_heads:
+                if self._reads_ahead and (launch.splits_heads or not unit):
+                    angles = [self._angles(unit, pair) for pair in range(launch.pairs)]
+                finished = self._finished(unit, projected, angles)
             self._store(number, unit, finished, self.gmem.outputs)
             number += 1
+
+    @property
+    def _reads_ahead(self) -> bool:
+        """Whether a unit's angles are all read at once, and turn further units where they can.
+
+        Read for each head and piece anew, they came from L2, which a warpgroup then waits for: the
+        epilogue of 50432 x 768 to 3 x 12 heads took 9 us a tile on an H200, its product 6.
+        """
+        if self.gmem.table is None:
+            return False
+        launch = self.launch
+        angles = 2 * launch.pairs * launch.piece
+        return angles * jnp.dtype(self.gmem.table.dtype).itemsize <= _ANGLE_BYTES
 
     def _store(
         self, number: int, unit: int, pieces: Iterable[tuple[int, jax.Array]], arrays: Sequence[Any]
@@ -371,7 +437,8 @@ class _HeadsOfTile:
         pending = config.write_slots - 1 if number and not skips else 0
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         for index, piece in pieces:
-            slot.at[:, pl.ds(index * launch.piece, launch.piece)][...] = piece
+            run, first = divmod(index * launch.piece, launch.run)
+            slot.at[run, :, pl.ds(first, launch.piece)][...] = piece
         plgpu.commit_smem()
 
         column = self.column(unit)
@@ -381,15 +448,19 @@ class _HeadsOfTile:
             @pl.when((start >= 0) & (start < launch.widths[output]))
             def _(array=array, start=start):
                 rows = pl.ds(self.place.m_start, config.tile_m)
-                block = array.at[rows, pl.ds(start, launch.unit)]
-                plgpu.copy_smem_to_gmem(slot, block, commit_group=False)
+                for index, first in enumerate(launch.runs(start)):
+                    block = array.at[rows, pl.ds(first, launch.run)]
+                    plgpu.copy_smem_to_gmem(slot.at[index], block, commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
 
     def _finished(
-        self, unit: int, projected: Sequence[jax.Array]
+        self,
+        unit: int,
+        projected: Sequence[jax.Array],
+        angles: Sequence[tuple[jax.Array, jax.Array]],
     ) -> Iterator[tuple[int, jax.Array]]:
-        """The pieces of a head after norm and rotation, each with its index.
+        """The pieces of a unit after norm and rotation, each with its index.
 
         All heads go through the same code, in which the norm and the angle of a value are 1 and 0.
         In code of their own the compiler converts pieces for several of them ahead of any, and
@@ -414,30 +485,36 @@ class _HeadsOfTile:
             scale = self._row(self.gmem.scales.at[kind], index * launch.piece)
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
-        def angles(table, pair, of_value):
-            values = self._angles(table, pair)
+        def unless_value(values, of_value):
+            values = values.astype(jnp.float32)
             return jnp.where(jnp.broadcast_to(is_value, values.shape), of_value, values)
 
-        half = launch.rotary_dim // 2 // launch.piece
         dtype = launch.product.dtype
-        for pair in range(half):
-            first, second = normed(pair), normed(half + pair)
-            cos, sin = (
-                angles(table, pair, of_value)
-                for table, of_value in zip(self.gmem.tables, (1.0, 0.0), strict=True)
+        for pair in range(launch.pairs):
+            first, second = normed(pair), normed(launch.pairs + pair)
+            cos, sin = map(
+                unless_value, angles[pair] if angles else self._angles(unit, pair), (1.0, 0.0)
             )
             yield pair, (first * cos - second * sin).astype(dtype)
-            yield half + pair, (second * cos + first * sin).astype(dtype)
-        for index in range(2 * half, len(projected)):
+            yield launch.pairs + pair, (second * cos + first * sin).astype(dtype)
+        for index in range(2 * launch.pairs, len(projected)):
             yield index, normed(index).astype(dtype)
 
-    def _angles(self, table, pair: int) -> jax.Array:
-        """Cosines or sines of some pairs, for the rows of the tile."""
+    def _angles(self, unit: int, pair: int) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines of some pairs of a unit, for the rows of the tile."""
         launch = self.launch
-        first = lax.rem(self.place.m_start, jnp.int32(launch.period))
-        rows = pl.ds(first, launch.product.config.tile_m)
-        columns = pl.ds(pair * launch.piece, launch.piece)
-        return plgpu.load(table.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False)
+        first_row = lax.rem(self.place.m_start, jnp.int32(launch.period))
+        rows = pl.ds(first_row, launch.product.config.tile_m)
+        first = launch.first_pair(self.column(unit)) + pair * launch.piece
+        cos, sin = (
+            plgpu.load(
+                self.gmem.table.at[rows, pl.ds(start, launch.piece)],
+                layout=plgpu.Layout.WGMMA,
+                optimized=False,
+            )
+            for start in (first, launch.rotary_dim // 2 + first)
+        )
+        return cos, sin
 
     def _row(self, ref, start: int) -> jax.Array:
         """Some columns of a row, over all rows of the tile."""

@@ -152,9 +152,18 @@ def test_errors(change, message):
 
 # --- kernels --------------------------------------------------------------------------------------
 
+ROTATING_CASES = (
+    Case((3, 50), 32, 2, 1, 128, bias=True, rotary_dim=128),
+    Case((2, 75), 32, 2, 2, 64, bias=True, norm=True, rotary_dim=64),
+    Case((140,), 32, 1, 1, 256, rotary_dim=256),
+    Case((2, 20), 32, 2, 1, 256, norm=True, rotary_dim=256),
+)
+"""Heads whole and in parts, angles for all heads at once and not, tiles across the last position."""
+
 each_kernel_case = pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, "bfloat16") for case in KERNEL_CASES] + [(KERNEL_CASES[0], "float16")],
+    [(case, "bfloat16") for case in (*KERNEL_CASES, *ROTATING_CASES)]
+    + [(case, "float16") for case in (KERNEL_CASES[0], *ROTATING_CASES[:2])],
     ids=str,
 )
 
@@ -210,6 +219,25 @@ def test_pallas_vmap_in_the_interpreter(over):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_gradients_of_the_angles_in_the_interpreter():
+    case = ROTATING_CASES[0]
+    x, w, bias, *_ = case.arguments(jnp.bfloat16)
+
+    def loss(cos, sin, implementation):
+        heads = jaxfused.qkv_projection(
+            *(x, w, bias),
+            heads=case.heads,
+            key_heads=case.key_heads,
+            cos=cos,
+            sin=sin,
+            implementation=implementation,
+        )
+        return sum(jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape)) for y in heads)
+
+    near(*(jax.grad(loss, argnums=(0, 1))(*tables(case), name) for name in ("pallas", "xla")))
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
 @pytest.mark.parametrize("case", KERNEL_CASES[:4], ids=str)
 def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
     args = case.arguments(jnp.bfloat16)
@@ -221,7 +249,7 @@ def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
 
 
 @pytest.mark.usefixtures("race_detector")
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@pytest.mark.parametrize("case", (*KERNEL_CASES, *ROTATING_CASES[:2]), ids=str)
 def test_no_races_in_the_interpreter(case):
     jax.block_until_ready(fused_qkv(case, "pallas")(*case.arguments(jnp.bfloat16)))
 
@@ -233,9 +261,13 @@ def test_no_races_in_the_interpreter(case):
         (50432, 768, 12, 12, 64, True, 64, 197),
         (25216, 1024, 16, 16, 64, False, 0, 0),
         (25216, 1024, 16, 16, 64, False, 64, 25216),
+        (50432, 768, 12, 12, 64, False, 64, 197),
         (8192, 1280, 16, 16, 80, True, 0, 0),
         (32768, 4096, 32, 8, 128, False, 128, 4096),
         (32768, 4096, 32, 8, 128, True, 64, 4096),
+        (32768, 4096, 32, 8, 128, True, 128, 4096),
+        (8192, 2048, 8, 2, 96, False, 96, 4096),
+        (8192, 2048, 8, 1, 256, False, 256, 4096),
         (8192, 2048, 8, 1, 256, True, 256, 4096),
         (37, 48, 4, 2, 32, True, 32, 37),
     ],
@@ -316,7 +348,10 @@ def test_accurate_on_gpu(case, dtype):
         Case((3, 197), 768, 12, 12, 64, bias=True),
         Case((3, 197), 1024, 16, 16, 64, bias=True),
         Case((3, 197), 768, 12, 12, 64, bias=True, norm=True, rotary_dim=64),
+        Case((3, 197), 768, 12, 12, 64, rotary_dim=64),
         Case((2, 300), 1024, 32, 8, 128, norm=True, rotary_dim=128),
+        Case((2, 300), 1024, 32, 8, 128, bias=True, rotary_dim=128),
+        Case((2, 300), 512, 4, 1, 256, rotary_dim=256),
         Case((2, 300), 512, 4, 1, 256, norm=True, rotary_dim=128),
         Case((2, 77), 640, 8, 8, 80, bias=True, norm=True),
         Case((2, 77), 480, 5, 5, 96, bias=True, rotary_dim=96),
