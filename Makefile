@@ -38,9 +38,13 @@ vit: $(INSTALLED)
 unet: $(INSTALLED)
 	$(PYTHON) -m examples.unet.train
 
-# On a CPU the tests spend most of their time in XLA, which need not optimise what runs once.
+# On a CPU the tests spend most of their time in XLA, which need not optimise what runs once, nor
+# compile twice what several workers, trainings or calls of this command run. JAX's version is part of
+# a compiled program's name there.
 test: lint $(if $(NVCC),ffi)
-	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
+	  JAX_COMPILATION_CACHE_DIR=$(abspath build/xla) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	  $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
 # Autotuning every product of a plain jax.numpy takes longer than all the rest.
 test-gpu: $(INSTALLED) $(if $(NVCC),ffi)

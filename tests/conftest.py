@@ -22,6 +22,21 @@ def _gpu_where_marked(request):
         pytest.fail("this test needs an NVIDIA GPU and a JAX that sees it")
 
 
+DIGITS_FLAGS = ("--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4")
+DIGITS_FLAGS += ("--checkpoint-every", "2")
+
+
+@pytest.fixture(scope="session")
+def digits_run(tmp_path_factory):
+    """What a short training of the ViT leaves, once for all who look at it."""
+    # Imported here: the tests of operators need no checkpoints and no pictures.
+    from examples.vit import train
+
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    train.main([*DIGITS_FLAGS, "--out", str(out)])
+    return out
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """Operators believe that they run on a Hopper GPU: for lowering without one."""

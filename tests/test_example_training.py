@@ -20,6 +20,7 @@ from PIL import Image
 from examples import training
 from examples.errors import ExampleError, Stopped, run_command
 from examples.images import Loader, epoch_indices, find_images, read_image
+from tests.loader_batches import power
 
 STEPS, EPOCH_STEPS = 12, 4
 
@@ -366,15 +367,6 @@ def test_an_epoch_sees_every_image_once_and_each_epoch_another_order():
     orders = [epoch(number, seed) for number, seed in itertools.product((0, 1), (0, 1))]
     assert len({tuple(order) for order in orders}) == 4
     assert epoch(1, 1) == orders[3]
-
-
-def power(step):
-    """A batch for the worker processes; at module level, so that it pickles."""
-    if step == 9:
-        raise ExampleError("nine is refused.")
-    if step == 99:
-        os._exit(1)
-    return dict(value=np.full(3, step**2), worker=np.int64(os.getpid()))
 
 
 def test_workers_make_the_batches_in_order_and_elsewhere():

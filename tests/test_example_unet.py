@@ -18,23 +18,6 @@ from examples.unet.image_files import open_image, write_rows
 from examples.unet.model import UNet
 from examples.unet.tiles import axis_tiles, predict_rows
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compilation_cache(tmp_path_factory):
-    """The trainings of this file compile the same few functions; they need to do it once."""
-    names = dict(
-        jax_compilation_cache_dir=str(tmp_path_factory.mktemp("cache")),
-        jax_persistent_cache_min_compile_time_secs=0.0,
-        jax_persistent_cache_min_entry_size_bytes=-1,
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 # --- model ----------------------------------------------------------------------------------------
 
 

@@ -15,23 +15,7 @@ from examples.errors import ExampleError
 from examples.vit import data as vit_data
 from examples.vit import predict, train
 from examples.vit.model import MODELS, VisionTransformer, ViTSize, count_parameters, patchify
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compilation_cache(tmp_path_factory):
-    """The trainings of this file compile the same few functions; they need to do it once."""
-    names = dict(
-        jax_compilation_cache_dir=str(tmp_path_factory.mktemp("cache")),
-        jax_persistent_cache_min_compile_time_secs=0.0,
-        jax_persistent_cache_min_entry_size_bytes=-1,
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
+from tests.conftest import DIGITS_FLAGS
 
 # --- model ----------------------------------------------------------------------------------------
 
@@ -180,37 +164,28 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters():
 
 # --- training on the digits -----------------------------------------------------------------------
 
-SHORT = ["--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4", "--checkpoint-every", "2"]
-
-
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "short"
-    train.main([*SHORT, "--out", str(out)])
-    return out
-
 
 def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_short_training_learns(short_run):
-    losses = [r["loss"] for r in metrics(short_run) if "loss" in r]
+def test_a_short_training_learns(digits_run):
+    losses = [r["loss"] for r in metrics(digits_run) if "loss" in r]
     assert len(losses) == 8 * (1078 // 32)
     assert abs(losses[0] - np.log(10)) < 1e-3  # the head starts at zero: all classes alike
     assert np.mean(losses[-20:]) < 0.75 * losses[0]
-    result = json.loads((short_run / "metrics.json").read_text())
+    result = json.loads((digits_run / "metrics.json").read_text())
     assert result["test_accuracy"] > 0.5
     assert result["images_per_second"] > 0
 
 
-def test_a_training_draws_its_pictures(short_run):
+def test_a_training_draws_its_pictures(digits_run):
     for name in ("curve.png", "predictions.png"):
-        with Image.open(short_run / name) as image:
+        with Image.open(digits_run / name) as image:
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
-def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkeypatch):
+def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monkeypatch):
     """Data order, augmentation, dropout keys, optimizer and schedule all continue where they were."""
     make_train_step = train.make_train_step
 
@@ -230,30 +205,30 @@ def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkey
     out = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
         patch.setattr(train, "make_train_step", failing)
-        train.main([*SHORT, "--out", str(out)])
+        train.main([*DIGITS_FLAGS, "--out", str(out)])
     train.main(["--resume", "--out", str(out)])
-    assert metrics(out) == metrics(short_run)
+    assert metrics(out) == metrics(digits_run)
 
     with pytest.raises(ExampleError, match="was started with --model vit-digits and now got"):
         train.main(["--resume", "--out", str(out), "--model", "vit-ti16"])
     with pytest.raises(ExampleError, match="holds a run; pass --resume"):
-        train.main([*SHORT, "--out", str(out)])
+        train.main([*DIGITS_FLAGS, "--out", str(out)])
 
 
-def test_predict_is_as_good_as_the_evaluation(short_run, tmp_path, capsys):
+def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
     digits = vit_data.digits(batch_size=8, seed=0, image_size=8, held_out=0.4)
     labels = digits.held_out.labels
     paths = [str(tmp_path / f"{i}.png") for i in range(len(labels))]
     for i, path in enumerate(paths):
         Image.fromarray(digits.held_out.image(i)[..., 0]).save(path)
-    predict.main([str(short_run), *paths])
+    predict.main([str(digits_run), *paths])
     lines = capsys.readouterr().out.splitlines()
     guesses = [int(line.split()[1]) for line in lines]
-    result = json.loads((short_run / "metrics.json").read_text())
+    result = json.loads((digits_run / "metrics.json").read_text())
     assert np.mean(guesses == labels) == result["test_accuracy"]
 
     Image.fromarray(255 - digits.held_out.image(0)[..., 0]).save(tmp_path / "dark.png")
-    predict.main([str(short_run), "--invert", str(tmp_path / "dark.png")])
+    predict.main([str(digits_run), "--invert", str(tmp_path / "dark.png")])
     assert capsys.readouterr().out.split()[1:] == lines[0].split()[1:]
 
 
@@ -450,8 +425,8 @@ def test_an_unreadable_image_stops_with_its_path_and_keeps_the_checkpoint(digit_
     assert (tmp_path / "run/metrics.json").exists()
 
 
-def test_predict_refuses_what_is_no_run_or_no_image(short_run, tmp_path):
+def test_predict_refuses_what_is_no_run_or_no_image(digits_run, tmp_path):
     with pytest.raises(ExampleError, match=r"config\.json cannot be read"):
         predict.main([str(tmp_path), "a.png"])
     with pytest.raises(ExampleError, match=r"gone\.png is not"):
-        predict.main([str(short_run), str(tmp_path / "gone.png")])
+        predict.main([str(digits_run), str(tmp_path / "gone.png")])

@@ -13,26 +13,17 @@ from PIL import Image
 from examples.errors import ExampleError
 from examples.images import Loader
 from examples.vit import data as vit_data
-from examples.vit import quantize, train
-
-SHORT = ["--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4"]
+from examples.vit import quantize
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "run"
-    train.main([*SHORT, "--out", str(out)])
-    return out
-
-
-@pytest.fixture(scope="module")
-def table(run):
+def table(digits_run):
     """(bytes, accuracy, images/s) by name, as printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "_SECONDS", 0.02)
         lines = []
         patch.setattr("builtins.print", lambda line, **_: lines.append(line))
-        quantize.main([str(run)])
+        quantize.main([str(digits_run)])
     number = r"([\d.,]+)"
     rows = [
         re.fullmatch(rf"(\w+) +{number} MB +{number}% +{number}", line).groups()
@@ -58,9 +49,9 @@ def test_sizes_are_those_of_the_arrays(table):
         assert megabytes[name] == pytest.approx(expected, abs=0.011)
 
 
-def test_accuracy_is_the_runs_and_survives_fewer_bits(run, table):
+def test_accuracy_is_the_runs_and_survives_fewer_bits(digits_run, table):
     accuracy = {name: accuracy for name, (_, accuracy, _) in table.items()}
-    trained = json.loads((run / "metrics.json").read_text())["test_accuracy"]
+    trained = json.loads((digits_run / "metrics.json").read_text())["test_accuracy"]
     assert accuracy["float"] == pytest.approx(100 * trained, abs=0.006)
     assert accuracy["float"] > 50
     assert abs(accuracy["int8"] - accuracy["float"]) < 2
@@ -96,7 +87,7 @@ def test_speed_is_the_best_of_three_timings(monkeypatch):
     assert rate == 2 / 0.5
 
 
-def test_other_images_than_the_runs_are_refused(run, tmp_path):
+def test_other_images_than_the_runs_are_refused(digits_run, tmp_path):
     with pytest.raises(ExampleError, match=r"config\.json"):
         quantize.main([str(tmp_path)])
     for name in ("cat", "dog"):
@@ -104,4 +95,4 @@ def test_other_images_than_the_runs_are_refused(run, tmp_path):
         for i in range(5):
             Image.new("L", (8, 8), i).save(tmp_path / name / f"{i}.png")
     with pytest.raises(ExampleError, match=r"trained on 10 .* the data has 2 \(cat, dog\)"):
-        quantize.main([str(run), "--data", str(tmp_path)])
+        quantize.main([str(digits_run), "--data", str(tmp_path)])
