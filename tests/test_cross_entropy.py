@@ -84,15 +84,22 @@ def test_linear_is_as_accurate_as_jax_numpy(case, dtype):
     seed=st.integers(0, 99),
 )
 def test_odd_shapes_against_optax(tokens, classes, chunk_size, seed):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x = jax.random.normal(keys[0], (*tokens, 3))
-    w = jax.random.normal(keys[1], (3, classes))
-    labels = jax.random.randint(keys[2], tuple(tokens), 0, classes)
-    stock = optax.softmax_cross_entropy_with_integer_labels(x @ w, labels)
-    ours = jaxfused.softmax_cross_entropy(x @ w, labels, reduction="none")
-    chunked = jaxfused.linear_softmax_cross_entropy(
-        x, w, labels, reduction="none", chunk_size=chunk_size
-    )
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(*tokens, 3)).astype(np.float32)
+    w = rng.normal(size=(3, classes)).astype(np.float32)
+    labels = rng.integers(classes, size=tuple(tokens))
+
+    @jax.jit
+    def losses(x, w, labels):
+        logits = x @ w
+        stock = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        ours = jaxfused.softmax_cross_entropy(logits, labels, reduction="none")
+        chunked = jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, reduction="none", chunk_size=chunk_size
+        )
+        return stock, ours, chunked
+
+    stock, ours, chunked = losses(x, w, labels)
     assert ours.shape == chunked.shape == tuple(tokens)
     np.testing.assert_allclose(ours, stock, atol=1e-5)
     np.testing.assert_allclose(chunked, stock, atol=1e-5)

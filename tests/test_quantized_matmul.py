@@ -34,16 +34,22 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
         return plain_matmul(x, dequantized, bias, residual, case.activation)
 
     assert_values_and_gradients(ours, plain, *args)
-    assert ours(*args).dtype == dtype
+    assert jax.eval_shape(ours, *args).dtype == dtype
 
 
 @pytest.mark.parametrize("x_dtype", ["int8", "float8_e5m2"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_quantized_inputs(case, x_dtype):
     (x, bias, residual), w = case.arguments(jnp.float32)
-    q = jaxfused.quantize_rows(x, x_dtype)
-    y = jaxfused.quantized_matmul(q, w, bias, activation=case.activation, residual=residual)
-    truth = np.asarray(q.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64)
+
+    @jax.jit
+    def f(x, w, bias, residual):
+        q = jaxfused.quantize_rows(x, x_dtype)
+        y = jaxfused.quantized_matmul(q, w, bias, activation=case.activation, residual=residual)
+        return y, q.dequantize(), w.dequantize()
+
+    y, *factors = f(x, w, bias, residual)
+    truth = np.matmul(*(np.asarray(a, np.float64) for a in factors))
     truth = truth if bias is None else truth + bias
     with jax.enable_x64(True):
         truth = np.asarray(activate(case.activation, jnp.asarray(truth)))
@@ -53,12 +59,20 @@ def test_quantized_inputs(case, x_dtype):
 
 
 def test_zero_points_of_both_sides():
-    keys = jax.random.split(jax.random.key(0))
-    x = jaxfused.quantize(jax.random.normal(keys[0], (3, 8)) + 0.5, axis=-1, symmetric=False)
-    w = jaxfused.quantize(jax.random.normal(keys[1], (8, 5)) - 0.5, "int4", symmetric=False)
-    expected = np.asarray(x.dequantize(), np.float64) @ np.asarray(w.dequantize(), np.float64)
-    np.testing.assert_allclose(jaxfused.quantized_matmul(x, w), expected, atol=1e-5)
-    by_dequantizing = jaxfused.quantized_matmul(x.dequantize(), w)
+    rng = np.random.default_rng(0)
+
+    @jax.jit
+    def f(x, w):
+        x = jaxfused.quantize(x, axis=-1, symmetric=False)
+        w = jaxfused.quantize(w, "int4", symmetric=False)
+        wide, product = x.dequantize(), jaxfused.quantized_matmul(x, w)
+        return wide, w.dequantize(), product, jaxfused.quantized_matmul(wide, w)
+
+    *factors, product, by_dequantizing = f(
+        rng.normal(0.5, size=(3, 8)), rng.normal(-0.5, size=(8, 5))
+    )
+    expected = np.matmul(*(np.asarray(a, np.float64) for a in factors))
+    np.testing.assert_allclose(product, expected, atol=1e-5)
     np.testing.assert_allclose(by_dequantizing, expected, atol=1e-5)
 
 

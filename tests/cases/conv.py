@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,20 @@ class Case:
 
     def arguments(self, dtype, seed=0):
         """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
-        keys = jax.random.split(jax.random.key(seed), 4)
+        rng = np.random.default_rng(seed)
+
+        def normal(dtype, *shape):
+            return jnp.asarray(rng.normal(size=shape), dtype)
+
         w_dtype = dtype if self.w_dtype is None else self.w_dtype
         channels = self.shape[-1] // self.options.get("feature_group_count", 1)
-        x = jax.random.normal(keys[0], self.shape, dtype)
-        w = jax.random.normal(keys[1], (*self.kernel, channels, self.features), w_dtype)
-        w = w / jnp.asarray(channels * max(self.kernel), w_dtype)
-        bias = jax.random.normal(keys[2], (self.features,), w_dtype) if self.bias else None
-        if self.residual_shape is None:
-            return x, w, bias, None
-        return x, w, bias, jax.random.normal(keys[3], self.residual_shape, dtype)
+        w = rng.normal(size=(*self.kernel, channels, self.features))
+        return (
+            normal(dtype, *self.shape),
+            jnp.asarray(w / (channels * max(self.kernel)), w_dtype),
+            normal(w_dtype, self.features) if self.bias else None,
+            None if self.residual_shape is None else normal(dtype, *self.residual_shape),
+        )
 
 
 CASES = (

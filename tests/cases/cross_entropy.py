@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -21,32 +21,32 @@ class Case:
 
     def labels(self, dtype, seed=0):
         """Classes, of which about a third is `ignore_index` where there is one, or distributions."""
-        keys = jax.random.split(jax.random.key(seed))
+        rng = np.random.default_rng(seed)
         if self.soft:
-            logits = jax.random.normal(keys[0], (*self.tokens, self.classes))
-            return jax.nn.softmax(logits).astype(dtype)
-        labels = jax.random.randint(keys[0], self.tokens, 0, self.classes)
-        ignore_index = self.options.get("ignore_index")
-        if ignore_index is None:
-            return labels
-        return jnp.where(jax.random.bernoulli(keys[1], 0.3, self.tokens), ignore_index, labels)
+            odds = np.exp(rng.normal(size=(*self.tokens, self.classes)))
+            return jnp.asarray(odds / odds.sum(-1, keepdims=True), dtype)
+        labels = rng.integers(self.classes, size=self.tokens, dtype=np.int32)
+        if (ignore_index := self.options.get("ignore_index")) is not None:
+            labels[rng.random(self.tokens) < 0.3] = ignore_index
+        return jnp.asarray(labels)
 
     def logits(self, dtype, seed=1):
-        return 3.0 * jax.random.normal(jax.random.key(seed), (*self.tokens, self.classes), dtype)
+        rng = np.random.default_rng(seed)
+        return jnp.asarray(rng.normal(scale=3.0, size=(*self.tokens, self.classes)), dtype)
 
     def token_weights(self, dtype, seed=2):
         if not self.weights:
             return None
-        return jax.random.uniform(jax.random.key(seed), self.tokens, dtype)
+        return jnp.asarray(np.random.default_rng(seed).random(self.tokens), dtype)
 
     def linear_layer(self, dtype, seed=3):
         """(x, w, bias), scaled to give logits of order 1."""
-        keys = jax.random.split(jax.random.key(seed), 3)
+        rng = np.random.default_rng(seed)
         w_dtype = dtype if self.w_dtype is None else self.w_dtype
-        x = jax.random.normal(keys[0], (*self.tokens, self.features), dtype)
-        w = jax.random.normal(keys[1], (self.features, self.classes)) * self.features**-0.5
-        bias = jax.random.normal(keys[2], (self.classes,), w_dtype) if self.bias else None
-        return x, w.astype(w_dtype), bias
+        x = rng.normal(size=(*self.tokens, self.features))
+        w = rng.normal(size=(self.features, self.classes)) * self.features**-0.5
+        bias = jnp.asarray(rng.normal(size=self.classes), w_dtype) if self.bias else None
+        return jnp.asarray(x, dtype), jnp.asarray(w, w_dtype), bias
 
 
 CASES = (

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Case:
 
     def arguments(self, dtype, seed=0):
         """(x, scale, bias, residual); x has a mean that is not zero."""
-        keys = jax.random.split(jax.random.key(seed), 4)
+        rng = np.random.default_rng(seed)
+
+        def normal(dtype, *shape):
+            return jnp.asarray(rng.normal(size=shape), dtype)
+
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
-        x = jax.random.normal(keys[0], self.shape, dtype) + jnp.asarray(0.5, dtype)
-        scale = jax.random.normal(keys[1], self.shape[-1:], parameter_dtype)
-        bias = jax.random.normal(keys[2], self.shape[-1:], parameter_dtype)
-        residual = jax.random.normal(keys[3], self.shape, dtype)
         return (
-            x,
-            scale if self.scale else None,
-            bias if self.bias else None,
-            residual if self.residual else None,
+            jnp.asarray(rng.normal(0.5, size=self.shape), dtype),
+            normal(parameter_dtype, self.shape[-1]) if self.scale else None,
+            normal(parameter_dtype, self.shape[-1]) if self.bias else None,
+            normal(dtype, *self.shape) if self.residual else None,
         )
 
 

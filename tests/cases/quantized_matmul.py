@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import jaxfused
 
@@ -22,13 +24,17 @@ class Case:
 
     def arguments(self, dtype, seed=0):
         """(x, bias, residual) and the quantised w, scaled to keep the result of order 1."""
-        keys = jax.random.split(jax.random.key(seed), 4)
-        x = jax.random.normal(keys[0], (*self.rows, self.features), dtype)
-        w = jax.random.normal(keys[1], (self.features, self.out_features)) * self.features**-0.5
-        bias = jax.random.normal(keys[2], (self.out_features,), dtype) if self.bias else None
-        residual = jax.random.normal(keys[3], (*self.rows, self.out_features), dtype)
-        w = jaxfused.quantize(w + 0.01, self.w_dtype, **self.w_options)
-        return (x, bias, residual if self.residual else None), w
+        rng = np.random.default_rng(seed)
+
+        def normal(dtype, *shape):
+            return jnp.asarray(rng.normal(size=shape), dtype)
+
+        x = normal(dtype, *self.rows, self.features)
+        w = rng.normal(size=(self.features, self.out_features)) * self.features**-0.5 + 0.01
+        bias = normal(dtype, self.out_features) if self.bias else None
+        residual = normal(dtype, *self.rows, self.out_features) if self.residual else None
+        quantize = jax.jit(lambda w: jaxfused.quantize(w, self.w_dtype, **self.w_options))
+        return (x, bias, residual), quantize(jnp.asarray(w, jnp.float32))
 
 
 CASES = (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,18 @@ class Case:
 
     def labels(self, seed=0):
         """Classes, of which about a third is `ignore_index` where there is one."""
-        keys = jax.random.split(jax.random.key(seed))
-        labels = jax.random.randint(keys[0], self.pixels, 0, self.classes or 2)
-        ignore_index = self.options.get("ignore_index")
-        if ignore_index is None:
-            return labels
-        return jnp.where(jax.random.bernoulli(keys[1], 0.3, self.pixels), ignore_index, labels)
+        rng = np.random.default_rng(seed)
+        labels = rng.integers(self.classes or 2, size=self.pixels, dtype=np.int32)
+        if (ignore_index := self.options.get("ignore_index")) is not None:
+            labels[rng.random(self.pixels) < 0.3] = ignore_index
+        return jnp.asarray(labels)
 
     def arguments(self, dtype, seed=1):
         """(logits, weights)."""
-        keys = jax.random.split(jax.random.key(seed))
+        rng = np.random.default_rng(seed)
         shape = self.pixels if self.classes is None else (*self.pixels, self.classes)
-        logits = 3.0 * jax.random.normal(keys[0], shape, dtype)
-        return logits, jax.random.uniform(keys[1], self.pixels, dtype) if self.weights else None
+        logits = jnp.asarray(rng.normal(scale=3.0, size=shape), dtype)
+        return logits, jnp.asarray(rng.random(self.pixels), dtype) if self.weights else None
 
 
 CASES = (
