@@ -35,8 +35,10 @@ _GRAIN = 16
 """What the rotating and the other features of a head must be multiples of, the former in each half."""
 _STRIP = 32
 """Features that the epilogue takes at a time, of either half, where it can."""
-_ANGLE_BYTES = 256
-"""Of a row's angles that are read ahead: with 128 rows they take 64 registers of a thread."""
+_ANGLES_AHEAD = 128
+"""Of a row, 16 bits each, that are read ahead: with 128 rows they take 64 registers of a thread."""
+_ROUNDS_ANGLES = jnp.bfloat16
+"""Of x, where angles are taken as float16."""
 _VALUES = 2
 """Of the three outputs the one without norm and rotation."""
 _WIDEST_HEAD = 256
@@ -195,8 +197,8 @@ def forward(
     if cos is not None and sin is not None:
         period = cos.shape[0]
         table = jnp.concatenate((cos, sin), axis=1)
-        if x.dtype == jnp.bfloat16:
-            # Half the registers, for a rounding that is 8 times finer than the result's.
+        if x.dtype == _ROUNDS_ANGLES:
+            # Half the registers, for a rounding 8 times finer than the result's.
             table = table.astype(jnp.float16)
         if period % config.tile_m:
             # A tile of rows goes on from the last position to the first.
@@ -412,11 +414,10 @@ class _HeadsOfTile:
         Read for each head and piece anew, they came from L2, which a warpgroup then waits for: the
         epilogue of 50432 x 768 to 3 x 12 heads took 9 us a tile on an H200, its product 6.
         """
-        if self.gmem.table is None:
-            return False
         launch = self.launch
-        angles = 2 * launch.pairs * launch.piece
-        return angles * jnp.dtype(self.gmem.table.dtype).itemsize <= _ANGLE_BYTES
+        if launch.product.dtype != _ROUNDS_ANGLES:
+            return False
+        return 2 * launch.pairs * launch.piece <= _ANGLES_AHEAD
 
     def _store(
         self, number: int, unit: int, pieces: Iterable[tuple[int, jax.Array]], arrays: Sequence[Any]
@@ -464,7 +465,7 @@ class _HeadsOfTile:
 
         All heads go through the same code, in which the norm and the angle of a value are 1 and 0.
         In code of their own the compiler converts pieces for several of them ahead of any, and
-        spills; and a choice between results is made of single 16-bit numbers, not of pairs.
+        spills; and a choice is made of single 16-bit numbers, where a product takes pairs.
         """
         launch = self.launch
         column = self.column(unit)
@@ -485,15 +486,14 @@ class _HeadsOfTile:
             scale = self._row(self.gmem.scales.at[kind], index * launch.piece)
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
-        def unless_value(values, of_value):
-            values = values.astype(jnp.float32)
-            return jnp.where(jnp.broadcast_to(is_value, values.shape), of_value, values)
-
         dtype = launch.product.dtype
         for pair in range(launch.pairs):
             first, second = normed(pair), normed(launch.pairs + pair)
-            cos, sin = map(
-                unless_value, angles[pair] if angles else self._angles(unit, pair), (1.0, 0.0)
+            cos, sin = angles[pair] if angles else self._angles(unit, pair)
+            value = is_value.astype(cos.dtype)
+            cos, sin = (
+                angle.astype(jnp.float32)
+                for angle in (cos * (1 - value) + value, sin * (1 - value))
             )
             yield pair, (first * cos - second * sin).astype(dtype)
             yield launch.pairs + pair, (second * cos + first * sin).astype(dtype)
