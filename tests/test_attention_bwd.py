@@ -297,20 +297,13 @@ def test_accurate_without_races_in_the_interpreter(
     )
     if mask.query_lengths is not None:
         # What the forward writes there, sinks or not.
-        within = jnp.arange(counts[0]) < mask.query_lengths[:, None, None]
-        lse = jnp.where(within, lse, EMPTY_LSE)
-    actual = attention_bwd.backward(
-        query,
-        key,
-        value,
-        operands,
-        out.astype(query.dtype),
-        lse,
-        dout,
-        None,
-        logits=logits,
-        multiprocessors=1,
-        **configs,
+        within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
+        lse = np.where(within, lse, np.float32(EMPTY_LSE))
+    backward = functools.partial(
+        attention_bwd.backward, logits=logits, multiprocessors=1, **configs
+    )
+    actual = jax.jit(backward)(
+        query, key, value, operands, np.asarray(out, query.dtype), lse, dout, None
     )
     for name, a, e in zip(("query", "key", "value"), actual, expected, strict=False):
         # Probabilities and their gradients are rounded to float16, by 2^-12 at most.

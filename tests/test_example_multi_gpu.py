@@ -35,7 +35,7 @@ ENVIRONMENT = os.environ | {
     # Half of the time goes into compiling.
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
-TWO_STEPS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "512", "--held-out", "0.4"]
+TWO_STEPS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "128", "--held-out", "0.8"]
 TWO_STEPS += ["--unroll", "1"]
 
 

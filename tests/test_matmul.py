@@ -109,9 +109,11 @@ class Case:
     def check(self, multiprocessors=2):
         operands = self.operands()
         actual = jax.jit(functools.partial(self.run, multiprocessors=multiprocessors))(*operands)
-        plain = self.expected(*operands, jnp.float32, self.dtype)
+        expected = jax.jit(self.expected, static_argnames=("dtype", "narrow"))
+        plain = expected(*operands, dtype=jnp.float32, narrow=self.dtype)
         with jax.enable_x64(True):
-            truth = jax.tree.map(np.asarray, self.expected(*operands, jnp.float64, jnp.float64))
+            truth = expected(*operands, dtype=jnp.float64, narrow=jnp.float64)
+            truth = jax.tree.map(np.asarray, truth)
         assert actual.keys() == truth.keys()
         for name, result in actual.items():
             assert_accurate(name, result, plain[name].astype(result.dtype), truth[name])
