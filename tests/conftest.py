@@ -1,5 +1,6 @@
 """Fixtures of every level: a GPU where one is needed, a simulated Hopper where none is."""
 
+import gc
 import os
 
 import jax
@@ -14,6 +15,12 @@ os.environ.setdefault("NPROC", "16")
 
 HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: the garbage collector need not visit it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -73,12 +73,20 @@ def qkv(*batch, heads=4, kv_heads=4):
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
 def test_attention_fn_takes_any_batch_axes(batch):
-    mask = (normal(3, *batch[1:], 1, T, T + 2) > 0).at[..., 0].set(True).astype(jnp.float32)
-    bias = normal(4, *batch, 4, T, T + 2)
+    mask = np.random.default_rng(3).normal(size=(*batch[1:], 1, T, T + 2)) > 0
+    mask[..., 0] = True
+    arrays = (*qkv(*batch), normal(4, *batch, 4, T, T + 2), mask.astype(np.float32))
     # jax.nn's attention, which Flax's calls, does not broadcast over more than one batch axis.
-    expected = flax.linen.dot_product_attention(*qkv(*batch), bias, mask)
-    near(jaxfused.nnx.attention_fn(*qkv(*batch), bias, mask), expected)
-    near(jaxfused.linen.attention_fn(*qkv(*batch), bias, mask), expected)
+    expected, *ours = (
+        jax.jit(f)(*arrays)
+        for f in (
+            flax.linen.dot_product_attention,
+            jaxfused.nnx.attention_fn,
+            jaxfused.linen.attention_fn,
+        )
+    )
+    for output in ours:
+        near(output, expected)
 
 
 def test_attention_fn_with_grouped_heads_and_causal():

@@ -86,24 +86,25 @@ def test_quantize_params_of_a_block(gated):
     linen = jaxfused.linen.TransformerBlock(4, rope=jaxfused.linen.RotaryEmbedding(), **options)
     params = params_of(block)
     x = normal(0, 2, 5, D)
-    before = block(x)
+    call, apply = flax.nnx.jit(lambda block, x: block(x)), jax.jit(linen.apply)
+    before = call(block, x)
 
     quantised = jaxfused.quantize_params(block, RULES)
     tree = jaxfused.quantize_params(params, RULES)
-    np.testing.assert_array_equal(block(x), before)
+    np.testing.assert_array_equal(call(block, x), before)
     assert jax.tree.structure(state_of(quantised)) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, state_of(quantised), tree)
     assert tree["mlp"]["up"]["kernel"].array.dtype == "int4"
     assert tree["mlp"]["down"]["kernel"].input_dtype == "int8"
     assert isinstance(tree["project"]["kernel"], jax.Array)
 
-    np.testing.assert_array_equal(linen.apply({"params": tree}, x), quantised(x))
+    np.testing.assert_array_equal(apply({"params": tree}, x), call(quantised, x))
     # Without the rounding of inputs, the block of the dequantised kernels.
     weights_only = [QuantizationRule("", "int4")]
     tree = jaxfused.quantize_params(params, weights_only)
     np.testing.assert_allclose(
-        jaxfused.quantize_params(block, weights_only)(x),
-        linen.apply({"params": dequantized(tree)}, x),
+        call(jaxfused.quantize_params(block, weights_only), x),
+        apply({"params": dequantized(tree)}, x),
         rtol=2e-5,
         atol=2e-5,
     )
