@@ -170,8 +170,10 @@ def place(mesh, specs, arrays):
     return jax.tree.map(lambda s, a: jax.device_put(a, NamedSharding(mesh, s)), specs, arrays)
 
 
-def compiled_text(f, *args) -> str:
-    return jax.jit(f).lower(*args).compile().as_text()
+def results_and_text(f, *args):
+    """What `f`, compiled once, returns, and its program."""
+    compiled = jax.jit(f).lower(*args).compile()
+    return compiled(*args), compiled.as_text()
 
 
 def count(collective: str, text: str) -> int:
@@ -180,9 +182,9 @@ def count(collective: str, text: str) -> int:
 
 def check(f, arguments, *, gathers: bool = False, shape=(4, 8, 64)):
     """The numbers of one device, parameters summed in one step, and gathers only where allowed."""
-    text = compiled_text(f, arguments)
+    results, text = results_and_text(f, arguments)
     assert (count("all-gather", text) > 0) == gathers
-    for actual, wanted in zip(jax.jit(f)(arguments), expected(shape), strict=True):
+    for actual, wanted in zip(results, expected(shape), strict=True):
         np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=2e-5)
     return text
 
@@ -213,7 +215,8 @@ def test_the_stand_ins_are_opaque_to_xla(stand_ins):
         reference.layer_norm.norm, **ops.layer_norm._Options("", True, 0, 0, None, None).keywords()
     )
     whole = lambda x: lax.map(lambda row: norm(row, None, None, None, None)[0], x)  # noqa: E731
-    assert count("all-gather", compiled_text(lambda x: whole(x.reshape(-1, 64)), arguments)) > 0
+    _, text = results_and_text(lambda x: whole(x.reshape(-1, 64)), arguments)
+    assert count("all-gather", text) > 0
 
 
 @on_eight_devices
@@ -339,8 +342,8 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
         norm = functools.partial(jaxfused.layer_norm, implementation=implementation)
         return jax.grad(functools.partial(loss, norm), (0, 1))
 
-    assert count("all-gather", compiled_text(gradients("pallas"), placed, scale)) == 0
-    actual = jax.jit(gradients("pallas"))(placed, scale)
+    actual, text = results_and_text(gradients("pallas"), placed, scale)
+    assert count("all-gather", text) == 0
     wanted = jax.jit(gradients("xla"))(inputs().x, inputs().scale)
     for a, b in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -378,11 +381,12 @@ def test_rope(monkeypatch, axis_type, spec, offset):
     q, k = jax.random.normal(jax.random.key(0), (2, 4, 8, 4, 16))
     ours = functools.partial(rotated_and_gradients, "pallas")
     placed = [place(make_mesh(axis_type, axis_type), spec, x) for x in (q, k)]
-    assert count("all-gather", compiled_text(ours, *placed)) == 0
+    actual, text = results_and_text(ours, *placed)
+    assert count("all-gather", text) == 0
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        jax.jit(ours)(*placed),
-        rotated_and_gradients("xla", q, k),
+        actual,
+        jax.jit(functools.partial(rotated_and_gradients, "xla"))(q, k),
     )
 
 
@@ -417,11 +421,12 @@ def test_linear(monkeypatch, hopper, axis_type, specs):
     mesh = make_mesh(axis_type, axis_type)
     placed = [place(mesh, s, a) for s, a in zip(specs, arguments, strict=True)]
     ours = functools.partial(gradients, "pallas")
-    assert count("all-gather", compiled_text(ours, *placed)) == 0
+    actual, text = results_and_text(ours, *placed)
+    assert count("all-gather", text) == 0
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        jax.jit(ours)(*placed),
-        gradients("xla", *arguments),
+        actual,
+        jax.jit(functools.partial(gradients, "xla"))(*arguments),
     )
 
 
@@ -497,12 +502,13 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
         place(mesh, s, a) for s, a in zip((of_x, of_w, P(), P(), P()), arguments, strict=True)
     ]
     ours = functools.partial(heads_and_gradients, "pallas")
+    actual, text = results_and_text(ours, *placed)
     if split == "length":
-        assert count("all-gather", compiled_text(ours, *placed)) == 0
+        assert count("all-gather", text) == 0
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        jax.jit(ours)(*placed),
-        heads_and_gradients("xla", *arguments),
+        actual,
+        jax.jit(functools.partial(heads_and_gradients, "xla"))(*arguments),
     )
 
 
@@ -530,9 +536,10 @@ def test_a_product_with_split_weights(axis_type, x_spec, w_spec, sums):
             opaque_product, (x, w), operand_axes=("mk", "kn"), result_axes=("mn", None)
         )[0]
 
-    text = compiled_text(product, x_placed, w_placed)
+    actual, text = results_and_text(product, x_placed, w_placed)
     assert (count("all-gather", text), count("all-reduce", text)) == (0, sums)
-    np.testing.assert_allclose(product(x_placed, w_placed), x @ w, rtol=1e-5, atol=1e-5)
+    for result in (actual, product(x_placed, w_placed)):
+        np.testing.assert_allclose(result, x @ w, rtol=1e-5, atol=1e-5)
 
 
 def test_equal_functions_compile_once(monkeypatch):
