@@ -24,8 +24,8 @@ from pallas_kernels.product import (
     Product,
     TileEpilogue,
     TilePlace,
-    tile_cost,
     tiled,
+    wastes_wide_tiles,
     widest_swizzle,
 )
 from pallas_kernels.store import store_unoptimized
@@ -71,12 +71,14 @@ def default_config(
         candidates += [tiles(cluster=2), tiles(cluster=2, stages=3)]
     elif read_bytes and written_bytes > 2 and k <= 1536:
         # Over so short sums the epilogue takes longer than the product. The hidden gradient of an
-        # mlp [16384, 768, 3072]: 182 us with 128 x 128, 190 with 128 x 192; of a gated one 202 us
-        # with 64 x 192, 230 with 128 x 128.
+        # mlp [16384, 768, 3072]: 182 us with 128 x 128, 190 with 128 x 192; of a gated one 179 us
+        # with 64 x 256, 184 with 64 x 192, 200 with 128 x 128, and at [16384, 1024, 4096] 272, 298, 313.
         if read_bytes > 2:
+            if n % 256 == 0:
+                candidates.append(replace(several, tile_m=64, tile_n=256))
             candidates.append(replace(several, tile_m=64))
         candidates.append(replace(several, tile_n=128))
-    elif tile_cost(n, 128) < tile_cost(n, 192):
+    elif wastes_wide_tiles(n):
         # 25216 x 4096 x 1024: 263 us with tiles of 256 columns that the warpgroups share, 280 with
         # tiles of 128 in turn, 284 with those of 192, an eighth of which lies beyond 1024 columns.
         if n % 256 == 0:

@@ -390,6 +390,11 @@ def tile_cost(n: int, tile_n: int) -> float:
     return columns * (1.06 if tile_n <= 128 else 1.0)
 
 
+def wastes_wide_tiles(n: int) -> bool:
+    """Whether so much of tiles of 192 columns lies beyond the end that those of 128 are faster."""
+    return tile_cost(n, 128) < tile_cost(n, 192)
+
+
 def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     """Shared memory as the copy engine and wgmma both want it."""
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))

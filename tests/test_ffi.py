@@ -1,6 +1,7 @@
 """The CUDA library: it builds, holds what the table promises, and says why it cannot be used."""
 
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda import library
 from jaxfused.cuda.layer_norm import MAX_FEATURES, MAX_ROWS, why_unsupported
@@ -452,6 +454,23 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
         return y, dz, again, db1
 
     assert calls(lowered(both, x, w1, b1, w2, b2, residual)) == targets
+
+
+@pytest.mark.parametrize(
+    ("implementation", "features", "called"), [(None, 192, 1), (None, 64, 2), ("pallas", 64, 0)]
+)
+def test_layers_of_an_mlp_are_cublaslts_where_it_is_faster(
+    loadable, hopper, monkeypatch, implementation, features, called
+):
+    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
+    x, w1, b1, w2, b2 = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in [(2048, 64), (64, 192), (192,), (192, features), (features,)]
+    )
+    mlp = functools.partial(jaxfused.mlp, implementation=implementation)
+    text = lowered(mlp, x, w1, b1, w2, b2)
+    assert calls(text) == ["jaxfused_linear"] * called
+    assert text.count("@mosaic_gpu") == 2 - called
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -176,6 +176,7 @@ def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, pr
         ({}, "cuda"),
         (dict(activation="gelu_erf"), "pallas"),
         (dict(activation=None), "pallas"),
+        (dict(activation=None, out_features=1024), "cuda"),
         (dict(residual_dtype=jnp.bfloat16), "pallas"),
         (dict(out_dtype=jnp.float32), "pallas"),
         (dict(rows=64, out_features=192), "xla"),

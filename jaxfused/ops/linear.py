@@ -16,7 +16,7 @@ from jaxfused.reference.activation import activate
 from jaxfused.reference.product import product
 from pallas_kernels import linear as pallas_linear
 from pallas_kernels import matmul as pallas_matmul
-from pallas_kernels.product import fills
+from pallas_kernels.product import fills, wastes_wide_tiles
 
 
 def linear(
@@ -120,14 +120,13 @@ def implementations(
     precision: Any = None,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # A bias or an activation takes XLA another pass. On an H200, [16384, 768] x [768, 3072] with bias
-    # and gelu: "cuda", where cuBLASLt has gelu, 114 us, "pallas" 130, XLA 175; forward and backward
-    # 428, 536 and 503. float32 is not measured.
+    # A bias or an activation takes XLA another pass. float32 is not measured.
     fast = (has_bias or activation is not None) and dtype != jnp.float32
     fast = fast and fills(device.multiprocessors, rows, out_features)
-    by_cublaslt = activation == "gelu_tanh" and cuda.linear.in_one_product(
+    by_cublaslt = _is_faster_in_cublaslt(
         dtype=dtype,
         w_shape=(features, out_features),
+        has_bias=has_bias,
         activation=activation,
         residual_dtype=residual_dtype,
         out_dtype=out_dtype,
@@ -147,6 +146,33 @@ def implementations(
     if not fast:
         return dispatch.preferring("xla", reasons)
     return dispatch.preferring("cuda", reasons) if by_cublaslt else reasons
+
+
+def _is_faster_in_cublaslt(
+    *,
+    dtype: Any,
+    w_shape: tuple[int, ...],
+    has_bias: bool,
+    activation: str | None,
+    residual_dtype: Any,
+    out_dtype: Any,
+) -> bool:
+    """Whether cuBLASLt takes the layer in one product, and faster than the Pallas kernel does.
+
+    It does so with gelu: [16384, 768] x [768, 3072] 114 us on an H200, Pallas 130, XLA 175; forward
+    and backward 428, 536, 503. With a bias it does where Pallas has only narrow tiles: [25216, 4096]
+    x [4096, 1024] 259 and 264 us, with a residual 270 and 284; but [50432, 768] x [768, 3072] 307 and
+    303, 394 and 360. A bare product is XLA's in "cuda".
+    """
+    bare = not has_bias and activation is None and residual_dtype is None
+    faster = bare or activation == "gelu_tanh" or wastes_wide_tiles(w_shape[1])
+    return faster and cuda.linear.in_one_product(
+        dtype=dtype,
+        w_shape=w_shape,
+        activation=activation,
+        residual_dtype=residual_dtype,
+        out_dtype=out_dtype,
+    )
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -208,8 +234,8 @@ class Launch:
     implementation: str
     multiprocessors: int
     precision: Any
-    takes_cublaslt: bool = False
-    """Whether `forward` is cuBLASLt's where that has the epilogue, whatever else runs."""
+    takes_fastest: bool = False
+    """Whether `forward` may be cuBLASLt's where that is faster, whatever else runs."""
 
     def row_kernel(
         self,
@@ -240,9 +266,10 @@ class Launch:
     ) -> tuple[jax.Array, jax.Array | None]:
         """activation(x @ w + bias) + residual, and x @ w + bias if it is to be saved."""
         launch = self
-        if self.takes_cublaslt and cuda.linear.in_one_product(
+        if self.takes_fastest and _is_faster_in_cublaslt(
             dtype=x.dtype,
             w_shape=w.shape,
+            has_bias=bias is not None,
             activation=activation,
             residual_dtype=None if residual is None else residual.dtype,
             out_dtype=out_dtype,

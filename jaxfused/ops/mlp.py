@@ -110,9 +110,7 @@ def mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
-    launch = Launch(
-        chosen, device.multiprocessors, precision, takes_cublaslt=implementation is None
-    )
+    launch = Launch(chosen, device.multiprocessors, precision, takes_fastest=implementation is None)
     options = _Options.of(activation, save, out_dtype, residual)
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
@@ -217,9 +215,7 @@ def gated_mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
-    launch = Launch(
-        chosen, device.multiprocessors, precision, takes_cublaslt=implementation is None
-    )
+    launch = Launch(chosen, device.multiprocessors, precision, takes_fastest=implementation is None)
     options = _Options.of(activation, save, out_dtype, residual)
     rows = sharding.leading_axes(x.ndim - 1)
     gate_axis = _gate_axis(w_up)

@@ -188,10 +188,9 @@ def implementations(
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
     columns = (heads + 2 * key_heads) * head_size
-    # 32768 x 4096 to 32 and 2 x 8 heads of 128 with rotation on an H200: 2.8 ms, XLA 2.2; heads of 64
-    # 0.30 and 0.35 ms at 50432 x 768. Without rotation 2.0 and 2.2 ms, 0.23 and 0.36.
-    slow_rotation = rotary_dim > 0 and head_size > 64 and not norm
-    fast = fills(device.multiprocessors, rows, columns) and not slow_rotation
+    # 32768 x 4096 to 32 and 2 x 8 heads of 128 with rotation on an H200: 2.06 ms, XLA 2.19; heads of 64
+    # 0.24 and 0.35 ms at 50432 x 768. Without rotation 2.0 and 2.2 ms, 0.23 and 0.36.
+    fast = fills(device.multiprocessors, rows, columns)
     reasons = {
         "pallas": pallas_qkv_projection.why_unsupported(
             compute_capability=device.compute_capability,
