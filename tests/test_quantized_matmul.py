@@ -58,6 +58,28 @@ def test_quantized_inputs(case, x_dtype):
     np.testing.assert_allclose(y, truth, atol=2e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("sizes", [(5, 17, 3), (3, 8, 5), (1, 9, 7), (2, 130, 66), (33, 64, 48)])
+def test_products_of_any_size_on_gpu(sizes, dtype):
+    rows, features, out_features = sizes
+    rng = np.random.default_rng(0)
+    # Small integers: every dtype holds them, and every order of summing them gives the same.
+    x, w = (
+        rng.integers(-2, 3, size).astype(np.float32)
+        for size in ((rows, features), (features, out_features))
+    )
+
+    @jax.jit
+    def f(x, w):
+        return jaxfused.quantized_matmul(
+            jaxfused.quantize(x, dtype, axis=-1, per_tensor=True, scale=0.5),
+            jaxfused.quantize(w, dtype, per_tensor=True, scale=0.5),
+        )
+
+    np.testing.assert_array_equal(f(x / 2, w / 2), x @ w / 4)
+
+
 def test_zero_points_of_both_sides():
     rng = np.random.default_rng(0)
 
