@@ -73,8 +73,8 @@ def test_products_of_any_size_on_gpu(sizes, dtype):
     @jax.jit
     def f(x, w):
         return jaxfused.quantized_matmul(
-            jaxfused.quantize(x, dtype, axis=-1, per_tensor=True, scale=0.5),
-            jaxfused.quantize(w, dtype, per_tensor=True, scale=0.5),
+            jaxfused.quantize(x, dtype, axis=-1, scale=0.5),
+            jaxfused.quantize(w, dtype, scale=0.5),
         )
 
     np.testing.assert_array_equal(f(x / 2, w / 2), x @ w / 4)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.quantized_array import QuantizedArray
@@ -78,7 +79,9 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     integers = [jnp.issubdtype(q.dtype, jnp.integer) for q in (a, b)]
     if x.groups > 1 or w.groups > 1 or integers[0] != integers[1]:
         return jnp.matmul(x.dequantize(), w.dequantize())
-    total = _narrow_matmul(a, b, jnp.int32 if integers[0] else jnp.float32)
+    if not integers[0]:
+        return _float8_matmul(a, b) * x.scale * w.scale[0]
+    total = _int8_matmul(a, b)
     # The sum of (a - zx) (b - zw), without leaving int8 for the product.
     if x.zero_point is not None:
         columns = jnp.sum(b, axis=0, dtype=jnp.int32)
@@ -91,18 +94,23 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     return total.astype(jnp.float32) * x.scale * w.scale[0]
 
 
-def _narrow_matmul(a: jax.Array, b: jax.Array, dtype: Any) -> jax.Array:
-    """a [..., D] @ b [D, F] of 8-bit values in `dtype`, with every axis a multiple of 16.
+def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of [..., D] and [D, F] in int32, taken of multiples of 16 in every axis.
 
-    XLA's products of other sizes are wrong on a GPU: jax 0.11.2 on an H200 takes [5, 17] x [17, 3] of
-    int8 twice, and float8 of [3, 9] x [9, 7] under a scale becomes NaN. Zeros add nothing to a sum.
+    On a GPU XLA's products of other sizes are wrong: jax 0.11.2 on an H200 gives twice what
+    [5, 17] x [17, 3] is. Zeros add nothing to a sum.
     """
     rows = a.reshape(-1, a.shape[-1])
-    padded = [
-        jnp.pad(matrix, [(0, -size % _GRAIN) for size in matrix.shape]) for matrix in (rows, b)
-    ]
-    total = jnp.matmul(*padded, preferred_element_type=dtype)[: rows.shape[0], : b.shape[1]]
-    return total.reshape(*a.shape[:-1], b.shape[1])
+    padded = [jnp.pad(matrix, [(0, -size % 16) for size in matrix.shape]) for matrix in (rows, b)]
+    total = jnp.matmul(*padded, preferred_element_type=jnp.int32)
+    return total[: rows.shape[0], : b.shape[1]].reshape(*a.shape[:-1], b.shape[1])
 
 
-_GRAIN = 16
+def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product in float32, of operands in bfloat16, which holds every value of float8.
+
+    Where XLA sees float8 under a scale it may take cuBLASLt's scaled product: NaN for [3, 9] x [9, 7]
+    on an H200 with jax 0.11.2.
+    """
+    a, b = lax.optimization_barrier((a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)))
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
