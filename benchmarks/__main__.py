@@ -23,7 +23,7 @@ from benchmarks import (
     results,
     runner,
 )
-from benchmarks.case import BARE, LABELS, OURS
+from benchmarks.case import LABELS, LESS, OURS
 
 
 def operators() -> dict[str, ModuleType]:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = peers.missing(wanted)
     for peer, reason in missing.items():
         print(f"missing peer: {LABELS[peer]}: {reason}", flush=True)
-    chosen = {*OURS, BARE, *wanted} - set(missing)
+    chosen = {*OURS, *LESS, *wanted} - set(missing)
     machine: dict[str, Any] = {"versions": results.versions(), "gpu_before": results.gpu_state()}
     print(f"{gpu}, {machine['gpu_before']}", flush=True)
     measured = ceilings.measure()

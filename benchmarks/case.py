@@ -21,7 +21,12 @@ OURS = (MIXED, *_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
 
 BARE = "bare"
-"""The matrix product alone, in XLA: it does less than the others and is not compared with them."""
+"""The matrix product alone, in XLA."""
+UNROTATED = "unrotated"
+"""qkv_projection without rope, by the default."""
+
+LESS = (BARE, UNROTATED)
+"""What does less than the others, whose results are not compared with theirs."""
 
 LABELS = {
     MIXED: "jaxfused",
@@ -38,6 +43,7 @@ LABELS = {
     "tokamax": "tokamax",
     "tokamax_triton": "tokamax Triton",
     BARE: "bare product",
+    UNROTATED: "without rope",
 }
 
 BEST_PEER = "best peer"

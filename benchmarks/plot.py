@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import end_to_end_report, report, results
-from benchmarks.case import BARE, LABELS
+from benchmarks.case import BARE, LABELS, MIXED, UNROTATED
 
 _README = Path(__file__).parent.parent / "README.md"
 
 # Ours in one hue, the peers in muted ones, so that the eye finds ours first.
 _COLORS = {
+    MIXED: "#0b4f4a",
     "pallas": "#0f766e",
     "cuda": "#5eb8ad",
     "xla": "#9aa5b1",
@@ -25,6 +26,7 @@ _COLORS = {
     "tokamax": "#6b8fc9",
     "tokamax_triton": "#aebfe0",
     BARE: "#52606d",
+    UNROTATED: "#52606d",
 }
 _INK = "#1f2933"
 _FAINT = "#d5dbe1"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.case import BARE, BEST_PEER, BULK_COPY, DEFAULT, LABELS, OURS, TERAFLOPS
+from benchmarks.case import BEST_PEER, BULK_COPY, DEFAULT, LABELS, LESS, OURS, TERAFLOPS
 
 Section = dict[str, Any]
 CaseResult = dict[str, Any]
@@ -37,7 +37,7 @@ def ceiling_share(case: CaseResult, time: float, section: Section) -> float | No
 
 def best_peer(case: CaseResult) -> str | None:
     """The fastest implementation that is not ours."""
-    times = {n: microseconds(case, n) for n in case["rows"] if n not in (*OURS, BARE)}
+    times = {n: microseconds(case, n) for n in case["rows"] if n not in (*OURS, *LESS)}
     timed = {n: t for n, t in times.items() if t is not None}
     return min(timed, key=lambda name: timed[name]) if timed else None
 
