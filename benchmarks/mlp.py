@@ -144,7 +144,11 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
         hidden,
         features,
     )
-    in_jax = operation.peers | {MIXED: partial(operation.ours, implementation=None)}
+    default, in_jax = default_of(reasons), dict(operation.peers)
+    if operation.has_bias and default == "pallas":
+        # Layers that are faster in cuBLASLt are its.
+        default = MIXED
+        in_jax[MIXED] = partial(operation.ours, implementation=None)
     bars = [Bar("xla", aim=1.0)]
     if with_gradient:
         # tokamax's gradient is XLA's, of products taken once more.
@@ -165,8 +169,7 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
         make_inputs=partial(_make_inputs, shape, parameters, with_gradient),
         bytes=2 * size,
         flops=2 * rows * features * hidden * operation.products * (3 if with_gradient else 1),
-        # Beside kernels of Pallas, layers that cuBLASLt has whole are its.
-        default=MIXED if (default := default_of(reasons)) == "pallas" else default,
+        default=default,
         bars=tuple(bars),
         **functions(
             operation.ours,

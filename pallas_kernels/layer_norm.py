@@ -44,11 +44,11 @@ def default_forward_config(
         # [50432, 768]: 38.8 us, 42.3 through the ring; after bias and relu 39.1 and 42.8.
         if features <= 1024 and features % 256 == 0:
             return _direct(row_per_warp=True, lines=2 * WARPS, chunks=features // 256)
-        # [16384, 8192]: 136 us, 148 through the ring; rms_norm 132 and 143. [8192, 4096]: 35.8 and
-        # 36.0, rms_norm 34.7 and 35.0. A third vector is too much to read for each row: 156 and 146
-        # at [16384, 8192] after bias and relu. [4096, 16384] is slower without a ring.
-        if features in (4096, 8192) and vectors <= 2:
-            return _direct(row_per_warp=False, lines=WARPS, chunks=8)
+        # [16384, 8192]: 142 us, 146 through the ring; rms_norm 130 and 141. A third vector is too
+        # much to read for each row: 156 and 146 after bias and relu. [8192, 4096]: rms_norm 35.1 us,
+        # 36.3 through the ring, and layer_norm 37.8 and 36.7. [4096, 16384] is slower without a ring.
+        if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
+            return _direct(row_per_warp=False, lines=WARPS, chunks=4)
     if _row_per_warp(features):
         lines = _lines(rows, 4096 // (features * itemsize))
         ctas = 8 if features <= 512 else 4

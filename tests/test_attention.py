@@ -297,8 +297,8 @@ def test_dropout_divides_by_what_it_keeps():
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 FITS_CUDNN = {
     "dtype": jnp.bfloat16,
-    "query_length": 198,
-    "key_length": 198,
+    "query_length": 192,
+    "key_length": 192,
     "head_size": 64,
     "value_head_size": 64,
 }
@@ -309,7 +309,7 @@ FITS_CUDNN = {
     [
         (H200, {}, None),
         (H200, {"head_size": 256, "value_head_size": 256}, None),
-        (H200, {"used": ("bias", "mask"), "query_length": 4, "key_length": 6}, None),
+        (H200, {"used": ("bias", "mask"), "query_length": 32, "key_length": 96}, None),
         (H200, {"window": (5, 0)}, None),
         (H200, {"window": (5, 5), "is_causal": True}, None),
         (dispatch.Device("cpu", "cpu", None, 0), {}, "needs an NVIDIA GPU"),
@@ -318,9 +318,9 @@ FITS_CUDNN = {
         (H200, {"dtype": jnp.dtype("float32")}, "not float32"),
         (H200, {"head_size": 60}, "multiple of 8"),
         (H200, {"value_head_size": 32}, "one head size"),
-        (H200, {"query_length": 197}, "even, not 197 queries and 198 keys"),
+        (H200, {"query_length": 198}, "multiples of 32, not 198 queries and 192 keys"),
         (H200, {"window": (5, 5)}, "no window to the right"),
-        (H200, {"window": (5, 0), "query_length": 200}, "fewer keys"),
+        (H200, {"window": (5, 0), "query_length": 224}, "fewer keys"),
         (H200, {"used": ("sinks", "dropout")}, "does not have sinks and dropout"),
         (H200, {"used": ("return_residual",)}, "not its gradient"),
     ],
@@ -340,7 +340,7 @@ def test_cudnn_is_never_the_default():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("no multiple of a block", 198, 198, head_size=64),
+        Case("no multiple of a block", 96, 96, head_size=64),
         Case("grouped, causal", 64, 96, heads=8, head_size=64, is_causal=True),
         Case("bias", 64, 64, head_size=64, bias=(1, 2, 64, 64)),
         Case("bias and mask", 64, 64, head_size=64, bias=(1, 2, 64, 64), mask=(2, 2, 64, 64)),

@@ -160,6 +160,19 @@ def test_quantize_rows_is_quantize_of_the_last_axis(dtype):
     assert rows.scale.shape == (*x.shape[:-1], 1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_is_rounded_within_a_program_on_gpu(dtype):
+    @jax.jit
+    def both(x):
+        q = jaxfused.quantize_rows(x, dtype)
+        return q, q.dequantize()
+
+    q, dequantized = both(jax.random.normal(jax.random.key(0), (5, 33)))
+    expected = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+    np.testing.assert_allclose(dequantized, expected, rtol=1e-6)
+
+
 def test_dtypes_of_jax_are_names_too():
     x = CASES[0].x()
     for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2):

@@ -705,9 +705,10 @@ def _why_cudnn_unsupported(
         return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {head_size}"
     if value_head_size != head_size:
         return f"cuDNN is called with one head size, not {head_size} and {value_head_size}"
-    if query_length % 2 or key_length % 2:
+    # The gradient to queries came out wrong at 198 tokens (H200, jax 0.11.2).
+    if query_length % 32 or key_length % 32:
         return (
-            "JAX refuses the gradient of cuDNN's attention unless lengths are even,"
+            "cuDNN's gradient is trusted at lengths that are multiples of 32,"
             f" not {query_length} queries and {key_length} keys"
         )
     if window is not None:

@@ -162,10 +162,10 @@ def _is_faster_in_cublaslt(
     It does so with gelu: [16384, 768] x [768, 3072] 114 us on an H200, Pallas 130, XLA 175; forward
     and backward 428, 536, 503. With a bias it does where Pallas has only narrow tiles: [25216, 4096]
     x [4096, 1024] 259 and 264 us, with a residual 270 and 284; but [50432, 768] x [768, 3072] 307 and
-    303, 394 and 360. A bare product is XLA's in "cuda".
+    303, 394 and 360.
     """
-    bare = not has_bias and activation is None and residual_dtype is None
-    faster = bare or activation == "gelu_tanh" or wastes_wide_tiles(w_shape[1])
+    adds = has_bias or residual_dtype is not None
+    faster = activation == "gelu_tanh" or (adds and wastes_wide_tiles(w_shape[1]))
     return faster and cuda.linear.in_one_product(
         dtype=dtype,
         w_shape=w_shape,

@@ -65,6 +65,8 @@ def encode(
         # A conversion alone makes NaN or Inf of what is too large.
         clipped = jnp.clip(units, limits.smallest, limits.largest)
         values = clipped.astype(jnp.float32).astype(limits.storage)
+        # Or on a GPU XLA leaves the rounding out where the values are widened again.
+        values = jax.lax.optimization_barrier(values)
     return QuantizedArray(values, scale, zero_point, axis)
 
 
