@@ -298,7 +298,20 @@ def _readme_table(section: Section) -> list[str]:
     )
     lines += ["", f"{section['cases'][0]['dtype']}, {ceilings_line(section)}; {packages};"]
     lines[-1] += f" {section['date'][:10]}."
+    if absent := _absent_peers(section):
+        lines[-1] += f" Not timed: {absent}."
     return lines
+
+
+def _absent_peers(section: Section) -> str:
+    """The peers that have no time in some of their cases."""
+    counts: dict[str, int] = {}
+    for case in section["cases"]:
+        for name, row in case["rows"].items():
+            if name not in OURS and "microseconds" not in row:
+                counts[name] = counts.get(name, 0) + 1
+    of = f"of {len(section['cases'])} cases"
+    return ", ".join(f"{LABELS.get(n, n)} in {count} {of}" for n, count in counts.items())
 
 
 def _over(case: CaseResult, peer: str | None, time: float) -> float | None:
