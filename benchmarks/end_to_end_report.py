@@ -21,7 +21,9 @@ LABELS = {
 KINDS = {
     "attention": r"sdpa|flash|fmha|attention",
     "convolutions": r"fprop|dgrad|wgrad|conv2d|convolve|implicit|nchw|nhwc",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitK|_dot_",
+    "matrix products": (
+        r"gemm|nvjet|cutlass|cublas|xmma|splitK|_dot_|^(linear|matmul|hidden|gated|qkv)_"
+    ),
     "norms": r"norm",
     "optimizer": r"adam|multi_tensor",
 }
