@@ -414,8 +414,8 @@ class _HeadsOfTile:
     def _reads_ahead(self) -> bool:
         """Whether a unit's angles are all read at once, and turn further units where they can.
 
-        Read for each head and piece anew, they came from L2, which a warpgroup then waits for: the
-        epilogue of 50432 x 768 to 3 x 12 heads took 9 us a tile on an H200, its product 6.
+        Read for each head and piece anew, they come from L2, which a warpgroup then waits for: 50432 x
+        768 to 3 x 12 heads of 64 took 270 us on an H200, 240 read ahead, and 231 without rotation.
         """
         launch = self.launch
         if launch.product.dtype != _ROUNDS_ANGLES:
