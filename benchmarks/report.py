@@ -3,6 +3,7 @@
 Everything is computed from the JSON, so that a number printed anywhere is a number in the file.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,17 +181,19 @@ def slow_defaults(section: Section) -> Iterator[str]:
                 )
 
 
-def faults(section: Section) -> Iterator[str]:
-    """Every reason for which a row has no time, once, with the number of cases that it took."""
-    counts: dict[tuple[str, str], int] = {}
+def untimed(section: Section) -> Iterator[tuple[str, str]]:
+    """Each row without a time: the implementation, and the reason."""
     for case in section["cases"]:
         for name, row in case["rows"].items():
-            for kind in ("wrong", "failed", "skipped"):
-                if kind in row:
-                    key = (LABELS.get(name, name), f"{kind}: {row[kind]}")
-                    counts[key] = counts.get(key, 0) + 1
-    for (label, reason), count in counts.items():
-        yield f"{label}, {count} cases, {reason}"
+            if "microseconds" not in row:
+                kind = next(k for k in ("wrong", "failed", "skipped") if k in row)
+                yield name, f"{kind}: {row[kind]}"
+
+
+def faults(section: Section) -> Iterator[str]:
+    """Every reason for which a row has no time, once, with the number of cases that it took."""
+    for (name, reason), count in Counter(untimed(section)).items():
+        yield f"{LABELS.get(name, name)}, {count} cases, {reason}"
 
 
 def print_report(name: str, section: Section) -> None:
@@ -305,11 +308,7 @@ def _readme_table(section: Section) -> list[str]:
 
 def _absent_peers(section: Section) -> str:
     """The peers that have no time in some of their cases."""
-    counts: dict[str, int] = {}
-    for case in section["cases"]:
-        for name, row in case["rows"].items():
-            if name not in OURS and "microseconds" not in row:
-                counts[name] = counts.get(name, 0) + 1
+    counts = Counter(name for name, _ in untimed(section) if name not in OURS)
     of = f"of {len(section['cases'])} cases"
     return ", ".join(f"{LABELS.get(n, n)} in {count} {of}" for n, count in counts.items())
 

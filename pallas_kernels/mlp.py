@@ -212,7 +212,10 @@ def gated_hidden_gradient(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and the former's row sums."""
+    """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and row sums of the former two.
+
+    The third if it `returns_hidden`, and the sums if they are wanted.
+    """
 
     def epilogue(dh, *, gate, up):
         activated, slope = activation_and_derivative(activation, gate, dy.dtype)

@@ -17,6 +17,7 @@ from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, 
 from pallas_kernels.attention_mask import BlockMask
 from pallas_kernels.attention_tiles import KeyTiles
 from tests import mosaic_interpreter
+from tests.cases.normal import normal
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -123,16 +124,12 @@ def _lower(mask, operands, logits, head_size, value_size, dtype, **configs):
 
 
 def problem(batch, queries, keys, heads, key_heads, head_size, value_size, dtype):
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
+    draw = functools.partial(normal, np.random.default_rng(0), dtype)
     return (
-        normal(batch, queries, heads, head_size),
-        normal(batch, keys, key_heads, head_size),
-        normal(batch, keys, key_heads, value_size),
-        normal(batch, queries, heads, value_size),
+        draw(batch, queries, heads, head_size),
+        draw(batch, keys, key_heads, head_size),
+        draw(batch, keys, key_heads, value_size),
+        draw(batch, queries, heads, value_size),
     )
 
 

@@ -74,7 +74,10 @@ def gated_hidden_gradient(
     returns_hidden: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and the former's row sums."""
+    """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and row sums of the former two.
+
+    The third if it `returns_hidden`, and the sums if they are wanted.
+    """
     dgate, dup, h, sums = bias_activation.backward(
         product(dy, w_down, "me,fe->mf", gate.dtype, precision),
         gate,

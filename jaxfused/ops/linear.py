@@ -123,14 +123,6 @@ def implementations(
     # A bias or an activation takes XLA another pass. float32 is not measured.
     fast = (has_bias or activation is not None) and dtype != jnp.float32
     fast = fast and fills(device.multiprocessors, rows, out_features)
-    by_cublaslt = _is_faster_in_cublaslt(
-        dtype=dtype,
-        w_shape=(features, out_features),
-        has_bias=has_bias,
-        activation=activation,
-        residual_dtype=residual_dtype,
-        out_dtype=out_dtype,
-    )
     reasons = {
         "pallas": pallas_matmul.why_unsupported(
             compute_capability=device.compute_capability,
@@ -145,6 +137,14 @@ def implementations(
     }
     if not fast:
         return dispatch.preferring("xla", reasons)
+    by_cublaslt = _is_faster_in_cublaslt(
+        dtype=dtype,
+        w_shape=(features, out_features),
+        has_bias=has_bias,
+        activation=activation,
+        residual_dtype=residual_dtype,
+        out_dtype=out_dtype,
+    )
     return dispatch.preferring("cuda", reasons) if by_cublaslt else reasons
 
 

@@ -1,9 +1,11 @@
 """Shapes and options of dot_product_attention, for the reference and for every kernel."""
 
+import functools
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
+
+from tests.cases.normal import normal
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,14 @@ class Case:
 
     def arrays(self, dtype, seed=0):
         """(query, key, value, bias, sinks): what gradients are taken of."""
-        rng = np.random.default_rng(seed)
-
-        def normal(*shape):
-            return jnp.asarray(rng.normal(size=shape), dtype)
-
+        draw = functools.partial(normal, np.random.default_rng(seed), dtype)
         value_head_size = self.value_head_size or self.head_size
         return (
-            normal(self.batch, self.queries, self.heads, self.head_size),
-            normal(self.batch, self.keys, self.key_heads, self.head_size),
-            normal(self.batch, self.keys, self.key_heads, value_head_size),
-            None if self.bias is None else normal(*self.bias),
-            normal(self.heads) if self.sinks else None,
+            draw(self.batch, self.queries, self.heads, self.head_size),
+            draw(self.batch, self.keys, self.key_heads, self.head_size),
+            draw(self.batch, self.keys, self.key_heads, value_head_size),
+            None if self.bias is None else draw(*self.bias),
+            draw(self.heads) if self.sinks else None,
         )
 
     def options(self, seed=1):

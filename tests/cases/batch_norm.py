@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from tests.cases.normal import normal
+
 
 @dataclass(frozen=True)
 class Case:
@@ -19,16 +21,12 @@ class Case:
     def arguments(self, dtype, seed=0):
         """(x, scale, bias, residual); x has a mean that is not zero."""
         rng = np.random.default_rng(seed)
-
-        def normal(dtype, *shape):
-            return jnp.asarray(rng.normal(size=shape), dtype)
-
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
         return (
             jnp.asarray(rng.normal(0.5, size=self.shape), dtype),
-            normal(parameter_dtype, self.shape[-1]) if self.scale else None,
-            normal(parameter_dtype, self.shape[-1]) if self.bias else None,
-            normal(dtype, *self.shape) if self.residual else None,
+            normal(rng, parameter_dtype, self.shape[-1]) if self.scale else None,
+            normal(rng, parameter_dtype, self.shape[-1]) if self.bias else None,
+            normal(rng, dtype, *self.shape) if self.residual else None,
         )
 
     def statistics(self, dtype, seed=1):

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tests.cases.normal import normal
+
 
 @dataclass(frozen=True)
 class Case:
@@ -22,18 +24,14 @@ class Case:
     def arguments(self, dtype, seed=0):
         """(x, w, bias, residual); weights are scaled to keep the result of order 1."""
         rng = np.random.default_rng(seed)
-
-        def normal(dtype, *shape):
-            return jnp.asarray(rng.normal(size=shape), dtype)
-
         w_dtype = dtype if self.w_dtype is None else self.w_dtype
         channels = self.shape[-1] // self.options.get("feature_group_count", 1)
         w = rng.normal(size=(*self.kernel, channels, self.features))
         return (
-            normal(dtype, *self.shape),
+            normal(rng, dtype, *self.shape),
             jnp.asarray(w / (channels * max(self.kernel)), w_dtype),
-            normal(w_dtype, self.features) if self.bias else None,
-            None if self.residual_shape is None else normal(dtype, *self.residual_shape),
+            normal(rng, w_dtype, self.features) if self.bias else None,
+            None if self.residual_shape is None else normal(rng, dtype, *self.residual_shape),
         )
 
 

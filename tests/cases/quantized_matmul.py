@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
+from tests.cases.normal import normal
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,10 @@ class Case:
     def arguments(self, dtype, seed=0):
         """(x, bias, residual) and the quantised w, scaled to keep the result of order 1."""
         rng = np.random.default_rng(seed)
-
-        def normal(dtype, *shape):
-            return jnp.asarray(rng.normal(size=shape), dtype)
-
-        x = normal(dtype, *self.rows, self.features)
+        x = normal(rng, dtype, *self.rows, self.features)
         w = rng.normal(size=(self.features, self.out_features)) * self.features**-0.5 + 0.01
-        bias = normal(dtype, self.out_features) if self.bias else None
-        residual = normal(dtype, *self.rows, self.out_features) if self.residual else None
+        bias = normal(rng, dtype, self.out_features) if self.bias else None
+        residual = normal(rng, dtype, *self.rows, self.out_features) if self.residual else None
         quantize = jax.jit(lambda w: jaxfused.quantize(w, self.w_dtype, **self.w_options))
         return (x, bias, residual), quantize(jnp.asarray(w, jnp.float32))
 
