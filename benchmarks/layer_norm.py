@@ -12,6 +12,7 @@ import jaxfused
 from benchmarks.case import (
     BEST_PEER,
     BULK_COPY,
+    MIXED,
     Arrays,
     Bar,
     Case,
@@ -279,13 +280,17 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
     if operation.liger is not None:
         in_torch["liger"] = operation.liger
 
+    defaults = {*_defaults(operation, shape)}
+    if len(defaults) > 1:
+        peers[MIXED] = partial(operation.ours, implementation=None)
+
     rows, features = shape
     return Case(
         name=operation.name,
         shape=shape,
         make_inputs=partial(_make_inputs, operation, shape),
         bytes=operation.passes * rows * features * 2 + operation.parameters * features * 4,
-        default=_default(operation, shape),
+        default=MIXED if len(defaults) > 1 else defaults.pop(),
         bars=operation.bars,
         **functions(
             operation.ours,
@@ -315,14 +320,19 @@ def _make_inputs(operation: _Operation, shape: tuple[int, int], key: jax.Array) 
     return tuple(operands)
 
 
-def _default(operation: _Operation, shape: tuple[int, int]) -> str:
+def _defaults(operation: _Operation, shape: tuple[int, int]) -> list[str]:
+    """What implementation=None takes for the forward and, where it is measured, the backward."""
     rows, features = shape
-    reasons = implementations(
-        dispatch.current_device(),
-        rows=rows,
-        features=features,
-        dtype=jnp.bfloat16,
-        residual_dtype=jnp.bfloat16 if "residual" in operation.extra else None,
-        op=operation.op,
-    )
-    return default_of(reasons)
+    return [
+        default_of(
+            implementations(
+                dispatch.current_device(),
+                rows=rows,
+                features=features,
+                dtype=jnp.bfloat16,
+                residual_dtype=jnp.bfloat16 if "residual" in operation.extra else None,
+                backward=backward,
+            )
+        )
+        for backward in (False, True)[: 1 + operation.cotangents]
+    ]

@@ -485,7 +485,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
     const int shared_bytes = Shape::shared_bytes(stages);
     if (shared_bytes > device.shared_bytes) continue;
     const Launch launch = {dim3(blocks), Shape::kThreads, shared_bytes};
-    RETURN_IF_ERROR(resident_blocks(kernel, launch, device, &resident[stages - 1]));
+    RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident[stages - 1]));
   }
   args.stages = resident[1] >= resident[0] ? 2 : 1;
   const int shared_bytes = Shape::shared_bytes(args.stages);

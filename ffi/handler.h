@@ -39,6 +39,7 @@ inline ffi::Error current_device(Device* device) {
   const std::pair<cudaDeviceAttr, int*> attributes[] = {
       {cudaDevAttrMultiProcessorCount, &device->multiprocessors},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->shared_bytes},
+      {cudaDevAttrL2CacheSize, &device->l2_bytes},
       {cudaDevAttrClusterLaunch, &device->clusters},
   };
   for (const auto& [attribute, value] : attributes) {
@@ -83,15 +84,14 @@ ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& l
   return check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-// How many blocks of a launch the GPU runs at a time; 1 at least.
+// How many blocks of a launch a multiprocessor runs at a time; 1 at least.
 template <typename Args>
-ffi::Error resident_blocks(void (*kernel)(Args), const Launch& launch, const Device& device,
-                           int* blocks) {
+ffi::Error resident_blocks(void (*kernel)(Args), const Launch& launch, int* blocks) {
   RETURN_IF_ERROR(check_cuda(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, reinterpret_cast<const void*>(kernel),
                                                     launch.threads, launch.shared_bytes),
       "cudaOccupancyMaxActiveBlocksPerMultiprocessor"));
-  *blocks = std::max(*blocks * device.multiprocessors, 1);
+  *blocks = std::max(*blocks, 1);
   return ffi::Error::Success();
 }
 

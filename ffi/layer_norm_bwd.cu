@@ -34,6 +34,7 @@ struct BackwardArgs {
   NormOptions options;
   int team_size;
   int stages;
+  bool evict_last;
 
   __device__ bool adds_pre_bias() const {
     return pre_bias.data != nullptr && dnext_residual == nullptr;
@@ -152,8 +153,12 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   const Columns column(team, width, first_column);
   const int unit = blockIdx.x / kBlocks;
   const int segment = unit / args.segment_blocks;
-  const RowWalk walk(team, unit % args.segment_blocks, args.segment_blocks, segment * args.rows,
-                     (segment + 1) * args.rows);
+  // The unit of a ring is a warp, or a larger team.
+  const int height = max(kWarpSize / team.size, 1);
+  const int teams = blockDim.x / team.size;
+  const int first_row = segment * args.rows + unit % args.segment_blocks * teams;
+  const RowWalk walk(team, height, first_row + team.index - team.index % height,
+                     args.segment_blocks * teams, (segment + 1) * args.rows);
   ColumnValues<kVec, kVectors, false> scale(shared, team);
   ColumnValues<kVec, kVectors, kChain == Chain::kPlain> pre_bias(shared, team);
   ColumnValues<kVec, kVectors, kChain != Chain::kGeneral> bias(shared, team);
@@ -163,7 +168,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   // The first rows are on their way while the parameters are loaded.
   const void* const sources[kBackwardStreams] = {static_cast<const T*>(args.h) + first_column,
                                                  static_cast<const T*>(args.dy) + first_column};
-  Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
+  Ring ring(barriers, shared, sources, args.features, args.stages, args.evict_last, team, column,
+            walk);
   // What comes from memory directly is asked for one step ahead: a load takes about as long as a
   // row.
   const auto load_statistics = [&](int row) {
@@ -462,7 +468,7 @@ BackwardPlan plan_rows(int features, int blocks) {
   BackwardPlan plan;
   plan.parameters = backward_parameters(kChain);
   const auto choose = [&](int row, const ThreadLimits& limits) {
-    plan.spread = choose_spread(row, kVec, limits);
+    plan.spread = choose_spread(row, kVec, limits, Ties::kFewerThreads);
     if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
   };
   if (blocks == 1) {
@@ -543,6 +549,8 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
       break;
     }
   }
+  args.evict_last = exceeds_l2(args.dnext_residual == nullptr ? 3 : 4, args.rows * segments,
+                               args.features * sizeof(T), device);
   const bool wide = teams == 0;
   if (wide) launch.cluster = 1;
   args.segment_blocks = std::min(divide_up(args.rows, wide ? 1 : teams),

@@ -37,13 +37,18 @@ __device__ __forceinline__ void async_copies_commit() {
 #endif
 }
 
-// Waits until at most `pending` of this thread's newest groups (1 or 2) are still under way.
+// Waits until at most `pending` of this thread's newest groups (0 to 2) are still under way.
 __device__ __forceinline__ void async_copies_wait(int pending) {
 #if __CUDA_ARCH__ >= 800
-  if (pending == 2) {  // the instruction takes a constant
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+  switch (pending) {  // the instruction takes a constant
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
   }
 #endif
 }
@@ -102,13 +107,26 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
                    "r"(parity) : "memory"));
 }
 
+// For a copy: which lines L2 gives up first, these or (`evict_last`) all others.
+__device__ __forceinline__ uint64_t cache_policy(bool evict_last) {
+  uint64_t policy = 0;
+  if (evict_last) {
+    JAXFUSED_SM90(
+        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
+  } else {
+    JAXFUSED_SM90(
+        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy)));
+  }
+  return policy;
+}
+
 // Copies `bytes`, a multiple of 16, between addresses that are multiples of 16.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
-                                          uint64_t* barrier) {
-  JAXFUSED_SM90(
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                   "[%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
-                   "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
+                                          uint64_t* barrier, uint64_t policy) {
+  JAXFUSED_SM90(asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory"));
 }
 
 // Asks for `bytes`, a multiple of 16, so that a later load finds them in L2.

@@ -18,19 +18,22 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` are kRingBarriers of the block. Rows of the matrices `sources` are `stride` apart.
-  // `shared` holds, for each stage and stream, a row for each team. All threads of a block
-  // synchronise before the first wait.
-  __device__ RowRing(uint64_t* barriers, void* shared, const void* const (&sources)[kStreams],
-                     int stride, int stages, const Team& team,
+  // `barriers` are kRingBarriers of the block. Rows of the kStreams matrices `sources` are `stride`
+  // apart; one that is nullptr is not read. `shared` holds, for each stage and stream, a row for
+  // each team. `evict_last`: whether L2 gives up everything else before these rows. All threads of
+  // a block synchronise before the first wait.
+  __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
+                     int stages, bool evict_last, const Team& team,
                      const Columns<kVec, kVectors>& column, const RowWalk& walk)
-      : sources_(sources),
-        stride_(stride),
+      : stride_(stride),
         stages_(stages),
+        evict_last_(evict_last),
         team_(team),
         column_(column),
         walk_(walk),
         next_(walk.first) {
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) sources_[stream] = sources[stream];
     const int unit = team.index / walk.height;
     // A unit's rows lie together, its streams and stages too.
     slots_ = static_cast<T*>(shared) +
@@ -84,18 +87,21 @@ class RowRing {
   __device__ __forceinline__ void copy_in() {
     if constexpr (kBulk) {
       if (!leads_) return;
+      const uint64_t policy = cache_policy(evict_last_);
       const int rows = min(walk_.height, walk_.end - next_);
       const uint32_t bytes = rows * column_.features() * sizeof(T);
-      mbarrier_arrive_expect(barriers_ + stage_, kStreams * bytes);
+      mbarrier_arrive_expect(barriers_ + stage_, streams() * bytes);
 #pragma unroll
       for (int stream = 0; stream < kStreams; ++stream) {
-        bulk_copy(slot(stream), source(stream, next_), bytes, barriers_ + stage_);
+        if (sources_[stream] == nullptr) continue;
+        bulk_copy(slot(stream), source(stream, next_), bytes, barriers_ + stage_, policy);
       }
     } else {
       const int row = next_ + walk_.line;
       if (row >= walk_.end) return;
 #pragma unroll
       for (int stream = 0; stream < kStreams; ++stream) {
+        if (sources_[stream] == nullptr) continue;
         T* target = slot(stream) + walk_.line * column_.features();
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -107,15 +113,23 @@ class RowRing {
     }
   }
 
+  __device__ __forceinline__ int streams() const {
+    int count = 0;
+#pragma unroll
+    for (const void* source : sources_) count += source != nullptr;
+    return count;
+  }
+
   __device__ __forceinline__ const T* source(int stream, int row) const {
     return static_cast<const T*>(sources_[stream]) + static_cast<int64_t>(row) * stride_;
   }
 
   T* slots_;
   uint64_t* barriers_;
-  const void* const (&sources_)[kStreams];
+  const void* sources_[kStreams];
   int stride_;
   int stages_;
+  bool evict_last_;
   Team team_;
   Columns<kVec, kVectors> column_;
   RowWalk walk_;

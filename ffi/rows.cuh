@@ -23,7 +23,8 @@ constexpr int kElementChoices = 4;
 struct Device {
   int multiprocessors;
   int shared_bytes;  // that one block can have
-  int clusters;      // whether blocks can be launched in clusters
+  int l2_bytes;
+  int clusters;  // whether blocks can be launched in clusters
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
@@ -278,7 +279,7 @@ __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][k
   }
 }
 
-// The rows that a unit, the threads of a whole warp or of a larger team, takes: `height`
+// The rows that a unit, one team or several neighbouring ones of a block, takes: `height`
 // neighbouring rows a step, one for each of its teams.
 struct RowWalk {
   int height;
@@ -287,13 +288,8 @@ struct RowWalk {
   int step;
   int end;
 
-  // For block `block` of the `blocks` that share the rows from `begin` to `end`.
-  __device__ RowWalk(const Team& team, int block, int blocks, int begin, int end)
-      : height(max(kWarpSize / team.size, 1)), line(team.index % height), end(end) {
-    const int teams = blockDim.x / team.size;
-    first = begin + block * teams + team.index - line;
-    step = blocks * teams;
-  }
+  __device__ RowWalk(const Team& team, int height, int first, int step, int end)
+      : height(height), line(team.index % height), first(first), step(step), end(end) {}
 };
 
 // --- launch --------------------------------------------------------------------------------------
@@ -321,9 +317,11 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
   return limits[elements / kElementStep - 1];
 }
 
+enum class Ties { kFewerThreads, kMoreThreads };
+
 // Rows of up to 1,024 features go to one warp or less, which needs no barrier; longer ones to the
-// team that wastes the fewest threads, and of those to the smallest.
-inline Spread choose_spread(int features, int vec, const ThreadLimits& limits) {
+// team that wastes the fewest threads.
+inline Spread choose_spread(int features, int vec, const ThreadLimits& limits, Ties ties) {
   Spread best = {};
   for (int elements = kElementStep; elements <= kElementStep * kElementChoices;
        elements += kElementStep) {
@@ -339,7 +337,8 @@ inline Spread choose_spread(int features, int vec, const ThreadLimits& limits) {
     // Columns::has relies on the second condition.
     if (spread.team_size <= threads_limit(limits, elements) &&
         features >= spread.team_size * (elements - kElementStep) &&
-        (best.elements == 0 || spread.padded() <= best.padded())) {
+        (best.elements == 0 || spread.padded() < best.padded() ||
+         (spread.padded() == best.padded() && ties == Ties::kFewerThreads))) {
       best = spread;
     }
   }

@@ -32,15 +32,18 @@ __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues
   }
 }
 
-// Sums of the places that the warps of a team have written, a group of places for each value.
+// Sums of the places that the `warps` of a team have written, a group of places for each value.
 // Places without a warp are zero.
 template <int kValues>
-__device__ __forceinline__ void add_places(const float* places, float (&values)[kValues]) {
+__device__ __forceinline__ void add_places(const float* places, int warps,
+                                           float (&values)[kValues]) {
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) {
-    values[i] = 0.0f;
+  for (float& value : values) value = 0.0f;
 #pragma unroll
-    for (int place = 0; place < kMaxTeamWarps; place += 4) {
+  for (int place = 0; place < kMaxTeamWarps; place += 4) {
+    if (place >= warps) break;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
       const float4 four = *reinterpret_cast<const float4*>(places + i * kMaxTeamWarps + place);
       values[i] += (four.x + four.y) + (four.z + four.w);
     }
@@ -79,7 +82,7 @@ class TeamSum {
       }
     }
     barrier_sync(1 + team_.index, team_.size);
-    add_places(own, values);
+    add_places(own, team_.size / kWarpSize, values);
   }
 
  private:
@@ -123,7 +126,7 @@ class PairSum {
                     cluster_address(barrier, block));
     }
     mbarrier_wait(barrier, phase_);
-    add_places(own, values);
+    add_places(own, 2 * warps, values);
     turn_ ^= 1;
     if (turn_ == 0) phase_ ^= 1;
   }

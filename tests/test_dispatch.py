@@ -79,6 +79,21 @@ def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capabi
             assert "Hopper" in reasons["pallas"]
 
 
+def test_the_backward_may_have_another_order_but_not_other_limits(monkeypatch):
+    monkeypatch.setattr(ops.layer_norm.cuda.layer_norm, "why_unsupported", lambda **limits: None)
+    hopper = dispatch.Device("gpu", "H200", (9, 0), 132)
+    order = {}
+    for features in (768, 8192, 16384):
+        limits = dict(rows=16384, features=features, dtype=jnp.dtype("bfloat16"))
+        forward, backward = (
+            ops.layer_norm.implementations(hopper, **limits, backward=backward)
+            for backward in (False, True)
+        )
+        assert forward == backward
+        order[features] = [next(iter(reasons)) for reasons in (forward, backward)]
+    assert order == {768: ["pallas"] * 2, 8192: ["cuda", "pallas"], 16384: ["cuda"] * 2}
+
+
 @pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])
 def test_a_named_kernel_never_falls_back(op, monkeypatch):
     volta = dispatch.Device("gpu", "V100", (7, 0), 80)

@@ -525,13 +525,25 @@ def test_accurate_on_gpu(case, dtype, implementation):
     check(case, dtype, implementation)
 
 
+LARGE = (
+    *(Case(f"residual_{shape}", shape, residual=True, pre_bias=True) for shape in BENCHMARK_SHAPES),
+    # More than the L2 holds, and no multiple of what a CTA takes.
+    Case("layer_norm_D768", (50435, 768)),
+    Case("layer_norm_D8192", (5003, 8192)),
+    Case("layer_norm_D16384", (2503, 16384)),
+    Case("rms_norm_D776", (60001, 776), op="rms_norm", bias=False),
+    Case("rms_norm_D4096", (10007, 4096), op="rms_norm", bias=False),
+    Case("bias_relu_norm_D5120", (9001, 5120), pre_bias=True, pre_activation="relu"),
+)
+
+
 @on_gpu
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
-def test_benchmarked_shapes_on_gpu(shape, implementation):
+@pytest.mark.parametrize("implementation", (*KERNELS, None))
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_large_on_gpu(case, implementation):
     """At full size, the same bits twice; the truth is computed on the GPU, and rows are sampled."""
-    case = Case("", shape, residual=True, pre_bias=True)
-    skip_unless_supported(case, "bfloat16", implementation)
+    if implementation is not None:
+        skip_unless_supported(case, "bfloat16", implementation)
     shapes, tree = jax.tree.flatten(case.shapes("bfloat16"))
     keys = jax.random.split(jax.random.key(0), len(shapes))
     inputs = jax.tree.unflatten(
@@ -542,7 +554,7 @@ def test_benchmarked_shapes_on_gpu(shape, implementation):
     for name, first, again in zip(Results._fields, actual, results(inputs), strict=True):
         assert jnp.array_equal(first, again), f"{name} differs between two runs"
 
-    step = max(1, shape[0] // 256)
+    step = max(1, case.shape[0] // 256)
 
     def sampled(f):
         return jax.jit(lambda: jax.tree.map(lambda a: a[::step] if a.ndim == 2 else a, f()))()

@@ -132,9 +132,12 @@ def implementations(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
-    op: str = "layer_norm",
+    backward: bool = False,
 ) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
+    """For each implementation, fastest first, None or why it cannot run these shapes on `device`.
+
+    The order is that of the forward or of the backward; what can run is the same for both.
+    """
     limits = dict(rows=rows, features=features, dtype=dtype, residual_dtype=residual_dtype)
     capability = device.compute_capability
     reasons = {
@@ -142,11 +145,17 @@ def implementations(
         "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
         "xla": None,
     }
-    # Forward and backward on an H200, in CUDA C and Pallas: [4096, 16384] 179 and 246 us, whose
-    # registers do not hold so long a row; layer_norm of [16384, 8192] 338 and 343, but rms_norm 334
-    # and 319; [8192, 4096] 92 and 91, [16384, 768] 44 and 39.
-    cuda_from = 8192 if op == "layer_norm" else 8193
-    return dispatch.preferring("cuda", reasons) if features >= cuda_from else reasons
+    # On an H200 in bfloat16, CUDA C and Pallas. Forward: [4096, 16384] 70 and 73 us, layer_norm of
+    # [16384, 8192] 133 and 144, of [8192, 4096] 36.6 and 36.5; after a residual [16384, 1024] 34.7
+    # and 36.0, but [16384, 768] 26.5 and 25.6. Backward: [4096, 16384] 112 and 175, whose registers
+    # do not hold so long a row; [16384, 8192] 202 and 201, [50432, 768] 68 and 63.
+    if backward:
+        prefers_cuda = features > 8192
+    elif residual_dtype is not None:
+        prefers_cuda = features >= 8192 or rows * features * jnp.dtype(dtype).itemsize > 30 * 10**6
+    else:
+        prefers_cuda = features >= 8192
+    return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
 
 
 @dataclass(frozen=True)
@@ -180,26 +189,26 @@ def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
     features = x.shape[-1]
     rows = x.size // features
     device = dispatch.current_device(x, residual)
-    chosen = dispatch.choose(
-        options.op,
-        implementation,
-        implementations(
-            device,
-            rows=rows,
-            features=features,
-            dtype=x.dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            op=options.op,
-        ),
+    limits = dict(
+        rows=rows,
+        features=features,
+        dtype=x.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+    )
+    forward, backward = (
+        dispatch.choose(
+            options.op, implementation, implementations(device, **limits, backward=backward)
+        )
+        for backward in (False, True)
     )
     # Without rows there is nothing for a kernel to do, and an empty launch is an error in CUDA.
-    if chosen == "xla" or rows == 0:
+    if forward == "xla" or rows == 0:
         y, next_residual = reference.layer_norm.norm(
             x, scale, bias, residual, pre_bias, **options.keywords()
         )
         return y if next_residual is None else (y, next_residual)
 
-    launch = _Launch(options, chosen, device.multiprocessors)
+    launch = _Launch(options, forward, backward, device.multiprocessors)
     axes = _axes(x)
     operands = sharding.align(
         (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), whole="d"
@@ -232,25 +241,29 @@ def _validate(options, x, scale, bias, residual, pre_bias) -> None:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Which kernel runs, and how: the static argument of the custom_vjp."""
+    """Which kernels run, and how: the static argument of the custom_vjp."""
 
     options: _Options
-    implementation: str
+    forward_implementation: str
+    backward_implementation: str
     multiprocessors: int
 
     @property
-    def kernels(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Forward and backward, with all that is static filled in."""
-        keywords: dict[str, Any] = self.options.keywords()
-        if self.implementation == "cuda":
-            module: Any = cuda.layer_norm
-        else:
-            module = pallas_layer_norm
-            keywords["multiprocessors"] = self.multiprocessors
-        return (
-            functools.partial(module.forward, **keywords),
-            functools.partial(module.backward, **keywords),
-        )
+    def forward(self) -> Callable[..., Any]:
+        """The forward kernel, with all that is static filled in."""
+        return self._kernel(self.forward_implementation, "forward")
+
+    @property
+    def backward(self) -> Callable[..., Any]:
+        """The same for the backward; either takes the statistics of either."""
+        return self._kernel(self.backward_implementation, "backward")
+
+    def _kernel(self, implementation: str, name: str) -> Callable[..., Any]:
+        keywords = self.options.keywords()
+        if implementation == "cuda":
+            return functools.partial(getattr(cuda.layer_norm, name), **keywords)
+        keywords["multiprocessors"] = self.multiprocessors
+        return functools.partial(getattr(pallas_layer_norm, name), **keywords)
 
 
 class _Residuals(NamedTuple):
@@ -317,8 +330,7 @@ class _Forward:
     save_statistics: bool
 
     def __call__(self, x, residual, scale, bias, pre_bias):
-        forward, _ = self.launch.kernels
-        outputs = forward(
+        outputs = self.launch.forward(
             _rows(x), scale, bias, _rows(residual), pre_bias, save_statistics=self.save_statistics
         )
         return tuple(None if o is None else o.reshape(*x.shape[:-1], *o.shape[1:]) for o in outputs)
@@ -333,8 +345,7 @@ class _Backward:
 
     def __call__(self, dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias):
         batch = h.shape[: self.batch_axes]
-        _, backward = self.launch.kernels
-        dx, *gradients = backward(
+        dx, *gradients = self.launch.backward(
             _rows(dy),
             _rows(dnext_residual),
             _rows(h),
