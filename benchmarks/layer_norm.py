@@ -331,6 +331,7 @@ def _defaults(operation: _Operation, shape: tuple[int, int]) -> list[str]:
                 features=features,
                 dtype=jnp.bfloat16,
                 residual_dtype=jnp.bfloat16 if "residual" in operation.extra else None,
+                op=operation.op,
                 backward=backward,
             )
         )

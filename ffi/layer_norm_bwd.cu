@@ -112,14 +112,13 @@ __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float 
 // shared memory; a row is needed twice, before and after the exchange of its sums, and stays in
 // registers meanwhile, packed. Where a block has no room for that, a cluster of two blocks
 // (kPair) shares each row. kMean: whether there are a mean and dbias; without, a chain is plain.
-template <Chain kChain, bool kPair>
+template <Chain kChain, bool kMean, bool kPair>
 constexpr ThreadLimits backward_limits() {
   if (kPair) return {0, 0, 0, 256};
+  if (!kMean) return {512, 512, 512, 256};
   return kChain == Chain::kPlain ? ThreadLimits{512, 512, 384, 256}
                                  : ThreadLimits{512, 384, 256, 256};
 }
-
-constexpr int kBackwardStreams = 2;  // h, dy
 
 // Parameters in shared memory.
 constexpr int backward_parameters(Chain chain) {
@@ -127,19 +126,15 @@ constexpr int backward_parameters(Chain chain) {
 }
 
 template <typename T, int kVec, int kElements, Chain kChain, bool kMean, bool kPair>
-__global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>(), kElements))
+__global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kMean, kPair>(), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
   constexpr int kBlocks = kPair ? 2 : 1;  // a row
   constexpr int kVectors = kElements / kVec;
   constexpr int kSums = kMean ? 2 : 1;
   constexpr int kGradients = !kMean ? 1 : kChain == Chain::kPlain ? 2 : 3;
-  // Whether dnext_residual has registers, and so does not keep the second half waiting. Worth it
-  // where there are few warps: 72 us instead of 97 for 8192 rows of 4096 bfloat16 values on an
-  // H200.
-  constexpr bool kLoadsEarly = kChain == Chain::kPlain && kElements == 32;
   static_assert(kMean || kChain == Chain::kPlain);
   using Columns = Columns<kVec, kVectors>;
-  using Ring = RowRing<T, kVec, kVectors, kBackwardStreams>;
+  using Ring = RowRing<T, kVec, kVectors, 3>;
   using RowSum = std::conditional_t<kPair, PairSum, TeamSum>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
@@ -166,8 +161,10 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
   // The first rows are on their way while the parameters are loaded.
-  const void* const sources[kBackwardStreams] = {static_cast<const T*>(args.h) + first_column,
-                                                 static_cast<const T*>(args.dy) + first_column};
+  const auto source = [&](const void* rows) -> const void* {
+    return rows == nullptr ? nullptr : static_cast<const T*>(rows) + first_column;
+  };
+  const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
   Ring ring(barriers, shared, sources, args.features, args.stages, args.evict_last, team, column,
             walk);
   // What comes from memory directly is asked for one step ahead: a load takes about as long as a
@@ -177,16 +174,6 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     const bool centred = kMean && args.mean != nullptr;
     return make_float2(centred ? args.mean[row] : 0.0f, args.rstd[row]);
   };
-  const T* dnext_residual = static_cast<const T*>(args.dnext_residual);
-  const auto prefetch_dnext = [&](int row) {
-    if (Ring::kBulk && dnext_residual != nullptr && team.rank == 0 && row < walk.end) {
-      bulk_prefetch(dnext_residual + column.start(row, args.features), width * sizeof(T));
-    }
-  };
-  const auto load_dnext = [&](int row, int v) {
-    return load_streaming<T, kVec>(dnext_residual + column.place(row, args.features, v));
-  };
-  prefetch_dnext(walk.first + walk.line);
   float2 next_statistics = load_statistics(walk.first + walk.line);
   {
     float values[3][kVectors][kVec];
@@ -207,18 +194,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     const float mean = next_statistics.x;
     const float rstd = next_statistics.y;
     next_statistics = load_statistics(row + walk.step);
-    prefetch_dnext(row + walk.step);
-    Vector<T, kVec> dnext[kLoadsEarly ? kVectors : 1];
-    if constexpr (kLoadsEarly) {
-      if (dnext_residual != nullptr && active) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-          if (column.has(v)) dnext[v] = load_dnext(row, v);
-        }
-      }
-    }
-
-    Vector<T, kVec> inputs[kVectors][kBackwardStreams];
+    Vector<T, kVec> inputs[kVectors][2], dnext[kVectors];
     const auto read = [&](int v, float (&h)[kVec], float (&factor)[kVec], float (&dz)[kVec],
                           float (&centred)[kVec]) {
       unpack(inputs[v][0], h);
@@ -241,6 +217,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
         float h[kVec], factor[kVec], dz[kVec], centred[kVec];
         inputs[v][0] = ring.read(0, v);
         inputs[v][1] = ring.read(1, v);
+        if (args.dnext_residual != nullptr) dnext[v] = ring.read(2, v);
         read(v, h, factor, dz, centred);
         add_to_sums(rstd, factor, dz, centred, sums, gradients[v]);
       }
@@ -255,9 +232,9 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
         read(v, h, factor, dz, centred);
         gradient_of_h(options, rstd, terms, h, factor, dz, centred, dh);
         if (!column.has(v)) continue;
-        if (dnext_residual != nullptr) {
+        if (args.dnext_residual != nullptr) {
           float addend[kVec];
-          unpack(kLoadsEarly ? dnext[v] : load_dnext(row, v), addend);
+          unpack(dnext[v], addend);
 #pragma unroll
           for (int i = 0; i < kVec; ++i) dh[i] += addend[i];
         }
@@ -472,7 +449,7 @@ BackwardPlan plan_rows(int features, int blocks) {
     if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
   };
   if (blocks == 1) {
-    choose(features, backward_limits<kChain, false>());
+    choose(features, backward_limits<kChain, kMean, false>());
     switch (plan.spread.elements) {
       case 8:
         plan.kernel = backward_rows<T, kVec, 8, kChain, kMean, false>;
@@ -488,7 +465,8 @@ BackwardPlan plan_rows(int features, int blocks) {
         break;
     }
   } else if constexpr (kVec > 1) {
-    if (features % (blocks * kVec) == 0) choose(features / blocks, backward_limits<kChain, true>());
+    if (features % (blocks * kVec) == 0)
+      choose(features / blocks, backward_limits<kChain, kMean, true>());
     if (plan.spread.elements != 0) {
       plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, true>;
     }
@@ -523,11 +501,14 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
   const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
 
   // One block a multiprocessor: more would only make more sums to add up. It has as many teams as
-  // find room for two stages of the ring, at least, in shared memory.
+  // find room for two stages of the ring in shared memory, or for one where two fit no team.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;
-  for (int blocks = 1; teams == 0 && blocks <= (device.clusters ? 2 : 1); ++blocks) {
+  const int streams = args.dnext_residual == nullptr ? 2 : 3;
+  for (const auto [blocks, least_stages] : {std::pair{1, 2}, {2, 2}, {1, 1}, {2, 1}}) {
+    if (teams != 0) break;
+    if (blocks > 1 && !device.clusters) continue;
     plan = plan_backward<T>(args, vec, blocks);
     if (plan.kernel == nullptr) continue;
     const Spread& spread = plan.spread;
@@ -540,10 +521,10 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
     launch.threads = choose_threads(spread, args.rows * segments, most, device);
     for (; launch.threads >= least; launch.threads -= least) {
       const int block_teams = launch.threads / spread.team_size;
-      const int stage_bytes = block_teams * args.features / blocks * kBackwardStreams * sizeof(T);
-      args.stages = std::min(std::clamp(kBytesInFlight / stage_bytes, 2, kMaxStages),
+      const int stage_bytes = block_teams * args.features / blocks * streams * sizeof(T);
+      args.stages = std::min(std::clamp(kBytesInFlight / stage_bytes, least_stages, kMaxStages),
                              (device.shared_bytes - head) / stage_bytes);
-      if (args.stages < 2) continue;
+      if (args.stages < least_stages) continue;
       teams = block_teams;
       launch.shared_bytes = head + args.stages * stage_bytes;
       break;

@@ -95,7 +95,6 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   using Form = ForwardForm<kChain, kResidual, kMean>;
   constexpr bool kHasPreBias = Form::kHasPreBias;
   constexpr int kVectors = kElements / kVec;
-  constexpr int kStreams = kResidual ? 2 : 1;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
 
@@ -121,8 +120,8 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 
   // The first rows are on their way while the parameters are loaded.
   const void* const sources[] = {args.x, args.residual};
-  RowRing<T, kVec, kVectors, kStreams> ring(barriers, shared, sources, args.features, args.stages,
-                                            args.evict_last, team, column, walk);
+  RowRing<T, kVec, kVectors, kResidual ? 2 : 1> ring(
+      barriers, shared, sources, args.features, args.stages, args.evict_last, team, column, walk);
   {
     float values[3][kVectors][kVec];
     load_columns(args.scale, column, 1.0f, values[0]);
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       }
       if (has_residual) {
         float other[kVec];
-        unpack(ring.read(kStreams - 1, v), other);
+        unpack(ring.read(1, v), other);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) u[i] += other[i];
         Vector<T, kVec> rounded;
@@ -334,14 +333,13 @@ ForwardKernel rows_kernel(int elements) {
 struct ForwardPlan {
   ForwardKernel kernel;
   int parameters;  // in shared memory
-  int streams;
 };
 
 template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
   const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
   return {rows_kernel<T, kVec, kChain, kResidual, kMean>(elements),
-          ForwardForm<kChain, kResidual, kMean>::kShared - spares_pre_bias, kResidual ? 2 : 1};
+          ForwardForm<kChain, kResidual, kMean>::kShared - spares_pre_bias};
 }
 
 Chain chain_of(const ForwardArgs& args) {
@@ -408,7 +406,7 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
     launch.shared_bytes =
         (TeamSum::kScratch + spread.parameters(plan.parameters, vec)) * sizeof(float) +
         kRingBarriers * sizeof(uint64_t);
-    stage_bytes = plan.streams * teams * args.features * sizeof(T);
+    stage_bytes = (args.residual == nullptr ? 1 : 2) * teams * args.features * sizeof(T);
     most_stages = std::min(kMaxStages, (device.shared_bytes - launch.shared_bytes) / stage_bytes);
   }
   if (most_stages < 1) {

@@ -129,12 +129,6 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory"));
 }
 
-// Asks for `bytes`, a multiple of 16, so that a later load finds them in L2.
-__device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
-  JAXFUSED_SM90(
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes)));
-}
-
 // --- sm_90 and later: clusters of blocks
 // -----------------------------------------------------------
 

@@ -13,7 +13,7 @@ constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
 // The ring of one unit of `walk`. Where the GPU has bulk copies and rows allow them, one thread of
 // a unit copies whole rows; elsewhere every thread copies its own columns.
-template <typename T, int kVec, int kVectors, int kStreams>
+template <typename T, int kVec, int kVectors, int kMaxStreams>
 class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
@@ -33,11 +33,14 @@ class RowRing {
         walk_(walk),
         next_(walk.first) {
 #pragma unroll
-    for (int stream = 0; stream < kStreams; ++stream) sources_[stream] = sources[stream];
+    for (int stream = 0; stream < kMaxStreams; ++stream) {
+      sources_[stream] = sources[stream];
+      if (sources[stream] != nullptr) streams_ = stream + 1;
+    }
     const int unit = team.index / walk.height;
     // A unit's rows lie together, its streams and stages too.
     slots_ = static_cast<T*>(shared) +
-             static_cast<int64_t>(unit) * stages * kStreams * walk.height * column.features();
+             static_cast<int64_t>(unit) * stages * streams_ * walk.height * column.features();
     barriers_ = barriers + unit * kMaxStages;
     leads_ = team.rank == 0 && walk.line == 0;
     if constexpr (kBulk) {
@@ -81,7 +84,7 @@ class RowRing {
 
  private:
   __device__ __forceinline__ T* slot(int stream) const {
-    return slots_ + (stage_ * kStreams + stream) * walk_.height * column_.features();
+    return slots_ + (stage_ * streams_ + stream) * walk_.height * column_.features();
   }
 
   __device__ __forceinline__ void copy_in() {
@@ -90,18 +93,18 @@ class RowRing {
       const uint64_t policy = cache_policy(evict_last_);
       const int rows = min(walk_.height, walk_.end - next_);
       const uint32_t bytes = rows * column_.features() * sizeof(T);
-      mbarrier_arrive_expect(barriers_ + stage_, streams() * bytes);
+      mbarrier_arrive_expect(barriers_ + stage_, streams_ * bytes);
 #pragma unroll
-      for (int stream = 0; stream < kStreams; ++stream) {
-        if (sources_[stream] == nullptr) continue;
+      for (int stream = 0; stream < kMaxStreams; ++stream) {
+        if (stream == streams_) break;
         bulk_copy(slot(stream), source(stream, next_), bytes, barriers_ + stage_, policy);
       }
     } else {
       const int row = next_ + walk_.line;
       if (row >= walk_.end) return;
 #pragma unroll
-      for (int stream = 0; stream < kStreams; ++stream) {
-        if (sources_[stream] == nullptr) continue;
+      for (int stream = 0; stream < kMaxStreams; ++stream) {
+        if (stream == streams_) break;
         T* target = slot(stream) + walk_.line * column_.features();
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
@@ -113,20 +116,14 @@ class RowRing {
     }
   }
 
-  __device__ __forceinline__ int streams() const {
-    int count = 0;
-#pragma unroll
-    for (const void* source : sources_) count += source != nullptr;
-    return count;
-  }
-
   __device__ __forceinline__ const T* source(int stream, int row) const {
     return static_cast<const T*>(sources_[stream]) + static_cast<int64_t>(row) * stride_;
   }
 
   T* slots_;
   uint64_t* barriers_;
-  const void* sources_[kStreams];
+  const void* sources_[kMaxStreams];
+  int streams_ = 0;
   int stride_;
   int stages_;
   bool evict_last_;

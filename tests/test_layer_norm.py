@@ -552,7 +552,8 @@ def test_large_on_gpu(case, implementation):
     results = jax.jit(functools.partial(case.results, implementation=implementation))
     actual = results(inputs)
     for name, first, again in zip(Results._fields, actual, results(inputs), strict=True):
-        assert jnp.array_equal(first, again), f"{name} differs between two runs"
+        same = first is again is None or jnp.array_equal(first, again)
+        assert same, f"{name} differs between two runs"
 
     step = max(1, case.shape[0] // 256)
 
@@ -564,7 +565,10 @@ def test_large_on_gpu(case, implementation):
         truth = jax.tree.map(np.asarray, sampled(lambda: case.evaluate(inputs, jnp.float64)))
     actual = jax.tree.map(lambda a: a[::step] if a.ndim == 2 else a, actual)
     for name, *parts in zip(Results._fields, actual, plain, truth, strict=True):
-        assert_accurate(name, *parts)
+        if parts[-1] is None:
+            assert parts[0] is None
+        else:
+            assert_accurate(name, *parts)
 
 
 @on_gpu

@@ -132,6 +132,7 @@ def implementations(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
+    op: str = "layer_norm",
     backward: bool = False,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`.
@@ -145,16 +146,18 @@ def implementations(
         "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
         "xla": None,
     }
-    # On an H200 in bfloat16, CUDA C and Pallas. Forward: [4096, 16384] 70 and 73 us, layer_norm of
-    # [16384, 8192] 133 and 144, of [8192, 4096] 36.6 and 36.5; after a residual [16384, 1024] 34.7
-    # and 36.0, but [16384, 768] 26.5 and 25.6. Backward: [4096, 16384] 112 and 175, whose registers
-    # do not hold so long a row; [16384, 8192] 202 and 201, [50432, 768] 68 and 63.
+    # On an H200 in bfloat16, CUDA C and Pallas. Forward: layer_norm of [16384, 8192] 132 and 148 us,
+    # of [8192, 4096] 37.3 and 36.3, but rms_norm 34.1 and 35.7; after a residual [16384, 1024] 35.4
+    # and 35.7, [50432, 768] 75.8 and 82.6, but [16384, 768] 27.4 and 25.7. Backward: [4096, 16384]
+    # 112 and 175, whose registers do not hold so long a row; [16384, 8192] 202 and 201, [50432, 768]
+    # 68 and 63.
     if backward:
         prefers_cuda = features > 8192
-    elif residual_dtype is not None:
-        prefers_cuda = features >= 8192 or rows * features * jnp.dtype(dtype).itemsize > 30 * 10**6
     else:
-        prefers_cuda = features >= 8192
+        large = rows * features * jnp.dtype(dtype).itemsize > 30 * 10**6
+        prefers_cuda = (
+            features >= (4096 if op == "rms_norm" else 8192) or large and residual_dtype is not None
+        )
     return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
 
 
@@ -194,6 +197,7 @@ def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
         features=features,
         dtype=x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
+        op=options.op,
     )
     forward, backward = (
         dispatch.choose(
