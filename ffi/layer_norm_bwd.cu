@@ -112,21 +112,26 @@ __device__ __forceinline__ void gradient_of_h(const NormOptions& options, float 
 // shared memory; a row is needed twice, before and after the exchange of its sums, and stays in
 // registers meanwhile, packed. Where a block has no room for that, a cluster of two blocks
 // (kPair) shares each row. kMean: whether there are a mean and dbias; without, a chain is plain.
-template <Chain kChain, bool kMean, bool kPair>
+template <Chain kChain, bool kPair>
 constexpr ThreadLimits backward_limits() {
   if (kPair) return {0, 0, 0, 256};
-  if (!kMean) return {512, 512, 512, 256};
   return kChain == Chain::kPlain ? ThreadLimits{512, 512, 384, 256}
                                  : ThreadLimits{512, 384, 256, 256};
 }
 
+// Whether the scale has registers.
+template <typename T, Chain kChain>
+constexpr bool kHoldsScale = kChain == Chain::kPlain && sizeof(T) == 2;
+
 // Parameters in shared memory.
-constexpr int backward_parameters(Chain chain) {
-  return chain == Chain::kPlain ? 1 : chain == Chain::kRelu ? 2 : 3;
-}
+template <typename T, Chain kChain>
+constexpr int kBackwardParameters = (kChain == Chain::kPlain  ? 1
+                                     : kChain == Chain::kRelu ? 2
+                                                              : 3) -
+                                    kHoldsScale<T, kChain>;
 
 template <typename T, int kVec, int kElements, Chain kChain, bool kMean, bool kPair>
-__global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kMean, kPair>(), kElements))
+__global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>(), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
   constexpr int kBlocks = kPair ? 2 : 1;  // a row
   constexpr int kVectors = kElements / kVec;
@@ -154,7 +159,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kMean, k
   const int first_row = segment * args.rows + unit % args.segment_blocks * teams;
   const RowWalk walk(team, height, first_row + team.index - team.index % height,
                      args.segment_blocks * teams, (segment + 1) * args.rows);
-  ColumnValues<kVec, kVectors, false> scale(shared, team);
+  ColumnValues<kVec, kVectors, kHoldsScale<T, kChain>> scale(shared, team);
   ColumnValues<kVec, kVectors, kChain == Chain::kPlain> pre_bias(shared, team);
   ColumnValues<kVec, kVectors, kChain != Chain::kGeneral> bias(shared, team);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
@@ -443,13 +448,13 @@ struct BackwardPlan {
 template <typename T, int kVec, Chain kChain, bool kMean = true>
 BackwardPlan plan_rows(int features, int blocks) {
   BackwardPlan plan;
-  plan.parameters = backward_parameters(kChain);
+  plan.parameters = kBackwardParameters<T, kChain>;
   const auto choose = [&](int row, const ThreadLimits& limits) {
     plan.spread = choose_spread(row, kVec, limits, Ties::kFewerThreads);
     if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
   };
   if (blocks == 1) {
-    choose(features, backward_limits<kChain, kMean, false>());
+    choose(features, backward_limits<kChain, false>());
     switch (plan.spread.elements) {
       case 8:
         plan.kernel = backward_rows<T, kVec, 8, kChain, kMean, false>;
@@ -465,8 +470,7 @@ BackwardPlan plan_rows(int features, int blocks) {
         break;
     }
   } else if constexpr (kVec > 1) {
-    if (features % (blocks * kVec) == 0)
-      choose(features / blocks, backward_limits<kChain, kMean, true>());
+    if (features % (blocks * kVec) == 0) choose(features / blocks, backward_limits<kChain, true>());
     if (plan.spread.elements != 0) {
       plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, true>;
     }
