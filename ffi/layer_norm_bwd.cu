@@ -130,7 +130,7 @@ constexpr int kBackwardParameters = (kChain == Chain::kPlain  ? 1
                                                               : 3) -
                                     kHoldsScale<T, kChain>;
 
-template <typename T, int kVec, int kElements, Chain kChain, bool kMean, bool kPair>
+template <typename T, int kVec, int kElements, Chain kChain, bool kMean, bool kResidual, bool kPair>
 __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>(), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
   constexpr int kBlocks = kPair ? 2 : 1;  // a row
@@ -139,12 +139,13 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   constexpr int kGradients = !kMean ? 1 : kChain == Chain::kPlain ? 2 : 3;
   static_assert(kMean || kChain == Chain::kPlain);
   using Columns = Columns<kVec, kVectors>;
-  using Ring = RowRing<T, kVec, kVectors, 3>;
+  using Ring = RowRing<T, kVec, kVectors, kResidual ? 3 : 2>;
   using RowSum = std::conditional_t<kPair, PairSum, TeamSum>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
 
   const NormOptions options = known_options<kChain>(args.options);
+  const bool has_dnext = kResidual && args.dnext_residual != nullptr;
   const Team team(args.team_size);
   RowSum row_sum(team, shared);
   shared += TeamSum::kScratch;
@@ -222,7 +223,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
         float h[kVec], factor[kVec], dz[kVec], centred[kVec];
         inputs[v][0] = ring.read(0, v);
         inputs[v][1] = ring.read(1, v);
-        if (args.dnext_residual != nullptr) dnext[v] = ring.read(2, v);
+        if (has_dnext) dnext[v] = ring.read(2, v);
         read(v, h, factor, dz, centred);
         add_to_sums(rstd, factor, dz, centred, sums, gradients[v]);
       }
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
         read(v, h, factor, dz, centred);
         gradient_of_h(options, rstd, terms, h, factor, dz, centred, dh);
         if (!column.has(v)) continue;
-        if (args.dnext_residual != nullptr) {
+        if (has_dnext) {
           float addend[kVec];
           unpack(dnext[v], addend);
 #pragma unroll
@@ -445,7 +446,7 @@ struct BackwardPlan {
   int threads;                      // of a block, at most
 };
 
-template <typename T, int kVec, Chain kChain, bool kMean = true>
+template <typename T, int kVec, Chain kChain, bool kMean = true, bool kResidual = true>
 BackwardPlan plan_rows(int features, int blocks) {
   BackwardPlan plan;
   plan.parameters = kBackwardParameters<T, kChain>;
@@ -457,25 +458,35 @@ BackwardPlan plan_rows(int features, int blocks) {
     choose(features, backward_limits<kChain, false>());
     switch (plan.spread.elements) {
       case 8:
-        plan.kernel = backward_rows<T, kVec, 8, kChain, kMean, false>;
+        plan.kernel = backward_rows<T, kVec, 8, kChain, kMean, kResidual, false>;
         break;
       case 16:
-        plan.kernel = backward_rows<T, kVec, 16, kChain, kMean, false>;
+        plan.kernel = backward_rows<T, kVec, 16, kChain, kMean, kResidual, false>;
         break;
       case 24:
-        if constexpr (kVec > 1) plan.kernel = backward_rows<T, kVec, 24, kChain, kMean, false>;
+        if constexpr (kVec > 1)
+          plan.kernel = backward_rows<T, kVec, 24, kChain, kMean, kResidual, false>;
         break;
       case 32:
-        if constexpr (kVec > 1) plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, false>;
+        if constexpr (kVec > 1)
+          plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, kResidual, false>;
         break;
     }
   } else if constexpr (kVec > 1) {
     if (features % (blocks * kVec) == 0) choose(features / blocks, backward_limits<kChain, true>());
     if (plan.spread.elements != 0) {
-      plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, true>;
+      plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, kResidual, true>;
     }
   }
   return plan;
+}
+
+template <typename T, bool kMean>
+BackwardPlan plan_plain_rows(const BackwardArgs& args, int blocks) {
+  constexpr int kVec = 16 / sizeof(T);
+  return args.dnext_residual == nullptr
+             ? plan_rows<T, kVec, Chain::kPlain, kMean, false>(args.features, blocks)
+             : plan_rows<T, kVec, Chain::kPlain, kMean, true>(args.features, blocks);
 }
 
 template <typename T>
@@ -485,8 +496,8 @@ BackwardPlan plan_backward(const BackwardArgs& args, int vec, int blocks) {
   switch (chain_of(args.options, args.pre_bias.data != nullptr)) {
     case Chain::kPlain:
       return args.mean == nullptr && args.gradients[1] == nullptr
-                 ? plan_rows<T, kVec, Chain::kPlain, false>(args.features, blocks)
-                 : plan_rows<T, kVec, Chain::kPlain>(args.features, blocks);
+                 ? plan_plain_rows<T, false>(args, blocks)
+                 : plan_plain_rows<T, true>(args, blocks);
     case Chain::kRelu:
       return plan_rows<T, kVec, Chain::kRelu>(args.features, blocks);
     default:
