@@ -18,10 +18,10 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` are kRingBarriers of the block. Rows of the kStreams matrices `sources` are `stride`
-  // apart; one that is nullptr is not read. `shared` holds, for each stage and stream, a row for
-  // each team. `evict_last`: whether L2 gives up everything else before these rows. All threads of
-  // a block synchronise before the first wait.
+  // `barriers` are kRingBarriers of the block. `sources` are kMaxStreams matrices, with nullptr
+  // behind the last where there are fewer; their rows are `stride` apart. `shared` holds, for each
+  // stage and stream, a row for each team. `evict_last`: whether L2 gives up everything else before
+  // these rows. All threads of a block synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
                      int stages, bool evict_last, const Team& team,
                      const Columns<kVec, kVectors>& column, const RowWalk& walk)

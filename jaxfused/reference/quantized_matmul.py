@@ -97,8 +97,10 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of [..., D] and [D, F] in int32, taken of multiples of 16 in every axis.
 
-    On a GPU XLA's products of other sizes are wrong: jax 0.11.2 on an H200 gives twice what
-    [5, 17] x [17, 3] is. Zeros add nothing to a sum.
+    Some of the int8 kernels that XLA tries on a GPU give twice the product (jax 0.11.2, an H200). Its
+    autotuning sorts them out where cuBLAS can take the product, of such sizes; [5, 17] x [17, 3] came
+    out doubled. Without autotuning (--xla_gpu_autotune_level=0) every int8 product of JAX does, unless
+    --xla_gpu_enable_triton_gemm=false leaves those kernels out. Zeros add nothing to a sum.
     """
     rows = a.reshape(-1, a.shape[-1])
     padded = [jnp.pad(matrix, [(0, -size % 16) for size in matrix.shape]) for matrix in (rows, b)]
