@@ -154,10 +154,9 @@ def implementations(
     if backward:
         prefers_cuda = features > 8192
     else:
-        large = rows * features * jnp.dtype(dtype).itemsize > 30 * 10**6
-        prefers_cuda = (
-            features >= (4096 if op == "rms_norm" else 8192) or large and residual_dtype is not None
-        )
+        size = rows * features * jnp.dtype(dtype).itemsize
+        after_sum = residual_dtype is not None and size > 30 * 10**6
+        prefers_cuda = after_sum or features >= (4096 if op == "rms_norm" else 8192)
     return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
 
 
