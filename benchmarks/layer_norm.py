@@ -280,8 +280,8 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
     if operation.liger is not None:
         in_torch["liger"] = operation.liger
 
-    defaults = {*_defaults(operation, shape)}
-    if len(defaults) > 1:
+    default = _default(operation, shape)
+    if default == MIXED:
         peers[MIXED] = partial(operation.ours, implementation=None)
 
     rows, features = shape
@@ -290,7 +290,7 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
         shape=shape,
         make_inputs=partial(_make_inputs, operation, shape),
         bytes=operation.passes * rows * features * 2 + operation.parameters * features * 4,
-        default=MIXED if len(defaults) > 1 else defaults.pop(),
+        default=default,
         bars=operation.bars,
         **functions(
             operation.ours,
@@ -320,10 +320,10 @@ def _make_inputs(operation: _Operation, shape: tuple[int, int], key: jax.Array) 
     return tuple(operands)
 
 
-def _defaults(operation: _Operation, shape: tuple[int, int]) -> list[str]:
-    """What implementation=None takes for the forward and, where it is measured, the backward."""
+def _default(operation: _Operation, shape: tuple[int, int]) -> str:
+    """What implementation=None takes; MIXED where the forward and the backward differ."""
     rows, features = shape
-    return [
+    chosen = {
         default_of(
             implementations(
                 dispatch.current_device(),
@@ -335,5 +335,6 @@ def _defaults(operation: _Operation, shape: tuple[int, int]) -> list[str]:
                 backward=backward,
             )
         )
-        for backward in (False, True)[: 1 + operation.cotangents]
-    ]
+        for backward in ((False, True) if operation.cotangents else (False,))
+    }
+    return MIXED if len(chosen) > 1 else chosen.pop()

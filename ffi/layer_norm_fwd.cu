@@ -42,14 +42,9 @@ constexpr int forward_blocks(Chain chain, bool mean, int elements) {
 template <typename T, int kVec, int kVectors, bool kPacked>
 class RowValues {
  public:
-  // `values` are those of `packed`.
-  __device__ __forceinline__ void write(int v, const float (&values)[kVec],
-                                        const Vector<T, kVec>& packed) {
-    if constexpr (kPacked) {
-      packed_[v] = packed;
-    } else {
-      write(v, values);
-    }
+  __device__ __forceinline__ void write(int v, const Vector<T, kVec>& packed) {
+    static_assert(kPacked);
+    packed_[v] = packed;
   }
 
   __device__ __forceinline__ void write(int v, const float (&values)[kVec]) {
@@ -165,7 +160,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       }
       activate(options.pre_activation, u);
       if constexpr (kChain == Chain::kPlain) {
-        u_values.write(v, u, x);
+        u_values.write(v, x);
       } else {
         u_values.write(v, u);
       }
@@ -422,9 +417,10 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
   launch.shared_bytes += args.stages * stage_bytes;
   int resident = 0;
   RETURN_IF_ERROR(resident_blocks(plan.kernel, launch, &resident));
-  args.evict_last =
-      exceeds_l2(args.residual == nullptr ? 2 : 4, args.rows, args.features * sizeof(T), device);
-  args.run = args.evict_last ? teams * neighbouring_rows(args, resident) : 0;
+  const int matrices = args.residual == nullptr ? 2 : 4;
+  const bool large = exceeds_l2(matrices, args.rows, args.features * sizeof(T), device);
+  args.evict_last = large;
+  args.run = large ? teams * neighbouring_rows(args, resident) : 0;
   // Where few blocks are resident, a run keeps more rows on their way.
   if (resident <= 2 && args.run > args.stages * teams && args.stages < most_stages) {
     ++args.stages;

@@ -320,7 +320,7 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
 enum class Ties { kFewerThreads, kMoreThreads };
 
 // Rows of up to 1,024 features go to one warp or less, which needs no barrier; longer ones to the
-// team that wastes the fewest threads.
+// team that wastes the fewest threads; `ties` decides between equals.
 inline Spread choose_spread(int features, int vec, const ThreadLimits& limits, Ties ties) {
   Spread best = {};
   for (int elements = kElementStep; elements <= kElementStep * kElementChoices;
