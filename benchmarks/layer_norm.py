@@ -151,7 +151,6 @@ class _Operation:
     """How often [rows, features] goes through memory at least: reads and writes."""
     parameters: int
     """[features] in float32, read or written."""
-    op: str = "layer_norm"
     differentiable: int = 2
     """Leading operands with a gradient: x, scale and perhaps bias."""
     extra: tuple[str, ...] = ()
@@ -179,7 +178,6 @@ _LAYER_NORM: dict[str, Any] = {
     "differentiable": 3,
 }
 _RMS_NORM: dict[str, Any] = {
-    "op": "rms_norm",
     "ours": _rms_norm,
     "flax": _flax_rms_norm,
     "torch": _torch_rms_norm,
@@ -331,7 +329,7 @@ def _default(operation: _Operation, shape: tuple[int, int]) -> str:
                 features=features,
                 dtype=jnp.bfloat16,
                 residual_dtype=jnp.bfloat16 if "residual" in operation.extra else None,
-                op=operation.op,
+                pre_bias="pre_bias" in operation.extra,
                 backward=backward,
             )
         )

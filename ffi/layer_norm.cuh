@@ -81,10 +81,3 @@ inline ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {
   }
   return ffi::Error::Success();
 }
-
-// Whether `matrices` of such rows, read and written, are well over what L2 holds. Then the rows
-// that come in should outlive the results there: the results leave in longer runs. 3 % of the time
-// of rms_norm over 16384 rows of 8192 bfloat16 values on an H200.
-inline bool exceeds_l2(int matrices, int64_t rows, int64_t row_bytes, const Device& device) {
-  return 2 * matrices * rows * row_bytes > 3 * static_cast<int64_t>(device.l2_bytes);
-}

@@ -34,7 +34,6 @@ struct BackwardArgs {
   NormOptions options;
   int team_size;
   int stages;
-  bool evict_last;
 
   __device__ bool adds_pre_bias() const {
     return pre_bias.data != nullptr && dnext_residual == nullptr;
@@ -157,9 +156,14 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   // The unit of a ring is a warp, or a larger team.
   const int height = max(kWarpSize / team.size, 1);
   const int teams = blockDim.x / team.size;
+  const int ring_unit = team.index / height;
   const int first_row = segment * args.rows + unit % args.segment_blocks * teams;
-  const RowWalk walk(team, height, first_row + team.index - team.index % height,
-                     args.segment_blocks * teams, (segment + 1) * args.rows);
+  const RowWalk walk{height,
+                     ring_unit,
+                     team.index - ring_unit * height,
+                     first_row + ring_unit * height,
+                     args.segment_blocks * teams,
+                     (segment + 1) * args.rows};
   ColumnValues<kVec, kVectors, kHoldsScale<T, kChain>> scale(shared, team);
   ColumnValues<kVec, kVectors, kChain == Chain::kPlain> pre_bias(shared, team);
   ColumnValues<kVec, kVectors, kChain != Chain::kGeneral> bias(shared, team);
@@ -171,8 +175,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     return rows == nullptr ? nullptr : static_cast<const T*>(rows) + first_column;
   };
   const void* const sources[] = {source(args.h), source(args.dy), source(args.dnext_residual)};
-  Ring ring(barriers, shared, sources, args.features, args.stages, args.evict_last, team, column,
-            walk);
+  Ring ring(barriers, shared, sources, args.features, args.stages, team, column, walk);
   // What comes from memory directly is asked for one step ahead: a load takes about as long as a
   // row.
   const auto load_statistics = [&](int row) {
@@ -545,8 +548,6 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
       break;
     }
   }
-  args.evict_last = exceeds_l2(args.dnext_residual == nullptr ? 3 : 4, args.rows * segments,
-                               args.features * sizeof(T), device);
   const bool wide = teams == 0;
   if (wide) launch.cluster = 1;
   args.segment_blocks = std::min(divide_up(args.rows, wide ? 1 : teams),

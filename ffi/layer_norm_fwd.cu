@@ -19,9 +19,9 @@ struct ForwardArgs {
   int features;
   NormOptions options;
   int team_size;
+  int teams;  // of a block
   int stages;
   int run;  // neighbouring rows that a block takes; 0: as many blocks as are resident take turns
-  bool evict_last;
 };
 
 // --- rows that a team holds in registers ---------------------------------------------------------
@@ -71,23 +71,26 @@ class RowValues {
 };
 
 // kMean: whether there are a mean and a bias; without, a chain is plain.
-template <Chain kChain, bool kResidual, bool kMean>
+template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
   // Whether the normalised values are x itself, or a sum that is rounded as x is, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
-  // Whether scale and bias have registers.
-  static constexpr bool kHolds = kChain != Chain::kGeneral;
+  // Whether scale and bias have registers. Beside both, values in float32 would spill: relu after
+  // bias of [4096, 16384] 76 us instead of 73.5.
+  static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
+  static constexpr bool kHoldsBias = kHoldsScale && kPacked && sizeof(T) == 2;
   // Parameters in shared memory.
-  static constexpr int kShared = (kHolds ? 0 : 2) + kHasPreBias;
+  static constexpr int kShared = !kHoldsScale + !kHoldsBias + kHasPreBias;
   static_assert(kMean || kChain == Chain::kPlain);
 };
 
-template <typename T, int kVec, int kElements, Chain kChain, bool kResidual, bool kMean>
+// kWarp: whether a team is a warp.
+template <typename T, int kVec, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
                                   forward_blocks<T, kVec>(kChain, kMean, kElements))
     forward_rows(const __grid_constant__ ForwardArgs args) {
-  using Form = ForwardForm<kChain, kResidual, kMean>;
+  using Form = ForwardForm<T, kChain, kResidual, kMean>;
   constexpr bool kHasPreBias = Form::kHasPreBias;
   constexpr int kVectors = kElements / kVec;
   extern __shared__ __align__(128) unsigned char shared_memory[];
@@ -96,17 +99,21 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   const NormOptions options = known_options<kChain>(args.options);
   const bool has_residual = kResidual && args.residual != nullptr;
   const bool has_pre_bias = kHasPreBias && (!kResidual || args.pre_bias.data != nullptr);
-  const Team team(args.team_size);
+  const Team team(kWarp ? kWarpSize : args.team_size);
   const Columns<kVec, kVectors> column(team, args.features);
   // The teams of a block share each copy: neighbouring rows, one for each.
-  const int height = blockDim.x / team.size;
+  const int height = args.teams;
   const int first = blockIdx.x * (args.run == 0 ? height : args.run);
-  const RowWalk walk(team, height, first, args.run == 0 ? gridDim.x * height : height,
-                     args.run == 0 ? args.rows : min(first + args.run, args.rows));
+  const RowWalk walk{height,
+                     0,
+                     team.index,
+                     first,
+                     args.run == 0 ? static_cast<int>(gridDim.x) * height : height,
+                     args.run == 0 ? args.rows : min(first + args.run, args.rows)};
   TeamSum team_sum(team, shared);
   shared += TeamSum::kScratch;
-  ColumnValues<kVec, kVectors, Form::kHolds> scale(shared, team);
-  ColumnValues<kVec, kVectors, Form::kHolds> bias(shared, team);
+  ColumnValues<kVec, kVectors, Form::kHoldsScale> scale(shared, team);
+  ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
   ColumnValues<kVec, kVectors, !kHasPreBias> pre_bias(shared, team);
   if (!has_pre_bias) shared = past_bias;  // as ForwardPlan counts
@@ -115,8 +122,8 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 
   // The first rows are on their way while the parameters are loaded.
   const void* const sources[] = {args.x, args.residual};
-  RowRing<T, kVec, kVectors, kResidual ? 2 : 1> ring(
-      barriers, shared, sources, args.features, args.stages, args.evict_last, team, column, walk);
+  RowRing<T, kVec, kVectors, kResidual ? 2 : 1> ring(barriers, shared, sources, args.features,
+                                                     args.stages, team, column, walk);
   {
     float values[3][kVectors][kVec];
     load_columns(args.scale, column, 1.0f, values[0]);
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
     const bool active = row < walk.end;
     const int64_t row_start = static_cast<int64_t>(row) * args.features;
     RowValues<T, kVec, kVectors, Form::kPacked> u_values;
-    float sum[1] = {0.0f};
+    float parts[kVec] = {};
     ring.wait();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -164,7 +171,8 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       } else {
         u_values.write(v, u);
       }
-      sum[0] += sum_of(u);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) parts[i] += u[i];
     }
     // A larger team synchronises in its sums.
     if (team.size <= kWarpSize) {
@@ -174,21 +182,23 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 
     float mean = 0.0f;
     if (kMean && options.subtract_mean) {
+      float sum[1] = {sum_of(parts)};
       team_sum(sum);
       mean = sum[0] * options.inverse_features;
     }
-    float squares[1] = {0.0f};
+    float squares[kVec] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      if (!column.has(v)) continue;
       float u[kVec];
       u_values.read(v, u);
 #pragma unroll
-      for (float& value : u) value = column.has(v) ? (value - mean) * (value - mean) : 0.0f;
-      squares[0] += sum_of(u);
+      for (int i = 0; i < kVec; ++i) squares[i] += (u[i] - mean) * (u[i] - mean);
     }
-    team_sum(squares);
+    float sum[1] = {sum_of(squares)};
+    team_sum(sum);
     if (team.size > kWarpSize) ring.fetch();
-    const float rstd = rsqrtf(squares[0] * options.inverse_features + options.epsilon);
+    const float rstd = rsqrtf(sum[0] * options.inverse_features + options.epsilon);
     if (active && team.rank == 0) {
       if (args.mean != nullptr) args.mean[row] = mean;
       if (args.rstd != nullptr) args.rstd[row] = rstd;
@@ -310,17 +320,17 @@ __global__ void __launch_bounds__(kWideThreads)
 
 using ForwardKernel = void (*)(ForwardArgs);
 
-template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean>
+template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 ForwardKernel rows_kernel(int elements) {
   if constexpr (kVec == 1) {
-    return elements == 8 ? forward_rows<T, 1, 8, kChain, kResidual, kMean>
-                         : forward_rows<T, 1, 16, kChain, kResidual, kMean>;
+    return elements == 8 ? forward_rows<T, 1, 8, kChain, kResidual, kMean, kWarp>
+                         : forward_rows<T, 1, 16, kChain, kResidual, kMean, kWarp>;
   } else {
     constexpr ForwardKernel kKernels[kElementChoices] = {
-        forward_rows<T, kVec, 8, kChain, kResidual, kMean>,
-        forward_rows<T, kVec, 16, kChain, kResidual, kMean>,
-        forward_rows<T, kVec, 24, kChain, kResidual, kMean>,
-        forward_rows<T, kVec, 32, kChain, kResidual, kMean>};
+        forward_rows<T, kVec, 8, kChain, kResidual, kMean, kWarp>,
+        forward_rows<T, kVec, 16, kChain, kResidual, kMean, kWarp>,
+        forward_rows<T, kVec, 24, kChain, kResidual, kMean, kWarp>,
+        forward_rows<T, kVec, 32, kChain, kResidual, kMean, kWarp>};
     return kKernels[elements / kElementStep - 1];
   }
 }
@@ -333,8 +343,11 @@ struct ForwardPlan {
 template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
   const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
-  return {rows_kernel<T, kVec, kChain, kResidual, kMean>(elements),
-          ForwardForm<kChain, kResidual, kMean>::kShared - spares_pre_bias};
+  constexpr bool kFast = kVec > 1 && kChain != Chain::kGeneral;
+  return {kFast && args.team_size == kWarpSize
+              ? rows_kernel<T, kVec, kChain, kResidual, kMean, kFast>(elements)
+              : rows_kernel<T, kVec, kChain, kResidual, kMean, false>(elements),
+          ForwardForm<T, kChain, kResidual, kMean>::kShared - spares_pre_bias};
 }
 
 Chain chain_of(const ForwardArgs& args) {
@@ -362,19 +375,33 @@ ForwardPlan plan_forward(const ForwardArgs& args, int vec, int elements) {
   }
 }
 
-// ForwardArgs::run of one team for matrices that L2 does not hold. Blocks that start wherever one
+// Whether what is read and written is well over what L2 holds.
+bool exceeds_l2(const ForwardArgs& args, int64_t row_bytes, const Device& device) {
+  const int matrices = args.residual == nullptr ? 2 : 4;
+  return 2 * matrices * args.rows * row_bytes > 3 * static_cast<int64_t>(device.l2_bytes);
+}
+
+// ForwardArgs::run of one team where L2 does not hold the matrices. Blocks that start wherever one
 // has ended keep all multiprocessors busy, and the rows in flight close together in memory; but
-// each reads the parameters anew. On an H200 in bfloat16: rms_norm of [16384, 8192] 129 us, 138 in
-// turns; layer_norm 133 and 140, but of [4096, 16384] 75 and 70; after a residual 254 and 278;
-// after bias and relu 143 and 136.
-int neighbouring_rows(const ForwardArgs& args, int resident) {
-  if (args.residual != nullptr) return 2;
+// each loads the parameters anew, which shows where few blocks are resident, and most where they go
+// to shared memory.
+//
+// On an H200 in bfloat16, rms_norm, layer_norm, the same after a residual, and after bias and relu.
+// [16384, 8192] in turns and in runs of 2, 4, 8: 136 127 129 132 us, 147 159 137 133, 273 254 260
+// 265, 142 203 164 148. [4096, 16384]: 71 77 68 68, 71 94 80 73, 140 132 133 137, 73 143 108 88.
+// [8192, 4096]: 35 36 34 36, 37 41 36 37, 71 67 68 71, 37 53 41 39. [50432, 768], in runs of 1, 2,
+// 3, 4: 40.1 37.9 38.3 38.7, - 39.6 38.7 38.9, 74.6 76.0 76.5 77.1, - - 40.8 39.4.
+int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
+  const bool warp = args.team_size <= kWarpSize;
+  if (!warp && shared_parameters > 1) return 0;
+  if (args.residual != nullptr) return warp ? 1 : 2;
   int parameters = 0;
   for (const Parameter& parameter : {args.scale, args.bias, args.pre_bias}) {
     parameters += parameter.data != nullptr;
   }
-  if (parameters < 2) return 4;
-  return parameters == 2 && resident > 1 ? 8 : 0;
+  if (warp) return parameters + 1;
+  if (parameters < 2) return resident == 3 ? 2 : 4;
+  return resident > 2 ? 4 : resident == 2 ? 8 : 0;
 }
 
 // Small blocks: while some exchange sums, others compute.
@@ -393,15 +420,16 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
                                       plain ? Ties::kMoreThreads : Ties::kFewerThreads);
   Launch launch;
   ForwardPlan plan = {};
-  int teams = 0, stage_bytes = 0, most_stages = 0;
+  int stage_bytes = 0, most_stages = 0;
   if (spread.elements != 0) {
+    args.team_size = spread.team_size;
     plan = plan_forward<T>(args, vec, spread.elements);
     launch.threads = choose_threads(spread, args.rows, kForwardThreads, device);
-    teams = launch.threads / spread.team_size;
+    args.teams = launch.threads / spread.team_size;
     launch.shared_bytes =
         (TeamSum::kScratch + spread.parameters(plan.parameters, vec)) * sizeof(float) +
         kRingBarriers * sizeof(uint64_t);
-    stage_bytes = (args.residual == nullptr ? 1 : 2) * teams * args.features * sizeof(T);
+    stage_bytes = (args.residual == nullptr ? 1 : 2) * args.teams * args.features * sizeof(T);
     most_stages = std::min(kMaxStages, (device.shared_bytes - launch.shared_bytes) / stage_bytes);
   }
   if (most_stages < 1) {
@@ -412,23 +440,26 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
                          {dim3(blocks), kWideThreads, TeamSum::kScratch * sizeof(float)}, stream);
   }
   RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
-  args.team_size = spread.team_size;
-  args.stages = std::min(most_stages, 2);
+  const bool large = exceeds_l2(args, args.features * sizeof(T), device);
+  args.stages = std::min(most_stages, !large && spread.team_size <= kWarpSize ? 3 : 2);
   launch.shared_bytes += args.stages * stage_bytes;
   int resident = 0;
   RETURN_IF_ERROR(resident_blocks(plan.kernel, launch, &resident));
-  const int matrices = args.residual == nullptr ? 2 : 4;
-  const bool large = exceeds_l2(matrices, args.rows, args.features * sizeof(T), device);
-  args.evict_last = large;
-  args.run = large ? teams * neighbouring_rows(args, resident) : 0;
-  // Where few blocks are resident, a run keeps more rows on their way.
-  if (resident <= 2 && args.run > args.stages * teams && args.stages < most_stages) {
-    ++args.stages;
-    launch.shared_bytes += stage_bytes;
+  args.run = large ? args.teams * neighbouring_rows(args, plan.parameters, resident) : 0;
+  // Where few blocks are resident, a run keeps more rows on their way, if as many stay resident.
+  if (resident <= 2 && args.run > args.stages * args.teams && args.stages < most_stages) {
+    Launch larger = launch;
+    larger.shared_bytes += stage_bytes;
+    int still_resident = 0;
+    RETURN_IF_ERROR(resident_blocks(plan.kernel, larger, &still_resident));
+    if (still_resident == resident) {
+      launch = larger;
+      ++args.stages;
+    }
   }
-  launch.grid =
-      dim3(args.run == 0 ? std::min(divide_up(args.rows, teams), resident * device.multiprocessors)
-                         : divide_up(args.rows, args.run));
+  launch.grid = dim3(
+      args.run == 0 ? std::min(divide_up(args.rows, args.teams), resident * device.multiprocessors)
+                    : divide_up(args.rows, args.run));
   return launch_kernel(plan.kernel, args, launch, stream);
 }
 

@@ -107,16 +107,10 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
                    "r"(parity) : "memory"));
 }
 
-// For a copy: which lines L2 gives up first, these or (`evict_last`) all others.
-__device__ __forceinline__ uint64_t cache_policy(bool evict_last) {
+// For a copy: L2 gives up all other lines before these.
+__device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy = 0;
-  if (evict_last) {
-    JAXFUSED_SM90(
-        asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
-  } else {
-    JAXFUSED_SM90(
-        asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy)));
-  }
+  JAXFUSED_SM90(asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
   return policy;
 }
 

@@ -283,13 +283,11 @@ __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][k
 // neighbouring rows a step, one for each of its teams.
 struct RowWalk {
   int height;
+  int unit;  // of the block
   int line;  // which of the rows is the team's
   int first;
   int step;
   int end;
-
-  __device__ RowWalk(const Team& team, int height, int first, int step, int end)
-      : height(height), line(team.index % height), first(first), step(step), end(end) {}
 };
 
 // --- launch --------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ class TeamSum {
 
   // All threads of a block call it and, before the first sum, `start`.
   __device__ TeamSum(const Team& team, float* scratch) : team_(team), scratch_(scratch) {
+    if (team.size <= kWarpSize) return;
     for (int i = threadIdx.x; i < kScratch; i += blockDim.x) scratch[i] = 0.0f;
   }
 

@@ -79,19 +79,32 @@ def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capabi
             assert "Hopper" in reasons["pallas"]
 
 
-def test_the_backward_may_have_another_order_but_not_other_limits(monkeypatch):
+NORMS = {
+    "plain": ({}, ["pallas", "pallas", "cuda", "cuda", "cuda"]),
+    "residual": (
+        dict(residual_dtype=jnp.dtype("bfloat16"), pre_bias=True),
+        ["pallas", "pallas", "cuda", "cuda", "cuda"],
+    ),
+    "bias_relu": (
+        dict(pre_bias=True, pre_activation="relu"),
+        ["pallas", "pallas", "pallas", "cuda", "cuda"],
+    ),
+    "gelu_after": (dict(activation="gelu_tanh"), ["pallas"] * 5),
+    "backward": (dict(backward=True), ["pallas", "pallas", "pallas", "pallas", "cuda"]),
+}
+
+
+@pytest.mark.parametrize(("around", "expected"), NORMS.values(), ids=NORMS)
+def test_what_a_norm_takes_first_depends_on_what_stands_around_it(around, expected, monkeypatch):
     monkeypatch.setattr(ops.layer_norm.cuda.layer_norm, "why_unsupported", lambda **limits: None)
     hopper = dispatch.Device("gpu", "H200", (9, 0), 132)
-    order = {}
-    for features in (768, 8192, 16384):
-        limits = dict(rows=16384, features=features, dtype=jnp.dtype("bfloat16"))
-        forward, backward = (
-            ops.layer_norm.implementations(hopper, **limits, backward=backward)
-            for backward in (False, True)
-        )
-        assert forward == backward
-        order[features] = [next(iter(reasons)) for reasons in (forward, backward)]
-    assert order == {768: ["pallas"] * 2, 8192: ["cuda", "pallas"], 16384: ["cuda"] * 2}
+    taken = []
+    for rows, features in ((32768, 384), (4096, 768), (16384, 768), (16384, 8192), (4096, 16384)):
+        limits = dict(rows=rows, features=features, dtype=jnp.dtype("bfloat16"))
+        reasons = ops.layer_norm.implementations(hopper, **limits, **around)
+        assert set(reasons) == {"pallas", "cuda", "xla"}
+        taken.append(next(iter(reasons)))
+    assert taken == expected
 
 
 @pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])

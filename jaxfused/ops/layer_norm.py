@@ -132,12 +132,15 @@ def implementations(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
-    op: str = "layer_norm",
+    pre_bias: bool = False,
+    pre_activation: str | None = None,
+    activation: str | None = None,
     backward: bool = False,
 ) -> dict[str, str | None]:
     """For each implementation, fastest first, None or why it cannot run these shapes on `device`.
 
-    The order is that of the forward or of the backward; what can run is the same for both.
+    The order is that of the forward or of the backward, for what stands around the norm (`pre_bias`:
+    whether there is one); what can run is the same for all.
     """
     limits = dict(rows=rows, features=features, dtype=dtype, residual_dtype=residual_dtype)
     capability = device.compute_capability
@@ -146,17 +149,19 @@ def implementations(
         "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
         "xla": None,
     }
-    # On an H200 in bfloat16, CUDA C and Pallas. Forward: layer_norm of [16384, 8192] 132 and 148 us,
-    # of [8192, 4096] 37.3 and 36.3, but rms_norm 34.1 and 35.7; after a residual [16384, 1024] 35.4
-    # and 35.7, [50432, 768] 75.8 and 82.6, but [16384, 768] 27.4 and 25.7. Backward: [4096, 16384]
-    # 112 and 175, whose registers do not hold so long a row; [16384, 8192] 202 and 201, [50432, 768]
-    # 68 and 63.
+    # On an H200 in bfloat16, CUDA C and Pallas. Forward: layer_norm of [16384, 1024] 17.9 and 18.5 us,
+    # of [16384, 8192] 133 and 143, after a residual 254 and 288, but [4096, 768] 5.3 and 5.1,
+    # [32768, 384] 14.3 and 14.0; after bias and relu [8192, 4096] 36.4 and 35.8, [16384, 8192] 136 and
+    # 146; relu after the norm there 240 and 142. Backward: [4096, 16384] 109 and 176, whose registers
+    # do not hold so long a row; [16384, 8192] 202 and 201, [50432, 768] 67 and 63.
     if backward:
         prefers_cuda = features > 8192
+    elif activation is not None or pre_activation not in (None, "relu"):
+        prefers_cuda = False
+    elif residual_dtype is None and (pre_bias or pre_activation):
+        prefers_cuda = features >= 8192
     else:
-        size = rows * features * jnp.dtype(dtype).itemsize
-        after_sum = residual_dtype is not None and size > 30 * 10**6
-        prefers_cuda = after_sum or features >= (4096 if op == "rms_norm" else 8192)
+        prefers_cuda = features >= 768 and rows * features * jnp.dtype(dtype).itemsize > 20 * 10**6
     return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
 
 
@@ -196,7 +201,9 @@ def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
         features=features,
         dtype=x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
-        op=options.op,
+        pre_bias=pre_bias is not None,
+        pre_activation=options.pre_activation,
+        activation=options.activation,
     )
     forward, backward = (
         dispatch.choose(
