@@ -186,13 +186,13 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   float2 next_statistics = load_statistics(walk.first + walk.line);
   {
     float values[3][kVectors][kVec];
-    load_columns(args.scale, column, 1.0f, values[0]);
+    load_scale_columns(args.scale, options.scale_offset, column, values[0]);
     const Parameter offset = args.adds_pre_bias() ? args.pre_bias : Parameter{};
     if constexpr (kChain != Chain::kPlain) load_columns(offset, column, 0.0f, values[1]);
     if constexpr (kChain == Chain::kGeneral) load_columns(args.bias, column, 0.0f, values[2]);
-    scale.write(values[0], args.scale.data == nullptr ? 0.0f : options.scale_offset);
-    if constexpr (kChain != Chain::kPlain) pre_bias.write(values[1], 0.0f);
-    if constexpr (kChain == Chain::kGeneral) bias.write(values[2], 0.0f);
+    scale.write(values[0]);
+    if constexpr (kChain != Chain::kPlain) pre_bias.write(values[1]);
+    if constexpr (kChain == Chain::kGeneral) bias.write(values[2]);
   }
   float gradients[kVectors][kGradients][kVec] = {};
   row_sum.start();

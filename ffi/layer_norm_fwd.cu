@@ -126,12 +126,12 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
                                                      args.stages, team, column, walk);
   {
     float values[3][kVectors][kVec];
-    load_columns(args.scale, column, 1.0f, values[0]);
+    load_scale_columns(args.scale, options.scale_offset, column, values[0]);
     if (kMean) load_columns(args.bias, column, 0.0f, values[1]);
     if (has_pre_bias) load_columns(args.pre_bias, column, 0.0f, values[2]);
-    scale.write(values[0], args.scale.data == nullptr ? 0.0f : options.scale_offset);
-    if (kMean) bias.write(values[1], 0.0f);
-    if (has_pre_bias) pre_bias.write(values[2], 0.0f);
+    scale.write(values[0]);
+    if (kMean) bias.write(values[1]);
+    if (has_pre_bias) pre_bias.write(values[2]);
   }
   __syncthreads();
 
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
     const bool active = row < walk.end;
     const int64_t row_start = static_cast<int64_t>(row) * args.features;
     RowValues<T, kVec, kVectors, Form::kPacked> u_values;
-    float parts[kVec] = {};
+    float parts[kVec];
     ring.wait();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
         u_values.write(v, u);
       }
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) parts[i] += u[i];
+      for (int i = 0; i < kVec; ++i) parts[i] = v == 0 ? u[i] : parts[i] + u[i];
     }
     // A larger team synchronises in its sums.
     if (team.size <= kWarpSize) {

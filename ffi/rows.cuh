@@ -161,6 +161,20 @@ __device__ __forceinline__ void load_columns(const Parameter& parameter,
   });
 }
 
+// load_columns of what the norm multiplies by: scale + offset, or 1 without a scale.
+template <int kVec, int kVectors>
+__device__ __forceinline__ void load_scale_columns(const Parameter& scale, float offset,
+                                                   const Columns<kVec, kVectors>& column,
+                                                   float (&out)[kVectors][kVec]) {
+  load_columns(scale, column, 1.0f, out);
+  if (scale.data == nullptr || offset == 0.0f) return;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (float& value : out[v]) value += offset;
+  }
+}
+
 // Floats of shared memory that a thread's values of one parameter take: a few more than there are,
 // so that a warp reads them without bank conflicts.
 __host__ __device__ constexpr int shared_values(int elements, int vec) {
@@ -184,19 +198,19 @@ class ColumnValues {
     }
   }
 
-  // Takes values + offset. All threads call it, and synchronise before the first read.
-  __device__ __forceinline__ void write(const float (&values)[kVectors][kVec], float offset) {
+  // All threads call it, and synchronise before the first read.
+  __device__ __forceinline__ void write(const float (&values)[kVectors][kVec]) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (kInRegisters) {
 #pragma unroll
-        for (int i = 0; i < kVec; ++i) registers_[v][i] = values[v][i] + offset;
+        for (int i = 0; i < kVec; ++i) registers_[v][i] = values[v][i];
       } else if (writes_) {
 #pragma unroll
         for (int i = 0; i < kVec; i += kPart) {
           Vector<float, kPart> part;
 #pragma unroll
-          for (int j = 0; j < kPart; ++j) part.values[j] = values[v][i + j] + offset;
+          for (int j = 0; j < kPart; ++j) part.values[j] = values[v][i + j];
           store_vector(shared_ + v * kVec + i, part);
         }
       }
