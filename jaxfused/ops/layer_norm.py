@@ -149,19 +149,21 @@ def implementations(
         "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
         "xla": None,
     }
-    # On an H200 in bfloat16, CUDA C and Pallas. Forward: layer_norm of [16384, 1024] 17.9 and 18.5 us,
-    # of [16384, 8192] 133 and 143, after a residual 254 and 288, but [4096, 768] 5.3 and 5.1,
-    # [32768, 384] 14.3 and 14.0; after bias and relu [8192, 4096] 36.4 and 35.8, [16384, 8192] 136 and
-    # 146; relu after the norm there 240 and 142. Backward: [4096, 16384] 109 and 176, whose registers
-    # do not hold so long a row; [16384, 8192] 202 and 201, [50432, 768] 67 and 63.
+    # On an H200 in bfloat16, CUDA C and Pallas. Forward: layer_norm of [16384, 1024] 18.2 and 18.9 us,
+    # of [16384, 8192] 132 and 149, after a residual 254 and 297, but [4096, 768] 5.3 and 5.2,
+    # [32768, 384] 14.3 and 14.0; after bias and relu [16384, 1024] 18.2 and 19.0, [16384, 8192] 143
+    # and 153, but [8192, 4096], more than a warp holds, 37.9 and 36.0; gelu after the norm of
+    # [16384, 8192] 185 and 169. Backward: [4096, 16384] 109 and 176, whose registers do not hold so
+    # long a row; [16384, 8192] 202 and 201, [50432, 768] 67 and 63.
+    large = features >= 768 and rows * features * jnp.dtype(dtype).itemsize > 20 * 10**6
     if backward:
         prefers_cuda = features > 8192
     elif activation is not None or pre_activation not in (None, "relu"):
         prefers_cuda = False
     elif residual_dtype is None and (pre_bias or pre_activation):
-        prefers_cuda = features >= 8192
+        prefers_cuda = large and not 1024 < features < 8192
     else:
-        prefers_cuda = features >= 768 and rows * features * jnp.dtype(dtype).itemsize > 20 * 10**6
+        prefers_cuda = large
     return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
 
 
