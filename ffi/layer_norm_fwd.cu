@@ -85,7 +85,7 @@ struct ForwardForm {
   static_assert(kMean || kChain == Chain::kPlain);
 };
 
-// kWarp: whether a team is a warp.
+// kWarp: whether a team is known to be a warp, which saves a third of the instructions a row.
 template <typename T, int kVec, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
                                   forward_blocks<T, kVec>(kChain, kMean, kElements))
@@ -343,9 +343,10 @@ struct ForwardPlan {
 template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
   const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
-  constexpr bool kFast = kVec > 1 && kChain != Chain::kGeneral;
-  return {kFast && args.team_size == kWarpSize
-              ? rows_kernel<T, kVec, kChain, kResidual, kMean, kFast>(elements)
+  // Frequent chains only: each kernel takes its time to compile.
+  constexpr bool kKnowsWarps = kVec > 1 && kChain != Chain::kGeneral;
+  return {kKnowsWarps && args.team_size == kWarpSize
+              ? rows_kernel<T, kVec, kChain, kResidual, kMean, kKnowsWarps>(elements)
               : rows_kernel<T, kVec, kChain, kResidual, kMean, false>(elements),
           ForwardForm<T, kChain, kResidual, kMean>::kShared - spares_pre_bias};
 }
