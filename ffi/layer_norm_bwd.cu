@@ -158,12 +158,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   const int teams = blockDim.x / team.size;
   const int ring_unit = team.index / height;
   const int first_row = segment * args.rows + unit % args.segment_blocks * teams;
-  const RowWalk walk{height,
-                     ring_unit,
-                     team.index - ring_unit * height,
-                     first_row + ring_unit * height,
-                     args.segment_blocks * teams,
-                     (segment + 1) * args.rows};
+  const RowWalk walk(team, height, ring_unit, first_row + ring_unit * height,
+                     args.segment_blocks * teams, (segment + 1) * args.rows);
   ColumnValues<kVec, kVectors, kHoldsScale<T, kChain>> scale(shared, team);
   ColumnValues<kVec, kVectors, kChain == Chain::kPlain> pre_bias(shared, team);
   ColumnValues<kVec, kVectors, kChain != Chain::kGeneral> bias(shared, team);

@@ -104,12 +104,8 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   // The teams of a block share each copy: neighbouring rows, one for each.
   const int height = args.teams;
   const int first = blockIdx.x * (args.run == 0 ? height : args.run);
-  const RowWalk walk{height,
-                     0,
-                     team.index,
-                     first,
-                     args.run == 0 ? static_cast<int>(gridDim.x) * height : height,
-                     args.run == 0 ? args.rows : min(first + args.run, args.rows)};
+  const RowWalk walk(team, height, 0, first, args.run == 0 ? gridDim.x * height : height,
+                     args.run == 0 ? args.rows : min(first + args.run, args.rows));
   TeamSum team_sum(team, shared);
   shared += TeamSum::kScratch;
   ColumnValues<kVec, kVectors, Form::kHoldsScale> scale(shared, team);
@@ -376,12 +372,6 @@ ForwardPlan plan_forward(const ForwardArgs& args, int vec, int elements) {
   }
 }
 
-// Whether what is read and written is well over what L2 holds.
-bool exceeds_l2(const ForwardArgs& args, int64_t row_bytes, const Device& device) {
-  const int matrices = args.residual == nullptr ? 2 : 4;
-  return 2 * matrices * args.rows * row_bytes > 3 * static_cast<int64_t>(device.l2_bytes);
-}
-
 // ForwardArgs::run of one team where L2 does not hold the matrices. Blocks that start wherever one
 // has ended keep all multiprocessors busy, and the rows in flight close together in memory; but
 // each loads the parameters anew, which shows where few blocks are resident, and most where they go
@@ -421,6 +411,7 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
                                       plain ? Ties::kMoreThreads : Ties::kFewerThreads);
   Launch launch;
   ForwardPlan plan = {};
+  const int streams = args.residual == nullptr ? 1 : 2;
   int stage_bytes = 0, most_stages = 0;
   if (spread.elements != 0) {
     args.team_size = spread.team_size;
@@ -430,7 +421,7 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
     launch.shared_bytes =
         (TeamSum::kScratch + spread.parameters(plan.parameters, vec)) * sizeof(float) +
         kRingBarriers * sizeof(uint64_t);
-    stage_bytes = (args.residual == nullptr ? 1 : 2) * args.teams * args.features * sizeof(T);
+    stage_bytes = streams * args.teams * args.features * sizeof(T);
     most_stages = std::min(kMaxStages, (device.shared_bytes - launch.shared_bytes) / stage_bytes);
   }
   if (most_stages < 1) {
@@ -441,7 +432,9 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
                          {dim3(blocks), kWideThreads, TeamSum::kScratch * sizeof(float)}, stream);
   }
   RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
-  const bool large = exceeds_l2(args, args.features * sizeof(T), device);
+  // Whether what is read, and as much that is written, is well over what L2 holds.
+  const int64_t bytes = int64_t{2 * streams} * args.rows * args.features * sizeof(T);
+  const bool large = 2 * bytes > int64_t{3} * device.l2_bytes;
   args.stages = std::min(most_stages, !large && spread.team_size <= kWarpSize ? 3 : 2);
   launch.shared_bytes += args.stages * stage_bytes;
   int resident = 0;

@@ -18,10 +18,9 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` are kRingBarriers of the block. `sources` are kMaxStreams matrices, with nullptr
-  // behind the last where there are fewer; their rows are `stride` apart. `shared` holds, for each
-  // stage and stream, a row for each team. All threads of a block synchronise before the first
-  // wait.
+  // `barriers` are kRingBarriers of the block. `sources` are one to kMaxStreams matrices, nullptr
+  // behind the last; their rows are `stride` apart. `shared` holds, for each stage and stream, a
+  // row for each team. All threads of a block synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
                      int stages, const Team& team, const Columns<kVec, kVectors>& column,
                      const RowWalk& walk)
@@ -34,7 +33,7 @@ class RowRing {
 #pragma unroll
     for (int stream = 0; stream < kMaxStreams; ++stream) {
       sources_[stream] = sources[stream];
-      if (stream > 0 && sources[stream] != nullptr) streams_ = stream + 1;
+      if (sources[stream] != nullptr) streams_ = stream + 1;
     }
     // A unit's rows lie together, its streams and stages too.
     slots_ = static_cast<T*>(shared) +
@@ -96,7 +95,7 @@ class RowRing {
       mbarrier_arrive_expect(barriers_ + stage_, streams_ * bytes);
 #pragma unroll
       for (int stream = 0; stream < kMaxStreams; ++stream) {
-        if (stream > 0 && stream == streams_) break;
+        if (stream == streams_) break;
         bulk_copy(slot(stream), source(stream, next_), bytes, barriers_ + stage_, policy);
       }
     } else {
@@ -104,7 +103,7 @@ class RowRing {
       if (row >= walk_.end) return;
 #pragma unroll
       for (int stream = 0; stream < kMaxStreams; ++stream) {
-        if (stream > 0 && stream == streams_) break;
+        if (stream == streams_) break;
         T* target = slot(stream) + walk_.line * column_.features();
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

@@ -302,6 +302,14 @@ struct RowWalk {
   int first;
   int step;
   int end;
+
+  __device__ RowWalk(const Team& team, int height, int unit, int first, int step, int end)
+      : height(height),
+        unit(unit),
+        line(team.index - unit * height),
+        first(first),
+        step(step),
+        end(end) {}
 };
 
 // --- launch --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import jaxfused
-from jaxfused import dispatch
+from jaxfused import cuda, dispatch
 from jaxfused.__main__ import operators, report
 
 CPU = dispatch.Device("cpu", "cpu", None, 0)
@@ -52,10 +52,12 @@ def test_reasons_are_those_of_the_dispatcher():
         assert (f"not '{name}': {reason}" in text) == (reason is not None)
 
 
-def test_a_hopper_runs_the_fastest_kernel():
-    [operator] = [o for o in operators(DEVICES[1]) if o.name == "rms_norm"]
-    assert operator.reasons["pallas"] is None
-    fastest = next(name for name, reason in operator.reasons.items() if reason is None)
+@pytest.mark.parametrize(
+    ("why_not_cuda", "kernel"), [(None, "cuda"), ("there is no library", "pallas")]
+)
+def test_a_hopper_runs_the_fastest_kernel(why_not_cuda, kernel, monkeypatch):
+    monkeypatch.setattr(cuda.layer_norm, "why_unsupported", lambda **limits: why_not_cuda)
+    assert "rms_norm" in report(DEVICES[1])
     [line] = [ln for ln in report(DEVICES[1]).splitlines() if ln.startswith("rms_norm ")]
-    assert f"runs on '{fastest}'" in line
+    assert f"runs on '{kernel}'" in line
     assert "NVIDIA H200, sm_90, 132 multiprocessors" in report(DEVICES[1])

@@ -103,7 +103,8 @@ def test_what_a_norm_takes_first_depends_on_what_stands_around_it(around, expect
     for rows, features in shapes:
         limits = dict(rows=rows, features=features, dtype=jnp.dtype("bfloat16"))
         reasons = ops.layer_norm.implementations(hopper, **limits, **around)
-        assert set(reasons) == {"pallas", "cuda", "xla"}
+        # Another order, but not other limits.
+        assert reasons == ops.layer_norm.implementations(hopper, **limits)
         taken.append(next(iter(reasons)))
     assert taken == expected
 

@@ -160,25 +160,16 @@ ROTATING_CASES = (
 )
 """Heads whole and in parts, angles for all heads at once and not, tiles across the last position."""
 
-IN_FLOAT16 = (KERNEL_CASES[0], *ROTATING_CASES[:2])
 each_kernel_case = pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, "bfloat16") for case in (*KERNEL_CASES, *ROTATING_CASES)]
-    + [(case, "float16") for case in IN_FLOAT16],
-    ids=str,
-)
-each_kernel_case_in_one_dtype = pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        (case, "float16" if case in IN_FLOAT16 else "bfloat16")
-        for case in (*KERNEL_CASES, *ROTATING_CASES)
-    ],
+    + [(case, "float16") for case in (KERNEL_CASES[0], *ROTATING_CASES[:2])],
     ids=str,
 )
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@each_kernel_case_in_one_dtype
+@each_kernel_case
 def test_pallas_accurate_in_the_interpreter(case, dtype):
     args = case.arguments(jnp.dtype(dtype))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
