@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxfused.reference.attention import Mask, attention
-from pallas_kernels import attention_bwd, attention_fwd
-from pallas_kernels.attention_bwd_bias import bias_gradient
-from pallas_kernels.attention_bwd_dkv import KeyGradientConfig
-from pallas_kernels.attention_bwd_dq import QueryGradientConfig
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, dropout_seeds
-from pallas_kernels.attention_mask import BlockMask
-from pallas_kernels.attention_tiles import KeyTiles
+from pallas_kernels.attention import backward as attention_bwd
+from pallas_kernels.attention import forward as attention_fwd
+from pallas_kernels.attention.backward_bias import bias_gradient
+from pallas_kernels.attention.backward_dkv import KeyGradientConfig
+from pallas_kernels.attention.backward_dq import QueryGradientConfig
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, dropout_seeds
+from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.tiles import KeyTiles
 from tests import mosaic_interpreter
 from tests.cases.normal import normal
 

@@ -10,11 +10,11 @@ import pytest
 import jaxfused
 from jaxfused import reference
 from jaxfused.reference.attention import Mask
-from pallas_kernels import attention_fwd
-from pallas_kernels.attention_fwd import ForwardConfig
-from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
-from pallas_kernels.attention_mask import BlockMask, Blocks, segment_blocks
-from pallas_kernels.attention_tiles import QueryTiles
+from pallas_kernels.attention import forward as attention_fwd
+from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention.mask import BlockMask, Blocks, segment_blocks
+from pallas_kernels.attention.tiles import QueryTiles
 from tests import mosaic_interpreter
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case

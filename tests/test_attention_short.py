@@ -10,11 +10,11 @@ import pytest
 
 from jaxfused import reference
 from jaxfused.reference.attention import Mask
-from pallas_kernels import attention_short
-from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
-from pallas_kernels.attention_mask import BlockMask
-from pallas_kernels.attention_short_bwd import BackwardConfig
-from pallas_kernels.attention_short_fwd import ForwardConfig
+from pallas_kernels.attention import short as attention_short
+from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.short_backward import BackwardConfig
+from pallas_kernels.attention.short_forward import ForwardConfig
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import linear, mlp
-from pallas_kernels.matmul import MatmulConfig, matmul, why_unsupported
+from pallas_kernels.product import linear, mlp
+from pallas_kernels.product.matmul import MatmulConfig, matmul, why_unsupported
 from tests.tolerances import assert_accurate
 
 SMALL = MatmulConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)

@@ -7,7 +7,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
-from pallas_kernels import qkv_projection
+from pallas_kernels.product import qkv_projection
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
 from tests.transforms import assert_transforms

@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch, ops
-from pallas_kernels import rope as pallas_rope
+from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.rope import CASES, Case
 from tests.transforms import assert_transforms

@@ -14,9 +14,9 @@ from jaxfused.cuda import attention as cuda_attention
 from jaxfused.ops.batching import batch_all, one_by_one
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.attention import Mask
-from pallas_kernels import attention as pallas_attention
-from pallas_kernels.attention_logits import Logits, Operands, dropout_seeds
-from pallas_kernels.attention_mask import BlockMask, segment_blocks
+from pallas_kernels.attention import attention as pallas_attention
+from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention.mask import BlockMask, segment_blocks
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 

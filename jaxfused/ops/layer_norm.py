@@ -21,7 +21,7 @@ from jaxfused.ops.validation import (
     check_floating,
     check_shape,
 )
-from pallas_kernels import layer_norm as pallas_layer_norm
+from pallas_kernels.rows import layer_norm as pallas_layer_norm
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
 

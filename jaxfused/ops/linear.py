@@ -14,9 +14,9 @@ from jaxfused.ops.row_kernel import ROWS, RowKernel
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.activation import activate
 from jaxfused.reference.product import product
-from pallas_kernels import linear as pallas_linear
-from pallas_kernels import matmul as pallas_matmul
-from pallas_kernels.product import fills, wastes_wide_tiles
+from pallas_kernels.product import linear as pallas_linear
+from pallas_kernels.product import matmul as pallas_matmul
+from pallas_kernels.product.mainloop import fills, wastes_wide_tiles
 
 
 def linear(

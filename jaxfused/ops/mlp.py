@@ -19,9 +19,9 @@ from jaxfused.ops.linear import (
 )
 from jaxfused.ops.row_kernel import ROWS
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from pallas_kernels import matmul as pallas_matmul
-from pallas_kernels import mlp as pallas_mlp
-from pallas_kernels.product import fills
+from pallas_kernels.product import matmul as pallas_matmul
+from pallas_kernels.product import mlp as pallas_mlp
+from pallas_kernels.product.mainloop import fills
 
 Save = Literal["hidden", "preactivation", "inputs"]
 

@@ -16,8 +16,8 @@ from jaxfused.ops.batching import batch_all, is_batched, one_by_one
 from jaxfused.ops.linear import check_affine, weight_gradient
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
-from pallas_kernels import qkv_projection as pallas_qkv_projection
-from pallas_kernels.product import fills
+from pallas_kernels.product import qkv_projection as pallas_qkv_projection
+from pallas_kernels.product.mainloop import fills
 
 
 def qkv_projection(

@@ -15,7 +15,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.reference.rope import RopeScaling
-from pallas_kernels import rope as pallas_rope
+from pallas_kernels.rows import rope as pallas_rope
 
 
 def rope(

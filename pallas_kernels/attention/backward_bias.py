@@ -13,9 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_fwd import copyable, shared_width
-from pallas_kernels.attention_logits import Logits, Operands, Tile
-from pallas_kernels.attention_tiles import operand_memory, padded_columns
+from pallas_kernels.attention.forward import copyable, shared_width
+from pallas_kernels.attention.logits import Logits, Operands, Tile
+from pallas_kernels.attention.tiles import operand_memory, padded_columns
 
 _ROWS, _COLUMNS = 64, 128
 """Queries and keys of a tile."""

@@ -20,8 +20,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
-SHARED_MEMORY_BYTES = 226 * 1024
-"""Of a CTA, without what its barriers take."""
 ACCUMULATOR_ELEMENTS = 128 * 192
 """Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
 

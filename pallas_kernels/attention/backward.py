@@ -9,11 +9,11 @@ in the others.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_bwd_bias import bias_gradient
-from pallas_kernels.attention_bwd_dkv import KeyGradientConfig, key_gradients
-from pallas_kernels.attention_bwd_dq import QueryGradientConfig, query_gradient
-from pallas_kernels.attention_bwd_rows import row_gradients, row_statistics
-from pallas_kernels.attention_logits import Logits, Operands
+from pallas_kernels.attention.backward_bias import bias_gradient
+from pallas_kernels.attention.backward_dkv import KeyGradientConfig, key_gradients
+from pallas_kernels.attention.backward_dq import QueryGradientConfig, query_gradient
+from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
+from pallas_kernels.attention.logits import Logits, Operands
 
 _ROWS = 384
 """A multiple of all blocks of queries, to which vectors of T are filled up."""

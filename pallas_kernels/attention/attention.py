@@ -11,8 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention_bwd, attention_fwd, attention_short
-from pallas_kernels.attention_logits import Logits, Operands
+from pallas_kernels import hopper
+from pallas_kernels.attention import backward as attention_bwd
+from pallas_kernels.attention import forward as attention_fwd
+from pallas_kernels.attention import short as attention_short
+from pallas_kernels.attention.logits import Logits, Operands
 
 _LARGEST_HEAD_SIZE = 256
 
@@ -31,8 +34,9 @@ def why_unsupported(
 
     `used` names optional arguments as `jaxfused.ops.attention.implementations` does.
     """
-    if compute_capability is None or compute_capability[0] != 9:
-        return "the Pallas kernels of attention need a Hopper GPU (compute capability 9.0)"
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"query, key and value must be bfloat16 or float16, got {dtype}"
     for size in (head_size, value_size):

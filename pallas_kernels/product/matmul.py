@@ -16,9 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.product import (
+from pallas_kernels import hopper
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.product.mainloop import (
     CONSUMERS,
-    SHARED_MEMORY_BYTES,
     Block,
     MatmulConfig,
     Product,
@@ -93,7 +94,9 @@ def default_config(
         tiles(tile_n=128, stages=2),
         tiles(tile_m=64, tile_n=128, stages=2),
     ]
-    return next(c for c in candidates if shared_memory_bytes(c) <= SHARED_MEMORY_BYTES)
+    return next(
+        c for c in candidates if shared_memory_bytes(c) <= SHARED_MEMORY_BYTES - BARRIER_BYTES
+    )
 
 
 def why_unsupported(
@@ -111,8 +114,9 @@ def why_unsupported(
       features: the sizes of the axes of which a product is taken or made, rows aside.
       allows_tf32: whether float32 may be multiplied with the 10 bits of tf32.
     """
-    if compute_capability is None or compute_capability[0] != 9:
-        return "it needs a Hopper GPU (compute capability 9.0)"
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtypes["x"] == jnp.float32 and not allows_tf32:
         return (
             "it multiplies float32 as tf32, which is less than x's float32 is to be multiplied with"

@@ -18,10 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import matmul
-from pallas_kernels.product import (
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.product import matmul
+from pallas_kernels.product.mainloop import (
     CONSUMERS,
-    SHARED_MEMORY_BYTES,
     Block,
     MatmulConfig,
     Product,
@@ -127,7 +127,7 @@ def default_config(
                 epilogue_columns=piece,
             )
         )
-        <= SHARED_MEMORY_BYTES
+        <= SHARED_MEMORY_BYTES - BARRIER_BYTES
     )
 
 

@@ -13,9 +13,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-SHARED_MEMORY_BYTES = 232448 - 1024
-"""Of a CTA on Hopper, less what barriers take."""
-
 COLUMNS = 64
 """Of a block: 128 bytes, the widest swizzle. Narrower heads take a whole block all the same."""
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.attention_short_bwd import backward, backward_packed, default_config
-from pallas_kernels.attention_short_fwd import forward, forward_packed, workers_that_fit
+from pallas_kernels import hopper
+from pallas_kernels.attention.short_backward import backward, backward_packed, default_config
+from pallas_kernels.attention.short_forward import forward, forward_packed, workers_that_fit
 
 __all__ = ["backward", "backward_packed", "forward", "forward_packed", "why_unsupported"]
 
@@ -29,8 +30,9 @@ def why_unsupported(
     value_size: int,
 ) -> str | None:
     """None where forward and backward can run, else the rule that stands in the way."""
-    if compute_capability is None or compute_capability[0] != 9:
-        return "the Pallas kernels of attention need a Hopper GPU (compute capability 9.0)"
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"query, key and value must be bfloat16 or float16, got {dtype}"
     if head_size % 8 or value_size % 8:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.activation import activation as activate
-from pallas_kernels.matmul import MatmulConfig, matmul
+from pallas_kernels.product.matmul import MatmulConfig, matmul
 
 
 def preactivation(z: jax.Array, *, bias: jax.Array | None = None) -> tuple[jax.Array]:

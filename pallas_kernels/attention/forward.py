@@ -17,10 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import QueryTiles, operand_memory, padded_columns
-from pallas_kernels.row_tiles import SHARED_MEMORY_BYTES
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention.mask import segment_blocks
+from pallas_kernels.attention.tiles import QueryTiles, operand_memory, padded_columns
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _ROWS = 64
 """Queries of a consumer: what one wgmma instruction takes."""
@@ -65,7 +65,7 @@ class ForwardConfig:
         elements += self.stages * self.key_block * (head_width + value_width)
         if self.has_own_output(head_size, value_size):
             elements += self.query_block * value_width
-        return 2 * elements + 1024
+        return 2 * elements + BARRIER_BYTES
 
     def has_own_output(self, head_size: int, value_size: int) -> bool:
         """Whether the output has shared memory of its own: also where that of Q has another width."""
@@ -131,7 +131,7 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T or more]), see pallas_kernels.attention."""
+    """(out [B, T, N, V], lse [B, N, T or more]), see pallas_kernels.attention.attention."""
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads, value_size = value.shape[1:]
     mask = logits.mask

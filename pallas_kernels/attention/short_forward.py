@@ -14,9 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import attention_short_memory as memory
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
-from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
+from pallas_kernels.attention import short_memory as memory
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention.short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 ROWS = 64
 """Queries of a tile: what one wgmma instruction takes."""
@@ -43,7 +44,7 @@ def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
         ceil_to(key_count, 8) * head + ceil_to(key_count, 64) * value + _QUERY_SLOTS * ROWS * head
     )
     numbers += 0 if head == value else ROWS * value
-    return memory.SHARED_MEMORY_BYTES // (2 * numbers + 4 * ROWS)
+    return (SHARED_MEMORY_BYTES - BARRIER_BYTES) // (2 * numbers + 4 * ROWS)
 
 
 def default_config(
@@ -74,7 +75,7 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T or more] float32), see pallas_kernels.attention."""
+    """(out [B, T, N, V], lse [B, N, T or more] float32), see pallas_kernels.attention.attention."""
     shape = Shape.of(query, key, value)
     return _forward((query, key, value), shape, operands, logits, multiprocessors, config)
 

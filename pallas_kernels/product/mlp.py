@@ -1,15 +1,15 @@
 """mlp and gated_mlp on the Hopper product, where an activation stands before or after it.
 
-Their other products are `pallas_kernels.linear`, or XLA's where nothing is to be fused.
+Their other products are `pallas_kernels.product.linear`, or XLA's where nothing is to be fused.
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import linear
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
-from pallas_kernels.matmul import MatmulConfig, matmul
+from pallas_kernels.product import linear
+from pallas_kernels.product.matmul import MatmulConfig, matmul
 
 
 def hidden_and_slope(

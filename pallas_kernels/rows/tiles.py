@@ -20,13 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import LANES, WARPS
 from pallas_kernels.store import store_unoptimized
-
-WARPS = 4
-"""Warps in a warpgroup, and so lines in its tile."""
-LANES = 32
-SHARED_MEMORY_BYTES = 227 * 1024
-"""What one CTA may use on Hopper."""
 
 
 @dataclass(frozen=True)

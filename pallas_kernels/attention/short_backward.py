@@ -16,10 +16,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import attention_short_memory as memory
-from pallas_kernels.attention_bwd_rows import row_gradients, row_statistics
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
-from pallas_kernels.attention_short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
+from pallas_kernels.attention import short_memory as memory
+from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
+from pallas_kernels.attention.short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 ROWS = 64
 """Queries of a step and keys of a tile: what one wgmma instruction takes."""
@@ -60,7 +61,9 @@ class BackwardConfig:
         numbers = self.key_slots * self.keys * (head + value)
         numbers += self.query_slots * ROWS * (head + 2 * value)
         numbers += self.keys * ROWS + ROWS * head
-        return 2 * numbers + self.query_slots * 4 * ROWS * 4 <= memory.SHARED_MEMORY_BYTES
+        return 2 * numbers + self.query_slots * 4 * ROWS * 4 <= (
+            SHARED_MEMORY_BYTES - BARRIER_BYTES
+        )
 
 
 def default_config(key_count: int) -> BackwardConfig:
@@ -89,7 +92,7 @@ def backward(
     multiprocessors: int,
     config: BackwardConfig | None = None,
 ) -> Gradients:
-    """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.
+    """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.attention.
 
     lse is what `forward` returned, with its padding. With a bias that differs between keys the
     gradient of the logits passes through global memory, [B, N, S, T] in float32, and XLA adds it up

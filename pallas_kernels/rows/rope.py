@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.row_tiles import LANES, WARPS
+from pallas_kernels import hopper
+from pallas_kernels.hopper import LANES, WARPS
 from pallas_kernels.store import store_unoptimized
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -48,8 +49,9 @@ def why_unsupported(
     k_dtype: Any,
 ) -> str | None:
     """None where it can run, forward and back, else the rule that stands in the way."""
-    if compute_capability is None or compute_capability[0] != 9:
-        return "the Pallas kernel of rope needs a Hopper GPU (compute capability 9.0)"
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtype not in _DTYPES or dtype != k_dtype:
         return f"q and k must both be float32, bfloat16 or float16, got {dtype} and {k_dtype}"
     if interleaved:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_mask import BlockMask, Index
+from pallas_kernels.attention.mask import BlockMask, Index
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)

@@ -18,10 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_fwd import copyable, shared_width
-from pallas_kernels.attention_logits import Logits, Operands, TransposedTile
-from pallas_kernels.attention_mask import segment_blocks
-from pallas_kernels.attention_tiles import KeyTiles, operand_memory, padded_columns
+from pallas_kernels.attention.forward import copyable, shared_width
+from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
+from pallas_kernels.attention.mask import segment_blocks
+from pallas_kernels.attention.tiles import KeyTiles, operand_memory, padded_columns
 
 _KEYS = 64
 """Keys of a warpgroup: what one wgmma instruction takes."""

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import derivative
-from pallas_kernels.row_tiles import LANES, SHARED_MEMORY_BYTES, WARPS, RowConfig, RowTiles
+from pallas_kernels.hopper import LANES, SHARED_MEMORY_BYTES, WARPS
+from pallas_kernels.rows.tiles import RowConfig, RowTiles
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -162,8 +164,9 @@ def why_unsupported(
     residual_dtype: Any = None,
 ) -> str | None:
     """None where forward and backward can run, else the rule that stands in the way."""
-    if compute_capability is None or compute_capability[0] != 9:
-        return "the Pallas kernel of layer_norm needs a Hopper GPU (compute capability 9.0)"
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
     if dtype not in _DTYPES:
         return f"x must be float32, bfloat16 or float16, got {dtype}"
     if residual_dtype is not None and residual_dtype != dtype:

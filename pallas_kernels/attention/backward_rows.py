@@ -7,7 +7,7 @@ delta = D - dlse is what the gradients of its logits have in common, dL_s = P_s 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_logits import EMPTY_LSE, LOG2E, Operands
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands
 
 
 def row_statistics(

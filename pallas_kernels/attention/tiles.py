@@ -17,8 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention_logits import Operands
-from pallas_kernels.attention_mask import BlockMask, Blocks, Index
+from pallas_kernels.attention.logits import Operands
+from pallas_kernels.attention.mask import BlockMask, Blocks, Index
 
 
 def padded_columns(width: int, any_idx: jax.Array) -> Any:
