@@ -5,9 +5,10 @@ implementation can run, a sentence where it cannot. Nothing else decides: no env
 registry, no state.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -80,3 +81,38 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
             " Pass implementation=None for the fastest one that can."
         )
     return implementation
+
+
+# --- what was chosen ------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """Which implementation runs a stage of an operator at one place of a program."""
+
+    stage: str
+    """The operator and its stage: "layer_norm forward"."""
+    operands: Sequence[jax.ShapeDtypeStruct | None]
+    """As the kernel sees them: after `jax.vmap`, on the shard."""
+    implementation: str
+    reasons: Mapping[str, str | None]
+    """For each implementation, fastest first, None or why it cannot run."""
+
+
+_recordings: list[list[Choice]] = []
+
+
+def record(choice: Choice) -> None:
+    """Tells those who listen what was chosen; see `recorded`."""
+    for recording in _recordings:
+        recording.append(choice)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Inside of it the list fills with the choices of all that is traced."""
+    recording: list[Choice] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings.remove(recording)

@@ -72,3 +72,33 @@ def preactivation(
 def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> jax.Array:
     """Adds the residual before the one rounding to `out_dtype`."""
     return (y if residual is None else y + residual.astype(y.dtype)).astype(jnp.dtype(out_dtype))
+
+
+# --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
+
+
+def layer(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    save_preactivation: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, z): y as `linear` returns it, and with `save_preactivation` the preactivation in x's dtype."""
+    if activation is None and not save_preactivation:
+        y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
+        return add_residual(y, residual, out_dtype), None
+    z = preactivation(x, w, bias, precision=precision)
+    y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+    return add_residual(y, residual, out_dtype), z if save_preactivation else None
+
+
+def activation_gradient(activation: str | None, dy: jax.Array, z: jax.Array) -> jax.Array:
+    """The gradient of the preactivation z from that of activation(z), in float32."""
+    wide = accumulator_dtype(z.dtype)
+    _, vjp = jax.vjp(lambda z: activate(activation, z), z.astype(wide))
+    return vjp(dy.astype(wide))[0]
