@@ -6,6 +6,7 @@ registry, no state.
 """
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -27,12 +28,28 @@ class Device:
     """Streaming multiprocessors of a GPU, 0 elsewhere."""
 
 
+_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assume(device: Device) -> Iterator[None]:
+    """Inside of it operators are traced as for `device`, which need not be there."""
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def current_device(*arrays: object) -> Device:
     """The device on which an operation over `arrays` will run.
 
     Concrete arrays say where they are. Under a transformation they do not, and JAX's default device
     (`jax.default_device`, then the default backend) is taken.
     """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return _describe(next(iter(array.devices())))
@@ -96,6 +113,8 @@ class Choice(NamedTuple):
     implementation: str
     reasons: Mapping[str, str | None]
     """For each implementation, fastest first, None or why it cannot run."""
+    by_partitioner: bool = False
+    """Whether XLA asked, for a shard of an operation that it has partitioned."""
 
 
 _recordings: list[list[Choice]] = []

@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import jax
@@ -295,45 +296,56 @@ def test_dropout_divides_by_what_it_keeps():
 # --- implementations and errors -------------------------------------------------------------------
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
-FITS_CUDNN = {
-    "dtype": jnp.bfloat16,
-    "query_length": 192,
-    "key_length": 192,
-    "head_size": 64,
-    "value_head_size": 64,
-}
+
+
+def cudnn(length=192, keys=None, head_size=64, value_size=None, dtype=jnp.bfloat16, **options):
+    """Why cuDNN cannot take a call on the device that is assumed, as the error says it."""
+    query = jnp.ones((1, length, 2, head_size), dtype)
+    key = jnp.ones((1, keys or length, 2, head_size), dtype)
+    value = jnp.ones((*key.shape[:3], value_size or head_size), dtype)
+    call = functools.partial(jaxfused.dot_product_attention, implementation="cudnn", **options)
+    try:
+        jax.eval_shape(call, query, key, value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
     ("device", "change", "reason"),
     [
-        (H200, {}, None),
-        (H200, {"head_size": 256, "value_head_size": 256}, None),
-        (H200, {"used": ("bias", "mask"), "query_length": 32, "key_length": 96}, None),
-        (H200, {"window": (5, 0)}, None),
-        (H200, {"window": (5, 5), "is_causal": True}, None),
         (dispatch.Device("cpu", "cpu", None, 0), {}, "needs an NVIDIA GPU"),
         (dispatch.Device("gpu", "Tesla T4", (7, 5), 40), {}, "capability 8.0"),
         (dispatch.Device("gpu", "L4", (8, 9), 58), {"head_size": 256}, "up to 128, not 256"),
-        (H200, {"dtype": jnp.dtype("float32")}, "not float32"),
+        (H200, {"dtype": jnp.float32}, "not float32"),
         (H200, {"head_size": 60}, "multiple of 8"),
-        (H200, {"value_head_size": 32}, "one head size"),
-        (H200, {"query_length": 198}, "multiples of 32, not 198 queries and 192 keys"),
-        (H200, {"window": (5, 5)}, "no window to the right"),
-        (H200, {"window": (5, 0), "query_length": 224}, "fewer keys"),
-        (H200, {"used": ("sinks", "dropout")}, "does not have sinks and dropout"),
-        (H200, {"used": ("return_residual",)}, "not its gradient"),
+        (H200, {"value_size": 32}, "one head size"),
+        (H200, {"length": 198, "keys": 192}, "multiples of 32, not 198 queries and 192 keys"),
+        (H200, {"local_window_size": (5, 5)}, "no window to the right"),
+        (H200, {"local_window_size": (5, 0), "length": 224, "keys": 192}, "fewer keys"),
+        (H200, {"logits_soft_cap": 5.0}, "does not have logits_soft_cap"),
+        (H200, {"return_residual": True}, "not its gradient"),
     ],
 )
 def test_limits_of_cudnn(device, change, reason):
-    given = attention.implementations(device, **(FITS_CUDNN | change))["cudnn"]
-    assert given is None if reason is None else reason in given
+    with dispatch.assume(device):
+        assert reason in cudnn(**change)
 
 
-def test_cudnn_is_never_the_default():
-    reasons = attention.implementations(H200, **FITS_CUDNN) | {"pallas": "no", "cuda": "no"}
-    assert dispatch.choose("dot_product_attention", None, reasons) == "xla"
-    assert dispatch.choose("dot_product_attention", "cudnn", reasons) == "cudnn"
+@pytest.mark.parametrize(
+    "fitting",
+    [
+        {},
+        {"head_size": 256},
+        {"bias": jnp.ones((1, 1, 32, 96)), "length": 32, "keys": 96},
+        {"local_window_size": (5, 0)},
+        {"local_window_size": (5, 5), "is_causal": True},
+    ],
+)
+def test_what_cudnn_is_asked_to_do(fitting, monkeypatch):
+    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, *others: query)
+    with dispatch.assume(H200):
+        assert cudnn(**fitting) is None
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.validation import check_constant, check_count, check_floating, check_shape
 from jaxfused.reference.cross_entropy import Normalizer, Options, counted, is_soft
@@ -92,7 +93,7 @@ def softmax_cross_entropy(
     options = Options(label_smoothing, z_loss, ignore_index)
     labels = check_labels(op, labels, logits.shape, options)
     _check_options(op, options, weights, logits.shape[:-1], reduction)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(logits)))
+    reference_only(op, implementation, logits)
     losses = _token_losses(options, logits, labels)
     return _reduce(losses, counted(labels, options), weights, reduction)
 
@@ -159,7 +160,7 @@ def linear_softmax_cross_entropy(
     _check_options(op, options, weights, leading, reduction)
     if chunk_size is not None:
         check_count(op, "chunk_size", chunk_size)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
     rows = math.prod(leading)
     losses = _linear_token_losses(
         options,
@@ -170,16 +171,6 @@ def linear_softmax_cross_entropy(
         labels.reshape(rows, *labels.shape[len(leading) :]),
     )
     return _reduce(losses.reshape(leading), counted(labels, options), weights, reduction)
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of cross_entropy yet",
-        "cuda": "there is no CUDA kernel of cross_entropy yet",
-        "xla": None,
-    }
 
 
 def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Options) -> jax.Array:

@@ -14,9 +14,9 @@ What happens then is the same for all of them, from the outside in:
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,33 +54,28 @@ class Kernel(Protocol):
     def name(self) -> str:
         """The operator and its stage: "layer_norm forward"."""
 
-    def axes(self, *operands: jax.Array | None) -> Axes:
-        """The letters of operands and results; of the operands only rank and absence may count."""
+    @property
+    def axes(self) -> Callable[..., Axes]:
+        """`axes(*operands)`: the letters of operands and results; only rank and absence may count."""
 
-    def reasons(
-        self, device: dispatch.Device, *operands: jax.Array | None
-    ) -> Mapping[str, str | None]:
-        """For each implementation, fastest first, None or why it cannot run these very operands.
+    @property
+    def reasons(self) -> Callable[..., Mapping[str, str | None]]:
+        """`reasons(device, *operands)`: why each implementation cannot run these very operands.
 
-        The rows of the operands are one axis here, as in `run`. XLA always can; an implementation
-        that has nothing of its own for this stage, and leaves it to XLA, is not listed.
+        Fastest first; None for one that can. The rows of the operands are one axis here, as in `run`.
+        XLA always can; an implementation that leaves this stage to XLA is not listed.
         """
 
-    def run(
-        self, implementation: str, device: dispatch.Device, *operands: jax.Array | None
-    ) -> Results:
-        """The results, by one of the implementations whose reason is None."""
+    @property
+    def run(self) -> Callable[..., Results]:
+        """`run(implementation, device, *operands)`: the results, by an implementation that can run."""
 
-    def batched(
-        self,
-        call: Callable[..., Results],
-        axis_size: int,
-        in_batched: Sequence[Any],
-        *operands: jax.Array | None,
-    ) -> Results | None:
-        """The batched results under `jax.vmap`, or None where the entries have to run one by one.
+    @property
+    def batched(self) -> Callable[..., Results | None]:
+        """`batched(call, axis_size, in_batched, *operands)`: the batched results under `jax.vmap`.
 
-        `call(kernel, *operands)` runs a kernel on operands that have taken the batch in.
+        None where the entries of the batch have to run one by one. `call(kernel, *operands)` runs a
+        kernel on operands that have taken the batch in.
         """
 
 
@@ -102,21 +97,57 @@ class Runner:
         return _Call(kernel, self).batchable(*operands)
 
 
-def takes_reference(op: str, implementation: str | None, device: dispatch.Device, x: Any) -> bool:
+_KERNEL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def takes_reference(
+    op: str,
+    implementation: str | None,
+    device: dispatch.Device,
+    x: jax.Array,
+    *,
+    why_xla: str | None = None,
+) -> bool:
     """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
     That is settled before the operator's custom_vjp, so that forward-mode differentiation works
-    wherever no kernel can run: on this platform, or for the dtype of `x`.
+    wherever no kernel can run: on this platform, or for the dtype of `x`; and where the operator
+    leaves the call to XLA, for which `why_xla` gives the reason.
     """
-    names = ("pallas", "cuda", "xla")
-    dispatch.choose(op, implementation, dict.fromkeys(names))
-    if implementation is not None:
-        return implementation == "xla"
-    has_kernels = hopper.why_unfit(device.compute_capability) is None or (
-        cuda.library.why_unfit(device.compute_capability) is None
-        and cuda.library.why_unavailable() is None
+    if x.dtype not in _KERNEL_DTYPES:
+        why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
+        reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
+    else:
+        capability = device.compute_capability
+        reasons = {
+            "pallas": hopper.why_unfit(capability),
+            "cuda": cuda.library.why_unfit(capability) or cuda.library.why_unavailable(),
+        }
+    if implementation is None and why_xla is not None:
+        reasons = {name: reason or why_xla for name, reason in reasons.items()}
+    reasons["xla"] = None
+    chosen = dispatch.choose(op, implementation, reasons)
+    if chosen == "xla":
+        dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
+    return chosen == "xla"
+
+
+def reference_only(op: str, implementation: str | None, x: jax.Array) -> None:
+    """Checks the name of an implementation of an operator that has no kernels yet."""
+    reasons = {
+        "pallas": f"there is no Pallas kernel of {op} yet",
+        "cuda": f"there is no CUDA kernel of {op} yet",
+        "xla": None,
+    }
+    chosen = dispatch.choose(op, implementation, reasons)
+    dispatch.record(dispatch.Choice(op, _shapes([x]), chosen, reasons))
+
+
+def _shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
+    return tuple(
+        None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
+        for operand in operands
     )
-    return not has_kernels or x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def batched_rows(
@@ -231,13 +262,7 @@ class _OnShard:
         chosen = dispatch.choose(call.kernel.name, named, reasons)
         dispatch.record(
             dispatch.Choice(
-                call.kernel.name,
-                tuple(
-                    None if operand is None else jax.ShapeDtypeStruct(operand.shape, operand.dtype)
-                    for operand in operands
-                ),
-                chosen,
-                dict(reasons),
+                call.kernel.name, _shapes(operands), chosen, dict(reasons), self.in_own_module
             )
         )
         return chosen
@@ -312,7 +337,7 @@ def _lowered_by_export(
         return _lowered(kernel, implementation, device, *operands)
     present = [operand for operand in operands if operand is not None]
     exported = _exported(
-        kernel,
+        cast(Hashable, kernel),
         implementation,
         device,
         tuple(None if o is None else (o.shape, jnp.dtype(o.dtype)) for o in operands),

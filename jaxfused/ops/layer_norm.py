@@ -342,7 +342,7 @@ class _Backward:
     def run(self, implementation, device, dy, dnext_residual, h, mean, rstd, *vectors) -> Results:
         batch = h.shape[: self.batch_axes]
         keywords: dict[str, Any] = dict(segments=math.prod(batch), **self.options.keywords())
-        functions: Mapping[str, Callable[..., Results]] = {
+        functions: Mapping[str, Callable[..., Any]] = {
             "pallas": pallas_layer_norm.backward,
             "cuda": cuda.layer_norm.backward,
             "xla": reference.layer_norm.gradient,

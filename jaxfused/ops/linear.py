@@ -79,9 +79,9 @@ def linear(
     check_residual(op, residual, x, w.shape[1])
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
-    # XLA has nothing to fuse either, and no product is faster than its own.
-    is_bare = implementation is None and bias is None and activation is None
-    if takes_reference(op, implementation, device, x) or is_bare:
+    is_bare = bias is None and activation is None
+    why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
+    if takes_reference(op, implementation, device, x, why_xla=why_xla):
         return reference.linear.linear(
             x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
         )
@@ -191,7 +191,7 @@ def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
     if preactivation is None:
         dz, dbias = dy.astype(x.dtype), None if bias is None else sum_rows(dy, bias.dtype)
     else:
-        gradient = _ActivationGradient(options.activation, bias is not None)
+        gradient = _ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
     return (
@@ -323,7 +323,7 @@ class Layer:
 class _ActivationGradient:
     """(dz, dz summed over the rows) of dy and the preactivation z [M, F]; sums are float32 [F]."""
 
-    activation: str | None
+    activation: str
     has_bias: bool
 
     @property

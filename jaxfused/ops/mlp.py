@@ -302,7 +302,7 @@ def _mlp(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
 def _mlp_fwd(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
     if options.saves_slope(run):
-        hidden = run(_HiddenAndSlope(options.activation, options.precision), x, w1, b1)
+        hidden = run(_HiddenAndSlope(str(options.activation), options.precision), x, w1, b1)
         h = hidden[0]
     else:
         layer = options.first_layer(
@@ -318,8 +318,8 @@ def _mlp_bwd(run: Runner, options: _Options, saved: _MlpResiduals, dy):
     dy_narrow = dy.astype(x.dtype)
     if hidden is not None:
         h, slope = hidden
-        gradient = _HiddenGradientBySlope(b1 is not None, options.precision)
-        dz, db1 = run(gradient, dy_narrow, w2, slope)
+        by_slope = _HiddenGradientBySlope(b1 is not None, options.precision)
+        dz, db1 = run(by_slope, dy_narrow, w2, slope)
     else:
         if z is None:
             z, _ = run(options.first_layer(x, activation=None, saves=False), x, w1, b1, None)
@@ -420,7 +420,7 @@ def _gate_axis(w_up: jax.Array | None) -> str:
 class _HiddenAndSlope:
     """The activation of x @ w1 + b1 and its derivative there, [M, F], of x [M, D] and w1 [D, F]."""
 
-    activation: str | None
+    activation: str
     precision: Any
 
     @property

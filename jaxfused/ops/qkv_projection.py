@@ -2,20 +2,21 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops.batching import batch_all, is_batched, one_by_one
+from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine, weight_gradient
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.reference.product import product
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
 from pallas_kernels.product.mainloop import fills
 
@@ -151,8 +152,8 @@ def qkv_projection(
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
-    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=launch.whole)
-    q, k, v = _qkv_projection(launch, *aligned)
+    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
+    q, k, v = _qkv_projection(Runner(implementation, device), options, *aligned)
     return ungrouped(q), ungrouped(k), ungrouped(v)
 
 

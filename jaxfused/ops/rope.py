@@ -96,10 +96,13 @@ def rope(
         )
     check_tables(op, q.shape, cos, sin)
     device = dispatch.current_device(q, k)
-    # XLA rotates halves of whole heads as fast as memory goes, and takes what stands around into the
-    # same kernel.
-    is_xlas = implementation is None and not interleaved and 2 * cos.shape[-1] == q.shape[-1]
-    if takes_reference(op, implementation, device, q) or is_xlas:
+    why_xla = None
+    if not interleaved and 2 * cos.shape[-1] == q.shape[-1]:
+        why_xla = (
+            "XLA rotates halves of whole heads as fast as memory goes, and takes what stands around"
+            " into the same kernel"
+        )
+    if takes_reference(op, implementation, device, q, why_xla=why_xla):
         q = reference.rope.rotate(q, cos, sin, interleaved=interleaved)
         if k is not None:
             k = reference.rope.rotate(k, cos, sin, interleaved=interleaved)
@@ -243,60 +246,6 @@ def ungrouped(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
 
-class _Residuals(NamedTuple):
-    cos: jax.Array
-    sin: jax.Array
-    q_and_k: tuple[jax.Array, jax.Array | None] | None
-    """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rope(run: Runner, rotation: _Rotation, q, k, cos, sin):
-    return run(rotation, q, k, cos, sin)
-
-
-def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
-    perturbed = cos.perturbed or sin.perturbed
-    q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
-    saved = _Residuals(cos, sin, (q, k) if perturbed else None)
-    # By the operator itself, so that a gradient has gradients.
-    return _rope(run, rotation, q, k, cos, sin), saved
-
-
-def _rope_bwd(run: Runner, rotation: _Rotation, saved: _Residuals, cotangents):
-    cos, sin, q_and_k = saved
-    dq, dk = (jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents)
-    dcos = dsin = None
-    if q_and_k is not None:
-
-        def rotated(cos, sin):
-            sines = -sin if rotation.inverse else sin
-            return [
-                None
-                if x is None
-                else reference.rope.rotate(ungrouped(x), cos, sines, interleaved=rotation.interleaved)
-                for x in q_and_k
-            ]
-
-        _, vjp = jax.vjp(rotated, cos, sin)
-        dcos, dsin = vjp([None if d is None else ungrouped(d) for d in (dq, dk)])
-    back = replace(rotation, inverse=not rotation.inverse)
-    return *_rope(run, back, dq, dk, cos, sin), dcos, dsin
-
-
-_rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
-
-
-def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
-    """The letters of grouped q and k and of both tables, for `sharding`."""
-    rows = sharding.leading_axes(q.ndim - 3)
-    table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
-    return rows + "ngh", rows + "nkh", table_axes, table_axes
-
-
-# --- kernel ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Rotation:
     """(q, k) rotated: grouped heads [..., T, n, N/n, H] by angles of [..., T, R/2] or [T, R/2]."""
@@ -365,6 +314,59 @@ class _Rotation:
         rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
         q, k = batch_all(axis_size, in_batched[:2], (q, k))
         return call(self, q, k, *batch_tables(axis_size, in_batched[2:], (cos, sin), rows))
+
+
+class _Residuals(NamedTuple):
+    cos: jax.Array
+    sin: jax.Array
+    q_and_k: tuple[jax.Array, jax.Array | None] | None
+    """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rope(run: Runner, rotation: _Rotation, q, k, cos, sin):
+    return run(rotation, q, k, cos, sin)
+
+
+def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
+    perturbed = cos.perturbed or sin.perturbed
+    q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
+    saved = _Residuals(cos, sin, (q, k) if perturbed else None)
+    # By the operator itself, so that a gradient has gradients.
+    return _rope(run, rotation, q, k, cos, sin), saved
+
+
+def _rope_bwd(run: Runner, rotation: _Rotation, saved: _Residuals, cotangents):
+    cos, sin, q_and_k = saved
+    dq, dk = (jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents)
+    dcos = dsin = None
+    if q_and_k is not None:
+
+        def rotated(cos, sin):
+            sines = -sin if rotation.inverse else sin
+            return [
+                None
+                if x is None
+                else reference.rope.rotate(
+                    ungrouped(x), cos, sines, interleaved=rotation.interleaved
+                )
+                for x in q_and_k
+            ]
+
+        _, vjp = jax.vjp(rotated, cos, sin)
+        dcos, dsin = vjp([None if d is None else ungrouped(d) for d in (dq, dk)])
+    back = replace(rotation, inverse=not rotation.inverse)
+    return *_rope(run, back, dq, dk, cos, sin), dcos, dsin
+
+
+_rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
+
+
+def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
+    """The letters of grouped q and k and of both tables, for `sharding`."""
+    rows = sharding.leading_axes(q.ndim - 3)
+    table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
+    return rows + "ngh", rows + "nkh", table_axes, table_axes
 
 
 def batch_tables(

@@ -86,33 +86,64 @@ def attention(
 
     The gradient keeps the arguments alone and takes the probabilities, [B, N, T, S], once more.
     """
+    seeds = None
+    if dropout_words is not None:
+        seeds = dropout_seeds(dropout_words, query.shape[0], query.shape[2])
 
-    def f(query, key, value, bias, sinks, mask, dropout_words, scale):
-        batch, query_count, heads, head_size = query.shape
-        key_count, key_heads = key.shape[1:3]
-        groups = heads // key_heads
-        grouped = query.reshape(batch, query_count, key_heads, groups, head_size)
-        logits = product("btkgh,bskh->bkgts", grouped, key) * scale
-        logits = logits.reshape(batch, heads, query_count, key_count)
-        if logits_soft_cap is not None:
-            logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-        if bias is not None:
-            logits = logits + bias.astype(logits.dtype)
-        logits = jnp.where(mask.allowed(query_count, key_count), logits, -jnp.inf)
+    def f(query, key, value, bias, sinks, mask, seeds, scale):
+        return attention_by_seeds(
+            query,
+            key,
+            value,
+            bias,
+            sinks,
+            mask,
+            seeds,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            dropout_rate=dropout_rate,
+        )
 
-        if sinks is not None:
-            sinks = sinks.astype(logits.dtype)
-        probabilities, lse = _softmax(logits, sinks)
-        if dropout_words is not None:
-            kept = keep(dropout_words, probabilities.shape, dropout_rate)
-            probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
+    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, seeds, scale)
 
-        grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
-        output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
-        output = output.reshape(batch, query_count, heads, value.shape[-1])
-        return output.astype(query.dtype), lse.transpose(0, 2, 1)
 
-    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, dropout_words, scale)
+def attention_by_seeds(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    seeds: jax.Array | None,
+    *,
+    scale: float | jax.Array,
+    logits_soft_cap: float | None,
+    dropout_rate: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The same from the seeds of dropout [2, B, N], for a shard does not know its place in B and N."""
+    batch, query_count, heads, head_size = query.shape
+    key_count, key_heads = key.shape[1:3]
+    groups = heads // key_heads
+    grouped = query.reshape(batch, query_count, key_heads, groups, head_size)
+    logits = product("btkgh,bskh->bkgts", grouped, key) * scale
+    logits = logits.reshape(batch, heads, query_count, key_count)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    logits = jnp.where(mask.allowed(query_count, key_count), logits, -jnp.inf)
+
+    if sinks is not None:
+        sinks = sinks.astype(logits.dtype)
+    probabilities, lse = _softmax(logits, sinks)
+    if seeds is not None:
+        kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
+        probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
+
+    grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
+    output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
+    output = output.reshape(batch, query_count, heads, value.shape[-1])
+    return output.astype(query.dtype), lse.transpose(0, 2, 1)
 
 
 @jax.custom_jvp
@@ -177,10 +208,20 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
     Source of the constants: Appleby, MurmurHash3, the finalizer of 32 bits.
     """
     batch, heads, query_count, key_count = shape
-    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(batch, heads, 1, 1)
+    return keep_by_seeds(dropout_seeds(words, batch, heads), query_count, key_count, rate)
+
+
+def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
+    """[2, B, N]: what in `keep` depends on the words and on a row's b and n."""
+    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
+    return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
+
+
+def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
+    """`keep` from `dropout_seeds` [2, B, N]."""
     t = jnp.arange(query_count, dtype=jnp.uint32)[:, None]
     pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)
-    u, v = (_murmur((_murmur(word ^ row) + jnp.uint32(0x9E3779B9)) ^ t) for word in words)
+    u, v = (_murmur(seed[:, :, None, None] ^ t) for seed in seeds)
     x = _murmur(u ^ pair, v)
     halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], -1)
     return halves[..., :key_count] >= jnp.uint32(_threshold(rate))

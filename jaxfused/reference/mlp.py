@@ -155,11 +155,11 @@ def gated_hidden_gradient(
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
-    sums = [
+    db_gate, db_up = (
         _sum_over_rows(d) if wanted else None
         for d, wanted in zip((dgate, dup), sum_rows, strict=True)
-    ]
-    return dgate.astype(gate.dtype), dup.astype(gate.dtype), h, *sums
+    )
+    return dgate.astype(gate.dtype), dup.astype(gate.dtype), h, db_gate, db_up
 
 
 def gated_input_gradient(
