@@ -43,8 +43,8 @@ def gradients(f, *args):
 
     def loss(*args):
         leaves = jax.tree.leaves(f(*args))
-        # The cotangent of a sum is a constant; its square's differs from element to element.
-        return sum(jnp.sum(jnp.square(y.astype(jnp.float32))) for y in leaves)
+        # Cotangents differ from element to element; what stands for no log-sum-exp has no square.
+        return sum(jnp.sum(jnp.square(jnp.maximum(y.astype(jnp.float32), -1e3))) for y in leaves)
 
     return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
 

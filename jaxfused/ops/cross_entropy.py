@@ -230,6 +230,7 @@ def _reduce(
 ) -> jax.Array:
     total = counts.astype(losses.dtype)
     if weights is not None:
+        weights = weights.astype(losses.dtype)
         losses, total = losses * weights, total * weights
     if reduction == "none":
         return losses

@@ -106,7 +106,8 @@ def token_gradients(
         classes = _classes(labels, options)
         targets = jax.nn.one_hot(classes, features, dtype=logits.dtype)
         missing = (classes < 0) | (classes >= features)
-        total = jnp.where(missing, jnp.array(jnp.nan, logits.dtype), 1.0)
+        # A NaN that is written as such would be found by `jax_debug_nans` where nothing is missing.
+        total = jnp.sqrt(jnp.where(missing, -1.0, 1.0).astype(logits.dtype))
     if smoothing:
         targets = (1.0 - smoothing) * targets + smoothing / features
         total = (1.0 - smoothing) * total + smoothing
