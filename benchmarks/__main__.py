@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks [NAME...]` and `python -m benchmarks end_to_end`."""
+"""The commands: `python -m benchmarks [NAME...]`, and those with options of their own."""
 
 import argparse
 import importlib
@@ -24,6 +24,7 @@ from benchmarks import (
     runner,
 )
 from benchmarks.case import LABELS, LESS, OURS
+from benchmarks.sweep import command as sweep
 
 
 def operators() -> dict[str, ModuleType]:
@@ -37,11 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == [end_to_end_report.NAME]:
         return end_to_end.main(arguments[1:])
+    if arguments[:1] == [sweep.NAME]:
+        return sweep.main(arguments[1:])
     modules = operators()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=benchmarks.__doc__,
-        epilog=f"Whole training steps: python -m benchmarks {end_to_end_report.NAME} --help",
+        epilog=f"Other commands: python -m benchmarks {end_to_end_report.NAME} | {sweep.NAME} --help",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(modules)}")
     parser.add_argument("--peers", default=",".join(peers.PROBES), help="default: %(default)s")
