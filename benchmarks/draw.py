@@ -43,34 +43,40 @@ class Draw:
     def rounded(self, low: int, high: int) -> int:
         """A `size` that people would choose: often a power of two or a multiple of 8 or 128."""
         value = self.size(low, high)
-        unit = self.pick((1, 8, 128, value.bit_length() and 1 << (value.bit_length() - 1)))
-        return max(low, value // unit * unit)
+        unit = self.pick((1, 8, 128, 1 << (value.bit_length() - 1)))
+        return value if unit > value else max(low, value // unit * unit)
 
     # --- sizes of networks ------------------------------------------------------------------------
 
     def width(self, most: int = 16384) -> int:
-        """Features of a network's layer; one in eight is odd, one in eight any multiple of 8."""
-        kind = self.pick(("vision", "vision", "vision", "language", "language", "language", 8, 1))
-        if kind == "vision":
-            width = self.pick(VISION_WIDTHS)
-        elif kind == "language":
-            width = self.pick(LANGUAGE_WIDTHS)
+        """Features of a network's layer; one in ten is any multiple of 8, one in 16 is odd."""
+        kind = self._rng.random()
+        if kind < 1 / 16:
+            width = self.size(16, most) | 1
+        elif kind < 0.16:
+            width = self.size(16, most) // 8 * 8
         else:
-            assert isinstance(kind, int)
-            width = self.size(16, most) // kind * kind
-            width |= kind % 2
+            width = self.pick(VISION_WIDTHS if kind < 0.58 else LANGUAGE_WIDTHS)
         return min(width, most)
 
     def batch_and_tokens(self) -> tuple[int, int]:
         """Images and their patches, sequences of text and their tokens, or tokens of a decoder."""
-        kind = self.pick(("vision", "vision", "text", "text", "decode"))
+        kind = self.pick(("vision",) * 4 + ("text",) * 4 + ("decode",))
         if kind == "vision":
-            batch, tokens = self.rounded(1, 512), self.pick(VISION_TOKENS)
+            batch, tokens = self.batch(512), self.pick(VISION_TOKENS)
         elif kind == "text":
-            batch, tokens = self.rounded(1, 16), self.rounded(1, 32768)
+            batch, tokens = self.batch(16), self.tokens()
         else:
             batch, tokens = self.rounded(1, 512), 1
         return self.shard(batch), tokens
+
+    def batch(self, most: int) -> int:
+        """Training has large batches, so the larger of two."""
+        return max(self.rounded(1, most), self.rounded(1, most))
+
+    def tokens(self, most: int = 32768) -> int:
+        """Tokens of a text: mostly many, any number from 1 up."""
+        return self.rounded(128 if self.chance(0.75) else 1, most)
 
     def shard(self, size: int) -> int:
         """What one of several devices has of an axis; most programs run on one."""

@@ -240,11 +240,11 @@ def _norm(draw: Draw, operator: str) -> Norm:
 
 
 def _attention(draw: Draw) -> Attention:
-    kind = draw.pick(("vision", "vision", "swin", "text", "text", "text", "decode", "cross"))
+    kind = draw.pick(("vision", "vision", "vision", "swin", *["text"] * 5, "decode", "cross"))
     dtype = draw.dtype()
     if kind == "swin":
         config = Attention(
-            batch=draw.shard(draw.rounded(8, 4096)),
+            batch=draw.shard(draw.batch(4096)),
             queries=(tokens := draw.pick((49, 64, 144))),
             keys=tokens,
             key_heads=draw.pick((3, 4, 6, 8, 12, 16, 24, 32)),
@@ -256,7 +256,7 @@ def _attention(draw: Draw) -> Attention:
     elif kind == "vision":
         tokens = draw.pick(VISION_TOKENS) if draw.chance(0.8) else draw.size(1, 4096)
         config = Attention(
-            batch=draw.shard(draw.rounded(1, 512)),
+            batch=draw.shard(draw.batch(512)),
             queries=tokens,
             keys=tokens,
             key_heads=draw.shard(draw.pick((3, 6, 12, 16))),
@@ -271,9 +271,9 @@ def _attention(draw: Draw) -> Attention:
 
 
 def _text_attention(draw: Draw, kind: str, dtype: str) -> Attention:
-    keys = draw.rounded(1, 32768)
+    keys = draw.tokens()
     sizes: dict[str, Any] = dict(
-        batch=draw.shard(draw.rounded(1, 16)),
+        batch=draw.shard(draw.batch(16)),
         queries=keys,
         keys=keys,
         key_heads=draw.shard(draw.pick((1, 2, 4, 8, 8, 16, 32))),
@@ -321,8 +321,9 @@ def _linear(draw: Draw) -> Linear:
 
 def _hidden(draw: Draw, width: int) -> int:
     """Hidden features as networks have them: 4 times the width, SigLIP's 4304, 8/3 of Llama."""
-    of_width = (4 * width, 4 * width, 8 * width // 3, 7 * width // 2)
-    return min(draw.pick((*of_width, _eights(8 * width // 3), 4304, 11008, 14336)), 16384)
+    of_width = (4 * width, 4 * width, 8 * width // 3, _eights(8 * width // 3), 7 * width // 2)
+    of_models = (4304, 11008, 14336) if width >= 1024 else ()
+    return min(draw.pick((*of_width, *of_models)), 16384)
 
 
 def _eights(size: int) -> int:
@@ -333,8 +334,8 @@ def _mlp(draw: Draw, operator: str) -> MLP:
     batch, tokens = draw.batch_and_tokens()
     width = draw.width(8192)
     hidden = draw.shard(_hidden(draw, width))
-    if draw.chance(0.15):
-        hidden = draw.size(16, 8192)
+    if draw.chance(0.1):
+        hidden = _eights(draw.size(16, 8192)) + draw.pick((0, 0, 0, 1))
     gated = operator == "gated_mlp"
     return MLP(
         operator=operator,

@@ -81,13 +81,12 @@ def _compile_here(f: Callable[..., Any], arrays: Sequence[Any]) -> Any:
 
 
 def program_text(compiled: Any) -> str:
-    """The optimised program without what does not bear on its speed: names and sources."""
-    text = "\n".join(line for line in compiled.as_text().splitlines() if line.strip())
+    """The optimised program without names and sources, which do not bear on its speed."""
+    text = compiled.as_text()
+    text = text[re.search(r"^(%|ENTRY)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
     text = re.sub(r", metadata=\{[^}]*\}", "", text)
-    text = re.sub(r"HloModule [^,]*", "HloModule", text)
-    text = re.sub(
-        r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n.*?(?=\n%|\nENTRY)", "", text
-    )
+    # The operands that a computation names in its first line stand in its body again.
+    text = re.sub(r"^((?:ENTRY )?%\S+) \(.*\) -> ", r"\1 -> ", text, flags=re.MULTILINE)
     names: dict[str, str] = {}
     return re.sub(r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
