@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import peers
+from benchmarks import peers, results
 from benchmarks.sweep import configs, judge, report
 from benchmarks.sweep.lowering import DIRECTIONS, Lowered, Workers
 from jaxfused.cuda import cublaslt, library
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if not on_gpu and not options.dry_run:
         print("The sweep needs an NVIDIA GPU; --dry-run tries tiny shapes on whatever is here.")
         return 2
-    run = report.machine(arguments)
+    run = results.run_tags(arguments) | {"device": jax.devices()[0].device_kind}
     mark = " with changes" if run["dirty"] else ""
     print(f"{run['device']}, commit {run['commit'][:12]}{mark}", flush=True)
     sweep = _Sweep(options, run, on_gpu=on_gpu)

@@ -3,14 +3,10 @@
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from benchmarks import results
 from benchmarks.sweep.lowering import OURS, STOCK
 
 Entry = dict[str, Any]
@@ -23,28 +19,6 @@ CUDNN = "cudnn"
 
 
 # --- files ----------------------------------------------------------------------------------------
-
-
-def machine(arguments: Sequence[str]) -> dict[str, Any]:
-    """What a run is tagged with."""
-    return {
-        "date": results.now(),
-        "arguments": list(arguments),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "device": jax.devices()[0].device_kind,
-        "versions": results.versions(),
-    }
-
-
-def _git(*arguments: str) -> str:
-    """What git says about this checkout; empty outside of one."""
-    here = Path(__file__).parent
-    try:
-        run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
-    except OSError:
-        return ""
-    return run.stdout.strip() if run.returncode == 0 else ""
 
 
 def save(path: Path, run: dict[str, Any], entries: Sequence[Entry]) -> None:
