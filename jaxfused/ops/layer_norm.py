@@ -336,7 +336,8 @@ class _Backward:
 
     def reasons(self, device, dy, dnext_residual, h, *others) -> Mapping[str, str | None]:
         del others
-        reasons = _reasons(device, dy, None if dnext_residual is None else h.dtype)
+        batch = math.prod(h.shape[: self.batch_axes])
+        reasons = _reasons(device, dy, None if dnext_residual is None else h.dtype, batch)
         return dispatch.preferring("cuda", reasons) if h.shape[-1] > 8192 else reasons
 
     def run(self, implementation, device, dy, dnext_residual, h, mean, rstd, *vectors) -> Results:
@@ -367,7 +368,7 @@ class _Backward:
         return call(replace(self, batch_axes=self.batch_axes + 1), *rows, *operands[5:])
 
 
-def _reasons(device, x, residual_dtype) -> dict[str, str | None]:
+def _reasons(device, x, residual_dtype, segments=1) -> dict[str, str | None]:
     """Why an implementation cannot run rows [..., D], forward or backward."""
     limits = dict(
         compute_capability=device.compute_capability,
@@ -375,6 +376,7 @@ def _reasons(device, x, residual_dtype) -> dict[str, str | None]:
         features=x.shape[-1],
         dtype=x.dtype,
         residual_dtype=residual_dtype,
+        segments=segments,
     )
     return {
         "pallas": pallas_layer_norm.why_unsupported(**limits),
