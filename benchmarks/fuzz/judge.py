@@ -25,6 +25,7 @@ _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
 """The truth is in float32 itself: so much of its largest value its sums may be off."""
 _TF32_BITS = 10
+_KINK_STEPS = 6
 _HUGE = 1e30
 """What stands for minus infinity in a log-sum-exp over nothing; it says nothing about a scale."""
 
@@ -170,17 +171,23 @@ def _compare(programs: _Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
 def _slack(
     programs: _Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
 ) -> list[Any]:
-    """How far each value moves if what a relu reads is moved by its rounding, up and down.
+    """How far each value moves while what a relu reads is moved by its rounding, up and down.
 
-    Within that a preactivation is on either side of the kink by luck, and its gradient with it.
+    Within that a preactivation is on either side of the kink by luck, and its gradient with it. The
+    way up and down is taken in steps, and what they do is added up: in a sum over rows two kinks may
+    cancel each other, and need not where we stand between them.
     """
     slack = [np.zeros(a.shape, np.float32) for a in true]
     for name in programs.problem.kinks:
-        unit = float(jnp.finfo(_coarsest(programs.problem)).eps) * 8
-        for step in (unit, -unit):
-            shifted = operands | {name: operands[name].astype(jnp.float32) + step}
-            moved = programs.run(_TRUTH, truth, shifted, cotangents)
-            slack = [s + np.abs(m - t) for s, m, t in zip(slack, moved, true, strict=True)]
+        farthest = float(jnp.finfo(_coarsest(programs.problem)).eps) * 8
+        for sign in (1.0, -1.0):
+            before = true
+            for step in range(1, _KINK_STEPS + 1):
+                shift = sign * farthest * step / _KINK_STEPS
+                shifted = operands | {name: operands[name].astype(jnp.float32) + shift}
+                moved = programs.run(_TRUTH, truth, shifted, cotangents)
+                slack = [s + np.abs(m - t) for s, m, t in zip(slack, moved, before, strict=True)]
+                before = moved
     return slack
 
 
