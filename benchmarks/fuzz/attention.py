@@ -73,7 +73,13 @@ def attention(options: Options) -> Problem:
         bias=Operand(_shape(o["bias"], sizes), o["bias_dtype"]) if o["bias"] else None,
         sinks=Operand((heads,), "float32") if o["sinks"] else None,
     )
-    return Problem(_attend(o), operands, _constants(o, sizes), tf32=dtype == "float32")
+    return Problem(
+        _attend(o),
+        operands,
+        _constants(o, sizes),
+        tf32=dtype == "float32",
+        noise=_rounded_output_noise(o),
+    )
 
 
 def _shape(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -126,3 +132,51 @@ def _attend(o: Options) -> Any:
         )
 
     return attend
+
+
+def _rounded_output_noise(o: Options) -> Any:
+    """What rounding the output does to gradients in any backward that keeps no weights.
+
+    The gradient of a logit is p (dp - delta), delta = sum(dy * y) of a row. Where the row gives all of
+    its weight to one key it is the difference of equal numbers, and what remains is p times the error
+    that y was rounded with. XLA, which keeps dp and the weights, has no such error.
+    """
+    attend = _attend(o | dict(dropout=0.0, residual=False))
+    scale = o["head_size"] ** -0.5 if o["scale"] is None else o["scale"]
+    # Four times the most that one rounding does: to 16 bits, or of a float32 product to tf32.
+    unit = 2 * max(float(jnp.finfo(o["dtype"]).eps), 2.0**-10)
+
+    def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
+        q, k, y, dy = operands["q"], operands["k"], results[0], cotangents[0]
+        given = {name: value for name, value in constants.items() if name != "dropout_key"}
+        # The weights are what attention makes of unit vectors.
+        units = jnp.broadcast_to(jnp.eye(o["keys"])[:, None], (*k.shape[:-1], o["keys"]))
+        weights = attend(operands | {"v": units}, given, How("xla", True))
+        row = unit * jnp.sqrt(jnp.sum((y * dy) ** 2, axis=-1))
+        by_group = (*row.shape[:-1], o["key_heads"], o["group"])
+        moved = weights * row[..., None]
+        grouped = moved.reshape(*by_group, o["keys"])
+        of_keys = jnp.einsum("...tkgs,...skh->...tkgh", grouped, jnp.abs(k))
+        squares = jnp.einsum(
+            "...tkgs,...tkgh->...skh", grouped**2, q.reshape(*by_group, q.shape[-1]) ** 2
+        )
+        found = {"q": scale * of_keys.reshape(q.shape), "k": scale * jnp.sqrt(squares)}
+        if "bias" in operands:
+            found["bias"] = _over_broadcast(moved, operands["bias"].shape)
+        if "sinks" in operands:
+            left = (1.0 - weights.sum(-1)) * row
+            found["sinks"] = jnp.sqrt(jnp.sum(left**2, axis=tuple(range(left.ndim - 1))))
+        return found
+
+    return noise
+
+
+def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[..., T, N, S] summed to the shape of a bias; the errors of rows are independent of each other."""
+    moved = jnp.moveaxis(moved, -2, -3)
+    whole = (1,) * (4 - len(shape)) + shape
+    moved = moved.reshape((1,) * (4 - moved.ndim) + moved.shape)
+    if whole[-1] == 1:
+        moved = moved.sum(-1, keepdims=True)
+    broadcast = tuple(axis for axis in range(4) if whole[axis] == 1)
+    return jnp.sqrt(jnp.sum(moved**2, axis=broadcast, keepdims=True)).reshape(shape)

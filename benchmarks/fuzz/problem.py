@@ -56,28 +56,62 @@ class Problem:
     tf32: bool = False
     """Whether float32 products may round their operands to 11 bits."""
     with_gradient: bool = True
+    noise: Callable[[Any, Any, Any, Any], Mapping[str, jax.Array]] | None = None
+    """(operands, constants, results, cotangents) to how far gradients may be off besides, by name."""
 
     def whole(self, how: How, batched: tuple[str, ...], gradient: bool) -> Function:
-        """(operands, constants, cotangents) to results and, if asked, gradients; all are lists."""
+        """(operands, constants, cotangents) to a list: results and, if asked, gradients.
+
+        After them the exact one has the noise of each gradient, where the problem has it.
+        """
 
         def forward(operands: Any, constants: Any) -> list[jax.Array]:
             def of_one(operands: Any) -> tuple[jax.Array, ...]:
                 results = self.function(operands, constants, how)
                 return results if isinstance(results, tuple) else (results,)
 
-            if not batched:
-                return list(of_one(operands))
-            axes = {name: 0 if name in batched else None for name in operands}
-            return list(jax.vmap(of_one, in_axes=(axes,))(operands))
+            return list(_mapped(of_one, batched, operands)(operands))
 
         def run(operands: Any, constants: Any, cotangents: Any) -> list[Any]:
             if not gradient:
                 return forward(operands, constants)
             results, pullback = jax.vjp(lambda moving: forward(moving, constants), operands)
             (gradients,) = pullback(cotangents)
-            return [*results, *(gradients[name] for name in self.operands)]
+            whole = [*results, *(gradients[name] for name in self.operands)]
+            if how.exact and self.noise is not None:
+                whole += self._noise(batched, operands, constants, results, cotangents)
+            return whole
 
-        return run
+        def precisely(*args: Any) -> list[Any]:
+            with jax.default_matmul_precision("highest"):
+                return run(*args)
+
+        return precisely if how.exact else run
+
+    def _noise(
+        self, batched: tuple[str, ...], operands: Any, constants: Any, results: Any, cotangents: Any
+    ) -> list[jax.Array]:
+        def of_one(operands: Any, results: Any, cotangents: Any) -> Any:
+            assert self.noise is not None
+            return dict(self.noise(operands, constants, results, cotangents))
+
+        noise = _mapped(of_one, batched, operands, 0, 0)(operands, results, cotangents)
+        whole = []
+        # In the order of the problem: inside jax.jit a dict is in that of its keys.
+        for name in self.operands:
+            values = noise.get(name, jnp.zeros(operands[name].shape))
+            # The gradient of what a batch shares is a sum over the batch.
+            if batched and name in noise and name not in batched:
+                values = jnp.sqrt(jnp.sum(values**2, axis=0))
+            whole.append(values)
+        return whole
+
+
+def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) -> Function:
+    """`f` over a batch of the operands named in `batched`, or as it is; `axes`: of what follows."""
+    if not batched:
+        return f
+    return jax.vmap(f, in_axes=({name: 0 if name in batched else None for name in operands}, *axes))
 
 
 # --- what several operators draw ------------------------------------------------------------------
