@@ -142,6 +142,10 @@ class _Sweep:
                 )
                 compiled[index] = None
                 self._add(entries)
+                if any("CUDA_ERROR" in entry.get("why", "") for entry in entries):
+                    raise SystemExit(
+                        f"the GPU is lost to this process after {configs.to_line(config)}"
+                    )
 
     def _failed(self, config: configs.Config, error: Exception) -> report.Entry:
         return {
