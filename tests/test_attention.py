@@ -75,7 +75,7 @@ def fused_attention(case, **more):
 
     def f(query, key, value, bias, sinks):
         output, lse = jaxfused.dot_product_attention(
-            query, key, value, bias, sinks=sinks, return_residual=True, **options
+            query, key, value, bias, sinks=sinks, return_lse=True, **options
         )
         # EMPTY_LSE would drown the others' errors.
         return output, jnp.where(lse < -1e4, 0.0, lse)
@@ -134,6 +134,35 @@ def test_without_batch():
     batched = f(q[None], k[None], v[None], bias[None])
     np.testing.assert_array_equal(output, batched[0][0])
     np.testing.assert_array_equal(lse, batched[1][0])
+
+
+def test_the_gradient_of_the_residual_is_that_of_jax():
+    """None flows into it, or a swap of the functions would change gradients in silence."""
+    qkv = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 8)).astype(np.float32)
+
+    def gradient(function, **options):
+        def of_both(q, k, v):
+            output, lse = function(q, k, v, **options)
+            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.sin(lse))
+
+        return jax.grad(of_both, argnums=(0, 1))(*qkv)
+
+    ours = gradient(jaxfused.dot_product_attention, return_residual=True)
+    theirs = gradient(jax.nn.dot_product_attention, return_residual=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+    with_lse = gradient(jaxfused.dot_product_attention, return_lse=True)
+    assert not np.allclose(with_lse[0], theirs[0], atol=1e-2)
+
+
+def test_integers_are_as_in_jax():
+    q, k, v = np.random.default_rng(0).integers(-40, 40, size=(3, 2, 5, 2, 8))
+    ours, theirs = (
+        f(q, k, v, is_causal=True)
+        for f in (jaxfused.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert np.any(theirs != 0)
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.dtype == theirs.dtype
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
@@ -324,7 +353,7 @@ def cudnn(length=192, keys=None, head_size=64, value_size=None, dtype=jnp.bfloat
         (H200, {"local_window_size": (5, 5)}, "no window to the right"),
         (H200, {"local_window_size": (5, 0), "length": 224, "keys": 192}, "fewer keys"),
         (H200, {"logits_soft_cap": 5.0}, "does not have logits_soft_cap"),
-        (H200, {"return_residual": True}, "not its gradient"),
+        (H200, {"return_lse": True}, "not its gradient"),
     ],
 )
 def test_limits_of_cudnn(device, change, reason):
@@ -381,7 +410,7 @@ def test_cudnn(case):
     [
         ({"query": jnp.ones((4, 8))}, r"query has shape \(4, 8\)"),
         ({"query": jnp.ones((2, 4, 3, 8))}, "query has 3 heads and key 2"),
-        ({"query": jnp.ones((2, 4, 2, 8), jnp.int32)}, "query has dtype int32"),
+        ({"query": jnp.ones((2, 4, 2, 8), bool)}, "query has dtype bool"),
         ({"key": jnp.ones((2, 5, 2, 8), jnp.bfloat16)}, "key has dtype bfloat16"),
         ({"key": jnp.ones((2, 5, 2, 9))}, r"key has shape \(2, 5, 2, 9\)"),
         ({"value": jnp.ones((2, 6, 2, 8))}, r"value has shape \(2, 6, 2, 8\).*\(2, 5, 2, 8\)"),
@@ -394,7 +423,10 @@ def test_cudnn(case):
         ({"local_window_size": (-1, 2)}, r"local_window_size is \(-1, 2\)"),
         ({"sinks": jnp.ones(3)}, r"sinks has shape \(3,\)"),
         ({"logits_soft_cap": jnp.ones(())}, "logits_soft_cap is"),
-        ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
+        ({"dropout_rate": 1.0}, "dropout_rate must be in the range .*, but it is 1.0"),
+        ({"dropout_rate": -0.5}, "but it is -0.5"),
+        ({"dropout_rate": float("nan")}, "but it is nan"),
+        ({"return_lse": True, "return_residual": True}, "pass one of them"),
         ({"dropout_rate": 0.1}, "dropout_key is None"),
         ({"implementation": "pallas"}, "implementation='pallas' cannot run here"),
         ({"implementation": "cudnn"}, "implementation='cudnn' cannot run here"),

@@ -461,7 +461,7 @@ def operator(case, implementation, **more):
             value,
             bias,
             sinks=sinks,
-            return_residual=True,
+            return_lse=True,
             implementation=implementation,
             **options,
             **more,

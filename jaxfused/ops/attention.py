@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda import attention as cuda_attention
@@ -35,6 +36,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: AttentionImplementation | None = None,
     return_residual: bool = False,
+    return_lse: bool = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
@@ -57,7 +59,7 @@ def dot_product_attention(
     A query that may attend to nothing gets 0, and gives zero gradients; it is not an error.
 
     Args:
-      query: [B, T, N, H] or [T, N, H], float32, bfloat16 or float16 (float64 with "xla").
+      query: [B, T, N, H] or [T, N, H], float32, bfloat16 or float16 (float64 and integers with "xla").
       key: [B, S, K, H] or [S, K, H], of the query's dtype. N is a multiple of K; neighbouring query
         heads share a key head.
       value: [B, S, K, V] or [S, K, V], of the query's dtype.
@@ -71,7 +73,9 @@ def dot_product_attention(
       local_window_size: (left, right), or one number for both: t - left <= s <= t + right.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn". None
         does not choose cuDNN, whose gradients may differ from run to run.
-      return_residual: whether to return the log-sum-exp too.
+      return_residual: whether to return the log-sum-exp too, as JAX does: no gradient flows into it.
+      return_lse: whether to return the log-sum-exp too, with its gradient. Attention over a part of
+        the keys is merged with that over another part by it.
       logits_soft_cap: keeps the logits before bias within (-cap, cap).
       query_segment_ids: [B, T] or [T] integers, with key_value_segment_ids: a query attends to keys
         of its own segment.
@@ -84,9 +88,12 @@ def dot_product_attention(
         every implementation. Under `shard_map` or `pmap` fold the device's index into the key.
 
     Returns:
-      The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` also the
-      log-sum-exp of L (and the sink), [B, T, N] or [T, N], of the key's dtype as in JAX, but
-      differentiable; where a query attends to nothing, -0.7 times the largest float32, rounded.
+      The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` or
+      `return_lse` also the log-sum-exp of L (and the sink), [B, T, N] or [T, N], of the key's dtype as
+      in JAX; where a query attends to nothing, -0.7 times the largest float32, rounded.
+
+      Of integers the result is of integers too, and as in JAX so are the probabilities that multiply
+      the values: those below 1 are 0.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
@@ -108,6 +115,11 @@ def dot_product_attention(
     if not has_batch:
         query, key, value = (a[None] if a.ndim == 3 else a for a in (query, key, value))
     _validate(query, key, value, bias, sinks)
+    if return_residual and return_lse:
+        raise ValueError(
+            "dot_product_attention: return_residual and return_lse were passed, and both return the"
+            " log-sum-exp, the first without a gradient; pass one of them."
+        )
     batch, query_length, heads, head_size = query.shape
     key_length = key.shape[1]
     who = _mask(
@@ -134,6 +146,7 @@ def dot_product_attention(
         used = {
             "scale as an array": isinstance(scale, jax.Array),
             "return_residual": return_residual,
+            "return_lse": return_lse,
             "logits_soft_cap": logits_soft_cap is not None,
             "segment ids": who.query_segments is not None,
             "sinks": sinks is not None,
@@ -171,7 +184,9 @@ def dot_product_attention(
     lse = lse.astype(key.dtype)
     if not has_batch:
         output, lse = output[0], lse[0]
-    return (output, lse) if return_residual else output
+    if return_residual:
+        return output, jax.lax.stop_gradient(lse)
+    return (output, lse) if return_lse else output
 
 
 def _takes_reference(implementation, device, query, scale) -> bool:
@@ -186,7 +201,9 @@ def _takes_reference(implementation, device, query, scale) -> bool:
 
 def _validate(query, key, value, bias, sinks) -> None:
     op = "dot_product_attention"
-    check_floating(op, {"query": query, "bias": bias, "sinks": sinks})
+    check_floating(op, {"bias": bias, "sinks": sinks})
+    if not jnp.issubdtype(query.dtype, jnp.integer):
+        check_floating(op, {"query": query})
     for name, array in {"query": query, "key": key, "value": value}.items():
         if array.ndim != 4:
             raise ValueError(
@@ -202,8 +219,8 @@ def _validate(query, key, value, bias, sinks) -> None:
     key_heads = key.shape[2]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(
-            f"{op}: query has {heads} heads and key {key_heads}, but query heads share key heads"
-            " evenly; pass a multiple of the key's heads as the query's."
+            f"{op}: query has {heads} heads and key {key_heads}, but the number of query heads must be"
+            " a multiple of the number of key heads, which they share evenly; pass such numbers."
         )
     check_shape(
         op,
@@ -300,8 +317,8 @@ def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
     check_constant("dot_product_attention", "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(
-            f"dot_product_attention: dropout_rate is {rate}, but it is the fraction to drop;"
-            " pass a number from 0 up and below 1."
+            f"dot_product_attention: dropout_rate must be in the range [0, 1), as it is the fraction to"
+            f" drop, but it is {rate}; pass a number from 0 up and below 1."
         )
     if rate == 0.0:
         return None
@@ -755,7 +772,7 @@ def _cudnn(query, key, value, bias, mask: Mask, scale) -> jax.Array:
     if explicit is not None:
         explicit = jnp.broadcast_to(explicit, explicit.shape[:2] + logits_shape)
     key_lengths = mask.key_lengths
-    output = jax.nn.dot_product_attention(
+    output = jax_dot_product_attention(
         query,
         key,
         value,

@@ -17,6 +17,7 @@ from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.validation import check_constant, check_count, check_floating, check_shape
 from jaxfused.reference.cross_entropy import Normalizer, Options, counted, is_soft
+from jaxfused.reference.promotion import common_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -189,7 +190,7 @@ def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Op
         )
     rule = f"there is one class for each token of logits of shape {shape}"
     check_shape(op, "labels", labels, shape[:-1], rule)
-    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    return labels.astype(common_dtype(labels.dtype, jnp.int32))
 
 
 def _check_options(
@@ -229,6 +230,7 @@ def _reduce(
 ) -> jax.Array:
     total = counts.astype(losses.dtype)
     if weights is not None:
+        weights = weights.astype(losses.dtype)
         losses, total = losses * weights, total * weights
     if reduction == "none":
         return losses

@@ -14,6 +14,7 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_floating, check_shape
+from jaxfused.reference.promotion import along_last_axis
 from jaxfused.reference.rope import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
 
@@ -84,8 +85,8 @@ def rope(
     if cos is None and sin is None:
         rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
         if positions is None:
-            start = jnp.asarray(offset)
-            positions = start[..., None] + jnp.arange(q.shape[-3])
+            start = jnp.asarray(offset)[..., None]
+            positions = start + along_last_axis(jnp.arange(q.shape[-3]), start)
         elif not isinstance(offset, int) or offset != 0:
             raise ValueError(f"{op}: positions and offset were passed; pass one of them.")
         cos, sin = rope_tables(positions, rotary_dim, theta=theta, scaling=scaling)

@@ -7,6 +7,7 @@ from jaxfused import dispatch, reference
 from jaxfused.ops.cross_entropy import Reduction, check_reduction
 from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.reference.promotion import common_dtype
 
 
 def segmentation_loss(
@@ -127,4 +128,4 @@ def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | No
             f"{op}: ignore_index={ignore_index} was passed with labels of dtype {labels.dtype};"
             " pass integer labels, or weights that are 0 where a pixel is ignored."
         )
-    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32)) if integers else labels
+    return labels.astype(common_dtype(labels.dtype, jnp.int32)) if integers else labels

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.activation import activate
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def norm(
@@ -56,10 +57,10 @@ def norm_and_statistics(
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
     """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm."""
-    compute_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    compute_dtype = accumulator_dtype(x.dtype)
     total = x.astype(compute_dtype)
     if pre_bias is not None:
-        total = total + _along_rows(pre_bias, total)
+        total = total + along_last_axis(pre_bias, total)
     next_residual = None
     if residual is not None:
         next_residual = (total + residual.astype(compute_dtype)).astype(residual.dtype)
@@ -73,9 +74,9 @@ def norm_and_statistics(
     rstd = jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + epsilon)
     y = u * rstd
     if scale is not None:
-        y = y * (_along_rows(scale, y) + scale_offset)
+        y = y * (along_last_axis(scale, y) + scale_offset)
     if bias is not None:
-        y = y + _along_rows(bias, y)
+        y = y + along_last_axis(bias, y)
     y = activate(activation, y).astype(x.dtype)
     return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
 
@@ -103,20 +104,20 @@ def gradient(
     gradients of the parameters are float32 [segments, D], for equal runs of rows.
     """
     del epsilon
-    wide = jnp.promote_types(h.dtype, jnp.float32)
+    wide = accumulator_dtype(h.dtype)
     total = h.astype(wide)
     if pre_bias is not None and dnext_residual is None:
-        total = total + _along_rows(pre_bias, total)
+        total = total + along_last_axis(pre_bias, total)
     u, slope_of_pre_activation = _value_and_slope(pre_activation, total)
     if mean is not None:
         u = u - mean[:, None]
     normalised = u * rstd[:, None]
-    gain = None if scale is None else _along_rows(scale, total) + scale_offset
+    gain = None if scale is None else along_last_axis(scale, total) + scale_offset
     dz = dy.astype(wide)
     if activation is not None:
         z = normalised if gain is None else normalised * gain
         if bias is not None:
-            z = z + _along_rows(bias, z)
+            z = z + along_last_axis(bias, z)
         dz = dz * _value_and_slope(activation, z)[1]
     dnormalised = dz if gain is None else dz * gain
     dh = dnormalised - normalised * jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
@@ -137,11 +138,6 @@ def gradient(
         sum_over_rows(dz, bias),
         sum_over_rows(dh, pre_bias),
     )
-
-
-def _along_rows(parameter: jax.Array, rows: jax.Array) -> jax.Array:
-    """A parameter [D] in the dtype of `rows` and with as many axes."""
-    return parameter.astype(rows.dtype).reshape((1,) * (rows.ndim - 1) + parameter.shape)
 
 
 def _value_and_slope(activation: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:

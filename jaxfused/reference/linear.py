@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.activation import activate
-from jaxfused.reference.product import accumulator_dtype, product
+from jaxfused.reference.product import product
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 PREACTIVATION = "jaxfused_preactivation"
 """The name under which `preactivation` marks its result for the policies of `jax.checkpoint`."""
@@ -54,7 +55,7 @@ def affine(
     out_dtype = x.dtype if rounded_to == x.dtype else None
     y = product(f"{rows}d,dF->{rows}F", x, w, out_dtype=out_dtype, precision=precision)
     y = y.astype(accumulator_dtype(x.dtype))
-    return y if bias is None else y + bias.astype(y.dtype)
+    return y if bias is None else y + along_last_axis(bias, y)
 
 
 def preactivation(

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxfused.reference.activation import activate
 from jaxfused.reference.linear import add_residual, affine, preactivation, save_preactivation
-from jaxfused.reference.product import accumulator_dtype, product
+from jaxfused.reference.product import product
+from jaxfused.reference.promotion import accumulator_dtype
 
 SAVE_POLICIES = {
     "hidden": save_preactivation,
