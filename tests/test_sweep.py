@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from functools import partial
 
 import jax
@@ -161,12 +162,7 @@ def test_report_counts_the_fastest_form_and_half_a_microsecond():
     ]
     assert [report.over_stock(e) for e in entries[:4]] == [2.0, 1.0, 2.0 / 2.4, 20.0 / 24.0]
     row = next(line for line in report.text(entries).splitlines() if " XLA " in line)
-    assert row.split() == [
-        "linear",
-        "forward",
-        "XLA",
-        *["4", "0.83", "0.92", "0.83", "1", "2", "1", "0"],
-    ]
+    assert row.split()[3:] == ["4", "0.83", "0.92", "0.83", "1", "2", "1", "0"]
     row = next(line for line in report.text(entries).splitlines() if " cuDNN " in line)
     assert row.split()[3:6] == ["1", "1.50", "1.50"]
     assert report.percentile([0.0, 10.0, 20.0], 25) == 5.0
@@ -205,7 +201,10 @@ def test_kernels_are_split_at_markers(monkeypatch):
 # --- the fuzz -------------------------------------------------------------------------------------
 
 
-def test_fuzz_of_a_few_cases(capsys):
+def test_fuzz_of_a_few_cases(monkeypatch, capsys):
+    # It changes the environment for the processes that it starts, and here it has to be changed back.
+    for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     run = ["fuzz", "rms_norm", "rope", "--cases", "3", "--jobs", "0", "--verbose"]
     assert __main__.main(run) == 0
     printed = capsys.readouterr().out
