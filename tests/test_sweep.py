@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import os
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
 import jax
@@ -68,21 +70,20 @@ def test_draw_is_the_same_for_a_name():
 
 def test_sweep_of_tiny_shapes(tmp_path, capsys):
     path = tmp_path / "sweep.json"
-    run = ["sweep", "rms_norm", "rope", "--count", "1", "--dry-run", "--out", str(path)]
+    run = ["sweep", "rms_norm", "--count", "2", "--dry-run", "--out", str(path)]
     assert __main__.main(run) == 0
     (run,) = json.loads(path.read_text())["runs"]
     assert {"commit", "dirty", "device", "versions", "date", "arguments"} <= set(run)
     assert [(e["operator"], e["direction"]) for e in run["entries"]] == [
-        (operator, direction)
-        for operator in ("rms_norm", "rope")
-        for direction in (lowering.FORWARD, lowering.WHOLE)
+        ("rms_norm", direction) for direction in (lowering.FORWARD, lowering.WHOLE) * 2
     ]
     assert all(e["status"] == "ok" and e["error"] <= 1 for e in run["entries"])
     capsys.readouterr()
     assert __main__.main(["sweep", "--report", str(path), str(path)]) == 0
     printed = capsys.readouterr().out
-    # Of a case that is in two files the last counts.
-    assert "rms_norm             forward           XLA         1" in printed
+    # Of a case that is in two files, or comes twice in one, the last counts.
+    row = next(line for line in printed.splitlines() if line.startswith("rms_norm "))
+    assert int(row.split()[3]) == len({e["case"] for e in run["entries"]})
     case = run["entries"][-1]["case"]
     assert f"sweep --case '{case}' --gradient forward+backward" in printed
 
@@ -91,6 +92,34 @@ def test_sweep_says_what_raised(monkeypatch, capsys):
     monkeypatch.setattr(programs.jaxfused, "rms_norm", lambda *_, **__: 1 / 0)
     assert __main__.main(["sweep", "rms_norm", "--count", "1", "--dry-run"]) == 1
     assert "raised: RuntimeError: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_sweep_lowers_again_what_a_dead_process_took_along(monkeypatch):
+    """A pool whose first process dies at the second case, twice: that case is lost, and no other."""
+    started = []
+
+    class Pool:
+        def __init__(self, *_, **__):
+            started.append(self)
+
+        def submit(self, lower, line):
+            future = Future()
+            if line == "bad":
+                future.set_exception(BrokenProcessPool())
+            else:
+                future.set_result(line)
+            return future
+
+        def shutdown(self, **_):
+            pass
+
+    monkeypatch.setattr(lowering, "ProcessPoolExecutor", Pool)
+    workers = lowering.Workers(2, ["a", "bad", "b"], (lowering.FORWARD,), "cpu")
+    assert workers.result(0) == "a"
+    with pytest.raises(RuntimeError, match="a process died"):
+        workers.result(1)
+    assert workers.result(2) == "b"
+    assert len(started) == 3
 
 
 @pytest.mark.parametrize(
