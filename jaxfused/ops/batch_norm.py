@@ -58,7 +58,7 @@ def batch_norm(
     Returns:
       In training `(y, mean, var)`: y of x's shape and dtype; mean and the variance (the mean of
       squared deviations, not corrected for the sample) of shape [C] in float32 (float64 for float64
-      inputs). In inference y alone.
+      inputs); of no rows they are NaN. In inference y alone.
 
     Raises:
       ValueError: shapes or dtypes do not fit, only one of `mean` and `var` is given, an axis name is
@@ -93,11 +93,6 @@ def batch_norm(
             " both; pass mean and var, or neither to take them from x."
         )
     training = mean is None
-    if training and x.size == 0:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}, which has no values to take a mean of; pass mean and var,"
-            " or an x with at least one row."
-        )
     if axis_index_groups is not None and axis_name is None:
         raise ValueError(
             f"{op}: axis_index_groups={axis_index_groups} were passed without the axis that they"
