@@ -52,12 +52,11 @@ def test_reasons_are_those_of_the_dispatcher():
         assert (f"not '{name}': {reason}" in text) == (reason is not None)
 
 
-@pytest.mark.parametrize(
-    ("why_not_cuda", "kernel"), [(None, "cuda"), ("there is no library", "pallas")]
-)
-def test_a_hopper_runs_the_fastest_kernel(why_not_cuda, kernel, monkeypatch):
-    monkeypatch.setattr(cuda.layer_norm, "why_unsupported", lambda **limits: why_not_cuda)
-    assert "rms_norm" in report(DEVICES[1])
-    [line] = [ln for ln in report(DEVICES[1]).splitlines() if ln.startswith("rms_norm ")]
-    assert f"runs on '{kernel}'" in line
-    assert "NVIDIA H200, sm_90, 132 multiprocessors" in report(DEVICES[1])
+def test_a_hopper_runs_what_the_dispatcher_takes_first(monkeypatch):
+    monkeypatch.setattr(cuda.layer_norm, "why_unsupported", lambda **limits: "there is no library")
+    text = report(DEVICES[1])
+    [operator] = [o for o in operators(DEVICES[1]) if o.name == "rms_norm"]
+    [line] = [line for line in text.splitlines() if line.startswith("rms_norm ")]
+    first = dispatch.choose("rms_norm", None, operator.reasons)
+    assert first != "cuda" and f"runs on '{first}'" in line
+    assert "NVIDIA H200, sm_90, 132 multiprocessors" in text
