@@ -157,7 +157,7 @@ def check(case, dtype, implementation):
     assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(0, 1))
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [

@@ -32,6 +32,7 @@ AXES = ("data", "sequence")
 ROWS, SHARED = P(*AXES), P()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
 def test_on_eight_devices():
     environment = os.environ | {
