@@ -32,6 +32,7 @@ AXES = ("data", "sequence")
 ROWS, SHARED = P(*AXES), P()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
 def test_on_eight_devices():
     environment = os.environ | {
@@ -494,8 +495,7 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = (4, 8, 32), (32, 512), (512,), (32,), (32,)
     arguments = [
-        jax.random.normal(key, shape, jnp.bfloat16)
-        for key, shape in zip(keys, shapes, strict=True)
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
     ]
     of_x = P("data", "sequence") if split == "length" else P("data")
     of_w = P() if split == "length" else P(None, "sequence")
