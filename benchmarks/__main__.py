@@ -25,12 +25,14 @@ from benchmarks import (
     runner,
 )
 from benchmarks.case import LABELS, LESS, OURS
+from benchmarks.fuzz import command as fuzz
 from benchmarks.sweep import command as sweep
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     end_to_end_report.NAME: end_to_end.main,
     sweep.NAME: sweep.main,
     compile_time.NAME: compile_time.main,
+    fuzz.NAME: fuzz.main,
 }
 
 

@@ -28,7 +28,9 @@ def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
     """Random lengths [B] and segment ids [B, S], as far as the case has them."""
     operands = []
     if config.lengths:
-        operands.append(jax.random.randint(key, (config.batch,), 1, config.keys + 1, jnp.int32))
+        fewest = 1 + config.keys // 4
+        shape = (config.batch,)
+        operands.append(jax.random.randint(key, shape, fewest, config.keys + 1, jnp.int32))
     if config.segments:
         shape = (config.batch, config.keys)
         starts = jax.random.bernoulli(key, min(0.5, config.segments / config.keys), shape)

@@ -40,6 +40,8 @@ class Programs:
     differentiable: int
     cotangents: int = 1
     peers: Mapping[str, Function] = field(default_factory=dict)
+    terms: tuple[float, ...] = ()
+    """For results and gradients: the usual size of terms that may cancel, 0 where none do."""
     reference: Function | None = None
     """The formula of stock in little memory: by default the first form of stock itself."""
 
@@ -198,6 +200,15 @@ def attention_programs(config: Attention) -> Programs:
         differentiable=3 + (config.bias_batch > 0),
         peers={"cudnn": partial(attention.of_jax, config, implementation="cudnn")},
         reference=partial(attention.in_pieces, config),
+        # Where one key has all of the weight, the gradients of q and k are differences of equal
+        # numbers, one of which comes from an output in 16 bits.
+        terms=(
+            0.0,
+            config.keys**-0.5,
+            (config.queries * config.group) ** 0.5 / config.keys,
+            0.0,
+            *[1.0] * (config.bias_batch > 0),
+        ),
     )
 
 

@@ -132,7 +132,7 @@ class RMSNorm(linen.RMSNorm):
       >>> import jaxfused.linen
       >>> norm = jaxfused.linen.RMSNorm(epsilon=0.0)
       >>> x = jnp.array([4.0, -4.0])
-      >>> norm.apply(norm.init(jax.random.key(0), x), x)
+      >>> norm.apply(norm.init(jax.random.key(0), x), x).round(3)
       Array([ 1., -1.], dtype=float32)
 
     Source: `jaxfused.rms_norm`.

@@ -195,7 +195,7 @@ class RMSNorm(nnx.RMSNorm):
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import jaxfused.nnx
-      >>> jaxfused.nnx.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([4.0, -4.0]))
+      >>> jaxfused.nnx.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([4.0, -4.0])).round(3)
       Array([ 1., -1.], dtype=float32)
 
     Source: `jaxfused.rms_norm`.
