@@ -2,6 +2,7 @@
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
+# make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
@@ -20,6 +21,8 @@ JOBS ?= $(shell nproc)
 CASES ?= 3000
 SECONDS ?= 540
 SEED ?= 1
+# Of `make test-peers`: the folder tests/ of a checkout of JAX, whose tests of attention then run too.
+JAX_TESTS ?=
 NVCC ?= $(shell command -v nvcc)
 # Architectures that `make ffi` builds: this machine's GPU, or Hopper where there is none.
 CUDA_ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .),90)
@@ -36,7 +39,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-gpu bench fuzz lint ffi clean
+.PHONY: vit unet test test-all test-peers test-gpu bench fuzz lint ffi clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -57,6 +60,11 @@ test: lint $(if $(NVCC),ffi)
 # After `make test`, which has run what is not exhaustive.
 test-all: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTEST_ON_CPU) -m 'exhaustive and not gpu'
+
+# On the GPU where JAX sees one.
+test-peers: $(INSTALLED)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m tests.peers -n $(JOBS) --dist worksteal \
+	  $(if $(JAX_TESTS),--jax-tests $(JAX_TESTS))
 
 # Autotuning every product of a plain jax.numpy takes longer than all the rest. Without it XLA must not
 # take Triton's products, whose int8 is wrong then: see quantized_matmul.
