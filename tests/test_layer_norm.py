@@ -567,13 +567,13 @@ def test_pallas_takes_no_rows(segments):
         pre_activation=None,
         activation=None,
     )
-    for kernels, more in (
+    for module, more in (
         (ops.layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
         (cuda.layer_norm, {}),
     ):
-        outputs = kernels.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
+        outputs = module.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
         assert [o.shape for o in outputs] == [(0, 64), (0, 64), (0,), (0,)]
-        dx, dscale, dbias, dpre_bias = kernels.backward(
+        dx, dscale, dbias, dpre_bias = module.backward(
             x, x, x, *outputs[2:], d, d, None, segments=segments, **keywords, **more
         )
         assert dx.shape == x.shape and dpre_bias is None
