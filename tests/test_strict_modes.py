@@ -18,6 +18,7 @@ import pytest
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
+from tests.lowering import lowered
 
 B, T, D = 2, 6, 16
 
@@ -379,7 +380,7 @@ def test_function(name, x64, dtype):
 
 
 def test_every_function_has_a_case():
-    without_arrays = {"quantize_params"}  # In test_quantize_params below.
+    without_arrays = {"explain", "quantize_params"}  # See test_quantize_params.
     functions = {n for n, f in vars(jaxfused).items() if inspect.isfunction(f)}
     assert functions - without_arrays == {of for of, _ in FUNCTIONS.values()}
 
@@ -491,6 +492,14 @@ def test_module(name, run, x64, dtype):
 
 
 @each_mode
+def test_quantize_params(x64, dtype):
+    with strictly(x64):
+        module = jaxfused.nnx.MLP(D, 32, dtype=jnp.dtype(dtype), rngs=flax.nnx.Rngs(0))
+        module = jaxfused.quantize_params(module, "int8")
+        assert jnp.isfinite(module(normal(0, B, T, D))).all()
+
+
+@each_mode
 @pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lion", "sgd"])
 def test_optimizer(name, x64, dtype):
     del dtype
@@ -503,3 +512,55 @@ def test_optimizer(name, x64, dtype):
         params, state = opt.step(grads, state, params, max_norm=1.0)
         assert jax.tree.map(jnp.shape, params) == expected
         params, _ = opt.step(grads, opt.init(params), params)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+KERNELS = {
+    "layer_norm": (
+        lambda x, scale: jaxfused.layer_norm(x, scale, residual=x, implementation="pallas"),
+        ((2, 64, 128), (128,)),
+    ),
+    "mlp": (
+        lambda x, w1, b1, w2: jaxfused.mlp(x, w1, b1, w2, implementation="pallas"),
+        ((2, 128, 256), (256, 512), (512,), (512, 256)),
+    ),
+    "rope": (
+        lambda q, k: jaxfused.rope(q, k, implementation="pallas"),
+        ((2, 64, 4, 64), (2, 64, 2, 64)),
+    ),
+    "qkv_projection": (
+        lambda x, w, scale: jaxfused.qkv_projection(
+            x, w, heads=2, q_scale=scale, k_scale=scale, implementation="pallas"
+        ),
+        ((2, 128, 256), (256, 384), (64,)),
+    ),
+    "attention": (
+        lambda q, k, v, bias, sinks: jaxfused.dot_product_attention(
+            q,
+            k,
+            v,
+            bias,
+            sinks=sinks,
+            key_value_seq_lengths=jnp.array([5, 7]),
+            logits_soft_cap=5.0,
+            dropout_rate=0.25,
+            dropout_key=jax.random.key(0),
+            implementation="pallas",
+        ),
+        (*[(2, 192, 4, 64)] * 3, (1, 4, 192, 192), (4,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_lower(hopper, name):
+    f, shapes = KERNELS[name]
+    with strictly(x64=True):
+        # Vectors are parameters, which stay in float32.
+        args = [
+            jax.ShapeDtypeStruct(shape, jnp.float32 if len(shape) == 1 else jnp.bfloat16)
+            for shape in shapes
+        ]
+        text = lowered(functools.partial(gradients, f), *args)
+    assert "mosaic_gpu" in text

@@ -126,7 +126,7 @@ def _attend(o: Options) -> Any:
             local_window_size=None if o["window"] is None else tuple(o["window"]),
             logits_soft_cap=o["soft_cap"],
             sinks=operands.get("sinks"),
-            return_residual=o["residual"],
+            return_lse=o["residual"],
             implementation=how.implementation,
             **given,
         )

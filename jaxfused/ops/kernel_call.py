@@ -312,12 +312,30 @@ def _lowered(
     return _jitted(kernel.name)(kernel, implementation, device, *operands)
 
 
+def _run(
+    kernel: Kernel,
+    implementation: str,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """`kernel.run` under JAX's defaults, whatever its user has asked JAX to refuse or to widen.
+
+    A kernel's indices are 32 bits wide, and what its arithmetic promotes it means to promote.
+    """
+    with (
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        jax.enable_x64(jax.config.jax_enable_x64 and implementation == "xla"),
+    ):
+        return kernel.run(implementation, device, *operands)
+
+
 @functools.cache
 def _jitted(name: str) -> Callable[..., Results]:
     """`kernel.run` behind a `jax.jit` that profiles know by the kernel's name."""
 
     def run(kernel, implementation, device, *operands):
-        return kernel.run(implementation, device, *operands)
+        return _run(kernel, implementation, device, *operands)
 
     run.__name__ = run.__qualname__ = "jaxfused_" + name.replace(" ", "_")
     return jax.jit(run, static_argnums=(0, 1, 2))
@@ -355,8 +373,11 @@ def _exported(
 ) -> jax.export.Exported:
     def run(*present):
         remaining = iter(present)
-        return kernel.run(
-            implementation, device, *(None if o is None else next(remaining) for o in operands)
+        return _run(
+            kernel,
+            implementation,
+            device,
+            *(None if o is None else next(remaining) for o in operands),
         )
 
     targets = ("mosaic_gpu_v2", *cuda.library.TARGETS)

@@ -300,7 +300,7 @@ def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
     They are an operand, not computed in the kernel, because a shard of the batch or the heads does
     not know its own place.
     """
-    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(batch, heads)
+    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
     return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
