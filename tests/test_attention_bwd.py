@@ -62,6 +62,11 @@ def test_default_configs_lower(head_size, value_size, dtype):
     _lower(mask, Operands(), logits_of(mask, Operands()), head_size, value_size, dtype)
 
 
+LATE = KeyGradientConfig(query_block=128, tile_stages=1, multiplies_early=False)
+KEPT = KeyGradientConfig(keeps_keys=True)
+KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
+
+
 @pytest.mark.parametrize(
     ("size", "query_config", "key_config"),
     [
@@ -72,6 +77,9 @@ def test_default_configs_lower(head_size, value_size, dtype):
             QueryGradientConfig(3, 64, 3, 3, separate_output=False),
             KeyGradientConfig(2, 64, 3, 3),
         ),
+        (128, QueryGradientConfig(), LATE),
+        (72, QueryGradientConfig(), KEPT),
+        (128, QueryGradientConfig(), KEPT_AND_LATE),
         (
             256,
             QueryGradientConfig(2, 64, 1, 2, separate_output=False),
@@ -175,7 +183,8 @@ def assert_close(actual, expected, tolerance, name):
     ("shape", "is_causal", "soft_cap"),
     [((1, 2, 100, 130), True, None), ((2, 1, 1, 130), False, 3.0), ((1, 1, 100, 130), True, None)],
 )
-def test_bias_gradient(interpreted_hopper, shape, is_causal, soft_cap):
+def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_cap):
+    mosaic_interpreter.complete(monkeypatch)
     query, key, value, dout = problem(2, 100, 130, 2, 1, 64, 32, jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(1), shape)
     logits = logits_of(BlockMask(100, 130, is_causal), Operands(bias=bias), soft_cap=soft_cap)
@@ -272,6 +281,15 @@ def block_mask(mask, queries, keys):
                 key_config=KeyGradientConfig(tile_stages=1),
             ),
         ),
+        ((197, 203), (72, 72), "causal", {}),
+        ((203, 65), (80, 112), "", {}),
+        ((5, 203), (96, 72), "key_lengths sinks", {}),
+        ((136, 200), (80, 80), "bias", {}),
+        ((65, 130), (136, 72), "bias causal cap", {}),
+        ((200, 136), (128, 128), "causal", dict(key_config=LATE)),
+        ((203, 141), (72, 72), "dropout", dict(key_config=LATE)),
+        ((200, 136), (128, 128), "causal", dict(key_config=KEPT)),
+        ((203, 141), (80, 80), "causal cap", dict(key_config=KEPT_AND_LATE)),
     ],
     ids=str,
 )

@@ -1,8 +1,8 @@
 """Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
 
-attention_fwd and attention_bwd hold the kernels for long sequences, attention_short those for few
-keys. They share two descriptions: attention_mask (which blocks are visited) and attention_logits
-(from products to logits).
+`forward` and `backward` hold the kernels for any number of keys, `short` those for few. They share
+`mask` (which blocks of keys a block of queries visits), `logits` (from products to logits and back)
+and `memory` (matrices in shared memory).
 """
 
 from collections.abc import Collection

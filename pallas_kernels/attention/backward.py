@@ -1,6 +1,6 @@
 """Backward of attention on Hopper: what all of its kernels need, and their calls.
 
-attention_bwd_dq and attention_bwd_dkv take seven products for a pair of blocks. One kernel takes five,
+backward_dq and backward_dkv take seven products for a pair of blocks. One kernel takes five,
 but its CTAs wait for each other to add up dQ in one order, and rely on being started in order, which
 nobody promises. On an H200 it made a step 1 to 5 % faster in three of seven cases and up to 65 % slower
 in the others.
@@ -15,8 +15,8 @@ from pallas_kernels.attention.backward_dq import QueryGradientConfig, query_grad
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.logits import Logits, Operands
 
-_ROWS = 384
-"""A multiple of all blocks of queries, to which vectors of T are filled up."""
+_STATISTICS_BLOCK = 384
+"""A multiple of all blocks of queries, to which what backward knows of each query is filled up."""
 
 
 def backward(
@@ -41,7 +41,7 @@ def backward(
     """
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
-    fill = ((0, 0), (0, 0), (0, -delta.shape[2] % _ROWS))
+    fill = ((0, 0), (0, 0), (0, -delta.shape[2] % _STATISTICS_BLOCK))
     lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
     if operands.bias is not None and dbias is None:
         dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)
