@@ -11,6 +11,7 @@ import pytest
 from jaxfused.reference.attention import Mask, attention
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
+from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_bias import bias_gradient
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
@@ -91,8 +92,8 @@ KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
 def test_other_configs_lower(size, query_config, key_config):
     mask = BlockMask(500, 700, is_causal=True)
     logits = logits_of(mask, Operands())
-    configs = dict(query_config=query_config, key_config=key_config)
-    _lower(mask, Operands(), logits, size, size, jnp.bfloat16, **configs)
+    config = BackwardConfig(query_config, key_config)
+    _lower(mask, Operands(), logits, size, size, jnp.bfloat16, config)
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -113,13 +114,13 @@ def test_every_option_lowers(head_size):
     _lower(mask, operands, logits, head_size, head_size, jnp.bfloat16)
 
 
-def _lower(mask, operands, logits, head_size, value_size, dtype, **configs):
+def _lower(mask, operands, logits, head_size, value_size, dtype, config=None):
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     queries, keys, heads, key_heads = mask.query_count, mask.key_count, 4, 2
     rows = shape(2, heads, queries, dtype=jnp.float32)
-    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, **configs)
+    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, config=config)
     jax.export.export(jax.jit(f), platforms=["cuda"])(
         shape(2, queries, heads, head_size),
         shape(2, keys, key_heads, head_size),
@@ -251,50 +252,49 @@ def block_mask(mask, queries, keys):
 
 
 @pytest.mark.parametrize(
-    ("counts", "sizes", "names", "configs"),
+    ("counts", "sizes", "names", "config"),
     [
-        ((140, 200), (64, 64), "causal", {}),
-        ((200, 140), (128, 128), "causal", {}),
-        ((70, 270), (128, 128), "window", {}),
-        ((130, 200), (64, 40), "query_lengths key_lengths", {}),
-        ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", {}),
-        ((70, 200), (64, 64), "query_segments key_segments", {}),
-        ((100, 200), (128, 128), "explicit", {}),
-        ((100, 130), (40, 24), "bias causal dropout", {}),
-        ((70, 100), (256, 200), "causal dropout cap", {}),
-        ((70, 130), (256, 256), "key_lengths window", {}),
-        ((1, 300), (64, 64), "", {}),
-        ((70, 1), (64, 64), "sinks", {}),
-        ((1, 1), (256, 256), "causal sinks", {}),
+        ((140, 200), (64, 64), "causal", None),
+        ((200, 140), (128, 128), "causal", None),
+        ((70, 270), (128, 128), "window", None),
+        ((130, 200), (64, 40), "query_lengths key_lengths", None),
+        ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", None),
+        ((70, 200), (64, 64), "query_segments key_segments", None),
+        ((100, 200), (128, 128), "explicit", None),
+        ((100, 130), (40, 24), "bias causal dropout", None),
+        ((70, 100), (256, 200), "causal dropout cap", None),
+        ((70, 130), (256, 256), "key_lengths window", None),
+        ((1, 300), (64, 64), "", None),
+        ((70, 1), (64, 64), "sinks", None),
+        ((1, 1), (256, 256), "causal sinks", None),
         (
             (70, 270),
             (64, 64),
             "causal",
-            dict(query_config=QueryGradientConfig(3, 64), key_config=KeyGradientConfig(3, 64)),
+            BackwardConfig(QueryGradientConfig(3, 64), KeyGradientConfig(3, 64)),
         ),
         (
             (200, 140),
             (64, 64),
             "",
-            dict(
-                query_config=QueryGradientConfig(2, 64, 3, 1, False),
-                key_config=KeyGradientConfig(tile_stages=1),
+            BackwardConfig(
+                QueryGradientConfig(2, 64, 3, 1, False), KeyGradientConfig(tile_stages=1)
             ),
         ),
-        ((197, 203), (72, 72), "causal", {}),
-        ((203, 65), (80, 112), "", {}),
-        ((5, 203), (96, 72), "key_lengths sinks", {}),
-        ((136, 200), (80, 80), "bias", {}),
-        ((65, 130), (136, 72), "bias causal cap", {}),
-        ((200, 136), (128, 128), "causal", dict(key_config=LATE)),
-        ((203, 141), (72, 72), "dropout", dict(key_config=LATE)),
-        ((200, 136), (128, 128), "causal", dict(key_config=KEPT)),
-        ((203, 141), (80, 80), "causal cap", dict(key_config=KEPT_AND_LATE)),
+        ((197, 203), (72, 72), "causal", None),
+        ((203, 65), (80, 112), "", None),
+        ((5, 203), (96, 72), "key_lengths sinks", None),
+        ((136, 200), (80, 80), "bias", None),
+        ((65, 130), (136, 72), "bias causal cap", None),
+        ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), LATE)),
+        ((203, 141), (72, 72), "dropout", BackwardConfig(QueryGradientConfig(), LATE)),
+        ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), KEPT)),
+        ((203, 141), (80, 80), "causal cap", BackwardConfig(QueryGradientConfig(), KEPT_AND_LATE)),
     ],
     ids=str,
 )
 def test_accurate_without_races_in_the_interpreter(
-    race_detector, monkeypatch, counts, sizes, names, configs
+    race_detector, monkeypatch, counts, sizes, names, config
 ):
     """Over several tiles of one CTA, some of them without visits, so that barriers are used again."""
     mosaic_interpreter.complete(monkeypatch)
@@ -316,7 +316,7 @@ def test_accurate_without_races_in_the_interpreter(
         within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
         lse = np.where(within, lse, np.float32(EMPTY_LSE))
     backward = functools.partial(
-        attention_bwd.backward, logits=logits, multiprocessors=1, **configs
+        attention_bwd.backward, logits=logits, multiprocessors=1, config=config
     )
     actual = jax.jit(backward)(
         query, key, value, operands, np.asarray(out, query.dtype), lse, dout, None

@@ -10,7 +10,7 @@ and dV, and hands P^T to the other, which computes dP^T, dS^T and dK: four produ
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
@@ -105,19 +105,44 @@ class KeyGradientConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def default_config(shape: Shape, logits: Logits) -> KeyGradientConfig:
-    """What registers and shared memory hold.
+def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
 
-    On an H200, [4, 4096, 16, H]: H 128 1675 us with 3 blocks of Q and 1713 with 2, but causal 851 and
-    843; H 64 936 us, causal 494; [2, 4096, 16, 256] causal 844 us.
+    Products of S^T and dP^T read both operands from shared memory, whose bandwidth they are short of
+    where a block has few queries: more of them, or K in registers, are for the registers to allow.
     """
     widest = max(shape.head_size, shape.value_size)
-    if widest <= 64 and not logits.needs_registers:
-        return KeyGradientConfig(query_block=128)
-    if widest <= 128:
+    if widest <= SWIZZLED_COLUMNS and not logits.needs_registers:
+        configs = (
+            KeyGradientConfig(query_block=128),
+            KeyGradientConfig(query_block=128, heads_together=16),
+            KeyGradientConfig(query_block=128, keeps_keys=True),
+            KeyGradientConfig(query_stages=3),
+        )
+    elif widest <= 2 * SWIZZLED_COLUMNS:
         visits_all_queries = logits.mask.reach() == (None, None)
-        return KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
-    return KeyGradientConfig(splits_roles=True, tile_stages=1)
+        guess = KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
+        configs = (
+            guess,
+            replace(guess, query_stages=5 - guess.query_stages),
+            replace(guess, heads_together=1),
+        )
+        if not logits.needs_registers:
+            late = KeyGradientConfig(query_block=128, tile_stages=1, multiplies_early=False)
+            configs += (
+                late,
+                replace(guess, keeps_keys=True),
+                replace(guess, keeps_keys=True, multiplies_early=False),
+            )
+    else:
+        guess = KeyGradientConfig(splits_roles=True, tile_stages=1)
+        configs = (guess, replace(guess, heads_together=1))
+    return tuple(config for config in configs if config.fits(shape))
+
+
+def default_config(shape: Shape, logits: Logits) -> KeyGradientConfig:
+    """The best guess without measurements."""
+    return candidates(shape, logits)[0]
 
 
 def key_gradients(

@@ -7,7 +7,7 @@ float32, and sums have one order by themselves.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, Tile
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
@@ -66,20 +66,37 @@ class QueryGradientConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def default_config(shape: Shape, logits: Logits) -> QueryGradientConfig:
-    """The largest blocks that registers and shared memory hold.
+def candidates(shape: Shape, logits: Logits) -> tuple[QueryGradientConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
 
-    On an H200, [4, 4096, 16, H] causal: H 128 571 us (blocks of 64 keys 569; not causal 1025 and 1108),
-    H 64 388 us (393 with 4 heads together), and [2, 4096, 16, 256] 530 us (576 with 48 keys).
+    The guess has the largest blocks that registers and shared memory hold.
     """
     widest = max(shape.head_size, shape.value_size)
-    if 64 < widest <= 128 and logits.needs_registers:
-        return QueryGradientConfig(key_block=64, key_stages=3, value_stages=3)
-    if widest <= 64:
-        return QueryGradientConfig(heads_together=16)
-    if widest <= 128:
-        return QueryGradientConfig()
-    return QueryGradientConfig(key_block=64, value_stages=1, separate_output=False)
+    if widest <= SWIZZLED_COLUMNS:
+        configs = (
+            QueryGradientConfig(heads_together=16),
+            QueryGradientConfig(),
+            QueryGradientConfig(consumers=3, key_block=64, heads_together=16),
+            QueryGradientConfig(key_block=64, key_stages=4, value_stages=4, heads_together=16),
+        )
+    elif widest <= 2 * SWIZZLED_COLUMNS:
+        wide, narrow = (
+            QueryGradientConfig(),
+            QueryGradientConfig(key_block=64, key_stages=3, value_stages=3),
+        )
+        configs = (narrow, wide) if logits.needs_registers else (wide, narrow)
+        configs += (replace(configs[0], heads_together=16), replace(configs[0], heads_together=1))
+    else:
+        configs = (
+            QueryGradientConfig(key_block=64, value_stages=1, separate_output=False),
+            QueryGradientConfig(consumers=1, key_block=64, separate_output=False),
+        )
+    return tuple(config for config in configs if config.fits(shape))
+
+
+def default_config(shape: Shape, logits: Logits) -> QueryGradientConfig:
+    """The best guess without measurements."""
+    return candidates(shape, logits)[0]
 
 
 def query_gradient(

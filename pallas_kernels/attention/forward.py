@@ -27,7 +27,7 @@ from pallas_kernels.attention.logits import (
     saved_length,
 )
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
@@ -95,23 +95,53 @@ class ForwardConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def default_config(shape: Shape) -> ForwardConfig:
-    """The measured choice. TFLOP/s on an H200, bf16, B4 T4096 N16 unless said otherwise.
+_CACHED_BYTES = 2**24
+"""Of K and V that CTAs work on at a time: a share of the L2 cache that leaves room for the rest."""
 
-    Head size 64: 531 with 3 consumers that take turns, 515 without turns, 426 with 2 consumers;
-    causal 467, 446, 399. Head size 128: 702 without turns, 689 with them, 673 with blocks of 160
-    keys; T 16384: 712, 703. Head size 256, B2, causal: 708 without turns, 698 with them.
+
+def candidates(shape: Shape, logits: Logits) -> tuple[ForwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
+
+    Tensor cores idle least where several consumers take exponentials while another multiplies, so
+    there are as many as have room for their tiles in registers; then blocks are as large as fit.
     """
+    del logits  # What an element of a tile takes does not change the guess.
     widest = max(shape.head_size, shape.value_size)
-    # 16 MB of K and V at a time: T 4096, head size 128: 698 with 8 MB, 671 with 32 MB.
+    if widest <= SWIZZLED_COLUMNS:
+        configs = (
+            ForwardConfig(consumers=3, takes_turns=True),
+            ForwardConfig(consumers=3),
+            ForwardConfig(consumers=2),
+            ForwardConfig(consumers=2, key_block=64, stages=4),
+            ForwardConfig(consumers=1),
+        )
+    elif widest <= 2 * SWIZZLED_COLUMNS:
+        configs = (
+            ForwardConfig(),
+            ForwardConfig(takes_turns=True),
+            ForwardConfig(consumers=3, key_block=64, takes_turns=True),
+            ForwardConfig(key_block=64, stages=4),
+            ForwardConfig(consumers=1),
+        )
+    else:
+        configs = (
+            ForwardConfig(key_block=64, separate_output=False),
+            ForwardConfig(key_block=64, separate_output=False, takes_turns=True),
+            ForwardConfig(key_block=128, separate_output=False),
+            ForwardConfig(consumers=1, key_block=64, separate_output=False),
+            ForwardConfig(consumers=1, key_block=128, separate_output=False),
+        )
     head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
-    together = max(1, 2**24 // head_bytes) * shape.group
-    if widest <= 64:
-        return ForwardConfig(consumers=3, takes_turns=True, heads_together=together)
-    if widest <= 128:
-        return ForwardConfig(heads_together=together)
-    config = ForwardConfig(key_block=64, separate_output=False, heads_together=together)
-    return config if config.fits(shape) else replace(config, consumers=1)
+    together = max(1, _CACHED_BYTES // head_bytes) * shape.group
+    legal = [replace(config, heads_together=together) for config in configs if config.fits(shape)]
+    if together > shape.group:
+        legal.append(replace(legal[0], heads_together=shape.group))
+    return tuple(legal)
+
+
+def default_config(shape: Shape, logits: Logits) -> ForwardConfig:
+    """The best guess without measurements."""
+    return candidates(shape, logits)[0]
 
 
 def forward(
@@ -126,7 +156,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, R]), see pallas_kernels.attention.attention."""
     shape = Shape.of(query, key, value)
-    config = config or default_config(shape)
+    config = config or default_config(shape, logits)
     rows, block, mask = config.query_block, config.key_block, logits.mask
     head, columns = config.columns(shape)
     tiles = QueryTiles(mask, shape.heads, rows, block)

@@ -9,7 +9,7 @@ and copies what comes next.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class ShortBackwardConfig:
     """How a head is cut, and how much is copied ahead."""
 
     warpgroups: int
@@ -71,13 +71,27 @@ class BackwardConfig:
         return count + 4 * 4 * queries <= SHARED_MEMORY_BYTES - BARRIER_BYTES
 
 
-def default_config(key_count: int) -> BackwardConfig:
-    """The choice for so many keys; with large heads it may not fit."""
+def default_config(key_count: int) -> ShortBackwardConfig:
+    """The best guess without measurements for so many keys; with large heads it may not fit.
+
+    With one slot of keys there is no number of a slot that changes from head to head, and occupies
+    registers that dK and dV need.
+    """
     tiles = -(-key_count // WGMMA_ROWS)
     warpgroups = min(2, tiles)
-    # [64, 197, 12, 64]: 98 us with one slot of keys and 129 us with two, whose number that changes
-    # from head to head costs registers that dK and dV need.
-    return BackwardConfig(warpgroups, -(-tiles // warpgroups), key_slots=1)
+    return ShortBackwardConfig(warpgroups, -(-tiles // warpgroups), key_slots=1)
+
+
+def candidates(shape: Shape) -> tuple[ShortBackwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first."""
+    guess = default_config(shape.key_count)
+    others = (
+        replace(guess, key_slots=2),
+        replace(guess, query_slots=3),
+        replace(guess, key_slots=2, query_slots=3),
+    )
+    sizes = (shape.head_size, shape.value_size)
+    return tuple(config for config in (guess, *others) if config.fits(*sizes))
 
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
@@ -95,7 +109,7 @@ def backward(
     *,
     logits: Logits,
     multiprocessors: int,
-    config: BackwardConfig | None = None,
+    config: ShortBackwardConfig | None = None,
 ) -> Gradients:
     """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.attention.
 
@@ -126,7 +140,7 @@ def backward_packed(
     key_heads: int,
     logits: Logits,
     multiprocessors: int,
-    config: BackwardConfig | None = None,
+    config: ShortBackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(dpacked, dbias, dsinks) of `forward_packed`."""
     (dpacked,), dbias, dsinks = _run(
@@ -148,7 +162,7 @@ def _run(
     saved: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
     logits: Logits,
     multiprocessors: int,
-    config: BackwardConfig | None,
+    config: ShortBackwardConfig | None,
 ) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
     out, lse, dout, dlse = saved
     config = config or default_config(shape.key_count)
@@ -270,7 +284,7 @@ class _ShortBackward:
     shape: Shape
     dtype: Any
     logits: Logits
-    config: BackwardConfig
+    config: ShortBackwardConfig
     ctas: int
     has_dlse: bool
     writes_logits_gradient: bool

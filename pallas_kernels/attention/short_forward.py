@@ -44,7 +44,7 @@ _VECTOR = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ShortForwardConfig:
     """How heads are spread over the chip."""
 
     workers: int
@@ -63,22 +63,35 @@ def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
     return (SHARED_MEMORY_BYTES - BARRIER_BYTES) // (count + 4 * WGMMA_ROWS)
 
 
-def default_config(
-    query_count: int,
-    key_count: int,
-    head_size: int,
-    value_size: int,
-    heads: int,
-    multiprocessors: int,
-) -> ForwardConfig:
-    """The choice for `heads` heads of the whole batch."""
-    # [64, 197, 12, 64]: 32 us with two CTAs of one worker, which may have 255 registers a thread; 37
-    # with one CTA of two. 32.0 us with 2 tiles, 33.6 with 4.
-    ctas = min(2, workers_that_fit(key_count, head_size, value_size))
-    tiles = min(2, ceil_to(query_count, WGMMA_ROWS) // WGMMA_ROWS)
-    if heads * (ceil_to(query_count, WGMMA_ROWS) // WGMMA_ROWS) < ctas * multiprocessors * tiles:
+def candidates(shape: Shape, multiprocessors: int) -> tuple[ShortForwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
+
+    Two CTAs of one worker have more registers a thread than one CTA of two. A second tile of queries
+    saves loading its keys and values again, where there are workers enough without it.
+    """
+    room = workers_that_fit(shape.key_count, shape.head_size, shape.value_size)
+    ctas = min(2, room)
+    chunks = -(-shape.query_count // WGMMA_ROWS)
+    tiles = min(2, chunks)
+    if shape.batch * shape.heads * chunks < ctas * multiprocessors * tiles:
         tiles = 1
-    return ForwardConfig(1, tiles, ctas)
+    guess = ShortForwardConfig(1, tiles, ctas)
+    others = [
+        ShortForwardConfig(1, count, ctas)
+        for count in (1, 2, 4)
+        if count <= chunks and count != tiles
+    ]
+    if room > 1:
+        others.append(ShortForwardConfig(2, tiles, 1))
+        others.append(ShortForwardConfig(1, tiles, 1))
+    if room > 2:
+        others.append(ShortForwardConfig(1, tiles, 3))
+    return guess, *others
+
+
+def default_config(shape: Shape, multiprocessors: int) -> ShortForwardConfig:
+    """The best guess without measurements."""
+    return candidates(shape, multiprocessors)[0]
 
 
 def forward(
@@ -89,7 +102,7 @@ def forward(
     *,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig | None = None,
+    config: ShortForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, R] float32), see pallas_kernels.attention.attention."""
     shape = Shape.of(query, key, value)
@@ -103,7 +116,7 @@ def forward_packed(
     key_heads: int,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig | None = None,
+    config: ShortForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `forward`, of [B, T, N + 2 K, H]: the heads of queries, keys and values of one projection.
 
@@ -119,16 +132,9 @@ def _run(
     operands: Operands,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig | None,
+    config: ShortForwardConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
-    config = config or default_config(
-        shape.query_count,
-        shape.key_count,
-        shape.head_size,
-        shape.value_size,
-        shape.batch * shape.heads,
-        multiprocessors,
-    )
+    config = config or default_config(shape, multiprocessors)
     kernel = _ShortForward(shape, arrays[0].dtype, logits, config, multiprocessors)
     # A worker's last tiles may lie beyond the queries. Copies fill and write nothing there, but loads
     # of bias and explicit mask into registers need something to read.
@@ -211,7 +217,7 @@ class _ShortForward:
     shape: Shape
     dtype: Any
     logits: Logits
-    config: ForwardConfig
+    config: ShortForwardConfig
     multiprocessors: int
 
     @property
