@@ -63,7 +63,9 @@ def test_default_configs_lower(head_size, value_size, dtype):
     _lower(mask, Operands(), logits_of(mask, Operands()), head_size, value_size, dtype)
 
 
-LATE = KeyGradientConfig(query_block=128, tile_stages=1, multiplies_early=False)
+MANY = KeyGradientConfig(query_block=128)
+LATE = KeyGradientConfig(query_block=96, tile_stages=1, multiplies_early=False)
+EARLY = KeyGradientConfig(query_block=80, tile_stages=1)
 KEPT = KeyGradientConfig(keeps_keys=True)
 KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
 
@@ -80,6 +82,8 @@ KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
         ),
         (128, QueryGradientConfig(), LATE),
         (72, QueryGradientConfig(), KEPT),
+        (72, QueryGradientConfig(), MANY),
+        (128, QueryGradientConfig(), EARLY),
         (128, QueryGradientConfig(), KEPT_AND_LATE),
         (
             256,
@@ -288,6 +292,7 @@ def block_mask(mask, queries, keys):
         ((65, 130), (136, 72), "bias causal cap", None),
         ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), LATE)),
         ((203, 141), (72, 72), "dropout", BackwardConfig(QueryGradientConfig(), LATE)),
+        ((203, 141), (128, 128), "", BackwardConfig(QueryGradientConfig(), EARLY)),
         ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), KEPT)),
         ((203, 141), (80, 80), "causal cap", BackwardConfig(QueryGradientConfig(), KEPT_AND_LATE)),
     ],

@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import backward_dkv, backward_dq
-from pallas_kernels.attention.backward_bias import bias_gradient
+from pallas_kernels.attention.backward_bias import BIAS_GRADIENT_TILE, bias_gradient
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig, key_gradients
 from pallas_kernels.attention.backward_dq import QueryGradientConfig, query_gradient
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.memory import ceil_to
 from pallas_kernels.attention.shape import Shape
-
-_STATISTICS_BLOCK = 384
-"""A multiple of all blocks of queries, to which what backward knows of each query is filled up."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,10 @@ def backward(
     config = config or candidates(Shape.of(query, key, value), logits)[0]
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
-    fill = ((0, 0), (0, 0), (0, -delta.shape[2] % _STATISTICS_BLOCK))
+    # Kernels read whole blocks of what is known of each query.
+    blocks = (BIAS_GRADIENT_TILE[0], config.queries.query_block, config.keys.query_block)
+    length = max(ceil_to(delta.shape[2], block) for block in blocks)
+    fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
     lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
     if operands.bias is not None and dbias is None:
         dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)

@@ -21,7 +21,7 @@ from pallas_kernels.attention.logits import Logits, Operands, Tile
 from pallas_kernels.attention.memory import Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
 
-_TILE = (64, 128)
+BIAS_GRADIENT_TILE = (64, 128)
 """Queries and keys of a tile."""
 
 
@@ -42,7 +42,10 @@ def bias_gradient(
     """
     shape = Shape.of(query, key, value)
     bias_shape = operands.bias.shape
-    tiles = (pl.cdiv(shape.query_count, _TILE[0]), pl.cdiv(shape.key_count, _TILE[1]))
+    tiles = (
+        pl.cdiv(shape.query_count, BIAS_GRADIENT_TILE[0]),
+        pl.cdiv(shape.key_count, BIAS_GRADIENT_TILE[1]),
+    )
     whole = (shape.batch, shape.heads, *tiles)
     own = tuple(1 if n == 1 else count for n, count in zip(bias_shape, whole, strict=True))
     lengths = (shape.query_count, shape.key_count)
@@ -54,7 +57,7 @@ def bias_gradient(
         head=Columns.of(shape.head_size, lengths),
         value=Columns.of(shape.value_size, lengths),
     )
-    operands = operands.padded(*_TILE)
+    operands = operands.padded(*BIAS_GRADIENT_TILE)
     optional = {name: x for name, x in operands._asdict().items() if x is not None}
 
     def run(q, k, v, do, lse, delta, *refs, **scratch):
@@ -62,7 +65,7 @@ def bias_gradient(
         ops = Operands(**dict(zip(optional, optional_refs, strict=True)))
         kernel(_References((q, k, v, do), lse, delta, ops, dbias_gmem, scratch))
 
-    out_shape = (*own[:2], own[2] * _TILE[0], own[3] * _TILE[1])
+    out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
         run,
         out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32),
@@ -103,7 +106,7 @@ class _BiasGradient:
     value: Columns
 
     def memory(self) -> dict[str, Any]:
-        rows, columns = _TILE
+        rows, columns = BIAS_GRADIENT_TILE
         return dict(
             q_smem=self.head.memory((), rows, self.dtype),
             k_smem=self.head.memory((), columns, self.dtype),
@@ -113,7 +116,7 @@ class _BiasGradient:
         )
 
     def __call__(self, refs: _References) -> None:
-        rows, columns = _TILE
+        rows, columns = BIAS_GRADIENT_TILE
         own_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
         count: Any = math.prod(self.shared)
         if self.shared[2] == 1:
@@ -123,7 +126,7 @@ class _BiasGradient:
             )
             is_visited = (own_idx[3] >= blocks.start) & (own_idx[3] < blocks.stop)
             count = jnp.where(is_visited, count, 0)
-        zeros = plgpu.layout_cast(jnp.zeros(_TILE, jnp.float32), plgpu.Layout.WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros(BIAS_GRADIENT_TILE, jnp.float32), plgpu.Layout.WGMMA)
         b, n, t, s = own_idx
         refs.dbias[b, n, pl.ds(t * rows, rows), pl.ds(s * columns, columns)] = lax.fori_loop(
             0, count, functools.partial(self.add, refs, own_idx), zeros
@@ -137,9 +140,9 @@ class _BiasGradient:
             place.append(index + lax.rem(step, count))
             step = lax.div(step, count)
         t, n, b = place
-        tile = Tile(b, n, t * _TILE[0], s * _TILE[1], _TILE)
+        tile = Tile(b, n, t * BIAS_GRADIENT_TILE[0], s * BIAS_GRADIENT_TILE[1], BIAS_GRADIENT_TILE)
         self.copy(refs, tile)
-        acc = plgpu.ACC(_TILE, jnp.float32)
+        acc = plgpu.ACC(BIAS_GRADIENT_TILE, jnp.float32)
         x, dp = pl.run_scoped(functools.partial(self.products, refs), acc, acc)
         logits, operands = self.logits, refs.operands
         key_length = self.shape.key_count
@@ -176,8 +179,8 @@ class _BiasGradient:
     def of_rows(self, gmem: Any, tile: Tile) -> jax.Array:
         """A number for each query of a tile, for all of its keys."""
         values = plgpu.load(
-            gmem.at[tile.batch, tile.head, pl.ds(tile.query_start, _TILE[0])],
+            gmem.at[tile.batch, tile.head, pl.ds(tile.query_start, BIAS_GRADIENT_TILE[0])],
             layout=plgpu.Layout.WGMMA.reduce(1),
             optimized=False,
         )
-        return lax.broadcast_in_dim(values, _TILE, [0])
+        return lax.broadcast_in_dim(values, BIAS_GRADIENT_TILE, [0])

@@ -105,38 +105,38 @@ class KeyGradientConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
+_WIDEST_WITH_MANY_QUERIES = 80
+"""Up to this head size registers hold both gradients of 64 keys beside tiles of 128 queries."""
+
+
 def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
     """The configs worth trying, all of them legal, the best guess first.
 
     Products of S^T and dP^T read both operands from shared memory, whose bandwidth they are short of
-    where a block has few queries: more of them, or K in registers, are for the registers to allow.
+    where a block has few queries. So the guess has 128 where registers allow it; beyond, more queries
+    or K in registers are to be had only with products one after the other, or in narrower swizzles.
     """
     widest = max(shape.head_size, shape.value_size)
-    if widest <= SWIZZLED_COLUMNS and not logits.needs_registers:
-        configs = (
-            KeyGradientConfig(query_block=128),
-            KeyGradientConfig(query_block=128, heads_together=16),
-            KeyGradientConfig(query_block=128, keeps_keys=True),
-            KeyGradientConfig(query_stages=3),
-        )
-    elif widest <= 2 * SWIZZLED_COLUMNS:
-        visits_all_queries = logits.mask.reach() == (None, None)
-        guess = KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
-        configs = (
-            guess,
-            replace(guess, query_stages=5 - guess.query_stages),
-            replace(guess, heads_together=1),
-        )
-        if not logits.needs_registers:
-            late = KeyGradientConfig(query_block=128, tile_stages=1, multiplies_early=False)
-            configs += (
-                late,
-                replace(guess, keeps_keys=True),
-                replace(guess, keeps_keys=True, multiplies_early=False),
-            )
-    else:
+    visits_all_queries = logits.mask.reach() == (None, None)
+    few = KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
+    many = KeyGradientConfig(query_block=128)
+    if widest > 2 * SWIZZLED_COLUMNS:
         guess = KeyGradientConfig(splits_roles=True, tile_stages=1)
-        configs = (guess, replace(guess, heads_together=1))
+        configs = [guess]
+    elif widest <= _WIDEST_WITH_MANY_QUERIES and not logits.needs_registers:
+        guess = many
+        configs = [many, replace(many, tile_stages=1), few]
+    else:
+        guess = few
+        configs = [few, replace(few, query_stages=5 - few.query_stages)]
+        if not logits.needs_registers:
+            late = replace(few, multiplies_early=False)
+            configs += [
+                replace(late, query_block=96, query_stages=2, tile_stages=1),
+                replace(few, query_block=80, tile_stages=1),
+                replace(late, keeps_keys=True),
+            ]
+    configs += [replace(guess, heads_together=heads) for heads in (1, 16)]
     return tuple(config for config in configs if config.fits(shape))
 
 
