@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import dispatch, ops
+from jaxfused import cuda, dispatch, ops
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
+from tests.choices import skip_where_it_cannot_run, why_not
 from tests.conftest import HOPPER
+from tests.grids import parametrize
+from tests.lowering import kernels
 from tests.tolerances import assert_accurate
 
 KERNELS = ("pallas", "cuda")
@@ -43,16 +47,8 @@ each_implementation = pytest.mark.parametrize(
 
 
 def skip_unless_supported(case: Case, dtype: str, implementation: str) -> None:
-    """Skips with the very sentence that a user would be told."""
-    reasons = ops.layer_norm.implementations(
-        dispatch.current_device(),
-        rows=int(np.prod(case.shape[:-1])),
-        features=case.shape[-1],
-        dtype=jnp.dtype(dtype),
-        residual_dtype=jnp.dtype(case.residual_dtype or dtype) if case.residual else None,
-    )
-    if reasons[implementation] is not None:
-        pytest.skip(reasons[implementation])
+    results = functools.partial(case.results, implementation=implementation)
+    skip_where_it_cannot_run(results, case.inputs(dtype))
 
 
 @functools.cache
@@ -207,9 +203,7 @@ each_transformed = pytest.mark.parametrize("case", TRANSFORMED, ids=lambda case:
 
 def same(actual, expected):
     """Equal to rounding: another order of summation is all that may differ."""
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inputs, list[Inputs]]:
@@ -409,6 +403,8 @@ INTERPRETED = (
     Case("four_rows", (4, 64), bias=False),
     Case("many_rows", (70, 128)),
     Case("row_per_cta", (5, 2048)),
+    Case("one_row", (1, 256)),
+    Case("three_rows", (3, 768), residual=True, pre_bias=True),
     replace(by_name["everything"], shape=(13, 256)),
     replace(by_name["rms_everything"], shape=(13, 256)),
     replace(by_name["everything"], name="everything_row_per_cta", shape=(3, 2048)),
@@ -417,12 +413,14 @@ INTERPRETED = (
 )
 
 
+# A row a warp and a row a CTA, with all that a norm may have around it.
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+@parametrize("case", INTERPRETED, quick=(2, 5, 6), ids=lambda case: case.name)
 def test_pallas_in_the_interpreter(case):
     check(case, "bfloat16", "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_float32_in_the_interpreter():
     check(replace(by_name["everything"], shape=(13, 256)), "float32", "pallas")
@@ -441,7 +439,7 @@ WITHOUT_RING = (
     Case("row_per_cta", (5, 8192)),
     Case("rms_row_per_cta", (3, 8192), op="rms_norm", bias=False),
 )
-each_without_ring = pytest.mark.parametrize("case", WITHOUT_RING, ids=lambda case: case.name)
+each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 3), ids=lambda case: case.name)
 
 
 def check_that_it_has_no_ring(case: Case) -> None:
@@ -457,6 +455,7 @@ def test_pallas_without_a_ring_in_the_interpreter(case):
     check(case, "bfloat16", "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector", "large")
 @each_without_ring
 def test_pallas_without_a_ring_does_not_race(case):
@@ -466,6 +465,7 @@ def test_pallas_without_a_ring_does_not_race(case):
     jax.block_until_ready(y)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
 @pytest.mark.parametrize("features", [256, 2048])
 def test_pallas_does_not_race(features):
@@ -476,11 +476,12 @@ def test_pallas_does_not_race(features):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("batched", [ROWS, {"scale"}], ids=["rows", "scale"])
+@parametrize("batched", [ROWS, {"scale"}], quick=(1,), ids=lambda b: "_".join(sorted(b)))
 def test_pallas_vmap_in_the_interpreter(batched):
     check_vmap(TRANSFORMED[0], batched, "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_vmap_over_few_rows_in_the_interpreter():
     """Per-example gradients where no example fills the tiles that it takes."""
@@ -492,25 +493,125 @@ def test_pallas_gradient_of_a_vmapped_loss_in_the_interpreter():
     check_gradient_of_vmapped_loss(replace(TRANSFORMED[0], shape=(5, 64)), "pallas")
 
 
-@pytest.mark.usefixtures("hopper")
-@each_case_in_one_dtype
-def test_pallas_lowers_for_cuda(case, dtype):
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_vmap_over_single_rows_in_the_interpreter():
+    check_vmap(Case("", (1, 256), residual=True), {*ROWS}, "pallas")
+
+
+def kernel_calls(draw):
+    """(forward, backward, operands) of the Pallas kernels at a shape that they say they support.
+
+    None where they do not. Shapes are those of shards and of what `vmap` folds into rows: few rows, odd
+    numbers of them, as many segments as rows.
+    """
+    rows_of_segment, segments = draw(st.integers(1, 40)), draw(st.sampled_from([1, 1, 2, 3, 17]))
+    rows = rows_of_segment * segments
+    step = draw(st.sampled_from([1, 8, 64, 256, 512]))
+    features = step * draw(st.integers(1, 2048 // step if step < 256 else 16384 // step))
+    dtype = jnp.dtype(draw(st.sampled_from(DTYPES)))
+    residual, options = draw(st.booleans()), draw(st.booleans())
+    why_not = ops.layer_norm.pallas_layer_norm.why_unsupported(
+        compute_capability=(9, 0),
+        rows=rows,
+        features=features,
+        dtype=dtype,
+        residual_dtype=dtype if residual else None,
+        segments=segments,
+    )
+    if why_not is not None:
+        assert why_not and not why_not.endswith(".")
+        return None
+    x = jax.ShapeDtypeStruct((rows, features), dtype)
+    scale = jax.ShapeDtypeStruct((features,), dtype)
+    extra = scale if options else None
+    statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    keywords = dict(
+        subtract_mean=True,
+        epsilon=1e-6,
+        scale_offset=0.0,
+        pre_activation="relu" if options else None,
+        activation=None,
+        multiprocessors=132,
+    )
+    kernels = ops.layer_norm.pallas_layer_norm
+    forward = functools.partial(kernels.forward, save_statistics=True, **keywords)
+    backward = functools.partial(kernels.backward, segments=segments, **keywords)
+    other = x if residual else None
+    return (
+        (forward, (x, scale, scale, other, extra)),
+        (backward, (x, other, x, statistic, statistic, scale, scale, extra)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pallas_traces_whatever_it_supports(data):
+    for kernel, operands in kernel_calls(data.draw) or ():
+        jax.eval_shape(kernel, *operands)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_pallas_lowers_whatever_it_supports(data):
+    for kernel, operands in kernel_calls(data.draw) or ():
+        jax.export.export(jax.jit(kernel), platforms=["cuda"])(*operands)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_pallas_takes_no_rows(segments):
+    x, d = jnp.ones((0, 64)), jnp.ones(64)
+    keywords = dict(
+        subtract_mean=True,
+        epsilon=1e-6,
+        scale_offset=0.0,
+        pre_activation=None,
+        activation=None,
+    )
+    for kernels, more in (
+        (ops.layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
+        (cuda.layer_norm, {}),
+    ):
+        outputs = kernels.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
+        assert [o.shape for o in outputs] == [(0, 64), (0, 64), (0,), (0,)]
+        dx, dscale, dbias, dpre_bias = kernels.backward(
+            x, x, x, *outputs[2:], d, d, None, segments=segments, **keywords, **more
+        )
+        assert dx.shape == x.shape and dpre_bias is None
+        np.testing.assert_array_equal(dscale, jnp.zeros((segments, 64)))
+        np.testing.assert_array_equal(dbias, jnp.zeros((segments, 64)))
+
+
+def check_lowered(case, dtype):
     skip_unless_supported(case, dtype, "pallas")
-    results = jax.jit(functools.partial(case.results, implementation="pallas"))
-    module = jax.export.export(results, platforms=["cuda"])(case.shapes(dtype)).mlir_module()
-    assert "mosaic_gpu" in module or not all(case.shape)
+    results = functools.partial(case.results, implementation="pallas")
+    norm = ["layer_norm_forward", "layer_norm_backward"] if all(case.shape) else []
+    assert kernels(results, case.shapes(dtype)) == norm
+
+
+LOWERED = [case for case in CASES if case.shape[-1] % 64 == 0]
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("residual", [True, False], ids=["residual", "alone"])
-@pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
+@parametrize(
+    ("case", "dtype"),
+    [(case, DTYPES[i % len(DTYPES)]) for i, case in enumerate(LOWERED)],
+    quick=slice(None, None, 7),
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_pallas_lowers_for_cuda(case, dtype):
+    check_lowered(case, dtype)
+
+
+@pytest.mark.usefixtures("hopper")
+@parametrize("dtype", ["bfloat16", "float32"], quick=(0,))
+@parametrize("residual", [True, False], quick=(0,))
+@parametrize("shape", BENCHMARK_SHAPES, quick=(0, 4))
 def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, residual, dtype, monkeypatch):
     monkeypatch.setattr(
         dispatch, "current_device", lambda *arrays: replace(HOPPER, multiprocessors=132)
     )
     case = Case("", shape, residual=residual, pre_bias=residual, pre_activation="relu")
-    test_pallas_lowers_for_cuda(case, dtype)
+    check_lowered(case, dtype)
 
 
 # --- level 3: on a GPU ----------------------------------------------------------------------------
@@ -551,9 +652,7 @@ def test_large_on_gpu(case, implementation):
     )
     results = jax.jit(functools.partial(case.results, implementation=implementation))
     actual = results(inputs)
-    for name, first, again in zip(Results._fields, actual, results(inputs), strict=True):
-        same = first is again is None or jnp.array_equal(first, again)
-        assert same, f"{name} differs between two runs"
+    chex.assert_trees_all_equal(actual, results(inputs))
 
     step = max(1, case.shape[0] // 256)
 
@@ -579,9 +678,9 @@ def test_same_bits_twice_on_gpu(name, implementation):
     skip_unless_supported(case, "bfloat16", implementation)
     inputs = case.inputs("bfloat16")
     results = jax.jit(functools.partial(case.results, implementation=implementation))
-    first = jax.tree.map(lambda a: np.asarray(a).tobytes(), results(inputs))
+    first = results(inputs)
     for _ in range(5):
-        assert jax.tree.map(lambda a: np.asarray(a).tobytes(), results(inputs)) == first
+        chex.assert_trees_all_equal(results(inputs), first)
 
 
 @on_gpu
@@ -594,10 +693,8 @@ def test_random_shapes_on_gpu(implementation):
         rows, multiple, times = (int(random.integers(1, n)) for n in (300, 4, 80))
         shape = rows, times * (1, 2, 64)[multiple - 1]
         case = Case("", shape, residual=bool(random.integers(2)), pre_bias=bool(random.integers(2)))
-        reasons = ops.layer_norm.implementations(
-            dispatch.current_device(), rows=shape[0], features=shape[1], dtype=jnp.dtype("float32")
-        )
-        if reasons[implementation] is None:
+        results = functools.partial(case.results, implementation=implementation)
+        if why_not(results, case.inputs("float32")) is None:
             tried += 1
             check(case, "float32", implementation)
     assert tried >= 3
