@@ -2,8 +2,7 @@
 
 backward_dq and backward_dkv take seven products for a pair of blocks. One kernel takes five,
 but its CTAs wait for each other to add up dQ in one order, and rely on being started in order, which
-nobody promises. On an H200 it made a step 1 to 5 % faster in three of seven cases and up to 65 % slower
-in the others.
+nobody promises; where they did wait, a step was slower by far.
 """
 
 from dataclasses import dataclass
