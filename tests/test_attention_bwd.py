@@ -9,20 +9,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfused.reference.attention import Mask, attention
+from jaxfused import reference
+from jaxfused.reference.attention import Mask
+from pallas_kernels.attention import attention
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_bias import bias_gradient
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, dropout_seeds
+from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.logits import (
+    EMPTY_LSE,
+    LOG2E,
+    Logits,
+    Operands,
+    dropout_seeds,
+    saved_length,
+)
 from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import KeyTiles
 from tests import mosaic_interpreter
 from tests.cases.normal import normal
 from tests.grids import parametrize
-from tests.lowering import kernels
+from tests.lowering import kernels, lowered
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -104,6 +115,32 @@ def test_other_configs_lower(size, query_config, key_config):
     _lower(mask, Operands(), logits, size, size, jnp.bfloat16, config)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_size", "value_size"), [(197, 333, 72, 80), (1, 301, 128, 64)]
+)
+def test_matrices_are_not_copied_to_fit(queries, keys, head_size, value_size):
+    """Whatever their lengths and head sizes: only statistics of queries are filled up."""
+    query, key, value, dout = (
+        jax.ShapeDtypeStruct((2, *sizes), jnp.bfloat16)
+        for sizes in (
+            (queries, 4, head_size),
+            (keys, 2, head_size),
+            (keys, 2, value_size),
+            (queries, 4, value_size),
+        )
+    )
+    options = dict(logits=logits_of(BlockMask(queries, keys), Operands()), multiprocessors=132)
+
+    def f(query, key, value, dout):
+        arrays = (query, key, value, Operands())
+        out, lse = attention_fwd.forward(*arrays, **options)
+        return attention_bwd.backward(*arrays, out, lse, dout, None, **options)[:3]
+
+    program = lowered(f, query, key, value, dout).splitlines()
+    moved = [line for line in program if "stablehlo.pad" in line or "stablehlo.slice" in line]
+    assert not [line for line in moved if "bf16" in line]
+
+
 @parametrize("head_size", [64, 128, 256], quick=(0,))
 def test_every_option_lowers(head_size):
     mask = BlockMask(197, 333, True, (90, 20), True, True, True, True)
@@ -161,7 +198,7 @@ def truth(query, key, value, dout, bias, sinks, mask, words, logits):
     @jax.jit
     def results(arrays, dout, mask):
         def f(*arrays):
-            out, lse = attention(
+            out, lse = reference.attention.attention(
                 *arrays,
                 mask,
                 words,
@@ -394,3 +431,49 @@ def test_gradients(sizes, names):
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_of_any_number_of_queries_and_keys(counts, size):
     assert_gradients(counts, (size, size), ["causal"], dtype=jnp.float16)
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+SIZES = (8, 40, 64, 72, 80, 96, 128, 136, 192, 256)
+
+
+@parametrize(
+    ("head_size", "value_size"), tuple(itertools.product(SIZES, SIZES)), quick=range(0, 100, 11)
+)
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("counts", [(1, 1), (197, 197), (4096, 4095), (8192, 8192)], ids=str)
+def test_candidates_are_legal_and_differ(counts, head_size, value_size, soft_cap):
+    shape = Shape(2, *counts, 4, 2, head_size, value_size)
+    logits = logits_of(BlockMask(*counts, is_causal=True), Operands(), soft_cap=soft_cap)
+    forward = attention.forward_candidates(shape, jnp.bfloat16, logits=logits, multiprocessors=132)
+    backward = attention.backward_candidates(shape, jnp.bfloat16, logits=logits)
+    for configs in (forward, backward):
+        assert len(set(configs)) == len(configs) >= 1
+    longs = [config for config in forward if isinstance(config, ForwardConfig)]
+    longs += [
+        part
+        for config in backward
+        if isinstance(config, BackwardConfig)
+        for part in (config.queries, config.keys)
+    ]
+    assert longs and all(config.fits(shape) for config in longs)
+
+
+@parametrize("head_size", [64, 80, 128, 256], quick=())
+def test_all_candidates_lower(head_size):
+    shape = Shape(2, 1001, 1030, 4, 2, head_size, head_size)
+    logits = logits_of(BlockMask(1001, 1030, is_causal=True), Operands())
+    query, key, dout = (
+        jax.ShapeDtypeStruct((2, *sizes, head_size), jnp.bfloat16)
+        for sizes in ((1001, 4), (1030, 2), (1001, 4))
+    )
+    options = dict(logits=logits, multiprocessors=132)
+    for config in attention.forward_candidates(shape, jnp.bfloat16, **options):
+        f = functools.partial(attention.forward, **options, config=config)
+        assert kernels(f, query, key, key, Operands()) == ["attention_forward"]
+    lse = jax.ShapeDtypeStruct((2, 4, saved_length(1001)), jnp.float32)
+    for config in attention.backward_candidates(shape, jnp.bfloat16, logits=logits):
+        f = functools.partial(attention.backward, **options, config=config)
+        launched = kernels(f, query, key, key, Operands(), dout, lse, dout, None)
+        assert launched == ["attention_query_gradient", "attention_key_gradient"]
