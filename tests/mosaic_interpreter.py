@@ -2,6 +2,9 @@
 
 Stores to an accumulator of wgmma, and products whose left operand is in registers. The kernels need
 both: an accumulator is multiplied between two products, and the weights never leave the registers.
+
+And memory under two descriptions, through one of which TMA writes what wgmma reads through the other:
+the interpreter gives each description memory of its own.
 """
 
 import functools
@@ -46,6 +49,26 @@ def complete(monkeypatch) -> None:
         primitives.ref_swap(tracer, index, value)
 
     monkeypatch.setattr(core.WGMMAAbstractAccumulatorRef, "_setitem", store)
+    monkeypatch.setattr(jaxpr_interpret, "resolve_ref", _one_memory(jaxpr_interpret.resolve_ref))
+
+
+def _one_memory(resolve):
+    """`resolve_ref`, by which all descriptions of one shape mean the memory of the first.
+
+    Their elements are the same, since tiles and swizzles are no part of what the interpreter stores.
+    """
+
+    def resolve_ref(aval, key, transforms):
+        own, rest = resolve(aval, key, transforms)
+        if not isinstance(aval, core.AbstractRefUnion):
+            return own, rest
+        members = [
+            jaxpr_interpret._member_inner_aval(m) for m in jaxpr_interpret.union_members(aval)
+        ]
+        alike = all(m.shape == members[0].shape and m.dtype == members[0].dtype for m in members)
+        return (key[0] if alike else own), rest
+
+    return resolve_ref
 
 
 @gpu_callbacks.fail_on_exception
