@@ -7,7 +7,6 @@ of a tile. Otherwise they share an output tile of twice the height, whose operan
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.product.operands import OperandTile, swizzled_columns
 
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
@@ -32,7 +33,6 @@ class MatmulConfig:
     """Rows of a warpgroup's accumulators."""
     tile_n: int = 192
     """Columns of them; several products in one pass over a divide them among themselves."""
-    tile_k: int = 64
     stages: int = 4
     """Slots of the ring: tiles of the operands in flight or in use."""
     ping_pong: bool = True
@@ -47,6 +47,9 @@ class MatmulConfig:
     """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
+    pads_columns: bool = False
+    """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
+    of a tile's columns and not one block of them. That pays where there are many rows."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:
@@ -69,7 +72,7 @@ class MatmulConfig:
 
     def ring_bytes(self, dtype: Any) -> int:
         """Shared memory for operands of `dtype`."""
-        tiles = (self.cta_tile_m + self.tile_n) * self.tile_k
+        tiles = (self.cta_tile_m + self.tile_n) * swizzled_columns(dtype)
         return self.stages * tiles * jnp.dtype(dtype).itemsize
 
 
@@ -107,8 +110,22 @@ class Block:
     """Where the b of one product lies."""
 
     array: int
-    n_start: int
-    k_start: int
+    k_part: int | None = None
+    """Of an array with the b of several terms: its index along the axis of the terms."""
+    n_part: int | None = None
+    """Of an array with the b of several products: its index along the axis of the products."""
+
+    def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
+        """Takes a span of each of b's two axes as they lie in the array, and returns that part."""
+
+        def index(part, span):
+            return (span,) if part is None else (part, span)
+
+        def part(first, second):
+            parts = (self.n_part, self.k_part) if transposed else (self.k_part, self.n_part)
+            return refs[self.array].at[(*index(parts[0], first), *index(parts[1], second))]
+
+        return part
 
 
 @dataclass(frozen=True)
@@ -133,6 +150,32 @@ class Product:
     products: int = 1
     a_transposed: bool = False
     b_transposed: bool = False
+    b_columns: int | None = None
+    """Columns of each product's b in memory where they are more than `n`."""
+
+    @property
+    def tile_k(self) -> int:
+        return swizzled_columns(self.dtype)
+
+    @property
+    def a_tile(self) -> OperandTile:
+        return OperandTile(
+            span=self.config.cta_tile_m,
+            k_last=not self.a_transposed,
+            # An instruction takes 64 rows, which is a block.
+            whole_blocks=False,
+            dtype=self.dtype,
+        )
+
+    @property
+    def b_tile(self) -> OperandTile:
+        columns = self.n if self.b_columns is None else self.b_columns
+        return OperandTile(
+            span=self.part_n,
+            k_last=self.b_transposed,
+            whole_blocks=columns % swizzled_columns(self.dtype) == 0,
+            dtype=self.dtype,
+        )
 
     @property
     def part_n(self) -> int:
@@ -156,7 +199,7 @@ class Product:
 
     @property
     def k_steps(self) -> int:
-        return sum(pl.cdiv(k, self.config.tile_k) for k in self.ks)
+        return sum(pl.cdiv(k, self.tile_k) for k in self.ks)
 
     def launch(
         self,
@@ -204,27 +247,14 @@ class Product:
 
     def _ring(self) -> dict[str, Any]:
         c = self.config
-        # Rows of an array, not only of its tiles, have to be whole swizzle patterns, and so has what
-        # lies before a block.
-        along_k = (*self.ks, c.tile_k, *(block.k_start for block in self.blocks))
-        along_n = (self.n, self.part_n, *(block.n_start for block in self.blocks))
-        swizzle = min(
-            widest_swizzle(self.dtype, *((self.m, c.tile_m) if self.a_transposed else along_k)),
-            widest_swizzle(self.dtype, *(along_k if self.b_transposed else along_n)),
-        )
-        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, self.part_n)
-        if self.a_transposed:
-            a_tile = a_tile[::-1]
-        if self.b_transposed:
-            b_tile = b_tile[::-1]
         takers = 1 if c.ping_pong else CONSUMERS
         ring = dict(
-            a_smem=tiled((c.stages, *a_tile), self.dtype, swizzle),
-            b_smem=[tiled((c.stages, *b_tile), self.dtype, swizzle) for _ in range(self.products)],
+            a_smem=self.a_tile.memory(c.stages),
+            b_smem=[self.b_tile.memory(c.stages) for _ in range(self.products)],
             # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
             # its own.
             full=plgpu.Barrier(
-                num_arrivals=1 + self.products,
+                num_arrivals=self.a_tile.blocks + self.products * self.b_tile.blocks,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
@@ -265,10 +295,6 @@ class Product:
         c = self.config
         plgpu.set_max_registers(40, action="decrease")
 
-        def along(ref, transposed, start, size, k_start):
-            span, k_span = pl.ds(start, size), pl.ds(k_start, c.tile_k)
-            return ref.at[k_span, span] if transposed else ref.at[span, k_span]
-
         def fill(sequence_idx, m_start, n_idx, term, k_idx, carry):
             slot, filled = carry
 
@@ -277,24 +303,19 @@ class Product:
                 plgpu.barrier_wait(free.at[slot])
 
             landed = full.at[self._full_idx(sequence_idx, slot)]
-            k_start = k_idx * c.tile_k
-            plgpu.copy_gmem_to_smem(
-                along(a_gmem[term], self.a_transposed, m_start, c.cta_tile_m, k_start),
-                a_smem.at[slot],
-                landed,
-            )
+            k_start = k_idx * self.tile_k
 
+            def a_matrix(first, second):
+                return a_gmem[term].at[first, second]
+
+            self.a_tile.copy(a_matrix, a_smem, slot, m_start, k_start, landed)
             for product in range(self.products):
-                block = self.blocks[term * self.products + product]
-                plgpu.copy_gmem_to_smem(
-                    along(
-                        b_gmem[block.array],
-                        not self.b_transposed,
-                        block.n_start + n_idx * self.part_n,
-                        self.part_n,
-                        block.k_start + k_start,
-                    ),
-                    b_smem[product].at[slot],
+                self.b_tile.copy(
+                    self.blocks[term * self.products + product].view(b_gmem, self.b_transposed),
+                    b_smem[product],
+                    slot,
+                    n_idx * self.part_n,
+                    k_start,
                     landed,
                     collective_axes="cta" if c.cluster > 1 else None,
                 )
@@ -304,7 +325,7 @@ class Product:
             m_start, n_idx = self._place(sequence_idx)
             for term, k in enumerate(self.ks):
                 step = functools.partial(fill, sequence_idx, m_start, n_idx, term)
-                carry = lax.fori_loop(0, pl.cdiv(k, c.tile_k), step, carry)
+                carry = lax.fori_loop(0, pl.cdiv(k, self.tile_k), step, carry)
             return carry
 
         nothing = (jnp.int32(0), jnp.int32(0))
@@ -327,16 +348,22 @@ class Product:
         if c.ping_pong:
             pl.when(wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-        def operands(slot):
-            a = a_smem.at[slot]
-            if not c.ping_pong:
-                mine = pl.ds(wg_idx * c.tile_m, c.tile_m)
-                a = a.at[:, mine] if self.a_transposed else a.at[mine]
-            if self.a_transposed:
-                a = a.transpose((1, 0))
+        sharers = 1 if c.ping_pong else CONSUMERS
+        my_share = jnp.int32(0) if c.ping_pong else wg_idx
+
+        def instructions(acc_ref, slot):
+            """What is to be multiplied in a slot, with the part of the accumulators it is added to."""
             for product in range(self.products):
-                b = b_smem[product].at[slot]
-                yield a, b.transpose((1, 0)) if self.b_transposed else b
+                for columns, b in self.b_tile.operands(b_smem[product], slot):
+                    for rows, a in self.a_tile.operands(a_smem, slot, my_share, sharers):
+                        first = product * self.part_n
+                        columns_of_all = slice(first + columns.start, first + columns.stop)
+                        part = _part(acc_ref, rows, columns_of_all)
+                        yield (
+                            part,
+                            a.transpose((1, 0)) if self.a_transposed else a,
+                            b.transpose((1, 0)) if self.b_transposed else b,
+                        )
 
         def tile(tile_idx, _):
             sequence_idx = first + tile_idx * stride
@@ -349,14 +376,15 @@ class Product:
             def accumulate(acc_ref):
                 def multiply(slot):
                     plgpu.barrier_wait(full.at[self._full_idx(sequence_idx, slot)])
-                    for product, (a, b) in enumerate(operands(slot)):
-                        part = slice(product * self.part_n, (product + 1) * self.part_n)
-                        plgpu.wgmma(acc_ref.at[:, part] if self.products > 1 else acc_ref, a, b)
+                    count = 0
+                    for part, a, b in instructions(acc_ref, slot):
+                        plgpu.wgmma(part, a, b)
+                        count += 1
+                    return count
 
                 def step(_, previous):
                     slot = self._next_slot(previous)
-                    multiply(slot)
-                    plgpu.wgmma_wait(self.products)
+                    plgpu.wgmma_wait(multiply(slot))
                     plgpu.barrier_arrive(free.at[previous])
                     return slot
 
@@ -379,6 +407,15 @@ class Product:
         plgpu.wait_smem_to_gmem(0)
 
 
+def _part(ref: Any, rows: slice, columns: slice) -> Any:
+    """A part of the accumulators, which is not sliced where it is all of them."""
+    if (rows.start, rows.stop, columns.start, columns.stop) == (0, ref.shape[0], 0, ref.shape[1]):
+        return ref
+    if (rows.start, rows.stop) == (0, ref.shape[0]):
+        return ref.at[:, columns]
+    return ref.at[rows, columns]
+
+
 def tile_cost(n: int, tile_n: int) -> float:
     """What tiles of `tile_n` columns cost of an output so wide: what lies beyond is computed too.
 
@@ -391,15 +428,3 @@ def tile_cost(n: int, tile_n: int) -> float:
 def wastes_wide_tiles(n: int) -> bool:
     """Whether so much of tiles of 192 columns lies beyond the end that those of 128 are faster."""
     return tile_cost(n, 128) < tile_cost(n, 192)
-
-
-def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    """Shared memory as the copy engine and wgmma both want it."""
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
-
-
-def widest_swizzle(dtype: Any, *widths: int) -> int:
-    """In bytes, of which rows of each of these widths are a multiple."""
-    width = math.gcd(*widths)
-    return plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)

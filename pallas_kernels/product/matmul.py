@@ -25,15 +25,15 @@ from pallas_kernels.product.mainloop import (
     Product,
     TileEpilogue,
     TilePlace,
-    tiled,
     wastes_wide_tiles,
-    widest_swizzle,
 )
+from pallas_kernels.product.operands import SWIZZLE_BYTES, block, swizzled_columns
 from pallas_kernels.store import store_unoptimized
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_GRAIN = 16
-"""What K and N must be multiples of: the columns of the narrowest swizzle that wgmma reads."""
+_GRAIN = 8
+"""What K and N must be multiples of: rows of 16-bit numbers then begin at multiples of 16 bytes, as the
+copy engine wants."""
 
 Epilogue = Callable[..., Mapping[str, jax.Array]]
 Leaving = Callable[..., tuple[jax.Array, ...]]
@@ -64,12 +64,12 @@ def default_config(
     candidates: list[MatmulConfig] = []
     if dtype == jnp.float32:
         # Nothing is rounded on its way out of the accumulators: a smaller tile leaves registers.
-        tiles = functools.partial(tiles, tile_n=128, tile_k=32)
+        tiles = functools.partial(tiles, tile_n=128)
     elif products > 1:
         # The gated unit of [16384, 768] x [768, 3072]: 225 us, 234 with 128 x 192, 239 without the
         # cluster; of [16384, 1024] x [1024, 4096] 393 and 403.
         candidates.append(tiles(tile_m=64, tile_n=256, cluster=2))
-        candidates += [tiles(cluster=2), tiles(cluster=2, stages=3)]
+        candidates += [tiles(tile_n=128, cluster=2, stages=stages) for stages in (4, 3)]
     elif read_bytes and written_bytes > 2 and k <= 1536:
         # Over so short sums the epilogue takes longer than the product. The hidden gradient of an
         # mlp [16384, 768, 3072]: 182 us with 128 x 128, 190 with 128 x 192; of a gated one 179 us
@@ -177,18 +177,7 @@ def matmul(
         b_transposed = True
     m = terms[0].shape[1 if a_transposed else 0]
     ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
-    if isinstance(b, jax.Array):
-        bs = [b]
-        n = b.shape[0 if b_transposed else 1] // products
-        blocks = [
-            Block(0, product * n, sum(ks[:term]))
-            for term in range(len(terms))
-            for product in range(products)
-        ]
-    else:
-        bs = list(b)
-        n = bs[0].shape[0 if b_transposed else 1]
-        blocks = [Block(index, 0, 0) for index in range(len(bs))]
+    bs, blocks, n = _blocks(b, ks, products, b_transposed)
     present_rows = {name: row for name, row in (rows or {}).items() if row is not None}
     present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
     if config is None:
@@ -206,16 +195,13 @@ def matmul(
                 )
             ),
         )
-    if config.tile_n % (products * config.epilogue_columns):
-        raise ValueError(
-            f"matmul: {products} products share tile_n ({config.tile_n}), and epilogue_columns"
-            f" ({config.epilogue_columns}) must divide each one's part"
-        )
-    # A copy through a swizzled tile wants whole groups of 8 rows in memory, and more than one group.
-    padding = max(-m % 8, 16 - m)
-    if padding:
-        terms = [jnp.pad(term, ((0, padding), (0, 0))) for term in terms]
-        present = {name: jnp.pad(x, ((0, padding), (0, 0))) for name, x in present.items()}
+    _check_config(
+        config, terms[0].dtype, products, b_transposed, (*present.values(), *outputs.values())
+    )
+    b_columns = n
+    if config.pads_columns and not b_transposed:
+        b_columns += -n % swizzled_columns(terms[0].dtype)
+        bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, b_columns - n)]) for x in bs]
     product = Product(
         m=m,
         n=n,
@@ -227,6 +213,7 @@ def matmul(
         products=products,
         a_transposed=a_transposed,
         b_transposed=b_transposed,
+        b_columns=b_columns,
     )
     launch = _Epilogue(
         product=product,
@@ -242,7 +229,7 @@ def matmul(
         bs,
         (*present_rows.values(), *present.values()),
         out_type=(
-            *(jax.ShapeDtypeStruct((m + padding, n), dtype) for dtype in outputs.values()),
+            *(jax.ShapeDtypeStruct((m, n), dtype) for dtype in outputs.values()),
             *(jax.ShapeDtypeStruct(launch.sums_shape, jnp.float32) for _ in column_sums),
         ),
         scratch=launch.scratch(),
@@ -250,10 +237,58 @@ def matmul(
         name=name,
     )
     matrices_out, sums = results[: len(outputs)], results[len(outputs) :]
-    return {name: y[:m] for name, y in zip(outputs, matrices_out, strict=True)} | {
+    return dict(zip(outputs, matrices_out, strict=True)) | {
         f"sum_{name}": jnp.sum(partial_sums, axis=0)[:n]
         for name, partial_sums in zip(column_sums, sums, strict=True)
     }
+
+
+def _check_config(
+    config: MatmulConfig, dtype: Any, products: int, b_transposed: bool, streams: Sequence[Any]
+) -> None:
+    """Raises where the tiles of a config do not fit the operands or the matrices of the epilogue."""
+    if config.tile_n % (products * config.epilogue_columns):
+        raise ValueError(
+            f"matmul: {products} products share tile_n ({config.tile_n}), and epilogue_columns"
+            f" ({config.epilogue_columns}) must divide each one's part"
+        )
+    columns = swizzled_columns(dtype)
+    if not b_transposed and config.tile_n // products % columns:
+        raise ValueError(
+            f"matmul: {products} products share tile_n ({config.tile_n}), and where b is [K, N] each"
+            f" one's part must be a multiple of {columns}; pass another config"
+        )
+    widest = max(jnp.dtype(getattr(stream, "dtype", stream)).itemsize for stream in streams)
+    if config.epilogue_columns * widest > SWIZZLE_BYTES:
+        raise ValueError(
+            f"matmul: epilogue_columns is {config.epilogue_columns}, but of numbers of {widest} bytes"
+            f" at most {SWIZZLE_BYTES // widest} columns are taken at a time; pass another config"
+        )
+
+
+def _blocks(
+    b: jax.Array | Sequence[jax.Array], ks: Sequence[int], products: int, transposed: bool
+) -> tuple[list[jax.Array], list[Block], int]:
+    """The arrays with the b of all terms and products, where each lies, and how wide one is.
+
+    One array with several is reshaped so that each ends where an axis does: beyond it there are zeros.
+    """
+    if not isinstance(b, jax.Array):
+        bs = list(b)
+        blocks = [Block(index) for index in range(len(bs))]
+        return bs, blocks, bs[0].shape[0 if transposed else 1]
+    terms = len(ks)
+    if len(set(ks)) > 1:
+        raise ValueError(f"matmul: terms of one array b must be of one length, got {tuple(ks)}")
+    n = b.shape[0 if transposed else 1] // products
+    k_axes = (terms, ks[0]) if terms > 1 else (ks[0],)
+    n_axes = (products, n) if products > 1 else (n,)
+    blocks = [
+        Block(0, term if terms > 1 else None, product if products > 1 else None)
+        for term in range(terms)
+        for product in range(products)
+    ]
+    return [b.reshape((*n_axes, *k_axes) if transposed else (*k_axes, *n_axes))], blocks, n
 
 
 @dataclass(frozen=True)
@@ -279,11 +314,7 @@ class _Epilogue:
 
     @property
     def chunks(self) -> int:
-        """Parts of a tile that the epilogue takes one after the other.
-
-        Not more than there are columns: where the swizzle pattern is as wide as the whole array,
-        Mosaic forgets by how many patterns a copy starts beyond it.
-        """
+        """Parts of a tile that the epilogue takes one after the other, none without a column."""
         columns = min(self.product.n, self.product.part_n)
         return pl.cdiv(columns, self.config.epilogue_columns)
 
@@ -319,8 +350,7 @@ class _Epilogue:
     def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
         c = self.config
-        swizzle = widest_swizzle(dtype, self.product.n, c.epilogue_columns)
-        return tiled((CONSUMERS, slots, c.tile_m, c.epilogue_columns), dtype, swizzle)
+        return block((CONSUMERS, slots), c.tile_m, c.epilogue_columns, dtype)
 
     def of_tile(
         self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
@@ -407,8 +437,7 @@ class _EpilogueOfTile:
         plgpu.barrier_wait(self._matrix_full(slot))
         loaded = {
             name: plgpu.load(
-                self.smem["matrix_smem"][name].at[self.place.wg_idx, slot],
-                layout=plgpu.Layout.WGMMA,
+                self._stream("matrix_smem", name, slot)[0], layout=plgpu.Layout.WGMMA
             ).astype(jnp.float32)
             for name in self.launch.matrices
         }
@@ -416,6 +445,11 @@ class _EpilogueOfTile:
             plgpu.commit_smem()  # All four warps have read it.
             self._copy_matrices(chunk + slots)
         return loaded
+
+    def _stream(self, kind: str, name: str, slot: int) -> tuple[Any, Any]:
+        """A slot's memory as registers and as copies see it."""
+        registers, copies = self.smem[kind][name]
+        return registers.at[self.place.wg_idx, slot], copies.at[self.place.wg_idx, slot]
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -435,7 +469,7 @@ class _EpilogueOfTile:
     def _copy_matrices(self, chunk: int) -> None:
         slot = chunk % self.launch.config.read_slots
         for name, ref in self.gmem.matrices.items():
-            destination = self.smem["matrix_smem"][name].at[self.place.wg_idx, slot]
+            _, destination = self._stream("matrix_smem", name, slot)
             plgpu.copy_gmem_to_smem(self._block(ref, chunk), destination, self._matrix_full(slot))
 
     def _rows(self, chunk: int) -> dict[str, jax.Array]:
@@ -452,21 +486,18 @@ class _EpilogueOfTile:
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
         launch, slots = self.launch, self.launch.config.write_slots
-        places = {
-            name: self.smem["out_smem"][name].at[self.place.wg_idx, chunk % slots]
-            for name in results
-        }
+        places = {name: self._stream("out_smem", name, chunk % slots) for name in results}
         # Whatever slot the last tile ended with has been read long since.
         plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
         for name, tile in results.items():
-            places[name][...] = tile
+            places[name][0][...] = tile
         plgpu.commit_smem()
-        for name, place in places.items():
-            block = self._block(self.gmem.outputs[name], chunk)
-            plgpu.copy_smem_to_gmem(place, block, commit_group=False)
+        for name, (_, source) in places.items():
+            destination = self._block(self.gmem.outputs[name], chunk)
+            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         for name in launch.column_sums:
-            self._store_sum(name, chunk, places[name])
+            self._store_sum(name, chunk, places[name][0])
 
     def _store_sum(self, name: str, chunk: int, tile) -> None:
         """Sums the columns of a tile in shared memory, each within a warp.

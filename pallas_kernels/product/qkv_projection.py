@@ -27,12 +27,12 @@ from pallas_kernels.product.mainloop import (
     Product,
     TilePlace,
     tile_cost,
-    tiled,
-    widest_swizzle,
 )
+from pallas_kernels.product.operands import block, swizzled_columns
 
 _GRAIN = 16
-"""What the rotating and the other features of a head must be multiples of, the former in each half."""
+"""What the columns of an output must be multiples of, and of a head with a norm or a rotation the
+rotating features, in each half, and the others: the narrowest piece that is swizzled."""
 _STRIP = 32
 """Features that the epilogue takes at a time, of either half, where it can."""
 _ANGLES_AHEAD = 128
@@ -69,8 +69,15 @@ def why_unsupported(
             "the keys": key_heads * head_size,
         },
     )
-    if reason is not None or not (norm or rotary_dim):
+    if reason is not None:
         return reason
+    for name, size in (("queries", heads * head_size), ("keys", key_heads * head_size)):
+        if size % _GRAIN:
+            return (
+                f"it takes multiples of {_GRAIN} features in all heads, and the {name} have {size}"
+            )
+    if not (norm or rotary_dim):
+        return None
     if head_size > _WIDEST_HEAD:
         return f"norm and rotation take heads of up to {_WIDEST_HEAD} features, got {head_size}"
     if rotary_dim and interleaved:
@@ -191,10 +198,13 @@ def forward(
             rotary_dim=rotary_dim,
             bias=biases is not None,
         )
-    # As in `matmul`: whole groups of 8 rows, and more than one.
-    padding = max(-m % 8, 16 - m)
-    if padding:
-        x = jnp.pad(x, ((0, padding), (0, 0)))
+    # The weights are copied in any case, to lie side by side.
+    b_transposed = config.tile_n % swizzled_columns(x.dtype) != 0
+    n = w.shape[1]
+    if b_transposed:
+        w = w.T
+    else:
+        w = jnp.pad(w, ((0, 0), (0, -n % swizzled_columns(x.dtype))))
     tables: tuple[jax.Array, ...] = ()
     period = 0
     if cos is not None and sin is not None:
@@ -215,12 +225,14 @@ def forward(
     epilogue = _Epilogue(
         product=Product(
             m=m,
-            n=sum(widths),
+            n=n,
             ks=(k,),
             dtype=x.dtype,
-            blocks=(Block(0, 0, 0),),
+            blocks=(Block(0),),
             config=config,
             multiprocessors=multiprocessors,
+            b_transposed=b_transposed,
+            b_columns=None if b_transposed else w.shape[1],
         ),
         widths=widths,
         head_size=head_size,
@@ -236,12 +248,12 @@ def forward(
         (x,),
         (w,),
         (*(() if bias is None else (bias,)), *all_scales, *tables),
-        out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
+        out_type=[jax.ShapeDtypeStruct((m, width), x.dtype) for width in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
         name="qkv_projection",
     )
-    q, k, v, *projections = (result[:m] for result in results)
+    q, k, v, *projections = results
     return (q, k, v, *(projections or (None, None)))
 
 
@@ -311,7 +323,7 @@ class _Epilogue:
 
     @property
     def units(self) -> int:
-        """Of a tile; as few as `matmul` takes chunks, and for the same reason."""
+        """Of a tile, none without a column."""
         return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
 
     def first_column(self, output: int) -> int:
@@ -334,9 +346,8 @@ class _Epilogue:
 
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
-        swizzle = widest_swizzle(dtype, *self.widths, self.piece)
-        shape = (CONSUMERS, c.write_slots, self.unit // self.run, c.tile_m, self.run)
-        scratch: dict[str, Any] = {"out_smem": tiled(shape, dtype, swizzle)}
+        leading = (CONSUMERS, c.write_slots, self.unit // self.piece)
+        scratch: dict[str, Any] = {"out_smem": block(leading, c.tile_m, self.piece, dtype)}
         if self.bias_dtype is not None:
             scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
             scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -434,15 +445,15 @@ class _HeadsOfTile:
           arrays: of each output; the unit is in one of them, or beyond the last.
         """
         launch, config = self.launch, self.launch.product.config
-        slot = self.smem["out_smem"].at[self.place.wg_idx, number % config.write_slots]
+        place = (self.place.wg_idx, number % config.write_slots)
+        registers, copies = self.smem["out_smem"]
         # As in `matmul`: whatever slot the last tile ended with has been read long since. Where some
         # stores have nothing to copy, what is under way is not to be told by counting.
         skips = bool(self.gmem.projections) or launch.product.n % launch.product.part_n
         pending = config.write_slots - 1 if number and not skips else 0
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         for index, piece in pieces:
-            run, first = divmod(index * launch.piece, launch.run)
-            slot.at[run, :, pl.ds(first, launch.piece)][...] = piece
+            registers.at[*place, index][...] = piece
         plgpu.commit_smem()
 
         column = self.column(unit)
@@ -452,9 +463,13 @@ class _HeadsOfTile:
             @pl.when((start >= 0) & (start < launch.widths[output]))
             def _(array=array, start=start):
                 rows = pl.ds(self.place.m_start, config.tile_m)
-                for index, first in enumerate(launch.runs(start)):
-                    block = array.at[rows, pl.ds(first, launch.run)]
-                    plgpu.copy_smem_to_gmem(slot.at[index], block, commit_group=False)
+                runs = launch.runs(start)
+                for index in range(launch.unit // launch.piece):
+                    run, within = divmod(index * launch.piece, launch.run)
+                    columns = pl.ds(runs[run] + within, launch.piece)
+                    plgpu.copy_smem_to_gmem(
+                        copies.at[*place, index], array.at[rows, columns], commit_group=False
+                    )
 
         plgpu.commit_smem_to_gmem_group()
 
