@@ -80,7 +80,7 @@ class Case:
             b,
             epilogue=epilogue,
             products=self.products,
-            rows={"bias": bias if self.epilogue else None},
+            vectors={"bias": bias if self.epilogue else None},
             matrices={"residual": residual if self.epilogue else None},
             outputs={"y": jnp.float32} | ({"narrow": self.dtype} if self.epilogue else {}),
             column_sums=("narrow",) if self.epilogue else (),

@@ -7,7 +7,7 @@ of a tile. Otherwise they share an output tile of twice the height, whose operan
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -227,14 +227,16 @@ class Product:
             wg_idx = lax.axis_index("wg")
             lax.cond(
                 wg_idx == CONSUMERS,
-                lambda: self._copy_operands(a_gmem, b_gmem, **ring),
-                lambda: self._multiply(wg_idx, functools.partial(epilogue, rest, own), **ring),
+                lambda: _Producer(self, _Ring(**ring), a_gmem, b_gmem).run(),
+                lambda: _Consumer(
+                    self, _Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
+                ).run(),
             )
 
         return plgpu.kernel(
             kernel,
             out_type=tuple(out_type),
-            scratch_types={"ring": self._ring(), "own": dict(scratch)},
+            scratch_types={"ring": self._ring_memory(), "own": dict(scratch)},
             grid=(self.clusters,),
             grid_names=("cluster",),
             cluster=(self.config.cluster,),
@@ -245,7 +247,7 @@ class Product:
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*terms, *bs, *others)
 
-    def _ring(self) -> dict[str, Any]:
+    def _ring_memory(self) -> dict[str, Any]:
         c = self.config
         takers = 1 if c.ping_pong else CONSUMERS
         ring = dict(
@@ -267,13 +269,14 @@ class Product:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
 
-    # --- device side ------------------------------------------------------------------------------
+    # --- on the device ----------------------------------------------------------------------------
 
-    def _tiles_of_cluster(self) -> jax.Array:
+    def tiles_of_cluster(self) -> jax.Array:
+        """How many tiles each CTA of this cluster computes."""
         first = lax.axis_index("cluster")
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
 
-    def _place(self, sequence_idx) -> tuple[jax.Array, jax.Array]:
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
         """First row and column index of the tile that this CTA takes as number `sequence_idx`."""
         c = self.config
         m_idx, n_idx = plgpu.planar_snake(
@@ -281,139 +284,183 @@ class Product:
         )
         return (m_idx * c.cluster + lax.axis_index("cta")) * c.cta_tile_m, n_idx
 
-    def _full_idx(self, sequence_idx, slot):
-        """The barrier of a slot that is being filled for a tile."""
+    def full_idx(self, sequence_idx: Any, slot: Any) -> jax.Array:
+        """Which barrier tells that a slot has been filled for a tile."""
         if not self.config.ping_pong:
             return slot
         return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
 
-    def _next_slot(self, slot):
+    def next_slot(self, slot: Any) -> jax.Array:
+        """The slot after this one in the ring."""
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
-    def _copy_operands(self, a_gmem, b_gmem, *, a_smem, b_smem, full, free, **_) -> None:
-        """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
-        c = self.config
+
+@dataclass(frozen=True)
+class _Ring:
+    """The slots for tiles of operands in shared memory, and their barriers."""
+
+    a_smem: Any
+    b_smem: Sequence[Any]
+    full: Any
+    """A slot holds the tiles of a step along K."""
+    free: Any
+    """All instructions that read a slot have ended."""
+    turn: Any = None
+    """In ping-pong, a warpgroup may multiply."""
+
+
+@dataclass(frozen=True)
+class _Producer:
+    """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
+
+    product: Product
+    ring: _Ring
+    a_gmem: Sequence[Any]
+    b_gmem: Sequence[Any]
+
+    def run(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
-
-        def fill(sequence_idx, m_start, n_idx, term, k_idx, carry):
-            slot, filled = carry
-
-            @pl.when(filled >= c.stages)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
-
-            landed = full.at[self._full_idx(sequence_idx, slot)]
-            k_start = k_idx * self.tile_k
-
-            def a_matrix(first, second):
-                return a_gmem[term].at[first, second]
-
-            self.a_tile.copy(a_matrix, a_smem, slot, m_start, k_start, landed)
-            for product in range(self.products):
-                self.b_tile.copy(
-                    self.blocks[term * self.products + product].view(b_gmem, self.b_transposed),
-                    b_smem[product],
-                    slot,
-                    n_idx * self.part_n,
-                    k_start,
-                    landed,
-                    collective_axes="cta" if c.cluster > 1 else None,
-                )
-            return self._next_slot(slot), filled + 1
-
-        def tile(sequence_idx, carry):
-            m_start, n_idx = self._place(sequence_idx)
-            for term, k in enumerate(self.ks):
-                step = functools.partial(fill, sequence_idx, m_start, n_idx, term)
-                carry = lax.fori_loop(0, pl.cdiv(k, self.tile_k), step, carry)
-            return carry
-
         nothing = (jnp.int32(0), jnp.int32(0))
-        slot, filled = lax.fori_loop(0, self._tiles_of_cluster(), tile, nothing)
-        # Nobody may still be about to arrive here when this CTA ends.
-        for back in range(1, c.stages + 1):
+        slot, filled = lax.fori_loop(0, self.product.tiles_of_cluster(), self._fill_tile, nothing)
+        self._await_readers(slot, filled)
+
+    def _fill_tile(self, sequence_idx, carry):
+        """Fills slots for all steps of a tile; carries the next slot and how many were filled."""
+        m_start, n_idx = self.product.position(sequence_idx)
+        for term, k in enumerate(self.product.ks):
+            fill = functools.partial(self._fill_slot, sequence_idx, m_start, n_idx, term)
+            carry = lax.fori_loop(0, pl.cdiv(k, self.product.tile_k), fill, carry)
+        return carry
+
+    def _fill_slot(self, sequence_idx, m_start, n_idx, term, k_idx, carry):
+        product, ring = self.product, self.ring
+        slot, filled = carry
+
+        @pl.when(filled >= product.config.stages)
+        def _():
+            plgpu.barrier_wait(ring.free.at[slot])
+
+        full = ring.full.at[product.full_idx(sequence_idx, slot)]
+        k_start = k_idx * product.tile_k
+
+        def a_matrix(first, second):
+            return self.a_gmem[term].at[first, second]
+
+        product.a_tile.copy(a_matrix, ring.a_smem, slot, m_start, k_start, full)
+        for index in range(product.products):
+            product.b_tile.copy(
+                product.blocks[term * product.products + index].view(
+                    self.b_gmem, product.b_transposed
+                ),
+                ring.b_smem[index],
+                slot,
+                n_idx * product.part_n,
+                k_start,
+                full,
+                collective_axes="cta" if product.config.cluster > 1 else None,
+            )
+        return product.next_slot(slot), filled + 1
+
+    def _await_readers(self, slot, filled) -> None:
+        """Waits until nobody is still about to arrive at a barrier of this CTA, which may end then."""
+        stages = self.product.config.stages
+        for back in range(1, stages + 1):
 
             @pl.when(filled >= back)
             def _(back=back):
-                last_filled = lax.rem(slot + (c.stages - back), jnp.int32(c.stages))
-                plgpu.barrier_wait(free.at[last_filled])
+                last_filled = lax.rem(slot + (stages - back), jnp.int32(stages))
+                plgpu.barrier_wait(self.ring.free.at[last_filled])
 
-    def _multiply(self, wg_idx, epilogue_of, *, a_smem, b_smem, full, free, turn=None) -> None:
-        """A warpgroup that multiplies, and runs the epilogue of its tiles."""
-        c = self.config
+
+@dataclass(frozen=True)
+class _Consumer:
+    """A warpgroup that multiplies, and runs the epilogue of its tiles."""
+
+    product: Product
+    ring: _Ring
+    wg_idx: jax.Array
+    epilogue_of: Callable[[TilePlace], TileEpilogue]
+
+    def run(self) -> None:
+        ping_pong, turn = self.product.config.ping_pong, self.ring.turn
         plgpu.set_max_registers(232, action="increase")
-        tiles = self._tiles_of_cluster()
-        stride = CONSUMERS if c.ping_pong else 1
-        first = wg_idx if c.ping_pong else jnp.int32(0)
-        if c.ping_pong:
-            pl.when(wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
-
-        sharers = 1 if c.ping_pong else CONSUMERS
-        my_share = jnp.int32(0) if c.ping_pong else wg_idx
-
-        def instructions(acc_ref, slot):
-            """What is to be multiplied in a slot, with the part of the accumulators it is added to."""
-            for product in range(self.products):
-                for columns, b in self.b_tile.operands(b_smem[product], slot):
-                    for rows, a in self.a_tile.operands(a_smem, slot, my_share, sharers):
-                        first = product * self.part_n
-                        columns_of_all = slice(first + columns.start, first + columns.stop)
-                        part = _part(acc_ref, rows, columns_of_all)
-                        yield (
-                            part,
-                            a.transpose((1, 0)) if self.a_transposed else a,
-                            b.transpose((1, 0)) if self.b_transposed else b,
-                        )
+        tiles = self.product.tiles_of_cluster()
+        stride = CONSUMERS if ping_pong else 1
+        first = self.wg_idx if ping_pong else jnp.int32(0)
+        if ping_pong:
+            pl.when(self.wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def tile(tile_idx, _):
-            sequence_idx = first + tile_idx * stride
-            m_start, n_idx = self._place(sequence_idx)
-            if not c.ping_pong:
-                m_start += wg_idx * c.tile_m
-            epilogue = epilogue_of(TilePlace(wg_idx, m_start, n_idx))
-            epilogue.prefetch()
-
-            def accumulate(acc_ref):
-                def multiply(slot):
-                    plgpu.barrier_wait(full.at[self._full_idx(sequence_idx, slot)])
-                    count = 0
-                    for part, a, b in instructions(acc_ref, slot):
-                        plgpu.wgmma(part, a, b)
-                        count += 1
-                    return count
-
-                def step(_, previous):
-                    slot = self._next_slot(previous)
-                    plgpu.wgmma_wait(multiply(slot))
-                    plgpu.barrier_arrive(free.at[previous])
-                    return slot
-
-                if c.ping_pong:
-                    plgpu.barrier_wait(turn.at[wg_idx])
-                slot = lax.rem(sequence_idx * self.k_steps, jnp.int32(c.stages))
-                multiply(slot)
-                slot = lax.fori_loop(1, self.k_steps, step, slot)
-                if c.ping_pong:
-                    other = turn.at[CONSUMERS - 1 - wg_idx]
-                    pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
-                return acc_ref[...], slot
-
-            acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
-            plgpu.barrier_arrive(free.at[slot])
-            epilogue.run(acc)
+            self._compute_tile(first + tile_idx * stride, tiles)
 
         count = lax.div(tiles - first + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, count, tile, None)
         plgpu.wait_smem_to_gmem(0)
 
+    def _compute_tile(self, sequence_idx, tiles) -> None:
+        c = self.product.config
+        m_start, n_idx = self.product.position(sequence_idx)
+        if not c.ping_pong:
+            m_start += self.wg_idx * c.tile_m
+        epilogue = self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx))
+        epilogue.prefetch()
+        accumulate = functools.partial(self._accumulate, sequence_idx, tiles)
+        acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
+        plgpu.barrier_arrive(self.ring.free.at[slot])
+        epilogue.run(acc)
 
-def _part(ref: Any, rows: slice, columns: slice) -> Any:
-    """A part of the accumulators, which is not sliced where it is all of them."""
-    if (rows.start, rows.stop, columns.start, columns.stop) == (0, ref.shape[0], 0, ref.shape[1]):
-        return ref
-    if (rows.start, rows.stop) == (0, ref.shape[0]):
-        return ref.at[:, columns]
-    return ref.at[rows, columns]
+    def _accumulate(self, sequence_idx, tiles, acc_ref):
+        """All steps of a tile: the accumulators, and the slot that is still to be freed."""
+        product, turn = self.product, self.ring.turn
+        if product.config.ping_pong:
+            plgpu.barrier_wait(turn.at[self.wg_idx])
+        slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(product.config.stages))
+        self._multiply(acc_ref, sequence_idx, slot)
+        step = functools.partial(self._step, acc_ref, sequence_idx)
+        slot = lax.fori_loop(1, product.k_steps, step, slot)
+        if product.config.ping_pong:
+            other = turn.at[CONSUMERS - 1 - self.wg_idx]
+            pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
+        return acc_ref[...], slot
+
+    def _step(self, acc_ref, sequence_idx, _, previous):
+        """Has a slot multiplied, and frees the one before it, whose instructions have ended by then."""
+        slot = self.product.next_slot(previous)
+        plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, slot))
+        plgpu.barrier_arrive(self.ring.free.at[previous])
+        return slot
+
+    def _multiply(self, acc_ref, sequence_idx, slot) -> int:
+        """Issues the products of a slot once it has been filled, and returns their number."""
+        plgpu.barrier_wait(self.ring.full.at[self.product.full_idx(sequence_idx, slot)])
+        count = 0
+        for part, a, b in self._instructions(acc_ref, slot):
+            plgpu.wgmma(part, a, b)
+            count += 1
+        return count
+
+    def _instructions(self, acc_ref, slot) -> Iterator[tuple[Any, Any, Any]]:
+        """What is multiplied in a slot: the part of the accumulators it is added to, a and b."""
+        product = self.product
+        ping_pong = product.config.ping_pong
+        share, shares = (jnp.int32(0), 1) if ping_pong else (self.wg_idx, CONSUMERS)
+        for index, b_smem in enumerate(self.ring.b_smem):
+            for columns, b in product.b_tile.operands(b_smem, slot):
+                for rows, a in product.a_tile.operands(self.ring.a_smem, slot, share, shares):
+                    start = index * product.part_n
+                    yield (
+                        _part(acc_ref, rows, slice(start + columns.start, start + columns.stop)),
+                        a.transpose((1, 0)) if product.a_transposed else a,
+                        b.transpose((1, 0)) if product.b_transposed else b,
+                    )
+
+
+def _part(acc_ref: Any, rows: slice, columns: slice) -> Any:
+    """A part of the accumulators, which is not sliced along an axis of which it is all."""
+    height, width = acc_ref.shape
+    if (rows.start, rows.stop) != (0, height):
+        return acc_ref.at[rows, columns]
+    return acc_ref if (columns.start, columns.stop) == (0, width) else acc_ref.at[:, columns]
 
 
 def tile_cost(n: int, tile_n: int) -> float:

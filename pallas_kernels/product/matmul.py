@@ -6,41 +6,39 @@ float32 accumulators and of named operands, traced into the kernel.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
     Block,
     MatmulConfig,
     Product,
-    TileEpilogue,
-    TilePlace,
     wastes_wide_tiles,
 )
-from pallas_kernels.product.operands import SWIZZLE_BYTES, block, swizzled_columns
-from pallas_kernels.store import store_unoptimized
+from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _GRAIN = 8
 """What K and N must be multiples of: rows of 16-bit numbers then begin at multiples of 16 bytes, as the
 copy engine wants."""
 
-Epilogue = Callable[..., Mapping[str, jax.Array]]
-Leaving = Callable[..., tuple[jax.Array, ...]]
-
 
 def default_config(
-    n: int, k: int, products: int, dtype: Any, read_bytes: int, written_bytes: int, row_bytes: int
+    n: int,
+    k: int,
+    products: int,
+    dtype: Any,
+    read_bytes: int,
+    written_bytes: int,
+    vector_bytes: int,
 ) -> MatmulConfig:
     """The fastest of those measured on an H200 that leave room for the epilogue.
 
@@ -51,13 +49,13 @@ def default_config(
       dtype: of the operands.
       read_bytes: of an element in each of the matrices that the epilogue reads.
       written_bytes: of an element in each of those that it writes.
-      row_bytes: of a column in each of its rows.
+      vector_bytes: of a column in each of its rows.
     """
 
     def shared_memory_bytes(c: MatmulConfig) -> int:
         chunk = c.tile_m * c.epilogue_columns
         streams = chunk * (c.read_slots * read_bytes + c.write_slots * written_bytes)
-        return c.ring_bytes(dtype) + CONSUMERS * (streams + c.tile_n * row_bytes)
+        return c.ring_bytes(dtype) + CONSUMERS * (streams + c.tile_n * vector_bytes)
 
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     several = tiles(read_slots=2, write_slots=2)
@@ -136,10 +134,10 @@ def matmul(
     a: jax.Array | Sequence[jax.Array],
     b: jax.Array | Sequence[jax.Array],
     *,
-    epilogue: Epilogue,
+    epilogue: Function,
     outputs: Mapping[str, Any],
-    leaving: Leaving | None = None,
-    rows: Mapping[str, jax.Array | None] | None = None,
+    before_rounding: BeforeRounding | None = None,
+    vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
     column_sums: Sequence[str] = (),
     products: int = 1,
@@ -157,13 +155,13 @@ def matmul(
         one pass over a: in this order in a sequence, or as blocks of one array. Of float32 the
         tensor cores take [N, K], which [K, N] is copied to, and no transposed a.
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
-        what `rows` and `matrices` hold. Returns tiles by name.
+        what `vectors` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
-      leaving: what may be rounded to a's dtype where it leaves the accumulators: takes a tile of
-        each product, and the rows by name, and returns the tiles that `epilogue` takes in their
+      before_rounding: what may be rounded to a's dtype where it leaves the accumulators: takes a tile of
+        each product, and the vectors by name, and returns the tiles that `epilogue` takes in their
         place. For an epilogue with much arithmetic: a large tile of accumulators leaves it few
         registers, and is rounded.
-      rows: [N] each, or None for one that is absent.
+      vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
       name: of the kernel, in a profile.
@@ -178,7 +176,7 @@ def matmul(
     m = terms[0].shape[1 if a_transposed else 0]
     ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
     bs, blocks, n = _blocks(b, ks, products, b_transposed)
-    present_rows = {name: row for name, row in (rows or {}).items() if row is not None}
+    present_vectors = {name: v for name, v in (vectors or {}).items() if v is not None}
     present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
     if config is None:
         config = default_config(
@@ -191,7 +189,7 @@ def matmul(
                 for dtypes in (
                     [x.dtype for x in present.values()],
                     outputs.values(),
-                    [row.dtype for row in present_rows.values()],
+                    [v.dtype for v in present_vectors.values()],
                 )
             ),
         )
@@ -215,11 +213,11 @@ def matmul(
         b_transposed=b_transposed,
         b_columns=b_columns,
     )
-    launch = _Epilogue(
+    fused = Epilogue(
         product=product,
-        leaving=leaving,
+        before_rounding=before_rounding,
         function=epilogue,
-        rows={name: row.dtype for name, row in present_rows.items()},
+        vectors={name: v.dtype for name, v in present_vectors.items()},
         matrices={name: x.dtype for name, x in present.items()},
         outputs=dict(outputs),
         column_sums=tuple(column_sums),
@@ -227,13 +225,13 @@ def matmul(
     results = product.launch(
         terms,
         bs,
-        (*present_rows.values(), *present.values()),
+        (*present_vectors.values(), *present.values()),
         out_type=(
             *(jax.ShapeDtypeStruct((m, n), dtype) for dtype in outputs.values()),
-            *(jax.ShapeDtypeStruct(launch.sums_shape, jnp.float32) for _ in column_sums),
+            *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in column_sums),
         ),
-        scratch=launch.scratch(),
-        epilogue=launch.of_tile,
+        scratch=fused.scratch(),
+        epilogue=fused.of_tile,
         name=name,
     )
     matrices_out, sums = results[: len(outputs)], results[len(outputs) :]
@@ -289,244 +287,3 @@ def _blocks(
         for product in range(products)
     ]
     return [b.reshape((*n_axes, *k_axes) if transposed else (*k_axes, *n_axes))], blocks, n
-
-
-@dataclass(frozen=True)
-class _Epilogue:
-    """The epilogue of a launch: its static facts, and its shared memory."""
-
-    product: Product
-    leaving: Leaving | None
-    function: Epilogue
-    rows: Mapping[str, Any]
-    matrices: Mapping[str, Any]
-    outputs: Mapping[str, Any]
-    column_sums: tuple[str, ...]
-
-    @property
-    def config(self) -> MatmulConfig:
-        return self.product.config
-
-    @property
-    def fills_registers(self) -> bool:
-        """Whether a thread's accumulators leave too few registers for much arithmetic."""
-        return self.config.tile_m * self.config.tile_n > 128 * 128
-
-    @property
-    def chunks(self) -> int:
-        """Parts of a tile that the epilogue takes one after the other, none without a column."""
-        columns = min(self.product.n, self.product.part_n)
-        return pl.cdiv(columns, self.config.epilogue_columns)
-
-    @property
-    def sums_shape(self) -> tuple[int, int]:
-        """Partial column sums: a row for the tile of each warpgroup."""
-        down, across = self.product.tile_grid
-        height = self.config.cta_tile_m * self.config.cluster
-        return down * (height // self.config.tile_m), across * self.product.part_n
-
-    def scratch(self) -> dict[str, Any]:
-        c = self.config
-        scratch: dict[str, Any] = dict(
-            out_smem={
-                name: self._stream(dtype, c.write_slots) for name, dtype in self.outputs.items()
-            }
-        )
-        if self.rows:
-            scratch["row_smem"] = {
-                name: plgpu.SMEM((CONSUMERS, self.product.part_n), dtype)
-                for name, dtype in self.rows.items()
-            }
-            scratch["row_full"] = plgpu.Barrier(num_arrivals=len(self.rows), num_barriers=CONSUMERS)
-        if self.matrices:
-            scratch["matrix_smem"] = {
-                name: self._stream(dtype, c.read_slots) for name, dtype in self.matrices.items()
-            }
-            scratch["matrix_full"] = plgpu.Barrier(
-                num_arrivals=len(self.matrices), num_barriers=CONSUMERS * c.read_slots
-            )
-        return scratch
-
-    def _stream(self, dtype: Any, slots: int) -> Any:
-        """What holds chunks of a matrix on its way between the epilogue and memory."""
-        c = self.config
-        return block((CONSUMERS, slots), c.tile_m, c.epilogue_columns, dtype)
-
-    def of_tile(
-        self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
-    ) -> TileEpilogue:
-        return _EpilogueOfTile(self, _Refs(self, refs), smem, place)
-
-
-class _Refs:
-    """The arrays of an epilogue in global memory, by their roles."""
-
-    def __init__(self, epilogue: _Epilogue, refs: Sequence[Any]):
-        remaining = iter(refs)
-        self.rows = {name: next(remaining) for name in epilogue.rows}
-        self.matrices = {name: next(remaining) for name in epilogue.matrices}
-        self.outputs = {name: next(remaining) for name in epilogue.outputs}
-        self.sums = {name: next(remaining) for name in epilogue.column_sums}
-
-
-@dataclass(frozen=True)
-class _EpilogueOfTile:
-    """The epilogue of a tile, chunk by chunk of its columns."""
-
-    launch: _Epilogue
-    gmem: _Refs
-    smem: Mapping[str, Any]
-    place: TilePlace
-
-    @property
-    def n_start(self) -> jax.Array:
-        return self.place.n_idx * self.launch.product.part_n
-
-    def prefetch(self) -> None:
-        """Has what the first chunks need copied while the tile is multiplied."""
-        for name, ref in self.gmem.rows.items():
-            plgpu.copy_gmem_to_smem(
-                ref.at[pl.ds(self.n_start, self.launch.product.part_n)],
-                self.smem["row_smem"][name].at[self.place.wg_idx],
-                self.smem["row_full"].at[self.place.wg_idx],
-            )
-        for chunk in range(min(self.launch.chunks, self.launch.config.read_slots)):
-            self._copy_matrices(chunk)
-
-    def run(self, acc: jax.Array) -> None:
-        launch = self.launch
-        if launch.rows:
-            plgpu.barrier_wait(self.smem["row_full"].at[self.place.wg_idx])
-        narrow = None
-        if launch.leaving is not None and launch.fills_registers:
-            narrow = [
-                tuple(tile.astype(launch.product.dtype) for tile in self._leaving(acc, chunk))
-                for chunk in range(launch.chunks)
-            ]
-            # Without this the compiler may move the rounding to where it is used.
-            narrow = lax.optimization_barrier(narrow)
-        for chunk in range(launch.chunks):
-            rows = {}
-            if narrow is not None:
-                tiles = [tile.astype(jnp.float32) for tile in narrow[chunk]]
-            elif launch.leaving is not None:
-                tiles = self._leaving(acc, chunk)
-            else:
-                tiles, rows = self._products(acc, chunk), self._rows(chunk)
-            matrices = self._load_matrices(chunk)
-            results = launch.function(*tiles, **rows, **matrices)
-            self._store(chunk, {n: results[n].astype(d) for n, d in launch.outputs.items()})
-
-    def _leaving(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
-        assert self.launch.leaving is not None
-        return self.launch.leaving(*self._products(acc, chunk), **self._rows(chunk))
-
-    def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
-        part_n, width = self.launch.product.part_n, self.launch.config.epilogue_columns
-        starts = [
-            product * part_n + chunk * width for product in range(self.launch.product.products)
-        ]
-        return [acc[:, start : start + width] for start in starts]
-
-    def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
-        """Takes a chunk out of shared memory, and has the next one copied into its place."""
-        if not self.launch.matrices:
-            return {}
-        slots = self.launch.config.read_slots
-        slot = chunk % slots
-        plgpu.barrier_wait(self._matrix_full(slot))
-        loaded = {
-            name: plgpu.load(
-                self._stream("matrix_smem", name, slot)[0], layout=plgpu.Layout.WGMMA
-            ).astype(jnp.float32)
-            for name in self.launch.matrices
-        }
-        if chunk + slots < self.launch.chunks:
-            plgpu.commit_smem()  # All four warps have read it.
-            self._copy_matrices(chunk + slots)
-        return loaded
-
-    def _stream(self, kind: str, name: str, slot: int) -> tuple[Any, Any]:
-        """A slot's memory as registers and as copies see it."""
-        registers, copies = self.smem[kind][name]
-        return registers.at[self.place.wg_idx, slot], copies.at[self.place.wg_idx, slot]
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.launch.config.tile_m, self.launch.config.epilogue_columns
-
-    def _columns(self, chunk: int):
-        """Of the output."""
-        width = self.launch.config.epilogue_columns
-        return pl.ds(self.n_start + chunk * width, width)
-
-    def _block(self, ref, chunk: int):
-        return ref.at[pl.ds(self.place.m_start, self.launch.config.tile_m), self._columns(chunk)]
-
-    def _matrix_full(self, slot: int):
-        return self.smem["matrix_full"].at[self.place.wg_idx * self.launch.config.read_slots + slot]
-
-    def _copy_matrices(self, chunk: int) -> None:
-        slot = chunk % self.launch.config.read_slots
-        for name, ref in self.gmem.matrices.items():
-            _, destination = self._stream("matrix_smem", name, slot)
-            plgpu.copy_gmem_to_smem(self._block(ref, chunk), destination, self._matrix_full(slot))
-
-    def _rows(self, chunk: int) -> dict[str, jax.Array]:
-        width = self.launch.config.epilogue_columns
-
-        def over_tile(smem) -> jax.Array:
-            row = plgpu.load(
-                smem.at[self.place.wg_idx, pl.ds(chunk * width, width)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-            )
-            return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
-
-        return {name: over_tile(self.smem["row_smem"][name]) for name in self.launch.rows}
-
-    def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
-        launch, slots = self.launch, self.launch.config.write_slots
-        places = {name: self._stream("out_smem", name, chunk % slots) for name in results}
-        # Whatever slot the last tile ended with has been read long since.
-        plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
-        for name, tile in results.items():
-            places[name][0][...] = tile
-        plgpu.commit_smem()
-        for name, (_, source) in places.items():
-            destination = self._block(self.gmem.outputs[name], chunk)
-            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
-        for name in launch.column_sums:
-            self._store_sum(name, chunk, places[name][0])
-
-    def _store_sum(self, name: str, chunk: int, tile) -> None:
-        """Sums the columns of a tile in shared memory, each within a warp.
-
-        In the layout of the accumulators a column is spread over the warps, and sums across warps
-        share their memory among all warpgroups of a CTA.
-        """
-        launch, c = self.launch, self.launch.config
-        layout = _column_layout(c.epilogue_columns, launch.outputs[name])
-        values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
-        if launch.sums_shape[0] * c.tile_m != launch.product.m:
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            values = jnp.where(row < launch.product.m - self.place.m_start, values, 0.0)
-        partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
-        store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
-
-
-def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:
-    """Registers in which each warp holds a quarter of the columns, by 16 bytes.
-
-    Swizzling moves units of 16 bytes: a longer vector would be read across them.
-    """
-    vec = 16 // jnp.dtype(dtype).itemsize
-    quarter = columns // 4
-    rows = 32 * vec // quarter
-    if quarter == vec:
-        tiling, warp_dims, lane_dims = ((rows, columns), (vec,)), (-2,), (-3,)
-    else:
-        tiling, warp_dims, lane_dims = ((rows, columns), (quarter,), (vec,)), (-3,), (-4, -2)
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tiling), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
-    )
