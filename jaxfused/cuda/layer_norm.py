@@ -24,8 +24,13 @@ def why_unsupported(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
+    segments: int = 1,
 ) -> str | None:
-    """None where forward and backward can run, else the reason."""
+    """None where forward and backward can run, else the reason.
+
+    The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
+    the rows, each of which is one of the backward's `segments`.
+    """
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -40,6 +45,8 @@ def why_unsupported(
         return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
     if rows > MAX_ROWS:
         return f"it takes at most {MAX_ROWS} rows, and x has {rows}"
+    if rows > 0 and (segments < 1 or rows % segments):
+        return f"segments must divide the {rows} rows evenly, got {segments}"
     return library.why_unavailable()
 
 
@@ -61,6 +68,14 @@ def forward(
     library.register()
     rows = x.shape[0]
     save_mean = save_statistics and subtract_mean
+    if rows == 0:
+        statistic = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+        return (
+            x,
+            residual,
+            statistic if save_mean else None,
+            statistic if save_statistics else None,
+        )
     call = jax.ffi.ffi_call(
         "jaxfused_layer_norm_forward",
         (
@@ -109,6 +124,9 @@ def backward(
     library.register()
     parameters = (scale, bias, pre_bias)
     shape = (segments, h.shape[1])
+    if h.shape[0] == 0:
+        zeros = jnp.zeros_like(h, shape=shape, dtype=jnp.float32)
+        return h, *_gradients(parameters, [zeros] * 3)
     call = jax.ffi.ffi_call(
         "jaxfused_layer_norm_backward",
         (
@@ -126,11 +144,18 @@ def backward(
         segments=np.int64(segments),
         **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
     )
+    return dx, *_gradients(parameters, gradients)
+
+
+def _gradients(
+    parameters: tuple[jax.Array | None, ...], gradients: list[jax.Array]
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dscale, dbias, dpre_bias) of what exists."""
     dscale, dbias, dpre_bias = (
         None if parameter is None else gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )
-    return dx, dscale, dbias, dpre_bias
+    return dscale, dbias, dpre_bias
 
 
 def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
