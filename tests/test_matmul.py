@@ -1,6 +1,7 @@
 """The product with a traced epilogue, by itself: operand orders, odd sizes, every form of epilogue."""
 
 import functools
+import re
 from dataclasses import dataclass, replace
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.product import linear, mlp
+from pallas_kernels.product import linear, mainloop, mlp
 from pallas_kernels.product.matmul import MatmulConfig, matmul, why_unsupported
 from tests.tolerances import assert_accurate
 
@@ -246,6 +247,32 @@ def test_orders_lower_for_cuda(order, ping_pong, cluster):
     shapes = jax.eval_shape(case.operands)
     run = jax.jit(functools.partial(case.run, multiprocessors=132))
     assert "mosaic_gpu" in jax.export.export(run, platforms=["cuda"])(*shapes).mlir_module()
+
+
+@pytest.mark.parametrize("order", ["NN", "TT"])
+@pytest.mark.parametrize(
+    ("epilogue", "config"),
+    [
+        (False, MatmulConfig(stages=9, epilogue_columns=32)),
+        (True, MatmulConfig(stages=6, epilogue_columns=32, read_slots=2, write_slots=3)),
+        (True, MatmulConfig(stages=8, epilogue_columns=32, ping_pong=False)),
+        (True, MatmulConfig(stages=9, epilogue_columns=32, cluster=2)),
+    ],
+)
+def test_shared_memory_is_counted_as_mosaic_does(order, epilogue, config, monkeypatch):
+    case = Case(1024, 768, 1552, order, epilogue=epilogue, config=config)
+    shapes = jax.eval_shape(case.operands)
+
+    def message():
+        run = jax.jit(functools.partial(case.run, multiprocessors=132))
+        with pytest.raises(ValueError, match="shared memory") as raised:
+            jax.export.export(run, platforms=["cuda"])(*shapes)
+        return str(raised.value)
+
+    (ours,) = set(re.findall(r"(\d+) are needed", message()))
+    monkeypatch.setattr(mainloop, "SHARED_MEMORY_BYTES", 1 << 30)
+    (mosaics,) = set(re.findall(r"[^_]smem_bytes=(\d+)", message()))
+    assert ours == mosaics
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,11 @@ class Epilogue:
             )
         return scratch
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA takes."""
+        return self.product.shared_bytes(self.scratch(), sums=bool(self.column_sums))
+
     def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
         c = self.config

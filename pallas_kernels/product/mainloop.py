@@ -17,7 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.product.operands import OperandTile, swizzled_columns
+from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns
 
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
@@ -69,11 +70,6 @@ class MatmulConfig:
     @property
     def cta_tile_m(self) -> int:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
-
-    def ring_bytes(self, dtype: Any) -> int:
-        """Shared memory for operands of `dtype`."""
-        tiles = (self.cta_tile_m + self.tile_n) * swizzled_columns(dtype)
-        return self.stages * tiles * jnp.dtype(dtype).itemsize
 
 
 def fills(multiprocessors: int, rows: int, columns: int) -> bool:
@@ -150,8 +146,8 @@ class Product:
     products: int = 1
     a_transposed: bool = False
     b_transposed: bool = False
-    b_columns: int | None = None
-    """Columns of each product's b in memory where they are more than `n`."""
+    b_columns: int = 0
+    """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
 
     @property
     def tile_k(self) -> int:
@@ -169,11 +165,10 @@ class Product:
 
     @property
     def b_tile(self) -> OperandTile:
-        columns = self.n if self.b_columns is None else self.b_columns
         return OperandTile(
             span=self.part_n,
             k_last=self.b_transposed,
-            whole_blocks=columns % swizzled_columns(self.dtype) == 0,
+            whole_blocks=self.b_columns % swizzled_columns(self.dtype) == 0,
             dtype=self.dtype,
         )
 
@@ -200,6 +195,23 @@ class Product:
     @property
     def k_steps(self) -> int:
         return sum(pl.cdiv(k, self.tile_k) for k in self.ks)
+
+    def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
+        """Shared memory that a CTA takes for the operands and for the `scratch` of the epilogue.
+
+        Args:
+          sums: whether the epilogue sums along an axis.
+        """
+        reductions = REDUCTION_BYTES if sums else 0
+        return allocated_bytes((self._ring_memory(), dict(scratch))) + reductions
+
+    def check_shared_bytes(self, wanted: int) -> None:
+        """Raises where a CTA has less."""
+        if wanted > SHARED_MEMORY_BYTES:
+            raise ValueError(
+                f"MatmulConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
+                f" {wanted} are needed; pass fewer stages or slots, or smaller tiles ({self.config})"
+            )
 
     def launch(
         self,

@@ -6,7 +6,7 @@ float32 accumulators and of named operands, traced into the kernel.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.mainloop import (
-    CONSUMERS,
     Block,
     MatmulConfig,
     Product,
@@ -31,16 +30,10 @@ _GRAIN = 8
 copy engine wants."""
 
 
-def default_config(
-    n: int,
-    k: int,
-    products: int,
-    dtype: Any,
-    read_bytes: int,
-    written_bytes: int,
-    vector_bytes: int,
-) -> MatmulConfig:
-    """The fastest of those measured on an H200 that leave room for the epilogue.
+def candidates(
+    n: int, k: int, products: int, dtype: Any, read_bytes: int, written_bytes: int
+) -> Iterator[MatmulConfig]:
+    """Configs for a product, the one that is likely fastest first; not all fit into shared memory.
 
     Args:
       n: the columns of the result.
@@ -49,52 +42,39 @@ def default_config(
       dtype: of the operands.
       read_bytes: of an element in each of the matrices that the epilogue reads.
       written_bytes: of an element in each of those that it writes.
-      vector_bytes: of a column in each of its rows.
     """
-
-    def shared_memory_bytes(c: MatmulConfig) -> int:
-        chunk = c.tile_m * c.epilogue_columns
-        streams = chunk * (c.read_slots * read_bytes + c.write_slots * written_bytes)
-        return c.ring_bytes(dtype) + CONSUMERS * (streams + c.tile_n * vector_bytes)
-
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
     several = tiles(read_slots=2, write_slots=2)
-    candidates: list[MatmulConfig] = []
     if dtype == jnp.float32:
         # Nothing is rounded on its way out of the accumulators: a smaller tile leaves registers.
         tiles = functools.partial(tiles, tile_n=128)
     elif products > 1:
         # The gated unit of [16384, 768] x [768, 3072]: 225 us, 234 with 128 x 192, 239 without the
         # cluster; of [16384, 1024] x [1024, 4096] 393 and 403.
-        candidates.append(tiles(tile_m=64, tile_n=256, cluster=2))
-        candidates += [tiles(tile_n=128, cluster=2, stages=stages) for stages in (4, 3)]
+        yield tiles(tile_m=64, tile_n=256, cluster=2)
+        for stages in (4, 3):
+            yield tiles(tile_n=128, cluster=2, stages=stages)
     elif read_bytes and written_bytes > 2 and k <= 1536:
         # Over so short sums the epilogue takes longer than the product. The hidden gradient of an
         # mlp [16384, 768, 3072]: 182 us with 128 x 128, 190 with 128 x 192; of a gated one 179 us
         # with 64 x 256, 184 with 64 x 192, 200 with 128 x 128, and at [16384, 1024, 4096] 272, 298, 313.
         if read_bytes > 2:
             if n % 256 == 0:
-                candidates.append(replace(several, tile_m=64, tile_n=256))
-            candidates.append(replace(several, tile_m=64))
-        candidates.append(replace(several, tile_n=128))
+                yield replace(several, tile_m=64, tile_n=256)
+            yield replace(several, tile_m=64)
+        yield replace(several, tile_n=128)
     elif wastes_wide_tiles(n):
         # 25216 x 4096 x 1024: 263 us with tiles of 256 columns that the warpgroups share, 280 with
         # tiles of 128 in turn, 284 with those of 192, an eighth of which lies beyond 1024 columns.
         if n % 256 == 0:
-            candidates.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
-        candidates.append(tiles(tile_n=128, write_slots=2))
-    candidates += [
-        tiles(write_slots=2),
-        tiles(),
-        tiles(stages=3),
-        tiles(tile_n=128),
-        tiles(tile_n=128, stages=3),
-        tiles(tile_n=128, stages=2),
-        tiles(tile_m=64, tile_n=128, stages=2),
-    ]
-    return next(
-        c for c in candidates if shared_memory_bytes(c) <= SHARED_MEMORY_BYTES - BARRIER_BYTES
-    )
+            yield tiles(tile_m=64, tile_n=256, ping_pong=False)
+        yield tiles(tile_n=128, write_slots=2)
+    yield tiles(write_slots=2)
+    yield tiles()
+    yield tiles(stages=3)
+    for stages in (4, 3, 2):
+        yield tiles(tile_n=128, stages=stages)
+    yield tiles(tile_m=64, tile_n=128, stages=2)
 
 
 def why_unsupported(
@@ -178,50 +158,49 @@ def matmul(
     bs, blocks, n = _blocks(b, ks, products, b_transposed)
     present_vectors = {name: v for name, v in (vectors or {}).items() if v is not None}
     present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
+    columns = swizzled_columns(terms[0].dtype)
+
+    def epilogue_of(config: MatmulConfig) -> Epilogue:
+        pads = config.pads_columns and not b_transposed
+        product = Product(
+            m=m,
+            n=n,
+            ks=ks,
+            dtype=terms[0].dtype,
+            blocks=tuple(blocks),
+            config=config,
+            multiprocessors=multiprocessors,
+            products=products,
+            a_transposed=a_transposed,
+            b_transposed=b_transposed,
+            b_columns=n + (-n % columns if pads else 0),
+        )
+        return Epilogue(
+            product=product,
+            before_rounding=before_rounding,
+            function=epilogue,
+            vectors={name: v.dtype for name, v in present_vectors.items()},
+            matrices={name: x.dtype for name, x in present.items()},
+            outputs=dict(outputs),
+            column_sums=tuple(column_sums),
+        )
+
     if config is None:
-        config = default_config(
-            n,
-            sum(ks),
-            products,
-            terms[0].dtype,
-            *(
-                sum(jnp.dtype(dtype).itemsize for dtype in dtypes)
-                for dtypes in (
-                    [x.dtype for x in present.values()],
-                    outputs.values(),
-                    [v.dtype for v in present_vectors.values()],
-                )
-            ),
+        read_bytes = sum(x.dtype.itemsize for x in present.values())
+        written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
+        config = next(
+            c
+            for c in candidates(n, sum(ks), products, terms[0].dtype, read_bytes, written_bytes)
+            if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
         )
     _check_config(
         config, terms[0].dtype, products, b_transposed, (*present.values(), *outputs.values())
     )
-    b_columns = n
-    if config.pads_columns and not b_transposed:
-        b_columns += -n % swizzled_columns(terms[0].dtype)
-        bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, b_columns - n)]) for x in bs]
-    product = Product(
-        m=m,
-        n=n,
-        ks=ks,
-        dtype=terms[0].dtype,
-        blocks=tuple(blocks),
-        config=config,
-        multiprocessors=multiprocessors,
-        products=products,
-        a_transposed=a_transposed,
-        b_transposed=b_transposed,
-        b_columns=b_columns,
-    )
-    fused = Epilogue(
-        product=product,
-        before_rounding=before_rounding,
-        function=epilogue,
-        vectors={name: v.dtype for name, v in present_vectors.items()},
-        matrices={name: x.dtype for name, x in present.items()},
-        outputs=dict(outputs),
-        column_sums=tuple(column_sums),
-    )
+    fused = epilogue_of(config)
+    product = fused.product
+    product.check_shared_bytes(fused.shared_bytes)
+    if product.b_columns > n:
+        bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, product.b_columns - n)]) for x in bs]
     results = product.launch(
         terms,
         bs,

@@ -8,13 +8,17 @@ bytes under both descriptions, so arrays of every width whose rows begin at mult
 copied as they are.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import ALLOCATION_BYTES, MBARRIER_BYTES
 
 SWIZZLE_BYTES = 128
 """The longest piece of a row that is swizzled as one."""
@@ -42,6 +46,20 @@ def block(leading: tuple[int, ...], rows: int, columns: int, dtype: Any) -> plgp
     return plgpu.RefUnion(
         tiled(shape, dtype, columns), plgpu.SMEM(shape, dtype, transforms=(swizzle,))
     )
+
+
+def allocated_bytes(scratch: Any) -> int:
+    """Shared memory that Mosaic takes for the arrays and barriers of a kernel."""
+
+    def bytes_of(memory: Any) -> int:
+        if isinstance(memory, plgpu.Barrier | plgpu.ClusterBarrier):
+            return MBARRIER_BYTES * math.prod(jax.tree.leaves(memory.num_barriers))
+        if isinstance(memory, plgpu.RefUnion):
+            return max(allocated_bytes(view) for view in memory.refs)
+        size = math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+        return math.ceil(size / ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+    return sum(map(bytes_of, jax.tree.leaves(scratch)))
 
 
 @dataclass(frozen=True)

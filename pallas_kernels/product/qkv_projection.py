@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import matmul
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
@@ -91,16 +91,14 @@ def why_unsupported(
     return None
 
 
-def default_config(
+def candidates(
     *,
     widths: Sequence[int],
-    dtype: Any,
     head_size: int,
     norm: bool,
     rotary_dim: int,
-    bias: bool,
-) -> MatmulConfig:
-    """Tiles of whole units, of few columns beyond the end."""
+) -> Iterator[MatmulConfig]:
+    """Tiles of whole units, of few columns beyond the end; the one that is likely fastest first."""
     unit = piece = math.gcd(_STRIP, *widths)
     if norm or rotary_dim:
         unit = 2 * _STRIP if _splits_heads(head_size, norm, rotary_dim) else head_size
@@ -108,34 +106,20 @@ def default_config(
     tile_m = 128 if unit <= 192 else 64
 
     widest = 192 if unit <= 192 else 256
-    candidates = {limit // unit * unit for limit in (128, widest)} - {0}
-    tile_n = min(candidates, key=lambda tile_n: tile_cost(sum(widths), tile_n))
-
-    def shared_memory_bytes(c: MatmulConfig) -> int:
-        item = jnp.dtype(dtype).itemsize
-        streams = c.write_slots * c.tile_m * unit * item
-        # What follows the bias begins at a multiple of 1024 bytes.
-        biases = (CONSUMERS * 4 * c.tile_n + 2 * 1024) if bias else 0
-        return c.ring_bytes(dtype) + CONSUMERS * streams + biases
-
+    by_limit = {limit // unit * unit for limit in (128, widest)} - {0}
     sizes = [(4, 2), (3, 2), (4, 1), (3, 1), (2, 1)]
     if norm:
         # 50432 x 768 to 3 x 12 heads of 64 with rotation: 267 us with three stages, 283 with four.
         sizes.remove((4, 2))
-    return next(
-        config
-        for stages, write_slots in sizes
-        if shared_memory_bytes(
-            config := MatmulConfig(
+    for tile_n in sorted(by_limit, key=lambda tile_n: tile_cost(sum(widths), tile_n)):
+        for stages, write_slots in sizes:
+            yield MatmulConfig(
                 tile_m=tile_m,
                 tile_n=tile_n,
                 stages=stages,
                 write_slots=write_slots,
                 epilogue_columns=piece,
             )
-        )
-        <= SHARED_MEMORY_BYTES - BARRIER_BYTES
-    )
 
 
 def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
@@ -189,31 +173,55 @@ def forward(
     if splits_heads:
         w = _in_strips(w, head_size)
         bias = None if bias is None else _in_strips(bias, head_size)
-    if config is None:
-        config = default_config(
-            widths=widths,
-            dtype=x.dtype,
-            head_size=head_size,
-            norm=any(has_norms),
-            rotary_dim=rotary_dim,
-            bias=biases is not None,
-        )
-    # The weights are copied in any case, to lie side by side.
-    b_transposed = config.tile_n % swizzled_columns(x.dtype) != 0
     n = w.shape[1]
-    if b_transposed:
+    columns = swizzled_columns(x.dtype)
+
+    def epilogue_of(config: MatmulConfig) -> _Epilogue:
+        # The weights are copied in any case, to lie side by side.
+        b_transposed = config.tile_n % columns != 0
+        return _Epilogue(
+            product=Product(
+                m=m,
+                n=n,
+                ks=(k,),
+                dtype=x.dtype,
+                blocks=(Block(0),),
+                config=config,
+                multiprocessors=multiprocessors,
+                b_transposed=b_transposed,
+                b_columns=n + -n % columns,
+            ),
+            widths=widths,
+            head_size=head_size,
+            splits_heads=splits_heads,
+            rotary_dim=rotary_dim,
+            period=0 if cos is None else cos.shape[0],
+            bias_dtype=None if bias is None else bias.dtype,
+            has_norms=tuple(has_norms),
+            epsilon=epsilon,
+        )
+
+    if config is None:
+        config = next(
+            c
+            for c in candidates(
+                widths=widths, head_size=head_size, norm=any(has_norms), rotary_dim=rotary_dim
+            )
+            if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    epilogue = epilogue_of(config)
+    epilogue.product.check_shared_bytes(epilogue.shared_bytes)
+    if epilogue.product.b_transposed:
         w = w.T
     else:
-        w = jnp.pad(w, ((0, 0), (0, -n % swizzled_columns(x.dtype))))
+        w = jnp.pad(w, ((0, 0), (0, -n % columns)))
     tables: tuple[jax.Array, ...] = ()
-    period = 0
     if cos is not None and sin is not None:
-        period = cos.shape[0]
         table = jnp.concatenate((cos, sin), axis=1)
         if x.dtype == _ROUNDS_ANGLES:
             # Half the registers, for a rounding 8 times finer than the result's.
             table = table.astype(jnp.float16)
-        if period % config.tile_m:
+        if epilogue.period % config.tile_m:
             # A tile of rows goes on from the last position to the first.
             table = jnp.pad(table, ((0, config.tile_m), (0, 0)), mode="wrap")
         tables = (table,)
@@ -222,27 +230,6 @@ def forward(
         ones = jnp.ones(head_size, jnp.float32)
         rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
         all_scales = [jnp.stack([*rows, ones])]
-    epilogue = _Epilogue(
-        product=Product(
-            m=m,
-            n=n,
-            ks=(k,),
-            dtype=x.dtype,
-            blocks=(Block(0),),
-            config=config,
-            multiprocessors=multiprocessors,
-            b_transposed=b_transposed,
-            b_columns=None if b_transposed else w.shape[1],
-        ),
-        widths=widths,
-        head_size=head_size,
-        splits_heads=splits_heads,
-        rotary_dim=rotary_dim,
-        period=period,
-        bias_dtype=None if bias is None else bias.dtype,
-        has_norms=tuple(has_norms),
-        epsilon=epsilon,
-    )
     saved = widths[:2] if save_projections else ()
     results = epilogue.product.launch(
         (x,),
@@ -352,6 +339,11 @@ class _Epilogue:
             scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
             scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return scratch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA takes."""
+        return self.product.shared_bytes(self.scratch(), sums=any(self.has_norms))
 
     def of_tile(
         self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
