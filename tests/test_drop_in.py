@@ -210,6 +210,17 @@ def test_masked_rows_are_zero_where_flax_serves_too(package, is_causal):
     y = package.attention_fn(q, k, v, mask=mask, **options)
     np.testing.assert_array_equal(y[0, 2], 0)
     assert np.any(y[0, 3] != 0)
+
+    class Sink:
+        def sow(self, collection, name, weights):
+            self.weights = weights
+
+    sink = Sink()
+    np.testing.assert_array_equal(
+        package.attention_fn(q, k, v, mask=mask, module=sink, **options), y
+    )
+    np.testing.assert_array_equal(sink.weights[0, :, 2], 0)
+    np.testing.assert_allclose(sink.weights[0, :, 3].sum(-1), 1, rtol=1e-5)
     assert np.all(y[1, 1] == 0) == is_causal
 
 

@@ -1,4 +1,8 @@
-"""Flax Linen modules with Flax's own names, attributes and parameters, on this package's operators."""
+"""Flax Linen modules with Flax's own names, attributes and parameters, on this package's operators.
+
+What an operator cannot serve, such as a mask of a norm, runs Flax's own code: each class says for which
+arguments, and `jaxfused.explain` lists such calls of a program.
+"""
 
 from jaxfused.linen.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.linen.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention

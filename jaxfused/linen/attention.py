@@ -41,7 +41,7 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values, and so are its weights.
+    - A query that may attend to nothing gets 0, not the mean of the values. Its weights are 0 too.
     - The softmax is always in float32; `force_fp32_for_softmax` makes the result float32 too, as in
       Flax.
     - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
@@ -99,8 +99,15 @@ def attention_fn(
         dropout_is_active=drops,
         broadcast_dropout=broadcast_dropout,
     )
-    if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
+    has_own_product = einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum
+    if has_own_product:
         reason = "the caller's own product is given"
+    wide = common_dtype(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
+    can_weigh = not has_own_product and why_flax(query.dtype, precision=precision) is None
+    if module is not None and can_weigh:
+        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
+        module.sow("intermediates", "attention_weights", weights.astype(wide))
+        module = None
     if reason is not None:
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
@@ -131,10 +138,6 @@ def attention_fn(
             is_causal=False,  # The mask has it.
             implementation=implementation,
         )
-    wide = common_dtype(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
-    if module is not None:
-        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
-        module.sow("intermediates", "attention_weights", weights.astype(wide))
     output = attend(
         query,
         key,

@@ -24,9 +24,11 @@ def check_rate(name: str, rate: Any) -> None:
 
 
 def why_flax(
-    dtype: Any, *, precision: Any, dropout_is_active: bool, broadcast_dropout: bool
+    dtype: Any, *, precision: Any, dropout_is_active: bool = False, broadcast_dropout: bool = False
 ) -> str | None:
     """None where the operator can serve a call, else why it takes Flax's own code.
+
+    Weights that are sown are those before dropout, which does not count for them.
 
     Args:
       dtype: of query, key and value once promoted.

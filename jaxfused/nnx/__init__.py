@@ -1,4 +1,8 @@
-"""Flax NNX modules with Flax's own names, arguments and parameters, on this package's operators."""
+"""Flax NNX modules with Flax's own names, arguments and parameters, on this package's operators.
+
+What an operator cannot serve, such as a mask of a norm, runs Flax's own code: each class says for which
+arguments, and `jaxfused.explain` lists such calls of a program.
+"""
 
 from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.nnx.attention import attention_fn as attention_fn

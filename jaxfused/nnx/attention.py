@@ -35,7 +35,7 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values, and so are its weights.
+    - A query that may attend to nothing gets 0, not the mean of the values. Its weights are 0 too.
     - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
       same weights in every head and batch element, runs Flax's code, and is Flax's default. Pass
       False for the kernel's dropout.
@@ -86,6 +86,10 @@ def attention_fn(
         dropout_is_active=drops,
         broadcast_dropout=broadcast_dropout,
     )
+    if module is not None and why_flax(query.dtype, precision=precision) is None:
+        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
+        module.sow(nnx.Intermediate, "attention_weights", weights)
+        module = None
     if reason is not None:
         return run_flax(
             "jaxfused.nnx.attention_fn",
@@ -110,9 +114,6 @@ def attention_fn(
             is_causal=is_causal,
             implementation=implementation,
         )
-    if module is not None:
-        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
-        module.sow(nnx.Intermediate, "attention_weights", weights)
     return attend(
         query,
         key,
