@@ -133,7 +133,6 @@ def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
             late = replace(few, multiplies_early=False)
             configs += [
                 replace(late, query_block=96, query_stages=2, tile_stages=1),
-                replace(few, query_block=80, tile_stages=1),
                 replace(late, keeps_keys=True),
             ]
     configs += [replace(guess, heads_together=heads) for heads in (1, 16)]

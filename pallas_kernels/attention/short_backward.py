@@ -399,6 +399,11 @@ class _ShortBackward:
             copies = within == (0 if self.config.key_slots > 1 else self.steps - 1)
             pl.when(copies & (item + 1 < cta.items))(lambda: self.copy_keys(cta, item + 1))
 
+        # Every arrival is waited for, so that none comes when the CTA has ended.
+        for slot in range(self.config.query_slots):
+            cta.wait("query_free", slot)
+        if self.config.key_slots == 1:
+            cta.wait("key_free", 0)
         plgpu.wait_smem_to_gmem(0)
 
     def copy_queries(self, cta: _Cta, step: Any) -> None:
@@ -483,6 +488,7 @@ class _ShortBackward:
         def _(item):
             self.of_item(cta, item)
 
+        cta.wait("ds_free")
         plgpu.wait_smem_to_gmem(0)
 
     def of_item(self, cta: _Cta, item: jax.Array) -> None:

@@ -426,8 +426,13 @@ class _ShortForward:
         output.store([block * _across(inverse, block.shape) for block in out])
         out_gmem, lse_gmem = worker.results
         output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
-        rows = pl.ds(at.start, WGMMA_ROWS)
-        plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[at.batch_idx, at.head_idx, rows])
+
+        # A part of the queries may end with a tile that begins beyond the last one. Its copy would not
+        # be cut at the end of the head's numbers but reach those of the next head.
+        @pl.when(at.start < self.shape.query_count)
+        def _():
+            rows = pl.ds(at.start, WGMMA_ROWS)
+            plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[at.batch_idx, at.head_idx, rows])
 
 
 def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
