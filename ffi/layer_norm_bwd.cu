@@ -34,6 +34,10 @@ struct BackwardArgs {
   NormOptions options;
   int team_size;
   int stages;
+  // Only of backward_few_rows:
+  int column_blocks;  // of one segment
+  int row_splits;     // blocks, a cluster, that share the rows of a block of columns
+  int teams;          // of a block
 
   __device__ bool adds_pre_bias() const {
     return pre_bias.data != nullptr && dnext_residual == nullptr;
@@ -118,27 +122,32 @@ constexpr ThreadLimits backward_limits() {
                                  : ThreadLimits{512, 384, 256, 256};
 }
 
-// Whether the scale has registers.
-template <typename T, Chain kChain>
-constexpr bool kHoldsScale = kChain == Chain::kPlain && sizeof(T) == 2;
+// Whether the scale has registers. Teams of different shifts have no columns in common, and keep
+// all parameters.
+template <typename T, Chain kChain, bool kShifted>
+constexpr bool kHoldsScale = (kChain == Chain::kPlain && sizeof(T) == 2) || kShifted;
 
 // Parameters in shared memory.
-template <typename T, Chain kChain>
-constexpr int kBackwardParameters = (kChain == Chain::kPlain  ? 1
-                                     : kChain == Chain::kRelu ? 2
-                                                              : 3) -
-                                    kHoldsScale<T, kChain>;
+template <typename T, Chain kChain, bool kShifted>
+constexpr int kBackwardParameters = kShifted ? 0
+                                             : (kChain == Chain::kPlain  ? 1
+                                                : kChain == Chain::kRelu ? 2
+                                                                         : 3) -
+                                                   kHoldsScale<T, kChain, kShifted>;
 
-template <typename T, int kVec, int kElements, Chain kChain, bool kMean, bool kResidual, bool kPair>
+template <typename T, int kElements, Chain kChain, bool kMean, bool kResidual, bool kPair,
+          bool kShifted>
 __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>(), kElements))
     backward_rows(const __grid_constant__ BackwardArgs args) {
+  static_assert(!kShifted || (kChain != Chain::kRelu && !kPair));
   constexpr int kBlocks = kPair ? 2 : 1;  // a row
+  constexpr int kVec = 16 / sizeof(T);
   constexpr int kVectors = kElements / kVec;
   constexpr int kSums = kMean ? 2 : 1;
   constexpr int kGradients = !kMean ? 1 : kChain == Chain::kPlain ? 2 : 3;
   static_assert(kMean || kChain == Chain::kPlain);
-  using Columns = Columns<kVec, kVectors>;
-  using Ring = RowRing<T, kVec, kVectors, kResidual ? 3 : 2>;
+  using Columns = Columns<kVec, kVectors, kShifted>;
+  using Ring = RowRing<T, kVec, kVectors, kResidual ? 3 : 2, kShifted>;
   using RowSum = std::conditional_t<kPair, PairSum, TeamSum>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
@@ -150,7 +159,6 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   shared += TeamSum::kScratch;
   const int width = args.features / kBlocks;
   const int first_column = kPair ? cluster_rank() * width : 0;
-  const Columns column(team, width, first_column);
   const int unit = blockIdx.x / kBlocks;
   const int segment = unit / args.segment_blocks;
   // The unit of a ring is a warp, or a larger team.
@@ -160,9 +168,11 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   const int first_row = segment * args.rows + unit % args.segment_blocks * teams;
   const RowWalk walk(team, height, ring_unit, first_row + ring_unit * height,
                      args.segment_blocks * teams, (segment + 1) * args.rows);
-  ColumnValues<kVec, kVectors, kHoldsScale<T, kChain>> scale(shared, team);
-  ColumnValues<kVec, kVectors, kChain == Chain::kPlain> pre_bias(shared, team);
-  ColumnValues<kVec, kVectors, kChain != Chain::kGeneral> bias(shared, team);
+  const Columns column(team, width, first_column,
+                       shift_of<kVec, kShifted>(walk.first + walk.line, args.features));
+  ColumnValues<kVec, kVectors, kHoldsScale<T, kChain, kShifted>> scale(shared, team);
+  ColumnValues<kVec, kVectors, kChain == Chain::kPlain || kShifted> pre_bias(shared, team);
+  ColumnValues<kVec, kVectors, kChain != Chain::kGeneral || kShifted> bias(shared, team);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
@@ -181,14 +191,20 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
   };
   float2 next_statistics = load_statistics(walk.first + walk.line);
   {
-    float values[3][kVectors][kVec];
-    load_scale_columns(args.scale, options.scale_offset, column, values[0]);
-    const Parameter offset = args.adds_pre_bias() ? args.pre_bias : Parameter{};
-    if constexpr (kChain != Chain::kPlain) load_columns(offset, column, 0.0f, values[1]);
-    if constexpr (kChain == Chain::kGeneral) load_columns(args.bias, column, 0.0f, values[2]);
-    scale.write(values[0]);
-    if constexpr (kChain != Chain::kPlain) pre_bias.write(values[1]);
-    if constexpr (kChain == Chain::kGeneral) bias.write(values[2]);
+    using Load = ParameterLoad<kVec, kVectors, kShifted>;
+    const bool adds = kChain != Chain::kPlain && args.adds_pre_bias();
+    const Parameter own_pre_bias = adds ? args.pre_bias : Parameter{};
+    const Parameter own_bias = kChain == Chain::kGeneral ? args.bias : Parameter{};
+    if constexpr (kElements <= kTogetherElements) {
+      const Load loads[] = {{args.scale, column}, {own_pre_bias, column}, {own_bias, column}};
+      write_columns(loads[0], 1.0f, options.scale_offset, scale);
+      if (kChain != Chain::kPlain) write_columns(loads[1], 0.0f, 0.0f, pre_bias);
+      if (kChain == Chain::kGeneral) write_columns(loads[2], 0.0f, 0.0f, bias);
+    } else {
+      write_columns(Load(args.scale, column), 1.0f, options.scale_offset, scale);
+      if (kChain != Chain::kPlain) write_columns(Load(own_pre_bias, column), 0.0f, 0.0f, pre_bias);
+      if (kChain == Chain::kGeneral) write_columns(Load(own_bias, column), 0.0f, 0.0f, bias);
+    }
   }
   float gradients[kVectors][kGradients][kVec] = {};
   row_sum.start();
@@ -204,6 +220,8 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
                           float (&centred)[kVec]) {
       unpack(inputs[v][0], h);
       unpack(inputs[v][1], dz);
+      column.mask(v, h);
+      column.mask(v, dz);
       float offset[kVec] = {};
       scale.read(v, factor);
       if constexpr (kChain != Chain::kPlain) {
@@ -249,7 +267,7 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
         }
         Vector<T, kVec> dx;
         pack(dh, dx);
-        store_streaming(static_cast<T*>(args.dx) + column.place(row, args.features, v), dx);
+        column.store_once(static_cast<T*>(args.dx) + column.start(row, args.features), v, dx);
       }
     }
   }
@@ -400,6 +418,207 @@ __global__ void __launch_bounds__(kWideThreads)
   }
 }
 
+using BackwardKernel = void (*)(BackwardArgs);
+
+// --- few rows
+// -------------------------------------------------------------------------------------
+
+// A launch of its own for the sums over blocks takes longer than few rows do. So some blocks
+// compute dx, a row each team, while others compute dscale and dbias, some columns each cluster:
+// they need nothing of each other, and what they both read comes from L2 the second time.
+// (dpre_bias is a sum of dh, which only the first have.)
+constexpr int kFewRowsElements = 16;
+constexpr int kFewRowsThreads = 256;
+constexpr int kBlockColumns = 32;
+constexpr int kRowsAhead = 4;  // of a thread
+
+template <typename T, Chain kChain, bool kShifted>
+struct ColumnBlock {
+  static constexpr int kWidth = kShifted ? 1 : 4;  // columns of a thread
+  static constexpr int kLanes = kBlockColumns / kWidth;
+  static constexpr int kSums = 2;
+
+  // Floats of shared memory.
+  static int shared(int threads) { return (threads / kLanes + 1) * kSums * kBlockColumns; }
+
+  // Writes dscale and dbias of a segment's columns from `first_column` on.
+  __device__ static void run(const BackwardArgs& args, float* shared) {
+    const int block = blockIdx.x / args.row_splits;
+    const int segment = block / args.column_blocks;
+    const int first_column = block % args.column_blocks * kBlockColumns;
+    const int split = blockIdx.x % args.row_splits;
+    const int slices = blockDim.x / kLanes;
+    const int slice = threadIdx.x / kLanes;
+    const int own_column = threadIdx.x % kLanes * kWidth;
+    const int column = first_column + own_column;
+    float sums[kSums][kWidth] = {};
+    if (column < args.features && slice < slices) {
+      add_rows(args, segment, column, split * slices + slice, args.row_splits * slices, sums);
+    }
+    if (slice < slices) {
+#pragma unroll
+      for (int sum = 0; sum < kSums; ++sum) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          shared[(slice * kSums + sum) * kBlockColumns + own_column + i] = sums[sum][i];
+        }
+      }
+    }
+    __syncthreads();
+    // A thread a column and sum: over the block's slices first, then over the cluster's blocks.
+    const int place = threadIdx.x;
+    float* total = shared + slices * kSums * kBlockColumns + place;
+    if (place < kSums * kBlockColumns) {
+      *total = accurate_sum<1>(slices, [&](int i) {
+                 return load_vector<float, 1>(shared + i * kSums * kBlockColumns + place);
+               }).values[0];
+    }
+    if (args.row_splits > 1) cluster_sync();
+    float* gradient = args.gradients[place < kBlockColumns ? 0 : 1];
+    const int write_column = first_column + place % kBlockColumns;
+    if (split == 0 && place < kSums * kBlockColumns && write_column < args.features &&
+        gradient != nullptr) {
+      const Vector<float, 1> sum = accurate_sum<1>(args.row_splits, [&](int i) {
+        return Vector<float, 1>{args.row_splits > 1 ? cluster_load(cluster_address(total, i))
+                                                    : *total};
+      });
+      gradient[static_cast<int64_t>(segment) * args.features + write_column] = sum.values[0];
+    }
+    // No block leaves before the others have read its sums.
+    if (args.row_splits > 1) cluster_sync();
+  }
+
+ private:
+  // Adds the rows first, first + step, ... of the segment, kRowsAhead of them at a time.
+  __device__ static void add_rows(const BackwardArgs& args, int segment, int column, int first,
+                                  int step, float (&sums)[kSums][kWidth]) {
+    const NormOptions options = known_options<kChain>(args.options);
+    const ColumnParameters<kWidth> parameters(args, column);
+    const int64_t segment_row = static_cast<int64_t>(segment) * args.rows;
+    for (int base = first; base < args.rows; base += kRowsAhead * step) {
+      Operands<T, kWidth> operands[kRowsAhead] = {};
+      float mean[kRowsAhead] = {}, rstd[kRowsAhead] = {};
+#pragma unroll
+      for (int j = 0; j < kRowsAhead; ++j) {
+        if (base + j * step >= args.rows) continue;
+        const int64_t row = segment_row + base + j * step;
+        operands[j].load(args, row * args.features + column);
+        if (args.mean != nullptr) mean[j] = args.mean[row];
+        rstd[j] = args.rstd[row];
+      }
+#pragma unroll
+      for (int j = 0; j < kRowsAhead; ++j) {
+        if (base + j * step >= args.rows) continue;
+        float h[kWidth], dz[kWidth], centred[kWidth], unused[2] = {};
+        operands[j].prepare(options, mean[j], rstd[j], parameters, h, dz, centred);
+        add_to_sums(rstd[j], parameters.scale, dz, centred, unused, sums);
+      }
+    }
+  }
+};
+
+// dx of a row for each team of a block, `first_block` being the first of them.
+template <typename T, int kElements, Chain kChain, bool kShifted>
+__device__ __forceinline__ void backward_row_of_team(const BackwardArgs& args, int first_block,
+                                                     float* shared) {
+  constexpr int kVec = 16 / sizeof(T);
+  constexpr int kVectors = kElements / kVec;
+  using Load = ParameterLoad<kVec, kVectors, kShifted>;
+  constexpr bool kPlain = kChain == Chain::kPlain;
+  const NormOptions options = known_options<kChain>(args.options);
+  const Team team(args.team_size);
+  const int rows = args.rows * args.segments;
+  const int own_row = (blockIdx.x - first_block) * args.teams + team.index;
+  const bool active = own_row < rows;
+  const int row = active ? own_row : rows - 1;
+  const int64_t row_start = static_cast<int64_t>(row) * args.features;
+  const Columns<kVec, kVectors, kShifted> column(team, args.features, 0,
+                                                 shift_of<kVec, kShifted>(row, args.features));
+  Vector<T, kVec> packed_h[kVectors] = {}, packed_dy[kVectors] = {}, dnext[kVectors] = {};
+  const auto load = [&](const void* matrix, int v) {
+    return load_vector<T, kVec>(static_cast<const T*>(matrix) + row_start + column(v));
+  };
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!column.has(v)) continue;
+    packed_h[v] = load(args.h, v);
+    packed_dy[v] = load(args.dy, v);
+    if (args.dnext_residual != nullptr) dnext[v] = load(args.dnext_residual, v);
+  }
+  const float mean = args.mean == nullptr ? 0.0f : args.mean[row];
+  const float rstd = args.rstd[row];
+  const Load scale_load(args.scale, column);
+  const Load bias_load(kPlain ? Parameter{} : args.bias, column);
+  const Load pre_bias_load(kPlain || !args.adds_pre_bias() ? Parameter{} : args.pre_bias, column);
+  TeamSum team_sum(team, shared);
+  team_sum.start();
+
+  // Computed anew for each pass, because packed values take fewer registers.
+  const auto read = [&](int v, float (&h)[kVec], float (&scale)[kVec], float (&dz)[kVec],
+                        float (&centred)[kVec]) {
+    unpack(packed_h[v], h);
+    unpack(packed_dy[v], dz);
+    column.mask(v, h);
+    column.mask(v, dz);
+    float bias[kVec] = {};
+    scale_load.values(v, 1.0f, options.scale_offset, scale);
+    if constexpr (!kPlain) {
+      pre_bias_load.values(v, 0.0f, 0.0f, bias);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) h[i] += bias[i];
+      bias_load.values(v, 0.0f, 0.0f, bias);
+    }
+    prepare(options, mean, rstd, h, scale, bias, dz, centred);
+  };
+  float sums[2] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float h[kVec], scale[kVec], dz[kVec], centred[kVec], unused[1][kVec] = {};
+    read(v, h, scale, dz, centred);
+    add_to_sums(rstd, scale, dz, centred, sums, unused);
+  }
+  team_sum(sums);
+  if (!active) return;
+  const float2 terms = row_terms(options, rstd, sums);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!column.has(v)) continue;
+    float h[kVec], scale[kVec], dz[kVec], centred[kVec], dh[kVec], addend[kVec];
+    read(v, h, scale, dz, centred);
+    gradient_of_h(options, rstd, terms, h, scale, dz, centred, dh);
+    unpack(dnext[v], addend);
+    if (args.dnext_residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) dh[i] += addend[i];
+    }
+    Vector<T, kVec> dx;
+    pack(dh, dx);
+    column.store_once(static_cast<T*>(args.dx) + row_start, v, dx);
+  }
+}
+
+template <typename T, int kElements, Chain kChain, bool kShifted>
+__global__ void __launch_bounds__(kFewRowsThreads, 2)
+    backward_few_rows(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  float* shared = reinterpret_cast<float*>(shared_memory);
+  // Blocks of columns take longest, so they are the first.
+  const int column_blocks = args.segments * args.column_blocks * args.row_splits;
+  if (static_cast<int>(blockIdx.x) < column_blocks) {
+    ColumnBlock<T, kChain, kShifted>::run(args, shared);
+  } else {
+    backward_row_of_team<T, kElements, kChain, kShifted>(args, column_blocks, shared);
+  }
+}
+
+template <typename T, Chain kChain>
+BackwardKernel few_rows_kernel(int elements, bool shifted) {
+  if (elements == 8) {
+    return shifted ? backward_few_rows<T, 8, kChain, true> : backward_few_rows<T, 8, kChain, false>;
+  }
+  return shifted ? backward_few_rows<T, 16, kChain, true> : backward_few_rows<T, 16, kChain, false>;
+}
+
 // --- the sums over blocks ------------------------------------------------------------------------
 
 struct AddBlocksArgs {
@@ -436,8 +655,6 @@ __global__ void __launch_bounds__(kAddThreads* kAddSlices)
 
 // --- launch --------------------------------------------------------------------------------------
 
-using BackwardKernel = void (*)(BackwardArgs);
-
 struct BackwardPlan {
   BackwardKernel kernel = nullptr;  // nullptr: the row is too long
   Spread spread;                    // over one block
@@ -445,36 +662,38 @@ struct BackwardPlan {
   int threads;                      // of a block, at most
 };
 
-template <typename T, int kVec, Chain kChain, bool kMean = true, bool kResidual = true>
+template <typename T, Chain kChain, bool kMean = true, bool kResidual = true, bool kShifted = false>
 BackwardPlan plan_rows(int features, int blocks) {
+  constexpr int kVec = 16 / sizeof(T);
   BackwardPlan plan;
-  plan.parameters = kBackwardParameters<T, kChain>;
+  plan.parameters = kBackwardParameters<T, kChain, kShifted>;
   const auto choose = [&](int row, const ThreadLimits& limits) {
-    plan.spread = choose_spread(row, kVec, limits, Ties::kFewerThreads);
+    const int most_elements = kElementStep * (kShifted ? 2 : kElementChoices);
+    plan.spread = choose_spread(row, kVec, kShifted, most_elements, limits, Ties::kFewerThreads);
     if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
   };
   if (blocks == 1) {
     choose(features, backward_limits<kChain, false>());
     switch (plan.spread.elements) {
       case 8:
-        plan.kernel = backward_rows<T, kVec, 8, kChain, kMean, kResidual, false>;
+        plan.kernel = backward_rows<T, 8, kChain, kMean, kResidual, false, kShifted>;
         break;
       case 16:
-        plan.kernel = backward_rows<T, kVec, 16, kChain, kMean, kResidual, false>;
+        plan.kernel = backward_rows<T, 16, kChain, kMean, kResidual, false, kShifted>;
         break;
       case 24:
-        if constexpr (kVec > 1)
-          plan.kernel = backward_rows<T, kVec, 24, kChain, kMean, kResidual, false>;
+        if constexpr (!kShifted)
+          plan.kernel = backward_rows<T, 24, kChain, kMean, kResidual, false, false>;
         break;
       case 32:
-        if constexpr (kVec > 1)
-          plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, kResidual, false>;
+        if constexpr (!kShifted)
+          plan.kernel = backward_rows<T, 32, kChain, kMean, kResidual, false, false>;
         break;
     }
-  } else if constexpr (kVec > 1) {
+  } else if constexpr (!kShifted) {
     if (features % (blocks * kVec) == 0) choose(features / blocks, backward_limits<kChain, true>());
     if (plan.spread.elements != 0) {
-      plan.kernel = backward_rows<T, kVec, 32, kChain, kMean, kResidual, true>;
+      plan.kernel = backward_rows<T, 32, kChain, kMean, kResidual, true, false>;
     }
   }
   return plan;
@@ -482,72 +701,150 @@ BackwardPlan plan_rows(int features, int blocks) {
 
 template <typename T, bool kMean>
 BackwardPlan plan_plain_rows(const BackwardArgs& args, int blocks) {
-  constexpr int kVec = 16 / sizeof(T);
   return args.dnext_residual == nullptr
-             ? plan_rows<T, kVec, Chain::kPlain, kMean, false>(args.features, blocks)
-             : plan_rows<T, kVec, Chain::kPlain, kMean, true>(args.features, blocks);
+             ? plan_rows<T, Chain::kPlain, kMean, false>(args.features, blocks)
+             : plan_rows<T, Chain::kPlain, kMean, true>(args.features, blocks);
 }
 
 template <typename T>
-BackwardPlan plan_backward(const BackwardArgs& args, int vec, int blocks) {
-  constexpr int kVec = 16 / sizeof(T);
-  if (vec == 1) return plan_rows<T, 1, Chain::kGeneral>(args.features, blocks);
-  switch (chain_of(args.options, args.pre_bias.data != nullptr)) {
+BackwardPlan plan_backward(const BackwardArgs& args, bool shifted, int blocks) {
+  const Chain chain = chain_of(args.options, args.pre_bias.data != nullptr);
+  if (shifted) {
+    return chain == Chain::kPlain
+               ? plan_rows<T, Chain::kPlain, true, true, true>(args.features, blocks)
+               : plan_rows<T, Chain::kGeneral, true, true, true>(args.features, blocks);
+  }
+  switch (chain) {
     case Chain::kPlain:
       return args.mean == nullptr && args.gradients[1] == nullptr
                  ? plan_plain_rows<T, false>(args, blocks)
                  : plan_plain_rows<T, true>(args, blocks);
     case Chain::kRelu:
-      return plan_rows<T, kVec, Chain::kRelu>(args.features, blocks);
+      return plan_rows<T, Chain::kRelu>(args.features, blocks);
     default:
-      return plan_rows<T, kVec, Chain::kGeneral>(args.features, blocks);
+      return plan_rows<T, Chain::kGeneral>(args.features, blocks);
   }
+}
+
+// How the backward is launched, where there is a choice.
+struct BackwardConfig {
+  bool few_rows;  // by backward_few_rows, where it can
+  int threads;    // of a block, at most
+  int blocks;     // of a multiprocessor, at most
+};
+
+// By backward_few_rows. `done` says whether it could.
+template <typename T>
+ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device,
+                           cudaStream_t stream, bool* done) {
+  constexpr int kVec = 16 / sizeof(T);
+  constexpr ThreadLimits kLimits = {kFewRowsThreads, kFewRowsThreads, 0, 0};
+  const Spread spread =
+      choose_spread(args.features, kVec, shifted, kFewRowsElements, kLimits, Ties::kMoreThreads);
+  if (spread.elements == 0 || args.gradients[2] != nullptr) return ffi::Error::Success();
+  *done = true;
+  const int least = std::max(spread.team_size, kWarpSize);
+  const int threads = kFewRowsThreads / least * least;
+  args.team_size = spread.team_size;
+  args.teams = threads / spread.team_size;
+  using Aligned = ColumnBlock<T, Chain::kGeneral, false>;
+  using Shifted = ColumnBlock<T, Chain::kGeneral, true>;
+  const int lanes = shifted ? Shifted::kLanes : Aligned::kLanes;
+  Launch launch;
+  launch.threads = threads;
+  launch.shared_bytes = std::max<int>(TeamSum::kScratch, shifted ? Shifted::shared(threads)
+                                                                 : Aligned::shared(threads)) *
+                        sizeof(float);
+  const bool sums = args.gradients[0] != nullptr || args.gradients[1] != nullptr;
+  args.column_blocks = sums ? divide_up(args.features, kBlockColumns) : 0;
+  // Blocks share the rows of a column until a thread has but one step.
+  args.row_splits = 1;
+  const int step = threads / lanes * kRowsAhead;
+  while (sums && device.clusters && args.row_splits < 8 && args.row_splits * step < args.rows) {
+    args.row_splits *= 2;
+  }
+  launch.cluster = args.row_splits;
+  const int row_blocks = divide_up(int64_t{args.rows} * args.segments, args.teams);
+  launch.grid = dim3(args.segments * args.column_blocks * args.row_splits +
+                     round_up(row_blocks, args.row_splits));
+  const bool plain = chain_of(args.options, args.pre_bias.data != nullptr) == Chain::kPlain;
+  const auto kernel = plain ? few_rows_kernel<T, Chain::kPlain>(spread.elements, shifted)
+                            : few_rows_kernel<T, Chain::kGeneral>(spread.elements, shifted);
+  return launch_kernel(kernel, args, launch, stream);
 }
 
 // args.gradients are the results here, [segments, features].
 template <typename T>
-ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t stream,
-                           ffi::ScratchAllocator& memory) {
+ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, const Device& device,
+                           cudaStream_t stream, ffi::ScratchAllocator& memory) {
   const int segments = args.segments;
-  constexpr int kFullVec = 16 / sizeof(T);
+  constexpr int kVec = 16 / sizeof(T);
   const bool aligned = are_aligned({args.dy, args.dnext_residual, args.h, args.scale.data,
                                     args.bias.data, args.pre_bias.data, args.dx});
-  const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
+  const bool shifted = args.features % kVec != 0;
+  if (config.few_rows && aligned) {
+    bool done = false;
+    RETURN_IF_ERROR(launch_few_rows<T>(args, shifted, device, stream, &done));
+    if (done) return ffi::Error::Success();
+  }
 
-  // One block a multiprocessor: more would only make more sums to add up. It has as many teams as
-  // find room for two stages of the ring in shared memory, or for one where two fit no team.
+  // Few blocks a multiprocessor: more make more sums to add up. A block has as many teams as find
+  // room for two stages of the ring in shared memory, or for one where two fit no team.
   BackwardPlan plan;
   Launch launch;
   int teams = 0;
   const int streams = args.dnext_residual == nullptr ? 2 : 3;
+  const int room = device.shared_bytes / config.blocks - (config.blocks > 1 ? 1024 : 0);
   for (const auto [blocks, least_stages] : {std::pair{1, 2}, {2, 2}, {1, 1}, {2, 1}}) {
-    if (teams != 0) break;
+    if (teams != 0 || !aligned) break;
     if (blocks > 1 && !device.clusters) continue;
-    plan = plan_backward<T>(args, vec, blocks);
+    plan = plan_backward<T>(args, shifted, blocks);
     if (plan.kernel == nullptr) continue;
     const Spread& spread = plan.spread;
     args.team_size = spread.team_size;
     launch.cluster = blocks;
-    const int head = (TeamSum::kScratch + spread.parameters(plan.parameters, vec)) * sizeof(float) +
-                     kRingBarriers * sizeof(uint64_t);
+    const int head =
+        (TeamSum::kScratch + spread.parameters(plan.parameters, kVec)) * sizeof(float) +
+        kRingBarriers * sizeof(uint64_t);
     const int least = std::max(spread.team_size, kWarpSize);
-    const int most = blocks == 1 ? plan.threads : least;
+    const int most = blocks == 1 ? std::max(std::min(plan.threads, config.threads), least) : least;
+    const int height = std::max(kWarpSize / spread.team_size, 1);
     launch.threads = choose_threads(spread, args.rows * segments, most, device);
     for (; launch.threads >= least; launch.threads -= least) {
       const int block_teams = launch.threads / spread.team_size;
-      const int stage_bytes = block_teams * args.features / blocks * streams * sizeof(T);
+      const int slot = slot_values(height, args.features / blocks, kVec, shifted);
+      const int stage_bytes = block_teams / height * slot * streams * sizeof(T);
       args.stages = std::min(std::clamp(kBytesInFlight / stage_bytes, least_stages, kMaxStages),
-                             (device.shared_bytes - head) / stage_bytes);
+                             (room - head) / stage_bytes);
       if (args.stages < least_stages) continue;
       teams = block_teams;
       launch.shared_bytes = head + args.stages * stage_bytes;
       break;
     }
   }
+  int resident = 1;
+  if (teams != 0) {
+    RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
+    if (config.blocks > 1) RETURN_IF_ERROR(resident_blocks(plan.kernel, launch, &resident));
+    resident = std::min(resident, config.blocks);
+  }
+  const auto blocks_of_segment = [&](int cluster) {
+    return std::max(resident * device.multiprocessors / (cluster * segments), 1);
+  };
+  if (teams != 0 && shifted) {
+    // A team's next row has the shift of the one before.
+    const int step = steps_of_one_shift(teams, args.features, kVec);
+    const int most = blocks_of_segment(1);
+    args.segment_blocks = divide_up(args.rows, teams);
+    if (args.segment_blocks > most) args.segment_blocks = most / step * step;
+    if (args.segment_blocks == 0) teams = 0;
+  }
   const bool wide = teams == 0;
   if (wide) launch.cluster = 1;
-  args.segment_blocks = std::min(divide_up(args.rows, wide ? 1 : teams),
-                                 std::max(device.multiprocessors / (launch.cluster * segments), 1));
+  if (wide || !shifted) {
+    args.segment_blocks =
+        std::min(divide_up(args.rows, wide ? 1 : teams), blocks_of_segment(launch.cluster));
+  }
   const int blocks = segments * args.segment_blocks;
 
   AddBlocksArgs add = {};
@@ -570,19 +867,19 @@ ffi::Error launch_backward(BackwardArgs args, const Device& device, cudaStream_t
     const auto terms = memory.Allocate(static_cast<size_t>(rows) * sizeof(float2), 16);
     if (!terms) return ffi::Error::Internal("layer_norm: no memory for the sums of each row");
     args.row_terms = static_cast<float2*>(*terms);
-    const auto terms_kernel = vec == 1 ? backward_row_terms<T, 1> : backward_row_terms<T, kFullVec>;
-    const auto columns_kernel = vec == 1 ? backward_columns<T, 1> : backward_columns<T, kFullVec>;
+    const bool vectors = aligned && !shifted;
+    const auto terms_kernel = vectors ? backward_row_terms<T, kVec> : backward_row_terms<T, 1>;
+    const auto columns_kernel = vectors ? backward_columns<T, kVec> : backward_columns<T, 1>;
     RETURN_IF_ERROR(launch_kernel(terms_kernel, args,
                                   {dim3(std::min(rows, 2 * device.multiprocessors)), kWideThreads,
                                    TeamSum::kScratch * sizeof(float)},
                                   stream));
     constexpr int kThreads = 128;
-    const int column_blocks = divide_up(args.features, kThreads * vec);
+    const int column_blocks = divide_up(args.features, kThreads * (vectors ? kVec : 1));
     RETURN_IF_ERROR(
         launch_kernel(columns_kernel, args, {dim3(blocks, column_blocks), kThreads, 0}, stream));
   } else {
     launch.grid = dim3(blocks * launch.cluster);
-    RETURN_IF_ERROR(allow_shared_memory(plan.kernel, device));
     RETURN_IF_ERROR(launch_kernel(plan.kernel, args, launch, stream));
   }
   if (gradients == 0) return ffi::Error::Success();
@@ -602,7 +899,8 @@ ffi::Error layer_norm_backward(cudaStream_t stream, ffi::ScratchAllocator memory
                                ffi::Result<ffi::AnyBuffer> dbias,
                                ffi::Result<ffi::AnyBuffer> dpre_bias, int64_t segments,
                                bool subtract_mean, float epsilon, float scale_offset,
-                               std::string_view pre_activation, std::string_view activation) {
+                               std::string_view pre_activation, std::string_view activation,
+                               bool few_rows, int64_t threads, int64_t blocks) {
   RETURN_IF_ERROR(check_matrix("h", h));
   const int64_t rows = h.dimensions()[0];
   const int64_t features = h.dimensions()[1];
@@ -645,15 +943,22 @@ ffi::Error layer_norm_backward(cudaStream_t stream, ffi::ScratchAllocator memory
   args.rstd = data_or_null<const float>(rstd);
   args.dx = dx->untyped_data();
 
+  if (threads < kWarpSize || blocks < 1 || blocks > 16) {
+    return ffi::Error::InvalidArgument(
+        "layer_norm: threads must be 32 or more and blocks 1 to 16, got " +
+        std::to_string(threads) + " and " + std::to_string(blocks));
+  }
+  const BackwardConfig config = {few_rows, static_cast<int>(std::min<int64_t>(threads, 1024)),
+                                 static_cast<int>(blocks)};
   Device device;
   RETURN_IF_ERROR(current_device(&device));
   switch (*dtype_of(h)) {
     case Dtype::kFloat32:
-      return launch_backward<float>(args, device, stream, memory);
+      return launch_backward<float>(args, config, device, stream, memory);
     case Dtype::kBfloat16:
-      return launch_backward<__nv_bfloat16>(args, device, stream, memory);
+      return launch_backward<__nv_bfloat16>(args, config, device, stream, memory);
     default:
-      return launch_backward<__half>(args, device, stream, memory);
+      return launch_backward<__half>(args, config, device, stream, memory);
   }
 }
 
@@ -680,4 +985,7 @@ DEFINE_HANDLER(jaxfused_layer_norm_backward, layer_norm_backward,
                    .Attr<float>("epsilon")
                    .Attr<float>("scale_offset")
                    .Attr<std::string_view>("pre_activation")
-                   .Attr<std::string_view>("activation"));
+                   .Attr<std::string_view>("activation")
+                   .Attr<bool>("few_rows")
+                   .Attr<int64_t>("threads")
+                   .Attr<int64_t>("blocks"));

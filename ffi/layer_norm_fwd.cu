@@ -30,9 +30,9 @@ constexpr ThreadLimits kForwardLimits = {128, 256, 128, 512};
 
 // Blocks of kForwardLimits threads that have to find registers on a multiprocessor: what is
 // resident beside a block that starts hides its start.
-template <typename T, int kVec>
-constexpr int forward_blocks(Chain chain, bool mean, int elements) {
-  if (elements == 32 || kVec == 1) return 1;
+template <typename T>
+constexpr int forward_blocks(Chain chain, bool mean, bool shifted, int elements) {
+  if (elements == 32 || shifted) return 1;
   if (sizeof(T) == 4 || chain == Chain::kGeneral) return elements == 16 ? 2 : 4;
   if (elements == 16) return mean ? 3 : 4;
   return chain == Chain::kPlain && !mean ? 5 : 4;
@@ -71,27 +71,32 @@ class RowValues {
 };
 
 // kMean: whether there are a mean and a bias; without, a chain is plain.
-template <typename T, Chain kChain, bool kResidual, bool kMean>
+template <typename T, Chain kChain, bool kResidual, bool kMean, bool kShifted>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
   // Whether the normalised values are x itself, or a sum that is rounded as x is, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
   // Whether scale and bias have registers. Beside both, values in float32 would spill: relu after
   // bias of [4096, 16384] 76 us instead of 73.5.
-  static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
-  static constexpr bool kHoldsBias = kHoldsScale && kPacked && sizeof(T) == 2;
+  // Teams of different shifts have no columns in common, and keep all of them.
+  static constexpr bool kHoldsScale = kChain != Chain::kGeneral || kShifted;
+  static constexpr bool kHoldsBias = (kHoldsScale && kPacked && sizeof(T) == 2) || kShifted;
+  static constexpr bool kHoldsPreBias = !kHasPreBias || kShifted;
   // Parameters in shared memory.
-  static constexpr int kShared = !kHoldsScale + !kHoldsBias + kHasPreBias;
+  static constexpr int kShared = !kHoldsScale + !kHoldsBias + !kHoldsPreBias;
   static_assert(kMean || kChain == Chain::kPlain);
+  static_assert(!kShifted || kChain == Chain::kGeneral);
 };
 
 // kWarp: whether a team is known to be a warp, which saves a third of the instructions a row.
-template <typename T, int kVec, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp>
+template <typename T, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp,
+          bool kShifted>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
-                                  forward_blocks<T, kVec>(kChain, kMean, kElements))
+                                  forward_blocks<T>(kChain, kMean, kShifted, kElements))
     forward_rows(const __grid_constant__ ForwardArgs args) {
-  using Form = ForwardForm<T, kChain, kResidual, kMean>;
+  using Form = ForwardForm<T, kChain, kResidual, kMean, kShifted>;
   constexpr bool kHasPreBias = Form::kHasPreBias;
+  constexpr int kVec = 16 / sizeof(T);
   constexpr int kVectors = kElements / kVec;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   float* shared = reinterpret_cast<float*>(shared_memory);
@@ -100,34 +105,41 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   const bool has_residual = kResidual && args.residual != nullptr;
   const bool has_pre_bias = kHasPreBias && (!kResidual || args.pre_bias.data != nullptr);
   const Team team(kWarp ? kWarpSize : args.team_size);
-  const Columns<kVec, kVectors> column(team, args.features);
   // The teams of a block share each copy: neighbouring rows, one for each.
   const int height = args.teams;
   const int first = blockIdx.x * (args.run == 0 ? height : args.run);
   const RowWalk walk(team, height, 0, first, args.run == 0 ? gridDim.x * height : height,
                      args.run == 0 ? args.rows : min(first + args.run, args.rows));
+  const Columns<kVec, kVectors, kShifted> column(
+      team, args.features, 0, shift_of<kVec, kShifted>(walk.first + walk.line, args.features));
   TeamSum team_sum(team, shared);
   shared += TeamSum::kScratch;
   ColumnValues<kVec, kVectors, Form::kHoldsScale> scale(shared, team);
   ColumnValues<kVec, kVectors, Form::kHoldsBias> bias(shared, team);
   float* const past_bias = shared;
-  ColumnValues<kVec, kVectors, !kHasPreBias> pre_bias(shared, team);
+  ColumnValues<kVec, kVectors, Form::kHoldsPreBias> pre_bias(shared, team);
   if (!has_pre_bias) shared = past_bias;  // as ForwardPlan counts
   uint64_t* barriers = reinterpret_cast<uint64_t*>(shared);
   shared += kRingBarriers * sizeof(uint64_t) / sizeof(float);
 
   // The first rows are on their way while the parameters are loaded.
   const void* const sources[] = {args.x, args.residual};
-  RowRing<T, kVec, kVectors, kResidual ? 2 : 1> ring(barriers, shared, sources, args.features,
-                                                     args.stages, team, column, walk);
+  RowRing<T, kVec, kVectors, kResidual ? 2 : 1, kShifted> ring(
+      barriers, shared, sources, args.features, args.stages, team, column, walk);
   {
-    float values[3][kVectors][kVec];
-    load_scale_columns(args.scale, options.scale_offset, column, values[0]);
-    if (kMean) load_columns(args.bias, column, 0.0f, values[1]);
-    if (has_pre_bias) load_columns(args.pre_bias, column, 0.0f, values[2]);
-    scale.write(values[0]);
-    if (kMean) bias.write(values[1]);
-    if (has_pre_bias) pre_bias.write(values[2]);
+    using Load = ParameterLoad<kVec, kVectors, kShifted>;
+    const Parameter own_bias = kMean ? args.bias : Parameter{};
+    const Parameter own_pre_bias = has_pre_bias ? args.pre_bias : Parameter{};
+    if constexpr (kElements <= kTogetherElements) {
+      const Load loads[] = {{args.scale, column}, {own_bias, column}, {own_pre_bias, column}};
+      write_columns(loads[0], 1.0f, options.scale_offset, scale);
+      if (kMean) write_columns(loads[1], 0.0f, 0.0f, bias);
+      if (has_pre_bias) write_columns(loads[2], 0.0f, 0.0f, pre_bias);
+    } else {
+      write_columns(Load(args.scale, column), 1.0f, options.scale_offset, scale);
+      if (kMean) write_columns(Load(own_bias, column), 0.0f, 0.0f, bias);
+      if (has_pre_bias) write_columns(Load(own_pre_bias, column), 0.0f, 0.0f, pre_bias);
+    }
   }
   __syncthreads();
 
@@ -157,11 +169,12 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
         Vector<T, kVec> rounded;
         pack(u, rounded);
         if (active && column.has(v)) {
-          store_streaming(static_cast<T*>(args.next_residual) + row_start + column(v), rounded);
+          column.store_once(static_cast<T*>(args.next_residual) + row_start, v, rounded);
         }
         unpack(rounded, u);
       }
       activate(options.pre_activation, u);
+      column.mask(v, u);
       if constexpr (kChain == Chain::kPlain) {
         u_values.write(v, x);
       } else {
@@ -189,7 +202,10 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       float u[kVec];
       u_values.read(v, u);
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) squares[i] += (u[i] - mean) * (u[i] - mean);
+      for (float& value : u) value -= mean;
+      column.mask(v, u);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) squares[i] += u[i] * u[i];
     }
     float sum[1] = {sum_of(squares)};
     team_sum(sum);
@@ -212,9 +228,112 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
       Vector<T, kVec> packed;
       pack(y, packed);
       if (active && column.has(v)) {
-        store_vector(static_cast<T*>(args.y) + row_start + column(v), packed);
+        column.store(static_cast<T*>(args.y) + row_start, v, packed);
       }
     }
+  }
+}
+
+// --- few rows
+// -------------------------------------------------------------------------------------
+
+// What takes time is the way to memory and back, not what the memory can do: so each team has one
+// row, asks for all that it needs of it at once, and waits for nobody else's copies.
+constexpr int kFewRowsElements = 16;
+constexpr int kFewRowsThreads = 128;
+
+template <typename T, int kElements, bool kShifted>
+__global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements))
+    forward_few_rows(const __grid_constant__ ForwardArgs args) {
+  constexpr int kVec = 16 / sizeof(T);
+  constexpr int kVectors = kElements / kVec;
+  using Load = ParameterLoad<kVec, kVectors, kShifted>;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const NormOptions& options = args.options;
+  const Team team(args.team_size);
+  const bool active = blockIdx.x * args.teams + team.index < args.rows;
+  const int row = active ? blockIdx.x * args.teams + team.index : args.rows - 1;
+  const int64_t row_start = static_cast<int64_t>(row) * args.features;
+  const Columns<kVec, kVectors, kShifted> column(team, args.features, 0,
+                                                 shift_of<kVec, kShifted>(row, args.features));
+
+  Vector<T, kVec> x[kVectors] = {}, residual[kVectors] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!column.has(v)) continue;
+    x[v] = load_vector<T, kVec>(static_cast<const T*>(args.x) + row_start + column(v));
+    if (args.residual == nullptr) continue;
+    residual[v] =
+        load_vector<T, kVec>(static_cast<const T*>(args.residual) + row_start + column(v));
+  }
+  const Load pre_bias_load(args.pre_bias, column);
+  const Load scale_load(args.scale, column);
+  const Load bias_load(args.bias, column);
+  TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
+  team_sum.start();
+
+  float u[kVectors][kVec];
+  float sum[1] = {0.0f};
+  pre_bias_load.values(0.0f, 0.0f, u);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float value[kVec];
+    unpack(x[v], value);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) u[v][i] += value[i];
+    if (args.residual != nullptr) {
+      unpack(residual[v], value);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) u[v][i] += value[i];
+      Vector<T, kVec> rounded;
+      pack(u[v], rounded);
+      if (active && column.has(v)) {
+        column.store_once(static_cast<T*>(args.next_residual) + row_start, v, rounded);
+      }
+      unpack(rounded, u[v]);
+    }
+    activate(options.pre_activation, u[v]);
+    column.mask(v, u[v]);
+    if (column.has(v)) sum[0] += sum_of(u[v]);
+  }
+  float mean = 0.0f;
+  if (options.subtract_mean) {
+    team_sum(sum);
+    mean = sum[0] * options.inverse_features;
+  }
+  float squares[1] = {0.0f};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!column.has(v)) continue;
+#pragma unroll
+    for (float& value : u[v]) value -= mean;
+    column.mask(v, u[v]);
+    float square[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) square[i] = u[v][i] * u[v][i];
+    squares[0] += sum_of(square);
+  }
+  team_sum(squares);
+  const float rstd = rsqrtf(squares[0] * options.inverse_features + options.epsilon);
+  if (!active) return;
+  if (team.rank == 0) {
+    if (args.mean != nullptr) args.mean[row] = mean;
+    if (args.rstd != nullptr) args.rstd[row] = rstd;
+  }
+
+  float factor[kVectors][kVec], offset[kVectors][kVec];
+  scale_load.values(1.0f, options.scale_offset, factor);
+  bias_load.values(0.0f, 0.0f, offset);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!column.has(v)) continue;
+    float y[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) y[i] = u[v][i] * rstd * factor[v][i] + offset[v][i];
+    activate(options.activation, y);
+    Vector<T, kVec> packed;
+    pack(y, packed);
+    column.store(static_cast<T*>(args.y) + row_start, v, packed);
   }
 }
 
@@ -316,17 +435,20 @@ __global__ void __launch_bounds__(kWideThreads)
 
 using ForwardKernel = void (*)(ForwardArgs);
 
-template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean, bool kWarp>
+// Shifted rows are rare: two kernels are enough for them.
+constexpr int kShiftedElements = 2 * kElementStep;
+
+template <typename T, Chain kChain, bool kResidual, bool kMean, bool kWarp, bool kShifted>
 ForwardKernel rows_kernel(int elements) {
-  if constexpr (kVec == 1) {
-    return elements == 8 ? forward_rows<T, 1, 8, kChain, kResidual, kMean, kWarp>
-                         : forward_rows<T, 1, 16, kChain, kResidual, kMean, kWarp>;
+  if constexpr (kShifted) {
+    return elements == 8 ? forward_rows<T, 8, kChain, kResidual, kMean, kWarp, true>
+                         : forward_rows<T, 16, kChain, kResidual, kMean, kWarp, true>;
   } else {
     constexpr ForwardKernel kKernels[kElementChoices] = {
-        forward_rows<T, kVec, 8, kChain, kResidual, kMean, kWarp>,
-        forward_rows<T, kVec, 16, kChain, kResidual, kMean, kWarp>,
-        forward_rows<T, kVec, 24, kChain, kResidual, kMean, kWarp>,
-        forward_rows<T, kVec, 32, kChain, kResidual, kMean, kWarp>};
+        forward_rows<T, 8, kChain, kResidual, kMean, kWarp, false>,
+        forward_rows<T, 16, kChain, kResidual, kMean, kWarp, false>,
+        forward_rows<T, 24, kChain, kResidual, kMean, kWarp, false>,
+        forward_rows<T, 32, kChain, kResidual, kMean, kWarp, false>};
     return kKernels[elements / kElementStep - 1];
   }
 }
@@ -336,15 +458,16 @@ struct ForwardPlan {
   int parameters;  // in shared memory
 };
 
-template <typename T, int kVec, Chain kChain, bool kResidual, bool kMean = true>
+template <typename T, Chain kChain, bool kResidual, bool kMean = true, bool kShifted = false>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
-  const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
+  constexpr int kShared = ForwardForm<T, kChain, kResidual, kMean, kShifted>::kShared;
+  const bool spares_pre_bias = !kShifted && kResidual && args.pre_bias.data == nullptr;
   // Frequent chains only: each kernel takes its time to compile.
-  constexpr bool kKnowsWarps = kVec > 1 && kChain != Chain::kGeneral;
+  constexpr bool kKnowsWarps = kChain != Chain::kGeneral;
   return {kKnowsWarps && args.team_size == kWarpSize
-              ? rows_kernel<T, kVec, kChain, kResidual, kMean, kKnowsWarps>(elements)
-              : rows_kernel<T, kVec, kChain, kResidual, kMean, false>(elements),
-          ForwardForm<T, kChain, kResidual, kMean>::kShared - spares_pre_bias};
+              ? rows_kernel<T, kChain, kResidual, kMean, kKnowsWarps, kShifted>(elements)
+              : rows_kernel<T, kChain, kResidual, kMean, false, kShifted>(elements),
+          kShared - spares_pre_bias};
 }
 
 Chain chain_of(const ForwardArgs& args) {
@@ -356,19 +479,17 @@ bool has_mean_or_bias(const ForwardArgs& args) {
 }
 
 template <typename T>
-ForwardPlan plan_forward(const ForwardArgs& args, int vec, int elements) {
-  constexpr int kVec = 16 / sizeof(T);
-  if (vec == 1) return plan_rows<T, 1, Chain::kGeneral, true>(args, elements);
+ForwardPlan plan_forward(const ForwardArgs& args, bool shifted, int elements) {
+  if (shifted) return plan_rows<T, Chain::kGeneral, true, true, true>(args, elements);
   switch (chain_of(args)) {
     case Chain::kPlain:
-      return has_mean_or_bias(args)
-                 ? plan_rows<T, kVec, Chain::kPlain, false>(args, elements)
-                 : plan_rows<T, kVec, Chain::kPlain, false, false>(args, elements);
+      return has_mean_or_bias(args) ? plan_rows<T, Chain::kPlain, false>(args, elements)
+                                    : plan_rows<T, Chain::kPlain, false, false>(args, elements);
     case Chain::kRelu:
-      return args.residual != nullptr ? plan_rows<T, kVec, Chain::kRelu, true>(args, elements)
-                                      : plan_rows<T, kVec, Chain::kRelu, false>(args, elements);
+      return args.residual != nullptr ? plan_rows<T, Chain::kRelu, true>(args, elements)
+                                      : plan_rows<T, Chain::kRelu, false>(args, elements);
     default:
-      return plan_rows<T, kVec, Chain::kGeneral, true>(args, elements);
+      return plan_rows<T, Chain::kGeneral, true>(args, elements);
   }
 }
 
@@ -395,38 +516,67 @@ int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int reside
   return resident > 2 ? 4 : resident == 2 ? 8 : 0;
 }
 
-// Small blocks: while some exchange sums, others compute.
-constexpr int kForwardThreads = 128;
+// How the forward is launched, where there is a choice.
+struct ForwardConfig {
+  bool few_rows;  // by forward_few_rows, where it holds a row
+  int threads;    // of a block, at most
+  int run;        // of one team: see neighbouring_rows; -1 for what that says
+};
 
 template <typename T>
-ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
-  constexpr int kFullVec = 16 / sizeof(T);
+ffi::Error launch_few_rows(ForwardArgs args, const Spread& spread, bool shifted,
+                           cudaStream_t stream) {
+  const int least = std::max(spread.team_size, kWarpSize);
+  const int threads = std::max(kFewRowsThreads / least * least, least);
+  args.team_size = spread.team_size;
+  args.teams = threads / spread.team_size;
+  const auto kernel =
+      spread.elements == 8
+          ? (shifted ? forward_few_rows<T, 8, true> : forward_few_rows<T, 8, false>)
+          : (shifted ? forward_few_rows<T, 16, true> : forward_few_rows<T, 16, false>);
+  return launch_kernel(kernel, args,
+                       {dim3(divide_up(args.rows, args.teams)), threads,
+                        static_cast<int>(TeamSum::kScratch * sizeof(float))},
+                       stream);
+}
+
+template <typename T>
+ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const Device& device,
+                          cudaStream_t stream) {
+  constexpr int kVec = 16 / sizeof(T);
   const bool aligned = are_aligned({args.x, args.residual, args.scale.data, args.bias.data,
                                     args.pre_bias.data, args.y, args.next_residual});
-  const int vec = aligned && args.features % kFullVec == 0 ? kFullVec : 1;
+  const bool shifted = args.features % kVec != 0;
+  if (config.few_rows && aligned) {
+    const Spread spread = choose_spread(args.features, kVec, shifted, kFewRowsElements,
+                                        kForwardLimits, Ties::kMoreThreads);
+    if (spread.elements != 0) return launch_few_rows<T>(args, spread, shifted, stream);
+  }
   // [8192, 4096] with 256 threads a row and with 128: rms_norm 34.1 and 35.2 us, layer_norm 37.1
   // and 36.4.
   const bool plain = chain_of(args) == Chain::kPlain && !has_mean_or_bias(args);
-  const Spread spread = choose_spread(args.features, vec, kForwardLimits,
-                                      plain ? Ties::kMoreThreads : Ties::kFewerThreads);
+  const Spread spread = choose_spread(
+      args.features, kVec, shifted, shifted ? kShiftedElements : kElementStep * kElementChoices,
+      kForwardLimits, plain ? Ties::kMoreThreads : Ties::kFewerThreads);
   Launch launch;
   ForwardPlan plan = {};
   const int streams = args.residual == nullptr ? 1 : 2;
   int stage_bytes = 0, most_stages = 0;
-  if (spread.elements != 0) {
+  if (spread.elements != 0 && aligned) {
     args.team_size = spread.team_size;
-    plan = plan_forward<T>(args, vec, spread.elements);
-    launch.threads = choose_threads(spread, args.rows, kForwardThreads, device);
+    plan = plan_forward<T>(args, shifted, spread.elements);
+    launch.threads = choose_threads(spread, args.rows, config.threads, device);
     args.teams = launch.threads / spread.team_size;
     launch.shared_bytes =
-        (TeamSum::kScratch + spread.parameters(plan.parameters, vec)) * sizeof(float) +
+        (TeamSum::kScratch + spread.parameters(plan.parameters, kVec)) * sizeof(float) +
         kRingBarriers * sizeof(uint64_t);
-    stage_bytes = streams * args.teams * args.features * sizeof(T);
+    stage_bytes = streams * slot_values(args.teams, args.features, kVec, shifted) * sizeof(T);
     most_stages = std::min(kMaxStages, (device.shared_bytes - launch.shared_bytes) / stage_bytes);
   }
   if (most_stages < 1) {
     args.team_size = kWideThreads;
-    const auto kernel = vec == 1 ? forward_wide_rows<T, 1> : forward_wide_rows<T, kFullVec>;
+    const bool vectors = aligned && !shifted;
+    const auto kernel = vectors ? forward_wide_rows<T, kVec> : forward_wide_rows<T, 1>;
     const int blocks = std::min(args.rows, 2 * device.multiprocessors);
     return launch_kernel(kernel, args,
                          {dim3(blocks), kWideThreads, TeamSum::kScratch * sizeof(float)}, stream);
@@ -439,7 +589,11 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
   launch.shared_bytes += args.stages * stage_bytes;
   int resident = 0;
   RETURN_IF_ERROR(resident_blocks(plan.kernel, launch, &resident));
-  args.run = large ? args.teams * neighbouring_rows(args, plan.parameters, resident) : 0;
+  args.run = config.run >= 0 ? config.run
+             : large         ? neighbouring_rows(args, plan.parameters, resident)
+                             : 0;
+  if (shifted) args.run = 0;  // The next rows of a team have its shift in turns only.
+  args.run *= args.teams;
   // Where few blocks are resident, a run keeps more rows on their way, if as many stay resident.
   if (resident <= 2 && args.run > args.stages * args.teams && args.stages < most_stages) {
     Launch larger = launch;
@@ -451,9 +605,13 @@ ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t s
       ++args.stages;
     }
   }
-  launch.grid = dim3(
-      args.run == 0 ? std::min(divide_up(args.rows, args.teams), resident * device.multiprocessors)
-                    : divide_up(args.rows, args.run));
+  int blocks = divide_up(args.rows, args.run == 0 ? args.teams : args.run);
+  if (args.run == 0) {
+    const int most = resident * device.multiprocessors;
+    const int step = shifted ? steps_of_one_shift(args.teams, args.features, kVec) : 1;
+    if (blocks > most) blocks = std::max(most / step, 1) * step;
+  }
+  launch.grid = dim3(blocks);
   return launch_kernel(plan.kernel, args, launch, stream);
 }
 
@@ -463,7 +621,8 @@ ffi::Error layer_norm_forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
                               ffi::Result<ffi::AnyBuffer> next_residual,
                               ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> rstd,
                               bool subtract_mean, float epsilon, float scale_offset,
-                              std::string_view pre_activation, std::string_view activation) {
+                              std::string_view pre_activation, std::string_view activation,
+                              bool few_rows, int64_t threads, int64_t run) {
   RETURN_IF_ERROR(check_matrix("x", x));
   const int64_t rows = x.dimensions()[0];
   const int64_t features = x.dimensions()[1];
@@ -491,15 +650,23 @@ ffi::Error layer_norm_forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   args.mean = data_or_null<float>(*mean);
   args.rstd = data_or_null<float>(*rstd);
 
+  const int most_threads = threads_limit(kForwardLimits, kElementStep);
+  if (threads < kWarpSize || threads > most_threads || run < -1 || run > rows) {
+    return ffi::Error::InvalidArgument("layer_norm: threads must be " + std::to_string(kWarpSize) +
+                                       " to " + std::to_string(most_threads) +
+                                       " and run -1 or more, got " + std::to_string(threads) +
+                                       " and " + std::to_string(run));
+  }
+  const ForwardConfig config = {few_rows, static_cast<int>(threads), static_cast<int>(run)};
   Device device;
   RETURN_IF_ERROR(current_device(&device));
   switch (*dtype_of(x)) {
     case Dtype::kFloat32:
-      return launch_forward<float>(args, device, stream);
+      return launch_forward<float>(args, config, device, stream);
     case Dtype::kBfloat16:
-      return launch_forward<__nv_bfloat16>(args, device, stream);
+      return launch_forward<__nv_bfloat16>(args, config, device, stream);
     default:
-      return launch_forward<__half>(args, device, stream);
+      return launch_forward<__half>(args, config, device, stream);
   }
 }
 
@@ -521,4 +688,7 @@ DEFINE_HANDLER(jaxfused_layer_norm_forward, layer_norm_forward,
                    .Attr<float>("epsilon")
                    .Attr<float>("scale_offset")
                    .Attr<std::string_view>("pre_activation")
-                   .Attr<std::string_view>("activation"));
+                   .Attr<std::string_view>("activation")
+                   .Attr<bool>("few_rows")
+                   .Attr<int64_t>("threads")
+                   .Attr<int64_t>("run"));

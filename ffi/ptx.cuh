@@ -155,3 +155,10 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float value, uin
           address),
       "f"(value), "r"(barrier) : "memory"));
 }
+
+// The float at a cluster address.
+__device__ __forceinline__ float cluster_load(uint32_t address) {
+  float value = 0.0f;
+  JAXFUSED_SM90(asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address)));
+  return value;
+}

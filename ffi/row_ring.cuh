@@ -13,8 +13,10 @@ constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
 // The ring of one unit of `walk`. Where the GPU has bulk copies and rows allow them, one thread of
 // a unit copies whole rows; elsewhere every thread copies its own columns.
-template <typename T, int kVec, int kVectors, int kMaxStreams>
+template <typename T, int kVec, int kVectors, int kMaxStreams, bool kShifted = false>
 class RowRing {
+  using Columns = ::Columns<kVec, kVectors, kShifted>;
+
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
@@ -22,8 +24,7 @@ class RowRing {
   // behind the last; their rows are `stride` apart. `shared` holds, for each stage and stream, a
   // row for each team. All threads of a block synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
-                     int stages, const Team& team, const Columns<kVec, kVectors>& column,
-                     const RowWalk& walk)
+                     int stages, const Team& team, const Columns& column, const RowWalk& walk)
       : stride_(stride),
         stages_(stages),
         team_(team),
@@ -36,8 +37,10 @@ class RowRing {
       if (sources[stream] != nullptr) streams_ = stream + 1;
     }
     // A unit's rows lie together, its streams and stages too.
+    slot_values_ = slot_values(walk.height, column.features(), kVec, kShifted);
     slots_ = static_cast<T*>(shared) +
-             static_cast<int64_t>(walk.unit) * stages * streams_ * walk.height * column.features();
+             static_cast<int64_t>(walk.unit) * stages * streams_ * slot_values_;
+    first_shift_ = shift_of<kVec, kShifted>(walk.first, column.features());
     barriers_ = barriers + walk.unit * kMaxStages;
     leads_ = team.rank == 0 && walk.line == 0;
     if constexpr (kBulk) {
@@ -61,10 +64,11 @@ class RowRing {
     }
   }
 
-  // Columns past the last read as zeros, which add nothing to a sum.
+  // Columns past the last read as zeros, which add nothing to a sum; but what shares a vector with
+  // a shifted row reads as anything.
   __device__ __forceinline__ Vector<T, kVec> read(int stream, int v) const {
     if (!column_.has(v)) return {};
-    return load_vector<T, kVec>(slot(stream) + walk_.line * column_.features() + column_(v));
+    return load_vector<T, kVec>(line(stream) + column_(v));
   }
 
   // Starts the copies of the next rows into the oldest stage. All of the unit have read it, and
@@ -81,7 +85,12 @@ class RowRing {
 
  private:
   __device__ __forceinline__ T* slot(int stream) const {
-    return slots_ + (stage_ * streams_ + stream) * walk_.height * column_.features();
+    return slots_ + (stage_ * streams_ + stream) * slot_values_;
+  }
+
+  // Where the team's row starts in the slot.
+  __device__ __forceinline__ T* line(int stream) const {
+    return slot(stream) + first_shift_ + walk_.line * column_.features();
   }
 
   __device__ __forceinline__ void copy_in() {
@@ -91,12 +100,13 @@ class RowRing {
       // of a norm, at no cost to a kernel behind it that reads them.
       const uint64_t policy = evict_last_policy();
       const int rows = min(walk_.height, walk_.end - next_);
-      const uint32_t bytes = rows * column_.features() * sizeof(T);
+      const uint32_t bytes = round_up(first_shift_ + rows * column_.features(), kVec) * sizeof(T);
       mbarrier_arrive_expect(barriers_ + stage_, streams_ * bytes);
 #pragma unroll
       for (int stream = 0; stream < kMaxStreams; ++stream) {
         if (stream == streams_) break;
-        bulk_copy(slot(stream), source(stream, next_), bytes, barriers_ + stage_, policy);
+        bulk_copy(slot(stream), source(stream, next_) - first_shift_, bytes, barriers_ + stage_,
+                  policy);
       }
     } else {
       const int row = next_ + walk_.line;
@@ -104,7 +114,7 @@ class RowRing {
 #pragma unroll
       for (int stream = 0; stream < kMaxStreams; ++stream) {
         if (stream == streams_) break;
-        T* target = slot(stream) + walk_.line * column_.features();
+        T* target = line(stream);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
           if (column_.has(v)) {
@@ -123,10 +133,12 @@ class RowRing {
   uint64_t* barriers_;
   const void* sources_[kMaxStreams];
   int streams_ = 1;
+  int slot_values_;
+  int first_shift_ = 0;
   int stride_;
   int stages_;
   Team team_;
-  Columns<kVec, kVectors> column_;
+  Columns column_;
   RowWalk walk_;
   int next_;
   bool leads_;

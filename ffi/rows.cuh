@@ -4,14 +4,19 @@
 // walks over the rows in steps of what the whole grid holds. Thread `rank` of a team owns the same
 // columns in every row, kVectors vectors of kVec values:
 //
-//     column(v) = (v * team.size + rank) * kVec,    v = 0 .. kVectors - 1
+//     column(v) = (v * team.size + rank) * kVec - shift,    v = 0 .. kVectors - 1
 //
-// so that a team reads a row in whole lines, and what belongs to columns stays with a thread.
+// so that a team reads a row in whole lines, and what belongs to columns stays with a thread. The
+// shift is 0 where every row starts at a multiple of 16 bytes. Elsewhere (kShifted) it is what lies
+// between that multiple and the row's start, so that all accesses are still aligned vectors: the
+// first and the last vector of a row hold values of its neighbours too, which the kernels mask. A
+// team takes only rows of one shift, so that its columns stay the same.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <numeric>
 
 #include "team.cuh"
 #include "vector.cuh"
@@ -19,6 +24,9 @@
 // A thread holds 8, 16, 24 or 32 values of a row.
 constexpr int kElementStep = 8;
 constexpr int kElementChoices = 4;
+// Up to so many values, the loads of all parameters are under way at a time; beyond it they would
+// take registers that there are not.
+constexpr int kTogetherElements = 16;
 
 struct Device {
   int multiprocessors;
@@ -109,71 +117,179 @@ __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
 
 // The columns of a thread, the same in every row, within the `features` from `first` on that are
 // the team's.
-template <int kVec, int kVectors>
+template <int kVec, int kVectors, bool kShifted = false>
 class Columns {
  public:
-  __device__ Columns(const Team& team, int features, int first = 0)
-      : team_(team), features_(features), first_(first) {}
+  __device__ Columns(const Team& team, int features, int first = 0, int shift = 0)
+      : team_(team), features_(features), first_(first), shift_(shift) {}
 
   __device__ __forceinline__ int operator()(int v) const {
-    return (v * team_.size + team_.rank) * kVec;
+    return (v * team_.size + team_.rank) * kVec - (kShifted ? shift_ : 0);
   }
 
-  // Whether the row has column(v): choose_spread leaves only the last kElementStep values in doubt.
+  // Whether the row has any of the columns from column(v) on: choose_spread leaves only the last
+  // kElementStep values in doubt.
   __device__ __forceinline__ bool has(int v) const {
-    if (kVec > 1 && (v + 1) * kVec <= kVec * kVectors - kElementStep) return true;
+    if ((v + 1) * kVec <= kVec * kVectors - kElementStep) return true;
     return (*this)(v) < features_;
+  }
+
+  // Whether value `i` of vector `v` is the row's own.
+  __device__ __forceinline__ bool owns(int v, int i) const {
+    const int column = (*this)(v) + i;
+    return !kShifted || (column >= 0 && column < features_);
+  }
+
+  // Whether all values of a vector that the row `has` are its own.
+  __device__ __forceinline__ bool owns_all(int v) const {
+    return !kShifted || ((*this)(v) >= 0 && (*this)(v) + kVec <= features_);
+  }
+
+  // Makes zeros of what belongs to the row's neighbours.
+  __device__ __forceinline__ void mask(int v, float (&values)[kVec]) const {
+    if (owns_all(v)) return;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = owns(v, i) ? values[i] : 0.0f;
+  }
+
+  // Writes what is the row's own of a vector that it `has`; `row` is where the row starts.
+  template <typename T>
+  __device__ __forceinline__ void store(T* row, int v, const Vector<T, kVec>& vector) const {
+    if (owns_all(v)) {
+      store_vector(row + (*this)(v), vector);
+    } else {
+      store_own(row, v, vector);
+    }
+  }
+  // The same for what is used once: it leaves the caches first.
+  template <typename T>
+  __device__ __forceinline__ void store_once(T* row, int v, const Vector<T, kVec>& vector) const {
+    if (owns_all(v)) {
+      store_streaming(row + (*this)(v), vector);
+    } else {
+      store_own(row, v, vector);
+    }
   }
 
   __device__ __forceinline__ int features() const { return features_; }
 
-  // Where the team's features start, and column(v), in a matrix with rows of `features`.
+  // Where the team's features start in a matrix with rows of `features`.
   __device__ __forceinline__ int64_t start(int row, int features) const {
     return static_cast<int64_t>(row) * features + first_;
   }
-  __device__ __forceinline__ int64_t place(int row, int features, int v) const {
-    return start(row, features) + (*this)(v);
-  }
+
+  // column(v) in a vector of all features.
+  __device__ __forceinline__ int of_all(int v) const { return first_ + (*this)(v); }
 
  private:
+  template <typename T>
+  __device__ __forceinline__ void store_own(T* row, int v, const Vector<T, kVec>& vector) const {
+    float values[kVec];
+    unpack(vector, values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      if (!owns(v, i)) continue;
+      const float value[1] = {values[i]};
+      Vector<T, 1> packed;
+      pack(value, packed);
+      store_vector(row + (*this)(v) + i, packed);
+    }
+  }
+
   Team team_;
   int features_;
   int first_;
+  int shift_;
 };
 
-// A parameter at the columns of a thread, or `absent`: the loads are all under way at a time.
-template <int kVec, int kVectors>
-__device__ __forceinline__ void load_columns(const Parameter& parameter,
-                                             const Columns<kVec, kVectors>& column, float absent,
-                                             float (&out)[kVectors][kVec]) {
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (float& value : out[v]) value = absent;
-  }
-  if (parameter.data == nullptr) return;
-  with_type(parameter.dtype, [&](auto type) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (column.has(v))
-        load_as_float<decltype(type)>(parameter.data, column.place(0, 0, v), out[v]);
-    }
-  });
+// What lies between the multiple of kVec values before a row's start and the start.
+template <int kVec, bool kShifted>
+__device__ __forceinline__ int shift_of(int row, int features) {
+  return kShifted ? static_cast<int>(static_cast<int64_t>(row) * features % kVec) : 0;
 }
 
-// load_columns of what the norm multiplies by: scale + offset, or 1 without a scale.
-template <int kVec, int kVectors>
-__device__ __forceinline__ void load_scale_columns(const Parameter& scale, float offset,
-                                                   const Columns<kVec, kVectors>& column,
-                                                   float (&out)[kVectors][kVec]) {
-  load_columns(scale, column, 1.0f, out);
-  if (scale.data == nullptr || offset == 0.0f) return;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-    for (float& value : out[v]) value += offset;
+// A parameter at the columns of a thread, as it lies in memory: loads of several parameters are
+// under way together until the first of them is asked for its values.
+template <int kVec, int kVectors, bool kShifted>
+class ParameterLoad {
+  using Columns = ::Columns<kVec, kVectors, kShifted>;
+
+ public:
+  __device__ __forceinline__ ParameterLoad(const Parameter& parameter, const Columns& column)
+      : dtype_(parameter.dtype), column_(column), present_(parameter.data != nullptr) {
+    if (!present_) return;
+    if (dtype_ == Dtype::kFloat32) {
+      load<uint32_t>(static_cast<const uint32_t*>(parameter.data));
+    } else {
+      load<uint16_t>(static_cast<const uint16_t*>(parameter.data));
+    }
   }
-}
+
+  // The values plus `offset`; `absent` where there is no parameter or no column.
+  __device__ __forceinline__ void values(float absent, float offset,
+                                         float (&out)[kVectors][kVec]) const {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) values(v, absent, offset, out[v]);
+  }
+
+  // The same of vector `v` alone.
+  __device__ __forceinline__ void values(int v, float absent, float offset,
+                                         float (&out)[kVec]) const {
+#pragma unroll
+    for (float& value : out) value = absent;
+    if (!present_ || !column_.has(v)) return;
+    float own[kVec];
+    with_type(dtype_, [&](auto type) { convert(type, words_[v], own); });
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) out[i] = column_.owns(v, i) ? own[i] + offset : absent;
+  }
+
+ private:
+  template <typename Bits>
+  __device__ __forceinline__ void load(const Bits* data) {
+    constexpr int kWords = kVec * sizeof(Bits) / sizeof(uint32_t);
+    constexpr int kPart = kWords < 4 ? kWords : 4;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!column_.has(v)) continue;
+      const Bits* place = data + column_.of_all(v);
+      if constexpr (kShifted) {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) words_[v][i] = column_.owns(v, i) ? place[i] : 0;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWords; i += kPart) {
+          const auto part =
+              load_vector<uint32_t, kPart>(reinterpret_cast<const uint32_t*>(place) + i);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) words_[v][i + j] = part.values[j];
+        }
+      }
+    }
+  }
+
+  // The words hold a value each where columns are shifted, else as many as they have room for.
+  template <typename T>
+  __device__ __forceinline__ static void convert(T, const uint32_t (&words)[kVec],
+                                                 float (&out)[kVec]) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) out[i] = __uint_as_float(words[i]);
+    } else {
+      Vector<T, kVec> packed;
+#pragma unroll
+      for (int i = 0; i < kVec / 2; ++i) {
+        packed.values[i] = kShifted ? words[2 * i] | words[2 * i + 1] << 16 : words[i];
+      }
+      unpack(packed, out);
+    }
+  }
+
+  Dtype dtype_;
+  Columns column_;
+  bool present_;
+  uint32_t words_[kVectors][kVec];
+};
 
 // Floats of shared memory that a thread's values of one parameter take: a few more than there are,
 // so that a warp reads them without bank conflicts.
@@ -237,6 +353,16 @@ class ColumnValues {
   float registers_[kInRegisters ? kVectors : 1][kVec];
 };
 
+// Puts a parameter at the columns of a thread, plus `offset`, into `target`.
+template <int kVec, int kVectors, bool kShifted, bool kInRegisters>
+__device__ __forceinline__ void write_columns(
+    const ParameterLoad<kVec, kVectors, kShifted>& parameter, float absent, float offset,
+    ColumnValues<kVec, kVectors, kInRegisters>& target) {
+  float values[kVectors][kVec];
+  parameter.values(absent, offset, values);
+  target.write(values);
+}
+
 // The sum of load(0) .. load(count - 1), in float64: so a long chain of additions is as accurate as
 // a tree, and takes little code, which a kernel that runs it once has to fetch first.
 template <int kSize, typename Load>
@@ -256,12 +382,12 @@ __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Lo
 
 // Writes totals[column] = the sum over the block's teams of `values`.
 // `shared` has room for features floats of each team; call it between barriers.
-template <int kVec, int kVectors>
+template <int kVec, int kVectors, bool kShifted>
 __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][kVec],
                                                const Team& team,
-                                               const Columns<kVec, kVectors>& column, float* shared,
-                                               float* totals) {
-  constexpr int kPart = kVec < 4 ? kVec : 4;
+                                               const Columns<kVec, kVectors, kShifted>& column,
+                                               float* shared, float* totals) {
+  constexpr int kPart = kShifted ? 1 : kVec < 4 ? kVec : 4;
   using Part = Vector<float, kPart>;
   const auto for_each_part = [&](auto&& use) {
 #pragma unroll
@@ -269,6 +395,7 @@ __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][k
       if (!column.has(v)) continue;
 #pragma unroll
       for (int i = 0; i < kVec; i += kPart) {
+        if (!column.owns(v, i)) continue;
         Part part;
 #pragma unroll
         for (int j = 0; j < kPart; ++j) part.values[j] = values[v][i + j];
@@ -330,6 +457,20 @@ __host__ __device__ constexpr int divide_up(int64_t value, int64_t divisor) {
   return static_cast<int>((value + divisor - 1) / divisor);
 }
 
+__host__ __device__ constexpr int round_up(int value, int multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Room for `rows` neighbouring rows, from the multiple of `vec` values before the first on.
+__host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
+  return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
+}
+
+// How many steps of a walk take it from a row to one of the same shift, where a step is `rows`.
+inline int steps_of_one_shift(int rows, int features, int vec) {
+  return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
+}
+
 // The most threads of a block for each choice of elements, which is what registers allow.
 using ThreadLimits = std::array<int, kElementChoices>;
 
@@ -340,14 +481,14 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
 enum class Ties { kFewerThreads, kMoreThreads };
 
 // Rows of up to 1,024 features go to one warp or less, which needs no barrier; longer ones to the
-// team that wastes the fewest threads; `ties` decides between equals.
-inline Spread choose_spread(int features, int vec, const ThreadLimits& limits, Ties ties) {
+// team that wastes the fewest threads; `ties` decides between equals. Where rows are shifted, a
+// team holds whatever their shift is.
+inline Spread choose_spread(int features, int vec, bool shifted, int most_elements,
+                            const ThreadLimits& limits, Ties ties) {
   Spread best = {};
-  for (int elements = kElementStep; elements <= kElementStep * kElementChoices;
-       elements += kElementStep) {
-    // Values one by one are the slow path already: two kernels are enough for it.
-    if (vec == 1 && elements > 2 * kElementStep) continue;
-    const int threads = divide_up(features, elements);
+  const int values = shifted ? features + vec - 1 : features;
+  for (int elements = kElementStep; elements <= most_elements; elements += kElementStep) {
+    const int threads = divide_up(values, elements);
     if (threads <= kWarpSize) {
       int team_size = 1;
       while (team_size < threads) team_size *= 2;
@@ -356,7 +497,7 @@ inline Spread choose_spread(int features, int vec, const ThreadLimits& limits, T
     const Spread spread{elements, divide_up(threads, kWarpSize) * kWarpSize};
     // Columns::has relies on the second condition.
     if (spread.team_size <= threads_limit(limits, elements) &&
-        features >= spread.team_size * (elements - kElementStep) &&
+        values >= spread.team_size * (elements - kElementStep) &&
         (best.elements == 0 || spread.padded() < best.padded() ||
          (spread.padded() == best.padded() && ties == Ties::kFewerThreads))) {
       best = spread;

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfused
-from jaxfused import dispatch, ops
+from jaxfused import dispatch
 
 REASONS = {"pallas": "it needs a Hopper GPU", "cuda": None, "xla": None}
 
@@ -68,33 +68,16 @@ GPUS = {
 def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capability):
     device = dispatch.Device("gpu" if capability else "cpu", "device", capability, 132)
     for features in (1, 64, 1000, 65536, 100_000):
-        reasons = ops.layer_norm.implementations(
-            device, rows=16, features=features, dtype=jnp.dtype("bfloat16")
-        )
-        assert reasons["xla"] is None
-        for reason in reasons.values():
+        x = jax.ShapeDtypeStruct((16, features), jnp.bfloat16)
+        with dispatch.assume(device):
+            [(choice, _)] = jaxfused.explain(jaxfused.layer_norm, x).calls
+        assert choice.reasons[choice.implementation] is None
+        assert choice.reasons["xla"] is None
+        for reason in choice.reasons.values():
             # It ends a message: "... cannot run here: {reason}. Pass ..."
             assert reason is None or (reason.strip() and not reason.endswith("."))
         if capability != (9, 0):
-            assert "Hopper" in reasons["pallas"]
-
-
-@pytest.mark.parametrize(
-    "around",
-    [
-        dict(residual_dtype=jnp.dtype("bfloat16"), pre_bias=True),
-        dict(pre_bias=True, pre_activation="relu"),
-        dict(activation="gelu_tanh"),
-        dict(backward=True),
-    ],
-    ids=str,
-)
-def test_what_stands_around_a_norm_may_change_the_order_but_not_the_limits(around):
-    hopper = dispatch.Device("gpu", "H200", (9, 0), 132)
-    for rows, features in ((32768, 384), (16384, 768), (4096, 16384), (3, 200)):
-        limits = dict(rows=rows, features=features, dtype=jnp.dtype("bfloat16"))
-        reasons = ops.layer_norm.implementations(hopper, **limits, **around)
-        assert reasons == ops.layer_norm.implementations(hopper, **limits)
+            assert "Hopper" in choice.reasons["pallas"]
 
 
 @pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])

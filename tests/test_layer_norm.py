@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import dispatch, ops
+from jaxfused import cuda, dispatch, ops
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
+from tests.choices import skip_where_it_cannot_run, why_not
 from tests.conftest import HOPPER
 from tests.grids import parametrize
 from tests.lowering import kernels
@@ -46,16 +47,8 @@ each_implementation = pytest.mark.parametrize(
 
 
 def skip_unless_supported(case: Case, dtype: str, implementation: str) -> None:
-    """Skips with the very sentence that a user would be told."""
-    reasons = ops.layer_norm.implementations(
-        dispatch.current_device(),
-        rows=int(np.prod(case.shape[:-1])),
-        features=case.shape[-1],
-        dtype=jnp.dtype(dtype),
-        residual_dtype=jnp.dtype(case.residual_dtype or dtype) if case.residual else None,
-    )
-    if reasons[implementation] is not None:
-        pytest.skip(reasons[implementation])
+    results = functools.partial(case.results, implementation=implementation)
+    skip_where_it_cannot_run(results, case.inputs(dtype))
 
 
 @functools.cache
@@ -412,6 +405,8 @@ INTERPRETED = (
     Case("four_rows", (4, 64), bias=False),
     Case("many_rows", (70, 128)),
     Case("row_per_cta", (5, 2048)),
+    Case("one_row", (1, 256)),
+    Case("three_rows", (3, 768), residual=True, pre_bias=True),
     replace(by_name["everything"], shape=(13, 256)),
     replace(by_name["rms_everything"], shape=(13, 256)),
     replace(by_name["everything"], name="everything_row_per_cta", shape=(3, 2048)),
@@ -498,6 +493,94 @@ def test_pallas_vmap_over_few_rows_in_the_interpreter():
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_gradient_of_a_vmapped_loss_in_the_interpreter():
     check_gradient_of_vmapped_loss(replace(TRANSFORMED[0], shape=(5, 64)), "pallas")
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_pallas_vmap_over_single_rows_in_the_interpreter():
+    check_vmap(Case("", (1, 256), residual=True), {*ROWS}, "pallas")
+
+
+def kernel_calls(draw):
+    """(forward, backward, operands) of the Pallas kernels at a shape that they say they support.
+
+    None where they do not. Shapes are those of shards and of what `vmap` folds into rows: few rows, odd
+    numbers of them, as many segments as rows.
+    """
+    rows_of_segment, segments = draw(st.integers(1, 40)), draw(st.sampled_from([1, 1, 2, 3, 17]))
+    rows = rows_of_segment * segments
+    step = draw(st.sampled_from([1, 8, 64, 256, 512]))
+    features = step * draw(st.integers(1, 2048 // step if step < 256 else 16384 // step))
+    dtype = jnp.dtype(draw(st.sampled_from(DTYPES)))
+    residual, options = draw(st.booleans()), draw(st.booleans())
+    why_not = ops.layer_norm.pallas_layer_norm.why_unsupported(
+        compute_capability=(9, 0),
+        rows=rows,
+        features=features,
+        dtype=dtype,
+        residual_dtype=dtype if residual else None,
+        segments=segments,
+    )
+    if why_not is not None:
+        assert why_not and not why_not.endswith(".")
+        return None
+    x = jax.ShapeDtypeStruct((rows, features), dtype)
+    scale = jax.ShapeDtypeStruct((features,), dtype)
+    extra = scale if options else None
+    statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    keywords = dict(
+        subtract_mean=True,
+        epsilon=1e-6,
+        scale_offset=0.0,
+        pre_activation="relu" if options else None,
+        activation=None,
+        multiprocessors=132,
+    )
+    kernels = ops.layer_norm.pallas_layer_norm
+    forward = functools.partial(kernels.forward, save_statistics=True, **keywords)
+    backward = functools.partial(kernels.backward, segments=segments, **keywords)
+    other = x if residual else None
+    return (
+        (forward, (x, scale, scale, other, extra)),
+        (backward, (x, other, x, statistic, statistic, scale, scale, extra)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pallas_traces_whatever_it_supports(data):
+    for kernel, operands in kernel_calls(data.draw) or ():
+        jax.eval_shape(kernel, *operands)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_pallas_lowers_whatever_it_supports(data):
+    for kernel, operands in kernel_calls(data.draw) or ():
+        jax.export.export(jax.jit(kernel), platforms=["cuda"])(*operands)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_pallas_takes_no_rows(segments):
+    x, d = jnp.ones((0, 64)), jnp.ones(64)
+    keywords = dict(
+        subtract_mean=True,
+        epsilon=1e-6,
+        scale_offset=0.0,
+        pre_activation=None,
+        activation=None,
+    )
+    for module, more in (
+        (ops.layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
+        (cuda.layer_norm, {}),
+    ):
+        outputs = module.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
+        assert [o.shape for o in outputs] == [(0, 64), (0, 64), (0,), (0,)]
+        dx, dscale, dbias, dpre_bias = module.backward(
+            x, x, x, *outputs[2:], d, d, None, segments=segments, **keywords, **more
+        )
+        assert dx.shape == x.shape and dpre_bias is None
+        np.testing.assert_array_equal(dscale, jnp.zeros((segments, 64)))
+        np.testing.assert_array_equal(dbias, jnp.zeros((segments, 64)))
 
 
 def check_lowered(case, dtype):
@@ -612,10 +695,8 @@ def test_random_shapes_on_gpu(implementation):
         rows, multiple, times = (int(random.integers(1, n)) for n in (300, 4, 80))
         shape = rows, times * (1, 2, 64)[multiple - 1]
         case = Case("", shape, residual=bool(random.integers(2)), pre_bias=bool(random.integers(2)))
-        reasons = ops.layer_norm.implementations(
-            dispatch.current_device(), rows=shape[0], features=shape[1], dtype=jnp.dtype("float32")
-        )
-        if reasons[implementation] is None:
+        results = functools.partial(case.results, implementation=implementation)
+        if why_not(results, case.inputs("float32")) is None:
             tried += 1
             check(case, "float32", implementation)
     assert tried >= 3

@@ -9,10 +9,10 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch
-from jaxfused.ops.linear import implementations
 from jaxfused.reference.activation import ACTIVATIONS, activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES
+from tests.choices import why_not
 from tests.grids import parametrize
 from tests.tensor_cores import product
 from tests.transforms import assert_transforms
@@ -156,20 +156,16 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
     ],
 )
 def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
-    options = dict(
-        rows=16,
-        has_bias=False,
-        activation=None,
-        features=16,
-        out_features=16,
-        dtype=jnp.float32,
-        precision=precision,
-    )
-    reason = implementations(hopper, **options)["pallas"]
+    x, w = jnp.ones((16, 16)), jnp.ones((16, 16))
+
+    def why_not_pallas():
+        options = dict(activation="relu", precision=precision, implementation="pallas")
+        return why_not(lambda x, w: jaxfused.linear(x, w, **options), x, w)
+
+    reason = why_not_pallas()
     assert reason is None if allowed else "as tf32" in reason
     with jax.default_matmul_precision("float32"):
-        reason = implementations(hopper, **options)["pallas"]
-        assert (reason is None) == (allowed and precision is not None)
+        assert (why_not_pallas() is None) == (allowed and precision is not None)
 
 
 # --- kernels --------------------------------------------------------------------------------------

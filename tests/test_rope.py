@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, dispatch, ops
+from jaxfused import cuda
 from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.rope import CASES, Case
+from tests.choices import skip_where_it_cannot_run
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
@@ -87,20 +90,7 @@ def fused_rope(case, implementation="xla"):
 
 
 def skip_unless_supported(case, dtype, implementation):
-    """Skips with the very sentence that a user would be told."""
-    reasons = ops.rope.implementations(
-        dispatch.current_device(),
-        length=case.rows[-1],
-        heads=case.heads,
-        key_heads=case.key_heads,
-        head_size=case.head_size,
-        rotary_dim=case.rotary_dim or case.head_size,
-        interleaved=case.interleaved,
-        dtype=jnp.dtype(dtype),
-        k_dtype=jnp.dtype(dtype),
-    )
-    if reasons[implementation] is not None:
-        pytest.skip(reasons[implementation])
+    skip_where_it_cannot_run(fused_rope(case, implementation), *case.arguments(dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -307,17 +297,57 @@ def test_limits_of_cuda(change, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(compute_capability=(10, 0)), "needs a Hopper GPU"),
+        (dict(compute_capability=(10, 0)), "need a Hopper GPU"),
         (dict(dtype=jnp.dtype("float64")), "got float64 and bfloat16"),
         (dict(interleaved=True), "got interleaved pairs"),
         (dict(length=3), "at least 4, got 3"),
         (dict(head_size=80, rotary_dim=80, heads=3), "40 features of 3 heads"),
         (dict(head_size=65), "1 features of 12 heads"),
+        (dict(heads=1, key_heads=1, rotary_dim=32), "16 features of 1 heads"),
     ],
 )
 def test_limits_of_pallas(change, reason):
     assert pallas_rope.why_unsupported(**LIMITS) is None
     assert reason in pallas_rope.why_unsupported(**LIMITS | change)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 9),
+    heads=st.tuples(st.integers(1, 12), st.integers(0, 12)),
+    head_size=st.integers(1, 128).map(lambda n: 2 * n),
+    part=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+)
+def test_pallas_traces_whatever_it_supports(batch, length, heads, head_size, part, dtype):
+    rotary_dim = max(2, head_size // part // 2 * 2)
+    change = dict(
+        length=length,
+        heads=heads[0],
+        key_heads=heads[1],
+        head_size=head_size,
+        rotary_dim=rotary_dim,
+        dtype=jnp.dtype(dtype),
+        k_dtype=jnp.dtype(dtype),
+    )
+    if pallas_rope.why_unsupported(**LIMITS | change) is not None:
+        return
+    q, k = (jax.ShapeDtypeStruct((batch, length, n, head_size), dtype) for n in heads)
+    angles = jax.ShapeDtypeStruct((1, length, rotary_dim // 2), jnp.float32)
+    rotate = functools.partial(pallas_rope.rotate, inverse=False)
+    jax.eval_shape(rotate, q, k if heads[1] else None, angles, angles)
+
+
+@pytest.mark.parametrize("rotate", [pallas_rope.rotate, cuda.rope.rotate])
+def test_kernels_take_no_elements(rotate):
+    angles = jnp.zeros((1, 4, 8))
+    interleaved = dict(interleaved=False) if rotate is cuda.rope.rotate else {}
+    for shape in ((0, 4, 2, 16), (2, 4, 0, 16)):
+        x = jnp.zeros(shape)
+        for k in (None, x):
+            q_rotated, k_rotated = rotate(x, k, angles, angles, inverse=False, **interleaved)
+            assert q_rotated.shape == shape and (k_rotated is None) == (k is None)
 
 
 def test_derivatives_of_both_modes():

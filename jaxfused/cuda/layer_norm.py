@@ -1,9 +1,11 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
 
-The kernels take a row in pieces of 16 bytes where the number of features allows it, and value by value
-elsewhere, so they refuse no shape for its divisibility.
+The kernels take a row in aligned pieces of 16 bytes wherever it starts, so they refuse no shape for its
+divisibility. Each direction has two: one for few rows, where what takes time is the way to memory and
+back, and one whose teams of threads walk over many rows, which arrive through shared memory.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +19,91 @@ MAX_ROWS = 2**30
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward is launched."""
+
+    few_rows: bool = False
+    """By the kernel for few rows, where it holds a row (up to 4,096 features)."""
+    threads: int = 128
+    """Threads of a block, at most: fewer, smaller blocks exchange sums with fewer others."""
+    run: int = -1
+    """Neighbouring rows of each team; 0 for teams that take turns, -1 where the kernel may choose."""
+
+    def __post_init__(self) -> None:
+        if not 32 <= self.threads <= 128 or self.threads % 32:
+            raise ValueError(
+                f"ForwardConfig: threads must be 32, 64, 96 or 128, got {self.threads}"
+            )
+        if self.run < -1:
+            raise ValueError(f"ForwardConfig: run must be -1 or more, got {self.run}")
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward is launched."""
+
+    few_rows: bool = False
+    """By the one kernel for few rows, where it can: without a gradient of pre_bias, and up to 4,096
+    features. Elsewhere a second kernel adds up the blocks' sums over rows."""
+    threads: int = 512
+    """Threads of a block, at most."""
+    blocks: int = 1
+    """Blocks of a multiprocessor, at most: each has sums of its own over its rows."""
+
+    def __post_init__(self) -> None:
+        if not 32 <= self.threads <= 512 or self.threads % 32:
+            raise ValueError(
+                f"BackwardConfig: threads must be a multiple of 32 up to 512, got {self.threads}"
+            )
+        if not 1 <= self.blocks <= 16:
+            raise ValueError(f"BackwardConfig: blocks must be 1 to 16, got {self.blocks}")
+
+
+_FEW_BYTES = 4 * 2**20
+"""Up to so many bytes of one matrix the kernels for few rows are the first guess."""
+_FEW_ROWS_FEATURES = 4096
+_COLUMN_ROWS = 8192
+"""Rows from which the columns' sums over them take the backward for few rows too long."""
+
+
+def forward_candidates(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[ForwardConfig]:
+    """Configs for [rows, features], the best guess first.
+
+    `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
+    """
+    del vectors
+    ring = [ForwardConfig(), ForwardConfig(threads=64)]
+    if 2 * matrices * rows * features * itemsize > 50 * 10**6:
+        # Beyond the L2 there is a choice between teams that take turns and neighbouring rows.
+        ring += [ForwardConfig(run=run) for run in (0, 1, 2, 4, 8) if run <= rows]
+    if features > _FEW_ROWS_FEATURES:
+        return ring
+    few_rows = ForwardConfig(few_rows=True)
+    first = matrices * rows * features * itemsize <= _FEW_BYTES
+    return [few_rows, *ring] if first else [*ring, few_rows]
+
+
+def backward_candidates(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[BackwardConfig]:
+    """Configs for [rows, features], the best guess first.
+
+    `matrices` arrays of that shape are read (3 with a residual) and `vectors` of [features].
+    """
+    del matrices, vectors
+    ring = [BackwardConfig()]
+    if features <= 512:
+        ring += [BackwardConfig(blocks=2), BackwardConfig(threads=256, blocks=3)]
+    if features > _FEW_ROWS_FEATURES:
+        return ring
+    few_rows = BackwardConfig(few_rows=True)
+    first = rows * features * itemsize <= _FEW_BYTES and rows <= _COLUMN_ROWS
+    return [few_rows, *ring] if first else [*ring, few_rows]
+
+
 def why_unsupported(
     *,
     compute_capability: tuple[int, int] | None,
@@ -24,8 +111,13 @@ def why_unsupported(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
+    segments: int = 1,
 ) -> str | None:
-    """None where forward and backward can run, else the reason."""
+    """None where forward and backward can run, else the reason.
+
+    The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
+    the rows, each of which is one of the backward's `segments`.
+    """
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -40,6 +132,8 @@ def why_unsupported(
         return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
     if rows > MAX_ROWS:
         return f"it takes at most {MAX_ROWS} rows, and x has {rows}"
+    if rows > 0 and (segments < 1 or rows % segments):
+        return f"segments must divide the {rows} rows evenly, got {segments}"
     return library.why_unavailable()
 
 
@@ -56,11 +150,27 @@ def forward(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(y, next_residual, mean, rstd) over the rows of x [M, D]; what does not exist is None."""
     library.register()
     rows = x.shape[0]
     save_mean = save_statistics and subtract_mean
+    if rows == 0:
+        statistic = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+        return (
+            x,
+            residual,
+            statistic if save_mean else None,
+            statistic if save_statistics else None,
+        )
+    parameters = (scale, bias, pre_bias)
+    config = (
+        config
+        or forward_candidates(
+            rows, x.shape[1], x.dtype.itemsize, 1 + (residual is not None), _present(*parameters)
+        )[0]
+    )
     call = jax.ffi.ffi_call(
         "jaxfused_layer_norm_forward",
         (
@@ -74,6 +184,9 @@ def forward(
         x,
         *_operands(x, scale, bias, residual, pre_bias),
         **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
+        few_rows=np.bool_(config.few_rows),
+        threads=np.int64(config.threads),
+        run=np.int64(config.run),
     )
     return (
         y,
@@ -99,6 +212,7 @@ def backward(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dscale, dbias, dpre_bias) over the rows of h [M, D].
 
@@ -109,6 +223,16 @@ def backward(
     library.register()
     parameters = (scale, bias, pre_bias)
     shape = (segments, h.shape[1])
+    if h.shape[0] == 0:
+        zeros = jnp.zeros_like(h, shape=shape, dtype=jnp.float32)
+        return h, *_gradients(parameters, [zeros] * 3)
+    matrices = 2 + (dnext_residual is not None)
+    config = (
+        config
+        or backward_candidates(
+            h.shape[0], h.shape[1], h.dtype.itemsize, matrices, _present(*parameters)
+        )[0]
+    )
     call = jax.ffi.ffi_call(
         "jaxfused_layer_norm_backward",
         (
@@ -125,12 +249,26 @@ def backward(
         *_operands(h, *parameters),
         segments=np.int64(segments),
         **_attributes(subtract_mean, epsilon, scale_offset, pre_activation, activation),
+        few_rows=np.bool_(config.few_rows),
+        threads=np.int64(config.threads),
+        blocks=np.int64(config.blocks),
     )
+    return dx, *_gradients(parameters, gradients)
+
+
+def _gradients(
+    parameters: tuple[jax.Array | None, ...], gradients: list[jax.Array]
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dscale, dbias, dpre_bias) of what exists."""
     dscale, dbias, dpre_bias = (
         None if parameter is None else gradient
         for parameter, gradient in zip(parameters, gradients, strict=True)
     )
-    return dx, dscale, dbias, dpre_bias
+    return dscale, dbias, dpre_bias
+
+
+def _present(*arrays: jax.Array | None) -> int:
+    return sum(array is not None for array in arrays)
 
 
 def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:

@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxfused.cuda import library
 
+MAX_ELEMENTS = 2**32 - 2**10
+"""Of q and k together: positions, heads and threads are counted in 32 bits."""
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -26,9 +28,10 @@ def why_unsupported(
     interleaved: bool,
     dtype: Any,
     k_dtype: Any,
+    batch: int = 1,
 ) -> str | None:
     """None where it can run, forward and back, else the reason."""
-    del length, heads, key_heads, head_size, rotary_dim, interleaved
+    del interleaved
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -38,6 +41,10 @@ def why_unsupported(
         return (
             f"it takes q and k of one dtype, and q has {jnp.dtype(dtype)}, k {jnp.dtype(k_dtype)}"
         )
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:
+        return f"rotary_dim must be even and 2 to {head_size}, got {rotary_dim}"
+    if batch * length * (heads + key_heads) * head_size > MAX_ELEMENTS:
+        return f"it takes at most {MAX_ELEMENTS} elements, and q and k have more"
     return library.why_unavailable()
 
 
@@ -51,6 +58,10 @@ def rotate(
     inverse: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(q, k) rotated, or rotated back: [B, T, N, H] and [B, T, K, H] by [B or 1, T, R/2] of float32."""
+    if q.size == 0:
+        if k is not None and k.size > 0:
+            k, _ = rotate(k, None, cos, sin, interleaved=interleaved, inverse=inverse)
+        return q, k
     library.register()
     # Made like q, because in a `jax.shard_map` all operands must vary over the same axes.
     other = jnp.zeros_like(q, shape=(*q.shape[:2], 0, q.shape[3])) if k is None else k

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.group_norm import normalise
+from jaxfused.reference.promotion import common_dtype
 
 
 class GroupNorm(linen.GroupNorm):
@@ -87,8 +88,8 @@ class GroupNorm(linen.GroupNorm):
             bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
-        x = x.astype(jnp.promote_types(x.dtype, result_dtype))
-        y = ops.group_norm.group_norm(
+        x = x.astype(common_dtype(x.dtype, result_dtype))
+        y = normalise(
             x,
             scale,
             bias,

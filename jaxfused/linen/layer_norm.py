@@ -11,7 +11,9 @@ from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
+from jaxfused.modules.promotion import floating
 from jaxfused.ops.layer_norm import Output
+from jaxfused.reference.promotion import common_dtype
 
 
 class LayerNorm(linen.LayerNorm):
@@ -97,8 +99,8 @@ class LayerNorm(linen.LayerNorm):
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         output = ops.layer_norm.layer_norm(
             _widened(x, result_dtype),
-            scale,
-            bias,
+            floating(scale, result_dtype),
+            floating(bias, result_dtype),
             epsilon=self.epsilon,
             residual=residual,
             pre_bias=pre_bias,
@@ -169,7 +171,7 @@ class RMSNorm(linen.RMSNorm):
         result_dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
         output = ops.layer_norm.rms_norm(
             _widened(x, result_dtype),
-            scale,
+            floating(scale, result_dtype),
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
             residual=residual,
@@ -194,7 +196,7 @@ def _why_flax(norm: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -
 
 def _widened(x: jax.Array, result_dtype: Any) -> jax.Array:
     """Linen, unlike NNX, rounds to the result's dtype after the norm, not before it."""
-    return x.astype(jnp.promote_types(x.dtype, result_dtype))
+    return x.astype(common_dtype(x.dtype, result_dtype))
 
 
 def _as_result(output: Output, result_dtype: Any) -> Output:

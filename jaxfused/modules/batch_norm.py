@@ -6,6 +6,8 @@ import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.promotion import floating
+from jaxfused.reference.promotion import common_dtype
 
 
 def infer(
@@ -23,8 +25,8 @@ def infer(
     """The operator with the running averages."""
     y = ops.batch_norm.batch_norm(
         x,
-        scale,
-        bias,
+        floating(scale, x.dtype),
+        floating(bias, x.dtype),
         mean=mean,
         var=var,
         epsilon=epsilon,
@@ -54,8 +56,8 @@ def train(
     """The operator with the batch's statistics, and the running averages that they move."""
     y, batch_mean, batch_var = ops.batch_norm.batch_norm(
         x,
-        scale,
-        bias,
+        floating(scale, x.dtype),
+        floating(bias, x.dtype),
         epsilon=epsilon,
         axis_name=axis_name,
         axis_index_groups=axis_index_groups,
@@ -65,6 +67,8 @@ def train(
     )
 
     def moved(average: jax.Array, value: jax.Array) -> jax.Array:
-        return momentum * average + (1 - momentum) * jax.lax.stop_gradient(value)
+        dtype = common_dtype(average.dtype, value.dtype)
+        value = jax.lax.stop_gradient(value).astype(dtype)
+        return momentum * average.astype(dtype) + (1 - momentum) * value
 
     return y, moved(mean, batch_mean), moved(var, batch_var)

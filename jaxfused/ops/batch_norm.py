@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -57,7 +58,7 @@ def batch_norm(
     Returns:
       In training `(y, mean, var)`: y of x's shape and dtype; mean and the variance (the mean of
       squared deviations, not corrected for the sample) of shape [C] in float32 (float64 for float64
-      inputs). In inference y alone.
+      inputs); of no rows they are NaN. In inference y alone.
 
     Raises:
       ValueError: shapes or dtypes do not fit, only one of `mean` and `var` is given, an axis name is
@@ -92,11 +93,6 @@ def batch_norm(
             " both; pass mean and var, or neither to take them from x."
         )
     training = mean is None
-    if training and x.size == 0:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}, which has no values to take a mean of; pass mean and var,"
-            " or an x with at least one row."
-        )
     if axis_index_groups is not None and axis_name is None:
         raise ValueError(
             f"{op}: axis_index_groups={axis_index_groups} were passed without the axis that they"
@@ -109,7 +105,7 @@ def batch_norm(
         )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
 
     if mean is None:
         mean, var = reference.batch_norm.batch_statistics(
@@ -119,16 +115,6 @@ def batch_norm(
         x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation
     )
     return (y, mean, var) if training else y
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of batch_norm yet",
-        "cuda": "there is no CUDA kernel of batch_norm yet",
-        "xla": None,
-    }
 
 
 def fold_batch_norm(

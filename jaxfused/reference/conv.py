@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.activation import activate
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def conv(
@@ -21,6 +21,7 @@ def conv(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
     activation: str | None,
+    precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
     """Convolves [B, *spatial, I] with [*kernel, I/groups, O].
 
@@ -40,9 +41,10 @@ def conv(
         rhs_dilation=kernel_dilation,
         dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
         feature_group_count=feature_group_count,
+        precision=precision,
     ).astype(compute_dtype)
     if bias is not None:
-        y = y + bias.astype(compute_dtype)
+        y = y + along_last_axis(bias, y)
     if residual is not None:
         y = y + residual.astype(compute_dtype)
     return activate(activation, y).astype(x.dtype)

@@ -51,7 +51,7 @@ def default_forward_config(
         # 36.3 through the ring, and layer_norm 37.8 and 36.7. [4096, 16384] is slower without a ring.
         if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
             return _direct(row_per_warp=False, lines=WARPS, chunks=4)
-    if _row_per_warp(features):
+    if _row_per_warp(rows, features):
         lines = _lines(rows, 4096 // (features * itemsize))
         ctas = 8 if features <= 512 else 4
         if features > 768 and vectors == 3:
@@ -76,7 +76,7 @@ def default_backward_config(
     It reads `matrices` arrays of that shape (3 with a residual) and `vectors` of [features].
     """
     row_bytes = features * itemsize * matrices
-    if _row_per_warp(features):
+    if _row_per_warp(rows, features):
         # [16384, 1024]: 29.3 us with 2 warpgroups a multiprocessor, 49.8 with 3, whose registers
         # spill. One CTA with 2 leaves half the partial sums of 2 CTAs.
         lines = _lines(rows, 8192 // (features * itemsize))
@@ -146,13 +146,19 @@ def _lines(rows: int, wanted: int) -> int:
     return min(4, max(1, wanted // WARPS)) * WARPS
 
 
-def _row_per_warp(features: int) -> bool:
-    return features <= 1024 or (features <= 2048 and features % 256 != 0)
+def _row_per_warp(rows: int, features: int) -> bool:
+    if features % (2 * LANES * WARPS):
+        return features <= 2048
+    # A tile of a row for each warp takes four rows at least; all warps together take one.
+    return features <= 1024 and rows >= WARPS
 
 
 def _slots(wanted: int, slot_bytes: int, reserved: int = 0) -> int:
-    """As many slots as wanted, or as fit into a multiprocessor's shared memory."""
-    return min(wanted, (SHARED_MEMORY_BYTES - 4096 - reserved) // slot_bytes)
+    """As many slots as wanted, or as fit into a multiprocessor's shared memory, but at least one.
+
+    Where not even one fits, `RowConfig.why_unfit` says so.
+    """
+    return max(1, min(wanted, (SHARED_MEMORY_BYTES - 4096 - reserved) // slot_bytes))
 
 
 def why_unsupported(
@@ -162,8 +168,13 @@ def why_unsupported(
     features: int,
     dtype: Any,
     residual_dtype: Any = None,
+    segments: int = 1,
 ) -> str | None:
-    """None where forward and backward can run, else the rule that stands in the way."""
+    """None where forward and backward can run, else the rule that stands in the way.
+
+    The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
+    the rows, each of which is one of the backward's `segments`.
+    """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -173,20 +184,29 @@ def why_unsupported(
         return f"residual must have x's dtype {dtype}, got {residual_dtype}"
     if features > _LARGEST_FEATURES:
         return f"the number of features must be at most {_LARGEST_FEATURES}, got {features}"
+    if rows == 0:
+        return None
+    if segments < 1 or rows % segments:
+        return f"segments must divide the {rows} rows evenly, got {segments}"
     itemsize = jnp.dtype(dtype).itemsize
     residual = 0 if residual_dtype is None else 1
-    for default_config, matrices in (
-        (default_forward_config, 1 + residual),
-        (default_backward_config, 2 + residual),
+    for default_config, matrices, sums in (
+        (default_forward_config, 1 + residual, False),
+        (default_backward_config, 2 + residual, True),
     ):
-        try:
-            config = default_config(rows, features, itemsize, matrices, vectors=1)
-            reason = config.why_unfit(rows, features)
-        except ValueError:
-            reason = f"{matrices} rows of {features} {dtype} do not fit into shared memory"
+        config = default_config(rows, features, itemsize, matrices, vectors=1)
+        reason = config.why_unfit(rows, features, matrices * itemsize, sums)
         if reason is not None:
             return reason
     return None
+
+
+def _check_config(
+    config: RowConfig, rows: int, features: int, element_bytes: int, sums: bool
+) -> None:
+    reason = config.why_unfit(rows, features, element_bytes, sums)
+    if reason is not None:
+        raise ValueError(f"layer_norm: {config} does not fit: {reason}")
 
 
 def forward(
@@ -207,12 +227,21 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(y, next_residual, mean, rstd) of [M, D] rows; what was not asked for is None."""
     rows, features = x.shape
+    if rows == 0:
+        statistic = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+        return (
+            x,
+            residual,
+            statistic if save_statistics and subtract_mean else None,
+            statistic if save_statistics else None,
+        )
     matrices = {"x": x} | ({} if residual is None else {"residual": residual})
     vectors = {"scale": scale, "bias": bias, "pre_bias": pre_bias}
     vectors = {name: vector for name, vector in vectors.items() if vector is not None}
     config = config or default_forward_config(
         rows, features, x.dtype.itemsize, len(matrices), len(vectors)
     )
+    _check_config(config, rows, features, len(matrices) * x.dtype.itemsize, sums=False)
     tiles = RowTiles.plan(config, rows, features, 1, multiprocessors)
     layout = tiles.layout(x.dtype.itemsize)
 
@@ -330,6 +359,9 @@ def backward(
     """
     del epsilon
     rows, features = h.shape
+    if rows == 0:
+        zeros = jnp.zeros_like(h, shape=(segments, features), dtype=jnp.float32)
+        return h, *(None if v is None else zeros for v in (scale, bias, pre_bias))
     matrices = {"h": h, "dy": dy}
     if dnext_residual is not None:
         matrices["dnext_residual"] = dnext_residual
@@ -349,6 +381,7 @@ def backward(
     config = config or default_backward_config(
         rows, features, h.dtype.itemsize, len(matrices), len(vectors)
     )
+    _check_config(config, rows, features, len(matrices) * h.dtype.itemsize, sums=True)
     tiles = RowTiles.plan(config, rows, features, segments, multiprocessors)
     layout = tiles.layout(h.dtype.itemsize)
 

@@ -56,6 +56,8 @@ def why_unsupported(
         return f"q and k must both be float32, bfloat16 or float16, got {dtype} and {k_dtype}"
     if interleaved:
         return "a pair must be two halves of the rotating features, got interleaved pairs"
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_size:
+        return f"rotary_dim must be even and 2 to {head_size}, got {rotary_dim}"
     if length < WARPS:
         return f"the length must be at least {WARPS}, got {length}"
     common = math.gcd(heads, key_heads)
@@ -117,6 +119,12 @@ def rotate(
     config: RopeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(q, k) rotated, or rotated back: [B, T, N, H] and [B, T, K, H] by [B or 1, T, R/2] of float32."""
+    if q.size == 0 or (k is not None and k.size == 0):
+        if q.size > 0:
+            q, _ = rotate(q, None, cos, sin, inverse=inverse, config=config)
+        elif k is not None and k.size > 0:
+            k, _ = rotate(k, None, cos, sin, inverse=inverse, config=config)
+        return q, k
     config = config or RopeConfig()
     inputs = [q] if k is None else [q, k]
     batch, length, _, head_size = q.shape

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import LANES, WARPS
+from pallas_kernels.hopper import BARRIER_BYTES, LANES, SHARED_MEMORY_BYTES, WARPS
 from pallas_kernels.store import store_unoptimized
 
 
@@ -59,8 +59,14 @@ class RowConfig:
         """Columns of a warpgroup's tile."""
         return features if self.row_per_warp else features // (WARPS * self.warpgroups)
 
-    def why_unfit(self, rows: int, features: int) -> str | None:
-        """None if rows of `features` can be spread this way, else the rule that they break."""
+    def why_unfit(
+        self, rows: int, features: int, element_bytes: int, sums: bool = False
+    ) -> str | None:
+        """None if rows of `features` can be spread this way, else the rule that they break.
+
+        `element_bytes` counts an element of every matrix that is read; with `sums` the kernel adds up
+        columns too (see `RowTiles.store_partial`).
+        """
         step = 2 * LANES * self.chunks
         if not self.row_per_warp:
             step *= WARPS * self.warpgroups
@@ -68,7 +74,22 @@ class RowConfig:
             return f"the number of features must be a multiple of {step}, got {features}"
         if self.row_per_warp and 0 < rows < self.lines:
             return f"there must be at least {self.lines} rows, got {rows}"
+        if sums and self.slots == 0:
+            return "sums over rows need a ring, got 0 slots"
+        wanted = self.shared_bytes(features, element_bytes, sums)
+        if wanted > SHARED_MEMORY_BYTES:
+            return (
+                f"a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and {wanted} are needed for"
+                f" rows of {features} features"
+            )
         return None
+
+    def shared_bytes(self, features: int, element_bytes: int, sums: bool) -> int:
+        """Shared memory that a CTA needs at most, for the arguments of `why_unfit`."""
+        lines = self.warpgroups * self.lines
+        ring = self.slots * lines * self.width(features) * element_bytes
+        partials = lines * features * 4 if sums and self.row_per_warp else 0
+        return ring + partials + BARRIER_BYTES
 
 
 class Place(NamedTuple):
@@ -95,9 +116,6 @@ class RowTiles:
     def plan(
         cls, config: RowConfig, rows: int, features: int, segments: int, multiprocessors: int
     ) -> "RowTiles":
-        reason = config.why_unfit(rows, features)
-        if reason is not None:
-            raise ValueError(f"RowTiles: {reason}")
         rows_per_cta = config.lines * config.warpgroups if config.row_per_warp else 1
         most = -(-(rows // segments) // rows_per_cta)
         if config.slots > 0:
