@@ -1,5 +1,6 @@
 """What the tests of jaxfused.optim train: a small tree with leaves of every kind, by Optax."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +34,4 @@ def optax_step(tx):
 
 
 def assert_same_bits(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        assert a.dtype == e.dtype, jax.tree_util.keystr(path)
-        np.testing.assert_array_equal(a, e, err_msg=jax.tree_util.keystr(path))
+    chex.assert_trees_all_equal(actual, expected, strict=True)

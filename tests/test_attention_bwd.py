@@ -80,7 +80,7 @@ def test_default_configs_lower(head_size, value_size, dtype):
 
 MANY = KeyGradientConfig(query_block=128)
 LATE = KeyGradientConfig(query_block=96, tile_stages=1, multiplies_early=False)
-EARLY = KeyGradientConfig(query_block=80, tile_stages=1)
+EARLY = KeyGradientConfig(query_block=96, tile_stages=1)
 KEPT = KeyGradientConfig(keeps_keys=True)
 KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
 

@@ -1,3 +1,4 @@
+import chex
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -106,9 +107,7 @@ def test_statistics_over_a_mapped_axis_are_those_of_the_whole_batch():
         return y.reshape(parts.shape), *(jnp.stack([s] * 4) for s in (mean, var))
 
     def assert_same(actual, expected):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), actual, expected
-        )
+        chex.assert_trees_all_close(actual, expected, atol=1e-5, rtol=1e-5)
 
     def loss(f):
         return lambda *args: jnp.sum(jnp.sin(f(*args)[0]))

@@ -24,6 +24,7 @@ from examples.multi_gpu import jit_vit, launch, pmap_vit
 from examples.vit import data as vit_data
 from examples.vit import train
 from examples.vit.model import MODELS
+from tests.grids import parametrize
 
 DEVICES = 4
 on_four_devices = pytest.mark.skipif(
@@ -41,10 +42,11 @@ TWO_STEPS += ["--unroll", "1"]
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
-def test_on_four_devices():
+@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
+def test_on_four_devices(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, __file__],
+        [*command, "-m", selection, __file__],
         env=ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(DEVICES)},
         capture_output=True,
         text=True,
@@ -120,14 +122,16 @@ def two_processes(*command):
     return [process.returncode for process in processes], printed
 
 
+# The mesh of jit_vit has the test above, in one process.
 @on_four_devices
-@pytest.mark.parametrize(
+@parametrize(
     "command",
     (
         ["-m", "examples.multi_gpu.pmap_vit", "--cpu-devices", "2"],
         ["-m", "examples.multi_gpu.jit_vit", "--cpu-devices", "2", "--tensor", "2", "--fsdp"],
     ),
-    ids=("pmap", "jit"),
+    quick=(0,),
+    ids=lambda command: command[1].rpartition(".")[2],
 )
 def test_two_processes_find_each_other(one_device, tmp_path, command):
     codes, printed = two_processes(*command, *TWO_STEPS, "--out", str(tmp_path / "run"))

@@ -186,7 +186,8 @@ def test_a_training_draws_its_pictures(digits_run):
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
-@pytest.mark.long
+# What continues is examples/training.py, for the U-Net too, whose interruption `make test` runs.
+@pytest.mark.exhaustive
 def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monkeypatch):
     """Data order, augmentation, dropout keys, optimizer and schedule all continue where they were."""
     make_train_step = train.make_train_step
@@ -289,7 +290,7 @@ FOLDER = ["--model", "vit-digits", "--image-size", "8", "--batch-size", "16", "-
 FOLDER += ["--warmup-epochs", "1", "--held-out", "0.2", "--no-flip"]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_folder_trains_with_a_worker_to_the_numbers_without(digit_folder, tmp_path, capsys):
     for workers in ("1", "0"):
         out = str(tmp_path / workers)
@@ -411,6 +412,7 @@ def test_impossible_requests_leave_nothing(tmp_path, argv, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_an_unreadable_image_stops_with_its_path_and_keeps_the_checkpoint(digit_folder, tmp_path):
     root = tmp_path / "data"
     for folder in digit_folder.iterdir():

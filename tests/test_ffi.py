@@ -31,7 +31,7 @@ NO_MEAN = dict(
 
 @pytest.fixture(scope="session")
 def library_path(tmp_path_factory) -> Path:
-    """The library that `make ffi` has put into the checkout, else one built for one architecture."""
+    """The library that `make test` has built, else one built for one architecture."""
     if library.PATH.exists():
         return library.PATH
     if shutil.which("nvcc") is None:

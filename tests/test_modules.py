@@ -1,5 +1,6 @@
 """nnx = linen = Flax for each module: parameters, outputs and gradients, held by float64."""
 
+import chex
 import flax.linen
 import flax.nnx
 import jax
@@ -45,8 +46,7 @@ def params_of(module):
 
 
 def assert_same_trees(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected, strict=True)
 
 
 def shared_params(nnx, linen, *inputs):
@@ -164,9 +164,7 @@ def test_rotary_embedding():
         jaxfused.nnx.RotaryEmbedding(theta=100.0),
         jaxfused.linen.RotaryEmbedding(theta=100.0).bind({}),
     ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), module(q, k), expected
-        )
+        chex.assert_trees_all_close(module(q, k), expected, rtol=0, atol=1e-6)
 
 
 def plain_block(params, x, residual):

@@ -1,5 +1,6 @@
 """Quantised layers of nnx and linen are each other, and near the layers that they were made of."""
 
+import chex
 import flax.linen
 import flax.nnx
 import jax
@@ -92,8 +93,7 @@ def test_quantize_params_of_a_block(gated):
     quantised = jaxfused.quantize_params(block, RULES)
     tree = jaxfused.quantize_params(params, RULES)
     np.testing.assert_array_equal(call(block, x), before)
-    assert jax.tree.structure(state_of(quantised)) == jax.tree.structure(tree)
-    jax.tree.map(np.testing.assert_array_equal, state_of(quantised), tree)
+    chex.assert_trees_all_equal(state_of(quantised), tree, strict=True)
     assert tree["mlp"]["up"]["kernel"].array.dtype == "int4"
     assert tree["mlp"]["down"]["kernel"].input_dtype == "int8"
     assert isinstance(tree["project"]["kernel"], jax.Array)

@@ -1,5 +1,6 @@
 """jaxfused.optim against Optax: the same bits, the same state, in every wrapper."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,7 +235,7 @@ def test_extra_arguments_of_a_chain_are_ignored():
     tx = optax.chain(optim.sgd(0.5), optax.scale_by_polyak())
     params = jnp.array([1.0])
     updates, _ = tx.update(jnp.array([2.0]), tx.init(params), params, value=jnp.array(1.0))
-    assert np.isfinite(updates).all()
+    chex.assert_tree_all_finite(updates)
 
 
 def test_train_state():

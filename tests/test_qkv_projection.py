@@ -144,7 +144,7 @@ def test_derivatives_of_both_orders_and_modes():
         ({"cos": jnp.ones((3, 2))}, "one of cos and sin"),
         ({"cos": jnp.ones((4, 2)), "sin": jnp.ones((4, 2))}, r"cos has shape \(4, 2\)"),
         ({"epsilon": jnp.ones(())}, "epsilon is"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of qkv_projection yet"),
+        ({"implementation": "cuda"}, "implementation='cuda' cannot run here: "),
     ],
 )
 def test_errors(change, message):

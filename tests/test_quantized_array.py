@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -130,7 +131,7 @@ def test_zeros_and_the_smallest_numbers(dtype):
     for symmetric in (True, not dtype.startswith("int")):
         q = jaxfused.quantize(x, dtype, symmetric=symmetric)
         np.testing.assert_array_equal(q.dequantize()[:, 0], jnp.zeros(4))
-        assert jnp.isfinite(q.scale).all()
+        chex.assert_tree_all_finite(q.scale)
         assert (q.scale > 0).all()
         np.testing.assert_allclose(q.dequantize(), x, atol=2e-38)
 
@@ -155,7 +156,7 @@ def test_nan_under_a_given_scale():
 def test_quantize_rows_is_quantize_of_the_last_axis(dtype):
     x = CASES[3].x("bfloat16")
     rows, expected = jaxfused.quantize_rows(x, dtype), jaxfused.quantize(x, dtype, axis=-1)
-    jax.tree.map(np.testing.assert_array_equal, rows, expected)
+    chex.assert_trees_all_equal(rows, expected, strict=True)
     assert rows.axis == -1
     assert rows.scale.shape == (*x.shape[:-1], 1)
 
@@ -190,7 +191,7 @@ def test_is_a_pytree_to_every_transformation(case):
 
     def assert_same(actual, expected):
         assert actual.axis == expected.axis
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        chex.assert_trees_all_equal(actual, expected, strict=True)
 
     assert_same(jax.tree.map(lambda *a: np.stack(a), *each), stacked)
     assert_same(jax.vmap(quantize)(stack), stacked)

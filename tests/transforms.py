@@ -2,9 +2,9 @@
 
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def assert_transforms(f, *args):
@@ -14,9 +14,7 @@ def assert_transforms(f, *args):
     """
 
     def assert_same(actual, expected):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), actual, expected
-        )
+        chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
     def loss(*args):
         return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
