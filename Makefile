@@ -3,6 +3,7 @@
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
+# make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
 # make lint        ruff, mypy, clang-format
 # make ffi         build the CUDA library into the checkout
 # make clean       remove the virtual environment and build outputs
@@ -14,6 +15,10 @@ BASE_PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV ?= .venv
 JAX_VERSION ?= 0.11.2
 JOBS ?= $(shell nproc)
+# Of `make fuzz`: how many cases, after how many seconds none begins, and where they are drawn from.
+CASES ?= 3000
+SECONDS ?= 540
+SEED ?= 1
 NVCC ?= $(shell command -v nvcc)
 # Architectures that `make ffi` builds: this machine's GPU, or Hopper where there is none.
 CUDA_ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .),90)
@@ -30,7 +35,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-gpu bench lint ffi clean
+.PHONY: vit unet test test-gpu bench fuzz lint ffi clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -55,6 +60,9 @@ test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
 
 bench: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks
+
+fuzz: $(INSTALLED) $(if $(NVCC),ffi)
+	$(PYTHON) -m benchmarks fuzz --cases $(CASES) --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff format --check .

@@ -1,11 +1,11 @@
-"""The commands: `python -m benchmarks [NAME...]` and `python -m benchmarks end_to_end`."""
+"""The commands: `python -m benchmarks [NAME...]`, and those with options of their own."""
 
 import argparse
 import importlib
 import pkgutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 import benchmarks
 from benchmarks import (
     ceilings,
+    compile_time,
     end_to_end,
     end_to_end_report,
     peers,
@@ -24,6 +25,15 @@ from benchmarks import (
     runner,
 )
 from benchmarks.case import LABELS, LESS, OURS
+from benchmarks.fuzz import command as fuzz
+from benchmarks.sweep import command as sweep
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    end_to_end_report.NAME: end_to_end.main,
+    sweep.NAME: sweep.main,
+    compile_time.NAME: compile_time.main,
+    fuzz.NAME: fuzz.main,
+}
 
 
 def operators() -> dict[str, ModuleType]:
@@ -35,13 +45,13 @@ def operators() -> dict[str, ModuleType]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == [end_to_end_report.NAME]:
-        return end_to_end.main(arguments[1:])
+    if arguments and arguments[0] in _COMMANDS:
+        return _COMMANDS[arguments[0]](arguments[1:])
     modules = operators()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=benchmarks.__doc__,
-        epilog=f"Whole training steps: python -m benchmarks {end_to_end_report.NAME} --help",
+        epilog=f"Commands with options of their own: {', '.join(_COMMANDS)}",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(modules)}")
     parser.add_argument("--peers", default=",".join(peers.PROBES), help="default: %(default)s")

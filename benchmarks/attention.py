@@ -15,12 +15,9 @@ from benchmarks.case import (
     Bar,
     Case,
     Function,
-    default_of,
     functions,
     gradient_in_jax,
 )
-from jaxfused import dispatch
-from jaxfused.ops.attention import implementations
 
 Shape = tuple[int, ...]
 """(B, T, N, H), or (B, T, N, K, H) where query heads share key heads."""
@@ -172,17 +169,6 @@ def _case(shape: Shape, *, is_causal: bool, with_gradient: bool) -> Case:
         bytes=forward_bytes + (2 * (4 * queries + 4 * keys) if with_gradient else 0),
         # Two products forward, and five backward, where the logits are taken once more.
         flops=forward_flops * 7 // 2 if with_gradient else forward_flops,
-        default=default_of(
-            implementations(
-                dispatch.current_device(),
-                dtype=jnp.dtype(jnp.bfloat16),
-                query_length=length,
-                key_length=length,
-                head_size=head_size,
-                value_head_size=head_size,
-                is_causal=is_causal,
-            )
-        ),
         bars=_bars(shape, is_causal=is_causal, with_gradient=with_gradient),
         skipped=skipped,
         error_limit=_GRADIENT_ERROR_LIMIT if with_gradient else 1e-2,

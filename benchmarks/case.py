@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 
-from jaxfused import dispatch
-
 Arrays = tuple[jax.Array, ...]
 Function = Callable[..., Any]
 
 _IMPLEMENTATIONS = {"pallas": "pallas", "cuda": "cuda", "reference": "xla"}
 
 MIXED = "mixed"
-"""implementation=None of an operator whose parts choose for themselves."""
+"""implementation=None, under which each stage of an operator chooses for itself."""
 
 OURS = (MIXED, *_IMPLEMENTATIONS)
 """Our implementations; "reference" is implementation="xla", named so that "xla" can be the peer."""
@@ -85,8 +83,8 @@ class Case:
     """Fewest bytes through device memory: every operand of every pass once."""
     flops: int = 0
     """Where it is not 0 the case is judged by arithmetic, else by bytes."""
-    default: str = "reference"
-    """Which of OURS runs here with implementation=None."""
+    default: str = MIXED
+    """Which of OURS is what a user gets."""
     bars: tuple[Bar, ...] = field(default=())
     dtype: str = "bfloat16"
     differentiable: int = 0
@@ -119,19 +117,14 @@ def functions(
     def whole_in_torch(build: Callable[[], Function]) -> Function:
         return gradient_in_torch(build(), differentiable, cotangents) if cotangents else build()
 
-    in_jax = {n: partial(ours, implementation=i) for n, i in _IMPLEMENTATIONS.items()} | peers
+    named = {MIXED: None} | _IMPLEMENTATIONS
+    in_jax = {n: partial(ours, implementation=i) for n, i in named.items()} | peers
     return {
         "truth": whole(in_jax["reference"]),
         "jax": {name: whole(forward) for name, forward in in_jax.items()},
         "torch": {name: partial(whole_in_torch, build) for name, build in torch.items()},
         "differentiable": differentiable if cotangents else 0,
     }
-
-
-def default_of(reasons: Mapping[str, str | None]) -> str:
-    """Which of OURS implementation=None takes, from what an operator's `implementations` returns."""
-    chosen = dispatch.choose("benchmarks", None, reasons)
-    return next(name for name, of_op in _IMPLEMENTATIONS.items() if of_op == chosen)
 
 
 def torch_compiled(forward: Function) -> Function:

@@ -12,17 +12,13 @@ import jaxfused
 from benchmarks.case import (
     BEST_PEER,
     BULK_COPY,
-    MIXED,
     Arrays,
     Bar,
     Case,
     Function,
-    default_of,
     functions,
     torch_compiled,
 )
-from jaxfused import dispatch
-from jaxfused.ops.layer_norm import implementations
 
 SHAPES = ((16384, 768), (16384, 1024), (8192, 4096), (16384, 8192), (4096, 16384), (50432, 768))
 QUICK_SHAPES = ((16384, 1024), (8192, 4096), (4096, 16384))
@@ -278,17 +274,12 @@ def _case(operation: _Operation, shape: tuple[int, int]) -> Case:
     if operation.liger is not None:
         in_torch["liger"] = operation.liger
 
-    default = _default(operation, shape)
-    if default == MIXED:
-        peers[MIXED] = partial(operation.ours, implementation=None)
-
     rows, features = shape
     return Case(
         name=operation.name,
         shape=shape,
         make_inputs=partial(_make_inputs, operation, shape),
         bytes=operation.passes * rows * features * 2 + operation.parameters * features * 4,
-        default=default,
         bars=operation.bars,
         **functions(
             operation.ours,
@@ -316,23 +307,3 @@ def _make_inputs(operation: _Operation, shape: tuple[int, int], key: jax.Array) 
     operands += [rows() if name == "residual" else parameter() for name in operation.extra]
     operands += [rows() for _ in range(operation.cotangents)]
     return tuple(operands)
-
-
-def _default(operation: _Operation, shape: tuple[int, int]) -> str:
-    """What implementation=None takes; MIXED where the forward and the backward differ."""
-    rows, features = shape
-    chosen = {
-        default_of(
-            implementations(
-                dispatch.current_device(),
-                rows=rows,
-                features=features,
-                dtype=jnp.bfloat16,
-                residual_dtype=jnp.bfloat16 if "residual" in operation.extra else None,
-                pre_bias="pre_bias" in operation.extra,
-                backward=backward,
-            )
-        )
-        for backward in ((False, True) if operation.cotangents else (False,))
-    }
-    return MIXED if len(chosen) > 1 else chosen.pop()

@@ -14,12 +14,9 @@ from benchmarks.case import (
     Bar,
     Case,
     Function,
-    default_of,
     functions,
     torch_compiled,
 )
-from jaxfused import dispatch
-from jaxfused.ops.linear import implementations
 
 Shape = tuple[int, int, int]
 """(rows, features, out features)."""
@@ -137,17 +134,6 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         make_inputs=partial(_make_inputs, operation, shape),
         bytes=2 * size,
         flops=2 * rows * features * out_features * (3 if operation.with_gradient else 1),
-        default=default_of(
-            implementations(
-                dispatch.current_device(),
-                rows=rows,
-                features=features,
-                out_features=out_features,
-                has_bias=operation.has_bias,
-                activation="gelu_tanh" if operation.has_bias else None,
-                dtype=jnp.dtype(jnp.bfloat16),
-            )
-        ),
         bars=_bars(operation, shape),
         **written,
     )

@@ -6,23 +6,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 import jaxfused
 from benchmarks.case import (
-    MIXED,
     TERAFLOPS,
     Arrays,
     Bar,
     Case,
     Function,
-    default_of,
     functions,
     torch_compiled,
 )
 from benchmarks.linear import random_operands
 from jaxfused import dispatch
-from jaxfused.ops.mlp import implementations
 from pallas_kernels.product import mlp as pallas_mlp
 
 Shape = tuple[int, int, int]
@@ -138,17 +134,7 @@ _GATED_MLP = _Operation(
 def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
     rows, features, hidden = shape
     parameters = _parameters(operation, shape)
-    reasons = implementations(
-        dispatch.current_device(),
-        jax.ShapeDtypeStruct((rows, features), jnp.bfloat16),
-        hidden,
-        features,
-    )
-    default, in_jax = default_of(reasons), dict(operation.peers)
-    if operation.has_bias and default == "pallas":
-        # Layers that are faster in cuBLASLt are its.
-        default = MIXED
-        in_jax[MIXED] = partial(operation.ours, implementation=None)
+    in_jax = dict(operation.peers)
     bars = [Bar("xla", aim=1.0)]
     if with_gradient:
         # tokamax's gradient is XLA's, of products taken once more.
@@ -169,7 +155,6 @@ def _case(operation: _Operation, shape: Shape, with_gradient: bool) -> Case:
         make_inputs=partial(_make_inputs, shape, parameters, with_gradient),
         bytes=2 * size,
         flops=2 * rows * features * hidden * operation.products * (3 if with_gradient else 1),
-        default=default,
         bars=tuple(bars),
         **functions(
             operation.ours,

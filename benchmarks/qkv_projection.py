@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 import jaxfused
 from benchmarks.case import (
@@ -14,14 +13,11 @@ from benchmarks.case import (
     Arrays,
     Bar,
     Case,
-    default_of,
     functions,
     torch_compiled,
 )
 from benchmarks.linear import product, random_operands
 from benchmarks.rope import flax_rope, tables, torch_rope
-from jaxfused import dispatch
-from jaxfused.ops.qkv_projection import implementations
 
 Shape = tuple[int, int, int, int, int]
 """(B, T, N, K, H); N * H features in."""
@@ -110,20 +106,6 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         make_inputs=partial(_inputs, operation, shape),
         bytes=size,
         flops=2 * rows * features * out_features * (3 if operation.with_gradient else 1),
-        default=default_of(
-            implementations(
-                dispatch.current_device(),
-                rows=rows,
-                dtype=jnp.dtype(jnp.bfloat16),
-                features=features,
-                heads=heads,
-                key_heads=key_heads,
-                head_size=head_size,
-                norm=False,
-                rotary_dim=head_size if operation.rotates else 0,
-                interleaved=False,
-            )
-        ),
         bars=operation.bars,
         **written,
     )

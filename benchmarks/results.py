@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,27 @@ def gpu_state() -> dict[str, str]:
         return {"error": f"nvidia-smi: {error}"}
     values = [value.strip() for value in line.splitlines()[0].split(",")]
     return dict(zip(_GPU_FIELDS, values, strict=True))
+
+
+def run_tags(arguments: Sequence[str]) -> Result:
+    """What says which code a run has measured."""
+    return {
+        "date": now(),
+        "arguments": list(arguments),
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": versions(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    """What git says about this checkout; empty outside of one."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""
 
 
 def load(path: Path) -> Result:

@@ -13,13 +13,10 @@ from benchmarks.case import (
     Arrays,
     Bar,
     Case,
-    default_of,
     functions,
     torch_compiled,
 )
 from benchmarks.linear import random_operands
-from jaxfused import dispatch
-from jaxfused.ops.rope import implementations
 
 Shape = tuple[int, int, int, int, int]
 """(B, T, N, K, H)."""
@@ -110,19 +107,6 @@ def _case(operation: _Operation, shape: Shape) -> Case:
         shape=shape,
         make_inputs=partial(_inputs, shape, operation.with_gradient),
         bytes=passes * values * 2 + passes // 2 * length * head_size * 4,
-        default=default_of(
-            implementations(
-                dispatch.current_device(),
-                length=length,
-                heads=heads,
-                key_heads=key_heads,
-                head_size=head_size,
-                rotary_dim=head_size,
-                interleaved=interleaved,
-                dtype=jnp.dtype(jnp.bfloat16),
-                k_dtype=jnp.dtype(jnp.bfloat16),
-            )
-        ),
         bars=operation.bars,
         **written,
     )

@@ -1,14 +1,16 @@
 """Microseconds per call: CUPTI's kernel times, and events around replays of a CUDA graph."""
 
+import collections
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 SAMPLES = 12
@@ -155,3 +157,75 @@ def steps(run: Callable[[int], None]) -> dict[str, Any]:
     count = max(1, round(_ROUND_MILLISECONDS / milliseconds(_WARM_UP_STEPS)))
     rounds = [milliseconds(count) for _ in range(3)]
     return {"milliseconds": statistics.median(rounds), "rounds": rounds, "steps": count}
+
+
+# --- several programs in turn ---------------------------------------------------------------------
+
+_FEWEST_ROUNDS, _MOST_ROUNDS = 4, 24
+
+
+def interleaved(
+    calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], seconds: float
+) -> dict[str, Samples]:
+    """Kernel times of several programs that take turns, so that clocks and heat serve all alike.
+
+    Each call takes the next input set. A tiny kernel after each call, which no program here has, says
+    where the kernels of one end. Rounds are as many as fit in `seconds`, within limits.
+
+    Raises:
+      RuntimeError: CUPTI saw no kernel, or not the same ones in each round.
+    """
+    turns, flag = itertools.cycle(sets), jnp.zeros(1, jnp.int32)
+    outputs: collections.deque[Any] = collections.deque()
+
+    def take_turns() -> Any:
+        for call in calls.values():
+            outputs.append(call(*next(turns)))
+            last = _marker(flag)
+        # As in `cupti`, outputs stay alive, so that no call writes where the last one wrote; but no
+        # longer than the cache could remember them.
+        while sum(a.nbytes for out in outputs for a in jax.tree.leaves(out)) > 2 * COLD_BYTES:
+            outputs.popleft()
+        return last
+
+    jax.block_until_ready(take_turns())
+    begin = time.perf_counter()
+    jax.block_until_ready(take_turns())
+    rounds = int(seconds / (time.perf_counter() - begin))
+    rounds = min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, rounds))
+    measured = profiler.measure(_InTurn(take_turns, [()]), aggregate=False, iterations=rounds)
+    _, timings = measured()
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    by_round = [_split_at_markers(timing, len(calls)) for timing in timings]
+    result = {}
+    for index, name in enumerate(calls):
+        of_rounds = [parts[index] for parts in by_round]
+        totals = [1e3 * sum(milliseconds for _, milliseconds in part) for part in of_rounds]
+        medians = [
+            (kernel, 1e3 * statistics.median(part[i][1] for part in of_rounds))
+            for i, (kernel, _) in enumerate(of_rounds[0])
+        ]
+        result[name] = Samples(totals, medians)
+    return result
+
+
+@jax.jit
+def _marker(flag: jax.Array) -> jax.Array:
+    return jax.lax.population_count(flag)
+
+
+def _split_at_markers(
+    timings: Sequence[tuple[str, float]], count: int
+) -> list[list[tuple[str, float]]]:
+    """The kernels of each program; the last of all is the marker."""
+    marker = timings[-1][0]
+    parts: list[list[tuple[str, float]]] = [[]]
+    for name, milliseconds in timings:
+        if name == marker:
+            parts.append([])
+        else:
+            parts[-1].append((name, milliseconds))
+    if len(parts) != count + 1:
+        raise RuntimeError(f"{count} programs ran, and {len(parts) - 1} markers {marker!r}")
+    return parts[:-1]

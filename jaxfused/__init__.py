@@ -1,6 +1,8 @@
 """Fused operators for JAX on NVIDIA GPUs; the same functions run as plain jax.numpy elsewhere."""
 
 from jaxfused import optim as optim
+from jaxfused.explain import Explanation as Explanation
+from jaxfused.explain import explain as explain
 from jaxfused.ops.attention import dot_product_attention as dot_product_attention
 from jaxfused.ops.batch_norm import batch_norm as batch_norm
 from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm

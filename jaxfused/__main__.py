@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,85 +12,82 @@ import jax.numpy as jnp
 import jaxfused
 from jaxfused import cuda, dispatch
 
-# Of the operators whose kernels have limits of shape, the shape that is asked about: ViT-B/16 at 224
-# pixels, 16384 rows. The others are asked about the device alone.
-_BF16 = jnp.dtype("bfloat16")
-TYPICAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "jaxfused.ops.layer_norm": (
-        "bfloat16 [16384, 768]",
-        dict(rows=16384, features=768, dtype=_BF16),
+
+class Example(NamedTuple):
+    """A call of an operator as a ViT-B/16 at 224 pixels has it, or another model for what it lacks."""
+
+    call: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    """Of what the call is differentiated by."""
+    others: tuple[Any, ...] = ()
+    """Of arguments that have no gradient."""
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _quantized(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jaxfused.quantized_matmul(x, jaxfused.quantize(w))
+
+
+_ROWS = (_array(16384, 768),)
+_MAPS = (_array(8, 64, 64, 64),)
+_HEADS = (_array(256, 197, 12, 64),)
+_WIDE, _BACK = _array(768, 3072), _array(3072, 768)
+EXAMPLES: dict[str, Example] = {
+    "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
+    "conv": Example(jaxfused.conv, (*_MAPS, _array(3, 3, 64, 64), _array(64))),
+    "dot_product_attention": Example(jaxfused.dot_product_attention, 3 * _HEADS),
+    "gated_mlp": Example(jaxfused.gated_mlp, (*_ROWS, _WIDE, _WIDE, _BACK)),
+    "group_norm": Example(
+        lambda x, p: jaxfused.group_norm(x, p, p, num_groups=32), (*_MAPS, _array(64))
     ),
-    "jaxfused.ops.attention": (
-        "bfloat16 [256, 197, 12, 64]",
-        dict(dtype=_BF16, query_length=197, key_length=197, head_size=64, value_head_size=64),
+    "layer_norm": Example(jaxfused.layer_norm, (*_ROWS, _array(768), _array(768))),
+    "linear": Example(
+        lambda *args: jaxfused.linear(*args, activation="gelu_tanh"),
+        (*_ROWS, _WIDE, _array(3072)),
     ),
-    "jaxfused.ops.linear": (
-        "bfloat16 [16384, 768] x [768, 3072]",
-        dict(
-            rows=16384,
-            features=768,
-            out_features=3072,
-            has_bias=True,
-            activation="gelu_tanh",
-            dtype=_BF16,
-            out_dtype=_BF16,
-        ),
+    "linear_softmax_cross_entropy": Example(
+        jaxfused.linear_softmax_cross_entropy,
+        (*_ROWS, _array(768, 32768)),
+        (_array(16384, dtype=jnp.int32),),
     ),
-    "jaxfused.ops.mlp": (
-        "bfloat16 [16384, 768], 3072 hidden",
-        dict(
-            x=jax.ShapeDtypeStruct((16384, 768), _BF16),
-            hidden=3072,
-            out_features=768,
-            out_dtype=_BF16,
-        ),
+    "mlp": Example(jaxfused.mlp, (*_ROWS, _WIDE, _array(3072), _BACK, _array(768))),
+    "qkv_projection": Example(
+        lambda x, w: jaxfused.qkv_projection(x, w, heads=12),
+        (_array(50432, 768), _array(768, 2304)),
     ),
-    "jaxfused.ops.qkv_projection": (
-        "bfloat16 [50432, 768], 12 heads of 64",
-        dict(
-            rows=50432,
-            dtype=_BF16,
-            features=768,
-            heads=12,
-            key_heads=12,
-            head_size=64,
-            norm=True,
-            rotary_dim=64,
-            interleaved=False,
-        ),
+    "quantize_rows": Example(lambda x: jaxfused.quantize_rows(x).dequantize(), _ROWS),
+    "quantized_matmul": Example(_quantized, (*_ROWS, _WIDE)),
+    "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),
+    "rope": Example(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), 2 * _HEADS),
+    "segmentation_loss": Example(
+        jaxfused.segmentation_loss, (_array(8, 64, 64),), (_array(8, 64, 64, dtype=jnp.int32),)
     ),
-    "jaxfused.ops.rope": (
-        "bfloat16 [256, 197, 12, 64]",
-        dict(
-            length=197,
-            heads=12,
-            key_heads=12,
-            head_size=64,
-            rotary_dim=64,
-            interleaved=False,
-            dtype=_BF16,
-            k_dtype=_BF16,
-        ),
+    "softmax_cross_entropy": Example(
+        jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),
 }
+"""One for every public function that takes `implementation`."""
 
 
-class Operator(NamedTuple):
-    """One line of the report."""
-
-    name: str
-    shape: str
-    reasons: dict[str, str | None]
-    """For each implementation, None or why it cannot run."""
-
-
-def operators(device: dispatch.Device) -> Iterator[Operator]:
-    """Every public function that takes `implementation`, and what runs it on `device`."""
+def operators(device: dispatch.Device) -> Iterator[tuple[str, jaxfused.Explanation]]:
+    """Every public function that takes `implementation`, and what runs its example on `device`."""
     for name, function in sorted(vars(jaxfused).items()):
         if inspect.isfunction(function) and "implementation" in _parameters(function):
-            module = sys.modules[function.__module__]
-            shape, arguments = TYPICAL.get(module.__name__, ("", {}))
-            yield Operator(name, shape, module.implementations(device, **arguments))
+            yield name, _explanation(EXAMPLES[name], device)
+
+
+def _explanation(example: Example, device: dispatch.Device) -> jaxfused.Explanation:
+    """Of the call and its gradient."""
+
+    def value_and_gradients(primals, others):
+        results, vjp = jax.vjp(lambda *primals: example.call(*primals, *others), *primals)
+        return vjp(results)
+
+    with dispatch.assume(device):
+        return jaxfused.explain(value_and_gradients, example.shapes, example.others)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -115,25 +111,23 @@ def versions() -> str:
 
 
 def report(device: dispatch.Device) -> str:
-    """All that the command prints."""
+    """All that the command prints: for each operator its stages at one shape, forward and backward."""
     lines = [
         f"versions      {versions()}",
         f"device        {describe(device)}",
         f"CUDA library  {cuda.library.why_unavailable() or cuda.library.PATH}",
-        "",
     ]
-    table = list(operators(device))
-    width = max(len(operator.name) for operator in table)
-    for name, shape, reasons in table:
-        runs = dispatch.choose(name, None, reasons)
-        lines.append(f"{name:{width}}  runs on {runs!r}{f' at {shape}' * bool(shape)}")
-        for other, reason in reasons.items():
-            if other != runs:
-                text = f"not {other!r}: {reason or f'{runs!r} comes first'}"
-                indent = " " * (width + 2)
-                lines += textwrap.wrap(
-                    text, 100, initial_indent=indent, subsequent_indent=indent + "    "
-                )
+    for name, explanation in operators(device):
+        shapes = ", ".join(f"{s.dtype}{list(s.shape)}" for s in EXAMPLES[name].shapes)
+        lines += ["", f"{name} of {shapes}"]
+        for choice, _ in explanation.calls:
+            lines.append(f"  {choice.stage} runs on {choice.implementation!r}")
+            for other, reason in choice.reasons.items():
+                if other != choice.implementation:
+                    text = f"not {other!r}: {reason or f'{choice.implementation!r} comes first'}"
+                    lines += textwrap.wrap(
+                        text, 100, initial_indent=" " * 6, subsequent_indent=" " * 10
+                    )
     return "\n".join(lines)
 
 

@@ -5,9 +5,11 @@ implementation can run, a sentence where it cannot. Nothing else decides: no env
 registry, no state.
 """
 
-from collections.abc import Mapping
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -26,12 +28,28 @@ class Device:
     """Streaming multiprocessors of a GPU, 0 elsewhere."""
 
 
+_assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assume(device: Device) -> Iterator[None]:
+    """Inside of it operators are traced as for `device`, which need not be there."""
+    token = _assumed.set(device)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def current_device(*arrays: object) -> Device:
     """The device on which an operation over `arrays` will run.
 
     Concrete arrays say where they are. Under a transformation they do not, and JAX's default device
     (`jax.default_device`, then the default backend) is taken.
     """
+    assumed = _assumed.get()
+    if assumed is not None:
+        return assumed
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return _describe(next(iter(array.devices())))
@@ -80,3 +98,40 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
             " Pass implementation=None for the fastest one that can."
         )
     return implementation
+
+
+# --- what was chosen ------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """Which implementation runs a stage of an operator at one place of a program."""
+
+    stage: str
+    """The operator and its stage: "layer_norm forward"."""
+    operands: Sequence[jax.ShapeDtypeStruct | None]
+    """As the kernel sees them: after `jax.vmap`, on the shard."""
+    implementation: str
+    reasons: Mapping[str, str | None]
+    """For each implementation, fastest first, None or why it cannot run."""
+    by_partitioner: bool = False
+    """Whether XLA asked, for a shard of an operation that it has partitioned."""
+
+
+_recordings: list[list[Choice]] = []
+
+
+def record(choice: Choice) -> None:
+    """Tells those who listen what was chosen; see `recorded`."""
+    for recording in _recordings:
+        recording.append(choice)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Inside of it the list fills with the choices of all that is traced."""
+    recording: list[Choice] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings.remove(recording)

@@ -17,7 +17,7 @@ import functools
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def per_shard(
     operand_axes: Sequence[str],
     result_axes: Sequence[str | None],
     whole: str = "",
+    in_own_module: Callable[..., tuple[jax.Array | None, ...]] | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """`f(*operands)`, computed by each device from the shards that it holds.
 
@@ -52,6 +53,8 @@ def per_shard(
       operand_axes: the letters of each operand, also of one that is None.
       result_axes: the letters of each result of `f`, None for a result that is None.
       whole: letters that must not be split.
+      in_own_module: what is called in the place of `f` where XLA partitions the call. It is lowered
+        there into a module of its own, anew at each place of the program.
 
     Returns:
       The results of `f`. They have no gradient of their own: an operator's custom_vjp goes around this,
@@ -81,6 +84,7 @@ def per_shard(
         ),
         tuple(result_axes),
         whole,
+        f if in_own_module is None else in_own_module,
     )
     aligned = align(operands, operand_axes=operand_axes, whole=whole)
     present = [operand for operand in aligned if operand is not None]
@@ -159,6 +163,7 @@ class _Call:
     operand_axes: tuple[str | None, ...]
     result_axes: tuple[str | None, ...]
     whole: str
+    in_own_module: Callable[..., tuple[jax.Array | None, ...]]
 
     @property
     def present_operands(self) -> tuple[str, ...]:
@@ -205,7 +210,7 @@ def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
         return (
             mesh,
-            functools.partial(call.on_shards, places),
+            functools.partial(replace(call, f=call.in_own_module).on_shards, places),
             shardings(call.present_results),
             shardings(call.present_operands),
         )

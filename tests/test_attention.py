@@ -1,3 +1,4 @@
+import functools
 import inspect
 
 import jax
@@ -74,7 +75,7 @@ def fused_attention(case, **more):
 
     def f(query, key, value, bias, sinks):
         output, lse = jaxfused.dot_product_attention(
-            query, key, value, bias, sinks=sinks, return_residual=True, **options
+            query, key, value, bias, sinks=sinks, return_lse=True, **options
         )
         # EMPTY_LSE would drown the others' errors.
         return output, jnp.where(lse < -1e4, 0.0, lse)
@@ -133,6 +134,35 @@ def test_without_batch():
     batched = f(q[None], k[None], v[None], bias[None])
     np.testing.assert_array_equal(output, batched[0][0])
     np.testing.assert_array_equal(lse, batched[1][0])
+
+
+def test_the_gradient_of_the_residual_is_that_of_jax():
+    """None flows into it, or a swap of the functions would change gradients in silence."""
+    qkv = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 8)).astype(np.float32)
+
+    def gradient(function, **options):
+        def of_both(q, k, v):
+            output, lse = function(q, k, v, **options)
+            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.sin(lse))
+
+        return jax.grad(of_both, argnums=(0, 1))(*qkv)
+
+    ours = gradient(jaxfused.dot_product_attention, return_residual=True)
+    theirs = gradient(jax.nn.dot_product_attention, return_residual=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)
+    with_lse = gradient(jaxfused.dot_product_attention, return_lse=True)
+    assert not np.allclose(with_lse[0], theirs[0], atol=1e-2)
+
+
+def test_integers_are_as_in_jax():
+    q, k, v = np.random.default_rng(0).integers(-40, 40, size=(3, 2, 5, 2, 8))
+    ours, theirs = (
+        f(q, k, v, is_causal=True)
+        for f in (jaxfused.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    assert np.any(theirs != 0)
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.dtype == theirs.dtype
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 3), (3, 0)])
@@ -295,45 +325,56 @@ def test_dropout_divides_by_what_it_keeps():
 # --- implementations and errors -------------------------------------------------------------------
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
-FITS_CUDNN = {
-    "dtype": jnp.bfloat16,
-    "query_length": 192,
-    "key_length": 192,
-    "head_size": 64,
-    "value_head_size": 64,
-}
+
+
+def cudnn(length=192, keys=None, head_size=64, value_size=None, dtype=jnp.bfloat16, **options):
+    """Why cuDNN cannot take a call on the device that is assumed, as the error says it."""
+    query = jnp.ones((1, length, 2, head_size), dtype)
+    key = jnp.ones((1, keys or length, 2, head_size), dtype)
+    value = jnp.ones((*key.shape[:3], value_size or head_size), dtype)
+    call = functools.partial(jaxfused.dot_product_attention, implementation="cudnn", **options)
+    try:
+        jax.eval_shape(call, query, key, value)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
     ("device", "change", "reason"),
     [
-        (H200, {}, None),
-        (H200, {"head_size": 256, "value_head_size": 256}, None),
-        (H200, {"used": ("bias", "mask"), "query_length": 32, "key_length": 96}, None),
-        (H200, {"window": (5, 0)}, None),
-        (H200, {"window": (5, 5), "is_causal": True}, None),
         (dispatch.Device("cpu", "cpu", None, 0), {}, "needs an NVIDIA GPU"),
         (dispatch.Device("gpu", "Tesla T4", (7, 5), 40), {}, "capability 8.0"),
         (dispatch.Device("gpu", "L4", (8, 9), 58), {"head_size": 256}, "up to 128, not 256"),
-        (H200, {"dtype": jnp.dtype("float32")}, "not float32"),
+        (H200, {"dtype": jnp.float32}, "not float32"),
         (H200, {"head_size": 60}, "multiple of 8"),
-        (H200, {"value_head_size": 32}, "one head size"),
-        (H200, {"query_length": 198}, "multiples of 32, not 198 queries and 192 keys"),
-        (H200, {"window": (5, 5)}, "no window to the right"),
-        (H200, {"window": (5, 0), "query_length": 224}, "fewer keys"),
-        (H200, {"used": ("sinks", "dropout")}, "does not have sinks and dropout"),
-        (H200, {"used": ("return_residual",)}, "not its gradient"),
+        (H200, {"value_size": 32}, "one head size"),
+        (H200, {"length": 198, "keys": 192}, "multiples of 32, not 198 queries and 192 keys"),
+        (H200, {"local_window_size": (5, 5)}, "no window to the right"),
+        (H200, {"local_window_size": (5, 0), "length": 224, "keys": 192}, "fewer keys"),
+        (H200, {"logits_soft_cap": 5.0}, "does not have logits_soft_cap"),
+        (H200, {"return_lse": True}, "not its gradient"),
     ],
 )
 def test_limits_of_cudnn(device, change, reason):
-    given = attention.implementations(device, **(FITS_CUDNN | change))["cudnn"]
-    assert given is None if reason is None else reason in given
+    with dispatch.assume(device):
+        assert reason in cudnn(**change)
 
 
-def test_cudnn_is_never_the_default():
-    reasons = attention.implementations(H200, **FITS_CUDNN) | {"pallas": "no", "cuda": "no"}
-    assert dispatch.choose("dot_product_attention", None, reasons) == "xla"
-    assert dispatch.choose("dot_product_attention", "cudnn", reasons) == "cudnn"
+@pytest.mark.parametrize(
+    "fitting",
+    [
+        {},
+        {"head_size": 256},
+        {"bias": jnp.ones((1, 1, 32, 96)), "length": 32, "keys": 96},
+        {"local_window_size": (5, 0)},
+        {"local_window_size": (5, 5), "is_causal": True},
+    ],
+)
+def test_what_cudnn_is_asked_to_do(fitting, monkeypatch):
+    monkeypatch.setattr(attention, "_cudnn", lambda query, key, value, *others: query)
+    with dispatch.assume(H200):
+        assert cudnn(**fitting) is None
 
 
 @pytest.mark.gpu
@@ -369,7 +410,7 @@ def test_cudnn(case):
     [
         ({"query": jnp.ones((4, 8))}, r"query has shape \(4, 8\)"),
         ({"query": jnp.ones((2, 4, 3, 8))}, "query has 3 heads and key 2"),
-        ({"query": jnp.ones((2, 4, 2, 8), jnp.int32)}, "query has dtype int32"),
+        ({"query": jnp.ones((2, 4, 2, 8), bool)}, "query has dtype bool"),
         ({"key": jnp.ones((2, 5, 2, 8), jnp.bfloat16)}, "key has dtype bfloat16"),
         ({"key": jnp.ones((2, 5, 2, 9))}, r"key has shape \(2, 5, 2, 9\)"),
         ({"value": jnp.ones((2, 6, 2, 8))}, r"value has shape \(2, 6, 2, 8\).*\(2, 5, 2, 8\)"),
@@ -382,7 +423,10 @@ def test_cudnn(case):
         ({"local_window_size": (-1, 2)}, r"local_window_size is \(-1, 2\)"),
         ({"sinks": jnp.ones(3)}, r"sinks has shape \(3,\)"),
         ({"logits_soft_cap": jnp.ones(())}, "logits_soft_cap is"),
-        ({"dropout_rate": 1.0}, "dropout_rate is 1.0"),
+        ({"dropout_rate": 1.0}, "dropout_rate must be in the range .*, but it is 1.0"),
+        ({"dropout_rate": -0.5}, "but it is -0.5"),
+        ({"dropout_rate": float("nan")}, "but it is nan"),
+        ({"return_lse": True, "return_residual": True}, "pass one of them"),
         ({"dropout_rate": 0.1}, "dropout_key is None"),
         ({"implementation": "pallas"}, "implementation='pallas' cannot run here"),
         ({"implementation": "cudnn"}, "implementation='cudnn' cannot run here"),

@@ -12,7 +12,12 @@ from jaxfused import reference
 from jaxfused.reference.attention import Mask
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.forward import ForwardConfig
-from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention.logits import (
+    Logits,
+    Operands,
+    dropout_seeds,
+    saved_length,
+)
 from pallas_kernels.attention.mask import BlockMask, Blocks, segment_blocks
 from pallas_kernels.attention.tiles import QueryTiles
 from tests import mosaic_interpreter
@@ -151,6 +156,8 @@ CASES = (
     Case("lengths", 500, 700, head_size=64, query_lengths=(300, 0), key_lengths=(700, 129)),
     Case("no keys in one sequence", 300, 300, head_size=64, key_lengths=(0, 300)),
     Case("segments", 500, 600, head_size=64, segments=3),
+    Case("segments of one query", 1, 600, head_size=64, segments=2),
+    Case("segments of one key", 500, 1, head_size=64, segments=2),
     Case("soft cap and sinks", 300, 500, head_size=64, soft_cap=1.5, sinks=True),
     Case("bias of a head", 300, 301, heads=4, head_size=32, bias=(1, 4, 300, 301)),
     Case("bias of a key, mask of a sequence", 270, 290, bias=(290,), mask=(2, 1, 270, 290)),
@@ -285,6 +292,14 @@ def test_lowers(case):
     assert "mosaic_gpu" in module.mlir_module()
 
 
+@pytest.mark.parametrize("config", [None, *CONFIGS], ids=str)
+@pytest.mark.parametrize("queries", [1, 64, 65, 300])
+def test_the_length_of_what_is_saved_does_not_depend_on_the_config(queries, config):
+    case = Case("lengths", queries, 300, head_size=64)
+    shapes = jax.eval_shape(kernel(case, config=config), *case.arrays(jnp.bfloat16))
+    assert shapes[1].shape == (case.batch, case.heads, -(-queries // 64) * 64)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[-1]], ids=str)
 def test_every_config_lowers(case, config):
@@ -313,6 +328,8 @@ def assert_as_accurate(case, dtype, dropout_rate=0.0, **how):
         truth, true_lse = jax.tree.map(np.asarray, plain(case, dropout_rate)(*wide))
     assert_accurate("output", output, low, truth)
     empty = true_lse < -1e30
+    assert lse.shape[2] == saved_length(case.queries)
+    assert np.isfinite(lse[..., case.queries :]).all()
     lse = np.array(lse[..., : case.queries])
     if case.query_lengths is not None:
         empty |= np.arange(case.queries) >= np.array(case.query_lengths)[:, None, None]
@@ -337,6 +354,7 @@ INTERPRETED = (
         **SMALL,
     ),
     Case("segments", 250, 200, segments=2, **SMALL),
+    Case("segments of one key", 70, 1, segments=2, **SMALL),
 )
 
 
@@ -347,6 +365,7 @@ INTERPRETED = (
         *((case, CONFIGS[0]) for case in INTERPRETED),
         *((case, CONFIGS[1]) for case in INTERPRETED[::2]),
         *((case, CONFIGS[2]) for case in INTERPRETED[1::2]),
+        (INTERPRETED[4], CONFIGS[1]),
     ],
     ids=str,
 )
@@ -442,7 +461,7 @@ def operator(case, implementation, **more):
             value,
             bias,
             sinks=sinks,
-            return_residual=True,
+            return_lse=True,
             implementation=implementation,
             **options,
             **more,

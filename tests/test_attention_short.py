@@ -11,7 +11,7 @@ import pytest
 from jaxfused import reference
 from jaxfused.reference.attention import Mask
 from pallas_kernels.attention import short as attention_short
-from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands, dropout_seeds
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.short_backward import BackwardConfig
 from pallas_kernels.attention.short_forward import ForwardConfig
@@ -44,6 +44,8 @@ OPTIONS = (
     Case("lengths", 150, 130, head_size=64, query_lengths=(70, 0), key_lengths=(130, 65)),
     Case("no keys in one sequence", 80, 130, head_size=64, key_lengths=(0, 4)),
     Case("segments", 150, 197, head_size=64, segments=3),
+    Case("segments of one key", 150, 1, head_size=64, segments=2),
+    Case("segments of seven keys", 1, 7, head_size=64, segments=2),
     Case("soft cap and sinks", 150, 197, head_size=64, soft_cap=1.5, sinks=True),
     Case("bias of a head", 49, 49, heads=4, head_size=32, bias=(1, 4, 49, 49)),
     Case(
@@ -302,6 +304,25 @@ def test_says_why_not(change, reason):
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beyond", [EMPTY_LSE, 0.0, -1e30, 1e30])
+def test_what_is_saved_beyond_the_queries_does_not_count(beyond):
+    """Whatever finite numbers another implementation's forward has left there."""
+    case = Case("beyond", 5, 9, heads=1, key_heads=1, head_size=16, batch=1)
+    query, key, value, *_ = case.arrays(jnp.float16)
+    shared = dict(logits=Logits(scale=0.25, mask=BlockMask(5, 9)), multiprocessors=1)
+    out, lse = attention_short.forward(query, key, value, Operands(), **shared)
+    assert lse.shape[2] == 64
+
+    def gradients(lse):
+        f = functools.partial(attention_short.backward, **shared)
+        return f(query, key, value, Operands(), out, lse, out, None)[:3]
+
+    expected = gradients(lse)
+    jax.tree.map(np.testing.assert_array_equal, gradients(lse.at[..., 5:].set(beyond)), expected)
+    assert all(np.isfinite(x).all() for x in expected)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused.reference.activation import activate
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.batch_norm import CASES
 from tests.transforms import assert_transforms

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfused
-from jaxfused import dispatch, ops
+from jaxfused import dispatch
 
 REASONS = {"pallas": "it needs a Hopper GPU", "cuda": None, "xla": None}
 
@@ -68,45 +68,16 @@ GPUS = {
 def test_every_device_has_an_implementation_and_a_sentence_for_the_others(capability):
     device = dispatch.Device("gpu" if capability else "cpu", "device", capability, 132)
     for features in (1, 64, 1000, 65536, 100_000):
-        reasons = ops.layer_norm.implementations(
-            device, rows=16, features=features, dtype=jnp.dtype("bfloat16")
-        )
-        assert reasons["xla"] is None
-        for reason in reasons.values():
+        x = jax.ShapeDtypeStruct((16, features), jnp.bfloat16)
+        with dispatch.assume(device):
+            [(choice, _)] = jaxfused.explain(jaxfused.layer_norm, x).calls
+        assert choice.reasons[choice.implementation] is None
+        assert choice.reasons["xla"] is None
+        for reason in choice.reasons.values():
             # It ends a message: "... cannot run here: {reason}. Pass ..."
             assert reason is None or (reason.strip() and not reason.endswith("."))
         if capability != (9, 0):
-            assert "Hopper" in reasons["pallas"]
-
-
-NORMS = {
-    "plain": ({}, ["pallas", "pallas", "cuda", "cuda", "cuda", "cuda"]),
-    "residual": (
-        dict(residual_dtype=jnp.dtype("bfloat16"), pre_bias=True),
-        ["pallas", "pallas", "cuda", "cuda", "cuda", "cuda"],
-    ),
-    "bias_relu": (
-        dict(pre_bias=True, pre_activation="relu"),
-        ["pallas", "pallas", "cuda", "pallas", "cuda", "cuda"],
-    ),
-    "gelu_after": (dict(activation="gelu_tanh"), ["pallas"] * 6),
-    "backward": (dict(backward=True), ["pallas"] * 5 + ["cuda"]),
-}
-
-
-@pytest.mark.parametrize(("around", "expected"), NORMS.values(), ids=NORMS)
-def test_what_a_norm_takes_first_depends_on_what_stands_around_it(around, expected, monkeypatch):
-    monkeypatch.setattr(ops.layer_norm.cuda.layer_norm, "why_unsupported", lambda **limits: None)
-    hopper = dispatch.Device("gpu", "H200", (9, 0), 132)
-    taken = []
-    shapes = ((32768, 384), (4096, 768), (16384, 768), (8192, 4096), (16384, 8192), (4096, 16384))
-    for rows, features in shapes:
-        limits = dict(rows=rows, features=features, dtype=jnp.dtype("bfloat16"))
-        reasons = ops.layer_norm.implementations(hopper, **limits, **around)
-        # Another order, but not other limits.
-        assert reasons == ops.layer_norm.implementations(hopper, **limits)
-        taken.append(next(iter(reasons)))
-    assert taken == expected
+            assert "Hopper" in choice.reasons["pallas"]
 
 
 @pytest.mark.parametrize("op", [jaxfused.layer_norm, jaxfused.rms_norm])

@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import cuda, dispatch, ops
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
+from tests.choices import skip_where_it_cannot_run, why_not
 from tests.conftest import HOPPER
 from tests.tolerances import assert_accurate
 
@@ -43,16 +44,8 @@ each_implementation = pytest.mark.parametrize(
 
 
 def skip_unless_supported(case: Case, dtype: str, implementation: str) -> None:
-    """Skips with the very sentence that a user would be told."""
-    reasons = ops.layer_norm.implementations(
-        dispatch.current_device(),
-        rows=int(np.prod(case.shape[:-1])),
-        features=case.shape[-1],
-        dtype=jnp.dtype(dtype),
-        residual_dtype=jnp.dtype(case.residual_dtype or dtype) if case.residual else None,
-    )
-    if reasons[implementation] is not None:
-        pytest.skip(reasons[implementation])
+    results = functools.partial(case.results, implementation=implementation)
+    skip_where_it_cannot_run(results, case.inputs(dtype))
 
 
 @functools.cache
@@ -684,10 +677,8 @@ def test_random_shapes_on_gpu(implementation):
         rows, multiple, times = (int(random.integers(1, n)) for n in (300, 4, 80))
         shape = rows, times * (1, 2, 64)[multiple - 1]
         case = Case("", shape, residual=bool(random.integers(2)), pre_bias=bool(random.integers(2)))
-        reasons = ops.layer_norm.implementations(
-            dispatch.current_device(), rows=shape[0], features=shape[1], dtype=jnp.dtype("float32")
-        )
-        if reasons[implementation] is None:
+        results = functools.partial(case.results, implementation=implementation)
+        if why_not(results, case.inputs("float32")) is None:
             tried += 1
             check(case, "float32", implementation)
     assert tried >= 3

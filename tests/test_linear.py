@@ -8,10 +8,10 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch
-from jaxfused.ops.linear import implementations
 from jaxfused.reference.activation import ACTIVATIONS, activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES
+from tests.choices import why_not
 from tests.tensor_cores import product
 from tests.transforms import assert_transforms
 
@@ -154,51 +154,16 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
     ],
 )
 def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
-    options = dict(
-        rows=16,
-        has_bias=False,
-        activation=None,
-        features=16,
-        out_features=16,
-        dtype=jnp.float32,
-        precision=precision,
-    )
-    reason = implementations(hopper, **options)["pallas"]
+    x, w = jnp.ones((16, 16)), jnp.ones((16, 16))
+
+    def why_not_pallas():
+        options = dict(activation="relu", precision=precision, implementation="pallas")
+        return why_not(lambda x, w: jaxfused.linear(x, w, **options), x, w)
+
+    reason = why_not_pallas()
     assert reason is None if allowed else "as tf32" in reason
     with jax.default_matmul_precision("float32"):
-        reason = implementations(hopper, **options)["pallas"]
-        assert (reason is None) == (allowed and precision is not None)
-
-
-@pytest.mark.parametrize(
-    ("change", "fastest"),
-    [
-        ({}, "cuda"),
-        (dict(activation="gelu_erf"), "pallas"),
-        (dict(activation=None), "pallas"),
-        (dict(activation=None, out_features=1024), "cuda"),
-        (dict(residual_dtype=jnp.bfloat16), "pallas"),
-        (dict(out_dtype=jnp.float32), "pallas"),
-        (dict(rows=64, out_features=192), "xla"),
-        (dict(activation=None, has_bias=False), "xla"),
-        (dict(dtype=jnp.float32), "xla"),
-    ],
-)
-def test_the_fastest_is_cublaslt_where_it_has_the_activation(hopper, monkeypatch, change, fastest):
-    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
-    layer = dict(
-        rows=2048,
-        features=768,
-        out_features=3072,
-        has_bias=True,
-        activation="gelu_tanh",
-        dtype=jnp.bfloat16,
-    )
-    assert dispatch.choose("linear", None, implementations(hopper, **layer | change)) == fastest
-    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: "there is none here")
-    without = implementations(hopper, **layer | change)
-    assert dispatch.choose("linear", None, without) == fastest.replace("cuda", "pallas")
+        assert (why_not_pallas() is None) == (allowed and precision is not None)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, dispatch, ops
+from jaxfused import cuda
 from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.rope import CASES, Case
+from tests.choices import skip_where_it_cannot_run
 from tests.transforms import assert_transforms
 
 INTERPRETED = (
@@ -86,20 +87,7 @@ def fused_rope(case, implementation="xla"):
 
 
 def skip_unless_supported(case, dtype, implementation):
-    """Skips with the very sentence that a user would be told."""
-    reasons = ops.rope.implementations(
-        dispatch.current_device(),
-        length=case.rows[-1],
-        heads=case.heads,
-        key_heads=case.key_heads,
-        head_size=case.head_size,
-        rotary_dim=case.rotary_dim or case.head_size,
-        interleaved=case.interleaved,
-        dtype=jnp.dtype(dtype),
-        k_dtype=jnp.dtype(dtype),
-    )
-    if reasons[implementation] is not None:
-        pytest.skip(reasons[implementation])
+    skip_where_it_cannot_run(fused_rope(case, implementation), *case.arguments(dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -21,6 +21,8 @@ _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
 _LOG2E = float(np.log2(np.e))
+_EMPTY_LSE = -0.7 * float(np.finfo(np.float32).max)
+"""What the kernels give for a query that attends to nothing, as the reference does."""
 
 
 class Operands(NamedTuple):
@@ -106,12 +108,19 @@ def why_unsupported(
 
 
 def forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, operands: Operands, options: Options
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    options: Options,
+    *,
+    saved_length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T]) of query [B, T, N, H], key [B, S, K, H], value [B, S, K, V].
+    """(out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H], key [B, S, K, H], value [B, S, K, V].
 
     lse is the natural logarithm in float32, with the sink; where nothing is summed up, and for
-    queries from their length on, sink or not, it is the reference's EMPTY_LSE, and out is 0.
+    queries from their length on, sink or not, it is the reference's EMPTY_LSE, and out is 0. R is
+    `saved_length`, T without it; entries from T on are EMPTY_LSE.
     """
     library.register()
     batch, query_count, heads, _ = query.shape
@@ -130,6 +139,9 @@ def forward(
         _absent(query) if operands.sinks is None else operands.sinks,
         **options.attributes(),
     )
+    if saved_length is not None and saved_length > query_count:
+        padding = ((0, 0), (0, 0), (0, saved_length - query_count))
+        lse = jnp.pad(lse, padding, constant_values=_EMPTY_LSE)
     return out, lse
 
 
@@ -144,9 +156,10 @@ def backward(
     dlse: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned; dlse is [B, N, T].
+    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned.
 
-    dbias has the bias's shape, dsinks is [N], both float32, or None without the operand.
+    lse is [B, N, R] with any R from T up, and dlse [B, N, T]. dbias has the bias's shape, dsinks is
+    [N], both float32, or None without the operand.
     """
     library.register()
     query_count = query.shape[1]
@@ -154,6 +167,7 @@ def backward(
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
     # Empty rows, and those that fill the last block up, have weights 2^-inf.
+    lse = lse[:, :, :query_count]
     lse = jnp.where(lse < -1e38, jnp.inf, lse)
     sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)
     missing = delta * (1.0 - sink_weight) - dlse

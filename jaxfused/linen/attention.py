@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen
+from flax.linen import attention
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
@@ -79,6 +80,7 @@ def attention_fn(
       >>> import functools
       >>> import jax, jax.numpy as jnp
       >>> from flax import linen
+    from flax.linen import attention
       >>> import jaxfused.linen
       >>> causal = functools.partial(jaxfused.linen.attention_fn, is_causal=True)
       >>> layer = linen.MultiHeadAttention(4, attention_fn=causal)
@@ -105,7 +107,7 @@ def attention_fn(
         return call_flax(
             "jaxfused.linen.attention_fn",
             reason,
-            lambda: linen.dot_product_attention(
+            lambda: attention.dot_product_attention(
                 query,
                 key,
                 value,

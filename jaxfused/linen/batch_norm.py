@@ -10,6 +10,7 @@ from flax.linen.dtypes import canonicalize_dtype
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.batch_norm import infer, train
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.reference.promotion import common_dtype
 
 
 class BatchNorm(linen.BatchNorm):
@@ -101,7 +102,7 @@ class BatchNorm(linen.BatchNorm):
             bias = self.param("bias", self.bias_init, channels, self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
-        x = x.astype(jnp.promote_types(x.dtype, result_dtype))
+        x = x.astype(common_dtype(x.dtype, result_dtype))
         options: dict[str, Any] = dict(
             epsilon=self.epsilon,
             activation=self.activation,

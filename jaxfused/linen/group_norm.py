@@ -8,6 +8,7 @@ from flax.linen.dtypes import canonicalize_dtype
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.reference.promotion import common_dtype
 
 
 class GroupNorm(linen.GroupNorm):
@@ -87,7 +88,7 @@ class GroupNorm(linen.GroupNorm):
             bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
-        x = x.astype(jnp.promote_types(x.dtype, result_dtype))
+        x = x.astype(common_dtype(x.dtype, result_dtype))
         y = ops.group_norm.group_norm(
             x,
             scale,

@@ -12,6 +12,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
 from jaxfused.ops.layer_norm import Output
+from jaxfused.reference.promotion import common_dtype
 
 
 class LayerNorm(linen.LayerNorm):
@@ -194,7 +195,7 @@ def _why_flax(norm: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -
 
 def _widened(x: jax.Array, result_dtype: Any) -> jax.Array:
     """Linen, unlike NNX, rounds to the result's dtype after the norm, not before it."""
-    return x.astype(jnp.promote_types(x.dtype, result_dtype))
+    return x.astype(common_dtype(x.dtype, result_dtype))
 
 
 def _as_result(output: Output, result_dtype: Any) -> Output:

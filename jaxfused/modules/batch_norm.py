@@ -6,6 +6,7 @@ import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.reference.promotion import common_dtype
 
 
 def infer(
@@ -65,6 +66,8 @@ def train(
     )
 
     def moved(average: jax.Array, value: jax.Array) -> jax.Array:
-        return momentum * average + (1 - momentum) * jax.lax.stop_gradient(value)
+        dtype = common_dtype(average.dtype, value.dtype)
+        value = jax.lax.stop_gradient(value).astype(dtype)
+        return momentum * average.astype(dtype) + (1 - momentum) * value
 
     return y, moved(mean, batch_mean), moved(var, batch_var)

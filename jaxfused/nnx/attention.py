@@ -4,7 +4,7 @@ import functools
 
 import jax
 from flax import nnx
-from flax.nnx.nn import dtypes
+from flax.nnx.nn import attention, dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
 from jaxfused.modules.attention import attend, why_flax
@@ -90,7 +90,7 @@ def attention_fn(
         return call_flax(
             "jaxfused.nnx.attention_fn",
             reason,
-            lambda: nnx.dot_product_attention(
+            lambda: attention.dot_product_attention(
                 query,
                 key,
                 value,

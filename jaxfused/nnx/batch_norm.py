@@ -168,7 +168,7 @@ class BatchNorm(nnx.BatchNorm):
         )
         if use_running_average:
             return infer(x, scale, bias, mean, var, **options)
-        y, self.mean[...], self.var[...] = train(
+        y, new_mean, new_var = train(
             x,
             scale,
             bias,
@@ -179,4 +179,5 @@ class BatchNorm(nnx.BatchNorm):
             axis_index_groups=self.axis_index_groups,
             **options,
         )
+        self.mean[...], self.var[...] = new_mean.astype(mean.dtype), new_var.astype(var.dtype)
         return y

@@ -1,21 +1,22 @@
 """dot_product_attention: validation, choice of implementation, gradient, and the call of cuDNN."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
+from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda import attention as cuda_attention
-from jaxfused.ops.batching import batch_all, one_by_one
+from jaxfused.ops.batching import batch_all
+from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.attention import Mask
 from pallas_kernels.attention import attention as pallas_attention
-from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds
+from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
@@ -35,6 +36,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: AttentionImplementation | None = None,
     return_residual: bool = False,
+    return_lse: bool = False,
     logits_soft_cap: float | None = None,
     query_segment_ids: jax.Array | None = None,
     key_value_segment_ids: jax.Array | None = None,
@@ -57,7 +59,7 @@ def dot_product_attention(
     A query that may attend to nothing gets 0, and gives zero gradients; it is not an error.
 
     Args:
-      query: [B, T, N, H] or [T, N, H], float32, bfloat16 or float16 (float64 with "xla").
+      query: [B, T, N, H] or [T, N, H], float32, bfloat16 or float16 (float64 and integers with "xla").
       key: [B, S, K, H] or [S, K, H], of the query's dtype. N is a multiple of K; neighbouring query
         heads share a key head.
       value: [B, S, K, V] or [S, K, V], of the query's dtype.
@@ -71,7 +73,9 @@ def dot_product_attention(
       local_window_size: (left, right), or one number for both: t - left <= s <= t + right.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn". None
         does not choose cuDNN, whose gradients may differ from run to run.
-      return_residual: whether to return the log-sum-exp too.
+      return_residual: whether to return the log-sum-exp too, as JAX does: no gradient flows into it.
+      return_lse: whether to return the log-sum-exp too, with its gradient. Attention over a part of
+        the keys is merged with that over another part by it.
       logits_soft_cap: keeps the logits before bias within (-cap, cap).
       query_segment_ids: [B, T] or [T] integers, with key_value_segment_ids: a query attends to keys
         of its own segment.
@@ -84,9 +88,12 @@ def dot_product_attention(
         every implementation. Under `shard_map` or `pmap` fold the device's index into the key.
 
     Returns:
-      The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` also the
-      log-sum-exp of L (and the sink), [B, T, N] or [T, N], of the key's dtype as in JAX, but
-      differentiable; where a query attends to nothing, -0.7 times the largest float32, rounded.
+      The output, [B, T, N, V] or [T, N, V], of the query's dtype. With `return_residual` or
+      `return_lse` also the log-sum-exp of L (and the sink), [B, T, N] or [T, N], of the key's dtype as
+      in JAX; where a query attends to nothing, -0.7 times the largest float32, rounded.
+
+      Of integers the result is of integers too, and as in JAX so are the probabilities that multiply
+      the values: those below 1 are 0.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
@@ -108,6 +115,11 @@ def dot_product_attention(
     if not has_batch:
         query, key, value = (a[None] if a.ndim == 3 else a for a in (query, key, value))
     _validate(query, key, value, bias, sinks)
+    if return_residual and return_lse:
+        raise ValueError(
+            "dot_product_attention: return_residual and return_lse were passed, and both return the"
+            " log-sum-exp, the first without a gradient; pass one of them."
+        )
     batch, query_length, heads, head_size = query.shape
     key_length = key.shape[1]
     who = _mask(
@@ -129,37 +141,24 @@ def dot_product_attention(
     if scale is None:
         scale = head_size**-0.5
 
-    used = {
-        "bias": bias is not None,
-        "mask": mask is not None,
-        "scale as an array": isinstance(scale, jax.Array),
-        "return_residual": return_residual,
-        "logits_soft_cap": logits_soft_cap is not None,
-        "segment ids": who.query_segments is not None,
-        "sinks": sinks is not None,
-        "dropout": dropout_words is not None,
-    }
     device = dispatch.current_device(query, key, value)
-    chosen = dispatch.choose(
-        "dot_product_attention",
-        implementation,
-        implementations(
-            device,
-            dtype=query.dtype,
-            query_length=query_length,
-            key_length=key_length,
-            head_size=head_size,
-            value_head_size=value.shape[-1],
-            is_causal=is_causal,
-            window=who.window,
-            used=[name for name, is_used in used.items() if is_used],
-        ),
-    )
-    if chosen == "cudnn":
+    if implementation == "cudnn":
+        used = {
+            "scale as an array": isinstance(scale, jax.Array),
+            "return_residual": return_residual,
+            "return_lse": return_lse,
+            "logits_soft_cap": logits_soft_cap is not None,
+            "segment ids": who.query_segments is not None,
+            "sinks": sinks is not None,
+            "dropout": dropout_words is not None,
+        }
+        reason = _why_cudnn_unsupported(
+            device, query, key, value, who, [name for name, is_used in used.items() if is_used]
+        )
+        dispatch.choose("dot_product_attention", "cudnn", {"cudnn": reason})
         output = _cudnn(query, key, value, bias, who, scale)
         return output if has_batch else output[0]
-    # Without rows there is nothing for a kernel to do, and an empty launch is an error in CUDA.
-    if chosen == "xla" or query.size == 0:
+    if _takes_reference(implementation, device, query, scale):
         output, lse = reference.attention.attention(
             query,
             key,
@@ -173,69 +172,38 @@ def dot_product_attention(
             dropout_rate=dropout_rate,
         )
     else:
-        launch = _Launch(
-            implementation=chosen,
+        options = _Options(
             is_causal=who.is_causal,
             window=who.window,
             scale=float(scale),
             soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
             dropout_rate=float(dropout_rate),
-            multiprocessors=device.multiprocessors,
         )
-        output, lse = _run(launch, query, key, value, bias, sinks, who, dropout_words)
+        run = Runner(implementation, device)
+        output, lse = _run(run, options, query, key, value, bias, sinks, who, dropout_words)
     lse = lse.astype(key.dtype)
     if not has_batch:
         output, lse = output[0], lse[0]
-    return (output, lse) if return_residual else output
+    if return_residual:
+        return output, jax.lax.stop_gradient(lse)
+    return (output, lse) if return_lse else output
 
 
-def implementations(
-    device: dispatch.Device,
-    *,
-    dtype: Any,
-    query_length: int,
-    key_length: int,
-    head_size: int,
-    value_head_size: int,
-    is_causal: bool = False,
-    window: tuple[int, int] | None = None,
-    used: Collection[str] = (),
-) -> dict[str, str | None]:
-    """For each implementation, in order of preference, None or why it cannot run on `device`.
-
-    `used` names the optional arguments that are given and need support: "bias", "mask",
-    "scale as an array", "return_residual", "logits_soft_cap", "segment ids", "sinks", "dropout".
-    """
-    call = dict(
-        compute_capability=device.compute_capability,
-        dtype=dtype,
-        query_count=query_length,
-        key_count=key_length,
-        head_size=head_size,
-        value_size=value_head_size,
-        used=used,
-    )
-    return {
-        "pallas": pallas_attention.why_unsupported(**call),
-        "cuda": cuda_attention.why_unsupported(**call),
-        "xla": None,
-        "cudnn": _why_cudnn_unsupported(
-            device,
-            dtype=dtype,
-            query_length=query_length,
-            key_length=key_length,
-            head_size=head_size,
-            value_head_size=value_head_size,
-            is_causal=is_causal,
-            window=window,
-            used=used,
-        ),
-    }
+def _takes_reference(implementation, device, query, scale) -> bool:
+    """Whether the call is plain jax.numpy; a scale that is an array is no constant of a kernel."""
+    op = "dot_product_attention"
+    if isinstance(scale, jax.Array) and implementation != "xla":
+        why = "scale must be a Python float, as it is a constant of the kernels"
+        dispatch.choose(op, implementation, {"pallas": why, "cuda": why, "xla": None})
+        return True
+    return takes_reference(op, implementation, device, query)
 
 
 def _validate(query, key, value, bias, sinks) -> None:
     op = "dot_product_attention"
-    check_floating(op, {"query": query, "bias": bias, "sinks": sinks})
+    check_floating(op, {"bias": bias, "sinks": sinks})
+    if not jnp.issubdtype(query.dtype, jnp.integer):
+        check_floating(op, {"query": query})
     for name, array in {"query": query, "key": key, "value": value}.items():
         if array.ndim != 4:
             raise ValueError(
@@ -251,8 +219,8 @@ def _validate(query, key, value, bias, sinks) -> None:
     key_heads = key.shape[2]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(
-            f"{op}: query has {heads} heads and key {key_heads}, but query heads share key heads"
-            " evenly; pass a multiple of the key's heads as the query's."
+            f"{op}: query has {heads} heads and key {key_heads}, but the number of query heads must be"
+            " a multiple of the number of key heads, which they share evenly; pass such numbers."
         )
     check_shape(
         op,
@@ -349,8 +317,8 @@ def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
     check_constant("dot_product_attention", "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(
-            f"dot_product_attention: dropout_rate is {rate}, but it is the fraction to drop;"
-            " pass a number from 0 up and below 1."
+            f"dot_product_attention: dropout_rate must be in the range [0, 1), as it is the fraction to"
+            f" drop, but it is {rate}; pass a number from 0 up and below 1."
         )
     if rate == 0.0:
         return None
@@ -366,17 +334,14 @@ def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """All that is static in a call of the kernels: the static argument of the custom_vjp."""
+class _Options:
+    """What is static in a call of the kernels."""
 
-    implementation: str
-    """"pallas" or "cuda"."""
     is_causal: bool
     window: tuple[int, int] | None
     scale: float
     soft_cap: float | None
     dropout_rate: float
-    multiprocessors: int
 
     def logits(self, query: jax.Array, key: jax.Array, operands: Operands) -> Logits:
         """The options as the kernels take them."""
@@ -492,7 +457,7 @@ def _axes_of_logits(array: jax.Array | None) -> str:
     )
 
 
-def _run(launch: _Launch, query, key, value, bias, sinks, mask: Mask, dropout_words):
+def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: Mask, dropout_words):
     """(output [B, T, N, V], lse [B, T, N]) by the kernels."""
     batch, query_count, heads, head_size = query.shape
     key_heads = key.shape[2]
@@ -521,13 +486,13 @@ def _run(launch: _Launch, query, key, value, bias, sinks, mask: Mask, dropout_wo
         seeds,
     )
     arrays = _Arrays(*sharding.align(arrays, operand_axes=arrays.axes(), whole=_WHOLE))
-    output, lse = _attention(launch, arrays)
+    output, lse = _attention(run, options, arrays)
     output = output.reshape(batch, query_count, heads, -1)
     lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
         # The kernels leave queries beyond the length out altogether, with their sinks.
-        within = jnp.arange(query_count) < mask.query_lengths[:, None]
-        lse = jnp.where(within[..., None], lse, sinks.astype(lse.dtype))
+        within = jnp.arange(query_count)[None] < mask.query_lengths[:, None]
+        lse = jnp.where(within[..., None], lse, sinks.astype(lse.dtype)[None, None])
     return output, lse
 
 
@@ -536,23 +501,25 @@ class _Residuals(NamedTuple):
     output: jax.Array
     """[B, T, K, G, V]"""
     lse: jax.Array
-    """[B, K, G, T or more]"""
+    """[B, K, G, R], R = `saved_length(T)`; what it holds from T on is no query's."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(launch: _Launch, arrays: _Arrays):
-    return _forward(launch, arrays)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(run: Runner, options: _Options, arrays: _Arrays):
+    return run(_Forward(options), *arrays)
 
 
-def _attention_fwd(launch: _Launch, arrays: _Arrays):
-    output, lse = _forward(launch, arrays)
+def _attention_fwd(run: Runner, options: _Options, arrays: _Arrays):
+    output, lse = run(_Forward(options), *arrays)
     return (output, lse), _Residuals(arrays, output, lse)
 
 
-def _attention_bwd(launch: _Launch, saved: _Residuals, cotangents):
+def _attention_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
     doutput, dlse = cotangents
     arrays = saved.arrays
-    dquery, dkey, dvalue, dbias, dsinks = _backward(launch, saved, doutput, dlse)
+    dquery, dkey, dvalue, dbias, dsinks = run(
+        _Backward(options), saved.output, saved.lse, doutput, dlse, *arrays
+    )
     if dbias is not None:
         dbias = dbias.astype(arrays.bias.dtype)
     return (_Arrays(dquery, dkey, dvalue, dbias, dsinks),)
@@ -561,164 +528,231 @@ def _attention_bwd(launch: _Launch, saved: _Residuals, cotangents):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
+# --- kernels --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class _Forward:
-    """The forward kernel, over a shard."""
+    """(output [B, T, K, G, V], lse [B, K, G, R]) of _Arrays."""
 
-    launch: _Launch
+    options: _Options
 
-    def __call__(self, *operands):
+    @property
+    def name(self) -> str:
+        return "dot_product_attention forward"
+
+    def axes(self, *operands) -> Axes:
+        return Axes(_Arrays(*operands).axes(), ("btkgv", "bkgr"), _WHOLE)
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        return _reasons(device, _Arrays(*operands))
+
+    def run(self, implementation, device, *operands) -> Results:
         arrays = _Arrays(*operands)
-        query, key, value, operands = arrays.ungrouped()
-        logits = self.launch.logits(query, key, operands)
-        if self.launch.implementation == "cuda":
-            output, lse = cuda_attention.forward(query, key, value, *_for_cuda(logits, operands))
+        query, key, value, optional = arrays.ungrouped()
+        if implementation == "xla":
+            return _in_xla(self.options, arrays)(query, key, value, optional.bias, optional.sinks)
+        logits = self.options.logits(query, key, optional)
+        if implementation == "cuda":
+            output, lse = cuda_attention.forward(
+                query,
+                key,
+                value,
+                *_for_cuda(logits, optional),
+                saved_length=saved_length(query.shape[1]),
+            )
         else:
             output, lse = pallas_attention.forward(
                 query,
                 key,
                 value,
-                operands,
+                optional,
                 logits=logits,
-                multiprocessors=self.launch.multiprocessors,
+                multiprocessors=device.multiprocessors,
             )
-        shape = arrays.query.shape[:4]
-        batch, _, key_heads, groups = shape
-        return output.reshape(*shape, -1), lse.reshape(batch, key_heads, groups, -1)
+        return _grouped(arrays, output, lse)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return _over_batch(self, call, axis_size, in_batched, operands, 0)
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward kernel, over a shard."""
+    """(dquery, dkey, dvalue, dbias, dsinks), the last two None without the operand.
 
-    launch: _Launch
+    Of the output, the log-sum-exp, their cotangents, and _Arrays.
+    """
 
-    def __call__(self, output, lse, doutput, dlse, *operands):
+    options: _Options
+
+    @property
+    def name(self) -> str:
+        return "dot_product_attention backward"
+
+    def axes(self, *operands) -> Axes:
+        arrays = _Arrays(*operands[4:])
+        axes = arrays.axes()
+        results = tuple(
+            None if array is None else letters
+            for array, letters in zip(arrays[:5], axes[:5], strict=True)
+        )
+        return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, _WHOLE)
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        return _reasons(device, _Arrays(*operands[4:]))
+
+    def run(self, implementation, device, output, lse, doutput, dlse, *operands) -> Results:
         arrays = _Arrays(*operands)
-        query, key, value, operands = arrays.ungrouped()
+        query, key, value, optional = arrays.ungrouped()
         batch, query_count, heads, _ = query.shape
-        logits = self.launch.logits(query, key, operands)
+        if implementation == "xla":
+            differentiated = (query, key, value, optional.bias, optional.sinks)
+            _, vjp = jax.vjp(_in_xla(self.options, arrays), *differentiated)
+            dquery, dkey, dvalue, dbias, dsinks = vjp((doutput, dlse))
+            return self._as_operands(arrays, dquery, dkey, dvalue, dbias, dsinks)
+        logits = self.options.logits(query, key, optional)
         saved = (
             output.reshape(*query.shape[:3], -1),
             lse.reshape(batch, heads, -1),
             doutput.reshape(*query.shape[:3], -1),
             dlse.reshape(batch, heads, -1)[..., :query_count],
         )
-        if self.launch.implementation == "cuda":
-            cuda_operands, options = _for_cuda(logits, operands)
-            dquery, dkey, dvalue, dbias, dsinks = cuda_attention.backward(
-                query, key, value, cuda_operands, *saved, options
+        if implementation == "cuda":
+            cuda_operands, cuda_options = _for_cuda(logits, optional)
+            gradients = cuda_attention.backward(
+                query, key, value, cuda_operands, *saved, cuda_options
             )
         else:
-            dquery, dkey, dvalue, dbias, dsinks = pallas_attention.backward(
+            gradients = pallas_attention.backward(
                 query,
                 key,
                 value,
-                operands,
+                optional,
                 *saved,
                 logits=logits,
-                multiprocessors=self.launch.multiprocessors,
+                multiprocessors=device.multiprocessors,
             )
-        if dbias is not None:
-            dbias = dbias.reshape(arrays.bias.shape)
-        if dsinks is not None:
-            dsinks = dsinks.reshape(arrays.sinks.shape)
-        return dquery.reshape(arrays.query.shape), dkey, dvalue, dbias, dsinks
+        return self._as_operands(arrays, *gradients)
 
-
-def _forward(launch: _Launch, arrays: _Arrays):
-    """(output [B, T, K, G, V], lse [B, K, G, T or more]), with a rule for `jax.vmap`."""
-
-    @custom_vmap
-    def forward(*operands):
-        arrays = _Arrays(*operands)
-        return sharding.per_shard(
-            _Forward(launch),
-            arrays,
-            operand_axes=arrays.axes(),
-            result_axes=("btkgv", "bkgr"),
-            whole=_WHOLE,
+    def _as_operands(self, arrays: _Arrays, dquery, dkey, dvalue, dbias, dsinks) -> Results:
+        """The gradients in the shapes of the arrays; those of bias and sinks stay float32."""
+        return (
+            dquery.reshape(arrays.query.shape),
+            dkey,
+            dvalue,
+            None if dbias is None else dbias.reshape(arrays.bias.shape).astype(jnp.float32),
+            None if dsinks is None else dsinks.reshape(arrays.sinks.shape).astype(jnp.float32),
         )
 
-    @forward.def_vmap
-    def rule(axis_size, in_batched, *operands):
-        outputs = _over_batch(forward, axis_size, in_batched, operands, 0)
-        return outputs, jax.tree.map(lambda _: True, outputs)
-
-    return forward(*arrays)
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return _over_batch(self, call, axis_size, in_batched, operands, 4)
 
 
-def _backward(launch: _Launch, saved: _Residuals, doutput, dlse):
-    """(dquery, dkey, dvalue, dbias, dsinks), the last two None without the operand."""
+def _reasons(device: dispatch.Device, arrays: _Arrays) -> Mapping[str, str | None]:
+    """Why an implementation cannot run, forward and backward."""
+    call = dict(
+        compute_capability=device.compute_capability,
+        dtype=arrays.query.dtype,
+        query_count=arrays.query.shape[1],
+        key_count=arrays.key.shape[1],
+        head_size=arrays.query.shape[4],
+        value_size=arrays.value.shape[3],
+    )
+    return {
+        "pallas": pallas_attention.why_unsupported(**call),
+        "cuda": cuda_attention.why_unsupported(**call),
+        "xla": None,
+    }
 
-    @custom_vmap
-    def backward(*operands):
-        arrays = _Arrays(*operands[4:])
-        axes = arrays.axes()
-        return sharding.per_shard(
-            _Backward(launch),
-            operands,
-            operand_axes=("btkgv", "bkgr", "btkgv", "bkgr", *axes),
-            result_axes=tuple(
-                None if array is None else letters
-                for array, letters in zip(arrays[:5], axes[:5], strict=True)
-            ),
-            whole=_WHOLE,
+
+def _grouped(arrays: _Arrays, output: jax.Array, lse: jax.Array) -> Results:
+    """[B, T, N, V] and [B, N, R] as [B, T, K, G, V] and [B, K, G, R]."""
+    shape = arrays.query.shape[:4]
+    batch, _, key_heads, groups = shape
+    return output.reshape(*shape, -1), lse.reshape(batch, key_heads, groups, -1)
+
+
+def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
+    """The forward in plain jax.numpy as a function of what has gradients: q, k, v, bias and sinks."""
+    query, _, _, operands = arrays.ungrouped()
+    query_count = query.shape[1]
+    mask = Mask(
+        is_causal=options.is_causal,
+        window=options.window,
+        query_lengths=operands.query_lengths,
+        key_lengths=operands.key_lengths,
+        query_segments=operands.query_segments,
+        key_segments=operands.key_segments,
+        explicit=None if operands.explicit is None else operands.explicit != 0,
+    )
+
+    def forward(query, key, value, bias, sinks):
+        output, lse = reference.attention.attention_by_seeds(
+            query,
+            key,
+            value,
+            bias,
+            sinks,
+            mask,
+            operands.dropout_seeds,
+            scale=options.scale,
+            logits_soft_cap=options.soft_cap,
+            dropout_rate=options.dropout_rate,
         )
+        missing = saved_length(query_count) - query_count
+        lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
+        return _grouped(arrays, output, lse)
 
-    @backward.def_vmap
-    def rule(axis_size, in_batched, *operands):
-        outputs = _over_batch(backward, axis_size, in_batched, operands, 4)
-        return outputs, jax.tree.map(lambda _: True, outputs)
-
-    return backward(saved.output, saved.lse, doutput, dlse, *saved.arrays)
+    return forward
 
 
-def _over_batch(f, axis_size: int, in_batched, operands, first: int):
-    """`f` over a batch of operands, of which those from `first` on are _Arrays.
+def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
+    """The kernel over a batch of operands, of which those from `first` on are _Arrays.
 
     The batch becomes a part of the axis B that they have, unless there are operands without one.
     """
     arrays = _Arrays(*operands[first:])
     shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
     if any(array is not None for array in shared):
-        return one_by_one(f, in_batched, operands)
+        return None
     operands = batch_all(axis_size, in_batched, operands)
-    outputs = f(*(None if a is None else a.reshape(-1, *a.shape[2:]) for a in operands))
+    outputs = call(kernel, *(None if a is None else a.reshape(-1, *a.shape[2:]) for a in operands))
     return tuple(None if o is None else o.reshape(axis_size, -1, *o.shape[1:]) for o in outputs)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------
 
 
-def _why_cudnn_unsupported(
-    device, *, dtype, query_length, key_length, head_size, value_head_size, is_causal, window, used
-) -> str | None:
-    """None, or which limit of jax.nn.dot_product_attention(implementation="cudnn") is exceeded."""
+def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str | None:
+    """None, or which limit of jax.nn.dot_product_attention(implementation="cudnn") is exceeded.
+
+    `used` names optional arguments that are given and that it does not have, or not their gradient.
+    """
     capability = device.compute_capability
     if capability is None or capability < (8, 0):
         return "cuDNN's attention needs an NVIDIA GPU of compute capability 8.0 or later"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cuDNN's attention takes bfloat16 and float16, not {dtype}"
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN's attention takes bfloat16 and float16, not {query.dtype}"
     largest = 256 if capability >= (9, 0) else 128
+    (_, query_length, _, head_size), key_length = query.shape, key.shape[1]
     if head_size % 8 or head_size > largest:
         return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {head_size}"
-    if value_head_size != head_size:
-        return f"cuDNN is called with one head size, not {head_size} and {value_head_size}"
+    if value.shape[-1] != head_size:
+        return f"cuDNN is called with one head size, not {head_size} and {value.shape[-1]}"
     # The gradient to queries came out wrong at 198 tokens (H200, jax 0.11.2).
     if query_length % 32 or key_length % 32:
         return (
             "cuDNN's gradient is trusted at lengths that are multiples of 32,"
             f" not {query_length} queries and {key_length} keys"
         )
-    if window is not None:
-        if window[1] != 0 and not is_causal:
-            return f"cuDNN has no window to the right without is_causal, and {window[1]} was passed"
+    if mask.window is not None:
+        right = mask.window[1]
+        if right != 0 and not mask.is_causal:
+            return f"cuDNN has no window to the right without is_causal, and {right} was passed"
         if query_length > key_length:
             return "cuDNN's window may leave queries without keys where there are fewer keys"
-    missing = [name for name in used if name not in ("bias", "mask")]
-    if missing:
-        return f"cuDNN's attention does not have {' and '.join(missing)}, or not its gradient"
+    if used:
+        return f"cuDNN's attention does not have {' and '.join(used)}, or not its gradient"
     return None
 
 
@@ -738,7 +772,7 @@ def _cudnn(query, key, value, bias, mask: Mask, scale) -> jax.Array:
     if explicit is not None:
         explicit = jnp.broadcast_to(explicit, explicit.shape[:2] + logits_shape)
     key_lengths = mask.key_lengths
-    output = jax.nn.dot_product_attention(
+    output = jax_dot_product_attention(
         query,
         key,
         value,

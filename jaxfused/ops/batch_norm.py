@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -109,7 +110,7 @@ def batch_norm(
         )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
 
     if mean is None:
         mean, var = reference.batch_norm.batch_statistics(
@@ -119,16 +120,6 @@ def batch_norm(
         x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation
     )
     return (y, mean, var) if training else y
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of batch_norm yet",
-        "cuda": "there is no CUDA kernel of batch_norm yet",
-        "xla": None,
-    }
 
 
 def fold_batch_norm(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -90,18 +91,8 @@ def conv(
     if residual is not None:
         shape = jax.eval_shape(run, x, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
     return run(x, w, bias, residual)
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of conv yet",
-        "cuda": "there is no CUDA kernel of conv yet",
-        "xla": None,
-    }
 
 
 def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:

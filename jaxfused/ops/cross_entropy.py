@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.validation import check_constant, check_count, check_floating, check_shape
 from jaxfused.reference.cross_entropy import Normalizer, Options, counted, is_soft
+from jaxfused.reference.promotion import common_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -91,7 +93,7 @@ def softmax_cross_entropy(
     options = Options(label_smoothing, z_loss, ignore_index)
     labels = check_labels(op, labels, logits.shape, options)
     _check_options(op, options, weights, logits.shape[:-1], reduction)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(logits)))
+    reference_only(op, implementation, logits)
     losses = _token_losses(options, logits, labels)
     return _reduce(losses, counted(labels, options), weights, reduction)
 
@@ -158,7 +160,7 @@ def linear_softmax_cross_entropy(
     _check_options(op, options, weights, leading, reduction)
     if chunk_size is not None:
         check_count(op, "chunk_size", chunk_size)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
     rows = math.prod(leading)
     losses = _linear_token_losses(
         options,
@@ -169,16 +171,6 @@ def linear_softmax_cross_entropy(
         labels.reshape(rows, *labels.shape[len(leading) :]),
     )
     return _reduce(losses.reshape(leading), counted(labels, options), weights, reduction)
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of cross_entropy yet",
-        "cuda": "there is no CUDA kernel of cross_entropy yet",
-        "xla": None,
-    }
 
 
 def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Options) -> jax.Array:
@@ -198,7 +190,7 @@ def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Op
         )
     rule = f"there is one class for each token of logits of shape {shape}"
     check_shape(op, "labels", labels, shape[:-1], rule)
-    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
+    return labels.astype(common_dtype(labels.dtype, jnp.int32))
 
 
 def _check_options(
@@ -238,6 +230,7 @@ def _reduce(
 ) -> jax.Array:
     total = counts.astype(losses.dtype)
     if weights is not None:
+        weights = weights.astype(losses.dtype)
         losses, total = losses * weights, total * weights
     if reduction == "none":
         return losses

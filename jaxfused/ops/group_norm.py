@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -70,20 +71,10 @@ def group_norm(
     num_groups = _validate(x, scale, bias, residual, num_groups, group_size)
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
     return reference.group_norm.norm(
         x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
     )
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of group_norm yet",
-        "cuda": "there is no CUDA kernel of group_norm yet",
-        "xla": None,
-    }
 
 
 def _validate(x, scale, bias, residual, num_groups, group_size) -> int:

@@ -5,16 +5,23 @@ RMSNorm is LayerNorm without the mean, so both are one function to the kernels.
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops.batching import batch_all, is_batched, one_by_one
+from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.kernel_call import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    takes_reference,
+)
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -125,48 +132,6 @@ def rms_norm(
     return _run(options, x, scale, bias, residual, pre_bias, implementation)
 
 
-def implementations(
-    device: dispatch.Device,
-    *,
-    rows: int,
-    features: int,
-    dtype: Any,
-    residual_dtype: Any = None,
-    pre_bias: bool = False,
-    pre_activation: str | None = None,
-    activation: str | None = None,
-    backward: bool = False,
-) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run these shapes on `device`.
-
-    The order is that of the forward or of the backward, for what stands around the norm (`pre_bias`:
-    whether there is one); what can run is the same for all.
-    """
-    limits = dict(rows=rows, features=features, dtype=dtype, residual_dtype=residual_dtype)
-    capability = device.compute_capability
-    reasons = {
-        "pallas": pallas_layer_norm.why_unsupported(compute_capability=capability, **limits),
-        "cuda": cuda.layer_norm.why_unsupported(compute_capability=capability, **limits),
-        "xla": None,
-    }
-    # On an H200 in bfloat16, CUDA C and Pallas. Forward: layer_norm of [16384, 1024] 18.2 and 18.9 us,
-    # of [16384, 8192] 132 and 149, after a residual 254 and 297, but [4096, 768] 5.3 and 5.2,
-    # [32768, 384] 14.3 and 14.0; after bias and relu [16384, 1024] 18.2 and 19.0, [16384, 8192] 143
-    # and 153, but [8192, 4096], more than a warp holds, 37.9 and 36.0; gelu after the norm of
-    # [16384, 8192] 185 and 169. Backward: [4096, 16384] 109 and 176, whose registers do not hold so
-    # long a row; [16384, 8192] 202 and 201, [50432, 768] 67 and 63.
-    large = features >= 768 and rows * features * jnp.dtype(dtype).itemsize > 20 * 10**6
-    if backward:
-        prefers_cuda = features > 8192
-    elif activation is not None or pre_activation not in (None, "relu"):
-        prefers_cuda = False
-    elif residual_dtype is None and (pre_bias or pre_activation):
-        prefers_cuda = large and not 1024 < features < 8192
-    else:
-        prefers_cuda = large
-    return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
-
-
 @dataclass(frozen=True)
 class _Options:
     """What is static in a call: which norm, and its constants."""
@@ -195,37 +160,18 @@ def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
         None if a is None else jnp.asarray(a) for a in (scale, bias, residual, pre_bias)
     )
     _validate(options, x, scale, bias, residual, pre_bias)
-    features = x.shape[-1]
-    rows = x.size // features
     device = dispatch.current_device(x, residual)
-    limits = dict(
-        rows=rows,
-        features=features,
-        dtype=x.dtype,
-        residual_dtype=None if residual is None else residual.dtype,
-        pre_bias=pre_bias is not None,
-        pre_activation=options.pre_activation,
-        activation=options.activation,
-    )
-    forward, backward = (
-        dispatch.choose(
-            options.op, implementation, implementations(device, **limits, backward=backward)
-        )
-        for backward in (False, True)
-    )
-    # Without rows there is nothing for a kernel to do, and an empty launch is an error in CUDA.
-    if forward == "xla" or rows == 0:
+    if takes_reference(options.op, implementation, device, x):
         y, next_residual = reference.layer_norm.norm(
             x, scale, bias, residual, pre_bias, **options.keywords()
         )
         return y if next_residual is None else (y, next_residual)
 
-    launch = _Launch(options, forward, backward, device.multiprocessors)
     axes = _axes(x)
     operands = sharding.align(
         (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), whole="d"
     )
-    y, next_residual = _norm(launch, *operands)
+    y, next_residual = _norm(Runner(implementation, device), options, *operands)
     return y if next_residual is None else (y, next_residual)
 
 
@@ -251,72 +197,45 @@ def _validate(options, x, scale, bias, residual, pre_bias) -> None:
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """Which kernels run, and how: the static argument of the custom_vjp."""
-
-    options: _Options
-    forward_implementation: str
-    backward_implementation: str
-    multiprocessors: int
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The forward kernel, with all that is static filled in."""
-        return self._kernel(self.forward_implementation, "forward")
-
-    @property
-    def backward(self) -> Callable[..., Any]:
-        """The same for the backward; either takes the statistics of either."""
-        return self._kernel(self.backward_implementation, "backward")
-
-    def _kernel(self, implementation: str, name: str) -> Callable[..., Any]:
-        keywords = self.options.keywords()
-        if implementation == "cuda":
-            return functools.partial(getattr(cuda.layer_norm, name), **keywords)
-        keywords["multiprocessors"] = self.multiprocessors
-        return functools.partial(getattr(pallas_layer_norm, name), **keywords)
-
-
 class _Residuals(NamedTuple):
     h: jax.Array
     """The next residual where there is one, else x: pre_bias is still to be added to x."""
     mean: jax.Array | None
+    """[...], float32; None for an RMSNorm."""
     rstd: jax.Array
+    """[...], float32."""
     scale: jax.Array | None
     bias: jax.Array | None
     pre_bias: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(launch: _Launch, x, scale, bias, residual, pre_bias):
-    y, next_residual, _, _ = _forward(
-        launch, x, scale, bias, residual, pre_bias, save_statistics=False
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(run: Runner, options: _Options, x, scale, bias, residual, pre_bias):
+    forward = _Forward(options, save_statistics=False)
+    y, next_residual, _, _ = run(forward, x, residual, scale, bias, pre_bias)
     return y, next_residual
 
 
-def _norm_fwd(launch: _Launch, x, scale, bias, residual, pre_bias):
-    y, next_residual, mean, rstd = _forward(
-        launch, x, scale, bias, residual, pre_bias, save_statistics=True
-    )
+def _norm_fwd(run: Runner, options: _Options, x, scale, bias, residual, pre_bias):
+    forward = _Forward(options, save_statistics=True)
+    y, next_residual, mean, rstd = run(forward, x, residual, scale, bias, pre_bias)
     h = x if residual is None else next_residual
     return (y, next_residual), _Residuals(h, mean, rstd, scale, bias, pre_bias)
 
 
-def _norm_bwd(launch: _Launch, saved: _Residuals, cotangents):
+def _norm_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
     dy, dnext_residual = cotangents
-    has_residual = dnext_residual is not None
-    dx, dscale, dbias, dpre_bias = _backward(launch, dy, dnext_residual, saved)
+    backward = _Backward(options, batch_axes=0)
+    dx, dscale, dbias, dpre_bias = run(backward, dy, dnext_residual, *saved)
 
     def parameter_gradient(gradient, parameter):
         return None if parameter is None else gradient.astype(parameter.dtype)
 
     return (
-        dx,
+        dx.astype(dy.dtype),
         parameter_gradient(dscale, saved.scale),
         parameter_gradient(dbias, saved.bias),
-        dx if has_residual else None,
+        None if dnext_residual is None else dx,
         parameter_gradient(dpre_bias, saved.pre_bias),
     )
 
@@ -329,124 +248,138 @@ def _axes(x: jax.Array) -> str:
     return sharding.leading_axes(x.ndim - 1) + "d"
 
 
-def _rows(x: jax.Array | None) -> jax.Array | None:
-    """[..., D] to the [M, D] that the kernels take."""
-    return None if x is None else x.reshape(-1, x.shape[-1])
+# --- kernels --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The forward kernel, over a shard of any rank."""
+    """(y, next_residual, mean, rstd) of x, residual [M, D], scale, bias and pre_bias."""
 
-    launch: _Launch
+    options: _Options
     save_statistics: bool
 
-    def __call__(self, x, residual, scale, bias, pre_bias):
-        outputs = self.launch.forward(
-            _rows(x), scale, bias, _rows(residual), pre_bias, save_statistics=self.save_statistics
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} forward"
+
+    def axes(self, x, residual, scale, bias, pre_bias) -> Axes:
+        rows = ROWS + "d"
+        saves_mean = self.save_statistics and self.options.subtract_mean
+        return Axes(
+            (rows, rows, "d", "d", "d"),
+            (
+                rows,
+                None if residual is None else rows,
+                ROWS if saves_mean else None,
+                ROWS if self.save_statistics else None,
+            ),
+            whole="d",
         )
-        return tuple(None if o is None else o.reshape(*x.shape[:-1], *o.shape[1:]) for o in outputs)
+
+    def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
+        reasons = _reasons(device, x, None if residual is None else residual.dtype)
+        # Figures of these rules are in benchmarks/LAB.md.
+        rows, features = x.shape
+        large = features >= 768 and rows * features * x.dtype.itemsize > 20 * 10**6
+        o = self.options
+        if o.activation is not None or o.pre_activation not in (None, "relu"):
+            prefers_cuda = False
+        elif residual is None and (pre_bias is not None or o.pre_activation):
+            prefers_cuda = large and not 1024 < features < 8192
+        else:
+            prefers_cuda = large
+        return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
+
+    def run(self, implementation, device, x, residual, scale, bias, pre_bias) -> Results:
+        operands = (x, scale, bias, residual, pre_bias)
+        keywords = self.options.keywords()
+        if implementation == "xla":
+            results = reference.layer_norm.norm_and_statistics(*operands, **keywords)
+            return results if self.save_statistics else (*results[:2], None, None)
+        keywords["save_statistics"] = self.save_statistics
+        if implementation == "cuda":
+            return cuda.layer_norm.forward(*operands, **keywords)
+        return pallas_layer_norm.forward(
+            *operands, **keywords, multiprocessors=device.multiprocessors
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward kernel, over a shard of any rank whose first `batch_axes` axes are a batch."""
+    """(dx, dscale, dbias, dpre_bias) of dy, dnext_residual and what was saved.
 
-    launch: _Launch
-    batch_axes: int
-
-    def __call__(self, dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias):
-        batch = h.shape[: self.batch_axes]
-        dx, *gradients = self.launch.backward(
-            _rows(dy),
-            _rows(dnext_residual),
-            _rows(h),
-            None if mean is None else mean.reshape(-1),
-            rstd.reshape(-1),
-            scale,
-            bias,
-            pre_bias,
-            segments=math.prod(batch),
-        )
-        return dx.reshape(h.shape), *(
-            None if g is None else g.reshape(*batch, *g.shape[1:]) for g in gradients
-        )
-
-
-def _forward(launch: _Launch, x, scale, bias, residual, pre_bias, *, save_statistics: bool):
-    """(y, next_residual, mean, rstd) of x [..., D], with a rule for `jax.vmap`."""
-
-    @custom_vmap
-    def forward(x, residual, scale, bias, pre_bias):
-        axes, row = _axes(x), _axes(x)[:-1]
-        save_mean = save_statistics and launch.options.subtract_mean
-        return sharding.per_shard(
-            _Forward(launch, save_statistics),
-            (x, residual, scale, bias, pre_bias),
-            operand_axes=(axes, axes, "d", "d", "d"),
-            result_axes=(
-                axes,
-                None if residual is None else axes,
-                row if save_mean else None,
-                row if save_statistics else None,
-            ),
-            whole="d",
-        )
-
-    @forward.def_vmap
-    def rule(axis_size, in_batched, x, residual, scale, bias, pre_bias):
-        if is_batched(in_batched[2:]):
-            outputs = one_by_one(forward, in_batched, (x, residual, scale, bias, pre_bias))
-        else:
-            x, residual = batch_all(axis_size, in_batched[:2], (x, residual))
-            outputs = forward(x, residual, scale, bias, pre_bias)
-        return outputs, jax.tree.map(lambda _: True, outputs)
-
-    return forward(x, residual, scale, bias, pre_bias)
-
-
-def _backward(launch: _Launch, dy, dnext_residual, saved: _Residuals, *, batch_axes: int = 0):
-    """(dx, dscale, dbias, dpre_bias), the last three of shape [*batch, D] or None.
-
-    The first `batch_axes` axes of the rows are that batch: the parameters that they share have
-    gradients for each of its entries.
+    The first `batch_axes` axes of the rows are a batch: the parameters that its entries share have a
+    gradient, float32 [*batch, D], for each of them.
     """
 
-    @custom_vmap
-    def backward(rows, parameters):
-        _, _, h, _, _ = rows
-        axes = _axes(h)
-        return sharding.per_shard(
-            _Backward(launch, batch_axes),
-            (*rows, *parameters),
-            operand_axes=(axes, axes, axes, axes[:-1], axes[:-1], "d", "d", "d"),
-            result_axes=(
-                axes,
-                *(None if p is None else axes[:batch_axes] + "d" for p in parameters),
+    options: _Options
+    batch_axes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} backward"
+
+    def axes(self, dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias) -> Axes:
+        batch = "pqrstuvw"[: self.batch_axes]
+        rows = batch + ROWS
+        return Axes(
+            (rows + "d", rows + "d", rows + "d", rows, rows, "d", "d", "d"),
+            (
+                rows + "d",
+                *(None if p is None else batch + "d" for p in (scale, bias, pre_bias)),
             ),
             whole="d",
         )
 
-    @backward.def_vmap
-    def rule(axis_size, in_batched, rows, parameters):
-        rows_batched, parameters_batched = in_batched
-        if is_batched(parameters_batched):
-            leaves, treedef = jax.tree.flatten((rows, parameters))
-            outputs = one_by_one(
-                lambda *leaves: backward(*jax.tree.unflatten(treedef, leaves)),
-                jax.tree.leaves(in_batched),
-                leaves,
-            )
-        else:
-            dy, dnext_residual, *statistics = batch_all(axis_size, rows_batched, rows)
-            outputs = _backward(
-                launch,
-                dy,
-                dnext_residual,
-                _Residuals(*statistics, *parameters),
-                batch_axes=batch_axes + 1,
-            )
-        return outputs, jax.tree.map(lambda _: True, outputs)
+    def reasons(self, device, dy, dnext_residual, h, *others) -> Mapping[str, str | None]:
+        del others
+        batch = math.prod(h.shape[: self.batch_axes])
+        reasons = _reasons(device, dy, None if dnext_residual is None else h.dtype, batch)
+        return dispatch.preferring("cuda", reasons) if h.shape[-1] > 8192 else reasons
 
-    h, mean, rstd, *parameters = saved
-    return backward((dy, dnext_residual, h, mean, rstd), tuple(parameters))
+    def run(self, implementation, device, dy, dnext_residual, h, mean, rstd, *vectors) -> Results:
+        batch = h.shape[: self.batch_axes]
+        keywords: dict[str, Any] = dict(segments=math.prod(batch), **self.options.keywords())
+        functions: Mapping[str, Callable[..., Any]] = {
+            "pallas": pallas_layer_norm.backward,
+            "cuda": cuda.layer_norm.backward,
+            "xla": reference.layer_norm.gradient,
+        }
+        if implementation == "pallas":
+            keywords["multiprocessors"] = device.multiprocessors
+        dx, *gradients = functions[implementation](
+            *(None if a is None else a.reshape(-1, a.shape[-1]) for a in (dy, dnext_residual, h)),
+            None if mean is None else mean.reshape(-1),
+            rstd.reshape(-1),
+            *vectors,
+            **keywords,
+        )
+        return dx.reshape(h.shape), *(
+            None if g is None else g.reshape(*batch, g.shape[-1]) for g in gradients
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        if is_batched(in_batched[5:]):
+            return None
+        rows = batch_all(axis_size, in_batched[:5], operands[:5])
+        return call(replace(self, batch_axes=self.batch_axes + 1), *rows, *operands[5:])
+
+
+def _reasons(device, x, residual_dtype, segments=1) -> dict[str, str | None]:
+    """Why an implementation cannot run rows [..., D], forward or backward."""
+    limits = dict(
+        compute_capability=device.compute_capability,
+        rows=x.size // x.shape[-1],
+        features=x.shape[-1],
+        dtype=x.dtype,
+        residual_dtype=residual_dtype,
+        segments=segments,
+    )
+    return {
+        "pallas": pallas_layer_norm.why_unsupported(**limits),
+        "cuda": cuda.layer_norm.why_unsupported(**limits),
+        "xla": None,
+    }

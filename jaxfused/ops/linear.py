@@ -1,18 +1,23 @@
 """linear: validation, choice of implementation, gradient."""
 
 import functools
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops.row_kernel import ROWS, RowKernel
+from jaxfused.ops.kernel_call import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    takes_reference,
+)
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.reference.activation import activate
 from jaxfused.reference.product import product
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
@@ -74,105 +79,23 @@ def linear(
     check_residual(op, residual, x, w.shape[1])
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
-    chosen = dispatch.choose(
-        op,
-        implementation,
-        implementations(
-            device,
-            rows=math.prod(x.shape[:-1]),
-            features=x.shape[-1],
-            out_features=w.shape[1],
-            has_bias=bias is not None,
-            activation=activation,
-            dtype=x.dtype,
-            residual_dtype=None if residual is None else residual.dtype,
-            out_dtype=out_dtype,
-            precision=precision,
-        ),
-    )
-    # Without rows there is nothing for a kernel to do.
-    if chosen == "xla" or x.size == 0:
+    is_bare = bias is None and activation is None
+    why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
+    if takes_reference(op, implementation, device, x, why_xla=why_xla):
         return reference.linear.linear(
             x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
         )
-    launch = Launch(chosen, device.multiprocessors, precision)
     options = _Options(
-        activation, jnp.dtype(out_dtype), None if residual is None else residual.dtype
+        activation,
+        jnp.dtype(out_dtype),
+        None if residual is None else residual.dtype,
+        precision,
     )
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
         (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), whole="d"
     )
-    return _linear(launch, options, *operands)
-
-
-def implementations(
-    device: dispatch.Device,
-    *,
-    rows: int,
-    features: int,
-    out_features: int,
-    has_bias: bool,
-    activation: str | None,
-    dtype: Any,
-    residual_dtype: Any = None,
-    out_dtype: Any = None,
-    precision: Any = None,
-) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # A bias or an activation takes XLA another pass. float32 is not measured.
-    fast = (has_bias or activation is not None) and dtype != jnp.float32
-    fast = fast and fills(device.multiprocessors, rows, out_features)
-    reasons = {
-        "pallas": pallas_matmul.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtypes={"x": dtype, "residual": residual_dtype, "the result": out_dtype},
-            features={"x": features, "the result": out_features},
-            allows_tf32=allows_tf32(precision),
-        ),
-        "cuda": cuda.linear.why_unsupported(
-            compute_capability=device.compute_capability, dtype=dtype
-        ),
-        "xla": None,
-    }
-    if not fast:
-        return dispatch.preferring("xla", reasons)
-    by_cublaslt = _is_faster_in_cublaslt(
-        dtype=dtype,
-        w_shape=(features, out_features),
-        has_bias=has_bias,
-        activation=activation,
-        residual_dtype=residual_dtype,
-        out_dtype=out_dtype,
-    )
-    return dispatch.preferring("cuda", reasons) if by_cublaslt else reasons
-
-
-def _is_faster_in_cublaslt(
-    *,
-    dtype: Any,
-    w_shape: tuple[int, ...],
-    has_bias: bool,
-    activation: str | None,
-    residual_dtype: Any,
-    out_dtype: Any,
-) -> bool:
-    """Whether cuBLASLt takes the layer in one product, and faster than the Pallas kernel does.
-
-    It does so with gelu: [16384, 768] x [768, 3072] 114 us on an H200, Pallas 130, XLA 175; forward
-    and backward 428, 536, 503. With a bias it does where Pallas has only narrow tiles: [25216, 4096]
-    x [4096, 1024] 259 and 264 us, with a residual 270 and 284; but [50432, 768] x [768, 3072] 307 and
-    303, 394 and 360.
-    """
-    adds = has_bias or residual_dtype is not None
-    faster = activation == "gelu_tanh" or (adds and wastes_wide_tiles(w_shape[1]))
-    return faster and cuda.linear.in_one_product(
-        dtype=dtype,
-        w_shape=w_shape,
-        activation=activation,
-        residual_dtype=residual_dtype,
-        out_dtype=out_dtype,
-    )
+    return _linear(Runner(implementation, device), options, *operands)
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -228,78 +151,75 @@ def resolve_out_dtype(op: str, out_dtype: Any, x: jax.Array, residual: jax.Array
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Which kernels run, and how."""
+class _Options:
+    """What is static in a call."""
 
-    implementation: str
-    multiprocessors: int
+    activation: str | None
+    out_dtype: Any
+    residual_dtype: Any
     precision: Any
-    takes_fastest: bool = False
-    """Whether `forward` may be cuBLASLt's where that is faster, whatever else runs."""
 
-    def row_kernel(
-        self,
-        functions: Mapping[str, Callable[..., Any]],
-        operand_axes: tuple[str, ...],
-        result_axes: tuple[str | None, ...],
-        whole: str,
-        **keywords: Any,
-    ) -> RowKernel:
-        """The function of this launch's implementation, with its keywords and the launch's own."""
-        if self.implementation == "pallas":
-            keywords["multiprocessors"] = self.multiprocessors
-        else:
-            keywords["precision"] = self.precision
-        function = functions[self.implementation]
-        return RowKernel(function, tuple(keywords.items()), operand_axes, result_axes, whole)
-
-    def forward(
-        self,
-        x: jax.Array,
-        w: jax.Array,
-        bias: jax.Array | None,
-        residual: jax.Array | None,
-        *,
-        activation: str | None,
-        out_dtype: Any,
-        save_preactivation: bool = False,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """activation(x @ w + bias) + residual, and x @ w + bias if it is to be saved."""
-        launch = self
-        if self.takes_fastest and _is_faster_in_cublaslt(
-            dtype=x.dtype,
-            w_shape=w.shape,
-            has_bias=bias is not None,
-            activation=activation,
-            residual_dtype=None if residual is None else residual.dtype,
-            out_dtype=out_dtype,
-        ):
-            launch = replace(self, implementation="cuda")
-        kernel = launch.row_kernel(
-            {"pallas": pallas_linear.forward, "cuda": cuda.linear.forward},
-            (ROWS + "d", "df", "f", ROWS + "f"),
-            (ROWS + "f", ROWS + "f" if save_preactivation else None),
-            "d",
-            activation=activation,
-            out_dtype=out_dtype,
-            save_preactivation=save_preactivation,
+    def forward(self, *, save_preactivation: bool) -> "Layer":
+        """The kernel of the forward."""
+        return Layer(
+            "linear forward", self.activation, self.out_dtype, save_preactivation, self.precision
         )
-        return kernel(x, w.astype(x.dtype), bias, residual)
 
-    def input_gradient(self, dy: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-        """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
-        rows = sharding.leading_axes(dy.ndim - 1)
-        return _product(f"{rows}f,df->{rows}d", dy, w, dtype, self.precision)
 
-    def weight_gradient(self, x: jax.Array, dy: jax.Array, dtype: Any) -> jax.Array:
-        """x^T @ dy over all rows."""
-        return weight_gradient(x, dy, dtype, self.precision)
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+    """x @ w + bias in x's dtype, where there is an activation."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(run: Runner, options: _Options, x, w, bias, residual):
+    y, _ = run(options.forward(save_preactivation=False), x, w, bias, residual)
+    return y
+
+
+def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
+    saves = options.activation is not None
+    y, preactivation = run(options.forward(save_preactivation=saves), x, w, bias, residual)
+    return y, _Residuals(x, w, bias, preactivation)
+
+
+def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+    x, w, bias, preactivation = saved
+    if preactivation is None:
+        dz, dbias = dy.astype(x.dtype), None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        gradient = _ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, preactivation)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+    return (
+        input_gradient(dz, w, x.dtype, options.precision),
+        weight_gradient(x, dz, w.dtype, options.precision),
+        dbias,
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def input_gradient(dy: jax.Array, w: jax.Array, dtype: Any, precision: Any) -> jax.Array:
+    """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
+    rows = sharding.leading_axes(dy.ndim - 1)
+    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision)
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
     """The transpose of x [..., D] times dy [..., F], over all rows."""
     rows = sharding.leading_axes(x.ndim - 1)
     return _product(f"{rows}d,{rows}f->df", x, dy, dtype, precision)
+
+
+def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
+    """The gradient of a bias: dy [..., F] summed over all of its rows in float32."""
+    return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any, precision: Any) -> jax.Array:
@@ -330,79 +250,145 @@ class _ProductOfShards:
         return (y,)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What else is static in a call."""
+# --- kernels --------------------------------------------------------------------------------------
 
+
+@dataclass(frozen=True)
+class Layer:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F].
+
+    `mlp` and `gated_mlp` have it for their layers too.
+    """
+
+    name: str
     activation: str | None
     out_dtype: Any
-    residual_dtype: Any
+    save_preactivation: bool
+    precision: Any
 
-
-class _Residuals(NamedTuple):
-    x: jax.Array
-    w: jax.Array
-    bias: jax.Array | None
-    preactivation: jax.Array | None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear(launch: Launch, options: _Options, x, w, bias, residual):
-    y, _ = launch.forward(
-        x, w, bias, residual, activation=options.activation, out_dtype=options.out_dtype
-    )
-    return y
-
-
-def _linear_fwd(launch: Launch, options: _Options, x, w, bias, residual):
-    y, preactivation = launch.forward(
-        x,
-        w,
-        bias,
-        residual,
-        activation=options.activation,
-        out_dtype=options.out_dtype,
-        save_preactivation=options.activation is not None,
-    )
-    return y, _Residuals(x, w, bias, preactivation)
-
-
-def _linear_bwd(launch: Launch, options: _Options, saved: _Residuals, dy):
-    x, w, bias, preactivation = saved
-    if preactivation is None:
-        dz, dbias = dy.astype(x.dtype), None if bias is None else sum_rows(dy, bias.dtype)
-    else:
-        dz, dbias = _activation_gradient(launch, options.activation, dy, preactivation, bias)
-    return (
-        launch.input_gradient(dz, w, x.dtype),
-        launch.weight_gradient(x, dz, w.dtype),
-        dbias,
-        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
-    )
-
-
-_linear.defvjp(_linear_fwd, _linear_bwd)
-
-
-def _activation_gradient(
-    launch: Launch, activation: str | None, dy: jax.Array, z: jax.Array, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """The gradients of the preactivation z, in its dtype, and of the bias in it."""
-    if launch.implementation == "cuda":
-        kernel = RowKernel(
-            cuda.linear.activation_gradient,
-            (("activation", activation), ("sum_rows", bias is not None)),
-            (ROWS + "f", ROWS + "f"),
-            (ROWS + "f", None if bias is None else "f"),
-            whole="",
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(
+            (ROWS + "d", "df", "f", ROWS + "f"),
+            (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
+            whole="d",
         )
-        dz, sums = kernel(dy, z)
-        return dz, None if bias is None else sums.astype(bias.dtype)
-    _, vjp = jax.vjp(functools.partial(activate, activation), z.astype(jnp.float32))
-    (dz,) = vjp(dy.astype(jnp.float32))
-    return dz.astype(z.dtype), None if bias is None else sum_rows(dz, bias.dtype)
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        reasons = product_reasons(
+            device,
+            self.precision,
+            {"x": x, "residual": residual},
+            {"x": x.shape[1], "the result": w.shape[1]},
+            out_dtype=self.out_dtype,
+        )
+        # A bias or an activation takes XLA another pass.
+        fuses = bias is not None or residual is not None or self.activation is not None
+        if not fuses or not is_large(device, x, w.shape[1]):
+            return dispatch.preferring("xla", reasons)
+        adds = bias is not None or residual is not None
+        # Figures of this rule are in benchmarks/LAB.md.
+        if self.activation == "gelu_tanh" or (adds and wastes_wide_tiles(w.shape[1])):
+            in_one_product = cuda.linear.in_one_product(
+                dtype=x.dtype,
+                w_shape=w.shape,
+                activation=self.activation,
+                residual_dtype=None if residual is None else residual.dtype,
+                out_dtype=self.out_dtype,
+            )
+            if in_one_product and reasons["cuda"] is None:
+                return dispatch.preferring("cuda", reasons)
+        return reasons
+
+    def run(self, implementation, device, x, w, bias, residual) -> Results:
+        keywords = dict(
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            save_preactivation=self.save_preactivation,
+        )
+        operands = (x, w.astype(x.dtype), bias, residual)
+        if implementation == "pallas":
+            return pallas_linear.forward(
+                *operands, **keywords, multiprocessors=device.multiprocessors
+            )
+        if implementation == "cuda":
+            return cuda.linear.forward(*operands, **keywords, precision=self.precision)
+        return reference.linear.layer(*operands, **keywords, precision=self.precision)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
 
 
-def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
-    """The gradient of a bias: dy [..., F] summed over all of its rows in float32."""
-    return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)
+@dataclass(frozen=True)
+class _ActivationGradient:
+    """(dz, dz summed over the rows) of dy and the preactivation z [M, F]; sums are float32 [F]."""
+
+    activation: str
+    has_bias: bool
+
+    @property
+    def name(self) -> str:
+        return "linear activation gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "f", ROWS + "f"), (ROWS + "f", "f" if self.has_bias else None))
+
+    def reasons(self, device, dy, z) -> Mapping[str, str | None]:
+        del dy
+        reason = cuda.linear.why_unsupported(
+            compute_capability=device.compute_capability, dtype=z.dtype
+        )
+        return {"cuda": reason, "xla": None}
+
+    def run(self, implementation, device, dy, z) -> Results:
+        del device
+        if implementation == "cuda":
+            return cuda.linear.activation_gradient(
+                dy, z, activation=self.activation, sum_rows=self.has_bias
+            )
+        dz = reference.linear.activation_gradient(self.activation, dy, z)
+        return dz.astype(z.dtype), sum_rows(dz, jnp.float32) if self.has_bias else None
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+def product_reasons(
+    device: dispatch.Device,
+    precision: Any,
+    operands: Mapping[str, jax.Array | None],
+    features: Mapping[str, int],
+    *,
+    out_dtype: Any = None,
+) -> dict[str, str | None]:
+    """Why an implementation cannot take a product with an epilogue.
+
+    Args:
+      device: that it would run on.
+      precision: of the product.
+      operands: those whose dtypes matter, by name; "x" is multiplied.
+      features: the sizes of the axes of which a product is taken or made, rows aside.
+      out_dtype: of the result.
+    """
+    dtypes = {name: None if a is None else a.dtype for name, a in operands.items()}
+    return {
+        "pallas": pallas_matmul.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={**dtypes, "the result": out_dtype},
+            features=dict(features),
+            allows_tf32=allows_tf32(precision),
+        ),
+        "cuda": cuda.linear.why_unsupported(
+            compute_capability=device.compute_capability, dtype=dtypes["x"]
+        ),
+        "xla": None,
+    }
+
+
+def is_large(device: dispatch.Device, x: jax.Array, columns: int) -> bool:
+    """Whether a fused epilogue of x [M, K] @ [K, columns] saves more than XLA's product is faster by.
+
+    float32 is not measured.
+    """
+    return x.dtype != jnp.float32 and fills(device.multiprocessors, x.shape[0], columns)

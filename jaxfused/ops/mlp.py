@@ -1,7 +1,7 @@
 """mlp and gated_mlp: validation, choice of implementation, gradient."""
 
 import functools
-import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,19 +9,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.kernel_call import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    takes_reference,
+)
 from jaxfused.ops.linear import (
-    Launch,
-    allows_tf32,
+    Layer,
     check_affine,
     check_residual,
+    input_gradient,
+    is_large,
+    product_reasons,
     resolve_out_dtype,
     sum_rows,
+    weight_gradient,
 )
-from jaxfused.ops.row_kernel import ROWS
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from pallas_kernels.product import matmul as pallas_matmul
 from pallas_kernels.product import mlp as pallas_mlp
-from pallas_kernels.product.mainloop import fills
 
 Save = Literal["hidden", "preactivation", "inputs"]
 
@@ -91,13 +99,7 @@ def mlp(
     _check_save(op, save)
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
-    chosen = dispatch.choose(
-        op,
-        implementation,
-        implementations(device, x, w1.shape[1], w2.shape[1], residual, out_dtype, precision),
-    )
-    # Without rows there is nothing for a kernel to do.
-    if chosen == "xla" or x.size == 0:
+    if takes_reference(op, implementation, device, x):
         return reference.mlp.mlp(
             x,
             w1,
@@ -110,15 +112,14 @@ def mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
-    launch = Launch(chosen, device.multiprocessors, precision, takes_fastest=implementation is None)
-    options = _Options.of(activation, save, out_dtype, residual)
+    options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
         (x, w1, b1, w2, b2, residual),
         operand_axes=(rows + "d", "df", "f", "fe", "e", rows + "e"),
         whole="dfe",
     )
-    return _mlp(launch, options, *operands)
+    return _mlp(Runner(implementation, device), options, *operands)
 
 
 def gated_mlp(
@@ -195,12 +196,7 @@ def gated_mlp(
     _check_save(op, save)
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
-    chosen = dispatch.choose(
-        op,
-        implementation,
-        implementations(device, x, hidden, w_down.shape[1], residual, out_dtype, precision),
-    )
-    if chosen == "xla" or x.size == 0:
+    if takes_reference(op, implementation, device, x):
         return reference.mlp.gated_mlp(
             x,
             w_gate,
@@ -215,8 +211,7 @@ def gated_mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
-    launch = Launch(chosen, device.multiprocessors, precision, takes_fastest=implementation is None)
-    options = _Options.of(activation, save, out_dtype, residual)
+    options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     gate_axis = _gate_axis(w_up)
     operands = sharding.align(
@@ -224,40 +219,7 @@ def gated_mlp(
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
         whole="dfge",
     )
-    return _gated_mlp(launch, options, *operands)
-
-
-def implementations(
-    device: dispatch.Device,
-    x: jax.Array,
-    hidden: int,
-    out_features: int,
-    residual: jax.Array | None = None,
-    out_dtype: Any = None,
-    precision: Any = None,
-) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    # On an H200 at [16384, 768, 3072], forward and backward: mlp 772 us, XLA 930. float32 is not
-    # measured.
-    fast = x.dtype != jnp.float32
-    fast = fast and fills(device.multiprocessors, math.prod(x.shape[:-1]), hidden)
-    reasons = {
-        "pallas": pallas_matmul.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtypes={
-                "x": x.dtype,
-                "residual": None if residual is None else residual.dtype,
-                "the result": out_dtype,
-            },
-            features={"x": x.shape[-1], "the hidden layer": hidden, "the result": out_features},
-            allows_tf32=allows_tf32(precision),
-        ),
-        "cuda": cuda.linear.why_unsupported(
-            compute_capability=device.compute_capability, dtype=x.dtype
-        ),
-        "xla": None,
-    }
-    return reasons if fast else dispatch.preferring("xla", reasons)
+    return _gated_mlp(Runner(implementation, device), options, *operands)
 
 
 def _check_second_layer(op, x, hidden, w_name, w, bias_name, bias, residual) -> None:
@@ -282,26 +244,40 @@ def _check_save(op: str, save: str) -> None:
 
 @dataclass(frozen=True)
 class _Options:
-    """What is static in a call besides the kernels."""
+    """What is static in a call besides the way to run kernels."""
 
+    op: str
     activation: str | None
     save: Save
     out_dtype: Any
     residual_dtype: Any
+    precision: Any
 
     @classmethod
-    def of(cls, activation, save, out_dtype, residual) -> "_Options":
+    def of(cls, op, activation, save, out_dtype, residual, precision) -> "_Options":
         residual_dtype = None if residual is None else residual.dtype
-        return cls(activation, save, jnp.dtype(out_dtype), residual_dtype)
+        return cls(op, activation, save, jnp.dtype(out_dtype), residual_dtype, precision)
 
     @property
     def saves_preactivations(self) -> bool:
         return self.save != "inputs"
 
-    def saves_hidden(self, launch: Launch) -> bool:
-        """Whether the hidden layer is kept, with its derivative in place of the preactivation."""
+    def saves_slope(self, run: Runner) -> bool:
+        """Whether the hidden layer is kept with its derivative in place of the preactivation.
+
+        There is no CUDA C kernel for that.
+        """
         has_derivative = self.activation is not None
-        return self.save == "hidden" and launch.implementation == "pallas" and has_derivative
+        return self.save == "hidden" and run.implementation != "cuda" and has_derivative
+
+    def first_layer(self, x: jax.Array, *, activation: str | None, saves: bool) -> Layer:
+        """The kernel of the layer before the activation."""
+        return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision)
+
+    @property
+    def last_layer(self) -> Layer:
+        """The kernel of the layer after the activation."""
+        return Layer(f"{self.op} last layer", None, self.out_dtype, False, self.precision)
 
 
 class _MlpResiduals(NamedTuple):
@@ -316,70 +292,44 @@ class _MlpResiduals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mlp(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
-    h, _ = launch.forward(x, w1, b1, None, activation=options.activation, out_dtype=x.dtype)
-    y, _ = launch.forward(h, w2, b2, residual, activation=None, out_dtype=options.out_dtype)
+def _mlp(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
+    layer = options.first_layer(x, activation=options.activation, saves=False)
+    h, _ = run(layer, x, w1, b1, None)
+    y, _ = run(options.last_layer, h, w2, b2, residual)
     return y
 
 
-def _mlp_fwd(launch: Launch, options: _Options, x, w1, b1, w2, b2, residual):
+def _mlp_fwd(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
-    if options.saves_hidden(launch):
-        hidden_and_slope = launch.row_kernel(
-            {"pallas": pallas_mlp.hidden_and_slope},
-            (ROWS + "d", "df", "f"),
-            (ROWS + "f", ROWS + "f"),
-            "d",
-            activation=options.activation,
-        )
-        hidden = hidden_and_slope(x, w1.astype(x.dtype), b1)
+    if options.saves_slope(run):
+        hidden = run(_HiddenAndSlope(str(options.activation), options.precision), x, w1, b1)
         h = hidden[0]
     else:
-        h, preactivation = launch.forward(
-            x,
-            w1,
-            b1,
-            None,
-            activation=options.activation,
-            out_dtype=x.dtype,
-            save_preactivation=options.saves_preactivations,
+        layer = options.first_layer(
+            x, activation=options.activation, saves=options.saves_preactivations
         )
-    y, _ = launch.forward(h, w2, b2, residual, activation=None, out_dtype=options.out_dtype)
+        h, preactivation = run(layer, x, w1, b1, None)
+    y, _ = run(options.last_layer, h, w2, b2, residual)
     return y, _MlpResiduals(x, w1, b1, w2, b2, preactivation, hidden)
 
 
-def _mlp_bwd(launch: Launch, options: _Options, saved: _MlpResiduals, dy):
+def _mlp_bwd(run: Runner, options: _Options, saved: _MlpResiduals, dy):
     x, w1, b1, w2, b2, z, hidden = saved
     dy_narrow = dy.astype(x.dtype)
-    operand_axes = (ROWS + "e", "fe", ROWS + "f")
-    sum_axes = None if b1 is None else "f"
     if hidden is not None:
         h, slope = hidden
-        hidden_gradient = launch.row_kernel(
-            {"pallas": pallas_mlp.hidden_gradient_by_slope},
-            operand_axes,
-            (ROWS + "f", sum_axes),
-            "e",
-            sum_rows=b1 is not None,
-        )
-        dz, db1 = hidden_gradient(dy_narrow, w2.astype(x.dtype), slope)
+        by_slope = _HiddenGradientBySlope(b1 is not None, options.precision)
+        dz, db1 = run(by_slope, dy_narrow, w2, slope)
     else:
         if z is None:
-            z, _ = launch.forward(x, w1, b1, None, activation=None, out_dtype=x.dtype)
-        hidden_gradient = launch.row_kernel(
-            {"pallas": pallas_mlp.hidden_gradient, "cuda": cuda.mlp.hidden_gradient},
-            operand_axes,
-            (ROWS + "f", ROWS + "f", sum_axes),
-            "e",
-            activation=options.activation,
-            sum_rows=b1 is not None,
-        )
-        dz, h, db1 = hidden_gradient(dy_narrow, w2.astype(x.dtype), z)
+            z, _ = run(options.first_layer(x, activation=None, saves=False), x, w1, b1, None)
+        gradient = _HiddenGradient(options.activation, b1 is not None, options.precision)
+        dz, h, db1 = run(gradient, dy_narrow, w2, z)
     return (
-        launch.input_gradient(dz, w1, x.dtype),
-        launch.weight_gradient(x, dz, w1.dtype),
+        input_gradient(dz, w1, x.dtype, options.precision),
+        weight_gradient(x, dz, w1.dtype, options.precision),
         None if b1 is None else db1.astype(b1.dtype),
-        launch.weight_gradient(h, dy_narrow, w2.dtype),
+        weight_gradient(h, dy_narrow, w2.dtype, options.precision),
         None if b2 is None else sum_rows(dy, b2.dtype),
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
@@ -402,54 +352,43 @@ class _GatedResiduals(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gated_mlp(
-    launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+    run: Runner, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):
-    h, _, _ = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=False)
-    y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
+    unit = _GatedUnit(options.activation, False, options.precision)
+    h, _, _ = run(unit, x, w_gate, w_up, b_gate, b_up)
+    y, _ = run(options.last_layer, h, w_down, b_down, residual)
     return y
 
 
 def _gated_mlp_fwd(
-    launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+    run: Runner, options: _Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
 ):
-    h, gate, up = _gated_unit(
-        launch, options, x, w_gate, b_gate, w_up, b_up, save=options.saves_preactivations
-    )
-    y, _ = launch.forward(h, w_down, b_down, residual, activation=None, out_dtype=options.out_dtype)
+    unit = _GatedUnit(options.activation, options.saves_preactivations, options.precision)
+    h, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
+    y, _ = run(options.last_layer, h, w_down, b_down, residual)
     hidden = h if options.save == "hidden" else None
     return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
 
 
-def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy):
+def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden = saved
-    has_biases = (b_gate is not None, (b_gate if w_up is None else b_up) is not None)
-    dy_narrow, w_down_narrow = dy.astype(x.dtype), w_down.astype(x.dtype)
-    operand_axes = (ROWS + "e", "fe", ROWS + "f", ROWS + "f")
-    sum_axes = ["f" if has else None for has in has_biases]
+    dy_narrow = dy.astype(x.dtype)
     if gate is None:
-        _, gate, up = _gated_unit(launch, options, x, w_gate, b_gate, w_up, b_up, save=True)
-    hidden_gradient = launch.row_kernel(
-        {"pallas": pallas_mlp.gated_hidden_gradient, "cuda": cuda.mlp.gated_hidden_gradient},
-        operand_axes,
-        (ROWS + "f", ROWS + "f", ROWS + "f" if hidden is None else None, *sum_axes),
-        "e",
-        activation=options.activation,
-        sum_rows=has_biases,
-        returns_hidden=hidden is None,
+        unit = _GatedUnit(options.activation, True, options.precision)
+        _, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
+    hidden_gradient = _GatedHiddenGradient(
+        options.activation,
+        (b_gate is not None, (b_gate if w_up is None else b_up) is not None),
+        hidden is None,
+        options.precision,
     )
-    dgate, dup, h, db_gate, db_up = hidden_gradient(dy_narrow, w_down_narrow, gate, up)
+    dgate, dup, h, db_gate, db_up = run(hidden_gradient, dy_narrow, w_down, gate, up)
     if hidden is not None:
         h = hidden
-    gate_axis = _gate_axis(w_up)
-    input_gradient = launch.row_kernel(
-        {"pallas": pallas_mlp.gated_input_gradient, "cuda": cuda.mlp.gated_input_gradient},
-        (ROWS + "f", ROWS + "f", "d" + gate_axis, "df"),
-        (ROWS + "d",),
-        "fg",
-    )
-    (dx,) = input_gradient(dgate, dup, *_narrow((w_gate, w_up), x.dtype))
-    dw_gate = launch.weight_gradient(x, dgate, w_gate.dtype)
-    dw_up: Any = launch.weight_gradient(x, dup, w_gate.dtype if w_up is None else w_up.dtype)
+    (dx,) = run(_GatedInputGradient(options.precision), dgate, dup, w_gate, w_up)
+    dw_gate = weight_gradient(x, dgate, w_gate.dtype, options.precision)
+    dtype = w_gate.dtype if w_up is None else w_up.dtype
+    dw_up: Any = weight_gradient(x, dup, dtype, options.precision)
     if w_up is None:
         dw_gate, dw_up = jnp.concatenate([dw_gate, dw_up], axis=-1), None
         if b_gate is not None:
@@ -460,7 +399,7 @@ def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy
         None if b_gate is None else db_gate.astype(b_gate.dtype),
         dw_up,
         None if b_up is None else db_up.astype(b_up.dtype),
-        launch.weight_gradient(h, dy_narrow, w_down.dtype),
+        weight_gradient(h, dy_narrow, w_down.dtype, options.precision),
         None if b_down is None else sum_rows(dy, b_down.dtype),
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
@@ -469,28 +408,276 @@ def _gated_mlp_bwd(launch: Launch, options: _Options, saved: _GatedResiduals, dy
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
-def _gated_unit(launch: Launch, options: _Options, x, w_gate, b_gate, w_up, b_up, *, save: bool):
-    """(activation(gate) * up, gate, up), the latter two if they are to be saved."""
-    kernel = launch.row_kernel(
-        {"pallas": pallas_mlp.gated_forward, "cuda": cuda.mlp.gated_forward},
-        _gated_operand_axes(w_up),
-        (ROWS + "f", *((ROWS + "f",) * 2 if save else (None, None))),
-        "dg",
-        activation=options.activation,
-        save_preactivations=save,
-    )
-    return kernel(x, *_narrow((w_gate, w_up), x.dtype), b_gate, b_up)
-
-
-def _gated_operand_axes(w_up: jax.Array | None) -> tuple[str, ...]:
-    """Of x, w_gate, w_up, b_gate and b_up."""
-    gate_axis = _gate_axis(w_up)
-    return (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f")
-
-
 def _gate_axis(w_up: jax.Array | None) -> str:
     """The last axis of w_gate: another one if it holds both, as a shard of it has no two halves."""
     return "g" if w_up is None else "f"
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _HiddenAndSlope:
+    """The activation of x @ w1 + b1 and its derivative there, [M, F], of x [M, D] and w1 [D, F]."""
+
+    activation: str
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "mlp hidden and slope"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "d", "df", "f"), (ROWS + "f", ROWS + "f"), whole="d")
+
+    def reasons(self, device, x, w1, b1) -> Mapping[str, str | None]:
+        del b1
+        return _reasons(device, self.precision, x, w1.shape[1], cuda_kernel=False)
+
+    def run(self, implementation, device, x, w1, b1) -> Results:
+        operands = (x, w1.astype(x.dtype), b1)
+        if implementation == "pallas":
+            return pallas_mlp.hidden_and_slope(
+                *operands, activation=self.activation, multiprocessors=device.multiprocessors
+            )
+        return reference.mlp.hidden_and_slope(
+            *operands, activation=self.activation, precision=self.precision
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+@dataclass(frozen=True)
+class _HiddenGradientBySlope:
+    """(dz, dz summed over the rows) of dy [M, E], w2 [F, E] and the activation's derivative [M, F]."""
+
+    sums_rows: bool
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "mlp hidden gradient by slope"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        sums = "f" if self.sums_rows else None
+        return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", sums), whole="e")
+
+    def reasons(self, device, dy, w2, slope) -> Mapping[str, str | None]:
+        del w2
+        return _reasons(device, self.precision, dy, slope.shape[1], cuda_kernel=False)
+
+    def run(self, implementation, device, dy, w2, slope) -> Results:
+        operands = (dy, w2.astype(dy.dtype), slope)
+        if implementation == "pallas":
+            return pallas_mlp.hidden_gradient_by_slope(
+                *operands, sum_rows=self.sums_rows, multiprocessors=device.multiprocessors
+            )
+        return reference.mlp.hidden_gradient_by_slope(
+            *operands, sum_rows=self.sums_rows, precision=self.precision
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+@dataclass(frozen=True)
+class _HiddenGradient:
+    """(dz, activation(z), dz summed over the rows) of dy [M, E], w2 [F, E] and z [M, F]."""
+
+    activation: str | None
+    sums_rows: bool
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "mlp hidden gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        sums = "f" if self.sums_rows else None
+        return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", ROWS + "f", sums), whole="e")
+
+    def reasons(self, device, dy, w2, z) -> Mapping[str, str | None]:
+        del w2
+        return _reasons(device, self.precision, dy, z.shape[1])
+
+    def run(self, implementation, device, dy, w2, z) -> Results:
+        functions: Mapping[str, Callable[..., Results]] = {
+            "pallas": pallas_mlp.hidden_gradient,
+            "cuda": cuda.mlp.hidden_gradient,
+            "xla": reference.mlp.hidden_gradient,
+        }
+        return functions[implementation](
+            dy,
+            w2.astype(dy.dtype),
+            z,
+            activation=self.activation,
+            sum_rows=self.sums_rows,
+            **_product_keywords(implementation, device, self.precision),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+@dataclass(frozen=True)
+class _GatedUnit:
+    """(activation(gate) * up, gate, up) of x [M, D] and weights [D, F]; the latter two if saved.
+
+    Without w_up, w_gate [D, 2 F] and b_gate [2 F] hold both.
+    """
+
+    activation: str | None
+    saves_preactivations: bool
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "gated_mlp gated unit"
+
+    def axes(self, x, w_gate, w_up, b_gate, b_up) -> Axes:
+        del x, w_gate, b_gate, b_up
+        gate_axis = _gate_axis(w_up)
+        saved = (ROWS + "f",) * 2 if self.saves_preactivations else (None, None)
+        return Axes(
+            (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f"), (ROWS + "f", *saved), whole="dg"
+        )
+
+    def reasons(self, device, x, w_gate, w_up, b_gate, b_up) -> Mapping[str, str | None]:
+        del b_gate, b_up
+        hidden = w_gate.shape[1] // (2 if w_up is None else 1)
+        return _reasons(device, self.precision, x, hidden)
+
+    def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up) -> Results:
+        functions: Mapping[str, Callable[..., Results]] = {
+            "pallas": pallas_mlp.gated_forward,
+            "cuda": cuda.mlp.gated_forward,
+            "xla": reference.mlp.gated_unit,
+        }
+        return functions[implementation](
+            x,
+            *_narrow((w_gate, w_up), x.dtype),
+            b_gate,
+            b_up,
+            activation=self.activation,
+            save_preactivations=self.saves_preactivations,
+            **_product_keywords(implementation, device, self.precision),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+@dataclass(frozen=True)
+class _GatedHiddenGradient:
+    """(dgate, dup, h, sums of the former two over the rows) of dy [M, E], w_down, gate and up [M, F].
+
+    h, activation(gate) * up, if it `returns_hidden`.
+    """
+
+    activation: str | None
+    sums_rows: tuple[bool, bool]
+    returns_hidden: bool
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "gated_mlp hidden gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        rows = ROWS + "f"
+        return Axes(
+            (ROWS + "e", "fe", rows, rows),
+            (
+                rows,
+                rows,
+                rows if self.returns_hidden else None,
+                *("f" if sums else None for sums in self.sums_rows),
+            ),
+            whole="e",
+        )
+
+    def reasons(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
+        del w_down, up
+        return _reasons(device, self.precision, dy, gate.shape[1])
+
+    def run(self, implementation, device, dy, w_down, gate, up) -> Results:
+        functions: Mapping[str, Callable[..., Results]] = {
+            "pallas": pallas_mlp.gated_hidden_gradient,
+            "cuda": cuda.mlp.gated_hidden_gradient,
+            "xla": reference.mlp.gated_hidden_gradient,
+        }
+        return functions[implementation](
+            dy,
+            w_down.astype(dy.dtype),
+            gate,
+            up,
+            activation=self.activation,
+            sum_rows=self.sums_rows,
+            returns_hidden=self.returns_hidden,
+            **_product_keywords(implementation, device, self.precision),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+@dataclass(frozen=True)
+class _GatedInputGradient:
+    """(dgate @ w_gate^T + dup @ w_up^T,) of [M, F] and [D, F]."""
+
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "gated_mlp input gradient"
+
+    def axes(self, dgate, dup, w_gate, w_up) -> Axes:
+        del dgate, dup, w_gate
+        gate_axis = _gate_axis(w_up)
+        return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole="fg")
+
+    def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
+        del dup, w_up
+        return _reasons(device, self.precision, dgate, w_gate.shape[0])
+
+    def run(self, implementation, device, dgate, dup, w_gate, w_up) -> Results:
+        functions: Mapping[str, Callable[..., Results]] = {
+            "pallas": pallas_mlp.gated_input_gradient,
+            "cuda": cuda.mlp.gated_input_gradient,
+            "xla": reference.mlp.gated_input_gradient,
+        }
+        return functions[implementation](
+            dgate,
+            dup,
+            *_narrow((w_gate, w_up), dgate.dtype),
+            **_product_keywords(implementation, device, self.precision),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        return batched_rows(call, self, axis_size, in_batched, *operands)
+
+
+def _reasons(
+    device: dispatch.Device, precision: Any, x: jax.Array, columns: int, *, cuda_kernel: bool = True
+) -> dict[str, str | None]:
+    """Why an implementation cannot take x [M, K] @ [K, columns] with what stands around it."""
+    features = {"what is multiplied": x.shape[1], "the result": columns}
+    reasons = product_reasons(device, precision, {"x": x}, features)
+    if not cuda_kernel:
+        del reasons["cuda"]
+    return reasons if is_large(device, x, columns) else dispatch.preferring("xla", reasons)
+
+
+def _product_keywords(implementation: str, device: dispatch.Device, precision: Any) -> Any:
+    """What each implementation of a product is told besides."""
+    if implementation == "pallas":
+        return {"multiprocessors": device.multiprocessors}
+    return {"precision": precision}
 
 
 def _narrow(weights: tuple[jax.Array | None, ...], dtype: Any) -> tuple[jax.Array | None, ...]:

@@ -2,20 +2,21 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops.batching import batch_all, is_batched, one_by_one
+from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine, weight_gradient
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.reference.product import product
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
 from pallas_kernels.product.mainloop import fills
 
@@ -116,24 +117,7 @@ def qkv_projection(
     if cos is not None or sin is not None:
         check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
     device = dispatch.current_device(x)
-    chosen = dispatch.choose(
-        op,
-        implementation,
-        implementations(
-            device,
-            rows=math.prod(x.shape[:-1]),
-            dtype=x.dtype,
-            features=x.shape[-1],
-            heads=heads,
-            key_heads=key_heads,
-            head_size=head_size,
-            norm=q_scale is not None or k_scale is not None,
-            rotary_dim=0 if cos is None else 2 * cos.shape[-1],
-            interleaved=interleaved,
-        ),
-    )
-    # Without rows there is nothing for a kernel to do.
-    if chosen == "xla" or x.size == 0:
+    if takes_reference(op, implementation, device, x):
         return reference.qkv_projection.qkv_projection(
             x,
             w,
@@ -149,7 +133,7 @@ def qkv_projection(
             interleaved=interleaved,
             precision=precision,
         )
-    launch = _Launch(device.multiprocessors, head_size, epsilon, scale_offset, precision)
+    options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
     # A device's part of the columns is not a part of the queries, of the keys and of the values.
     whole: Any = sharding.align(
         (x, w, bias),
@@ -168,45 +152,9 @@ def qkv_projection(
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
-    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=launch.whole)
-    q, k, v = _qkv_projection(launch, *aligned)
+    aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
+    q, k, v = _qkv_projection(Runner(implementation, device), options, *aligned)
     return ungrouped(q), ungrouped(k), ungrouped(v)
-
-
-def implementations(
-    device: dispatch.Device,
-    *,
-    rows: int,
-    dtype: Any,
-    features: int,
-    heads: int,
-    key_heads: int,
-    head_size: int,
-    norm: bool,
-    rotary_dim: int,
-    interleaved: bool,
-) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    columns = (heads + 2 * key_heads) * head_size
-    # 32768 x 4096 to 32 and 2 x 8 heads of 128 with rotation on an H200: 2.06 ms, XLA 2.19; heads of 64
-    # 0.24 and 0.35 ms at 50432 x 768. Without rotation 2.0 and 2.2 ms, 0.23 and 0.36.
-    fast = fills(device.multiprocessors, rows, columns)
-    reasons = {
-        "pallas": pallas_qkv_projection.why_unsupported(
-            compute_capability=device.compute_capability,
-            dtype=dtype,
-            features=features,
-            heads=heads,
-            key_heads=key_heads,
-            head_size=head_size,
-            norm=norm,
-            rotary_dim=rotary_dim,
-            interleaved=interleaved,
-        ),
-        "cuda": "there is no CUDA kernel of qkv_projection yet",
-        "xla": None,
-    }
-    return reasons if fast else dispatch.preferring("xla", reasons)
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -216,13 +164,13 @@ _HEADS = ("ngh", "nkh", "nkh")
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """How the kernels run."""
+class _Options:
+    """What is static in a call besides the way to run kernels."""
 
-    multiprocessors: int
     head_size: int
     epsilon: float
     scale_offset: float
+    interleaved: bool
     precision: Any
 
     @property
@@ -240,119 +188,9 @@ class _Launch:
             sin,
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
-            interleaved=False,
+            interleaved=self.interleaved,
         )
         return finished.reshape(y.shape)
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """Queries, keys and values, and the former two before their norms where they are saved.
-
-    Of x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
-    """
-
-    launch: _Launch
-    save_projections: bool
-
-    def __call__(self, x, *parameters):
-        *weights, q_bias, k_bias, v_bias, q_scale, k_scale, cos, sin = parameters
-        results = pallas_qkv_projection.forward(
-            x.reshape(-1, x.shape[-1]),
-            [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
-            None if q_bias is None else [b.reshape(-1) for b in (q_bias, k_bias, v_bias)],
-            (q_scale, k_scale),
-            *(
-                None if table is None else table.reshape(-1, table.shape[-1])
-                for table in (cos, sin)
-            ),
-            head_size=self.launch.head_size,
-            epsilon=self.launch.epsilon,
-            scale_offset=self.launch.scale_offset,
-            save_projections=self.save_projections,
-            multiprocessors=self.launch.multiprocessors,
-        )
-        groups, _, head_size = weights[0].shape[1:]
-        return tuple(
-            None if y is None else y.reshape(*x.shape[:-1], groups, -1, head_size) for y in results
-        )
-
-    def axes(self, operands: Sequence[Any]) -> tuple[Sequence[str], Sequence[str | None]]:
-        rows = sharding.leading_axes(operands[0].ndim - 1)
-        results = [rows + group for group in _HEADS]
-        saved = results[:2] if self.save_projections else (None, None)
-        return _operand_axes(operands), (*results, *saved)
-
-    def batched(self, axis_size: int, in_batched, operands) -> Sequence[Any] | None:
-        """The operands with the batch among the rows; None where what the rows share is batched."""
-        x, *parameters, cos, sin = operands
-        if is_batched(in_batched[1:-2]):
-            return None
-        tables: Sequence[Any] = (cos, sin)
-        if cos is not None:
-            rows = x.shape[1 if is_batched(in_batched[0]) else 0 : -1]
-            tables = batch_tables(axis_size, in_batched[-2:], tables, rows)
-        return *batch_all(axis_size, in_batched[:1], (x,)), *parameters, *tables
-
-
-@dataclass(frozen=True)
-class _InputGradient:
-    """The sum of the cotangents of queries, keys and values, each times its weights' transpose."""
-
-    launch: _Launch
-
-    def __call__(self, *operands):
-        dys, weights = operands[:3], operands[3:]
-        (dx,) = pallas_qkv_projection.input_gradient(
-            [dy.reshape(-1, math.prod(dy.shape[-3:])) for dy in dys],
-            [w.astype(dys[0].dtype).reshape(len(w), -1) for w in weights],
-            multiprocessors=self.launch.multiprocessors,
-        )
-        return (dx.reshape(*dys[0].shape[:-3], -1),)
-
-    def axes(self, operands: Sequence[Any]) -> tuple[Sequence[str], Sequence[str | None]]:
-        rows = sharding.leading_axes(operands[0].ndim - 3)
-        return [*(rows + g for g in _HEADS), *("d" + g for g in _HEADS)], (rows + "d",)
-
-    def batched(self, axis_size: int, in_batched, operands) -> Sequence[Any] | None:
-        """As that of `_Forward`."""
-        if is_batched(in_batched[3:]):
-            return None
-        return *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:]
-
-
-def _run(kernel: _Forward | _InputGradient, *operands):
-    """The kernel over shards, with a rule for `jax.vmap`."""
-
-    @custom_vmap
-    def call(*operands):
-        operand_axes, result_axes = kernel.axes(operands)
-        return sharding.per_shard(
-            kernel,
-            operands,
-            operand_axes=operand_axes,
-            result_axes=result_axes,
-            whole=kernel.launch.whole,
-        )
-
-    @call.def_vmap
-    def rule(axis_size, in_batched, *operands):
-        batched = kernel.batched(axis_size, in_batched, operands)
-        if batched is None:
-            results = one_by_one(call, in_batched, operands)
-        else:
-            results = _run(kernel, *batched)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return call(*operands)
-
-
-def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
-    """The letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
-    rows = sharding.leading_axes(operands[0].ndim - 1)
-    cos = operands[-1]
-    table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
-    return rows + "d", *("d" + g for g in _HEADS), *_HEADS, "s", "s", table, table
 
 
 class _Residuals(NamedTuple):
@@ -365,13 +203,13 @@ class _Residuals(NamedTuple):
     """Queries and keys before norm and rotation, where gradients need them."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qkv_projection(launch: _Launch, *operands):
-    q, k, v, _, _ = _run(_Forward(launch, save_projections=False), *operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _qkv_projection(run: Runner, options: _Options, *operands):
+    q, k, v, _, _ = run(_Forward(options, save_projections=False), *operands)
     return q, k, v
 
 
-def _qkv_projection_fwd(launch: _Launch, *primals):
+def _qkv_projection_fwd(run: Runner, options: _Options, *primals):
     operands: list[Any] = [None if primal is None else primal.value for primal in primals]
     x, *weights = operands[:4]
     scales, tables = operands[7:9], operands[9:]
@@ -379,12 +217,12 @@ def _qkv_projection_fwd(launch: _Launch, *primals):
     save = any(scale is not None for scale in scales) or any(
         table is not None and table.perturbed for table in primals[9:]
     )
-    q, k, v, *projections = _run(_Forward(launch, save), *operands)
+    q, k, v, *projections = run(_Forward(options, save), *operands)
     saved = _Residuals(x, weights, operands[4:7], scales, tables, projections)
     return (q, k, v), saved
 
 
-def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
+def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
     x, weights, biases, scales, tables, projections = saved
     dq, dk, dv = (
         jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents
@@ -394,7 +232,7 @@ def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
     if any(a is not None for a in (*scales, *tables)):
 
         def finish(q, k, scales, tables):
-            return launch.finish(q, scales[0], *tables), launch.finish(k, scales[1], *tables)
+            return options.finish(q, scales[0], *tables), options.finish(k, scales[1], *tables)
 
         # Where they are not saved, nothing reads them.
         q, k = (
@@ -404,12 +242,12 @@ def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
         _, vjp = jax.vjp(finish, q, k, scales, tables)
         dq, dk, dscales, dtables = vjp((dq, dk))
     dys = (dq, dk, dv)
-    (dx,) = _run(_InputGradient(launch), *dys, *weights)
+    (dx,) = run(_InputGradient(options), *dys, *weights)
 
     def gradient_of_weight(w, dy):
         # XLA merges products that share an operand into one, for which it has the slower generator.
         mine, dy = jax.lax.optimization_barrier((x, dy.reshape(*dy.shape[:-3], -1)))
-        return weight_gradient(mine, dy, w.dtype, launch.precision).reshape(w.shape)
+        return weight_gradient(mine, dy, w.dtype, options.precision).reshape(w.shape)
 
     dweights = [gradient_of_weight(w, dy) for w, dy in zip(weights, dys, strict=True)]
     dbiases = [
@@ -422,3 +260,163 @@ def _qkv_projection_bwd(launch: _Launch, saved: _Residuals, cotangents):
 
 
 _qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=True)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """Queries, keys and values, and the former two before their norms where they are saved.
+
+    Of x [..., T, D], weights [D, n, heads, H], biases [n, heads, H], scales and tables.
+    """
+
+    options: _Options
+    save_projections: bool
+
+    @property
+    def name(self) -> str:
+        return "qkv_projection forward"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        results = [rows + group for group in _HEADS]
+        saved = results[:2] if self.save_projections else (None, None)
+        return Axes(_operand_axes(operands), (*results, *saved), self.options.whole)
+
+    def reasons(self, device, x, *parameters) -> Mapping[str, str | None]:
+        q, k, v, *_, q_scale, k_scale, cos, _ = parameters
+        return _reasons(
+            device,
+            x,
+            (q, k, v),
+            norm=q_scale is not None or k_scale is not None,
+            rotary_dim=0 if cos is None else 2 * cos.shape[-1],
+            interleaved=self.options.interleaved,
+        )
+
+    def run(self, implementation, device, x, *parameters) -> Results:
+        *weights, q_bias, k_bias, v_bias, q_scale, k_scale, cos, sin = parameters
+        biases = (q_bias, k_bias, v_bias)
+        if implementation == "xla":
+            return self._run_in_xla(x, weights, biases, (q_scale, k_scale), cos, sin)
+        results = pallas_qkv_projection.forward(
+            x.reshape(-1, x.shape[-1]),
+            [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
+            None if q_bias is None else [b.reshape(-1) for b in biases],
+            (q_scale, k_scale),
+            *(
+                None if table is None else table.reshape(-1, table.shape[-1])
+                for table in (cos, sin)
+            ),
+            head_size=self.options.head_size,
+            epsilon=self.options.epsilon,
+            scale_offset=self.options.scale_offset,
+            save_projections=self.save_projections,
+            multiprocessors=device.multiprocessors,
+        )
+        groups, _, head_size = weights[0].shape[1:]
+        return tuple(
+            None if y is None else y.reshape(*x.shape[:-1], groups, -1, head_size) for y in results
+        )
+
+    def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
+        # One product, whose weights XLA finds side by side where they were split.
+        w = jnp.concatenate([w.reshape(len(w), -1) for w in weights], axis=-1)
+        bias = None
+        if biases[0] is not None:
+            bias = jnp.concatenate([b.reshape(-1) for b in biases])
+        y = reference.linear.preactivation(x, w, bias, precision=self.options.precision)
+        q_end = math.prod(weights[0].shape[1:])
+        ends = [q_end, q_end + math.prod(weights[1].shape[1:])]
+        q, k, v = (
+            part.reshape(*x.shape[:-1], *w.shape[1:])
+            for part, w in zip(jnp.split(y, ends, axis=-1), weights, strict=True)
+        )
+        heads = [self.options.finish(y, s, cos, sin) for y, s in zip((q, k), scales, strict=True)]
+        return (*heads, v, *((q, k) if self.save_projections else (None, None)))
+
+    def batched(self, call, axis_size, in_batched, x, *others) -> Results | None:
+        *parameters, cos, sin = others
+        if is_batched(in_batched[1:-2]):
+            return None
+        tables: Sequence[Any] = (cos, sin)
+        if cos is not None:
+            rows = x.shape[1 if is_batched(in_batched[0]) else 0 : -1]
+            tables = batch_tables(axis_size, in_batched[-2:], tables, rows)
+        return call(self, *batch_all(axis_size, in_batched[:1], (x,)), *parameters, *tables)
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """The sum of the cotangents of queries, keys and values, each times its weights' transpose."""
+
+    options: _Options
+
+    @property
+    def name(self) -> str:
+        return "qkv_projection input gradient"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 3)
+        return Axes(
+            [*(rows + g for g in _HEADS), *("d" + g for g in _HEADS)],
+            (rows + "d",),
+            self.options.whole,
+        )
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
+        return _reasons(device, x, operands[3:])
+
+    def run(self, implementation, device, *operands) -> Results:
+        dys = [dy.reshape(-1, math.prod(dy.shape[-3:])) for dy in operands[:3]]
+        weights = [w.astype(dys[0].dtype).reshape(len(w), -1) for w in operands[3:]]
+        if implementation == "xla":
+            dy, w = jnp.concatenate(dys, axis=-1), jnp.concatenate(weights, axis=-1)
+            dx = product("mf,df->md", dy, w, out_dtype=dy.dtype, precision=self.options.precision)
+        else:
+            (dx,) = pallas_qkv_projection.input_gradient(
+                dys, weights, multiprocessors=device.multiprocessors
+            )
+        return (dx.reshape(*operands[0].shape[:-3], -1),)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
+        if is_batched(in_batched[3:]):
+            return None
+        return call(self, *batch_all(axis_size, in_batched[:3], operands[:3]), *operands[3:])
+
+
+def _reasons(
+    device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
+) -> Mapping[str, str | None]:
+    """Why an implementation cannot take x [..., D] and weights [D, n, heads, H], forward and back."""
+    (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
+    reasons = {
+        "pallas": pallas_qkv_projection.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=x.dtype,
+            features=x.shape[-1],
+            heads=groups * q_heads,
+            key_heads=groups * k_heads,
+            head_size=head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=interleaved,
+        ),
+        "cuda": "there is no CUDA kernel of qkv_projection yet",
+        "xla": None,
+    }
+    columns = sum(math.prod(w.shape[1:]) for w in weights)
+    rows = math.prod(x.shape[:-1])
+    is_large = fills(device.multiprocessors, rows, columns)
+    return reasons if is_large else dispatch.preferring("xla", reasons)
+
+
+def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
+    """The letters of x, the weights, the biases, the scales and the tables, for `sharding`."""
+    rows = sharding.leading_axes(operands[0].ndim - 1)
+    cos = operands[-1]
+    table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
+    return rows + "d", *("d" + g for g in _HEADS), *_HEADS, "s", "s", table, table

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.quantized_array import FORMATS, QuantizedArray
 
@@ -118,7 +119,7 @@ def quantize_rows(
             f"{op}: dtype is 'int4', but activations are quantised to a byte;"
             " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
         )
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(x)))
+    reference_only(op, implementation, x)
     scale, _ = reference.quantized_array.scales(
         x, name, axis=-1, groups=1, per_tensor=False, symmetric=True
     )
@@ -179,16 +180,6 @@ def fake_quantize(
     rounded = reference.quantized_array.encode(constant, name, scale, zero_point, axis)
     inside = reference.quantized_array.inside_range(constant, name, scale, zero_point, axis)
     return reference.quantized_array.straight_through(x, rounded.dequantize(x.dtype), inside)
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation of quantize_rows, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of quantize_rows yet",
-        "cuda": "there is no CUDA kernel of quantize_rows yet",
-        "xla": None,
-    }
 
 
 def _from_the_end(axis: int, x: jax.Array) -> int:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.linear import check_affine, check_residual, resolve_out_dtype
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.quantized_array import QuantizedArray
@@ -75,7 +76,7 @@ def quantized_matmul(
     check_affine(op, array, "w", jax.eval_shape(w.dequantize), "bias", bias)
     check_residual(op, residual, array, w.shape[1])
     _check_sums_fit(op, x, w)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(values)))
+    reference_only(op, implementation, values)
     return reference.quantized_matmul.matmul(
         x,
         w,
@@ -84,16 +85,6 @@ def quantized_matmul(
         activation=activation,
         out_dtype=resolve_out_dtype(op, out_dtype, array, residual),
     )
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of quantized_matmul yet",
-        "cuda": "there is no CUDA kernel of quantized_matmul yet",
-        "xla": None,
-    }
 
 
 def _check_quantized(op: str, name: str, array: Any, axis: int, remedy: str) -> None:

@@ -2,18 +2,19 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_floating, check_shape
+from jaxfused.reference.promotion import along_last_axis
 from jaxfused.reference.rope import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
 
@@ -84,8 +85,8 @@ def rope(
     if cos is None and sin is None:
         rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
         if positions is None:
-            start = jnp.asarray(offset)
-            positions = start[..., None] + jnp.arange(q.shape[-3])
+            start = jnp.asarray(offset)[..., None]
+            positions = start + along_last_axis(jnp.arange(q.shape[-3]), start)
         elif not isinstance(offset, int) or offset != 0:
             raise ValueError(f"{op}: positions and offset were passed; pass one of them.")
         cos, sin = rope_tables(positions, rotary_dim, theta=theta, scaling=scaling)
@@ -95,23 +96,14 @@ def rope(
             " positions, rotary_dim and scaling."
         )
     check_tables(op, q.shape, cos, sin)
-    chosen = dispatch.choose(
-        op,
-        implementation,
-        implementations(
-            dispatch.current_device(q, k),
-            length=q.shape[-3],
-            heads=q.shape[-2],
-            key_heads=0 if k is None else k.shape[-2],
-            head_size=q.shape[-1],
-            rotary_dim=2 * cos.shape[-1],
-            interleaved=interleaved,
-            dtype=q.dtype,
-            k_dtype=q.dtype if k is None else k.dtype,
-        ),
-    )
-    # Without values there is nothing for a kernel to do, and an empty launch is an error in CUDA.
-    if chosen == "xla" or q.size == 0 or (k is not None and k.size == 0):
+    device = dispatch.current_device(q, k)
+    why_xla = None
+    if not interleaved and 2 * cos.shape[-1] == q.shape[-1]:
+        why_xla = (
+            "XLA rotates halves of whole heads as fast as memory goes, and takes what stands around"
+            " into the same kernel"
+        )
+    if takes_reference(op, implementation, device, q, why_xla=why_xla):
         q = reference.rope.rotate(q, cos, sin, interleaved=interleaved)
         if k is not None:
             k = reference.rope.rotate(k, cos, sin, interleaved=interleaved)
@@ -119,7 +111,7 @@ def rope(
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
         q, k = _grouped(q, k)
         operands = sharding.align((q, k, cos, sin), operand_axes=_axes(q, cos), whole=_WHOLE)
-        q, k = _rope(_Launch(chosen, interleaved, inverse=False), *operands)
+        q, k = _rope(Runner(implementation, device), _Rotation(interleaved, False), *operands)
         q, k = ungrouped(q), None if k is None else ungrouped(k)
     return q if k is None else (q, k)
 
@@ -191,43 +183,6 @@ def axial_rope_tables(
     return reference.rope.axial_tables(height, width, rotary_dim, theta)
 
 
-def implementations(
-    device: dispatch.Device,
-    *,
-    length: int,
-    heads: int,
-    key_heads: int,
-    head_size: int,
-    rotary_dim: int,
-    interleaved: bool,
-    dtype: Any,
-    k_dtype: Any,
-) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run these shapes on `device`."""
-    limits = dict(
-        compute_capability=device.compute_capability,
-        length=length,
-        heads=heads,
-        key_heads=key_heads,
-        head_size=head_size,
-        rotary_dim=rotary_dim,
-        interleaved=interleaved,
-        dtype=dtype,
-        k_dtype=k_dtype,
-    )
-    # XLA writes halves as fast as memory goes (H200, q and k [8, 4096, 32, 128] of bfloat16: 263 us,
-    # "pallas" 268), and takes what stands around into the same kernel; not so a part of the head
-    # (304 us, "pallas" 265) and neighbours (636 us, "cuda" 267).
-    reasons = {
-        "pallas": pallas_rope.why_unsupported(**limits),
-        "cuda": cuda.rope.why_unsupported(**limits),
-        "xla": None,
-    }
-    if interleaved or rotary_dim < head_size:
-        return reasons
-    return dispatch.preferring("xla", reasons)
-
-
 def check_tables(
     op: str, shape: tuple[int, ...], cos: jax.Array | None, sin: jax.Array | None
 ) -> None:
@@ -293,17 +248,55 @@ def ungrouped(x: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Launch:
-    """Which kernel runs, and how, over a shard: grouped q and k, and tables [(...,) T, R/2]."""
+class _Rotation:
+    """(q, k) rotated: grouped heads [..., T, n, N/n, H] by angles of [..., T, R/2] or [T, R/2]."""
 
-    implementation: str
     interleaved: bool
     inverse: bool
 
-    def __call__(self, q, k, cos, sin):
+    @property
+    def name(self) -> str:
+        return "rope"
+
+    def axes(self, q, k, cos, sin) -> Axes:
+        del sin
+        axes = _axes(q, cos)
+        return Axes(axes, (axes[0], None if k is None else axes[1]), _WHOLE)
+
+    def reasons(self, device, q, k, cos, sin) -> Mapping[str, str | None]:
+        del sin
+        limits = dict(
+            compute_capability=device.compute_capability,
+            length=q.shape[-4],
+            heads=math.prod(q.shape[-3:-1]),
+            key_heads=0 if k is None else math.prod(k.shape[-3:-1]),
+            head_size=q.shape[-1],
+            rotary_dim=2 * cos.shape[-1],
+            interleaved=self.interleaved,
+            dtype=q.dtype,
+            k_dtype=q.dtype if k is None else k.dtype,
+        )
+        return {
+            "pallas": pallas_rope.why_unsupported(**limits),
+            "cuda": cuda.rope.why_unsupported(**limits),
+            "xla": None,
+        }
+
+    def run(self, implementation, device, q, k, cos, sin) -> Results:
+        del device
+        if implementation == "xla":
+            sin = -sin if self.inverse else sin
+            return tuple(
+                None
+                if x is None
+                else reference.rope.rotate(
+                    ungrouped(x), cos, sin, interleaved=self.interleaved
+                ).reshape(x.shape)
+                for x in (q, k)
+            )
         rotate: Any = (
             functools.partial(cuda.rope.rotate, interleaved=self.interleaved)
-            if self.implementation == "cuda"
+            if implementation == "cuda"
             else pallas_rope.rotate
         )
         q_heads, k_heads = (
@@ -318,6 +311,11 @@ class _Launch:
             None if x is None else y.reshape(x.shape) for x, y in zip((q, k), rotated, strict=True)
         )
 
+    def batched(self, call, axis_size, in_batched, q, k, cos, sin) -> Results | None:
+        rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
+        q, k = batch_all(axis_size, in_batched[:2], (q, k))
+        return call(self, q, k, *batch_tables(axis_size, in_batched[2:], (cos, sin), rows))
+
 
 class _Residuals(NamedTuple):
     cos: jax.Array
@@ -326,38 +324,40 @@ class _Residuals(NamedTuple):
     """Kept where the angles have gradients themselves: those of q and k need the angles alone."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rope(launch: _Launch, q, k, cos, sin):
-    return _rotate(launch, q, k, cos, sin)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rope(run: Runner, rotation: _Rotation, q, k, cos, sin):
+    return run(rotation, q, k, cos, sin)
 
 
-def _rope_fwd(launch: _Launch, q, k, cos, sin):
+def _rope_fwd(run: Runner, rotation: _Rotation, q, k, cos, sin):
     perturbed = cos.perturbed or sin.perturbed
     q, k, cos, sin = (None if a is None else a.value for a in (q, k, cos, sin))
     saved = _Residuals(cos, sin, (q, k) if perturbed else None)
     # By the operator itself, so that a gradient has gradients.
-    return _rope(launch, q, k, cos, sin), saved
+    return _rope(run, rotation, q, k, cos, sin), saved
 
 
-def _rope_bwd(launch: _Launch, saved: _Residuals, cotangents):
+def _rope_bwd(run: Runner, rotation: _Rotation, saved: _Residuals, cotangents):
     cos, sin, q_and_k = saved
     dq, dk = (jnp.zeros(d.shape, d.dtype) if isinstance(d, SymbolicZero) else d for d in cotangents)
     dcos = dsin = None
     if q_and_k is not None:
 
         def rotated(cos, sin):
-            sines = -sin if launch.inverse else sin
+            sines = -sin if rotation.inverse else sin
             return [
                 None
                 if x is None
-                else reference.rope.rotate(ungrouped(x), cos, sines, interleaved=launch.interleaved)
+                else reference.rope.rotate(
+                    ungrouped(x), cos, sines, interleaved=rotation.interleaved
+                )
                 for x in q_and_k
             ]
 
         _, vjp = jax.vjp(rotated, cos, sin)
         dcos, dsin = vjp([None if d is None else ungrouped(d) for d in (dq, dk)])
-    back = replace(launch, inverse=not launch.inverse)
-    return *_rope(back, dq, dk, cos, sin), dcos, dsin
+    back = replace(rotation, inverse=not rotation.inverse)
+    return *_rope(run, back, dq, dk, cos, sin), dcos, dsin
 
 
 _rope.defvjp(_rope_fwd, _rope_bwd, symbolic_zeros=True)
@@ -368,31 +368,6 @@ def _axes(q: jax.Array, table: jax.Array) -> tuple[str, str, str, str]:
     rows = sharding.leading_axes(q.ndim - 3)
     table_axes = rows[len(rows) - (table.ndim - 1) :] + "r"
     return rows + "ngh", rows + "nkh", table_axes, table_axes
-
-
-def _rotate(launch: _Launch, q, k, cos, sin):
-    """(q, k) rotated, with a rule for `jax.vmap`."""
-
-    @custom_vmap
-    def rotate(q, k, cos, sin):
-        axes = _axes(q, cos)
-        return sharding.per_shard(
-            launch,
-            (q, k, cos, sin),
-            operand_axes=axes,
-            result_axes=(axes[0], None if k is None else axes[1]),
-            whole=_WHOLE,
-        )
-
-    @rotate.def_vmap
-    def rule(axis_size, in_batched, q, k, cos, sin):
-        rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
-        q, k = batch_all(axis_size, in_batched[:2], (q, k))
-        cos, sin = batch_tables(axis_size, in_batched[2:], (cos, sin), rows)
-        outputs = rotate(q, k, cos, sin)
-        return outputs, jax.tree.map(lambda _: True, outputs)
-
-    return rotate(q, k, cos, sin)
 
 
 def batch_tables(

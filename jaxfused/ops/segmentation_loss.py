@@ -5,7 +5,9 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
 from jaxfused.ops.cross_entropy import Reduction, check_reduction
+from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.reference.promotion import common_dtype
 
 
 def segmentation_loss(
@@ -81,7 +83,7 @@ def segmentation_loss(
             " pass a number greater than 0."
         )
     check_reduction(op, reduction)
-    dispatch.choose(op, implementation, implementations(dispatch.current_device(logits)))
+    reference_only(op, implementation, logits)
     losses = reference.segmentation_loss.image_losses(
         logits,
         labels,
@@ -94,16 +96,6 @@ def segmentation_loss(
     if reduction == "none":
         return losses
     return jnp.mean(losses) if reduction == "mean" else jnp.sum(losses)
-
-
-def implementations(device: dispatch.Device) -> dict[str, str | None]:
-    """For each implementation, fastest first, None or why it cannot run on `device`."""
-    del device
-    return {
-        "pallas": "there is no Pallas kernel of segmentation_loss yet",
-        "cuda": "there is no CUDA kernel of segmentation_loss yet",
-        "xla": None,
-    }
 
 
 def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | None) -> jax.Array:
@@ -136,4 +128,4 @@ def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | No
             f"{op}: ignore_index={ignore_index} was passed with labels of dtype {labels.dtype};"
             " pass integer labels, or weights that are 0 where a pixel is ignored."
         )
-    return labels.astype(jnp.promote_types(labels.dtype, jnp.int32)) if integers else labels
+    return labels.astype(common_dtype(labels.dtype, jnp.int32)) if integers else labels

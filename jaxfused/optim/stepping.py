@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxfused.reference.promotion import accumulator_dtype
+
 LARGEST_LOSS_SCALE = 2.0**127  # The next power of two is infinite in float32.
 
 
@@ -72,7 +74,7 @@ def init(
 
     return StepState(
         optimizer=tx.init(params),
-        ema=None if ema_decay is None else copy(_accumulator_dtype),
+        ema=None if ema_decay is None else copy(lambda p: accumulator_dtype(p.dtype)),
         compute=None if compute_dtype is None else copy(lambda p: compute_dtype),
         loss_scale=None if loss_scale is None else jnp.array(loss_scale, jnp.float32),
         good_steps=None if loss_scale is None else jnp.zeros([], jnp.int32),
@@ -113,7 +115,7 @@ def _step(tx, grads, state, params, max_norm, skip_nonfinite):
     _check_gradients(grads, params)
 
     if kept is not None:
-        grads = jax.tree.map(lambda g: g.astype(_accumulator_dtype(g)), grads)
+        grads = jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads)
         if kept.loss_scale is not None:
             skip_nonfinite = True
             grads = jax.tree.map(lambda g: g / kept.loss_scale, grads)
@@ -176,14 +178,10 @@ def _all_finite(grads: optax.Updates) -> jax.Array:
 
 def _clip(grads: optax.Updates, max_norm: float | jax.Array) -> optax.Updates:
     """`optax.clip_by_global_norm`, in float32: the square of 256 overflows float16."""
-    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(_accumulator_dtype(g)), grads))
+    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads))
     return jax.tree.map(
         lambda g: jnp.where(norm < max_norm, g, (g / norm * max_norm).astype(g.dtype)), grads
     )
-
-
-def _accumulator_dtype(array: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(array.dtype, jnp.float32)
 
 
 def _check_state(tx: optax.GradientTransformation, state: Any, params: optax.Params) -> None:

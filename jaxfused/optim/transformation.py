@@ -187,6 +187,11 @@ class _Recipe:
         self, updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         del extra_args  # Optax hands every member of a chain what one of them asked for.
+        # Optax's numbers come of JAX's default promotion, and hold where the user asks for another.
+        with jax.numpy_dtype_promotion("standard"):
+            return self._update(updates, state, params)
+
+    def _update(self, updates: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
         if params is None and (self.weight_decay is not None or self.rescale is not None):
             raise ValueError(
                 "update: params is None, but this optimizer's update depends on the parameters;"

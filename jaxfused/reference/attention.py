@@ -55,12 +55,12 @@ class Mask:
         if self.key_lengths is not None:
             stop = jnp.minimum(stop, self.key_lengths[:, None])
         if self.query_lengths is not None:
-            stop = jnp.where(query < self.query_lengths[:, None], stop, 0)
+            stop = jnp.where(query[None] < self.query_lengths[:, None], stop, 0)
         return start, stop
 
     def allowed(self, query_count: int, key_count: int) -> jax.Array:
         """The mask as booleans that broadcast to [B, N, T, S]."""
-        key = jnp.arange(key_count, dtype=jnp.int32)
+        key = jnp.arange(key_count, dtype=jnp.int32)[None, None]
         start, stop = self.key_interval(jnp.arange(query_count, dtype=jnp.int32), key_count)
         allowed = (key >= start[..., None]) & (key < stop[..., None])
         if self.query_segments is not None and self.key_segments is not None:
@@ -86,66 +86,126 @@ def attention(
 
     The gradient keeps the arguments alone and takes the probabilities, [B, N, T, S], once more.
     """
+    seeds = None
+    if dropout_words is not None:
+        seeds = dropout_seeds(dropout_words, query.shape[0], query.shape[2])
 
-    def f(query, key, value, bias, sinks, mask, dropout_words, scale):
-        batch, query_count, heads, head_size = query.shape
-        key_count, key_heads = key.shape[1:3]
-        groups = heads // key_heads
-        grouped = query.reshape(batch, query_count, key_heads, groups, head_size)
-        logits = product("btkgh,bskh->bkgts", grouped, key) * scale
-        logits = logits.reshape(batch, heads, query_count, key_count)
-        if logits_soft_cap is not None:
-            logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-        if bias is not None:
-            logits = logits + bias.astype(logits.dtype)
-        logits = jnp.where(mask.allowed(query_count, key_count), logits, -jnp.inf)
+    def f(query, key, value, bias, sinks, mask, seeds, scale):
+        return attention_by_seeds(
+            query,
+            key,
+            value,
+            bias,
+            sinks,
+            mask,
+            seeds,
+            scale=scale,
+            logits_soft_cap=logits_soft_cap,
+            dropout_rate=dropout_rate,
+        )
 
-        if sinks is not None:
-            sinks = sinks.astype(logits.dtype)
-        probabilities, lse = _softmax(logits, sinks)
-        if dropout_words is not None:
-            kept = keep(dropout_words, probabilities.shape, dropout_rate)
-            probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
+    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, seeds, scale)
 
-        grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
+
+def attention_by_seeds(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    seeds: jax.Array | None,
+    *,
+    scale: float | jax.Array,
+    logits_soft_cap: float | None,
+    dropout_rate: float,
+) -> tuple[jax.Array, jax.Array]:
+    """The same from the seeds of dropout [2, B, N], for a shard does not know its place in B and N."""
+    batch, query_count, heads, _ = query.shape
+    key_count, key_heads = key.shape[1:3]
+    groups = heads // key_heads
+    probabilities, lse = weights(
+        query, key, bias, sinks, mask, scale=scale, logits_soft_cap=logits_soft_cap
+    )
+    if seeds is not None:
+        kept = keep_by_seeds(seeds, query_count, key_count, dropout_rate)
+        probabilities = jnp.where(kept, probabilities, 0.0) / keep_probability(dropout_rate)
+
+    grouped = probabilities.reshape(batch, key_heads, groups, query_count, key_count)
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        # As in JAX: of probabilities in the integers' dtype only a 1 is left.
+        output = jnp.einsum("bkgts,bskv->btkgv", grouped.astype(value.dtype), value)
+    else:
         output = product("bkgts,bskv->btkgv", grouped, value, dtype=value.dtype)
-        output = output.reshape(batch, query_count, heads, value.shape[-1])
-        return output.astype(query.dtype), lse.transpose(0, 2, 1)
+    output = output.reshape(batch, query_count, heads, value.shape[-1])
+    return output.astype(query.dtype), lse.transpose(0, 2, 1)
 
-    return jax.checkpoint(f)(query, key, value, bias, sinks, mask, dropout_words, scale)
+
+def weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    sinks: jax.Array | None,
+    mask: Mask,
+    *,
+    scale: float | jax.Array,
+    logits_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the probabilities before dropout [B, N, T, S], and their log-sum-exp [B, N, T]."""
+    batch, query_count, heads, head_size = query.shape
+    key_count, key_heads = key.shape[1:3]
+    if jnp.issubdtype(query.dtype, jnp.integer):
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    grouped = query.reshape(batch, query_count, key_heads, heads // key_heads, head_size)
+    logits = product("btkgh,bskh->bkgts", grouped, key)
+    logits = logits * (scale.astype(logits.dtype) if isinstance(scale, jax.Array) else scale)
+    logits = logits.reshape(batch, heads, query_count, key_count)
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    sinks = None if sinks is None else sinks.astype(logits.dtype)
+    return _softmax(logits, mask.allowed(query_count, key_count), sinks)
 
 
 @jax.custom_jvp
-def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _softmax(
+    logits: jax.Array, allowed: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """(probabilities, log-sum-exp) of [B, N, T, S]; a row without any weight has probabilities 0.
 
-    A sink [N] is one more logit of every row of its head, whose probability goes nowhere.
+    A sink [N] is one more logit of every row of its head, whose probability goes nowhere. Nothing on
+    the way is infinite where the arguments are not: `jax_debug_infs` looks for it.
     """
-    maximum = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    lowest = float(jnp.finfo(logits.dtype).min)
+    logits = jnp.where(allowed, logits, lowest)
+    maximum = jnp.max(logits, axis=-1, keepdims=True, initial=lowest)
     if sinks is not None:
-        maximum = jnp.maximum(maximum, sinks[:, None, None])
-    # Any finite number serves a row of -inf: it only has to keep -inf - maximum from being NaN.
-    maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-    weights = jnp.exp(logits - maximum)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
+        sinks = sinks[None, :, None, None]
+        maximum = jnp.maximum(maximum, sinks)
+    # Of a row that is masked altogether the exponentials are 1.
+    exponentials = jnp.where(allowed, jnp.exp(logits - maximum), 0.0)
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + jnp.exp(sinks[:, None, None] - maximum)
+        total = total + jnp.exp(sinks - maximum)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, EMPTY_LSE, maximum + jnp.log(total))
-    return weights / total, lse[..., 0]
+    return exponentials / total, lse[..., 0]
 
 
 @_softmax.defjvp
 def _softmax_jvp(primals, tangents):
     """The derivative in terms of the results, for JAX's own of the steps above loses digits."""
-    sinks = primals[1]
-    dlogits, dsinks = tangents
+    sinks = primals[2]
+    dlogits, _, dsinks = tangents
     probabilities, lse = _softmax(*primals)
 
     def derivative_of_lse():
         dlse = jnp.sum(probabilities * dlogits, axis=-1)
-        return dlse if sinks is None else dlse + jnp.exp(sinks[:, None] - lse) * dsinks[:, None]
+        if sinks is None:
+            return dlse
+        return dlse + jnp.exp(sinks[None, :, None] - lse) * dsinks[None, :, None]
 
     # Once for each result: their cotangents, added up first, would not cancel where they should.
     dprobabilities = probabilities * (dlogits - derivative_of_lse()[..., None])
@@ -177,10 +237,20 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
     Source of the constants: Appleby, MurmurHash3, the finalizer of 32 bits.
     """
     batch, heads, query_count, key_count = shape
-    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(batch, heads, 1, 1)
-    t = jnp.arange(query_count, dtype=jnp.uint32)[:, None]
-    pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)
-    u, v = (_murmur((_murmur(word ^ row) + jnp.uint32(0x9E3779B9)) ^ t) for word in words)
+    return keep_by_seeds(dropout_seeds(words, batch, heads), query_count, key_count, rate)
+
+
+def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
+    """[2, B, N]: what in `keep` depends on the words and on a row's b and n."""
+    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
+    return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
+
+
+def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
+    """`keep` from `dropout_seeds` [2, B, N]."""
+    t = jnp.arange(query_count, dtype=jnp.uint32)[None, None, :, None]
+    pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
+    u, v = (_murmur(seed[:, :, None, None] ^ t) for seed in seeds)
     x = _murmur(u ^ pair, v)
     halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], -1)
     return halves[..., :key_count] >= jnp.uint32(_threshold(rate))

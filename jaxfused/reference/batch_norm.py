@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.activation import activate
 from jaxfused.reference.group_norm import STATISTICS, save_statistics
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def batch_statistics(
@@ -34,7 +34,7 @@ def batch_statistics(
     def statistics(x):
         x = x.astype(accumulator_dtype(x.dtype))
         mean = mean_of(x)
-        return mean, mean_of(jnp.square(x - mean))
+        return mean, mean_of(jnp.square(x - along_last_axis(mean, x)))
 
     return statistics(x)
 
@@ -56,9 +56,10 @@ def norm(
     @save_statistics
     def apply(x, scale, bias, residual, mean, var):
         factor = channel_factor(scale, var.astype(compute_dtype), epsilon)
-        y = (x.astype(compute_dtype) - mean.astype(compute_dtype)) * factor
+        y = x.astype(compute_dtype)
+        y = (y - along_last_axis(mean, y)) * along_last_axis(factor, y)
         if bias is not None:
-            y = y + bias.astype(compute_dtype)
+            y = y + along_last_axis(bias, y)
         if residual is not None:
             y = y + residual.astype(compute_dtype)
         return activate(activation, y).astype(x.dtype)
@@ -92,4 +93,6 @@ def fold(
     if norm_bias is not None:
         shift = shift + norm_bias.astype(compute_dtype)
     folded_bias_dtype = w.dtype if bias is None else bias.dtype
-    return (w.astype(compute_dtype) * factor).astype(w.dtype), shift.astype(folded_bias_dtype)
+    folded = w.astype(compute_dtype)
+    folded = folded * along_last_axis(factor, folded)
+    return folded.astype(w.dtype), shift.astype(folded_bias_dtype)

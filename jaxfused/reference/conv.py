@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.activation import activate
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def conv(
@@ -42,7 +42,7 @@ def conv(
         feature_group_count=feature_group_count,
     ).astype(compute_dtype)
     if bias is not None:
-        y = y + bias.astype(compute_dtype)
+        y = y + along_last_axis(bias, y)
     if residual is not None:
         y = y + residual.astype(compute_dtype)
     return activate(activation, y).astype(x.dtype)

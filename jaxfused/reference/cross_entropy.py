@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.linear import affine
-from jaxfused.reference.product import accumulator_dtype, product
+from jaxfused.reference.product import product
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ def counted(labels: jax.Array, options: Options) -> jax.Array:
     return labels != options.ignore_index
 
 
+def _classes(labels: jax.Array, options: Options) -> jax.Array:
+    """Labels that are classes, with the first class for tokens that do not count.
+
+    Whatever those get is replaced by 0, and must not be NaN before that: `jax_debug_nans` looks for it.
+    """
+    return jnp.where(counted(labels, options), labels, 0)
+
+
 def token_losses(
     logits: jax.Array, labels: jax.Array, options: Options
 ) -> tuple[jax.Array, Normalizer]:
@@ -69,7 +78,8 @@ def token_losses(
         losses = -_weighted_sum(labels.astype(logits.dtype), log_probabilities)
     else:
         # A class that is not there, also one that would count from the end, gives NaN.
-        classes = jnp.where(labels < 0, logits.shape[-1], labels)[..., None]
+        classes = _classes(labels, options)
+        classes = jnp.where(classes < 0, logits.shape[-1], classes)[..., None]
         losses = -jnp.take_along_axis(log_probabilities, classes, -1, mode="fill")[..., 0]
     if options.label_smoothing:
         smoothing = options.label_smoothing
@@ -93,8 +103,11 @@ def token_gradients(
         targets = labels.astype(logits.dtype)
         total = jnp.sum(targets, axis=-1)
     else:
-        targets = jax.nn.one_hot(labels, features, dtype=logits.dtype)
-        total = jnp.where((labels >= 0) & (labels < features), 1.0, jnp.nan)
+        classes = _classes(labels, options)
+        targets = jax.nn.one_hot(classes, features, dtype=logits.dtype)
+        missing = (classes < 0) | (classes >= features)
+        # A NaN that is written as such would be found by `jax_debug_nans` where nothing is missing.
+        total = jnp.sqrt(jnp.where(missing, -1.0, 1.0).astype(logits.dtype))
     if smoothing:
         targets = (1.0 - smoothing) * targets + smoothing / features
         total = (1.0 - smoothing) * total + smoothing

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.activation import activate
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 STATISTICS = "jaxfused_statistics"
 """The name under which a norm marks its statistics for the policies of `jax.checkpoint`."""
@@ -42,9 +42,9 @@ def norm(
         variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
         y = (centered * jax.lax.rsqrt(variance + epsilon)).reshape(x.shape)
         if scale is not None:
-            y = y * scale.astype(compute_dtype)
+            y = y * along_last_axis(scale, y)
         if bias is not None:
-            y = y + bias.astype(compute_dtype)
+            y = y + along_last_axis(bias, y)
         if residual is not None:
             y = y + residual.astype(compute_dtype)
         return activate(activation, y).astype(x.dtype)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.activation import activate
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def norm(
@@ -28,21 +29,119 @@ def norm(
     Arithmetic is in float32 (float64 for float64 inputs). The normalisation reads the next residual as
     it was rounded to its dtype, so that a backward that saved it sees the very numbers of the forward.
     """
-    compute_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return norm_and_statistics(
+        x,
+        scale,
+        bias,
+        residual,
+        pre_bias,
+        subtract_mean=subtract_mean,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        pre_activation=pre_activation,
+        activation=activation,
+    )[:2]
+
+
+def norm_and_statistics(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
+    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm."""
+    compute_dtype = accumulator_dtype(x.dtype)
     total = x.astype(compute_dtype)
     if pre_bias is not None:
-        total = total + pre_bias.astype(compute_dtype)
+        total = total + along_last_axis(pre_bias, total)
     next_residual = None
     if residual is not None:
         next_residual = (total + residual.astype(compute_dtype)).astype(residual.dtype)
         total = next_residual.astype(compute_dtype)
 
     u = activate(pre_activation, total)
+    mean = None
     if subtract_mean:
-        u = u - jnp.mean(u, axis=-1, keepdims=True)
-    y = u * jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + epsilon)
+        mean = jnp.mean(u, axis=-1, keepdims=True)
+        u = u - mean
+    rstd = jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + epsilon)
+    y = u * rstd
     if scale is not None:
-        y = y * (scale.astype(compute_dtype) + scale_offset)
+        y = y * (along_last_axis(scale, y) + scale_offset)
     if bias is not None:
-        y = y + bias.astype(compute_dtype)
-    return activate(activation, y).astype(x.dtype), next_residual
+        y = y + along_last_axis(bias, y)
+    y = activate(activation, y).astype(x.dtype)
+    return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
+
+
+def gradient(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dscale, dbias, dpre_bias) of rows [M, D], from what a forward has saved.
+
+    With `dnext_residual`, h is the next residual; without it x, to which pre_bias is still added. The
+    gradients of the parameters are float32 [segments, D], for equal runs of rows.
+    """
+    del epsilon
+    wide = accumulator_dtype(h.dtype)
+    total = h.astype(wide)
+    if pre_bias is not None and dnext_residual is None:
+        total = total + along_last_axis(pre_bias, total)
+    u, slope_of_pre_activation = _value_and_slope(pre_activation, total)
+    if mean is not None:
+        u = u - mean[:, None]
+    normalised = u * rstd[:, None]
+    gain = None if scale is None else along_last_axis(scale, total) + scale_offset
+    dz = dy.astype(wide)
+    if activation is not None:
+        z = normalised if gain is None else normalised * gain
+        if bias is not None:
+            z = z + along_last_axis(bias, z)
+        dz = dz * _value_and_slope(activation, z)[1]
+    dnormalised = dz if gain is None else dz * gain
+    dh = dnormalised - normalised * jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
+    if subtract_mean:
+        dh = dh - jnp.mean(dnormalised, axis=-1, keepdims=True)
+    dh = dh * rstd[:, None] * slope_of_pre_activation
+    if dnext_residual is not None:
+        dh = dh + dnext_residual.astype(wide)
+
+    def sum_over_rows(values, parameter):
+        if parameter is None:
+            return None
+        return jnp.sum(values.reshape(segments, -1, h.shape[-1]), axis=1)
+
+    return (
+        dh.astype(h.dtype),
+        sum_over_rows(dz * normalised, scale),
+        sum_over_rows(dz, bias),
+        sum_over_rows(dh, pre_bias),
+    )
+
+
+def _value_and_slope(activation: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The activation and its derivative, element by element."""
+    if activation is None:
+        return x, jnp.ones_like(x)
+    return jax.jvp(lambda x: activate(activation, x), (x,), (jnp.ones_like(x),))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.activation import activate
-from jaxfused.reference.product import accumulator_dtype, product
+from jaxfused.reference.product import product
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 PREACTIVATION = "jaxfused_preactivation"
 """The name under which `preactivation` marks its result for the policies of `jax.checkpoint`."""
@@ -54,7 +55,7 @@ def affine(
     out_dtype = x.dtype if rounded_to == x.dtype else None
     y = product(f"{rows}d,dF->{rows}F", x, w, out_dtype=out_dtype, precision=precision)
     y = y.astype(accumulator_dtype(x.dtype))
-    return y if bias is None else y + bias.astype(y.dtype)
+    return y if bias is None else y + along_last_axis(bias, y)
 
 
 def preactivation(
@@ -72,3 +73,33 @@ def preactivation(
 def add_residual(y: jax.Array, residual: jax.Array | None, out_dtype: Any) -> jax.Array:
     """Adds the residual before the one rounding to `out_dtype`."""
     return (y if residual is None else y + residual.astype(y.dtype)).astype(jnp.dtype(out_dtype))
+
+
+# --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
+
+
+def layer(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    save_preactivation: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, z): y as `linear` returns it, and with `save_preactivation` the preactivation in x's dtype."""
+    if activation is None and not save_preactivation:
+        y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
+        return add_residual(y, residual, out_dtype), None
+    z = preactivation(x, w, bias, precision=precision)
+    y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+    return add_residual(y, residual, out_dtype), z if save_preactivation else None
+
+
+def activation_gradient(activation: str | None, dy: jax.Array, z: jax.Array) -> jax.Array:
+    """The gradient of the preactivation z from that of activation(z), in float32."""
+    wide = accumulator_dtype(z.dtype)
+    _, vjp = jax.vjp(lambda z: activate(activation, z), z.astype(wide))
+    return vjp(dy.astype(wide))[0]

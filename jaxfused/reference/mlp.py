@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxfused.reference.activation import activate
 from jaxfused.reference.linear import add_residual, affine, preactivation, save_preactivation
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.product import product
+from jaxfused.reference.promotion import accumulator_dtype
 
 SAVE_POLICIES = {
     "hidden": save_preactivation,
@@ -77,3 +78,124 @@ def gated_mlp(
     return jax.checkpoint(f, policy=SAVE_POLICIES[save])(
         x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
     )
+
+
+# --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
+#
+# Of rows x [M, D], dy [M, E], z, gate and up [M, F], and of weights w1 [D, F] and w2 [F, E].
+
+
+def hidden_and_slope(
+    x: jax.Array, w1: jax.Array, b1: jax.Array | None, *, activation: str | None, precision: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The activation of x @ w1 + b1 and its derivative there, both in x's dtype."""
+    z = preactivation(x, w1, b1, precision=precision)
+    h, slope = _value_and_slope(activation, z)
+    return h.astype(x.dtype), slope.astype(x.dtype)
+
+
+def hidden_gradient_by_slope(
+    dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool, precision: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient dz from the activation's derivative [M, F], and its sum over the rows."""
+    dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
+    return dz.astype(slope.dtype), _sum_over_rows(dz) if sum_rows else None
+
+
+def hidden_gradient(
+    dy: jax.Array,
+    w2: jax.Array,
+    z: jax.Array,
+    *,
+    activation: str | None,
+    sum_rows: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """dz, activation(z), and dz summed over the rows."""
+    h, slope = _value_and_slope(activation, z)
+    dz = _gradient_of_hidden(dy, w2, precision) * slope
+    return dz.astype(z.dtype), h.astype(z.dtype), _sum_over_rows(dz) if sum_rows else None
+
+
+def gated_unit(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array | None,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivations: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """(activation(gate) * up, gate, up), the latter two if they are to be saved."""
+    gate = preactivation(x, w_gate, b_gate, precision=precision)
+    if w_up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    else:
+        up = preactivation(x, w_up, b_up, precision=precision)
+    wide = accumulator_dtype(x.dtype)
+    h = (activate(activation, gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
+    return (h, gate, up) if save_preactivations else (h, None, None)
+
+
+def gated_hidden_gradient(
+    dy: jax.Array,
+    w_down: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    *,
+    activation: str | None,
+    sum_rows: tuple[bool, bool],
+    returns_hidden: bool,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """dgate, dup, activation(gate) * up if it is wanted, and dgate and dup summed over the rows."""
+    activated, slope = _value_and_slope(activation, gate)
+    wide_up = up.astype(jnp.float32)
+    dh = _gradient_of_hidden(dy, w_down, precision)
+    dgate, dup = dh * wide_up * slope, dh * activated
+    h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
+    db_gate, db_up = (
+        _sum_over_rows(d) if wanted else None
+        for d, wanted in zip((dgate, dup), sum_rows, strict=True)
+    )
+    return dgate.astype(gate.dtype), dup.astype(gate.dtype), h, db_gate, db_up
+
+
+def gated_input_gradient(
+    dgate: jax.Array,
+    dup: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array | None,
+    *,
+    precision: Any,
+) -> tuple[jax.Array]:
+    """The sum dgate @ w_gate^T + dup @ w_up^T; w_gate holds both where there is no w_up."""
+    if w_up is None:
+        both = jnp.concatenate([dgate, dup], axis=-1)
+        return (product("mf,df->md", both, w_gate, out_dtype=dgate.dtype, precision=precision),)
+    # Rounded before they are added: XLA has the second product add to the first one's result then.
+    of_gate, of_up = (
+        product("mf,df->md", d, w, out_dtype=d.dtype, precision=precision)
+        for d, w in ((dgate, w_gate), (dup, w_up))
+    )
+    return (of_gate + of_up,)
+
+
+def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:
+    """The product dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
+    dh = product("me,fe->mf", dy, w2, out_dtype=dy.dtype, precision=precision)
+    return dh.astype(jnp.float32)
+
+
+def _value_and_slope(activation: str | None, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The activation and its derivative, element by element and in float32."""
+    z = z.astype(jnp.float32)
+    if activation is None:
+        return z, jnp.ones_like(z)
+    return jax.jvp(lambda z: activate(activation, z), (z,), (jnp.ones_like(z),))
+
+
+def _sum_over_rows(values: jax.Array) -> jax.Array:
+    return jnp.sum(values, axis=0, dtype=jnp.float32)

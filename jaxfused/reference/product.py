@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfused.reference.promotion import accumulator_dtype
+
 
 def product(
     subscripts: str,
@@ -44,11 +46,6 @@ def product(
     if a.dtype == b.dtype == dtype == out_dtype == accumulator_dtype(dtype):
         return jnp.einsum(subscripts, a, b, precision=precision)
     return _rounding_product(subscripts, dtype, out_dtype, precision, a, b)
-
-
-def accumulator_dtype(dtype: Any) -> Any:
-    """float32, or float64 for float64: what sums and elementwise arithmetic are carried in."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

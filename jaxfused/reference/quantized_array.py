@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.quantized_array import FORMATS, QuantizedArray, pack_int4, spread
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 def scales(
@@ -46,8 +46,11 @@ def to_integers(values: jax.Array, dtype: str) -> jax.Array:
 
 def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, axis: int) -> jax.Array:
     """`x / scale + zero_point`: what the rounding is of."""
-    units = x.astype(accumulator_dtype(x.dtype)) / spread(scale, x.shape, axis)
-    return units if zero_point is None else units + spread(zero_point, x.shape, axis)
+    units = x.astype(accumulator_dtype(x.dtype))
+    units = units / spread(scale, x.shape, axis).astype(units.dtype)
+    if zero_point is None:
+        return units
+    return units + spread(zero_point, x.shape, axis).astype(units.dtype)
 
 
 def encode(

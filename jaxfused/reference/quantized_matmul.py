@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfused.quantized_array import QuantizedArray
 from jaxfused.reference.activation import activate
 from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def matmul(
@@ -31,7 +31,7 @@ def matmul(
             z = quantized_product(x, w)
         else:
             z = frozen_product(x.dtype, x, w)
-        z = z if bias is None else z + bias.astype(z.dtype)
+        z = z if bias is None else z + along_last_axis(bias, z)
         if activation is not None:
             # As in linear, the activation reads its argument in x's dtype, where x has one.
             dtype = z.dtype if isinstance(x, QuantizedArray) else x.dtype
@@ -80,18 +80,20 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     if x.groups > 1 or w.groups > 1 or integers[0] != integers[1]:
         return jnp.matmul(x.dequantize(), w.dequantize())
     if not integers[0]:
-        return _float8_matmul(a, b) * x.scale * w.scale[0]
+        total = _float8_matmul(a, b)
+        return total * x.scale * along_last_axis(w.scale[0], total)
     total = _int8_matmul(a, b)
     # The sum of (a - zx) (b - zw), without leaving int8 for the product.
     if x.zero_point is not None:
         columns = jnp.sum(b, axis=0, dtype=jnp.int32)
-        total = total - x.zero_point.astype(jnp.int32) * columns
+        total = total - x.zero_point.astype(jnp.int32) * along_last_axis(columns, total)
     if w.zero_point is not None:
         rows = jnp.sum(a, axis=-1, keepdims=True, dtype=jnp.int32)
         if x.zero_point is not None:
             rows = rows - a.shape[-1] * x.zero_point.astype(jnp.int32)
-        total = total - rows * w.zero_point[0].astype(jnp.int32)
-    return total.astype(jnp.float32) * x.scale * w.scale[0]
+        total = total - rows * along_last_axis(w.zero_point[0], total)
+    total = total.astype(jnp.float32)
+    return total * x.scale * along_last_axis(w.scale[0], total)
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
@@ -19,7 +19,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     rotary_dim = 2 * cos.shape[-1]
     wide = accumulator_dtype(x.dtype)
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
-    cos, sin = cos[..., None, :].astype(wide), sin[..., None, :].astype(wide)
+    # The axes before the positions, where the tables have none of their own, and the heads.
+    axes = (*range(x.ndim - 1 - cos.ndim), -2)
+    cos, sin = (jnp.expand_dims(table.astype(wide), axes) for table in (cos, sin))
     if interleaved:
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
@@ -151,7 +153,8 @@ def tables(
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of float32 angles, positions.shape + (rotary_dim / 2,)."""
     frequencies = jnp.asarray(scaling.frequencies(rotary_dim, theta), jnp.float32)
-    return _cos_sin(positions.astype(jnp.float32)[..., None] * frequencies, scaling)
+    positions = positions.astype(jnp.float32)[..., None]
+    return _cos_sin(positions * along_last_axis(frequencies, positions), scaling)
 
 
 def axial_tables(
@@ -166,7 +169,7 @@ def axial_tables(
     shape = (height, width, rotary_dim // 4)
     row, column = (
         jnp.broadcast_to(
-            jnp.expand_dims(jnp.arange(n, dtype=jnp.float32), axes) * frequencies, shape
+            jnp.expand_dims(jnp.arange(n, dtype=jnp.float32), axes) * frequencies[None, None], shape
         )
         for n, axes in ((height, (1, 2)), (width, (0, 2)))
     )

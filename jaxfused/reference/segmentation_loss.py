@@ -9,7 +9,7 @@ from jaxfused.reference.cross_entropy import (
     counted,
     token_losses,
 )
-from jaxfused.reference.product import accumulator_dtype
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 def image_losses(
@@ -26,7 +26,7 @@ def image_losses(
     logits = logits.astype(accumulator_dtype(logits.dtype))
     if logits.ndim == labels.ndim:
         counts = jnp.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
-        targets = jnp.where(counts, labels, 0).astype(logits.dtype)
+        targets = jnp.where(counts, labels.astype(logits.dtype), 0.0)
         losses = binary_token_losses(logits, targets)
         probabilities, targets = jax.nn.sigmoid(logits)[..., None], targets[..., None]
     else:

@@ -58,11 +58,10 @@ def forward(
     logits: Logits,
     multiprocessors: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T or more]) of query [B, T, N, H], key and value [B, S, K, ...].
+    """(out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H], key and value [B, S, K, ...].
 
     lse is the natural logarithm in float32, with the sink; EMPTY_LSE where nothing is summed up, and
-    for queries from their length on, sink or not; out is 0 there. It may be longer than T, and
-    `backward` takes it as it is.
+    for queries from their length on, sink or not; out is 0 there. R is `logits.saved_length(T)`.
     """
     module = _module(key, value, attention_fwd)
     return module.forward(
@@ -83,9 +82,10 @@ def backward(
     logits: Logits,
     multiprocessors: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned; dlse is [B, N, T] or None.
+    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned.
 
-    dbias has the bias's shape, dsinks is [N], both float32, or None without the operand.
+    lse is [B, N, R], dlse [B, N, T] or None. dbias has the bias's shape, dsinks is [N], both float32,
+    or None without the operand.
     """
     module = _module(key, value, attention_bwd)
     return module.backward(

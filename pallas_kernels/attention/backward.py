@@ -36,8 +36,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """(dquery, dkey, dvalue, dbias, dsinks) from what the forward returned.
 
-    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, T or more] float32 is the
-    natural logarithm. dbias and dsinks are float32, or None without the operand.
+    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] float32 is the natural
+    logarithm, R = saved_length(T). dbias and dsinks are float32, or None without the operand.
     """
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)

@@ -13,7 +13,7 @@ from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands
 def row_statistics(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp in base 2 and delta, both [B, N, T] float32, from lse [B, N, T or more].
+    """The log-sum-exp in base 2 and delta, both [B, N, T] float32, from lse [B, N, R].
 
     Queries that attend to nothing have a log-sum-exp of inf, which makes all probabilities 0.
     """

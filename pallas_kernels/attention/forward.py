@@ -8,6 +8,7 @@ are persistent: the copies of the next tile run during the end of this one.
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention.logits import (
+    EMPTY_LSE,
+    LOG2E,
+    Logits,
+    Operands,
+    Tile,
+    saved_length,
+)
 from pallas_kernels.attention.mask import segment_blocks
 from pallas_kernels.attention.tiles import QueryTiles, operand_memory, padded_columns
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
@@ -131,7 +139,7 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T or more]), see pallas_kernels.attention.attention."""
+    """(out [B, T, N, V], lse [B, N, R]), see pallas_kernels.attention.attention."""
     batch, query_count, heads, head_size = query.shape
     key_count, key_heads, value_size = value.shape[1:]
     mask = logits.mask
@@ -150,6 +158,7 @@ def forward(
     present = [name for name, array in operands._asdict().items() if array is not None]
     tiles = QueryTiles(mask, heads, rows, block)
     schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
+    lse_length = saved_length(query_count)
     # Whether blocks are masked: the last of a consumer, then the others; None is by their number.
     last_is_masked = not mask.is_always_full(rows, block)
     others_are_masked: bool | None = None
@@ -411,7 +420,12 @@ def forward(
                         padded_columns(value_width, at.batch_idx),
                     ],
                 )
-                lse_gmem[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)] = lse
+
+                # Registers are written without a test for the end, so rows beyond it are not written.
+                @_when_needed(start < lse_length, lse_length < tiles.count * rows)
+                def _write_lse():
+                    lse_gmem[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)] = lse
+
                 if out_smem is None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(q_free.at[wg_idx])
@@ -442,8 +456,7 @@ def forward(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((batch, query.shape[1], heads, value.shape[3]), dtype),
-            # Whole tiles, for registers are written without a test for the end.
-            jax.ShapeDtypeStruct((batch, heads, tiles.count * rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, lse_length), jnp.float32),
         ),
         scratch_types=scratch,
         grid=(schedule.shape[0],),
@@ -454,6 +467,11 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, schedule, *segment_bounds, *(getattr(operands, name) for name in present))
     return out[:, :query_count, :, :value_size], lse
+
+
+def _when_needed(condition: jax.Array, is_needed: bool) -> Callable[[Callable[[], None]], None]:
+    """`pl.when(condition)` where the condition is needed, else what is always done."""
+    return pl.when(condition) if is_needed else lambda f: f()
 
 
 def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:

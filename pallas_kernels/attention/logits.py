@@ -19,6 +19,19 @@ LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
 """The log-sum-exp of a row that attends to nothing, as in the reference."""
 
+_SAVED_ROWS = 64
+"""A warpgroup writes the log-sum-exp of so many queries at a time."""
+
+
+def saved_length(query_count: int) -> int:
+    """R, the length of the log-sum-exp [B, N, R] that a forward saves for T = `query_count` queries.
+
+    It is T rounded up to a multiple of 64, in every implementation, so that the forward of one may be
+    followed by the backward of another. Entries from T on hold EMPTY_LSE or any other finite number,
+    and no backward lets them into its results.
+    """
+    return -(-query_count // _SAVED_ROWS) * _SAVED_ROWS
+
 
 class Operands(NamedTuple):
     """The optional arrays of attention; in a kernel, their references in global memory."""
@@ -49,19 +62,26 @@ class Operands(NamedTuple):
         """With T and S filled up to whole blocks, as loads into registers are not cut at the end."""
 
         def pad(array, axes: dict[int, int]):
-            if array is None:
-                return None
             widths = [(0, 0)] * array.ndim
             for axis, block in axes.items():
-                if array.shape[axis] != 1:
-                    widths[axis] = (0, -array.shape[axis] % block)
+                widths[axis] = (0, -array.shape[axis] % block)
             return array if not any(w for _, w in widths) else jnp.pad(array, widths)
 
+        def pad_logits(array):
+            """An axis of 1 is shared by all queries or keys of [.., T, S], and stays as it is."""
+            if array is None:
+                return None
+            blocks = {2: query_block, 3: key_block}
+            return pad(array, {i: n for i, n in blocks.items() if array.shape[i] != 1})
+
+        def pad_segments(array, block):
+            return None if array is None else pad(array, {1: block})
+
         return self._replace(
-            bias=pad(self.bias, {2: query_block, 3: key_block}),
-            explicit=pad(self.explicit, {2: query_block, 3: key_block}),
-            query_segments=pad(self.query_segments, {1: query_block}),
-            key_segments=pad(self.key_segments, {1: key_block}),
+            bias=pad_logits(self.bias),
+            explicit=pad_logits(self.explicit),
+            query_segments=pad_segments(self.query_segments, query_block),
+            key_segments=pad_segments(self.key_segments, key_block),
         )
 
     def transposed(self) -> "Operands":

@@ -94,7 +94,7 @@ def backward(
 ) -> Gradients:
     """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.attention.
 
-    lse is what `forward` returned, with its padding. With a bias that differs between keys the
+    lse is [B, N, R] as `forward` returned it. With a bias that differs between keys the
     gradient of the logits passes through global memory, [B, N, S, T] in float32, and XLA adds it up
     over the bias's broadcast axes.
     """
@@ -273,9 +273,13 @@ def _backward(
                 delta_smem.at[slot][...] = delta
                 lse_rows = plgpu.load(lse_smem.at[slot], layout=rows)
                 # exp2 of anything less infinity is 0: such queries attend to nothing.
-                lse2_smem.at[slot][...] = jnp.where(
-                    lse_rows <= EMPTY_LSE, jnp.inf, lse_rows * LOG2E
-                )
+                is_empty = lse_rows <= EMPTY_LSE
+                if query_count % ROWS:
+                    row = place(step)[2] + plgpu.broadcasted_iota(
+                        jnp.int32, (ROWS,), 0, layout=rows
+                    )
+                    is_empty = is_empty | (row >= query_count)
+                lse2_smem.at[slot][...] = jnp.where(is_empty, jnp.inf, lse_rows * LOG2E)
                 plgpu.barrier_arrive(bars["rows_full"].at[slot])
 
             def compute_dq(step):

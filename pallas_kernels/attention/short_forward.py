@@ -15,7 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import short_memory as memory
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, Tile
+from pallas_kernels.attention.logits import (
+    EMPTY_LSE,
+    LOG2E,
+    Logits,
+    Operands,
+    Tile,
+    saved_length,
+)
 from pallas_kernels.attention.short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
@@ -75,7 +82,7 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, T or more] float32), see pallas_kernels.attention.attention."""
+    """(out [B, T, N, V], lse [B, N, R] float32), see pallas_kernels.attention.attention."""
     shape = Shape.of(query, key, value)
     return _forward((query, key, value), shape, operands, logits, multiprocessors, config)
 
@@ -112,7 +119,8 @@ def _forward(
     )
     workers, tiles = config.workers, config.tiles
     key_rows, value_rows = ceil_to(key_count, 8), ceil_to(key_count, 64)
-    # Also where a worker's last tiles lie beyond the queries, it reads and writes something there.
+    # A worker's last tiles may lie beyond the queries. Copies fill and write nothing there, but loads
+    # of bias and explicit mask into registers need something to read.
     query_rows = ceil_to(query_count, tiles * ROWS)
     parts = query_rows // (tiles * ROWS)
     items = batch * heads * parts
@@ -260,7 +268,7 @@ def _forward(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
-            jax.ShapeDtypeStruct((batch, heads, query_rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
         ),
         scratch_types=dict(
             q_smem=memory.matrix((workers, _QUERY_SLOTS), ROWS, head_size, dtype),

@@ -1,0 +1,87 @@
+"""Random sizes from a seed, for the commands that look for what nobody thought of: sweep and fuzz.
+
+Each case has a stream of its own, so that the fifth case of a seed is the same whether it is the only
+one that is drawn or one of a thousand.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+VISION_WIDTHS = (96, 128, 192, 256, 384, 512, 768, 1024, 1152, 1280, 1408, 1536, 1664)
+"""Features of ViT, SigLIP and Swin."""
+LANGUAGE_WIDTHS = (1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
+"""Features of decoders like Llama, Qwen and Gemma."""
+VISION_TOKENS = (49, 64, 144, 196, 197, 256, 257, 576, 577, 729, 784, 1024, 1370, 3136, 4096)
+"""Patches of an image, with and without a class token; 49 and 64 are windows of Swin."""
+HEAD_SIZES = (32, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
+"""Those that are met most stand here more than once."""
+
+
+class Draw:
+    """A stream of random choices that depends on a seed and a name alone."""
+
+    def __init__(self, seed: int, name: str):
+        self._rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+    def pick[T](self, options: Sequence[T]) -> T:
+        return options[int(self._rng.integers(len(options)))]
+
+    def chance(self, probability: float) -> bool:
+        return bool(self._rng.random() < probability)
+
+    def between(self, low: int, high: int) -> int:
+        """From low to high, both included, all equally likely."""
+        return int(self._rng.integers(low, high + 1))
+
+    def size(self, low: int, high: int) -> int:
+        """From low to high, both included, with every factor of two equally likely."""
+        exponent = self._rng.uniform(np.log(low), np.log(high + 1))
+        return min(high, max(low, int(np.exp(exponent))))
+
+    def rounded(self, low: int, high: int) -> int:
+        """A `size` that people would choose: often a power of two or a multiple of 8 or 128."""
+        value = self.size(low, high)
+        unit = self.pick((1, 8, 128, 1 << (value.bit_length() - 1)))
+        return value if unit > value else max(low, value // unit * unit)
+
+    # --- sizes of networks ------------------------------------------------------------------------
+
+    def width(self, most: int = 16384) -> int:
+        """Features of a network's layer; one in ten is any multiple of 8, one in 16 is odd."""
+        kind = self._rng.random()
+        if kind < 1 / 16:
+            width = self.size(16, most) | 1
+        elif kind < 0.16:
+            width = self.size(16, most) // 8 * 8
+        else:
+            width = self.pick(VISION_WIDTHS if kind < 0.58 else LANGUAGE_WIDTHS)
+        return min(width, most)
+
+    def batch_and_tokens(self) -> tuple[int, int]:
+        """Images and their patches, sequences of text and their tokens, or tokens of a decoder."""
+        kind = self.pick(("vision",) * 4 + ("text",) * 4 + ("decode",))
+        if kind == "vision":
+            batch, tokens = self.batch(512), self.pick(VISION_TOKENS)
+        elif kind == "text":
+            batch, tokens = self.batch(16), self.tokens()
+        else:
+            batch, tokens = self.rounded(1, 512), 1
+        return self.shard(batch), tokens
+
+    def batch(self, most: int) -> int:
+        """Training has large batches, so the larger of two."""
+        return max(self.rounded(1, most), self.rounded(1, most))
+
+    def tokens(self, most: int = 32768) -> int:
+        """Tokens of a text: mostly many, any number from 1 up."""
+        return self.rounded(128 if self.chance(0.75) else 1, most)
+
+    def shard(self, size: int) -> int:
+        """What one of several devices has of an axis; most programs run on one."""
+        return max(1, size // self.pick((1, 1, 1, 2, 4, 8)))
+
+    def dtype(self, *rare: str) -> str:
+        """Mostly bfloat16, some float16, and each of `rare` as often as that."""
+        return self.pick(("bfloat16",) * 6 + ("float16", *rare))

@@ -1,0 +1,182 @@
+"""dot_product_attention with any combination of its options."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfused
+from benchmarks.draw import HEAD_SIZES, Draw
+from benchmarks.fuzz.problem import (
+    DTYPES,
+    How,
+    Operand,
+    Options,
+    Problem,
+    length,
+    present,
+    rng_of,
+)
+
+_MOST_LOGITS = 2**21
+
+
+def draw_attention(draw: Draw) -> Options:
+    most = draw.pick((16, 64, 300, 1100))
+    queries = length(draw, most)
+    keys = queries if draw.chance(0.6) else length(draw, most)
+    key_heads, group = draw.pick((1, 1, 2, 3, 4)), draw.pick((1, 1, 1, 2, 3, 4))
+    # Where logits would be many there are fewer heads and examples.
+    while key_heads * group * queries * keys > _MOST_LOGITS:
+        key_heads, group = 1, max(1, group // 2)
+        queries, keys = min(queries, 700), min(keys, 700)
+    most_batch = max(1, _MOST_LOGITS // max(1, key_heads * group * queries * keys))
+    head_size = draw.pick(HEAD_SIZES) if draw.chance(0.8) else draw.size(1, 256)
+    broadcast = ("1111", "b111", "1n11", "11ts", "1nts", "b1ts", "bnts", "ts", "111s", "b11s")
+    options: Options = dict(
+        batch=draw.pick((None, 0)) if draw.chance(0.08) else draw.size(1, min(9, most_batch)),
+        queries=queries,
+        keys=keys,
+        key_heads=key_heads,
+        group=group,
+        head_size=head_size,
+        value_head_size=draw.pick((64, 128, 8, 40)) if draw.chance(0.1) else head_size,
+        dtype=draw.pick(DTYPES),
+        bias=draw.pick(broadcast) if draw.chance(0.25) else None,
+        bias_dtype=draw.pick(("float32", "bfloat16", "float16")),
+        mask=draw.pick(broadcast) if draw.chance(0.2) else None,
+        scale=draw.pick((0.0, 0.125, 1.0)) if draw.chance(0.2) else None,
+        is_causal=draw.chance(0.4),
+        window=[draw.size(1, 40), draw.pick((0, 0, 5, 40))] if draw.chance(0.2) else None,
+        soft_cap=draw.pick((2.0, 30.0)) if draw.chance(0.15) else None,
+        segments=draw.between(1, 5) if draw.chance(0.2) else 0,
+        query_lengths=draw.chance(0.1),
+        key_lengths=draw.chance(0.2),
+        sinks=draw.chance(0.15),
+        dropout=draw.pick((0.1, 0.5)) if draw.chance(0.15) else 0.0,
+        residual=draw.chance(0.15),
+    )
+    return options
+
+
+def attention(options: Options) -> Problem:
+    o = options
+    batch, heads = o["batch"], o["key_heads"] * o["group"]
+    lead = () if batch is None else (batch,)
+    sizes = dict(b=batch or 0 if batch is not None else 1, n=heads, t=o["queries"], s=o["keys"])
+    dtype = o["dtype"]
+    operands = present(
+        q=Operand((*lead, o["queries"], heads, o["head_size"]), dtype),
+        k=Operand((*lead, o["keys"], o["key_heads"], o["head_size"]), dtype),
+        v=Operand((*lead, o["keys"], o["key_heads"], o["value_head_size"]), dtype),
+        bias=Operand(_shape(o["bias"], sizes), o["bias_dtype"]) if o["bias"] else None,
+        sinks=Operand((heads,), "float32") if o["sinks"] else None,
+    )
+    return Problem(
+        _attend(o),
+        operands,
+        _constants(o, sizes),
+        tf32=dtype == "float32",
+        noise=_rounded_output_noise(o),
+    )
+
+
+def _shape(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(1 if axis == "1" else sizes[axis] for axis in axes)
+
+
+def _constants(o: Options, sizes: dict[str, int]) -> dict[str, Any]:
+    rng, constants = rng_of(o), {}
+    has_batch, batch = o["batch"] is not None, sizes["b"]
+    if o["mask"]:
+        constants["mask"] = rng.random(_shape(o["mask"], sizes)) < 0.7
+    if o["query_lengths"]:
+        constants["query_seq_lengths"] = _lengths(rng, batch, o["queries"])
+    if o["key_lengths"]:
+        constants["key_value_seq_lengths"] = _lengths(rng, batch, o["keys"])
+    if o["segments"]:
+        for name, size in (("query_segment_ids", "t"), ("key_value_segment_ids", "s")):
+            ids = np.sort(rng.integers(0, o["segments"], (batch, sizes[size])), axis=1)
+            constants[name] = (ids if has_batch else ids[0]).astype(np.int32)
+    if o["dropout"]:
+        constants["dropout_key"] = np.asarray([7, o["data"] % 2**31], np.uint32)
+    return constants
+
+
+def _lengths(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+    return rng.integers(0, most + 1, (batch,)).astype(np.int32)
+
+
+def _attend(o: Options) -> Any:
+    def attend(operands: Any, constants: Any, how: How) -> Any:
+        given = dict(constants)
+        mask = given.pop("mask", None)
+        if o["dropout"]:
+            given["dropout_key"] = jax.random.wrap_key_data(given["dropout_key"])
+            given["dropout_rate"] = o["dropout"]
+        return jaxfused.dot_product_attention(
+            operands["q"],
+            operands["k"],
+            operands["v"],
+            operands.get("bias"),
+            None if mask is None else jnp.asarray(mask),
+            scale=o["scale"],
+            is_causal=o["is_causal"],
+            local_window_size=None if o["window"] is None else tuple(o["window"]),
+            logits_soft_cap=o["soft_cap"],
+            sinks=operands.get("sinks"),
+            return_residual=o["residual"],
+            implementation=how.implementation,
+            **given,
+        )
+
+    return attend
+
+
+def _rounded_output_noise(o: Options) -> Any:
+    """What rounding the output does to gradients in any backward that keeps no weights.
+
+    The gradient of a logit is p (dp - delta), delta = sum(dy * y) of a row. Where the row gives all of
+    its weight to one key it is the difference of equal numbers, and what remains is p times the error
+    that y was rounded with. XLA, which keeps dp and the weights, has no such error.
+    """
+    attend = _attend(o | dict(dropout=0.0, residual=False))
+    scale = o["head_size"] ** -0.5 if o["scale"] is None else o["scale"]
+    # Four times the most that one rounding does: to 16 bits, or of a float32 product to tf32.
+    unit = 2 * max(float(jnp.finfo(o["dtype"]).eps), 2.0**-10)
+
+    def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
+        q, k, y, dy = operands["q"], operands["k"], results[0], cotangents[0]
+        given = {name: value for name, value in constants.items() if name != "dropout_key"}
+        # The weights are what attention makes of unit vectors.
+        units = jnp.broadcast_to(jnp.eye(o["keys"])[:, None], (*k.shape[:-1], o["keys"]))
+        weights = attend(operands | {"v": units}, given, How("xla", True))
+        row = unit * jnp.sqrt(jnp.sum((y * dy) ** 2, axis=-1))
+        by_group = (*row.shape[:-1], o["key_heads"], o["group"])
+        moved = weights * row[..., None]
+        grouped = moved.reshape(*by_group, o["keys"])
+        of_keys = jnp.einsum("...tkgs,...skh->...tkgh", grouped, jnp.abs(k))
+        squares = jnp.einsum(
+            "...tkgs,...tkgh->...skh", grouped**2, q.reshape(*by_group, q.shape[-1]) ** 2
+        )
+        found = {"q": scale * of_keys.reshape(q.shape), "k": scale * jnp.sqrt(squares)}
+        if "bias" in operands:
+            found["bias"] = _over_broadcast(moved, operands["bias"].shape)
+        if "sinks" in operands:
+            left = (1.0 - weights.sum(-1)) * row
+            found["sinks"] = jnp.sqrt(jnp.sum(left**2, axis=tuple(range(left.ndim - 1))))
+        return found
+
+    return noise
+
+
+def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[..., T, N, S] summed to the shape of a bias; the errors of rows are independent of each other."""
+    moved = jnp.moveaxis(moved, -2, -3)
+    whole = (1,) * (4 - len(shape)) + shape
+    moved = moved.reshape((1,) * (4 - moved.ndim) + moved.shape)
+    if whole[-1] == 1:
+        moved = moved.sum(-1, keepdims=True)
+    broadcast = tuple(axis for axis in range(4) if whole[axis] == 1)
+    return jnp.sqrt(jnp.sum(moved**2, axis=broadcast, keepdims=True)).reshape(shape)

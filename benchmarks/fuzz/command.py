@@ -1,0 +1,103 @@
+"""`python -m benchmarks fuzz`: draws cases, judges them in processes, prints what failed."""
+
+import argparse
+import collections
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.fuzz import judge, operators, processes
+from benchmarks.fuzz.problem import Options
+
+NAME = "fuzz"
+
+_EVERY_SECONDS = 20.0
+_CHEAP_COMPILES = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+"""Autotuning takes longer than all the rest. Without it XLA must not take Triton's products: its int8
+is wrong then, see LAB.md."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    _prepare(options.jobs)
+    cases: Any = [json.loads(line) for line in options.case]
+    if not cases:
+        cases = (
+            operators.drawn(options.seed, index, options.operators or [*operators.OPERATORS])
+            for index in range(options.first, options.first + options.cases)
+        )
+    begin = time.monotonic()
+    counts: collections.Counter[str] = collections.Counter()
+    by_operator: dict[str, list[float]] = collections.defaultdict(list)
+    said = begin
+    for case, verdict, seconds in _verdicts(cases, options, begin):
+        counts[verdict.status] += 1
+        by_operator[case["operator"]].append(seconds)
+        if verdict.status not in (judge.OK, judge.REFUSED) or options.case or options.verbose:
+            print(_told(case, verdict), flush=True)
+        if time.monotonic() - said > _EVERY_SECONDS:
+            said = time.monotonic()
+            print(f"[{said - begin:5.0f} s] {_summary(counts)}", flush=True)
+    for operator, times in sorted(by_operator.items()):
+        print(f"{operator:30} {len(times):5} cases, {sum(times) / len(times):5.1f} s each")
+    print(f"{time.monotonic() - begin:.0f} s, seed {options.seed}: {_summary(counts)}")
+    return 0 if set(counts) <= {judge.OK, judge.REFUSED} else 1
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=__doc__)
+    known = ", ".join(operators.OPERATORS)
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of: {known}")
+    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--cases", type=int, default=3000, help="default: %(default)s")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case of the seed")
+    parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="0: no processes")
+    parser.add_argument("--case", action="append", default=[], help="a line that the fuzz printed")
+    parser.add_argument("--verbose", action="store_true", help="print cases that are right too")
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.operators) - set(operators.OPERATORS)):
+        parser.error(f"{', '.join(unknown)} is not known; known are {known}")
+    return options
+
+
+def _prepare(jobs: int) -> None:
+    """The environment of the processes, before any of them asks for the GPU."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / max(1, jobs):.3f}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_CHEAP_COMPILES}"
+
+
+def _verdicts(
+    cases: Any, options: argparse.Namespace, begin: float
+) -> Iterator[tuple[Options, judge.Verdict, float]]:
+    def spent() -> bool:
+        return time.monotonic() - begin > options.seconds
+
+    if options.jobs:
+        yield from processes.run(cases, options.jobs, spent)
+        return
+    for case in cases:
+        if spent():
+            return
+        start = time.monotonic()
+        yield case, judge.judge(case), time.monotonic() - start
+
+
+def _told(case: Options, verdict: judge.Verdict) -> str:
+    return (
+        f"{verdict.status}: {verdict.why or f'{verdict.share:.2f}'}\n    {operators.to_line(case)}"
+    )
+
+
+def _summary(counts: collections.Counter[str]) -> str:
+    """Of all cases so far; what was refused is not among the cases."""
+    wrong, raised = counts[judge.WRONG], counts[judge.RAISED]
+    cases = counts.total() - counts[judge.REFUSED]
+    hung = counts[processes.HUNG] + counts[processes.CRASHED]
+    return (
+        f"{cases} cases, {wrong} wrong, {raised} raised, {counts[judge.DIFFERENT]} different between"
+        f" runs, {hung} hung or crashed ({counts[judge.REFUSED]} more were refused with a sentence)"
+    )

@@ -1,0 +1,269 @@
+"""Runs one case: ours twice, and XLA in the same precision and in float32.
+
+A result is right if its error is at most twice that of XLA in the same precision plus two units in the
+last place at the largest value, over several draws of the operands. tests/tolerances.py allows one unit
+beside float64; the arrays here may be so small that XLA's own error is luck.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers
+from benchmarks.fuzz import operators
+from benchmarks.fuzz.problem import How, Operand, Options, Problem
+
+OK, WRONG, RAISED, DIFFERENT, REFUSED = "ok", "wrong", "raised", "different", "refused"
+
+_DRAWS = 4
+"""Draws of operands and cotangents."""
+_FACTOR, _UNITS = 2.0, 2.0
+_TRUTH_ROUNDING = 2.0**-18
+"""The truth is in float32 itself: so much of its largest value its sums may be off."""
+_SHAKE, _UNSURE = 2.0**-22, 4.0
+"""And so much of what it changes by where all operands are off by their last bits: the difference of
+two nearly equal numbers, say the gradient of a norm over two features, is no more certain than that."""
+_TF32_BITS = 10
+_KINK_STEPS = 6
+_HUGE = 1e30
+"""What stands for minus infinity in a log-sum-exp over nothing; it says nothing about a scale."""
+
+_OURS, _PLAIN, _TRUTH = How(None, False), How("xla", False), How("xla", True)
+_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a case."""
+
+    status: str
+    why: str = ""
+    share: float = 0.0
+    """The largest error, as a share of what is allowed."""
+
+
+def judge(options: Options) -> Verdict:
+    """Everything about one case; whatever goes wrong is in the verdict."""
+    try:
+        problem = operators.problem_of(options)
+        programs = _Programs(problem, options)
+    except Exception as error:
+        return Verdict(RAISED, f"the case itself: {peers.describe(error)}")
+    try:
+        ours = programs.compiled(_OURS)
+        plain, truth = programs.compiled(_PLAIN), programs.compiled(_TRUTH)
+    except Exception as error:
+        status = REFUSED if _is_refused(programs, error) else RAISED
+        return Verdict(status, peers.describe(error))
+    try:
+        return _compare(programs, ours, plain, truth)
+    except Exception as error:
+        return Verdict(RAISED, f"when it ran: {peers.describe(error)}")
+
+
+def _is_refused(programs: "_Programs", error: Exception) -> bool:
+    """Whether it is the operator's validation, which says the same of implementation="xla"."""
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    try:
+        programs.compiled(_PLAIN)
+    except (ValueError, TypeError) as other:
+        return str(other) == str(error)
+    return False
+
+
+class _Programs:
+    """A problem with its options: random inputs, and the three ways to compute it."""
+
+    def __init__(self, problem: Problem, options: Options):
+        self.problem, self._options = problem, options
+        names = tuple(problem.operands)
+        self._batched = {None: (), "all": names, "first": names[:1]}[options["vmap"]]
+        self._gradient = options["gradient"] and problem.with_gradient
+        self._rng = np.random.default_rng(options["data"])
+        shapes = {n: jax.ShapeDtypeStruct(self._shape(n), o.dtype) for n, o in _items(problem)}
+        forward = problem.whole(_PLAIN, self._batched, False)
+        self.results = jax.eval_shape(forward, shapes, problem.constants, None)
+        self._shapes = shapes
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self.problem.operands[name].shape
+        return (self._options["vmap_size"], *shape) if name in self._batched else shape
+
+    def compiled(self, how: How) -> Any:
+        whole = self.problem.whole(how, self._batched, self._gradient)
+        operands, cotangents = self._cast(how, self._shapes, self.results)
+        lowered = jax.jit(whole).lower(operands, self.problem.constants, cotangents)
+        return lowered.compile(compiler_options=None if how == _OURS else _AS_WRITTEN)
+
+    def draw(self) -> tuple[Arrays, list[Any]]:
+        """Operands and cotangents, in the dtypes that ours gets."""
+        operands = {
+            name: jnp.asarray(self._normal(self._shape(name), operand), operand.dtype)
+            for name, operand in _items(self.problem)
+        }
+        cotangents = [
+            jnp.asarray(self._normal(r.shape, Operand(r.shape, "float32")), r.dtype)
+            for r in self.results
+        ]
+        return operands, cotangents
+
+    def _normal(self, shape: tuple[int, ...], operand: Operand) -> np.ndarray:
+        values = self._rng.standard_normal(shape, np.float32)
+        return operand.mean + operand.deviation * values
+
+    def run(self, how: How, compiled: Any, operands: Arrays, cotangents: list[Any]) -> list[Any]:
+        operands, cotangents = self._cast(how, operands, cotangents)
+        results = compiled(operands, self.problem.constants, cotangents)
+        return [np.asarray(result) for result in results]
+
+    def shaken(self, operands: Arrays) -> Arrays:
+        """Operands in float32, each value off by about its last bits there."""
+        return {
+            name: jnp.asarray(
+                np.asarray(a, np.float32)
+                * (1 + _SHAKE * self._rng.standard_normal(a.shape, np.float32))
+            )
+            for name, a in operands.items()
+        }
+
+    def _cast(self, how: How, operands: Arrays, cotangents: Any) -> tuple[Any, Any]:
+        if not how.exact:
+            return operands, cotangents
+        wide = jax.tree.map(_as_float32, (operands, list(cotangents)))
+        return wide[0], wide[1]
+
+    def result_names(self) -> list[str]:
+        names = [f"result {index}" for index in range(len(self.results))]
+        return names + [f"gradient of {n}" for n in self.problem.operands] * self._gradient
+
+
+def _items(problem: Problem) -> Any:
+    return problem.operands.items()
+
+
+def _as_float32(a: Any) -> Any:
+    if isinstance(a, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(a.shape, jnp.float32)
+    return a.astype(jnp.float32)
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def _compare(programs: _Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
+    errors: list[dict[str, Any]] = [{} for _ in programs.result_names()]
+    for _ in range(_DRAWS):
+        operands, cotangents = programs.draw()
+        first = programs.run(_OURS, ours, operands, cotangents)
+        low = programs.run(_PLAIN, plain, operands, cotangents)
+        true = programs.run(_TRUTH, truth, operands, cotangents)
+        again = programs.run(_OURS, ours, operands, cotangents)
+        for name, a, b in zip(programs.result_names(), first, again, strict=True):
+            if a.tobytes() != b.tobytes():
+                return Verdict(DIFFERENT, f"{name} is not bitwise the same in a second run")
+        true, noise = true[: len(errors)], true[len(errors) :]
+        slack = _slack(programs, truth, operands, cotangents, true)
+        for index, of_gradient in enumerate(noise, len(errors) - len(noise)):
+            slack[index] = slack[index] + of_gradient
+        shaken = programs.run(_TRUTH, truth, programs.shaken(operands), cotangents)
+        for seen, *arrays in zip(
+            errors, first, low, true, slack, shaken[: len(errors)], strict=True
+        ):
+            _add(seen, *arrays)
+    shares = [_share(programs.problem, seen) for seen in errors]
+    worst = max(range(len(shares)), key=lambda i: shares[i][0], default=None)
+    if worst is None:
+        return Verdict(OK)
+    share, why = shares[worst]
+    if share <= 1.0:
+        return Verdict(OK, share=share)
+    return Verdict(WRONG, f"{programs.result_names()[worst]}: {why}", share)
+
+
+def _slack(
+    programs: _Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
+) -> list[Any]:
+    """How far each value moves while what a relu reads is moved by its rounding, up and down.
+
+    Within that a preactivation is on either side of the kink by luck, and its gradient with it. The
+    way up and down is taken in steps, and what they do is added up: in a sum over rows two kinks may
+    cancel each other, and need not where we stand between them.
+    """
+    slack = [np.zeros(a.shape, np.float32) for a in true]
+    for name in programs.problem.kinks:
+        farthest = float(jnp.finfo(_coarsest(programs.problem)).eps) * 8
+        for sign in (1.0, -1.0):
+            before = true
+            for step in range(1, _KINK_STEPS + 1):
+                shift = sign * farthest * step / _KINK_STEPS
+                shifted = operands | {name: operands[name].astype(jnp.float32) + shift}
+                moved = programs.run(_TRUTH, truth, shifted, cotangents)
+                moved = moved[: len(true)]
+                slack = [s + np.abs(m - t) for s, m, t in zip(slack, moved, before, strict=True)]
+                before = moved
+    return slack
+
+
+def _coarsest(problem: Problem) -> Any:
+    dtypes = [jnp.dtype(operand.dtype) for operand in problem.operands.values()]
+    dtypes += [jnp.dtype("float16")] * problem.tf32
+    return max(dtypes, key=lambda dtype: float(jnp.finfo(dtype).eps))
+
+
+def _add(seen: dict[str, Any], ours: Any, plain: Any, true: Any, slack: Any, shaken: Any) -> None:
+    """Takes one draw of one result into its largest errors."""
+    seen["dtype"] = ours.dtype
+    # float16 overflows where float32 does not, and so may we.
+    limit = min(_HUGE, float(jnp.finfo(ours.dtype).max) / 2)
+    usual = np.isfinite(true) & (np.abs(true) < limit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, plain = ours.astype(np.float32), plain.astype(np.float32)
+        same_nan = np.isnan(ours) == np.isnan(true)
+        same_huge = usual | np.isnan(true) | ((np.abs(ours) >= limit) & (ours * true > 0))
+        finite_plain = usual & np.isfinite(plain)
+        off = np.where(usual, np.maximum(np.abs(ours - true) - slack, 0.0), 0.0)
+        plain_off = np.where(finite_plain, np.abs(plain - true), 0.0)
+        unsure = np.where(usual & np.isfinite(shaken), np.abs(shaken - true), 0.0)
+    # What overflows on the way, in XLA too, is not held against us.
+    strange = ~(same_nan & same_huge & np.where(usual, np.isfinite(ours), True))
+    strange &= ~(usual & ~np.isfinite(plain))
+    off = np.where(strange | ~np.isfinite(off), 0.0, off)
+    for key, values in (
+        ("error", off),
+        ("plain", plain_off),
+        ("unsure", unsure),
+        ("largest", np.where(usual, np.abs(true), 0.0)),
+    ):
+        seen[key] = max(seen.get(key, 0.0), float(values.max(initial=0.0)))
+    seen["strange"] = seen.get("strange", 0) + int(strange.sum())
+    seen["shape"] = true.shape
+
+
+def _share(problem: Problem, seen: dict[str, Any]) -> tuple[float, str]:
+    """The error of one result as a share of what is allowed, and a sentence about it."""
+    if seen["strange"]:
+        return (
+            np.inf,
+            f"{seen['strange']} values of {seen['shape']} are NaN or Inf where XLA's are not",
+        )
+    info = jnp.finfo(seen["dtype"])
+    bits = min(info.nmant, _TF32_BITS) if problem.tf32 else info.nmant
+    largest = seen["largest"]
+    exponent = np.floor(np.log2(max(largest, float(info.smallest_normal))))
+    unit = 2.0 ** (exponent - bits)
+    allowed = _FACTOR * seen["plain"] + _UNITS * unit + _TRUTH_ROUNDING * largest
+    allowed += _UNSURE * seen["unsure"]
+    return seen["error"] / allowed, (
+        f"{seen['dtype']} {seen['shape']}: error {seen['error']:.3g}, allowed {allowed:.3g}"
+        f" from {_FACTOR:g} x {seen['plain']:.3g} of XLA + {_UNITS:g} units of {unit:.3g}"
+        f" + {_UNSURE:g} x {seen['unsure']:.3g} of float32;"
+        f" largest value {largest:.3g}"
+    )

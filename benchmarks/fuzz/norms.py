@@ -1,0 +1,167 @@
+"""layer_norm, rms_norm, group_norm and batch_norm with any combination of their options."""
+
+from typing import Any
+
+import numpy as np
+
+import jaxfused
+from benchmarks.draw import Draw
+from benchmarks.fuzz.problem import (
+    DTYPES,
+    RELU,
+    How,
+    Operand,
+    Options,
+    Problem,
+    activation,
+    features,
+    length,
+    maybe_dtype,
+    parameter,
+    present,
+    rng_of,
+    rows,
+)
+
+_MOST = 2**19
+"""Elements of x."""
+
+
+def draw_norm(draw: Draw) -> Options:
+    width = features(draw, 9000)
+    before = activation(draw, 0.2)
+    after = activation(draw, 0.25)
+    # A relu reads a sum with a bias, whose shift shows what its kink does.
+    return dict(
+        shape=[*rows(draw, max(1, _MOST // width)), width],
+        dtype=draw.pick(DTYPES),
+        scale=maybe_dtype(draw, 0.85),
+        scale_offset=draw.pick((0.0, 0.0, 1.0)),
+        bias="float32" if after == RELU else maybe_dtype(draw, 0.6),
+        pre_bias="float32" if before == RELU else maybe_dtype(draw, 0.25),
+        pre_activation=before,
+        activation=after,
+        residual=draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None,
+        epsilon=draw.pick((1e-6, 1e-5, 1e-3)),
+    )
+
+
+def layer_norm(options: Options) -> Problem:
+    return _norm(options, jaxfused.layer_norm, {})
+
+
+def rms_norm(options: Options) -> Problem:
+    return _norm(options, jaxfused.rms_norm, dict(scale_offset=options["scale_offset"]))
+
+
+def _norm(o: Options, norm: Any, more: dict[str, Any]) -> Problem:
+    shape, width = tuple(o["shape"]), o["shape"][-1]
+    operands = present(
+        x=Operand(shape, o["dtype"], 0.5, 2.0),
+        scale=parameter(width, o["scale"], 1.0 - o["scale_offset"]),
+        bias=parameter(width, o["bias"]),
+        pre_bias=parameter(width, o["pre_bias"]),
+        residual=Operand(shape, o["residual"]) if o["residual"] else None,
+    )
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        del constants
+        return norm(
+            operands["x"],
+            operands.get("scale"),
+            operands.get("bias"),
+            pre_bias=operands.get("pre_bias"),
+            residual=operands.get("residual"),
+            pre_activation=o["pre_activation"],
+            activation=o["activation"],
+            epsilon=o["epsilon"],
+            implementation=how.implementation,
+            **more,
+        )
+
+    kinks = ["pre_bias"] if o["pre_activation"] == RELU else []
+    kinks += ["bias"] if o["activation"] == RELU else []
+    return Problem(run, operands, {}, tuple(kinks))
+
+
+# --- of images ------------------------------------------------------------------------------------
+
+
+def draw_group_norm(draw: Draw) -> Options:
+    groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
+    options = _draw_image(draw, groups * size)
+    return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)))
+
+
+def draw_batch_norm(draw: Draw) -> Options:
+    options = _draw_image(draw, features(draw, 600))
+    return options | dict(training=draw.chance(0.6), epsilon=draw.pick((1e-5, 1e-3)))
+
+
+def _draw_image(draw: Draw, channels: int) -> Options:
+    sides = [draw.size(1, 20) for _ in range(draw.pick((0, 1, 2, 2, 3)))]
+    after = activation(draw, 0.4)
+    return dict(
+        # At least one example: the statistics of none are not defined.
+        shape=[max(1, length(draw, 24)), *sides, channels],
+        dtype=draw.pick(DTYPES),
+        scale=maybe_dtype(draw, 0.8),
+        bias="float32" if after == RELU else maybe_dtype(draw, 0.8),
+        activation=after,
+        residual=draw.chance(0.3),
+    )
+
+
+def _image_operands(o: Options) -> dict[str, Operand]:
+    shape, channels = tuple(o["shape"]), o["shape"][-1]
+    return present(
+        x=Operand(shape, o["dtype"], 0.5, 2.0),
+        scale=parameter(channels, o["scale"], 1.0),
+        bias=parameter(channels, o["bias"]),
+        residual=Operand(shape, o["dtype"]) if o["residual"] else None,
+    )
+
+
+def group_norm(options: Options) -> Problem:
+    o = options
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        del constants
+        return jaxfused.group_norm(
+            operands["x"],
+            operands.get("scale"),
+            operands.get("bias"),
+            num_groups=o["num_groups"],
+            epsilon=o["epsilon"],
+            activation=o["activation"],
+            residual=operands.get("residual"),
+            implementation=how.implementation,
+        )
+
+    kinks = ("bias",) if o["activation"] == RELU else ()
+    return Problem(run, _image_operands(o), {}, kinks)
+
+
+def batch_norm(options: Options) -> Problem:
+    o, constants = options, {}
+    if not o["training"]:
+        rng, channels = rng_of(o), o["shape"][-1]
+        constants = {
+            "mean": rng.normal(size=channels).astype(np.float32),
+            "var": rng.uniform(0.5, 2.0, channels).astype(np.float32),
+        }
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        return jaxfused.batch_norm(
+            operands["x"],
+            operands.get("scale"),
+            operands.get("bias"),
+            epsilon=o["epsilon"],
+            activation=o["activation"],
+            residual=operands.get("residual"),
+            implementation=how.implementation,
+            **constants,
+        )
+
+    kinks = ("bias",) if o["activation"] == RELU else ()
+    return Problem(run, _image_operands(o), constants, kinks)

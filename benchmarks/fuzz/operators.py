@@ -1,0 +1,59 @@
+"""Every operator of the fuzz: how its options are drawn, and what they mean."""
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks.draw import Draw
+from benchmarks.fuzz import attention, norms, others, products
+from benchmarks.fuzz.problem import Options, Problem
+
+
+class Operator(NamedTuple):
+    """A line of the table."""
+
+    draw: Callable[[Draw], Options]
+    problem: Callable[[Options], Problem]
+    share: int
+    """How often it comes: as often as there is to find."""
+
+
+OPERATORS = {
+    "attention": Operator(attention.draw_attention, attention.attention, 8),
+    "layer_norm": Operator(norms.draw_norm, norms.layer_norm, 4),
+    "rms_norm": Operator(norms.draw_norm, norms.rms_norm, 3),
+    "linear": Operator(products.draw_linear, products.linear, 3),
+    "mlp": Operator(products.draw_mlp, products.mlp, 3),
+    "gated_mlp": Operator(products.draw_mlp, products.gated_mlp, 3),
+    "rope": Operator(others.draw_rope, others.rope, 3),
+    "qkv_projection": Operator(others.draw_qkv_projection, others.qkv_projection, 3),
+    "group_norm": Operator(norms.draw_group_norm, norms.group_norm, 1),
+    "batch_norm": Operator(norms.draw_batch_norm, norms.batch_norm, 1),
+    "quantized_matmul": Operator(products.draw_quantized_matmul, products.quantized_matmul, 1),
+    "conv": Operator(products.draw_conv, products.conv, 1),
+    "softmax_cross_entropy": Operator(others.draw_cross_entropy, others.softmax_cross_entropy, 1),
+    "linear_softmax_cross_entropy": Operator(
+        others.draw_cross_entropy, others.linear_softmax_cross_entropy, 1
+    ),
+    "optimizer": Operator(others.draw_optimizer, others.optimizer_step, 1),
+}
+
+
+def drawn(seed: int, index: int, names: list[str]) -> Options:
+    """The case with that number of a seed, among the operators `names`."""
+    draw = Draw(seed, f"fuzz {index}")
+    name = draw.pick([name for name in names for _ in range(OPERATORS[name].share)])
+    options = {"operator": name, "data": draw.between(0, 2**31 - 1)} | OPERATORS[name].draw(draw)
+    # Under vmap either all operands have the axis or the first alone.
+    vmap = draw.pick(("all", "first")) if draw.chance(0.2) else None
+    return options | dict(vmap=vmap, vmap_size=draw.pick((1, 2, 3)), gradient=draw.chance(0.75))
+
+
+def problem_of(options: Options) -> Problem:
+    return OPERATORS[options["operator"]].problem(options)
+
+
+def to_line(options: Options) -> str:
+    """What runs this case by itself."""
+    text = json.dumps(options, separators=(",", ":"))
+    return f"python -m benchmarks fuzz --case '{text}'"

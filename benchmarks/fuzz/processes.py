@@ -1,0 +1,97 @@
+"""Cases in as many processes as there are cores, all on one GPU.
+
+A process that raises is replaced, because an error of the GPU stays with a process for good; one that
+does not answer is stopped, and its case has hung.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import connection, get_context
+from typing import Any
+
+from benchmarks.fuzz import judge
+from benchmarks.fuzz.problem import Options
+
+HUNG, CRASHED = "hung", "crashed"
+CASE_SECONDS = 180.0
+"""How long a case may take; the longest compile for tens of seconds where all cores are busy."""
+
+
+def _work(pipe: Any) -> None:
+    """A process: options in, verdicts out, until there are none or the parent is gone."""
+    try:
+        while (options := pipe.recv()) is not None:
+            pipe.send(judge.judge(options))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        return
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.options: Options | None = None
+        self.since = time.monotonic()
+
+    def take(self, options: Options) -> None:
+        self.options, self.since = options, time.monotonic()
+        self.pipe.send(options)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+def run(
+    cases: Iterable[Options], count: int, stop: Callable[[], bool]
+) -> Iterator[tuple[Options, judge.Verdict, float]]:
+    """(case, verdict, seconds) as they come; after `stop()` no further case begins."""
+    remaining = iter(cases)
+    workers: list[_Worker] = []
+
+    def next_case() -> Options | None:
+        return None if stop() else next(remaining, None)
+
+    try:
+        for options in itertools.islice(remaining, count):
+            workers.append(_Worker())
+            workers[-1].take(options)
+        while workers:
+            for worker, verdict in _answers(workers):
+                assert worker.options is not None
+                yield worker.options, verdict, time.monotonic() - worker.since
+                options_left = next_case()
+                if verdict.status in (judge.RAISED, HUNG, CRASHED):
+                    worker.stop()
+                    workers.remove(worker)
+                    if options_left is not None:
+                        workers.append(worker := _Worker())
+                if options_left is not None:
+                    worker.take(options_left)
+                elif worker in workers:
+                    worker.stop()
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def _answers(workers: list[_Worker]) -> list[tuple[_Worker, judge.Verdict]]:
+    """Waits for some: verdicts, and what became of workers that are dead or too slow."""
+    ready = connection.wait([worker.pipe for worker in workers], timeout=1.0)
+    answers = []
+    for worker in list(workers):
+        if worker.pipe in ready:
+            try:
+                answers.append((worker, worker.pipe.recv()))
+            except (EOFError, OSError):
+                answers.append((worker, judge.Verdict(CRASHED, "the process died")))
+        elif time.monotonic() - worker.since > CASE_SECONDS:
+            why = f"no answer within {CASE_SECONDS:.0f} s"
+            answers.append((worker, judge.Verdict(HUNG, why)))
+    return answers

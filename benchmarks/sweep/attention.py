@@ -1,0 +1,138 @@
+"""Attention for the sweep: jaxfused, jax.nn, Flax, cuDNN, and the truth a few heads at a time.
+
+Operands are q, k, v, the bias where there is one, then what the mask is made of.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jaxfused
+from benchmarks.sweep.configs import Attention
+
+STOCK_LOGITS_BYTES = 5 * 2**30
+"""Of [B, N, T, S] in float32, of which XLA holds up to four at a time for a gradient."""
+
+_TRUTH_LOGITS = 2**27
+"""How many logits the truth has at a time in each of its arrays."""
+
+
+def stock_fits(config: Attention) -> bool:
+    """Whether stock XLA, which holds all logits, stays within 24 GiB."""
+    return 4 * config.logits() <= STOCK_LOGITS_BYTES
+
+
+def masks(config: Attention, key: jax.Array) -> list[jax.Array]:
+    """Random lengths [B] and segment ids [B, S], as far as the case has them."""
+    operands = []
+    if config.lengths:
+        fewest = 1 + config.keys // 4
+        shape = (config.batch,)
+        operands.append(jax.random.randint(key, shape, fewest, config.keys + 1, jnp.int32))
+    if config.segments:
+        shape = (config.batch, config.keys)
+        starts = jax.random.bernoulli(key, min(0.5, config.segments / config.keys), shape)
+        operands.append(jnp.cumsum(starts, axis=1, dtype=jnp.int32))
+    return operands
+
+
+def _split(config: Attention, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(q, k, v, bias, lengths, segments), None for what is not there."""
+    q, k, v, *rest = operands
+    present = (config.bias_batch > 0, config.lengths, config.segments > 0)
+    return q, k, v, *(rest.pop(0) if there else None for there in present)
+
+
+def _window(config: Attention) -> tuple[int, int] | None:
+    return (config.window, 0) if config.window else None
+
+
+def ours(config: Attention, *operands: Any) -> jax.Array:
+    q, k, v, bias, lengths, segments = _split(config, operands)
+    return jaxfused.dot_product_attention(
+        q,
+        k,
+        v,
+        bias,
+        is_causal=config.causal,
+        local_window_size=_window(config),
+        key_value_seq_lengths=lengths,
+        query_segment_ids=segments,
+        key_value_segment_ids=segments,
+    )
+
+
+def of_jax(config: Attention, *operands: Any, implementation: Any) -> jax.Array:
+    """jax.nn.dot_product_attention, to which segments are a mask."""
+    q, k, v, bias, lengths, segments = _split(config, operands)
+    mask = None if segments is None else _same_segment(segments)
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        bias,
+        mask,
+        is_causal=config.causal,
+        local_window_size=_window(config),
+        key_value_seq_lengths=lengths,
+        implementation=implementation,
+    )
+
+
+def of_flax(config: Attention, *operands: Any) -> jax.Array:
+    """flax.linen.dot_product_attention, to which everything is a mask."""
+    q, k, v, bias, lengths, segments = _split(config, operands)
+    mask = None if segments is None else _same_segment(segments)
+    columns = jnp.arange(config.keys)[None, None, None]
+    rows = jnp.arange(config.queries)[None, None, :, None]
+    if config.causal:
+        mask = nn.combine_masks(mask, rows >= columns, dtype=bool)
+    if config.window:
+        mask = nn.combine_masks(mask, rows - columns <= config.window, dtype=bool)
+    if lengths is not None:
+        mask = nn.combine_masks(mask, columns < lengths[:, None, None, None], dtype=bool)
+    return nn.dot_product_attention(q, k, v, bias, mask)
+
+
+def _same_segment(segments: jax.Array) -> jax.Array:
+    return segments[:, None, :, None] == segments[:, None, None, :]
+
+
+def in_pieces(config: Attention, *operands: Any) -> jax.Array:
+    """jax.nn's attention over some key heads of some examples at a time, logits taken twice.
+
+    It serves as the truth and, where the logits of all heads do not fit, as stock's accuracy.
+    """
+    q, k, v, bias, lengths, segments = _split(config, operands)
+    batch, key_heads, group = config.batch, config.key_heads, config.group
+
+    @jax.checkpoint
+    def one(piece: tuple[Any, ...]) -> jax.Array:
+        index, q, k, v = piece
+        example, head = index // key_heads, index % key_heads
+        rest: list[Any] = []
+        if bias is not None:
+            example_bias = bias[example if config.bias_batch > 1 else 0]
+            rest.append(jax.lax.dynamic_slice_in_dim(example_bias, head * group, group)[None])
+        rest += [a[example][None] for a in (lengths, segments) if a is not None]
+        return of_jax(config, q[None], k[None], v[None], *rest, implementation="xla")[0]
+
+    def by_key_head(x: jax.Array, heads_each: int) -> jax.Array:
+        x = x.reshape(batch, -1, key_heads, heads_each, x.shape[-1])
+        return x.transpose(0, 2, 1, 3, 4).reshape(batch * key_heads, -1, *x.shape[3:])
+
+    at_a_time = max(1, _TRUTH_LOGITS // (group * config.queries * config.keys))
+    output = jax.lax.map(
+        one,
+        (
+            jnp.arange(batch * key_heads),
+            by_key_head(q, group),
+            by_key_head(k, 1),
+            by_key_head(v, 1),
+        ),
+        batch_size=min(at_a_time, batch * key_heads),
+    )
+    output = output.reshape(batch, key_heads, config.queries, group, q.shape[-1])
+    return output.transpose(0, 2, 1, 3, 4).reshape(q.shape)

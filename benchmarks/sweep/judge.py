@@ -1,0 +1,248 @@
+"""Compiles, checks and times one case in the process that has the GPU."""
+
+import itertools
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import peers, timing
+from benchmarks.sweep import configs, programs
+from benchmarks.sweep.lowering import (
+    COMPARE,
+    INPUTS,
+    OURS,
+    STOCK,
+    TRUTH,
+    WHOLE,
+    YARDSTICK,
+    Lowered,
+    Module,
+)
+
+MEMORY_LIMIT = 24 * 2**30
+"""Bytes beyond which a program of stock is left out."""
+
+_TRUTH_ROUNDING = 2.0**-18
+"""The truth is in float32 itself: so much of its largest value its sums may be off."""
+
+_NO_AUTOTUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+_AS_WRITTEN = {"xla_allow_excess_precision": False}
+"""The yardstick rounds where its formula does: XLA would leave roundings out between what it fuses."""
+
+Entry = dict[str, Any]
+Compiled = dict[str, Future[Any]]
+
+
+# --- compile --------------------------------------------------------------------------------------
+
+
+def compile_case(
+    pool: ThreadPoolExecutor, config: configs.Config, lowered: Lowered, *, on_gpu: bool
+) -> tuple[Compiled, dict[str, Compiled]]:
+    """(shared, by direction): each program of the case, compiled in threads."""
+    quick = _NO_AUTOTUNING if on_gpu else {}
+
+    options = dict.fromkeys((INPUTS, TRUTH, COMPARE), quick) | {YARDSTICK: quick | _AS_WRITTEN}
+
+    def compile_all(modules: Mapping[str, Module]) -> Compiled:
+        return {
+            name: pool.submit(_compile, module, options.get(name, {}))
+            for name, module in modules.items()
+        }
+
+    by_direction = {d: compile_all(modules) for d, modules in lowered.by_direction.items()}
+    if on_gpu:
+        written = programs.of(config)
+        arrays = jax.eval_shape(written.make_inputs, jax.eval_shape(lambda: jax.random.key(0)))
+        for direction, compiled in by_direction.items():
+            for name, peer in written.peers.items():
+                whole = written.whole(peer, direction == WHOLE)
+                compiled[name] = pool.submit(_compile_here, whole, arrays)
+    return compile_all(lowered.shared), by_direction
+
+
+def _compile(module: Module, options: dict[str, Any]) -> Any:
+    if isinstance(module, str):
+        raise RuntimeError(module)
+    args, _ = jax.tree.unflatten(module.in_tree, module.in_avals)
+    return jax.jit(module.call).lower(*args).compile(compiler_options=options or None)
+
+
+def _compile_here(f: Callable[..., Any], arrays: Sequence[Any]) -> Any:
+    # cuDNN's attention has a partitioning rule in Python, which no serialised module holds.
+    return jax.jit(f).lower(*arrays).compile()
+
+
+def program_text(compiled: Any) -> str:
+    """The optimised program without names and sources, which do not bear on its speed."""
+    text = compiled.as_text()
+    text = text[re.search(r"^(%|ENTRY)", text, re.MULTILINE).start() :]  # type: ignore[union-attr]
+    text = re.sub(r", metadata=\{[^}]*\}", "", text)
+    # The operands that a computation names in its first line stand in its body again.
+    text = re.sub(r"^((?:ENTRY )?%\S+) \(.*\) -> ", r"\1 -> ", text, flags=re.MULTILINE)
+    names: dict[str, str] = {}
+    return re.sub(r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
+
+
+def memory(compiled: Any) -> int | None:
+    """Bytes of arguments, results and what is needed in between, as XLA plans them."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    return int(
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
+
+
+# --- judge ----------------------------------------------------------------------------------------
+
+
+def judge(
+    config: configs.Config,
+    shared: Compiled,
+    by_direction: Mapping[str, Compiled],
+    *,
+    seconds: float,
+    on_gpu: bool,
+) -> list[Entry]:
+    """One entry for each direction; what fails is said in it."""
+    entries = [
+        {"operator": configs.label(config), "direction": direction, "case": configs.to_line(config)}
+        for direction in by_direction
+    ]
+    try:
+        sets = _input_sets(shared[INPUTS].result(), on_gpu=on_gpu)
+        truth, plain = (
+            jax.block_until_ready(shared[name].result()(*sets[0])) for name in (TRUTH, YARDSTICK)
+        )
+    except Exception as error:
+        return [e | {"status": "raised", "why": f"truth: {peers.describe(error)}"} for e in entries]
+    results = []
+    for entry, compiled in zip(entries, by_direction.values(), strict=True):
+        begin = time.monotonic()
+        try:
+            terms = programs.of(config).terms
+            entry |= _check(compiled, sets[0], plain, truth, terms)
+            if entry["status"] == "ok":
+                entry |= _time(compiled, sets, seconds=seconds, on_gpu=on_gpu)
+        except Exception as error:
+            entry |= {"status": "raised", "why": peers.describe(error)}
+        results.append(entry | {"seconds": round(time.monotonic() - begin, 2)})
+    return results
+
+
+def _input_sets(make: Callable[[Any], Any], *, on_gpu: bool) -> list[Any]:
+    first = make(jnp.int32(0))
+    count = timing.input_sets(sum(a.nbytes for a in first)) if on_gpu else 2
+    return jax.block_until_ready([first, *(make(jnp.int32(seed)) for seed in range(1, count))])
+
+
+def _check(
+    compiled: Compiled, operands: Any, plain: Any, truth: Any, terms: Sequence[float]
+) -> Entry:
+    """Whether ours is right; the order of results is that of the truth, gradients last."""
+    outputs = compiled[OURS].result()(*operands)
+    count = len(outputs)
+    figures = np.array(compiled[COMPARE].result()(outputs, plain[:count], truth[:count]))
+    if terms:
+        figures[:, 2] = np.maximum(figures[:, 2], terms[:count])
+    error, why = _worst(figures, [o.dtype for o in outputs])
+    return {"error": error} | ({"status": "wrong", "why": why} if why else {"status": "ok"})
+
+
+def _worst(figures: np.ndarray, dtypes: Sequence[Any]) -> tuple[float, str]:
+    """The largest error as a share of what is allowed, and where it is over that."""
+    shares, reasons = [], []
+    for index, ((error, plain, largest, misplaced), dtype) in enumerate(
+        zip(figures, dtypes, strict=True)
+    ):
+        unit = _ulp(float(largest), dtype)
+        allowed = 2 * (plain if np.isfinite(plain) else 0.0) + unit + _TRUTH_ROUNDING * largest
+        shares.append(float(error / allowed))
+        if misplaced:
+            reasons.append(
+                f"result {index}: {misplaced:.0f} values are not finite where they should"
+            )
+        elif not error <= allowed:
+            reasons.append(
+                f"result {index} ({dtype}): error {error:.3g}, allowed {allowed:.3g}"
+                f" = 2 x {plain:.3g} of stock + {unit:.3g}; largest value {largest:.3g}"
+            )
+    return max(shares, default=0.0), "; ".join(reasons)
+
+
+def _ulp(magnitude: float, dtype: Any) -> float:
+    info = jnp.finfo(dtype)
+    exponent = np.floor(np.log2(max(magnitude, float(info.smallest_normal))))
+    return float(2.0 ** (exponent - info.nmant))
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def _time(compiled: Compiled, sets: Sequence[Any], *, seconds: float, on_gpu: bool) -> Entry:
+    """Microseconds of all programs that can run, and what each plans to take of the memory."""
+    programs_by_name: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    sizes: dict[str, int | None] = {}
+    for name, future in compiled.items():
+        if name == COMPARE:
+            continue
+        # A peer that cannot run this case is no news about ours.
+        try:
+            program = future.result()
+            sizes[name] = memory(program)
+            if name != OURS and (sizes[name] or 0) > MEMORY_LIMIT:
+                raise MemoryError(f"takes {(sizes[name] or 0) / 2**30:.1f} GiB")
+            jax.block_until_ready(program(*sets[0]))
+        except Exception as error:
+            left_out[name] = peers.describe(error)
+        else:
+            programs_by_name[name] = program
+    entry: Entry = {"left_out": left_out, "memory": sizes}
+    # The form of stock that is the very program that ours became, if any.
+    text = program_text(programs_by_name[OURS])
+    same = (n for n in programs_by_name if n.startswith(STOCK))
+    same = (n for n in same if program_text(programs_by_name[n]) == text)
+    entry["same_program"] = next(same, None)
+    if on_gpu:
+        return entry | _on_gpu(programs_by_name, sets, seconds)
+    return entry | _on_host(programs_by_name, sets)
+
+
+def _on_gpu(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], seconds: float) -> Entry:
+    note = {}
+    try:
+        samples = timing.interleaved(calls, sets, seconds)
+    except RuntimeError as error:
+        # Kernels that cannot be told apart: each program by itself, which clocks and heat may bias.
+        note = {"note": f"not interleaved: {peers.describe(error)}"}
+        samples = {name: timing.cupti(call, sets) for name, call in calls.items()}
+    kernels = {
+        name: [[kernel[:80], round(us, 2)] for kernel, us in s.kernels]
+        for name, s in samples.items()
+    }
+    medians = {name: statistics.median(s.microseconds) for name, s in samples.items()}
+    return {"microseconds": medians, "kernels": kernels} | note
+
+
+def _on_host(calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any]) -> Entry:
+    """By the host's clock: only to try the sweep where there is no GPU."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    turns = itertools.cycle(sets)
+    for _ in range(3):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call(*next(turns)))
+            times[name].append(1e6 * (time.perf_counter() - begin))
+    return {"microseconds": {name: statistics.median(values) for name, values in times.items()}}

@@ -1,0 +1,130 @@
+"""Traces and lowers the programs of a case, in processes of its own: Python does that on one core.
+
+What comes back are modules that travel between processes; the one that has the GPU compiles them in
+threads.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import peers
+from benchmarks.sweep import configs, programs
+
+FORWARD, WHOLE = "forward", "forward+backward"
+DIRECTIONS = {"forward": (FORWARD,), "forward+backward": (WHOLE,), "both": (FORWARD, WHOLE)}
+
+INPUTS, TRUTH, YARDSTICK = "inputs", "truth", "yardstick"
+OURS, STOCK, COMPARE = "ours", "stock", "compare"
+
+
+Module = jax.export.Exported | str
+"""A function lowered, or what lowering it raised."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The modules of a case."""
+
+    shared: Mapping[str, Module]
+    """INPUTS; and TRUTH and YARDSTICK, both with gradients."""
+    by_direction: Mapping[str, Mapping[str, Module]] = field(default_factory=dict)
+    """Of each direction: OURS, COMPARE, and "stock <form>" for each form."""
+
+
+def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
+    """The modules of the case that `line` describes, for the devices of `platform`."""
+    config = configs.from_line(line)
+    written = programs.of(config)
+    export = partial(_export, platform)
+    arrays = jax.eval_shape(written.make_inputs, _KEY)
+    yardstick = written.whole(written.plain(), with_gradient=True)
+    true, plain = (jax.eval_shape(f, *arrays) for f in (written.in_float32(), yardstick))
+    shared = {
+        INPUTS: export(lambda seed: written.make_inputs(jax.random.key(seed)), _SEED),
+        TRUTH: export(written.in_float32(), *arrays),
+        YARDSTICK: export(yardstick, *arrays),
+    }
+    by_direction = {}
+    for direction in directions:
+        whole = partial(written.whole, with_gradient=direction == WHOLE)
+        count = len(true) if direction == WHOLE else written.cotangents
+        forms = {OURS: written.ours}
+        forms |= {f"{STOCK} {name}": form for name, form in written.stock.items()}
+        modules = {name: export(whole(form), *arrays) for name, form in forms.items()}
+        modules[COMPARE] = export(compare, plain[:count], plain[:count], true[:count])
+        by_direction[direction] = modules
+    return Lowered(shared, by_direction)
+
+
+_SEED = jax.ShapeDtypeStruct((), jnp.int32)
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def compare(ours: Any, plain: Any, truth: Any) -> jax.Array:
+    """For each result: ours' largest error, plain's, the truth's largest magnitude, misplaced NaNs."""
+    rows = []
+    for mine, other, true in zip(ours, plain, truth, strict=True):
+        finite = jnp.isfinite(true)
+        errors = [
+            jnp.max(jnp.where(finite, jnp.abs(x.astype(jnp.float32) - true), 0.0), initial=0.0)
+            for x in (mine, other)
+        ]
+        largest = jnp.max(jnp.where(finite, jnp.abs(true), 0.0), initial=0.0)
+        misplaced = jnp.sum(jnp.isfinite(mine) != finite).astype(jnp.float32)
+        rows.append(jnp.stack([*errors, largest, misplaced]))
+    return jnp.stack(rows)
+
+
+def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
+    # Our calls into the CUDA library are no part of what JAX promises to keep stable.
+    anything = jax.export.DisabledSafetyCheck.custom_call("ALL")
+    # Whatever an operator raises belongs to its case and must not end the sweep.
+    try:
+        exported = jax.export.export(jax.jit(f), platforms=[platform], disabled_checks=[anything])(
+            *shapes
+        )
+        # Its gradient, a closure, does not travel between processes, and gradients are inside.
+        return replace(exported, _get_vjp=None)
+    except Exception as error:
+        return peers.describe(error)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+class Workers:
+    """Lowers cases in `count` processes, or right here where that is 0."""
+
+    def __init__(self, count: int):
+        self._pool = None
+        if count:
+            # These processes see the GPU, because operators ask which one it is; they use none of
+            # its memory.
+            context = get_context("spawn")
+            self._pool = ProcessPoolExecutor(count, context, initializer=_without_memory)
+
+    def lower(self, line: str, directions: tuple[str, ...], platform: str) -> Future[Lowered]:
+        if self._pool is not None:
+            return self._pool.submit(lower, line, directions, platform)
+        future: Future[Lowered] = Future()
+        try:
+            future.set_result(lower(line, directions, platform))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _without_memory() -> None:
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

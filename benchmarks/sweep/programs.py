@@ -1,0 +1,497 @@
+"""Each case as functions of its operands: ours, the forms in which stock JAX has it, and the truth.
+
+Stock is what a user of JAX and Flax writes, never jaxfused's own reference. Where XLA has several usual
+forms all are timed and the fastest counts.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxfused
+from benchmarks.case import Arrays, Function, gradient_in_jax
+from benchmarks.sweep import attention
+from benchmarks.sweep.configs import MLP, Attention, Config, Linear, Norm, QKVProjection, Rope
+
+EPSILON = 1e-6
+
+ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu_erf": partial(jax.nn.gelu, approximate=False),
+    "silu": jax.nn.silu,
+}
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Functions of the same operands, of which the first `differentiable` get gradients."""
+
+    make_inputs: Callable[[jax.Array], Arrays]
+    """From a key: the operands, then a cotangent for each result."""
+    ours: Function
+    stock: Mapping[str, Function]
+    """By form; empty where XLA would need more memory than it is given."""
+    differentiable: int
+    cotangents: int = 1
+    peers: Mapping[str, Function] = field(default_factory=dict)
+    terms: tuple[float, ...] = ()
+    """For results and gradients: the usual size of terms that may cancel, 0 where none do."""
+    reference: Function | None = None
+    """The formula of stock in little memory: by default the first form of stock itself."""
+
+    def whole(self, forward: Function, with_gradient: bool) -> Function:
+        """(*operands, *cotangents) to results, and to gradients too if asked."""
+        if with_gradient:
+            return gradient_in_jax(forward, self.differentiable, self.cotangents)
+        return lambda *args: _as_tuple(forward(*args[: -self.cotangents]))
+
+    def plain(self) -> Function:
+        """What says how accurate low precision can be, and in float32 what is true."""
+        return self.reference or next(iter(self.stock.values()))
+
+    def in_float32(self) -> Function:
+        """Results and gradients in float32 throughout, products included."""
+        whole = self.whole(self.plain(), with_gradient=True)
+
+        def run(*args: jax.Array) -> Arrays:
+            with jax.default_matmul_precision("highest"):
+                return whole(*(_widened(a) for a in args))
+
+        return run
+
+
+def of(config: Config) -> Programs:
+    """The programs of a case."""
+    build: dict[type, Callable[[Any], Programs]] = {
+        Norm: _norm,
+        Attention: attention_programs,
+        Linear: _linear,
+        MLP: _mlp if config.operator == "mlp" else _gated_mlp,
+        Rope: _rope,
+        QKVProjection: _qkv_projection,
+    }
+    return build[type(config)](config)
+
+
+def _as_tuple(outputs: Any) -> Arrays:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+class _Random:
+    """Arrays of a stream of keys."""
+
+    def __init__(self, key: jax.Array):
+        self._keys = iter(jax.random.split(key, 16))
+
+    def normal(self, shape: tuple[int, ...], dtype: Any, *, mean=0.0, deviation=1.0) -> jax.Array:
+        values = jax.random.normal(next(self._keys), shape, dtype)
+        return (mean + deviation * values).astype(dtype)
+
+    def weight(self, shape: tuple[int, int], dtype: Any) -> jax.Array:
+        """[D, F] that keeps the variance of what it multiplies."""
+        return self.normal(shape, dtype, deviation=shape[0] ** -0.5)
+
+    def small(self, size: int, dtype: Any, mean: float = 0.0) -> jax.Array:
+        """A bias, or a scale about 1."""
+        return self.normal((size,), dtype, mean=mean, deviation=0.1)
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def _norm(config: Norm) -> Programs:
+    shape, dtype = (config.batch, config.tokens, config.width), jnp.dtype(config.dtype)
+    has_mean = config.operator == "layer_norm"
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = _Random(key)
+        operands = [random.normal(shape, dtype, mean=0.5, deviation=2.0)]
+        operands.append(random.small(config.width, jnp.float32, mean=1.0))
+        if config.bias:
+            operands.append(random.small(config.width, jnp.float32))
+        rows = 3 if config.residual else 1
+        return (*operands, *(random.normal(shape, dtype) for _ in range(rows)))
+
+    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
+        x, scale, *rest = args
+        bias = rest.pop(0) if config.bias else None
+        return x, scale, bias, rest.pop(0) if config.residual else None
+
+    def ours(*args: jax.Array) -> Any:
+        x, scale, bias, residual = split(args)
+        norm = jaxfused.layer_norm if has_mean else jaxfused.rms_norm
+        return norm(x, scale, bias, residual=residual, epsilon=EPSILON)
+
+    def stock(variance: Function, *args: jax.Array) -> Any:
+        x, scale, bias, residual = split(args)
+        h = x if residual is None else x + residual
+        y = _flax_norm(h, scale, bias, variance)
+        return y if residual is None else (y, h)
+
+    variances = {"two passes": _centred, "fast variance": _fast} if has_mean else {"rms": _square}
+    return Programs(
+        make_inputs,
+        ours,
+        {name: partial(stock, variance) for name, variance in variances.items()},
+        differentiable=2 + config.bias + config.residual,
+        cotangents=1 + config.residual,
+    )
+
+
+def _flax_norm(x, scale, bias, statistics):
+    """As flax.nnx.LayerNorm and RMSNorm with float32 parameters."""
+    wide = x.astype(jnp.float32)
+    mean, variance = statistics(wide)
+    y = x if mean is None else x - mean
+    y = y * (jax.lax.rsqrt(variance + EPSILON) * scale)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _centred(wide):
+    mean = wide.mean(-1, keepdims=True)
+    return mean, jnp.square(wide - mean).mean(-1, keepdims=True)
+
+
+def _fast(wide):
+    mean = wide.mean(-1, keepdims=True)
+    return mean, jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
+
+
+def _square(wide):
+    return None, (wide * wide).mean(-1, keepdims=True)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def attention_programs(config: Attention) -> Programs:
+    dtype = jnp.dtype(config.dtype)
+    query = (config.batch, config.queries, config.heads, config.head_size)
+    key_shape = (config.batch, config.keys, config.key_heads, config.head_size)
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = _Random(key)
+        operands = [random.normal(shape, dtype) for shape in (query, key_shape, key_shape)]
+        if config.bias_batch:
+            shape = (config.bias_batch, config.heads, config.queries, config.keys)
+            operands.append(random.normal(shape, dtype))
+        operands += attention.masks(config, jax.random.fold_in(key, 1))
+        return (*operands, random.normal(query, dtype))
+
+    stock: dict[str, Function] = {}
+    if attention.stock_fits(config):
+        stock["jax.nn"] = partial(attention.of_jax, config, implementation="xla")
+        if config.group == 1:
+            stock["flax"] = partial(attention.of_flax, config)
+    return Programs(
+        make_inputs,
+        partial(attention.ours, config),
+        stock,
+        differentiable=3 + (config.bias_batch > 0),
+        peers={"cudnn": partial(attention.of_jax, config, implementation="cudnn")},
+        reference=partial(attention.in_pieces, config),
+        # Where one key has all of the weight, the gradients of q and k are differences of equal
+        # numbers, one of which comes from an output in 16 bits.
+        terms=(
+            0.0,
+            config.keys**-0.5,
+            (config.queries * config.group) ** 0.5 / config.keys,
+            0.0,
+            *[1.0] * (config.bias_batch > 0),
+        ),
+    )
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def _param_dtype(config: Linear | MLP | QKVProjection) -> Any:
+    return jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype)
+
+
+def _dense(x, w, bias):
+    """As flax.linen.Dense: parameters in x's dtype."""
+    y = x @ w.astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def _linear(config: Linear) -> Programs:
+    rows, dtype, param_dtype = (
+        (config.batch, config.tokens),
+        jnp.dtype(config.dtype),
+        _param_dtype(config),
+    )
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = _Random(key)
+        operands = [random.normal((*rows, config.width), dtype)]
+        operands.append(random.weight((config.width, config.out), param_dtype))
+        if config.bias:
+            operands.append(random.small(config.out, param_dtype))
+        results = 2 if config.residual else 1
+        return (
+            *operands,
+            *(random.normal((*rows, config.out), dtype) for _ in range(results)),
+        )
+
+    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
+        x, w, *rest = args
+        bias = rest.pop(0) if config.bias else None
+        return x, w, bias, rest.pop(0) if config.residual else None
+
+    def ours(*args: jax.Array) -> Any:
+        x, w, bias, residual = split(args)
+        return jaxfused.linear(x, w, bias, activation=config.activation, residual=residual)
+
+    def stock(*args: jax.Array) -> Any:
+        x, w, bias, residual = split(args)
+        y = ACTIVATIONS[config.activation](_dense(x, w, bias))
+        return y if residual is None else y + residual
+
+    def over_rows(*args: jax.Array) -> Any:
+        x, *rest = args
+        if config.residual:
+            rest[-1] = rest[-1].reshape(-1, config.out)
+        return stock(x.reshape(-1, config.width), *rest).reshape(*rows, config.out)
+
+    return Programs(
+        make_inputs,
+        ours,
+        {"flax": stock, "rows": over_rows} if config.batch > 1 else {"flax": stock},
+        differentiable=2 + config.bias + config.residual,
+    )
+
+
+def _mlp_inputs(config: MLP, weights: list[tuple[int, int]], key: jax.Array) -> Arrays:
+    """X, each weight with its bias, the residual and the cotangent."""
+    random, dtype, param_dtype = _Random(key), jnp.dtype(config.dtype), _param_dtype(config)
+    shape = (config.batch, config.tokens, config.width)
+    operands = [random.normal(shape, dtype)]
+    for weight in weights:
+        operands.append(random.weight(weight, param_dtype))
+        if config.bias:
+            operands.append(random.small(weight[1], param_dtype))
+    rows = 2 if config.residual else 1
+    return (*operands, *(random.normal(shape, dtype) for _ in range(rows)))
+
+
+def _mlp_operands(config: MLP, args: Arrays) -> tuple[Any, list[tuple[Any, Any]], Any]:
+    """(x, [(weight, bias or None)], residual or None)."""
+    x, *rest = args
+    residual = rest.pop() if config.residual else None
+    if config.bias:
+        return x, list(zip(rest[::2], rest[1::2], strict=True)), residual
+    return x, [(w, None) for w in rest], residual
+
+
+def _mlp_programs(
+    config: MLP, weights: list[tuple[int, int]], ours: Function, stock: Function
+) -> Programs:
+    def of_operands(f: Function, *args: jax.Array) -> Any:
+        return f(*_mlp_operands(config, args))
+
+    def flat(x, layers, residual):
+        y = stock(
+            x.reshape(-1, config.width),
+            layers,
+            None if residual is None else residual.reshape(-1, config.width),
+        )
+        return y.reshape(x.shape)
+
+    forms = {"flax": stock, "rows": flat} if config.batch > 1 else {"flax": stock}
+    return Programs(
+        partial(_mlp_inputs, config, weights),
+        partial(of_operands, ours),
+        {name: partial(of_operands, form) for name, form in forms.items()},
+        differentiable=1 + len(weights) * (2 if config.bias else 1) + config.residual,
+    )
+
+
+def _mlp(config: MLP) -> Programs:
+    activation = ACTIVATIONS[config.activation]
+
+    def ours(x, layers, residual):
+        (w1, b1), (w2, b2) = layers
+        options: Any = dict(activation=config.activation, residual=residual, save=config.save)
+        return jaxfused.mlp(x, w1, b1, w2, b2, **options)
+
+    def stock(x, layers, residual):
+        first, second = layers
+        y = _dense(activation(_dense(x, *first)), *second)
+        return y if residual is None else y + residual
+
+    weights = [(config.width, config.hidden), (config.hidden, config.width)]
+    return _mlp_programs(config, weights, ours, stock)
+
+
+def _gated_mlp(config: MLP) -> Programs:
+    activation = ACTIVATIONS[config.activation]
+    first = (config.width, config.hidden)
+
+    def ours(x, layers, residual):
+        (w_gate, b_gate), *up, (w_down, b_down) = layers
+        w_up, b_up = up[0] if up else (None, None)
+        options: Any = dict(activation=config.activation, residual=residual, save=config.save)
+        biases = dict(b_gate=b_gate, b_up=b_up, b_down=b_down)
+        return jaxfused.gated_mlp(x, w_gate, w_up, w_down, **biases, **options)
+
+    def stock(x, layers, residual):
+        if config.stacked:
+            gate, up = jnp.split(_dense(x, *layers[0]), 2, axis=-1)
+        else:
+            gate, up = _dense(x, *layers[0]), _dense(x, *layers[1])
+        y = _dense(activation(gate) * up, *layers[-1])
+        return y if residual is None else y + residual
+
+    firsts = [(config.width, 2 * config.hidden)] if config.stacked else [first, first]
+    return _mlp_programs(config, [*firsts, (config.hidden, config.width)], ours, stock)
+
+
+# --- rotations ------------------------------------------------------------------------------------
+
+
+def _rope(config: Rope) -> Programs:
+    dtype = jnp.dtype(config.dtype)
+    heads = [config.heads, *([config.key_heads] if config.key_heads else [])]
+    shapes = [(config.batch, config.tokens, n, config.head_size) for n in heads]
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = _Random(key)
+        rows = [random.normal(shape, dtype) for shape in shapes]
+        tables = _angles(config.tokens, config.rotary_dim) if config.tables else ()
+        return (*rows, *tables, *(random.normal(shape, dtype) for shape in shapes))
+
+    def ours(*args: jax.Array) -> Any:
+        q, k = args[0], args[1] if config.key_heads else None
+        options: dict[str, Any] = dict(interleaved=config.interleaved, rotary_dim=config.rotary_dim)
+        if config.tables:
+            options = dict(interleaved=config.interleaved, cos=args[-2], sin=args[-1])
+        return jaxfused.rope(q, k, **options)
+
+    def stock(rotate: Function, *args: jax.Array) -> Any:
+        cos, sin = args[-2:] if config.tables else _angles(config.tokens, config.rotary_dim)
+        rotated = tuple(
+            rotate(x, cos[:, None], sin[:, None], config.interleaved) for x in args[: len(heads)]
+        )
+        return rotated if len(heads) > 1 else rotated[0]
+
+    forms = {"halves": rotate_halves}
+    if not config.interleaved:
+        forms["rotate_half"] = rotate_whole
+    return Programs(
+        make_inputs,
+        ours,
+        {name: partial(stock, rotate) for name, rotate in forms.items()},
+        differentiable=len(heads),
+        cotangents=len(heads),
+    )
+
+
+def _angles(tokens: int, rotary_dim: int) -> tuple[jax.Array, jax.Array]:
+    frequencies = 10000.0 ** (-jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
+    angles = jnp.arange(tokens, dtype=jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate_halves(x, cos, sin, interleaved):
+    """As Gemma and MaxText write it: tables in float32, the result in x's dtype."""
+    rotary_dim = 2 * cos.shape[-1]
+    rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        first, second = rotary[..., ::2], rotary[..., 1::2]
+    else:
+        first, second = jnp.split(rotary, 2, axis=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        rotated = jnp.stack(pair, axis=-1).reshape(rotary.shape)
+    else:
+        rotated = jnp.concatenate(pair, axis=-1)
+    rotated = rotated.astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+
+
+def rotate_whole(x, cos, sin, interleaved):
+    """As the Llama of Hugging Face writes it: x cos + rotate_half(x) sin."""
+    assert not interleaved
+    rotary_dim = 2 * cos.shape[-1]
+    rotary, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    first, second = jnp.split(rotary, 2, axis=-1)
+    half = jnp.concatenate([-second, first], axis=-1)
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
+    rotated = (rotary * cos + half * sin).astype(x.dtype)
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+
+
+def _qkv_projection(config: QKVProjection) -> Programs:
+    dtype, param_dtype = jnp.dtype(config.dtype), _param_dtype(config)
+    parts = (config.heads, config.key_heads, config.key_heads)
+    rows = (config.batch, config.tokens)
+    differentiable = 2 + config.bias + 2 * config.norm
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = _Random(key)
+        operands = [random.normal((*rows, config.width), dtype)]
+        operands.append(random.weight((config.width, config.out), param_dtype))
+        if config.bias:
+            operands.append(random.small(config.out, param_dtype))
+        if config.norm:
+            sizes = [config.head_size] * 2
+            operands += [random.small(size, jnp.float32, mean=1.0) for size in sizes]
+        tables = _angles(config.tokens, config.head_size) if config.rope else ()
+        dys = (random.normal((*rows, n, config.head_size), dtype) for n in parts)
+        return (*operands, *tables, *dys)
+
+    def split(args: Arrays) -> dict[str, Any]:
+        names = ["x", "w", *["bias"] * config.bias, *["q_scale", "k_scale"] * config.norm]
+        names += ["cos", "sin"] * config.rope
+        return dict(zip(names, args, strict=True))
+
+    def ours(*args: jax.Array) -> Any:
+        operands = split(args)
+        x, w, bias = operands.pop("x"), operands.pop("w"), operands.pop("bias", None)
+        sizes = dict(heads=config.heads, key_heads=config.key_heads, epsilon=EPSILON)
+        return jaxfused.qkv_projection(
+            x, w, bias, interleaved=config.interleaved, **sizes, **operands
+        )
+
+    def stock(project: Function, *args: jax.Array) -> Any:
+        operands = split(args)
+        qkv = project(operands["x"], operands["w"], operands.get("bias"))
+        ends = (config.heads, config.heads + config.key_heads)
+        q, k, v = jnp.split(qkv, ends, axis=-2)
+        if config.norm:
+            q = _flax_norm(q, operands["q_scale"], None, _square)
+            k = _flax_norm(k, operands["k_scale"], None, _square)
+        if config.rope:
+            cos, sin = operands["cos"][:, None], operands["sin"][:, None]
+            q = rotate_halves(q, cos, sin, config.interleaved)
+            k = rotate_halves(k, cos, sin, config.interleaved)
+        return q, k, v
+
+    def reshaped(x, w, bias):
+        return _dense(x, w, bias).reshape(*rows, sum(parts), config.head_size)
+
+    def einsum(x, w, bias):
+        # As flax.linen.DenseGeneral with an axis for the heads.
+        heads = (sum(parts), config.head_size)
+        w = w.astype(x.dtype).reshape(config.width, *heads)
+        qkv = jnp.einsum("btd,dnh->btnh", x, w)
+        return qkv if bias is None else qkv + bias.astype(x.dtype).reshape(heads)
+
+    return Programs(
+        make_inputs,
+        ours,
+        {"reshape": partial(stock, reshaped), "einsum": partial(stock, einsum)},
+        differentiable=differentiable,
+        cotangents=3,
+    )

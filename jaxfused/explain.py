@@ -1,0 +1,113 @@
+"""explain: which implementation runs each operator of a program, and why another one does not."""
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jaxfused import dispatch
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str` of it is the report."""
+
+    device: dispatch.Device
+    calls: tuple[tuple[dispatch.Choice, int], ...]
+    """Each stage of an operator with what runs it, and how often the program has it."""
+
+    def __str__(self) -> str:
+        lines = [f"on {self.device.name}:"]
+        if not self.calls:
+            lines.append("  no operator of jaxfused was called")
+        for choice, count in self.calls:
+            shapes = ", ".join(
+                f"{shape.dtype}{list(shape.shape)}"
+                for shape in choice.operands
+                if shape is not None
+            )
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"  {times}{choice.stage} runs on {choice.implementation!r}: {shapes}")
+            lines += [
+                f"      not {name!r}: {reason or f'{choice.implementation!r} comes first'}"
+                for name, reason in choice.reasons.items()
+                if name != choice.implementation
+            ]
+        return "\n".join(lines)
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Says for every call of an operator in `f(*args, **kwargs)` what runs each of its stages.
+
+    The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
+    those that a kernel sees: after `jax.vmap`, on one device's shard. To see the stages of gradients,
+    pass a function that takes them, such as a training step.
+
+    Args:
+      f: any function of JAX arrays, jitted or not.
+      *args: its arguments; `jax.ShapeDtypeStruct` will do for arrays.
+      **kwargs: further arguments.
+
+    Returns:
+      An `Explanation`, to be printed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+      >>> report = jaxfused.explain(lambda x: jaxfused.layer_norm(x), x)
+      >>> [choice.stage.split()[0] for choice, count in report.calls]
+      ['layer_norm']
+
+    Source: own work.
+    """
+    with dispatch.recorded() as choices, _traced_anew():
+        traced = jax.jit(f).trace(*args, **kwargs)
+        if _is_split_by_xla(args, kwargs):
+            choices.clear()
+            traced.lower().compile()
+            by_partitioner = [choice for choice in choices if choice.by_partitioner]
+            choices[:] = by_partitioner or choices
+    counts = Counter(map(_Key, choices))
+    return Explanation(
+        dispatch.current_device(), tuple((key.choice, count) for key, count in counts.items())
+    )
+
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def _traced_anew() -> Iterator[None]:
+    """Inside of it nothing that JAX has traced before is taken from its caches."""
+    with set_xla_metadata(jaxfused_explain=str(next(_numbers))):
+        yield
+
+
+def _is_split_by_xla(*trees: Any) -> bool:
+    """Whether some array is sharded over Auto axes, where shards are known when XLA compiles."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees)]
+    return any(
+        isinstance(sharding, jax.sharding.NamedSharding)
+        and sharding.mesh.size > 1
+        and bool(sharding.mesh.abstract_mesh.auto_axes)
+        for sharding in shardings
+    )
+
+
+class _Key:
+    """A choice, equal to others that say the same."""
+
+    def __init__(self, choice: dispatch.Choice):
+        self.choice = choice
+        self._text = str(choice)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._text == other._text

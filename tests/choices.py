@@ -1,0 +1,37 @@
+"""What runs the stages of an operator, asked as a user would ask."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+import jaxfused
+
+
+def why_not(f: Callable[..., Any], *args: Any) -> str | None:
+    """None if the implementation that `f` names can run, forward and backward, else the sentence."""
+
+    def value_and_gradients(*args):
+        results, vjp = jax.vjp(f, *args)
+        return vjp(results)
+
+    try:
+        jaxfused.explain(value_and_gradients, *args)
+    except ValueError as error:
+        if "cannot run here" not in str(error):
+            raise
+        return str(error)
+    return None
+
+
+def skip_where_it_cannot_run(f: Callable[..., Any], *args: Any) -> None:
+    """Skips with the very sentence that a user would be told."""
+    reason = why_not(f, *args)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def chosen(f: Callable[..., Any], *args: Any) -> dict[str, str]:
+    """What runs each stage of `f`."""
+    return {choice.stage: choice.implementation for choice, _ in jaxfused.explain(f, *args).calls}

@@ -1,0 +1,505 @@
+"""Every public function and module under JAX's strict modes, in which JAX runs its own tests.
+
+`jax_numpy_rank_promotion="raise"`, `jax_numpy_dtype_promotion="strict"`, `jax_debug_nans` and
+`jax_debug_infs` are all on at once, with 32-bit numbers and with 64-bit ones.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import flax.linen
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+import jaxfused.linen
+import jaxfused.nnx
+
+B, T, D = 2, 6, 16
+
+
+@contextlib.contextmanager
+def strictly(x64=False):
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_nans(True),
+        jax.debug_infs(True),
+        jax.enable_x64(x64),
+    ):
+        yield
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def gradients(f, *args):
+    """`f` and its gradient to every argument that is a float array."""
+
+    def loss(*args):
+        leaves = jax.tree.leaves(f(*args))
+        # Cotangents differ from element to element; what stands for no log-sum-exp has no square.
+        return sum(jnp.sum(jnp.square(jnp.maximum(y.astype(jnp.float32), -1e3))) for y in leaves)
+
+    return jax.value_and_grad(loss, argnums=tuple(range(len(args))))(*args)
+
+
+# --- functions ------------------------------------------------------------------------------------
+#
+# Each is called with its first arrays in the dtype of the computation, and with parameters in float32.
+
+FUNCTIONS = {}
+
+
+def case(of, name=None):
+    """Adds a case of the public function `of`: x's dtype -> (function, its float arguments)."""
+
+    def add(make):
+        FUNCTIONS[of if name is None else f"{of}-{name}"] = (of, make)
+        return make
+
+    return add
+
+
+def attention(name, arrays=(), **options):
+    """A case of dot_product_attention with further float arguments and options."""
+
+    @case("dot_product_attention", name)
+    def make(dtype):
+        qkv = [normal(i, B, T, 4, 8, dtype=dtype) for i in range(3)]
+        names = [n for n, _ in arrays]
+        more = [normal(9, *shape) for _, shape in arrays]
+
+        def f(q, k, v, *more):
+            given = {n: o() if callable(o) else o for n, o in options.items()}
+            given.update(zip(names, more, strict=True))
+            return jaxfused.dot_product_attention(q, k, v, **given)
+
+        return f, (*qkv, *more)
+
+
+attention("plain")
+attention("lse", return_lse=True, is_causal=True)
+attention("residual", return_residual=True, mask=lambda: jnp.tril(jnp.ones((T, T), bool), -1))
+attention("bias", [("bias", (4, T, T)), ("sinks", (4,))], logits_soft_cap=2.0)
+attention("mask", mask=lambda: jnp.arange(T) < T // 2, local_window_size=(2, 1))
+attention(
+    "lengths",
+    [("sinks", (4,))],
+    query_seq_lengths=lambda: jnp.array([T, 2]),
+    key_value_seq_lengths=lambda: jnp.array([0, 3]),
+    return_residual=True,
+)
+attention(
+    "segments",
+    query_segment_ids=lambda: jnp.array([[0, 0, 1, 1, 2, 2]] * B),
+    key_value_segment_ids=lambda: jnp.array([[0, 0, 1, 1, 3, 3]] * B),
+)
+attention("dropout", dropout_rate=0.25, dropout_key=lambda: jax.random.key(0))
+
+
+@case("batch_norm", "training")
+def _(dtype):
+    def f(x, scale, bias, residual):
+        return jaxfused.batch_norm(x, scale, bias, residual=residual, activation="relu")
+
+    x, residual = normal(0, B, T, D, dtype=dtype), normal(1, B, T, D, dtype=dtype)
+    return f, (x, normal(2, D), normal(3, D), residual)
+
+
+@case("batch_norm", "inference")
+def _(dtype):
+    def f(x, scale, bias, mean, var):
+        return jaxfused.batch_norm(x, scale, bias, mean=mean, var=jnp.square(var))
+
+    return f, (normal(0, B, T, D, dtype=dtype), *(normal(i, D) for i in range(1, 5)))
+
+
+@case("fold_batch_norm")
+def _(dtype):
+    def f(w, bias, mean, var, scale):
+        return jaxfused.fold_batch_norm(
+            w, bias, mean=mean, var=jnp.square(var), norm_scale=scale, norm_bias=scale
+        )
+
+    return f, (normal(0, 3, 4, D, dtype=dtype), *(normal(i, D) for i in range(1, 5)))
+
+
+@case("group_norm")
+def _(dtype):
+    def f(x, scale, bias, residual):
+        return jaxfused.group_norm(
+            x, scale, bias, num_groups=4, residual=residual, activation="silu"
+        )
+
+    x, residual = normal(0, B, T, D, dtype=dtype), normal(1, B, T, D, dtype=dtype)
+    return f, (x, normal(2, D), normal(3, D), residual)
+
+
+def norm(op, **options):
+    @case(op, "-".join(options) or "plain")
+    def make(dtype):
+        def f(x, scale, bias, residual, pre_bias):
+            return getattr(jaxfused, op)(
+                x, scale, bias, residual=residual, pre_bias=pre_bias, **options
+            )
+
+        x = normal(0, B, T, D, dtype=dtype)
+        return f, (x, normal(1, D), normal(2, D), normal(3, B, T, D), normal(4, D))
+
+
+norm("layer_norm")
+norm("layer_norm", pre_activation="relu", activation="gelu_erf")
+norm("rms_norm", scale_offset=1.0)
+
+
+def conv(name, shape, kernel, **options):
+    @case("conv", name)
+    def make(dtype):
+        def f(x, w, bias):
+            return jaxfused.conv(x, w, bias, **options)
+
+        return f, (normal(0, *shape, dtype=dtype), normal(1, *kernel), normal(2, kernel[-1]))
+
+
+conv("same", (B, 5, 7, 4), (3, 3, 4, 8), activation="gelu_tanh", strides=2)
+conv("circular", (B, 7, 4), (3, 2, 8), padding="CIRCULAR", feature_group_count=2)
+
+
+@case("linear")
+def _(dtype):
+    def f(x, w, bias, residual):
+        return jaxfused.linear(x, w, bias, activation="gelu_tanh", residual=residual)
+
+    return f, (normal(0, B, T, D, dtype=dtype), normal(1, D, 8), normal(2, 8), normal(3, B, T, 8))
+
+
+def mlp(save, activation):
+    @case("mlp", save)
+    def make(dtype):
+        def f(x, w1, b1, w2, b2):
+            return jaxfused.mlp(x, w1, b1, w2, b2, activation=activation, save=save)
+
+        sizes = ((D, 32), (32,), (32, D), (D,))
+        x = normal(0, B, T, D, dtype=dtype)
+        return f, (x, *(normal(i, *s) for i, s in enumerate(sizes)))
+
+    @case("gated_mlp", save)
+    def make_gated(dtype):
+        def f(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
+            return jaxfused.gated_mlp(
+                x, w_gate, w_up, w_down, b_gate=b_gate, b_up=b_up, b_down=b_down, save=save
+            )
+
+        sizes = ((D, 32), (D, 32), (32, D), (32,), (32,), (D,))
+        x = normal(0, B, T, D, dtype=dtype)
+        return f, (x, *(normal(i, *s) for i, s in enumerate(sizes)))
+
+
+mlp("hidden", "relu2")
+mlp("inputs", "silu")
+
+
+@case("qkv_projection")
+def _(dtype):
+    def f(x, w, bias, q_scale, k_scale):
+        cos, sin = jaxfused.rope_tables(jnp.arange(T), 8)
+        return jaxfused.qkv_projection(
+            x,
+            w,
+            bias,
+            heads=4,
+            key_heads=2,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            cos=cos,
+            sin=sin,
+        )
+
+    x = normal(0, B, T, D, dtype=dtype)
+    return f, (x, normal(1, D, 64), normal(2, 64), normal(3, 8), normal(4, 8))
+
+
+@case("rope")
+def _(dtype):
+    def f(q, k):
+        return jaxfused.rope(q, k, offset=jnp.array([3, 4]), rotary_dim=4, interleaved=True)
+
+    return f, (normal(0, B, T, 4, 8, dtype=dtype), normal(1, B, T, 2, 8, dtype=dtype))
+
+
+@case("rope", "scaled")
+def _(dtype):
+    scaling = jaxfused.YarnRope(4.0, 16)
+    return (
+        lambda q: jaxfused.rope(q, positions=jnp.arange(T), scaling=scaling),
+        (normal(0, B, T, 4, 8, dtype=dtype),),
+    )
+
+
+@case("rope_tables")
+def _(dtype):
+    scaling = jaxfused.Llama3Rope()
+    return lambda p: jaxfused.rope_tables(p, 8, scaling=scaling), (normal(0, T, dtype=dtype),)
+
+
+@case("axial_rope_tables")
+def _(dtype):
+    def f(q):
+        cos, sin = jaxfused.axial_rope_tables(2, 3, 8)
+        return jaxfused.rope(q, cos=cos, sin=sin)
+
+    return f, (normal(0, B, T, 4, 8, dtype=dtype),)
+
+
+@case("softmax_cross_entropy")
+def _(dtype):
+    def f(logits, weights):
+        return jaxfused.softmax_cross_entropy(
+            logits,
+            jnp.arange(T) - 1,
+            label_smoothing=0.1,
+            z_loss=0.01,
+            ignore_index=-1,
+            weights=weights,
+        )
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, T))
+
+
+@case("softmax_cross_entropy", "soft")
+def _(dtype):
+    def f(logits, labels):
+        return jaxfused.softmax_cross_entropy(logits, jax.nn.softmax(labels), reduction="none")
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, T, D))
+
+
+@case("linear_softmax_cross_entropy")
+def _(dtype):
+    def f(x, w, bias):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, jnp.arange(T), bias, chunk_size=4, z_loss=0.01
+        )
+
+    return f, (normal(0, T, D, dtype=dtype), normal(1, D, 10), normal(2, 10))
+
+
+@case("segmentation_loss", "classes")
+def _(dtype):
+    def f(logits, weights):
+        labels = jnp.arange(B * 12).reshape(B, 3, 4) % 3
+        return jaxfused.segmentation_loss(logits, labels, weights=weights, ignore_index=2)
+
+    return f, (normal(0, B, 3, 4, 5, dtype=dtype), normal(1, B, 3, 4))
+
+
+@case("segmentation_loss", "binary")
+def _(dtype):
+    def f(logits):
+        return jaxfused.segmentation_loss(logits, jnp.ones((B, 3, 4), bool))
+
+    return f, (normal(0, B, 3, 4, dtype=dtype),)
+
+
+def quantisation(dtype_name, **options):
+    @case("fake_quantize", dtype_name)
+    def make(dtype):
+        return (
+            lambda x: jaxfused.fake_quantize(x, dtype_name, **options),
+            (normal(0, D, 8, dtype=dtype),),
+        )
+
+    @case("quantize", dtype_name)
+    def make_quantized(dtype):
+        def f(x):
+            q = jaxfused.quantize(x, dtype_name, **options)
+            return q.dequantize() + jaxfused.quantize(x, dtype_name, per_tensor=True).dequantize()
+
+        return f, (normal(0, D, 8, dtype=dtype),)
+
+    @case("quantized_matmul", dtype_name)
+    def make_product(dtype):
+        def f(x, bias, residual, w):
+            w = jaxfused.quantize(w, dtype_name, **options)
+            return jaxfused.quantized_matmul(x, w, bias, activation="relu", residual=residual)
+
+        x = normal(0, B, T, D, dtype=dtype)
+        return f, (x, normal(1, 8), normal(2, B, T, 8), normal(3, D, 8))
+
+
+quantisation("int8", symmetric=False)
+quantisation("int4", group_size=4)
+quantisation("float8_e4m3fn")
+
+
+def quantised_rows(symmetric):
+    @case("quantize_rows", f"symmetric-{symmetric}")
+    def make(dtype):
+        def f(x, w, bias):
+            w = jaxfused.quantize(w, symmetric=symmetric)
+            return jaxfused.quantized_matmul(jaxfused.quantize_rows(x), w, bias)
+
+        return f, (normal(0, B, T, D, dtype=dtype), normal(1, D, 8), normal(2, 8))
+
+
+quantised_rows(True)
+quantised_rows(False)
+
+# bfloat16 beside float32 parameters with 32 bits; float64 beside float32 parameters with 64.
+each_mode = pytest.mark.parametrize(
+    ("x64", "dtype"), [(False, "bfloat16"), (True, "float64")], ids=["32", "64"]
+)
+
+
+@each_mode
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function(name, x64, dtype):
+    _, make = FUNCTIONS[name]
+    with jax.enable_x64(x64):
+        f, args = make(dtype)
+        expected = jax.jit(functools.partial(gradients, f))(*args)
+    with strictly(x64):
+        # Not jitted: of a program XLA shows its results alone, in which there may be no infinity.
+        actual = gradients(f, *args)
+
+    # A jitted program may round less often on its way.
+    def assert_near(actual, expected):
+        actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
+        largest = np.abs(expected).max(initial=0.0)
+        allowed = 4 * float(jnp.finfo(dtype).eps if dtype == "bfloat16" else 1e-6) * largest
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=allowed)
+
+    jax.tree.map(assert_near, actual, expected)
+
+
+def test_every_function_has_a_case():
+    without_arrays = {"quantize_params"}  # In test_quantize_params below.
+    functions = {n for n, f in vars(jaxfused).items() if inspect.isfunction(f)}
+    assert functions - without_arrays == {of for of, _ in FUNCTIONS.values()}
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+RNGS = {"params": 0, "dropout": 1}
+BLOCK = dict(num_kv_heads=2, normalize_qk=True, gated=True, drop_path_rate=0.5)
+
+# For each module: arguments of nnx, arguments of Linen with the class's name there, shape of x.
+MODULES = {
+    "BatchNorm": ((D,), {}, ("BatchNorm", dict(use_running_average=False)), (B, T, D)),
+    "Conv": ((D, 8, 3), {}, ("Conv", dict(features=8, kernel_size=3)), (B, T, D)),
+    "ConvNormAct": (
+        (D, 8, 3),
+        dict(norm="group_norm", num_groups=2),
+        ("ConvNormAct", dict(features=8, kernel_size=3, norm="group_norm", num_groups=2)),
+        (B, T, D),
+    ),
+    "GroupNorm": ((D, 4), {}, ("GroupNorm", dict(num_groups=4)), (B, T, D)),
+    "LayerNorm": ((D,), {}, ("LayerNorm", {}), (B, T, D)),
+    "RMSNorm": ((D,), dict(scale_offset=1.0), ("RMSNorm", dict(scale_offset=1.0)), (B, T, D)),
+    "Linear": ((D, 8), {}, ("Dense", dict(features=8)), (B, T, D)),
+    "MLP": ((D, 32), {}, ("MLP", dict(hidden_features=32)), (B, T, D)),
+    "GatedMLP": ((D, 32), {}, ("GatedMLP", dict(hidden_features=32)), (B, T, D)),
+    "MultiHeadAttention": (
+        (4, D),
+        dict(decode=False),  # Not normalize_qk: Flax's own norm refuses to promote dtypes.
+        ("MultiHeadAttention", dict(num_heads=4)),
+        (B, T, D),
+    ),
+    "QuantizedLinear": (
+        (D, 8),
+        dict(input_dtype="int8"),
+        ("QuantizedDense", dict(features=8, input_dtype="int8")),
+        (B, T, D),
+    ),
+    "RotaryEmbedding": ((), {}, ("RotaryEmbedding", {}), (B, T, 4, 8)),
+    "TransformerBlock": (
+        (D, 4),
+        dict(**BLOCK, is_causal=True),
+        ("TransformerBlock", dict(num_heads=4, is_causal=True, **BLOCK)),
+        (B, T, D),
+    ),
+}
+ROTATION = {"TransformerBlock"}
+
+
+def modules_of(package, base):
+    return {n for n, c in vars(package).items() if inspect.isclass(c) and issubclass(c, base)}
+
+
+def test_every_module_has_a_case():
+    assert modules_of(jaxfused.nnx, flax.nnx.Module) == set(MODULES)
+    names = {linen for _, _, (linen, _), _ in MODULES.values()}
+    own = modules_of(jaxfused.linen, flax.linen.Module)
+    # The same class under Flax's two names.
+    assert own - {"MultiHeadDotProductAttention"} == names
+
+
+def nnx_gradients(name, dtype, x):
+    sizes, arguments, _, _ = MODULES[name]
+    if name != "RotaryEmbedding":
+        arguments = dict(arguments, rngs=flax.nnx.Rngs(params=0, dropout=1))
+        if "dtype" in inspect.signature(getattr(jaxfused.nnx, name).__init__).parameters:
+            arguments["dtype"] = dtype
+    if name in ROTATION:
+        arguments["rope"] = jaxfused.nnx.RotaryEmbedding()
+    module = getattr(jaxfused.nnx, name)(*sizes, **arguments)
+    graphdef, params, rest = flax.nnx.split(module, flax.nnx.Param, ...)
+
+    def f(params, x):
+        return flax.nnx.merge(graphdef, params, rest, copy=True)(x)
+
+    return gradients(f, params, x)
+
+
+def linen_gradients(name, dtype, x):
+    _, _, (linen_name, arguments), _ = MODULES[name]
+    make = getattr(jaxfused.linen, linen_name)
+    if "dtype" in make.__dataclass_fields__:
+        arguments = dict(arguments, dtype=dtype)
+    if name in ROTATION:
+        arguments["rope"] = jaxfused.linen.RotaryEmbedding()
+        arguments["deterministic"] = False
+    module = make(**arguments)
+    rngs = {k: jax.random.key(v) for k, v in RNGS.items()}
+    variables = module.init(rngs, x)
+    params = variables.pop("params", {})
+    if name == "QuantizedLinear":
+        variables, params = {"params": params}, {}
+
+    def f(params, x):
+        given = {"params": params, **variables} if params else variables
+        y, _ = module.apply(given, x, rngs=rngs, mutable=["batch_stats"])
+        return y
+
+    return gradients(f, params, x)
+
+
+@each_mode
+@pytest.mark.parametrize("run", [nnx_gradients, linen_gradients], ids=["nnx", "linen"])
+@pytest.mark.parametrize("name", MODULES)
+def test_module(name, run, x64, dtype):
+    with strictly(x64):
+        x = normal(0, *MODULES[name][-1])
+        leaves = jax.tree.leaves(run(name, jnp.dtype(dtype), x))
+    assert all(np.isfinite(np.asarray(a, np.float64)).all() for a in leaves)
+
+
+@each_mode
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lion", "sgd"])
+def test_optimizer(name, x64, dtype):
+    del dtype
+    with strictly(x64):
+        params = {"w": normal(0, 4, 3), "b": normal(1, 3)}
+        grads = {"w": normal(2, 4, 3), "b": normal(3, 3)}
+        opt = getattr(jaxfused.optim, name)(0.1)
+        state = opt.init_step(params, ema_decay=0.9, compute_dtype=jnp.bfloat16, loss_scale=8.0)
+        expected = jax.tree.map(jnp.shape, params)
+        params, state = opt.step(grads, state, params, max_norm=1.0)
+        assert jax.tree.map(jnp.shape, params) == expected
+        params, _ = opt.step(grads, opt.init(params), params)

@@ -1,0 +1,344 @@
+"""The sweep, the fuzz and the compile benchmark at sizes for a CPU: what they draw, judge and print."""
+
+import dataclasses
+import itertools
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__, compile_time, timing
+from benchmarks.draw import Draw
+from benchmarks.fuzz import judge as fuzz_judge
+from benchmarks.fuzz import operators as fuzz_operators
+from benchmarks.fuzz.problem import Operand, Problem
+from benchmarks.sweep import configs, judge, lowering, programs, report
+from examples.vit.model import ViTSize
+
+# --- the sweep: what is drawn ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", configs.OPERATORS)
+def test_sweep_draws_cases_that_fit_and_can_be_pasted(operator):
+    drawn = [configs.drawn(operator, 1, index) for index in range(30)]
+    assert len(set(drawn)) > 25
+    for index, config in enumerate(drawn):
+        assert config.fits()
+        assert configs.label(config) == operator
+        assert configs.from_line(configs.to_line(config)) == config
+        assert configs.drawn(operator, 1, index) == config
+    assert drawn != [configs.drawn(operator, 2, index) for index in range(30)]
+
+
+@pytest.mark.parametrize("operator", configs.OPERATORS)
+def test_sweep_has_each_case_in_every_form(operator):
+    """Ours, the forms of stock and the peers give results and gradients of the same shapes."""
+    for index in range(3):
+        config = configs.drawn(operator, 1, index).tiny()
+        written = programs.of(config)
+        arrays = jax.eval_shape(written.make_inputs, jax.random.key(0))
+        forms = [written.ours, *written.stock.values(), written.plain()]
+        shapes = [
+            [(a.shape, a.dtype) for a in jax.eval_shape(written.whole(form, True), *arrays)]
+            for form in forms
+        ]
+        assert all(other == shapes[0] for other in shapes), config
+        assert len(shapes[0]) == written.cotangents + written.differentiable
+        gradients = shapes[0][written.cotangents :]
+        operands = [(a.shape, a.dtype) for a in arrays[: written.differentiable]]
+        assert gradients == operands
+
+
+def test_draw_is_the_same_for_a_name():
+    def sizes(seed, name):
+        draw = Draw(seed, name)
+        return [draw.size(1, 1000) for _ in range(20)]
+
+    assert sizes(1, "a") == sizes(1, "a")
+    assert len({tuple(sizes(*which)) for which in ((1, "a"), (2, "a"), (1, "b"))}) == 3
+    assert {Draw(3, str(n)).size(1, 2) for n in range(50)} == {1, 2}
+
+
+# --- the sweep: how it judges ---------------------------------------------------------------------
+
+
+def test_sweep_of_tiny_shapes(tmp_path, capsys):
+    path = tmp_path / "sweep.json"
+    run = ["sweep", "rms_norm", "rope", "--count", "1", "--dry-run", "--out", str(path)]
+    assert __main__.main(run) == 0
+    (run,) = json.loads(path.read_text())["runs"]
+    assert {"commit", "dirty", "device", "versions", "date", "arguments"} <= set(run)
+    assert [(e["operator"], e["direction"]) for e in run["entries"]] == [
+        (operator, direction)
+        for operator in ("rms_norm", "rope")
+        for direction in (lowering.FORWARD, lowering.WHOLE)
+    ]
+    assert all(e["status"] == "ok" and e["error"] <= 1 for e in run["entries"])
+    capsys.readouterr()
+    assert __main__.main(["sweep", "--report", str(path), str(path)]) == 0
+    printed = capsys.readouterr().out
+    # Of a case that is in two files the last counts.
+    assert "rms_norm             forward           XLA         1" in printed
+    case = run["entries"][-1]["case"]
+    assert f"sweep --case '{case}' --gradient forward+backward" in printed
+
+
+def test_sweep_says_what_raised(monkeypatch, capsys):
+    monkeypatch.setattr(programs.jaxfused, "rms_norm", lambda *_, **__: 1 / 0)
+    assert __main__.main(["sweep", "rms_norm", "--count", "1", "--dry-run"]) == 1
+    assert "raised: RuntimeError: ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("figures", "wrong"),
+    [
+        # error, that of plain jax.numpy, the largest value, values that are not finite
+        ((0.0, 0.0, 1.0, 0.0), False),
+        ((0.01, 0.005, 1.0, 0.0), False),
+        ((0.0078125, 0.0, 1.0, 0.0), False),
+        ((0.03, 0.01, 1.0, 0.0), True),
+        ((0.0, 0.0, 1.0, 1.0), True),
+        ((np.nan, 0.0, 1.0, 0.0), True),
+    ],
+)
+def test_sweep_allows_twice_the_error_of_plain_and_a_unit(figures, wrong):
+    _, why = judge._worst(np.array([figures]), [jnp.bfloat16])
+    assert bool(why) == wrong
+
+
+def test_compare_sees_errors_and_misplaced_nans():
+    truth = jnp.array([1.0, 2.0, jnp.nan, -4.0])
+    ours = jnp.array([1.0, 2.5, 3.0, -4.0])
+    plain = jnp.array([1.25, 2.0, jnp.nan, -4.0])
+    np.testing.assert_array_equal(
+        lowering.compare((ours,), (plain,), (truth,)), [[0.5, 0.25, 4.0, 1.0]]
+    )
+
+
+def test_same_program_is_recognised():
+    def one(x, w):
+        return jnp.tanh(x @ w).sum(0)
+
+    def other(a, b):
+        hidden = jnp.einsum("ij,jk->ik", a, b)
+        return jnp.tanh(hidden).sum(0)
+
+    def text(f, shape=(8, 16)):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (16, 4))]
+        return judge.program_text(jax.jit(f).lower(*shapes).compile())
+
+    assert text(one) == text(other)
+    assert text(one) != text(lambda x, w: 2 * one(x, w))
+    assert text(one) != text(one, (9, 16))
+
+
+def entry(microseconds, same_program=None, status="ok", direction="forward"):
+    case = json.dumps(sorted(microseconds.items()))
+    return {
+        "operator": "linear",
+        "direction": direction,
+        "case": case,
+        "status": status,
+        "why": "because",
+        "microseconds": microseconds,
+        "memory": dict.fromkeys(microseconds, 2**20),
+        "same_program": same_program,
+    }
+
+
+def test_report_counts_the_fastest_form_and_half_a_microsecond():
+    entries = [
+        entry({"ours": 10.0, "stock a": 20.0, "stock b": 30.0}),
+        # One program with the fastest form, whatever the clock says.
+        entry({"ours": 10.0, "stock a": 9.0}, same_program="stock a"),
+        # Less than half a microsecond is no loss.
+        entry({"ours": 2.4, "stock a": 2.0}),
+        entry({"ours": 24.0, "stock a": 20.0, "cudnn": 36.0}),
+        entry({}, status="wrong"),
+    ]
+    assert [report.over_stock(e) for e in entries[:4]] == [2.0, 1.0, 2.0 / 2.4, 20.0 / 24.0]
+    row = next(line for line in report.text(entries).splitlines() if " XLA " in line)
+    assert row.split() == [
+        "linear",
+        "forward",
+        "XLA",
+        *["4", "0.83", "0.92", "0.83", "1", "2", "1", "0"],
+    ]
+    row = next(line for line in report.text(entries).splitlines() if " cuDNN " in line)
+    assert row.split()[3:6] == ["1", "1.50", "1.50"]
+    assert report.percentile([0.0, 10.0, 20.0], 25) == 5.0
+
+
+# --- the sweep: how it times ----------------------------------------------------------------------
+
+
+def test_kernels_are_split_at_markers(monkeypatch):
+    """Two programs in turn: the kernels of each between markers, the median over rounds."""
+    milliseconds = itertools.count(1)
+
+    def measure(f, *, aggregate, iterations):
+        assert not aggregate
+
+        def measured():
+            f()
+            return None, [
+                [(name, float(next(milliseconds))) for name in ("one", "m", "two", "three", "m")]
+                for _ in range(iterations)
+            ]
+
+        return measured
+
+    monkeypatch.setattr(timing.profiler, "measure", measure)
+    calls = {"a": lambda x: x + 1, "b": lambda x: x + 2}
+    samples = timing.interleaved(calls, [(jnp.ones(3),)], seconds=0.0)
+    assert samples["a"].microseconds == [1e3, 6e3, 11e3, 16e3]
+    assert samples["a"].kernels == [("one", 8.5e3)]
+    assert samples["b"].microseconds == [7e3, 17e3, 27e3, 37e3]
+    assert [name for name, _ in samples["b"].kernels] == ["two", "three"]
+    with pytest.raises(RuntimeError, match="2 programs ran, and 1 markers"):
+        timing._split_at_markers([("one", 1.0), ("m", 1.0)], 2)
+
+
+# --- the fuzz -------------------------------------------------------------------------------------
+
+
+def test_fuzz_of_a_few_cases(capsys):
+    run = ["fuzz", "rms_norm", "rope", "--cases", "3", "--jobs", "0", "--verbose"]
+    assert __main__.main(run) == 0
+    printed = capsys.readouterr().out
+    assert "3 cases, 0 wrong, 0 raised, 0 different between runs" in printed
+    line = next(line for line in printed.splitlines() if "--case" in line)
+    pasted = line.split("'")[1]
+    assert __main__.main(["fuzz", "--jobs", "0", "--case", pasted]) == 0
+
+
+def test_fuzz_draws_every_operator_and_traces_it():
+    names = [*fuzz_operators.OPERATORS]
+    seen = {}
+    for index in range(250):
+        options = fuzz_operators.drawn(1, index, names)
+        assert options == json.loads(json.dumps(options)), "a case has to survive its line"
+        seen.setdefault(options["operator"], []).append(options)
+    assert set(seen) == set(names)
+    for options in (of_one[0] for of_one in seen.values()):
+        made = fuzz_judge._Programs(fuzz_operators.problem_of(options), options)
+        assert made.results
+        ours = made.problem.whole(fuzz_judge._OURS, made._batched, False)
+        results = jax.eval_shape(ours, made._shapes, made.problem.constants, None)
+        assert [r.shape for r in results] == [r.shape for r in made.results]
+
+
+OPTIONS = {"operator": "relu", "data": 3, "vmap": None, "vmap_size": 1, "gradient": True}
+
+
+def verdict(monkeypatch, function, **more):
+    """Of a case whose `function` is (x, bias, is_ours)."""
+
+    def run(operands, constants, how):
+        del constants
+        return function(operands["x"], operands["bias"], how.implementation is None)
+
+    operands = {"x": Operand((40, 50), "bfloat16"), "bias": Operand((50,), "float32")}
+    problem = Problem(run, operands, {}, **more)
+    monkeypatch.setattr(fuzz_judge.operators, "problem_of", lambda options: problem)
+    return fuzz_judge.judge(OPTIONS)
+
+
+def relu_with_a_kink_at(threshold, x, bias, is_ours):
+    preactivation = x.astype(jnp.float32) + bias
+    above = preactivation > (threshold if is_ours else 0.0)
+    return jnp.where(above, preactivation, 0.0).astype(x.dtype)
+
+
+def test_fuzz_forgives_what_rounding_does_at_a_kink(monkeypatch):
+    shifted = partial(relu_with_a_kink_at, 0.02)
+    assert verdict(monkeypatch, shifted).status == fuzz_judge.WRONG
+    assert verdict(monkeypatch, shifted, kinks=("bias",)).status == fuzz_judge.OK
+    far = partial(relu_with_a_kink_at, 0.5)
+    assert verdict(monkeypatch, far, kinks=("bias",)).status == fuzz_judge.WRONG
+
+
+def test_fuzz_tells_wrong_raised_refused_and_different_apart(monkeypatch):
+    def off_in_a_row(x, bias, is_ours):
+        y = x * bias.astype(x.dtype)
+        return y.at[7].multiply(1.05) if is_ours else y
+
+    assert verdict(monkeypatch, off_in_a_row).status == fuzz_judge.WRONG
+
+    def raises(x, bias, is_ours):
+        assert not is_ours
+        return x * bias.astype(x.dtype)
+
+    assert verdict(monkeypatch, raises).status == fuzz_judge.RAISED
+
+    counter = itertools.count()
+
+    def changes(x, bias, is_ours):
+        y = x * bias.astype(x.dtype)
+        if not is_ours:
+            return y
+        scalar = jax.ShapeDtypeStruct((), jnp.bfloat16)
+        noise = jax.pure_callback(lambda: np.array(1e-3 * next(counter), jnp.bfloat16), scalar)
+        return y + jax.lax.stop_gradient(noise)
+
+    assert verdict(monkeypatch, changes).status == fuzz_judge.DIFFERENT
+
+    def not_a_number(x, bias, is_ours):
+        y = x * bias.astype(x.dtype)
+        return y.at[3, 4].set(jnp.nan) if is_ours else y
+
+    nan = verdict(monkeypatch, not_a_number)
+    assert nan.status == fuzz_judge.WRONG
+    assert "values of (40, 50) are NaN or Inf where XLA's are not" in nan.why
+
+
+# --- compile --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", compile_time.LAYERS)
+@pytest.mark.usefixtures("hopper")
+def test_compile_counts_lowered_kernels(monkeypatch, variant):
+    tiny = ViTSize(patch=16, depth=1, width=64, heads=1, hidden=64)
+    monkeypatch.setitem(compile_time.SIZES, "tiny", tiny)
+    job = compile_time.Job("tiny", variant, 1, 2, 32, "sgd", "cuda")
+    measured = compile_time.measure(job)
+    assert set(measured["seconds"]) == {"trace", "lower"}
+    assert measured["total"] == sum(measured["seconds"].values())
+    assert (measured["kernels"] > 0) == (variant == "ours")
+    assert measured["functions"] <= measured["kernels"]
+    line = compile_time._line(measured, [measured])
+    assert line.split()[:3] == ["tiny", "1", variant]
+
+
+def test_kernels_of_a_text_are_counted():
+    call = (
+        'stablehlo.custom_call @mosaic_gpu_v2(%{0}) {{module = "{1}"}} :'
+        " (tensor<{2}>) -> tensor<4xf32>"
+    )
+    text = "\n".join(
+        [
+            "  func.func public @main(%arg0: tensor<4xf32>) {",
+            "    %0 = " + call.format("arg0", "a", "4xf32"),
+            "    %1 = " + call.format("0", "b", "4xf32"),
+            "    stablehlo.custom_call @jaxfused_rope(%1)",
+            "  func.func private @inner(%arg0: tensor<8xf32>) {",
+            "    %0 = " + call.format("arg0", "a", "8xf32"),
+        ]
+    )
+    counted = compile_time.count_kernels(text)
+    assert counted | {"text_bytes": 0} == {
+        "kernels": 3,
+        "functions": 2,
+        "shapes": 2,
+        "cuda_calls": 1,
+        "partitioned_calls": 0,
+        "text_bytes": 0,
+    }
+
+
+def test_job_travels_as_plain_values():
+    job = compile_time.Job("vit-s16", "ours", 1, 2, 32, "sgd", None)
+    assert json.loads(json.dumps(dataclasses.asdict(job))) == vars(job)
