@@ -669,7 +669,8 @@ BackwardPlan plan_rows(int features, int blocks) {
   plan.parameters = kBackwardParameters<T, kChain, kShifted>;
   const auto choose = [&](int row, const ThreadLimits& limits) {
     const int most_elements = kElementStep * (kShifted ? 2 : kElementChoices);
-    plan.spread = choose_spread(row, kVec, kShifted, most_elements, limits, Ties::kFewerThreads);
+    plan.spread = choose_spread(row, kVec, kShifted, most_elements, limits, Ties::kFewerThreads,
+                                Narrow::kManyValues);
     if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
   };
   if (blocks == 1) {
@@ -739,8 +740,8 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
                            cudaStream_t stream, bool* done) {
   constexpr int kVec = 16 / sizeof(T);
   constexpr ThreadLimits kLimits = {kFewRowsThreads, kFewRowsThreads, 0, 0};
-  const Spread spread =
-      choose_spread(args.features, kVec, shifted, kFewRowsElements, kLimits, Ties::kMoreThreads);
+  const Spread spread = choose_spread(args.features, kVec, shifted, kFewRowsElements, kLimits,
+                                      Ties::kMoreThreads, Narrow::kManyThreads);
   if (spread.elements == 0 || args.gradients[2] != nullptr) return ffi::Error::Success();
   *done = true;
   const int least = std::max(spread.team_size, kWarpSize);

@@ -549,7 +549,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
   const bool shifted = args.features % kVec != 0;
   if (config.few_rows && aligned) {
     const Spread spread = choose_spread(args.features, kVec, shifted, kFewRowsElements,
-                                        kForwardLimits, Ties::kMoreThreads);
+                                        kForwardLimits, Ties::kMoreThreads, Narrow::kManyThreads);
     if (spread.elements != 0) return launch_few_rows<T>(args, spread, shifted, stream);
   }
   // [8192, 4096] with 256 threads a row and with 128: rms_norm 34.1 and 35.2 us, layer_norm 37.1
@@ -557,7 +557,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
   const bool plain = chain_of(args) == Chain::kPlain && !has_mean_or_bias(args);
   const Spread spread = choose_spread(
       args.features, kVec, shifted, shifted ? kShiftedElements : kElementStep * kElementChoices,
-      kForwardLimits, plain ? Ties::kMoreThreads : Ties::kFewerThreads);
+      kForwardLimits, plain ? Ties::kMoreThreads : Ties::kFewerThreads, Narrow::kManyValues);
   Launch launch;
   ForwardPlan plan = {};
   const int streams = args.residual == nullptr ? 1 : 2;
