@@ -1,6 +1,7 @@
 # make vit         train a Vision Transformer on real handwritten digits
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
+# make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
@@ -35,7 +36,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-gpu bench fuzz lint ffi clean
+.PHONY: vit unet test test-all test-gpu bench fuzz lint ffi clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -46,10 +47,16 @@ unet: $(INSTALLED)
 # On a CPU the tests spend most of their time in XLA, which need not optimise what runs once, nor
 # compile twice what several workers, trainings or calls of this command run. JAX's version is part of
 # a compiled program's name there.
+PYTEST_ON_CPU = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
+  JAX_COMPILATION_CACHE_DIR=$(abspath build/xla) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+  $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+
 test: lint $(if $(NVCC),ffi)
-	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
-	  JAX_COMPILATION_CACHE_DIR=$(abspath build/xla) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	  $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST_ON_CPU)
+
+# After `make test`, which has run what is not exhaustive.
+test-all: $(INSTALLED) $(if $(NVCC),ffi)
+	$(PYTEST_ON_CPU) -m 'exhaustive and not gpu'
 
 # Autotuning every product of a plain jax.numpy takes longer than all the rest. Without it XLA must not
 # take Triton's products, whose int8 is wrong then: see quantized_matmul.

@@ -117,7 +117,20 @@ class Choice(NamedTuple):
     """Whether XLA asked, for a shard of an operation that it has partitioned."""
 
 
+class Fallback(NamedTuple):
+    """A call of a module that Flax's own code serves at one place of a program."""
+
+    module: str
+    """The module's public name: "jaxfused.nnx.LayerNorm"."""
+    reason: str
+    """Which argument no operator can serve: "a mask is given"."""
+
+    def __str__(self) -> str:
+        return f"{self.module} runs Flax's own code because {self.reason}"
+
+
 _recordings: list[list[Choice]] = []
+_fallback_recordings: list[list[Fallback]] = []
 
 
 def record(choice: Choice) -> None:
@@ -135,3 +148,20 @@ def recorded() -> Iterator[list[Choice]]:
         yield recording
     finally:
         _recordings.remove(recording)
+
+
+def note_fallback(module: str, reason: str) -> None:
+    """Tells those who listen that Flax's own code serves a call; see `recorded_fallbacks`."""
+    for recording in _fallback_recordings:
+        recording.append(Fallback(module, reason))
+
+
+@contextlib.contextmanager
+def recorded_fallbacks() -> Iterator[list[Fallback]]:
+    """Inside of it the list fills with the modules' calls that Flax's own code serves."""
+    recording: list[Fallback] = []
+    _fallback_recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _fallback_recordings[:] = [r for r in _fallback_recordings if r is not recording]

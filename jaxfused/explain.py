@@ -20,6 +20,8 @@ class Explanation:
     device: dispatch.Device
     calls: tuple[tuple[dispatch.Choice, int], ...]
     """Each stage of an operator with what runs it, and how often the program has it."""
+    fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
+    """Each module's call that Flax's own code serves, with the reason, and how often."""
 
     def __str__(self) -> str:
         lines = [f"on {self.device.name}:"]
@@ -38,6 +40,9 @@ class Explanation:
                 for name, reason in choice.reasons.items()
                 if name != choice.implementation
             ]
+        for fallback, count in self.fallbacks:
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"  {times}{fallback}")
         return "\n".join(lines)
 
 
@@ -46,7 +51,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
     those that a kernel sees: after `jax.vmap`, on one device's shard. To see the stages of gradients,
-    pass a function that takes them, such as a training step.
+    pass a function that takes them, such as a training step. Calls of modules that Flax's own code
+    serves are listed with the argument that no operator can serve.
 
     Args:
       f: any function of JAX arrays, jitted or not.
@@ -65,7 +71,11 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Source: own work.
     """
-    with dispatch.recorded() as choices, _traced_anew():
+    with (
+        dispatch.recorded() as choices,
+        dispatch.recorded_fallbacks() as fallbacks,
+        _traced_anew(),
+    ):
         traced = jax.jit(f).trace(*args, **kwargs)
         if _is_split_by_xla(args, kwargs):
             choices.clear()
@@ -74,7 +84,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             choices[:] = by_partitioner or choices
     counts = Counter(map(_Key, choices))
     return Explanation(
-        dispatch.current_device(), tuple((key.choice, count) for key, count in counts.items())
+        dispatch.current_device(),
+        tuple((key.choice, count) for key, count in counts.items()),
+        tuple(Counter(fallbacks).items()),
     )
 
 

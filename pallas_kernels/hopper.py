@@ -14,4 +14,4 @@ def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
     """None for a Hopper GPU, else the sentence that says what the kernels need."""
     if compute_capability is not None and compute_capability[0] == 9:
         return None
-    return "the Pallas kernels need a Hopper GPU (compute capability 9.0)"
+    return "it needs a Hopper GPU (compute capability 9.0)"

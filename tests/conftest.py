@@ -17,6 +17,11 @@ HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
 
 
+def pytest_collection_modifyitems(items):
+    """What takes long starts first, so that at the end no process waits for the other's last test."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 def pytest_collection_finish():
     """What is imported by now stays: the garbage collector need not visit it each time."""
     gc.collect()

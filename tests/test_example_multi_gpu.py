@@ -39,6 +39,7 @@ TWO_STEPS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "128", "--
 TWO_STEPS += ["--unroll", "1"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
 def test_on_four_devices():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -244,6 +244,8 @@ def test_a_training_draws_its_pictures(short_run):
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
+# What continues is examples/training.py, for the ViT too, whose interruption `make test` runs.
+@pytest.mark.exhaustive
 def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkeypatch):
     """Data order, augmentation, optimizer and schedule continue; a directory may be relative."""
     make_train_step = train.training.make_train_step
@@ -420,6 +422,7 @@ def test_a_folder_is_read_in_pairs(folder):
     assert batch["image"].shape == (4, 16, 16, 3) and batch["mask"].shape == (4, 16, 16)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_trains_with_a_worker_to_the_numbers_without(folder, tmp_path, capsys):
     for workers in ("1", "0"):
         out = str(tmp_path / workers)
@@ -496,6 +499,7 @@ def test_bad_folders_are_named(folder, tmp_path):
         load_folder(tmp_path / "empty")
 
 
+@pytest.mark.exhaustive
 def test_a_bad_mask_stops_with_its_path_and_keeps_the_checkpoint(folder, tmp_path):
     argv = ["--data", str(folder), *FOLDER, "--workers", "0", "--out", str(tmp_path / "run")]
     bad = load_folder(folder).train_batch.read.args[0][0][1]

@@ -169,6 +169,7 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_short_training_learns(digits_run):
     losses = [r["loss"] for r in metrics(digits_run) if "loss" in r]
     assert len(losses) == 8 * (1078 // 32)
@@ -185,6 +186,7 @@ def test_a_training_draws_its_pictures(digits_run):
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
+@pytest.mark.long
 def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monkeypatch):
     """Data order, augmentation, dropout keys, optimizer and schedule all continue where they were."""
     make_train_step = train.make_train_step
@@ -225,7 +227,8 @@ def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     guesses = [int(line.split()[1]) for line in lines]
     result = json.loads((digits_run / "metrics.json").read_text())
-    assert np.mean(guesses == labels) == result["test_accuracy"]
+    # A picture between two digits may fall to either side: the batches are not of one size.
+    assert abs(np.sum(guesses == labels) - result["test_accuracy"] * len(labels)) <= 1.01
 
     Image.fromarray(255 - digits.held_out.image(0)[..., 0]).save(tmp_path / "dark.png")
     predict.main([str(digits_run), "--invert", str(tmp_path / "dark.png")])
@@ -286,6 +289,7 @@ FOLDER = ["--model", "vit-digits", "--image-size", "8", "--batch-size", "16", "-
 FOLDER += ["--warmup-epochs", "1", "--held-out", "0.2", "--no-flip"]
 
 
+@pytest.mark.long
 def test_a_folder_trains_with_a_worker_to_the_numbers_without(digit_folder, tmp_path, capsys):
     for workers in ("1", "0"):
         out = str(tmp_path / workers)

@@ -3,12 +3,12 @@
 import ctypes
 import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ from jaxfused import cuda, dispatch
 from jaxfused.cuda import library
 from jaxfused.cuda.layer_norm import MAX_FEATURES, MAX_ROWS, why_unsupported
 from jaxfused.reference.activation import activate
+from tests.lowering import kernels, kernels_in, lowered
 from tests.tolerances import assert_accurate
 
 ROOT = Path(__file__).parents[1]
@@ -313,12 +314,6 @@ def test_the_handlers_of_linear_and_rope_refuse_what_does_not_fit(
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def lowered(function, *shapes) -> str:
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in library.TARGETS]
-    export = jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)
-    return export(*shapes).mlir_module()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("parameter_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("residual", [False, True])
@@ -349,7 +344,7 @@ def test_forward_and_backward_lower_for_cuda(loadable, dtype, parameter_dtype, r
         return y, gradients
 
     text = lowered(both, x, parameter, parameter, parameter)
-    assert calls(text) == ["jaxfused_layer_norm_forward", "jaxfused_layer_norm_backward"]
+    assert kernels_in(text) == ["jaxfused_layer_norm_forward", "jaxfused_layer_norm_backward"]
     assert 'activation = "silu"' in text and "scale_offset = 1.0" in text
 
 
@@ -369,11 +364,6 @@ def test_what_is_not_wanted_is_not_written(loadable):
     assert results.count("tensor<0x") == 3
 
 
-def calls(text: str) -> list[str]:
-    """The targets that a lowered function calls, in their order."""
-    return re.findall(r"@(jaxfused_\w+)\(", text)
-
-
 @pytest.mark.parametrize("with_k", [False, True])
 def test_rope_lowers_for_cuda(loadable, with_k):
     q = jax.ShapeDtypeStruct((2, 5, 4, 64), jnp.float16)
@@ -386,7 +376,7 @@ def test_rope_lowers_for_cuda(loadable, with_k):
         return outputs
 
     text = lowered(rotated, q, k, table, table)
-    assert calls(text) == ["jaxfused_rope"]
+    assert kernels_in(text) == ["jaxfused_rope"]
     assert "interleaved = true" in text and "inverse = false" in text
 
 
@@ -453,24 +443,20 @@ def test_mlp_takes_the_epilogues_that_cublaslt_has(loadable, monkeypatch, change
         assert y.dtype == residual.dtype and (db1.shape, db1.dtype) == (b1.shape, jnp.float32)
         return y, dz, again, db1
 
-    assert calls(lowered(both, x, w1, b1, w2, b2, residual)) == targets
+    assert kernels_in(lowered(both, x, w1, b1, w2, b2, residual)) == targets
 
 
 @pytest.mark.parametrize(
-    ("implementation", "features", "called"), [(None, 192, 1), (None, 64, 2), ("pallas", 64, 0)]
+    ("implementation", "launched"), [("pallas", "linear"), ("cuda", "jaxfused_linear")]
 )
-def test_layers_of_an_mlp_are_cublaslts_where_it_is_faster(
-    loadable, hopper, monkeypatch, implementation, features, called
+def test_both_layers_of_an_mlp_are_those_of_the_named_implementation(
+    loadable, hopper, monkeypatch, implementation, launched
 ):
     monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
-    x, w1, b1, w2, b2 = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in [(2048, 64), (64, 192), (192,), (192, features), (features,)]
-    )
+    shapes = [(2048, 64), (64, 192), (192,), (192, 64), (64,)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     mlp = functools.partial(jaxfused.mlp, implementation=implementation)
-    text = lowered(mlp, x, w1, b1, w2, b2)
-    assert calls(text) == ["jaxfused_linear"] * called
-    assert text.count("@mosaic_gpu") == 2 - called
+    assert set(kernels(mlp, *args)) == {launched}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -504,7 +490,7 @@ def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
 
     monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: None)
     text = lowered(both, x, w_gate, w_up, b_gate, b_up, w_down)
-    assert calls(text) == [AROUND[0], *([AROUND[2], "jaxfused_linear"] if save else [])]
+    assert kernels_in(text) == [AROUND[0], *([AROUND[2], "jaxfused_linear"] if save else [])]
 
 
 # --- linear's kernels against float64 ---------------------------------------------------------------
@@ -583,7 +569,7 @@ def test_bias_activation(activation, gated, wide, shape, dtype):
     for name, a, b, t in zip(names, actual, low, truth, strict=True):
         if t is not None:
             assert_accurate(name, a, b, t)
-    jax.tree.map(np.testing.assert_array_equal, results(*arguments), actual)
+    chex.assert_trees_all_equal(results(*arguments), actual)
 
 
 # --- limits ---------------------------------------------------------------------------------------

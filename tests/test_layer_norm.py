@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,8 @@ from jaxfused import cuda, dispatch, ops
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
 from tests.choices import skip_where_it_cannot_run, why_not
 from tests.conftest import HOPPER
+from tests.grids import parametrize
+from tests.lowering import kernels
 from tests.tolerances import assert_accurate
 
 KERNELS = ("pallas", "cuda")
@@ -200,9 +203,7 @@ each_transformed = pytest.mark.parametrize("case", TRANSFORMED, ids=lambda case:
 
 def same(actual, expected):
     """Equal to rounding: another order of summation is all that may differ."""
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inputs, list[Inputs]]:
@@ -412,12 +413,14 @@ INTERPRETED = (
 )
 
 
+# A row a warp and a row a CTA, with all that a norm may have around it.
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+@parametrize("case", INTERPRETED, quick=(2, 5, 6), ids=lambda case: case.name)
 def test_pallas_in_the_interpreter(case):
     check(case, "bfloat16", "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_float32_in_the_interpreter():
     check(replace(by_name["everything"], shape=(13, 256)), "float32", "pallas")
@@ -436,7 +439,7 @@ WITHOUT_RING = (
     Case("row_per_cta", (5, 8192)),
     Case("rms_row_per_cta", (3, 8192), op="rms_norm", bias=False),
 )
-each_without_ring = pytest.mark.parametrize("case", WITHOUT_RING, ids=lambda case: case.name)
+each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 3), ids=lambda case: case.name)
 
 
 def check_that_it_has_no_ring(case: Case) -> None:
@@ -452,6 +455,7 @@ def test_pallas_without_a_ring_in_the_interpreter(case):
     check(case, "bfloat16", "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector", "large")
 @each_without_ring
 def test_pallas_without_a_ring_does_not_race(case):
@@ -461,6 +465,7 @@ def test_pallas_without_a_ring_does_not_race(case):
     jax.block_until_ready(y)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
 @pytest.mark.parametrize("features", [256, 2048])
 def test_pallas_does_not_race(features):
@@ -471,11 +476,12 @@ def test_pallas_does_not_race(features):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("batched", [ROWS, {"scale"}], ids=["rows", "scale"])
+@parametrize("batched", [ROWS, {"scale"}], quick=(1,), ids=lambda b: "_".join(sorted(b)))
 def test_pallas_vmap_in_the_interpreter(batched):
     check_vmap(TRANSFORMED[0], batched, "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_vmap_over_few_rows_in_the_interpreter():
     """Per-example gradients where no example fills the tiles that it takes."""
@@ -561,13 +567,13 @@ def test_pallas_takes_no_rows(segments):
         pre_activation=None,
         activation=None,
     )
-    for kernels, more in (
+    for module, more in (
         (ops.layer_norm.pallas_layer_norm, dict(multiprocessors=4)),
         (cuda.layer_norm, {}),
     ):
-        outputs = kernels.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
+        outputs = module.forward(x, d, d, x, None, save_statistics=True, **keywords, **more)
         assert [o.shape for o in outputs] == [(0, 64), (0, 64), (0,), (0,)]
-        dx, dscale, dbias, dpre_bias = kernels.backward(
+        dx, dscale, dbias, dpre_bias = module.backward(
             x, x, x, *outputs[2:], d, d, None, segments=segments, **keywords, **more
         )
         assert dx.shape == x.shape and dpre_bias is None
@@ -575,25 +581,37 @@ def test_pallas_takes_no_rows(segments):
         np.testing.assert_array_equal(dbias, jnp.zeros((segments, 64)))
 
 
-@pytest.mark.usefixtures("hopper")
-@each_case_in_one_dtype
-def test_pallas_lowers_for_cuda(case, dtype):
+def check_lowered(case, dtype):
     skip_unless_supported(case, dtype, "pallas")
-    results = jax.jit(functools.partial(case.results, implementation="pallas"))
-    module = jax.export.export(results, platforms=["cuda"])(case.shapes(dtype)).mlir_module()
-    assert "mosaic_gpu" in module or not all(case.shape)
+    results = functools.partial(case.results, implementation="pallas")
+    norm = ["layer_norm_forward", "layer_norm_backward"] if all(case.shape) else []
+    assert kernels(results, case.shapes(dtype)) == norm
+
+
+LOWERED = [case for case in CASES if case.shape[-1] % 64 == 0]
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("residual", [True, False], ids=["residual", "alone"])
-@pytest.mark.parametrize("shape", BENCHMARK_SHAPES, ids=str)
+@parametrize(
+    ("case", "dtype"),
+    [(case, DTYPES[i % len(DTYPES)]) for i, case in enumerate(LOWERED)],
+    quick=slice(None, None, 7),
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_pallas_lowers_for_cuda(case, dtype):
+    check_lowered(case, dtype)
+
+
+@pytest.mark.usefixtures("hopper")
+@parametrize("dtype", ["bfloat16", "float32"], quick=(0,))
+@parametrize("residual", [True, False], quick=(0,))
+@parametrize("shape", BENCHMARK_SHAPES, quick=(0, 4))
 def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, residual, dtype, monkeypatch):
     monkeypatch.setattr(
         dispatch, "current_device", lambda *arrays: replace(HOPPER, multiprocessors=132)
     )
     case = Case("", shape, residual=residual, pre_bias=residual, pre_activation="relu")
-    test_pallas_lowers_for_cuda(case, dtype)
+    check_lowered(case, dtype)
 
 
 # --- level 3: on a GPU ----------------------------------------------------------------------------
@@ -634,9 +652,7 @@ def test_large_on_gpu(case, implementation):
     )
     results = jax.jit(functools.partial(case.results, implementation=implementation))
     actual = results(inputs)
-    for name, first, again in zip(Results._fields, actual, results(inputs), strict=True):
-        same = first is again is None or jnp.array_equal(first, again)
-        assert same, f"{name} differs between two runs"
+    chex.assert_trees_all_equal(actual, results(inputs))
 
     step = max(1, case.shape[0] // 256)
 
@@ -662,9 +678,9 @@ def test_same_bits_twice_on_gpu(name, implementation):
     skip_unless_supported(case, "bfloat16", implementation)
     inputs = case.inputs("bfloat16")
     results = jax.jit(functools.partial(case.results, implementation=implementation))
-    first = jax.tree.map(lambda a: np.asarray(a).tobytes(), results(inputs))
+    first = results(inputs)
     for _ in range(5):
-        assert jax.tree.map(lambda a: np.asarray(a).tobytes(), results(inputs)) == first
+        chex.assert_trees_all_equal(results(inputs), first)
 
 
 @on_gpu

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from jaxfused import dispatch
 from jaxfused.reference.activation import activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.mlp import CASES, KERNEL_CASES
+from tests.grids import parametrize
 from tests.tensor_cores import product
 from tests.transforms import assert_transforms
 
@@ -116,7 +118,7 @@ def test_save_says_what_is_kept(gated, dtype):
         weights = 2 + gated
         assert products.count("dot_general") == 3 * weights + (weights - 1) * (save == "inputs")
     for save in ("hidden", "inputs"):
-        jax.tree.map(np.testing.assert_array_equal, results[save], results["preactivation"])
+        chex.assert_trees_all_equal(results[save], results["preactivation"])
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -209,8 +211,9 @@ KERNEL_WAYS = (
     (KERNEL_CASES[1], "bfloat16", "hidden"),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype", "save"), KERNEL_WAYS, ids=str)
-# The first case in bfloat16 takes the way of float16, and of one matrix below.
-each_interpreted_case = pytest.mark.parametrize(("case", "dtype", "save"), KERNEL_WAYS[1:], ids=str)
+# The first case in bfloat16 takes the way of float16, and of one matrix below. `make test` runs the one
+# of several tiles, of which the last are not full.
+each_interpreted_case = parametrize(("case", "dtype", "save"), KERNEL_WAYS[1:], quick=(0,))
 
 
 def check_mlp_kernel(case, dtype, save, implementation, cotangents=COTANGENTS):
@@ -238,7 +241,7 @@ def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("save", ["preactivation", "hidden"])
+@parametrize("save", ["preactivation", "hidden"], quick=(1,))
 def test_pallas_gated_mlp_of_one_matrix_in_the_interpreter(save):
     check_gated_mlp_kernel(KERNEL_CASES[0], "bfloat16", save, True, "pallas", cotangents=1)
 

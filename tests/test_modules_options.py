@@ -221,7 +221,6 @@ FLAX_ONLY = [
         {},
         "dot_general",
     ),
-    ("Conv", dict(precision="highest"), {}, "precision"),
     ("Conv", dict(mask=jnp.tril(jnp.ones((3, D, 4)))), {}, "mask"),
     ("GroupNorm", dict(reduction_axes=(-2, -1)), {}, "reduction_axes"),
     ("GroupNorm", {}, dict(mask=MASK), "mask"),

@@ -1,5 +1,6 @@
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,8 @@ import jaxfused
 from pallas_kernels.product import qkv_projection
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
+from tests.grids import parametrize
+from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
 
@@ -160,33 +163,27 @@ ROTATING_CASES = (
 )
 """Heads whole and in parts, angles for all heads at once and not, tiles across the last position."""
 
-each_kernel_case = pytest.mark.parametrize(
-    ("case", "dtype"),
-    [(case, "bfloat16") for case in (*KERNEL_CASES, *ROTATING_CASES)]
-    + [(case, "float16") for case in (KERNEL_CASES[0], *ROTATING_CASES[:2])],
-    ids=str,
+KERNEL_WAYS = (
+    *((case, "bfloat16") for case in (*KERNEL_CASES, *ROTATING_CASES)),
+    *((case, "float16") for case in (KERNEL_CASES[0], *ROTATING_CASES[:2])),
 )
+each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
 
 
+# Norm and rope, a plain projection whose heads are narrower than a tile, and a head in two parts.
 @pytest.mark.usefixtures("interpreted_hopper")
-@each_kernel_case
+@parametrize(("case", "dtype"), KERNEL_WAYS, quick=(0, 2, 7))
 def test_pallas_accurate_in_the_interpreter(case, dtype):
     args = case.arguments(jnp.dtype(dtype))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
 
 
 def near(actual, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            a.astype(jnp.float32), b.astype(jnp.float32), rtol=0.02, atol=0.1
-        ),
-        actual,
-        expected,
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=0.02, atol=0.1)
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("over", ["rows", "rows and angles", "angles", "all"])
+@parametrize("over", ["rows", "rows and angles", "angles", "all"], quick=(1,))
 def test_pallas_vmap_in_the_interpreter(over):
     case = KERNEL_CASES[1]
     x, w, *_ = case.arguments(jnp.bfloat16)
@@ -218,6 +215,7 @@ def test_pallas_vmap_in_the_interpreter(over):
     near(*mapped)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_gradients_of_the_angles_in_the_interpreter():
     case = ROTATING_CASES[0]
@@ -248,13 +246,14 @@ def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
     assert kept == inputs + projected * case.norm
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
 @pytest.mark.parametrize("case", (*KERNEL_CASES, *ROTATING_CASES[:2]), ids=str)
 def test_no_races_in_the_interpreter(case):
     jax.block_until_ready(fused_qkv(case, "pallas")(*case.arguments(jnp.bfloat16)))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("m", "d", "heads", "key_heads", "head_size", "norm", "rotary_dim", "period"),
     [
         (50432, 768, 12, 12, 64, False, 0, 0),
@@ -271,6 +270,7 @@ def test_no_races_in_the_interpreter(case):
         (8192, 2048, 8, 1, 256, True, 256, 4096),
         (37, 48, 4, 2, 32, True, 32, 37),
     ],
+    quick=(1, 3, 12),
 )
 def test_default_configs_lower_for_cuda(
     m, d, heads, key_heads, head_size, norm, rotary_dim, period
@@ -278,14 +278,10 @@ def test_default_configs_lower_for_cuda(
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def lowers(f, *args):
-        module = jax.export.export(jax.jit(f), platforms=["cuda"])(*args).mlir_module()
-        assert "mosaic_gpu" in module
-
     widths = [n * head_size for n in (heads, key_heads, key_heads)]
     weights = [array(d, n) for n in widths]
     table = array(period, rotary_dim // 2, dtype=jnp.float32) if rotary_dim else None
-    lowers(
+    forward = kernels(
         functools.partial(
             qkv_projection.forward,
             head_size=head_size,
@@ -301,11 +297,13 @@ def test_default_configs_lower_for_cuda(
         table,
         table,
     )
-    lowers(
+    assert forward[-1] == "qkv_projection"
+    backward = kernels(
         functools.partial(qkv_projection.input_gradient, multiprocessors=132),
         [array(m, n) for n in widths],
         weights,
     )
+    assert backward == ["qkv_input_gradient"]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -363,7 +361,4 @@ def test_every_tile_on_gpu(case):
     args = case.arguments(jnp.bfloat16)
     ours = jax.jit(fused_qkv(case, "pallas"))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
-    first, second = (
-        [np.asarray(y.astype(jnp.float32)).tobytes() for y in ours(*args)] for _ in range(2)
-    )
-    assert first == second
+    chex.assert_trees_all_equal(ours(*args), ours(*args))

@@ -1,6 +1,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,8 @@ from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.rope import CASES, Case
 from tests.choices import skip_where_it_cannot_run
+from tests.grids import parametrize
+from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
 INTERPRETED = (
@@ -144,7 +147,7 @@ def check(case, dtype, implementation):
     assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(0, 1))
 @pytest.mark.parametrize(
     ("case", "implementation"),
     [
@@ -163,16 +166,18 @@ def test_is_as_accurate_as_jax_numpy(case, dtype, implementation):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+@parametrize("case", INTERPRETED, quick=(1,))
 def test_pallas_in_the_interpreter(case):
     check(case, "float32", "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_bfloat16_in_the_interpreter():
     check(Case((2, 5), 4, 4, 64), "bfloat16", "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
 def test_pallas_does_not_race():
     # Whole tiles only: the last tile of another length writes positions of its neighbour's again, with
@@ -182,14 +187,13 @@ def test_pallas_does_not_race():
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", [case for case in KERNEL_CASES if not case.interleaved], ids=str)
+@parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(1,))
+@parametrize("case", [case for case in KERNEL_CASES if not case.interleaved], quick=(3, 5))
 def test_pallas_lowers_for_cuda(case, dtype):
     skip_unless_supported(case, dtype, "pallas")
     f = fused_rope(case, "pallas")
-    both = jax.jit(lambda *args: (f(*args), jax.vjp(f, *args)[1](f(*args))))
-    module = jax.export.export(both, platforms=["cuda"])(*case.arguments(dtype)).mlir_module()
-    assert "mosaic_gpu" in module
+    both = kernels(lambda *args: (f(*args), jax.vjp(f, *args)[1](f(*args))), *case.arguments(dtype))
+    assert set(both) == {"rope_kernel"}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -265,11 +269,7 @@ def test_gradients_of_angles_and_of_gradients():
 
         return jax.grad(loss, (0, 1, 2))(q, k, angles), jax.grad(squared_gradient)(q)
 
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-        gradients("pallas"),
-        gradients("xla"),
-    )
+    chex.assert_trees_all_close(gradients("pallas"), gradients("xla"), rtol=1e-5, atol=1e-5)
 
 
 @on_gpu
@@ -278,8 +278,7 @@ def test_same_bits_every_time(implementation):
     case = Case((4, 197), 12, 12, 64)
     q, k = case.arguments(jnp.bfloat16)
     f = jax.jit(fused_rope(case, implementation))
-    first = jax.tree.map(np.asarray, f(q, k))
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, f(q, k)), first)
+    chex.assert_trees_all_equal(f(q, k), f(q, k))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ AXES = ("data", "sequence")
 ROWS, SHARED = P(*AXES), P()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
 def test_on_eight_devices():
     environment = os.environ | {
@@ -329,8 +330,10 @@ def test_rows_that_do_not_divide(stand_ins):
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
     mesh = make_mesh(axis_type, axis_type)
-    placed = place(mesh, ROWS, inputs().x)
-    scale = place(mesh, P(), inputs().scale)
+    # A width of which the kernel takes the two rows that a device has of one entry of the batch.
+    unplaced = inputs((4, 8, 256))
+    placed = place(mesh, ROWS, unplaced.x)
+    scale = place(mesh, P(), unplaced.scale)
 
     def loss(norm, x, scale):
         def layer(x, _):
@@ -344,7 +347,7 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
 
     actual, text = results_and_text(gradients("pallas"), placed, scale)
     assert count("all-gather", text) == 0
-    wanted = jax.jit(gradients("xla"))(inputs().x, inputs().scale)
+    wanted = jax.jit(gradients("xla"))(unplaced.x, unplaced.scale)
     for a, b in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
@@ -367,8 +370,7 @@ def stand_in_rotate(q, k, cos, sin, *, inverse):
     "spec", (P("data", "sequence"), P("data", None, "sequence")), ids=("length", "heads")
 )
 @pytest.mark.parametrize("offset", (0, np.arange(4)), ids=("shared", "own"))
-def test_rope(monkeypatch, axis_type, spec, offset):
-    monkeypatch.setattr(ops.rope.pallas_rope, "why_unsupported", lambda **limits: None)
+def test_rope(monkeypatch, hopper, axis_type, spec, offset):
     monkeypatch.setattr(ops.rope.pallas_rope, "rotate", stand_in_rotate)
 
     def rotated_and_gradients(implementation, q, k):
@@ -378,7 +380,7 @@ def test_rope(monkeypatch, axis_type, spec, offset):
 
         return jax.grad(loss, (0, 1), has_aux=True)(q, k)
 
-    q, k = jax.random.normal(jax.random.key(0), (2, 4, 8, 4, 16))
+    q, k = jax.random.normal(jax.random.key(0), (2, 4, 16, 4, 64))
     ours = functools.partial(rotated_and_gradients, "pallas")
     placed = [place(make_mesh(axis_type, axis_type), spec, x) for x in (q, k)]
     actual, text = results_and_text(ours, *placed)
@@ -406,7 +408,6 @@ def stand_in_linear(x, w, bias, residual, **options):
     ids=("rows", "columns"),
 )
 def test_linear(monkeypatch, hopper, axis_type, specs):
-    monkeypatch.setattr(ops.linear.pallas_matmul, "why_unsupported", lambda **limits: None)
     monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_linear)
 
     def gradients(implementation, *arguments):
@@ -416,7 +417,7 @@ def test_linear(monkeypatch, hopper, axis_type, specs):
         return jax.grad(loss, (0, 1, 2))(*arguments)
 
     keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (4, 8, 32), (32, 16), (16,)
+    shapes = (4, 8, 32), (32, 64), (64,)
     arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     mesh = make_mesh(axis_type, axis_type)
     placed = [place(mesh, s, a) for s, a in zip(specs, arguments, strict=True)]
@@ -469,10 +470,9 @@ def stand_in_input_gradient(dys, weights, *, multiprocessors):
 @pytest.mark.parametrize("split", ("length", "heads"))
 def test_qkv_projection(monkeypatch, hopper, axis_type, split):
     kernels = ops.qkv_projection.pallas_qkv_projection
-    monkeypatch.setattr(kernels, "why_unsupported", lambda **limits: None)
     monkeypatch.setattr(kernels, "forward", stand_in_projection)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
-    cos, sin = jaxfused.rope_tables(jnp.arange(8), 16)
+    cos, sin = jaxfused.rope_tables(jnp.arange(8), 32)
 
     def heads_and_gradients(implementation, *arguments):
         def loss(x, w, bias, q_scale, k_scale):
@@ -493,8 +493,10 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
         return jax.grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*arguments)
 
     keys = jax.random.split(jax.random.key(0), 5)
-    shapes = (4, 8, 32), (32, 256), (256,), (16,), (16,)
-    arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    shapes = (4, 8, 32), (32, 512), (512,), (32,), (32,)
+    arguments = [
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    ]
     of_x = P("data", "sequence") if split == "length" else P("data")
     of_w = P() if split == "length" else P(None, "sequence")
     mesh = make_mesh(axis_type, axis_type)
@@ -505,11 +507,11 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
     actual, text = results_and_text(ours, *placed)
     if split == "length":
         assert count("all-gather", text) == 0
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-        actual,
-        jax.jit(functools.partial(heads_and_gradients, "xla"))(*arguments),
-    )
+    wanted = jax.jit(functools.partial(heads_and_gradients, "xla"))(*arguments)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        # A few roundings to bfloat16.
+        assert np.linalg.norm(a - b) < 2e-2 * np.linalg.norm(b)
 
 
 # --- per_shard ------------------------------------------------------------------------------------

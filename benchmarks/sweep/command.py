@@ -3,8 +3,8 @@
 import argparse
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 
 from benchmarks import peers, results
 from benchmarks.sweep import configs, judge, report
-from benchmarks.sweep.lowering import DIRECTIONS, Lowered, Workers
+from benchmarks.sweep.lowering import DIRECTIONS, Workers
 from jaxfused.cuda import cublaslt, library
 
 NAME = "sweep"
@@ -106,46 +106,47 @@ class _Sweep:
             # Modules that other processes lowered call these kernels by name.
             library.register()
             cublaslt.why_unavailable()
-        workers = Workers(min(self._options.workers, len(cases)))
-        directions = DIRECTIONS[self._options.gradient]
-        platform = "cuda" if self._on_gpu else jax.default_backend()
+        workers = Workers(
+            min(self._options.workers, len(cases)),
+            [configs.to_line(case) for case in cases],
+            DIRECTIONS[self._options.gradient],
+            "cuda" if self._on_gpu else jax.default_backend(),
+        )
         try:
-            lowered = [workers.lower(configs.to_line(c), directions, platform) for c in cases]
             for start in range(0, len(cases), _BATCH):
-                stop = min(start + _BATCH, len(cases))
                 if self._spent() > self._options.budget:
                     self._say(f"the budget is spent; {len(cases) - start} cases are left out")
                     break
-                self._batch(cases[start:stop], lowered[start:stop])
-                # The modules of a batch take memory, and nobody needs them any more.
-                lowered[start:stop] = [Future() for _ in range(start, stop)]
+                batch = range(start, min(start + _BATCH, len(cases)))
+                self._batch({index: cases[index] for index in batch}, workers)
         finally:
             workers.close()
 
-    def _batch(self, cases: Sequence[configs.Config], lowered: Sequence[Future[Lowered]]) -> None:
+    def _batch(self, cases: Mapping[int, configs.Config], workers: Workers) -> None:
+        """Compiles these cases side by side, then times one after the other."""
+        compiled: dict[int, Any] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiled: list[Any] = []
-            for config, future in zip(cases, lowered, strict=True):
+            for index, config in cases.items():
                 try:
-                    modules = future.result()
-                    programs = judge.compile_case(pool, config, modules, on_gpu=self._on_gpu)
+                    modules = workers.result(index)
+                    compiled[index] = judge.compile_case(pool, config, modules, on_gpu=self._on_gpu)
                 except Exception as error:
                     self._add([self._failed(config, error)])
-                    programs = None
-                compiled.append(programs)
+                workers.forget(index)
             self._say(f"{len(cases)} cases are lowered")
         self._say("and compiled")
-        for index, config in enumerate(cases):
-            if compiled[index] is not None:
-                entries = judge.judge(
-                    config, *compiled[index], seconds=self._options.seconds, on_gpu=self._on_gpu
-                )
-                compiled[index] = None
-                self._add(entries)
-                if any("CUDA_ERROR" in entry.get("why", "") for entry in entries):
-                    raise SystemExit(
-                        f"the GPU is lost to this process after {configs.to_line(config)}"
-                    )
+        for index in [*compiled]:
+            shared, by_direction = compiled.pop(index)
+            entries = judge.judge(
+                cases[index],
+                shared,
+                by_direction,
+                seconds=self._options.seconds,
+                on_gpu=self._on_gpu,
+            )
+            self._add(entries)
+            if any("CUDA_ERROR" in entry.get("why", "") for entry in entries):
+                raise SystemExit(f"the GPU is lost to this process after {entries[0]['case']}")
 
     def _failed(self, config: configs.Config, error: Exception) -> report.Entry:
         return {

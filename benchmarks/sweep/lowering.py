@@ -5,8 +5,9 @@ threads.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
@@ -100,30 +101,56 @@ def _export(platform: str, f: Callable[..., Any], *shapes: Any) -> Module:
 # --- processes ------------------------------------------------------------------------------------
 
 
+_ATTEMPTS = 2
+
+
 class Workers:
-    """Lowers cases in `count` processes, or right here where that is 0."""
+    """Lowers cases in `count` processes, or right here where that is 0.
 
-    def __init__(self, count: int):
-        self._pool = None
+    A process that dies takes the whole pool along: then a new one lowers what is not done yet.
+    """
+
+    def __init__(
+        self, count: int, lines: Sequence[str], directions: tuple[str, ...], platform: str
+    ):
+        self._count, self._lines = count, lines
+        self._lower = partial(lower, directions=directions, platform=platform)
+        self._pool: ProcessPoolExecutor | None = None
+        self._futures: dict[int, Future[Lowered]] = {}
         if count:
-            # These processes see the GPU, because operators ask which one it is; they use none of
-            # its memory.
-            context = get_context("spawn")
-            self._pool = ProcessPoolExecutor(count, context, initializer=_without_memory)
+            self._start(range(len(lines)))
 
-    def lower(self, line: str, directions: tuple[str, ...], platform: str) -> Future[Lowered]:
-        if self._pool is not None:
-            return self._pool.submit(lower, line, directions, platform)
-        future: Future[Lowered] = Future()
-        try:
-            future.set_result(lower(line, directions, platform))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def result(self, index: int) -> Lowered:
+        """The modules of a case, once; raises what lowering it raised."""
+        if not self._count:
+            return self._lower(self._lines[index])
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self._futures[index].result()
+            except BrokenProcessPool:
+                last = attempt == _ATTEMPTS - 1
+                self._start(range(index + last, len(self._lines)))
+        del self._futures[index]
+        raise RuntimeError("a process died while it lowered this case, or one beside it; twice")
+
+    def forget(self, index: int) -> None:
+        """Modules take memory, and those of a case that is done nobody needs any more."""
+        self._futures.pop(index, None)
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, indices: Iterable[int]) -> None:
+        self.close()
+        # These processes see the GPU, because operators ask which one it is; they use none of its
+        # memory.
+        context = get_context("spawn")
+        self._pool = ProcessPoolExecutor(self._count, context, initializer=_without_memory)
+        for index in indices:
+            future = self._futures.get(index)
+            if future is None or not future.done() or future.exception() is not None:
+                self._futures[index] = self._pool.submit(self._lower, self._lines[index])
 
 
 def _without_memory() -> None:

@@ -9,9 +9,9 @@ from flax.linen import attention
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
-from jaxfused.modules.attention import attend, why_flax
-from jaxfused.modules.fallback import call_flax
+from jaxfused.modules.attention import attend, attention_weights, check_rate, run_flax, why_flax
 from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.reference.promotion import common_dtype
 
 
 def attention_fn(
@@ -41,14 +41,15 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values.
+    - A query that may attend to nothing gets 0, not the mean of the values, and so are its weights.
     - The softmax is always in float32; `force_fp32_for_softmax` makes the result float32 too, as in
       Flax.
     - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
       same weights in every head and batch element, runs Flax's code, and is Flax's default. Pass
       False for the kernel's dropout.
-    - `precision`, `module` (to sow the weights), products of one's own and complex numbers run
-      Flax's code. Together with a named kernel they raise.
+    - A `precision` other than the default, products of one's own and complex numbers run Flax's
+      code; `jaxfused.explain` lists it. Together with a named kernel they raise.
+    - Weights that are sown (`module`) are computed beside the kernel, by XLA.
 
     Args:
       query: [..., T, N, H].
@@ -62,7 +63,7 @@ def attention_fn(
       deterministic: whether nothing is dropped.
       dtype: of the computation; None for what query, key and value promote to.
       precision: as in Flax.
-      module: as in Flax.
+      module: the module to sow the weights into, as in Flax.
       force_fp32_for_softmax: see above.
       einsum_dot_general: as in Flax.
       qk_attn_weights_einsum: as in Flax.
@@ -90,11 +91,11 @@ def attention_fn(
     Source: `jaxfused.dot_product_attention`.
     """
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    check_rate("jaxfused.linen.attention_fn", dropout_rate)
     drops = dropout_rate > 0.0 and not deterministic
     reason = why_flax(
         query.dtype,
         precision=precision,
-        sow_weights=module is not None,
         dropout_is_active=drops,
         broadcast_dropout=broadcast_dropout,
     )
@@ -103,8 +104,9 @@ def attention_fn(
     if reason is not None:
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], key.shape[-3]), bool))
+            causal = causal.reshape((1,) * (query.ndim - 3 + 1) + causal.shape)
             mask = causal if mask is None else causal & mask.astype(bool)
-        return call_flax(
+        return run_flax(
             "jaxfused.linen.attention_fn",
             reason,
             lambda: attention.dot_product_attention(
@@ -125,8 +127,14 @@ def attention_fn(
                 qk_attn_weights_einsum,
                 attn_weights_value_einsum,
             ),
+            mask,
+            is_causal=False,  # The mask has it.
             implementation=implementation,
         )
+    wide = common_dtype(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
+    if module is not None:
+        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
+        module.sow("intermediates", "attention_weights", weights.astype(wide))
     output = attend(
         query,
         key,
@@ -138,9 +146,7 @@ def attention_fn(
         dropout_key=dropout_rng,
         implementation=implementation,
     )
-    if force_fp32_for_softmax:
-        output = output.astype(jnp.promote_types(output.dtype, jnp.float32))
-    return output
+    return output.astype(wide)
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):

@@ -21,9 +21,9 @@ class Conv(linen.Conv):
 
     - Bias, residual and activation are applied in float32 and the result is rounded then, where
       Flax rounds after every step.
-    - A mask, `precision`, a `conv_general_dilated`, `conv_general_dilated_cls` or `promote_dtype` of
-      one's own and complex numbers run Flax's code. Together with `residual` or a named kernel they
-      raise.
+    - A mask, a `conv_general_dilated`, `conv_general_dilated_cls` or `promote_dtype` of one's own and
+      complex numbers run Flax's code; `jaxfused.explain` lists it. Together with `residual` or a named
+      kernel they raise.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -61,7 +61,6 @@ class Conv(linen.Conv):
         inputs = jnp.asarray(inputs)
         reason = why_given(
             mask=self.mask is not None,
-            precision=self.precision is not None,
             conv_general_dilated=self.conv_general_dilated is not None,
             conv_general_dilated_cls=self.conv_general_dilated_cls is not None,
             promote_dtype=self.promote_dtype is not promote_dtype,
@@ -91,6 +90,7 @@ class Conv(linen.Conv):
             input_dilation=self.input_dilation,
             kernel_dilation=self.kernel_dilation,
             feature_group_count=self.feature_group_count,
+            precision=self.precision,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

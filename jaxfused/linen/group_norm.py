@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.group_norm import normalise
 from jaxfused.reference.promotion import common_dtype
 
 
@@ -89,7 +89,7 @@ class GroupNorm(linen.GroupNorm):
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
         x = x.astype(common_dtype(x.dtype, result_dtype))
-        y = ops.group_norm.group_norm(
+        y = normalise(
             x,
             scale,
             bias,

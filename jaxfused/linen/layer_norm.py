@@ -11,6 +11,7 @@ from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
+from jaxfused.modules.promotion import floating
 from jaxfused.ops.layer_norm import Output
 from jaxfused.reference.promotion import common_dtype
 
@@ -98,8 +99,8 @@ class LayerNorm(linen.LayerNorm):
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         output = ops.layer_norm.layer_norm(
             _widened(x, result_dtype),
-            scale,
-            bias,
+            floating(scale, result_dtype),
+            floating(bias, result_dtype),
             epsilon=self.epsilon,
             residual=residual,
             pre_bias=pre_bias,
@@ -131,7 +132,7 @@ class RMSNorm(linen.RMSNorm):
       >>> import jaxfused.linen
       >>> norm = jaxfused.linen.RMSNorm(epsilon=0.0)
       >>> x = jnp.array([4.0, -4.0])
-      >>> norm.apply(norm.init(jax.random.key(0), x), x)
+      >>> norm.apply(norm.init(jax.random.key(0), x), x).round(3)
       Array([ 1., -1.], dtype=float32)
 
     Source: `jaxfused.rms_norm`.
@@ -170,7 +171,7 @@ class RMSNorm(linen.RMSNorm):
         result_dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
         output = ops.layer_norm.rms_norm(
             _widened(x, result_dtype),
-            scale,
+            floating(scale, result_dtype),
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
             residual=residual,

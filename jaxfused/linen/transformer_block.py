@@ -18,6 +18,7 @@ from jaxfused.linen.rope import RotaryEmbedding
 from jaxfused.modules.transformer_block import (
     Norm,
     check_norm,
+    check_rates,
     head_size,
     normalise,
     project,
@@ -133,6 +134,7 @@ class TransformerBlock(linen.Module):
           ValueError: shapes do not fit, or a named implementation cannot run.
         """
         check_norm(self.norm)
+        check_rates(dropout_rate=self.dropout_rate, drop_path_rate=self.drop_path_rate)
         drops = max(self.dropout_rate, self.drop_path_rate) > 0 and not linen.merge_param(
             "deterministic", self.deterministic, deterministic
         )

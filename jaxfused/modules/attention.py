@@ -1,23 +1,30 @@
 """What the hooks `attention_fn` of nnx and linen share: which calls the operator serves, and how."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import ops
-from jaxfused.modules.fallback import why_complex, why_given
+from jaxfused import ops, reference
+from jaxfused.modules.fallback import call_flax, is_default, why_complex, why_given
 from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.reference.attention import Mask
+
+
+def check_rate(name: str, rate: Any) -> None:
+    """A dropout rate is a fraction, and not all."""
+    # Written such that NaN is refused too.
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(
+            f"{name}: dropout_rate must be in the range [0, 1), as it is the fraction to drop, but it is"
+            f" {rate!r}; pass a number from 0 up and below 1."
+        )
 
 
 def why_flax(
-    dtype: Any,
-    *,
-    precision: Any,
-    sow_weights: bool,
-    dropout_is_active: bool,
-    broadcast_dropout: bool,
+    dtype: Any, *, precision: Any, dropout_is_active: bool, broadcast_dropout: bool
 ) -> str | None:
     """None where the operator can serve a call, else why it takes Flax's own code.
 
@@ -25,11 +32,40 @@ def why_flax(
       dtype: of query, key and value once promoted.
       precision: as for the other arguments, what the hook was given.
     """
-    if sow_weights:
-        return "the attention weights are to be sown"
     if dropout_is_active and broadcast_dropout:
         return "broadcast_dropout drops the same weights in every head"
-    return why_given(precision=precision is not None) or why_complex(dtype)
+    return why_given(precision=not is_default(precision)) or why_complex(dtype)
+
+
+def run_flax(
+    name: str,
+    reason: str,
+    function: Callable[[], jax.Array],
+    mask: jax.Array | None,
+    *,
+    is_causal: bool,
+    implementation: str | None,
+) -> jax.Array:
+    """Flax's own attention, with 0 where a query may attend to nothing, as the operator has it.
+
+    Args:
+      name: of the hook.
+      reason: which argument the operator cannot serve.
+      function: the call of Flax's code, whose result is [..., T, N, V].
+      mask: what Flax's code was given, [..., N, T, S]; nothing is known of the keys without one.
+      is_causal: whether query t attends to keys s <= t alone.
+    """
+    output = call_flax(name, reason, function, implementation=implementation)
+    if mask is None:
+        return output
+    allowed = mask != 0
+    if is_causal:
+        square = jnp.tril(jnp.ones(mask.shape[-2:], bool))
+        allowed = allowed & square.reshape((1,) * (allowed.ndim - 2) + square.shape)
+    attends = jnp.any(allowed, axis=-1).swapaxes(-1, -2)[..., None]
+    # The mask may have fewer axes than the output, and 1 in the place of any.
+    attends = attends.reshape((1,) * (output.ndim - attends.ndim) + attends.shape)
+    return jnp.where(attends, output, jnp.zeros_like(output))
 
 
 def attend(
@@ -56,21 +92,13 @@ def attend(
       segment_ids: [..., T], of queries and of as many keys.
     """
     batch = query.shape[:-3]
-
-    def fold(array: jax.Array, kept: int = 3) -> jax.Array:
-        """The array with its axes before the last `kept` as one; axes of 1 may broadcast."""
-        if len(batch) <= 1 or array.ndim <= kept:
-            return array
-        array = jnp.broadcast_to(array, (*batch, *array.shape[-kept:]))
-        return array.reshape(math.prod(batch), *array.shape[-kept:])
-
-    segment_ids = None if segment_ids is None else fold(segment_ids, kept=1)
+    segment_ids = None if segment_ids is None else _fold(batch, segment_ids, kept=1)
     output = ops.attention.dot_product_attention(
-        fold(query),
-        fold(key),
-        fold(value),
-        None if bias is None else fold(bias),
-        None if mask is None else fold(mask.astype(jnp.bool_)),
+        _fold(batch, query),
+        _fold(batch, key),
+        _fold(batch, value),
+        None if bias is None else _fold(batch, bias),
+        None if mask is None else _fold(batch, mask.astype(jnp.bool_)),
         query_segment_ids=segment_ids,
         key_value_segment_ids=segment_ids,
         is_causal=is_causal,
@@ -80,3 +108,48 @@ def attend(
     )
     assert isinstance(output, jax.Array)
     return output.reshape(*batch, *output.shape[-3:])
+
+
+def attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    is_causal: bool,
+) -> jax.Array:
+    """The probabilities before dropout, [..., N, T, S] in the query's dtype: what Flax's modules sow.
+
+    They are those of the operator, 0 where a query may attend to nothing. The arguments are
+    `attend`'s.
+    """
+    batch, (queries, heads) = query.shape[:-3], query.shape[-3:-1]
+
+    def with_four_axes(array: jax.Array | None) -> jax.Array | None:
+        if array is None:
+            return None
+        array = _fold(batch, array)
+        return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+    folded_query, folded_key = (
+        array if batch else array[None] for array in (_fold(batch, query), _fold(batch, key))
+    )
+    explicit = None if mask is None else with_four_axes(mask.astype(jnp.bool_))
+    probabilities, _ = reference.attention.weights(
+        folded_query,
+        folded_key,
+        with_four_axes(bias),
+        None,
+        Mask(is_causal=is_causal, explicit=explicit),
+        scale=query.shape[-1] ** -0.5,
+        logits_soft_cap=None,
+    )
+    return probabilities.reshape(*batch, heads, queries, key.shape[-3]).astype(query.dtype)
+
+
+def _fold(batch: tuple[int, ...], array: jax.Array, kept: int = 3) -> jax.Array:
+    """The array with its axes before the last `kept` as one; axes of 1 may broadcast."""
+    if len(batch) <= 1 or array.ndim <= kept:
+        return array
+    array = jnp.broadcast_to(array, (*batch, *array.shape[-kept:]))
+    return array.reshape(math.prod(batch), *array.shape[-kept:])

@@ -6,6 +6,7 @@ import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.promotion import floating
 from jaxfused.reference.promotion import common_dtype
 
 
@@ -24,8 +25,8 @@ def infer(
     """The operator with the running averages."""
     y = ops.batch_norm.batch_norm(
         x,
-        scale,
-        bias,
+        floating(scale, x.dtype),
+        floating(bias, x.dtype),
         mean=mean,
         var=var,
         epsilon=epsilon,
@@ -55,8 +56,8 @@ def train(
     """The operator with the batch's statistics, and the running averages that they move."""
     y, batch_mean, batch_var = ops.batch_norm.batch_norm(
         x,
-        scale,
-        bias,
+        floating(scale, x.dtype),
+        floating(bias, x.dtype),
         epsilon=epsilon,
         axis_name=axis_name,
         axis_index_groups=axis_index_groups,

@@ -8,6 +8,7 @@ import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.promotion import floating
 
 Norm = Literal["batch_norm", "group_norm"]
 
@@ -33,6 +34,7 @@ def convolve(
     activation: str | None,
     residual: jax.Array | None,
     implementation: Implementation | None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """The operator with any number of batch axes, and None for 1, as Flax's `Conv` has it."""
     batch = x.shape[: x.ndim - kernel.ndim + 1]
@@ -42,14 +44,15 @@ def convolve(
 
     y = ops.conv.conv(
         fold(x),
-        kernel,
-        bias,
+        floating(kernel, x.dtype),
+        floating(bias, x.dtype),
         strides=1 if strides is None else strides,
         padding=padding,
         input_dilation=1 if input_dilation is None else input_dilation,
         kernel_dilation=1 if kernel_dilation is None else kernel_dilation,
         feature_group_count=feature_group_count,
         activation=activation,
+        precision=precision,
         residual=None if residual is None else fold(residual),
         implementation=implementation,
     )

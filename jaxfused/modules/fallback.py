@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfused import dispatch
 from jaxfused.reference.activation import activate
 
 
@@ -22,6 +23,18 @@ def why_complex(*dtypes: Any) -> str | None:
     return None
 
 
+def is_default(precision: jax.lax.PrecisionLike) -> bool:
+    """Whether a precision is what JAX takes where none is given: None or DEFAULT, of both operands."""
+    if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return precision == jax.lax.DotAlgorithmPreset.DEFAULT
+    if isinstance(precision, tuple | list):
+        return all(is_default(part) for part in precision)
+    try:
+        return precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
+    except ValueError:  # The name of an algorithm, or of nothing.
+        return False
+
+
 def call_flax(
     name: str,
     reason: str,
@@ -33,7 +46,14 @@ def call_flax(
     activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Flax's `module` and the activation after it, or ValueError where only the operator can serve."""
+    """Flax's `module` and the activation after it, or ValueError where only the operator can serve.
+
+    Args:
+      name: of the module, "jaxfused.nnx.Linear".
+      reason: which argument the operator cannot serve; `jaxfused.explain` lists it.
+      module: the call of Flax's code.
+      residual: as for the other arguments, what only the operator can do, if it was given.
+    """
     refused = {
         "residual": residual is not None,
         "pre_bias": pre_bias is not None,
@@ -46,4 +66,5 @@ def call_flax(
                 f"{name}: {argument} needs the operator of jaxfused, but Flax's own code serves this"
                 f" call because {reason}; leave one of the two out."
             )
+    dispatch.note_fallback(name, reason)
     return activate(activation, module())

@@ -8,6 +8,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.promotion import floating
 from jaxfused.quantized_array import QuantizedArray
 
 
@@ -51,10 +52,11 @@ def linear(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`jaxfused.linear`, or `jaxfused.quantized_matmul` with a result of the same dtype."""
+    bias = floating(bias, x.dtype)
     if not isinstance(kernel, QuantizedKernel):
         return ops.linear.linear(
             x,
-            kernel,
+            floating(kernel, x.dtype),
             bias,
             activation=activation,
             residual=residual,

@@ -8,6 +8,7 @@ import jax
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
+from jaxfused.modules.promotion import floating
 from jaxfused.ops.mlp import Save
 
 Layer = tuple[Kernel, jax.Array | None]
@@ -27,7 +28,7 @@ def mlp(
 ) -> jax.Array:
     """`jaxfused.mlp` of the (kernel, bias) of both layers."""
     x = promoted(x, *up, *down, dtype=dtype)
-    (w1, b1), (w2, b2) = up, down
+    (w1, b1), (w2, b2) = (tuple(floating(p, x.dtype) for p in layer) for layer in (up, down))
     if not (isinstance(w1, QuantizedKernel) or isinstance(w2, QuantizedKernel)):
         return ops.mlp.mlp(
             x,
@@ -65,7 +66,9 @@ def gated_mlp(
 ) -> jax.Array:
     """`jaxfused.gated_mlp` of the (kernel, bias) of the three layers."""
     x = promoted(x, *gate, *up, *down, dtype=dtype)
-    (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = gate, up, down
+    (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = (
+        tuple(floating(p, x.dtype) for p in layer) for layer in (gate, up, down)
+    )
     if not (
         isinstance(w_gate, QuantizedKernel)
         or isinstance(w_up, QuantizedKernel)

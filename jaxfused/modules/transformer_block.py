@@ -10,6 +10,7 @@ from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.attention import attend
 from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
+from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.layer_norm import rms_norm
 
@@ -22,6 +23,17 @@ def check_norm(norm: str) -> None:
         raise ValueError(
             f"TransformerBlock: norm={norm!r} is not known; pass 'layer_norm' or 'rms_norm'."
         )
+
+
+def check_rates(**rates: float) -> None:
+    """Each rate is a fraction of what is dropped."""
+    for name, rate in rates.items():
+        # Written such that NaN is refused too.
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(
+                f"TransformerBlock: {name} must be in the range [0, 1], as it is the fraction to drop,"
+                f" but it is {rate!r}; pass a number from 0 to 1."
+            )
 
 
 def head_size(features: int, num_heads: int, head_dim: int | None) -> int:
@@ -87,6 +99,9 @@ def self_attention(
         assert isinstance(normed, jax.Array)
         return normed
 
+    kernel, bias, query_scale, key_scale = (
+        floating(parameter, y.dtype) for parameter in (kernel, bias, query_scale, key_scale)
+    )
     cos, sin = (None, None) if tables is None else tables
     if isinstance(kernel, QuantizedKernel):
         projected = linear(y, kernel, bias, precision=precision, implementation=implementation)

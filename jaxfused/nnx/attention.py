@@ -7,8 +7,7 @@ from flax import nnx
 from flax.nnx.nn import attention, dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
-from jaxfused.modules.attention import attend, why_flax
-from jaxfused.modules.fallback import call_flax
+from jaxfused.modules.attention import attend, attention_weights, check_rate, run_flax, why_flax
 from jaxfused.ops.attention import AttentionImplementation
 
 
@@ -36,12 +35,13 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values.
+    - A query that may attend to nothing gets 0, not the mean of the values, and so are its weights.
     - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
       same weights in every head and batch element, runs Flax's code, and is Flax's default. Pass
       False for the kernel's dropout.
-    - `precision`, `module` (to sow the weights) and complex numbers run Flax's code. Together with
-      a named kernel they raise.
+    - A `precision` other than the default and complex numbers run Flax's code; `jaxfused.explain`
+      lists it. Together with a named kernel they raise.
+    - Weights that are sown (`module`) are computed beside the kernel, by XLA.
 
     Args:
       query: [..., T, N, H].
@@ -55,7 +55,7 @@ def attention_fn(
       deterministic: whether nothing is dropped.
       dtype: of the computation; None for what query, key and value promote to.
       precision: as in Flax.
-      module: as in Flax.
+      module: the module to sow the weights into, as in Flax.
       promote_dtype: as in Flax.
       is_causal: whether query t attends to keys s <= t alone.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla", "cudnn".
@@ -78,16 +78,16 @@ def attention_fn(
     Source: `jaxfused.dot_product_attention`.
     """
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    check_rate("jaxfused.nnx.attention_fn", dropout_rate)
     drops = dropout_rate > 0.0 and not deterministic
     reason = why_flax(
         query.dtype,
         precision=precision,
-        sow_weights=module is not None,
         dropout_is_active=drops,
         broadcast_dropout=broadcast_dropout,
     )
     if reason is not None:
-        return call_flax(
+        return run_flax(
             "jaxfused.nnx.attention_fn",
             reason,
             lambda: attention.dot_product_attention(
@@ -106,8 +106,13 @@ def attention_fn(
                 promote_dtype,
                 is_causal,
             ),
+            mask,
+            is_causal=is_causal,
             implementation=implementation,
         )
+    if module is not None:
+        weights = attention_weights(query, key, bias, mask, is_causal=is_causal)
+        module.sow(nnx.Intermediate, "attention_weights", weights)
     return attend(
         query,
         key,

@@ -34,9 +34,9 @@ class Conv(nnx.Conv):
 
     - Bias, residual and activation are applied in float32 and the result is rounded then, where
       Flax rounds after every step.
-    - A mask, `precision`, a `conv_general_dilated`, `promote_dtype` or `preferred_element_type` of
-      one's own, `out_sharding` and complex numbers run Flax's code. Together with `residual` or a
-      named kernel they raise.
+    - A mask, a `conv_general_dilated`, `promote_dtype` or `preferred_element_type` of one's own,
+      `out_sharding` and complex numbers run Flax's code; `jaxfused.explain` lists it. Together with
+      `residual` or a named kernel they raise.
 
     Args:
       in_features: I.
@@ -148,7 +148,6 @@ class Conv(nnx.Conv):
         bias = None if self.bias is None else self.bias[...]
         reason = why_given(
             mask=self.mask is not None,
-            precision=self.precision is not None,
             conv_general_dilated=self.conv_general_dilated is not jax.lax.conv_general_dilated,
             promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
             preferred_element_type=self.preferred_element_type is not None,
@@ -172,6 +171,7 @@ class Conv(nnx.Conv):
             input_dilation=self.input_dilation,
             kernel_dilation=self.kernel_dilation,
             feature_group_count=self.feature_group_count,
+            precision=self.precision,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

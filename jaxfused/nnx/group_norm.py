@@ -10,9 +10,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from flax.typing import Axes, Dtype, Initializer, PromoteDtypeFn
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.group_norm import normalise
 
 
 class GroupNorm(nnx.GroupNorm):
@@ -148,8 +148,9 @@ class GroupNorm(nnx.GroupNorm):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        return ops.group_norm.group_norm(
-            x.astype(dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)),
+        x = x.astype(dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
+        return normalise(
+            x,
             scale,
             bias,
             num_groups=self.num_groups,

@@ -14,6 +14,7 @@ from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax
 from jaxfused.modules.layer_norm import why_flax
+from jaxfused.modules.promotion import floating
 from jaxfused.ops.layer_norm import Output
 
 
@@ -149,10 +150,11 @@ class LayerNorm(nnx.LayerNorm):
                 activation=self.activation,
                 implementation=self.implementation,
             )
+        x = x.astype(dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype))
         return ops.layer_norm.layer_norm(
-            x.astype(dtypes.canonicalize_dtype(x, scale, bias, dtype=self.dtype)),
-            scale,
-            bias,
+            x,
+            floating(scale, x.dtype),
+            floating(bias, x.dtype),
             epsilon=self.epsilon,
             residual=residual,
             pre_bias=pre_bias,
@@ -193,7 +195,7 @@ class RMSNorm(nnx.RMSNorm):
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import jaxfused.nnx
-      >>> jaxfused.nnx.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([4.0, -4.0]))
+      >>> jaxfused.nnx.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([4.0, -4.0])).round(3)
       Array([ 1., -1.], dtype=float32)
 
     Source: `jaxfused.rms_norm`.
@@ -263,9 +265,10 @@ class RMSNorm(nnx.RMSNorm):
                 activation=self.activation,
                 implementation=self.implementation,
             )
+        x = x.astype(dtypes.canonicalize_dtype(x, scale, dtype=self.dtype))
         return ops.layer_norm.rms_norm(
-            x.astype(dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)),
-            scale,
+            x,
+            floating(scale, x.dtype),
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
             residual=residual,

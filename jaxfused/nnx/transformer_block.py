@@ -14,6 +14,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.transformer_block import (
     Norm,
     check_norm,
+    check_rates,
     head_size,
     normalise,
     project,
@@ -112,6 +113,7 @@ class TransformerBlock(nnx.Module):
         attention_implementation: AttentionImplementation | None = None,
     ):
         check_norm(norm)
+        check_rates(dropout_rate=dropout_rate, drop_path_rate=drop_path_rate)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         head_dim = head_size(features, num_heads, head_dim)
         hidden_features = 4 * features if hidden_features is None else hidden_features

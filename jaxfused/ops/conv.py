@@ -11,7 +11,7 @@ from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 
 Padding = str | int | Sequence[int | tuple[int, int]]
-_NAMED_PADDINGS = ("SAME", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
+_NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
 
 def conv(
@@ -26,6 +26,7 @@ def conv(
     feature_group_count: int = 1,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""Convolution of channels-last arrays, with the sum and the activation after it.
@@ -43,9 +44,10 @@ def conv(
       bias: [O]. Any float dtype.
       strides: steps between windows, one for all spatial axes or one for each; so are the
         dilations.
-      padding: "SAME", "VALID", "CIRCULAR" (wraps around), "REFLECT", "CAUSAL" (one spatial axis;
-        pads the left only), or how much to pad with zeros: an int for all sides, or for each
-        spatial axis an int or a pair (low, high).
+      padding: "SAME", "SAME_LOWER" (an odd zero goes to the low side), "VALID", "CIRCULAR" (wraps
+        around), "REFLECT", "CAUSAL" (one spatial axis; pads the left only), in upper or lower case;
+        or how much to pad with zeros: an int for all sides, or for each spatial axis an int or a
+        pair (low, high).
       input_dilation: the distance between neighbouring values of x once zeros are put between them;
         more than 1 is a transposed convolution.
       kernel_dilation: the distance between the values of x that neighbouring weights meet.
@@ -53,6 +55,7 @@ def conv(
         convolved apart; I is depthwise convolution.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: of the result's shape, is added before the activation.
+      precision: of the products, as in `jax.lax.conv`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
@@ -87,6 +90,7 @@ def conv(
         kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
         feature_group_count=feature_group_count,
         activation=activation,
+        precision=precision,
     )
     if residual is not None:
         shape = jax.eval_shape(run, x, w, bias, None).shape
@@ -96,10 +100,10 @@ def conv(
 
 
 def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:
-    if x.ndim < 3 or 0 in x.shape[1:]:
+    if x.ndim < 3 or x.shape[-1] == 0:
         raise ValueError(
-            f"conv: x has shape {x.shape}, but it needs a batch axis, a spatial axis and channels,"
-            " none but the batch of size 0; pass x of shape [batch, ..., channels]."
+            f"conv: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
+            " channel; pass x of shape [batch, ..., channels]."
         )
     if w.ndim != x.ndim or 0 in w.shape:
         raise ValueError(
@@ -131,17 +135,18 @@ def _for_each_axis(name: str, value: int | Sequence[int], spatial: int) -> tuple
 
 def _normalise_padding(padding: Padding, spatial: int) -> str | tuple[tuple[int, int], ...]:
     if isinstance(padding, str):
-        if padding not in _NAMED_PADDINGS:
+        name = padding.upper()
+        if name not in _NAMED_PADDINGS:
             names = ", ".join(repr(n) for n in _NAMED_PADDINGS)
             raise ValueError(
                 f"conv: padding={padding!r} is not known; pass one of {names}, or numbers."
             )
-        if padding == "CAUSAL" and spatial != 1:
+        if name == "CAUSAL" and spatial != 1:
             raise ValueError(
                 f"conv: padding='CAUSAL' is for one spatial axis, but x has {spatial};"
                 " pass (low, high) pairs."
             )
-        return padding
+        return name
     sides = (padding,) * spatial if isinstance(padding, int) else tuple(padding)
     pairs = [(side, side) if isinstance(side, int) else side for side in sides]
     if len(pairs) != spatial or any(len(pair) != 2 for pair in pairs):

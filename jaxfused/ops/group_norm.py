@@ -81,10 +81,10 @@ def _validate(x, scale, bias, residual, num_groups, group_size) -> int:
     """The number of groups, once every argument fits."""
     op = "group_norm"
     check_floating(op, dict(x=x, scale=scale, bias=bias, residual=residual))
-    if x.ndim < 2 or 0 in x.shape[1:]:
+    if x.ndim < 2 or x.shape[-1] == 0:
         raise ValueError(
-            f"{op}: x has shape {x.shape}, but it needs a batch axis, a last axis of channels and"
-            " no axis of size 0 to normalise over; pass x of shape [batch, ..., channels]."
+            f"{op}: x has shape {x.shape}, but it needs a batch axis and a last axis of at least one"
+            " channel; pass x of shape [batch, ..., channels]."
         )
     channels = x.shape[-1]
     for name, array in dict(scale=scale, bias=bias).items():

@@ -259,7 +259,8 @@ class _OnShard:
         named = call.runner.implementation
         if named is not None and named not in reasons:
             named = "xla"
-        chosen = dispatch.choose(call.kernel.name, named, reasons)
+        operator = call.kernel.name.split(" ")[0]
+        chosen = dispatch.choose(operator, named, reasons)
         dispatch.record(
             dispatch.Choice(
                 call.kernel.name, _shapes(operands), chosen, dict(reasons), self.in_own_module

@@ -21,6 +21,7 @@ def conv(
     kernel_dilation: tuple[int, ...],
     feature_group_count: int,
     activation: str | None,
+    precision: jax.lax.PrecisionLike,
 ) -> jax.Array:
     """Convolves [B, *spatial, I] with [*kernel, I/groups, O].
 
@@ -40,6 +41,7 @@ def conv(
         rhs_dilation=kernel_dilation,
         dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
         feature_group_count=feature_group_count,
+        precision=precision,
     ).astype(compute_dtype)
     if bias is not None:
         y = y + along_last_axis(bias, y)

@@ -203,8 +203,11 @@ OPTIONS = (
     Case("pre_bias", (13, 768), pre_bias=True),
     Case("residual_and_pre_bias", (13, 333), residual=True, pre_bias=True),
     Case("bias_relu_norm", (13, 1024), pre_bias=True, pre_activation="relu"),
-    *(Case(f"pre_{name}", (5, 256), pre_activation=name) for name in ACTIVATIONS),
-    *(Case(f"post_{name}", (5, 256), activation=name) for name in ACTIVATIONS),
+    *(
+        # Each activation once before and once after, never the same one twice.
+        Case(f"{before}_norm_{after}", (5, 256), pre_activation=before, activation=after)
+        for before, after in zip(ACTIVATIONS, [*ACTIVATIONS][1:] + [*ACTIVATIONS][:1], strict=True)
+    ),
     Case("everything", (37, 768), **_EVERYTHING),
     Case("everything_odd", (37, 333), **_EVERYTHING),
     Case("everything_without_parameters", (5, 768), scale=False, bias=False, **_EVERYTHING),

@@ -1,0 +1,36 @@
+"""Grids of cases of which `make test` runs a few and `make test-all` the others."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def parametrize(
+    names: str | tuple[str, ...],
+    values: Sequence[Any],
+    *,
+    quick: slice | Iterable[int],
+    ids: Callable[[Any], str] = str,
+) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize`; what is not in `quick` is marked `exhaustive`.
+
+    Args:
+      names: of one argument, or of several as a tuple.
+      values: one each, or a tuple each where there are several names.
+      quick: the indices of those that `make test` runs: a kernel's smallest case of each kind.
+      ids: names a value.
+    """
+    kept = set(range(len(values))[quick] if isinstance(quick, slice) else quick)
+    assert kept <= set(range(len(values))), f"quick has {kept}, and there are {len(values)} values"
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(
+                *((value,) if isinstance(names, str) else value),
+                marks=() if i in kept else pytest.mark.exhaustive,
+            )
+            for i, value in enumerate(values)
+        ],
+        ids=ids,
+    )

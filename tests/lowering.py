@@ -1,0 +1,42 @@
+"""What a function launches on a GPU, read from the program that JAX lowers it to on any machine."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxfused.cuda import library
+
+_CALL = re.compile(r"stablehlo\.custom_call @(\w+)\(")
+# A kernel of Mosaic GPU is a module of its own, in bytecode, and named in it: <kernel_name>_mosaic_gpu.
+_MOSAIC = re.compile(r"\\00(?!stable_mosaic_gpu)(\w+)_mosaic_gpu\\00")
+
+
+def lowered(f: Callable, *args: Any) -> str:
+    """The program that `f` is for CUDA, lowered without a GPU. The arguments may be shapes."""
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in library.TARGETS]
+    export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)
+    return export(*args).mlir_module()
+
+
+def kernels(f: Callable, *args: Any) -> list[str]:
+    """The kernels that `f` launches on a GPU, in the order of the program.
+
+    A Pallas kernel goes by its `kernel_name`, another call by its target. A product or a sum that is
+    left to XLA is no kernel here.
+    """
+    return kernels_in(lowered(f, *args))
+
+
+def kernels_in(program: str) -> list[str]:
+    """The same for a program that has been lowered."""
+    found = []
+    for line in program.splitlines():
+        if (call := _CALL.search(line)) is None:
+            continue
+        target = call[1]
+        if target.startswith("mosaic_gpu"):
+            [target] = set(_MOSAIC.findall(line))
+        found.append(target)
+    return found

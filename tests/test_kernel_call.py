@@ -1,0 +1,391 @@
+"""The one way from an operator to its kernels: what is chosen, on which shapes, lowered how often."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfused
+from jaxfused import dispatch
+from jaxfused.ops import attention, kernel_call, layer_norm, linear, mlp, qkv_projection, rope
+from tests.choices import chosen, why_not
+
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
+BF16 = jnp.bfloat16
+D, F, HEADS = 128, 256, 2
+
+
+@pytest.fixture
+def h200():
+    with dispatch.assume(H200):
+        yield H200
+
+
+# --- lowered once ---------------------------------------------------------------------------------
+
+
+def kernels_lowered(f, *args) -> int:
+    """How many kernels the lowered text of a jitted function holds, called once or many times."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return len(re.findall(r"custom_call @mosaic_gpu", text))
+
+
+def block(x, w):
+    """A Transformer block without its projections: five operators."""
+    heads = x.reshape(*x.shape[:-1], HEADS, -1)
+    x = x + jaxfused.dot_product_attention(heads, heads, heads, implementation="pallas").reshape(
+        x.shape
+    )
+    y = jaxfused.layer_norm(x, implementation="pallas")
+    return jaxfused.mlp(y, w, None, w.T, residual=x, implementation="pallas")
+
+
+def loss(depth, layer, x, w):
+    for _ in range(depth):
+        x = layer(x, w)
+    return jnp.sum(x.astype(jnp.float32))
+
+
+def scanned(depth, x, w):
+    x, _ = lax.scan(lambda x, _: (block(x, w), None), x, None, length=depth)
+    return jnp.sum(x.astype(jnp.float32))
+
+
+PROGRAMS = {
+    "forward": lambda depth: functools.partial(loss, depth, block),
+    "gradient": lambda depth: jax.grad(functools.partial(loss, depth, block), (0, 1)),
+    "checkpoint": lambda depth: jax.grad(
+        functools.partial(loss, depth, jax.checkpoint(block)), (0, 1)
+    ),
+    "vmap": lambda depth: jax.grad(
+        functools.partial(loss, depth, jax.vmap(block, in_axes=(0, None))), (0, 1)
+    ),
+    "scan": lambda depth: jax.grad(functools.partial(scanned, depth), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_kernel_is_lowered_once_however_often_it_is_called(h200, program):
+    x = jax.ShapeDtypeStruct((4, 64, D), BF16)
+    if program is PROGRAMS["vmap"]:
+        x = jax.ShapeDtypeStruct((2, 4, 64, D), BF16)
+    w = jax.ShapeDtypeStruct((D, F), BF16)
+    of_two_layers = kernels_lowered(program(2), x, w)
+    assert of_two_layers > 0
+    assert kernels_lowered(program(12), x, w) == of_two_layers
+
+
+@pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
+def test_a_kernel_is_lowered_once_on_many_devices(h200, manual):
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, BF16, sharding=NamedSharding(mesh, spec))
+
+    def program(depth):
+        gradient = jax.grad(functools.partial(loss, depth, block), (0, 1))
+        if not manual:
+            return gradient
+        return jax.shard_map(
+            gradient, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())
+        )
+
+    arguments = array(P("data"), 32, 64, D), array(P(), D, F)
+    of_two_layers = kernels_lowered(program(2), *arguments)
+    assert of_two_layers > 0
+    assert kernels_lowered(program(12), *arguments) == of_two_layers
+
+
+def test_a_layer_is_traced_once(h200):
+    """Of equal kernels with equal shapes, also across calls of `jax.jit`."""
+    traces = []
+
+    class Counted(linear.Layer):
+        def run(self, *args):
+            traces.append(args)
+            return super().run(*args)
+
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 16))
+    run = kernel_call.Runner(None, H200)
+    for _ in range(3):
+        layer = Counted("a layer", None, jnp.dtype("float32"), False, None)
+        jax.jit(lambda x, w, layer=layer: run(layer, x, w, None, None)).trace(x, w)
+    assert len(traces) == 1
+
+
+def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
+    """In modules of their own, each of which XLA asks for at one place of the program."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jnp.ones((64, D), BF16)
+    forward = layer_norm._Forward(
+        layer_norm._Options("layer_norm", True, 1e-6, 0.0, None, None), save_statistics=False
+    )
+    kernel_call._exported.cache_clear()
+    for _ in range(12):
+        program = jax.make_jaxpr(
+            lambda x: kernel_call._lowered_by_export(
+                forward, "pallas", H200, x, None, None, None, None
+            )[0]
+        )(x)
+        assert "call_exported" in str(program)
+    assert kernel_call._exported.cache_info().misses == 1
+
+
+@chex.assert_max_traces(n=1)
+def _norm_traced_once(x):
+    return jaxfused.layer_norm(x)
+
+
+def test_jit_of_an_operator_traces_once():
+    chex.clear_trace_counter()
+    f = jax.jit(_norm_traced_once)
+    for _ in range(3):
+        f(jnp.ones((2, 8)))
+
+
+# --- choice ---------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_made_on_the_rows_of_a_whole_batch(h200):
+    """Of single rows under `jax.vmap` the kernel sees them all."""
+    x = jax.ShapeDtypeStruct((64, 768), BF16)
+    norm = functools.partial(jaxfused.layer_norm, implementation="pallas")
+    assert why_not(jax.vmap(norm), x) is None
+
+
+@pytest.mark.parametrize("rows", (0, 8, 16, 24, 40))
+@pytest.mark.parametrize("features", (768, 257))
+def test_shards_of_any_size_have_an_implementation(h200, rows, features):
+    """Eight devices with 0, 1, 2, 3 and 5 rows each, by the kernels' own limits."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((rows, features), BF16, sharding=sharding)
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.sum(jaxfused.layer_norm(x).astype(jnp.float32)))(x)
+
+    seen = jaxfused.explain(gradient, x).calls
+    assert [choice.operands[0].shape[0] for choice, _ in seen] == ([rows // 8] * 2 if rows else [])
+    jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("head_axis", (None, "data"))
+@pytest.mark.parametrize("rotary_dim", (16, 32, 64))
+def test_rope_of_one_head_a_device(h200, head_axis, rotary_dim):
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    spec = P(None, None, head_axis) if head_axis else P(None, "data")
+    q = jax.ShapeDtypeStruct((2, 64, 8, 64), BF16, sharding=NamedSharding(mesh, spec))
+    rotate = functools.partial(jaxfused.rope, rotary_dim=rotary_dim)
+    jax.jit(rotate).trace(q, q).lower(lowering_platforms=("cuda",))
+
+
+def test_a_named_kernel_raises_on_the_shard_that_it_cannot_run(h200):
+    x = jax.ShapeDtypeStruct((64, 100_000), BF16)
+    sentence = why_not(functools.partial(jaxfused.layer_norm, implementation="pallas"), x)
+    assert sentence.startswith("layer_norm: implementation='pallas' cannot run here: ")
+
+
+def test_forward_mode_works_where_xla_is_all_there_is():
+    for f, args in (
+        (jaxfused.layer_norm, (jnp.ones((4, 8)),)),
+        (jaxfused.dot_product_attention, (jnp.ones((1, 4, 2, 8)),) * 3),
+        (jaxfused.mlp, (jnp.ones((4, 8)), jnp.ones((8, 16)), None, jnp.ones((16, 8)))),
+    ):
+        f = functools.partial(jax.jvp, lambda x, f=f, args=args: f(x, *args[1:]))
+        chex.assert_tree_all_finite(f((args[0],), (args[0],)))
+
+
+def test_explain_says_what_runs_after_the_function_was_traced_before(h200):
+    f = jax.jit(jaxfused.layer_norm)
+    x = jax.ShapeDtypeStruct((64, 768), BF16)
+    f.trace(x)
+    for _ in range(2):
+        assert list(chosen(f, x)) == ["layer_norm forward"]
+
+
+# --- one contract for all implementations ---------------------------------------------------------
+
+
+def kernels_and_operands():
+    """Every kernel of every operator, with operands as its operator hands them over."""
+    x, w, b = jnp.ones((64, D), BF16), jnp.ones((D, F), BF16), jnp.ones(F, BF16)
+    h, dy = jnp.ones((64, F), BF16), jnp.ones((64, D), BF16)
+    statistic, vector = jnp.ones(64), jnp.ones(D, BF16)
+    for op, subtract_mean in (("layer_norm", True), ("rms_norm", False)):
+        norm = layer_norm._Options(op, subtract_mean, 1e-6, 0.0, None, "silu")
+        mean = statistic if subtract_mean else None
+        for residual in (None, x):
+            for save in (False, True):
+                yield layer_norm._Forward(norm, save), (x, residual, vector, vector, None)
+            yield (
+                layer_norm._Backward(norm, 0),
+                (
+                    *(dy, residual, x, mean, statistic),
+                    *(vector, vector, None),
+                ),
+            )
+    for activation in (None, "gelu_tanh"):
+        for save in (False, True):
+            layer = linear.Layer("linear forward", activation, jnp.dtype(BF16), save, None)
+            yield layer, (x, w, b, h)
+    yield linear._ActivationGradient("silu", True), (h, h)
+    yield mlp._HiddenAndSlope("silu", None), (x, w, b)
+    yield mlp._HiddenGradientBySlope(True, None), (dy, w.T, h)
+    yield mlp._HiddenGradient("silu", True, None), (dy, w.T, h)
+    for save in (False, True):
+        yield mlp._GatedUnit("silu", save, None), (x, w, w, b, b)
+        yield mlp._GatedUnit("silu", save, None), (x, jnp.concatenate([w, w], 1), None, None, None)
+        yield mlp._GatedHiddenGradient("silu", (True, False), save, None), (dy, w.T, h, h)
+    yield mlp._GatedInputGradient(None), (h, h, w, w)
+    q = jnp.ones((2, 64, 2, 1, 64), BF16)
+    angles = jnp.ones((64, 16))
+    yield rope._Rotation(False, False), (q, q, angles, angles)
+    options = qkv_projection._Options(64, 1e-6, 0.0, False, None)
+    x3 = jnp.ones((2, 64, D), BF16)
+    weights = [jnp.ones((D, 2, heads, 64), BF16) for heads in (2, 1, 1)]
+    cos = jnp.ones((64, 32))
+    for save in (False, True):
+        yield (
+            qkv_projection._Forward(options, save),
+            (
+                *(x3, *weights, None, None, None),
+                *(jnp.ones(64), jnp.ones(64), cos, cos),
+            ),
+        )
+    yield (
+        qkv_projection._InputGradient(options),
+        (
+            *(jnp.ones((2, 64, *w.shape[1:]), BF16) for w in weights),
+            *weights,
+        ),
+    )
+    heads = attention._Options(True, None, 0.125, None, 0.0)
+    for length in (64, 100):
+        query = jnp.ones((2, length, 2, 2, 64), BF16)
+        key = query[:, :, :, 0]
+        arrays = attention._Arrays(query, key, key)
+        yield attention._Forward(heads), arrays
+        lse = jnp.ones((2, 2, 2, attention.saved_length(length)))
+        yield attention._Backward(heads), (query, lse, query, lse, *arrays)
+
+
+KERNELS = list(kernels_and_operands())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operands"), KERNELS, ids=[kernel.name.replace(" ", "_") for kernel, _ in KERNELS]
+)
+def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operands):
+    """So that the forward of one may be followed by the backward of another."""
+
+    def of(implementation):
+        return jax.eval_shape(lambda *args: kernel.run(implementation, H200, *args), *operands)
+
+    wanted = of("xla")
+    for implementation, reason in kernel.reasons(H200, *operands).items():
+        if reason is None:
+            chex.assert_trees_all_equal_shapes_and_dtypes(of(implementation), wanted)
+    axes = kernel.axes(*operands)
+    assert [letters is None for letters in axes.results] == [y is None for y in wanted]
+
+
+@pytest.mark.parametrize("residual", (False, True))
+@pytest.mark.parametrize("op", (jaxfused.layer_norm, jaxfused.rms_norm))
+def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, op, residual):
+    """The stages that stand beside kernels, where no kernel takes the shapes."""
+    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, stream, dy, dstream = (jax.random.normal(key, (3, 5, 24)) for key in keys[:4])
+    scale, bias = (jax.random.normal(key, (24,)) for key in keys[4:])
+
+    def results(implementation):
+        def f(x, scale, bias, stream):
+            y = op(
+                x,
+                scale,
+                bias,
+                residual=stream if residual else None,
+                pre_bias=bias,
+                pre_activation="gelu_tanh",
+                activation="silu",
+                implementation=implementation,
+            )
+            return y if residual else (y, stream)
+
+        y, vjp = jax.vjp(f, x, scale, bias, stream)
+        return y, vjp((dy, dstream))
+
+    chex.assert_trees_all_close(results(None), results("xla"), rtol=2e-5, atol=2e-5)
+    batched = jax.vmap(lambda x: op(x, scale, bias, activation="silu"))
+    chex.assert_trees_all_close(
+        jax.grad(lambda x: jnp.sum(batched(x) * dy))(x),
+        jax.grad(
+            lambda x: jnp.sum(op(x, scale, bias, activation="silu", implementation="xla") * dy)
+        )(x),
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+@pytest.mark.parametrize("save", ("hidden", "preactivation", "inputs"))
+@pytest.mark.parametrize("gated", (False, True, "stacked"))
+def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, save, gated):
+    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
+    random = np.random.default_rng(0)
+
+    def array(*shape):
+        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+    x, residual = array(3, 5, 8), array(3, 5, 8)
+    if gated:
+        w = [array(8, 32), None] if gated == "stacked" else [array(8, 16), array(8, 16)]
+        f = functools.partial(jaxfused.gated_mlp, x, *w, array(16, 8), residual=residual)
+        arrays = dict(b_gate=array(w[0].shape[1]), b_down=array(8))
+    else:
+        f = functools.partial(jaxfused.mlp, x, array(8, 16), residual=residual)
+        arrays = dict(b1=array(16), w2=array(16, 8), b2=array(8))
+
+    def gradients(implementation):
+        def loss(arrays):
+            return jnp.sum(jnp.sin(f(**arrays, save=save, implementation=implementation)))
+
+        return jax.value_and_grad(loss)(arrays)
+
+    chex.assert_trees_all_close(gradients(None), gradients("xla"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"logits_soft_cap": 3.0}), ids=str)
+def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, options):
+    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
+    random = np.random.default_rng(0)
+    q, k, v, bias = (
+        jnp.asarray(random.standard_normal(shape), jnp.float32)
+        for shape in ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (1, 4, 5, 7))
+    )
+
+    def gradients(implementation):
+        def loss(q, k, v, bias):
+            y = jaxfused.dot_product_attention(
+                q,
+                k,
+                v,
+                bias,
+                sinks=jnp.ones(4),
+                key_value_seq_lengths=jnp.array([7, 3]),
+                dropout_rate=0.25,
+                dropout_key=jax.random.key(1),
+                implementation=implementation,
+                **options,
+            )
+            return jnp.sum(jnp.sin(y))
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    chex.assert_trees_all_close(gradients(None), gradients("xla"), rtol=1e-4, atol=1e-4)
