@@ -65,6 +65,8 @@ _FEW_BYTES_BACKWARD = 4 * 2**20
 """Up to so many bytes of one matrix the kernels for few rows are the first guess: the backward's takes
 one launch where the other takes two."""
 _FEW_ROWS_FEATURES = 4096
+_FLAT_FEATURES_FORWARD = 1024
+"""Up to it rows that start anywhere have a kernel of their own, which is fast for few rows too."""
 _COLUMN_ROWS = 8192
 """Rows from which the columns' sums over them take the backward for few rows too long."""
 
@@ -84,6 +86,8 @@ def forward_candidates(
     if features > _FEW_ROWS_FEATURES:
         return ring
     few_rows = ForwardConfig(few_rows=True)
+    if features * itemsize % 16 and features <= _FLAT_FEATURES_FORWARD:
+        return [ForwardConfig(), few_rows]
     first = matrices * rows * features * itemsize <= _FEW_BYTES_FORWARD
     return [few_rows, *ring] if first else [*ring, few_rows]
 

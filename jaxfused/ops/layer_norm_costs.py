@@ -59,6 +59,7 @@ _FORWARD = {
     "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
     "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
     "cuda, odd": _Kernel(3.5, 0.235, 0.84),
+    "cuda, odd and narrow": _Kernel(2.2, 0.3, 0.1),
     "xla": _Kernel(1.7, 0.26),
     "xla, with statistics": _Kernel(2.5, 0.65),
 }
@@ -71,6 +72,7 @@ _BACKWARD = {
     "cuda, a row for each warp": _Kernel(5.0, 0.297, 0.06),
     "cuda, a row for several warps": _Kernel(5.7, 0.27, 0.47),
     "cuda, odd": _Kernel(6.4, 0.277, 0.92),
+    "cuda, odd and narrow": _Kernel(5.5, 0.32, 0.3),
     "xla": _Kernel(8.0, 0.75),
 }
 _SECOND_KERNEL = 2.3
@@ -102,7 +104,7 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         config = pallas_layer_norm.forward_candidates(*shape)[0]
         return _FORWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
-    name = _cuda(norm, few_rows)
+    name = _cuda(norm, few_rows, most_odd=1024)
     microseconds = _FORWARD[name].microseconds(megabytes, norm.rows)
     if name == "cuda, a row for several warps" and norm.subtract_mean:
         microseconds += _EXCHANGE * norm.rows / 1000
@@ -125,7 +127,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         megabytes += 2 * norm.parameters * tiles.ctas * norm.features * 4 / 1e6
         return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
-    microseconds = _BACKWARD[_cuda(norm, few_rows)].microseconds(megabytes, norm.rows)
+    microseconds = _BACKWARD[_cuda(norm, few_rows, most_odd=512)].microseconds(megabytes, norm.rows)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
 
@@ -136,12 +138,12 @@ def _pallas(config: RowConfig) -> str:
     return f"pallas, a row for each {'warp' if config.row_per_warp else 'CTA'}"
 
 
-def _cuda(norm: Norm, few_rows: bool) -> str:
-    """The name of the kernel that runs a norm."""
+def _cuda(norm: Norm, few_rows: bool, most_odd: int) -> str:
+    """The name of the kernel that runs a norm; `most_odd` features are still narrow for odd ones."""
     if few_rows:
         return "cuda, few rows"
     if not norm.aligned:
-        return "cuda, odd"
+        return "cuda, odd and narrow" if norm.features <= most_odd else "cuda, odd"
     if norm.features <= 256:
         return "cuda, narrow"
     return f"cuda, a row for {'each warp' if norm.features <= 1024 else 'several warps'}"
