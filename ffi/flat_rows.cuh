@@ -122,7 +122,11 @@ struct FlatColumns {
 
 template <int kSteps>
 __device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
-  float sum[1] = {sum_of(values)};
+  // Four chains of additions.
+  float parts[4] = {};
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) parts[i % 4] += values[i];
+  float sum[1] = {(parts[0] + parts[1]) + (parts[2] + parts[3])};
   add_over_lanes(kWarpSize, sum);
   return sum[0];
 }
@@ -150,6 +154,7 @@ inline auto with_flat_steps(int features, const F& f) {
   const int steps = divide_up(features, kWarpSize);
   if (steps <= 4) return f(std::integral_constant<int, 4>{});
   if (steps <= 8) return f(std::integral_constant<int, 8>{});
+  if (steps <= 12) return f(std::integral_constant<int, 12>{});
   if constexpr (kMostFeatures > 16 * kWarpSize) {
     if (steps > 16) return f(std::integral_constant<int, kMostFeatures / kWarpSize>{});
   }

@@ -299,7 +299,7 @@ constexpr int kMostFlatTileRows = 64;
 
 // Blocks that have to find registers on a multiprocessor.
 constexpr int flat_blocks(Chain chain, int steps) {
-  return chain == Chain::kGeneral && steps > 8 ? 1 : 2;
+  return chain == Chain::kGeneral && steps > 12 ? 1 : 2;
 }
 
 template <typename T, int kSteps, Chain kChain>
