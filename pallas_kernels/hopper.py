@@ -4,6 +4,12 @@ SHARED_MEMORY_BYTES = 227 * 1024
 """Shared memory that one CTA may use."""
 BARRIER_BYTES = 1024
 """What a kernel leaves of it for the barriers that Mosaic adds."""
+MBARRIER_BYTES = 8
+"""Shared memory of a barrier."""
+ALLOCATION_BYTES = 1024
+"""What Mosaic rounds the size of each array in shared memory up to."""
+REDUCTION_BYTES = 2048
+"""What Mosaic takes besides in a kernel that sums along an axis of a tile."""
 WARPS = 4
 """Warps in a warpgroup."""
 LANES = 32

@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfused import dispatch
+from tests import mosaic_interpreter
 
 # Threads of XLA's CPU client, one a core unless this says more. Two interpreted kernels of a program
 # run at a time, and each waits on threads of its own for further ones: with two cores, for ever.
@@ -57,15 +58,17 @@ def hopper(monkeypatch):
 
 
 @pytest.fixture
-def interpreted_hopper(hopper):
+def interpreted_hopper(hopper, monkeypatch):
     """As `hopper`, and Pallas kernels run in Mosaic's interpreter on the CPU."""
+    mosaic_interpreter.share_unions(monkeypatch)
     with plgpu.force_gpu_interpret_mode():
         yield hopper
 
 
 @pytest.fixture
-def race_detector(hopper, capfd):
+def race_detector(hopper, capfd, monkeypatch):
     """As `interpreted_hopper`, and the test fails if threads of a kernel race."""
+    mosaic_interpreter.share_unions(monkeypatch)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield hopper
     # The interpreter reports races on its standard output and nowhere else that is public.

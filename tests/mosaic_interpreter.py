@@ -1,7 +1,8 @@
-"""What Mosaic's GPU interpreter of JAX 0.11.2 lacks for the attention kernels, until it has it.
+"""What Mosaic's GPU interpreter of JAX 0.11.2 lacks for the kernels, until it has it.
 
-Stores to an accumulator of wgmma, and products whose left operand is in registers. The kernels need
-both: an accumulator is multiplied between two products, and the weights never leave the registers.
+For attention: stores to an accumulator of wgmma, and products whose left operand is in registers. Those
+kernels need both: an accumulator is multiplied between two products, and the weights never leave the
+registers. For products: memory that copies and instructions see under two descriptions.
 """
 
 import functools
@@ -14,8 +15,27 @@ from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
 
 
+def share_unions(monkeypatch) -> None:
+    """Lets members of a `RefUnion` that have one shape and dtype be the same memory, for one test.
+
+    The interpreter gives each member memory of its own, as JAX promises nothing about how they
+    overlap. On a GPU a block of memory one swizzled piece wide is the same bytes with and without tiles.
+    """
+
+    def resolve(aval, keys, transforms):
+        if not isinstance(aval, core.AbstractRefUnion):
+            return keys, transforms
+        extract, *rest = transforms
+        members = jaxpr_interpret.union_members(aval)
+        logical = [jaxpr_interpret._member_inner_aval(member) for member in members]
+        named = logical[[member.transforms[0] for member in members].index(extract)]
+        return keys[logical.index(named)], tuple(rest)
+
+    monkeypatch.setattr(jaxpr_interpret, "resolve_ref", resolve)
+
+
 def complete(monkeypatch) -> None:
-    """Adds what is missing, for one test."""
+    """Adds what is missing for attention, for one test."""
     interpreter = jaxpr_interpret.JaxprInterpreter
     of_references = interpreter._interpret_wgmma_ref_p
 

@@ -9,19 +9,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfused.reference.attention import Mask, attention
+from jaxfused import reference
+from jaxfused.reference.attention import Mask
+from pallas_kernels.attention import attention
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
+from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_bias import bias_gradient
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
-from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, dropout_seeds
+from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.logits import (
+    EMPTY_LSE,
+    LOG2E,
+    Logits,
+    Operands,
+    dropout_seeds,
+    saved_length,
+)
 from pallas_kernels.attention.mask import BlockMask
+from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import KeyTiles
 from tests import mosaic_interpreter
 from tests.cases.normal import normal
 from tests.grids import parametrize
-from tests.lowering import kernels
+from tests.lowering import kernels, lowered
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -66,6 +78,13 @@ def test_default_configs_lower(head_size, value_size, dtype):
     _lower(mask, Operands(), logits_of(mask, Operands()), head_size, value_size, dtype)
 
 
+MANY = KeyGradientConfig(query_block=128)
+LATE = KeyGradientConfig(query_block=96, tile_stages=1, multiplies_early=False)
+EARLY = KeyGradientConfig(query_block=80, tile_stages=1)
+KEPT = KeyGradientConfig(keeps_keys=True)
+KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
+
+
 @parametrize(
     ("size", "query_config", "key_config"),
     [
@@ -76,19 +95,50 @@ def test_default_configs_lower(head_size, value_size, dtype):
             QueryGradientConfig(3, 64, 3, 3, separate_output=False),
             KeyGradientConfig(2, 64, 3, 3),
         ),
+        (128, QueryGradientConfig(), LATE),
+        (72, QueryGradientConfig(), KEPT),
+        (72, QueryGradientConfig(), MANY),
+        (128, QueryGradientConfig(), EARLY),
+        (128, QueryGradientConfig(), KEPT_AND_LATE),
         (
             256,
             QueryGradientConfig(2, 64, 1, 2, separate_output=False),
             KeyGradientConfig(2, 64, 2, 2, splits_roles=True, tile_stages=1),
         ),
     ],
-    quick=(3,),
+    quick=(3, 8),
 )
 def test_other_configs_lower(size, query_config, key_config):
     mask = BlockMask(500, 700, is_causal=True)
     logits = logits_of(mask, Operands())
-    configs = dict(query_config=query_config, key_config=key_config)
-    _lower(mask, Operands(), logits, size, size, jnp.bfloat16, **configs)
+    config = BackwardConfig(query_config, key_config)
+    _lower(mask, Operands(), logits, size, size, jnp.bfloat16, config)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_size", "value_size"), [(197, 333, 72, 80), (1, 301, 128, 64)]
+)
+def test_matrices_are_not_copied_to_fit(queries, keys, head_size, value_size):
+    """Whatever their lengths and head sizes: only statistics of queries are filled up."""
+    query, key, value, dout = (
+        jax.ShapeDtypeStruct((2, *sizes), jnp.bfloat16)
+        for sizes in (
+            (queries, 4, head_size),
+            (keys, 2, head_size),
+            (keys, 2, value_size),
+            (queries, 4, value_size),
+        )
+    )
+    options = dict(logits=logits_of(BlockMask(queries, keys), Operands()), multiprocessors=132)
+
+    def f(query, key, value, dout):
+        arrays = (query, key, value, Operands())
+        out, lse = attention_fwd.forward(*arrays, **options)
+        return attention_bwd.backward(*arrays, out, lse, dout, None, **options)[:3]
+
+    program = lowered(f, query, key, value, dout).splitlines()
+    moved = [line for line in program if "stablehlo.pad" in line or "stablehlo.slice" in line]
+    assert not [line for line in moved if "bf16" in line]
 
 
 @parametrize("head_size", [64, 128, 256], quick=(0,))
@@ -109,13 +159,13 @@ def test_every_option_lowers(head_size):
     _lower(mask, operands, logits, head_size, head_size, jnp.bfloat16)
 
 
-def _lower(mask, operands, logits, head_size, value_size, dtype, **configs):
+def _lower(mask, operands, logits, head_size, value_size, dtype, config=None):
     def shape(*sizes, dtype=dtype):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     queries, keys, heads, key_heads = mask.query_count, mask.key_count, 4, 2
     rows = shape(2, heads, queries, dtype=jnp.float32)
-    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, **configs)
+    f = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132, config=config)
     launched = kernels(
         f,
         shape(2, queries, heads, head_size),
@@ -148,7 +198,7 @@ def truth(query, key, value, dout, bias, sinks, mask, words, logits):
     @jax.jit
     def results(arrays, dout, mask):
         def f(*arrays):
-            out, lse = attention(
+            out, lse = reference.attention.attention(
                 *arrays,
                 mask,
                 words,
@@ -183,7 +233,8 @@ def assert_close(actual, expected, tolerance, name):
     [((1, 2, 100, 130), True, None), ((2, 1, 1, 130), False, 3.0), ((1, 1, 100, 130), True, None)],
     quick=(1,),
 )
-def test_bias_gradient(interpreted_hopper, shape, is_causal, soft_cap):
+def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_cap):
+    mosaic_interpreter.complete(monkeypatch)
     query, key, value, dout = problem(2, 100, 130, 2, 1, 64, 32, jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(1), shape)
     logits = logits_of(BlockMask(100, 130, is_causal), Operands(bias=bias), soft_cap=soft_cap)
@@ -251,41 +302,50 @@ def block_mask(mask, queries, keys):
 
 # Either way to split the work, both kernels with padding, and options that touch every tile.
 @parametrize(
-    ("counts", "sizes", "names", "configs"),
+    ("counts", "sizes", "names", "config"),
     [
-        ((140, 200), (64, 64), "causal", {}),
-        ((200, 140), (128, 128), "causal", {}),
-        ((70, 270), (128, 128), "window", {}),
-        ((130, 200), (64, 40), "query_lengths key_lengths", {}),
-        ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", {}),
-        ((70, 200), (64, 64), "query_segments key_segments", {}),
-        ((100, 200), (128, 128), "explicit", {}),
-        ((100, 130), (40, 24), "bias causal dropout", {}),
-        ((70, 100), (256, 200), "causal dropout cap", {}),
-        ((70, 130), (256, 256), "key_lengths window", {}),
-        ((1, 300), (64, 64), "", {}),
-        ((70, 1), (64, 64), "sinks", {}),
-        ((1, 1), (256, 256), "causal sinks", {}),
+        ((140, 200), (64, 64), "causal", None),
+        ((200, 140), (128, 128), "causal", None),
+        ((70, 270), (128, 128), "window", None),
+        ((130, 200), (64, 40), "query_lengths key_lengths", None),
+        ((70, 200), (128, 128), "query_lengths key_lengths causal sinks", None),
+        ((70, 200), (64, 64), "query_segments key_segments", None),
+        ((100, 200), (128, 128), "explicit", None),
+        ((100, 130), (40, 24), "bias causal dropout", None),
+        ((70, 100), (256, 200), "causal dropout cap", None),
+        ((70, 130), (256, 256), "key_lengths window", None),
+        ((1, 300), (64, 64), "", None),
+        ((70, 1), (64, 64), "sinks", None),
+        ((1, 1), (256, 256), "causal sinks", None),
         (
             (70, 270),
             (64, 64),
             "causal",
-            dict(query_config=QueryGradientConfig(3, 64), key_config=KeyGradientConfig(3, 64)),
+            BackwardConfig(QueryGradientConfig(3, 64), KeyGradientConfig(3, 64)),
         ),
         (
             (200, 140),
             (64, 64),
             "",
-            dict(
-                query_config=QueryGradientConfig(2, 64, 3, 1, False),
-                key_config=KeyGradientConfig(tile_stages=1),
+            BackwardConfig(
+                QueryGradientConfig(2, 64, 3, 1, False), KeyGradientConfig(tile_stages=1)
             ),
         ),
+        ((197, 203), (72, 72), "causal", None),
+        ((203, 65), (80, 112), "", None),
+        ((5, 203), (96, 72), "key_lengths sinks", None),
+        ((136, 200), (80, 80), "bias", None),
+        ((65, 130), (136, 72), "bias causal cap", None),
+        ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), LATE)),
+        ((203, 141), (72, 72), "dropout", BackwardConfig(QueryGradientConfig(), LATE)),
+        ((203, 141), (128, 128), "", BackwardConfig(QueryGradientConfig(), EARLY)),
+        ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), KEPT)),
+        ((203, 141), (80, 80), "causal cap", BackwardConfig(QueryGradientConfig(), KEPT_AND_LATE)),
     ],
-    quick=(0, 7, 9),
+    quick=(0, 7, 9, 15),
 )
 def test_accurate_without_races_in_the_interpreter(
-    race_detector, monkeypatch, counts, sizes, names, configs
+    race_detector, monkeypatch, counts, sizes, names, config
 ):
     """Over several tiles of one CTA, some of them without visits, so that barriers are used again."""
     mosaic_interpreter.complete(monkeypatch)
@@ -307,7 +367,7 @@ def test_accurate_without_races_in_the_interpreter(
         within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
         lse = np.where(within, lse, np.float32(EMPTY_LSE))
     backward = functools.partial(
-        attention_bwd.backward, logits=logits, multiprocessors=1, **configs
+        attention_bwd.backward, logits=logits, multiprocessors=1, config=config
     )
     actual = jax.jit(backward)(
         query, key, value, operands, np.asarray(out, query.dtype), lse, dout, None
@@ -371,3 +431,49 @@ def test_gradients(sizes, names):
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_of_any_number_of_queries_and_keys(counts, size):
     assert_gradients(counts, (size, size), ["causal"], dtype=jnp.float16)
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+SIZES = (8, 40, 64, 72, 80, 96, 128, 136, 192, 256)
+
+
+@parametrize(
+    ("head_size", "value_size"), tuple(itertools.product(SIZES, SIZES)), quick=range(0, 100, 11)
+)
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("counts", [(1, 1), (197, 197), (4096, 4095), (8192, 8192)], ids=str)
+def test_candidates_are_legal_and_differ(counts, head_size, value_size, soft_cap):
+    shape = Shape(2, *counts, 4, 2, head_size, value_size)
+    logits = logits_of(BlockMask(*counts, is_causal=True), Operands(), soft_cap=soft_cap)
+    forward = attention.forward_candidates(shape, jnp.bfloat16, logits=logits, multiprocessors=132)
+    backward = attention.backward_candidates(shape, jnp.bfloat16, logits=logits)
+    for configs in (forward, backward):
+        assert len(set(configs)) == len(configs) >= 1
+    longs = [config for config in forward if isinstance(config, ForwardConfig)]
+    longs += [
+        part
+        for config in backward
+        if isinstance(config, BackwardConfig)
+        for part in (config.queries, config.keys)
+    ]
+    assert longs and all(config.fits(shape) for config in longs)
+
+
+@parametrize("head_size", [64, 80, 128, 256], quick=())
+def test_all_candidates_lower(head_size):
+    shape = Shape(2, 1001, 1030, 4, 2, head_size, head_size)
+    logits = logits_of(BlockMask(1001, 1030, is_causal=True), Operands())
+    query, key, dout = (
+        jax.ShapeDtypeStruct((2, *sizes, head_size), jnp.bfloat16)
+        for sizes in ((1001, 4), (1030, 2), (1001, 4))
+    )
+    options = dict(logits=logits, multiprocessors=132)
+    for config in attention.forward_candidates(shape, jnp.bfloat16, **options):
+        f = functools.partial(attention.forward, **options, config=config)
+        assert kernels(f, query, key, key, Operands()) == ["attention_forward"]
+    lse = jax.ShapeDtypeStruct((2, 4, saved_length(1001)), jnp.float32)
+    for config in attention.backward_candidates(shape, jnp.bfloat16, logits=logits):
+        f = functools.partial(attention.backward, **options, config=config)
+        launched = kernels(f, query, key, key, Operands(), dout, lse, dout, None)
+        assert launched == ["attention_query_gradient", "attention_key_gradient"]

@@ -356,6 +356,13 @@ INTERPRETED = (
     Case("segments", 250, 200, segments=2, **SMALL),
     Case("segments of one key", 70, 1, segments=2, **SMALL),
 )
+RAGGED = (
+    Case("head size 72", 65, 203, is_causal=True, **SMALL | dict(head_size=72, batch=2)),
+    Case("head size 80", 203, 65, **SMALL | dict(head_size=80)),
+    Case("head sizes 96 and 112", 197, 130, **SMALL | dict(head_size=96, value_head_size=112)),
+    Case("head sizes 40 and 128", 5, 197, **SMALL | dict(head_size=40, value_head_size=128)),
+    Case("head size 200", 1, 65, **SMALL | dict(head_size=200)),
+)
 
 
 @parametrize(
@@ -366,8 +373,10 @@ INTERPRETED = (
         *((case, CONFIGS[1]) for case in INTERPRETED[::2]),
         *((case, CONFIGS[2]) for case in INTERPRETED[1::2]),
         (INTERPRETED[4], CONFIGS[1]),
+        *((case, None) for case in RAGGED),
+        (RAGGED[2], CONFIGS[3]),
     ],
-    quick=(0, 6),
+    quick=(0, 8, 11),
 )
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
     """Over several tiles of one CTA, so that memory and barriers are used again."""

@@ -14,8 +14,8 @@ from jaxfused.reference.attention import Mask
 from pallas_kernels.attention import short as attention_short
 from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands, dropout_seeds
 from pallas_kernels.attention.mask import BlockMask
-from pallas_kernels.attention.short_backward import BackwardConfig
-from pallas_kernels.attention.short_forward import ForwardConfig
+from pallas_kernels.attention.short_backward import ShortBackwardConfig
+from pallas_kernels.attention.short_forward import ShortForwardConfig
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
 from tests.grids import parametrize
@@ -126,8 +126,8 @@ def kernels(
     case: Case,
     dropout_rate: float = 0.0,
     multiprocessors: int = 132,
-    forward_config: ForwardConfig | None = None,
-    backward_config: BackwardConfig | None = None,
+    forward_config: ShortForwardConfig | None = None,
+    backward_config: ShortBackwardConfig | None = None,
 ):
     """The kernels as such a function."""
     mask = mask_of(case)
@@ -355,7 +355,10 @@ def test_gives_the_same_bits_twice_and_in_every_config(case):
     expected = value_and_gradients(f)(args, cotangents)
     tiles = -(-case.keys // 64)
     configs = [(None, None)] + [
-        (ForwardConfig(workers, count, 1), BackwardConfig(min(2, tiles), -(-tiles // 2), slots, 2))
+        (
+            ShortForwardConfig(workers, count, 1),
+            ShortBackwardConfig(min(2, tiles), -(-tiles // 2), slots, 2),
+        )
         for workers, count, slots in itertools.product((1, 2), (1, 2, 4), (1, 2))
     ]
     for multiprocessors, (forward_config, backward_config) in itertools.product((132, 1), configs):

@@ -1,6 +1,7 @@
 """The product with a traced epilogue, by itself: operand orders, odd sizes, every form of epilogue."""
 
 import functools
+import re
 from dataclasses import dataclass, replace
 
 import chex
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.product import linear, mlp
+from pallas_kernels.product import linear, mainloop, mlp
 from pallas_kernels.product.matmul import MatmulConfig, matmul, why_unsupported
 from tests.grids import parametrize
 from tests.lowering import kernels
@@ -17,6 +18,8 @@ from tests.tolerances import assert_accurate
 
 SMALL = MatmulConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
 """Little shared memory, so that small products too have several tiles."""
+WIDE = replace(SMALL, tile_n=192)
+"""An instruction that takes all of a tile's columns differs from one that takes a block of 64."""
 ORDERS = {
     "NN": {},
     "NT": {"b_transposed": True},
@@ -81,7 +84,7 @@ class Case:
             b,
             epilogue=epilogue,
             products=self.products,
-            rows={"bias": bias if self.epilogue else None},
+            vectors={"bias": bias if self.epilogue else None},
             matrices={"residual": residual if self.epilogue else None},
             outputs={"y": jnp.float32} | ({"narrow": self.dtype} if self.epilogue else {}),
             column_sums=("narrow",) if self.epilogue else (),
@@ -127,8 +130,8 @@ class Case:
 INTERPRETED = (
     *(Case(192, 144, 128, order) for order in ORDERS),
     Case(200, 80, 144),
-    Case(75, 80, 112, epilogue=True, config=replace(SMALL, tile_k=32), dtype="float32"),
-    Case(72, 64, 96, "NT", 1, 2, True, True, replace(SMALL, tile_n=128, tile_k=32), "float32"),
+    Case(75, 80, 112, epilogue=True, dtype="float32"),
+    Case(72, 64, 96, "NT", 1, 2, True, True, replace(SMALL, tile_n=128), "float32"),
     Case(3, 16, 16),
     Case(75, 64, 112, epilogue=True),
     Case(192, 128, 128, epilogue=True, dtype="float16"),
@@ -142,6 +145,24 @@ INTERPRETED = (
         for order in ("NN", "NT")
         for terms, products in ((2, 1), (1, 2))
         for one_array in (False, True)
+    ),
+    # Sizes that are no multiples of a block of 64: rows 1 to 130, sums 24 to 200, columns 8 to 200.
+    Case(1, 24, 8),
+    Case(5, 40, 24, epilogue=True),
+    Case(17, 72, 40, "NT", epilogue=True),
+    Case(130, 200, 136, epilogue=True, config=WIDE),
+    Case(130, 72, 200, epilogue=True, config=replace(WIDE, pads_columns=True)),
+    Case(136, 72, 200, "TN", config=WIDE),
+    Case(136, 200, 72, "TT", config=WIDE),
+    Case(130, 72, 136, epilogue=True, config=replace(WIDE, cluster=2)),
+    Case(130, 72, 136, "NT", config=replace(WIDE, cluster=2)),
+    Case(200, 72, 136, "TN", config=replace(SMALL, ping_pong=False)),
+    Case(17, 12, 20, epilogue=True, dtype="float32"),
+    *(
+        Case(17, 40, 72, order, 2, 2, one_array, True, config)
+        for order in ("NN", "NT")
+        for one_array in (False, True)
+        for config in (replace(SMALL, tile_n=128), replace(SMALL, tile_n=128, pads_columns=True))
     ),
 )
 
@@ -157,8 +178,9 @@ def test_accurate_in_the_interpreter(case):
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
 @pytest.mark.parametrize("ping_pong", [True, False])
-def test_no_races_in_the_interpreter(ping_pong):
-    Case(136, 80, 128, epilogue=True, config=replace(SMALL, ping_pong=ping_pong)).check()
+@pytest.mark.parametrize("n", [128, 136])
+def test_no_races_in_the_interpreter(ping_pong, n):
+    Case(136, 80, n, epilogue=True, config=replace(SMALL, ping_pong=ping_pong)).check()
 
 
 @pytest.mark.exhaustive
@@ -236,6 +258,32 @@ def test_orders_lower_for_cuda(order, ping_pong, cluster):
     assert kernels(functools.partial(case.run, multiprocessors=132), *shapes) == ["matmul"]
 
 
+@pytest.mark.parametrize("order", ["NN", "TT"])
+@pytest.mark.parametrize(
+    ("epilogue", "config"),
+    [
+        (False, MatmulConfig(stages=9, epilogue_columns=32)),
+        (True, MatmulConfig(stages=6, epilogue_columns=32, read_slots=2, write_slots=3)),
+        (True, MatmulConfig(stages=8, epilogue_columns=32, ping_pong=False)),
+        (True, MatmulConfig(stages=9, epilogue_columns=32, cluster=2)),
+    ],
+)
+def test_shared_memory_is_counted_as_mosaic_does(order, epilogue, config, monkeypatch):
+    case = Case(1024, 768, 1552, order, epilogue=epilogue, config=config)
+    shapes = jax.eval_shape(case.operands)
+
+    def message():
+        run = jax.jit(functools.partial(case.run, multiprocessors=132))
+        with pytest.raises(ValueError, match="shared memory") as raised:
+            jax.export.export(run, platforms=["cuda"])(*shapes)
+        return str(raised.value)
+
+    (ours,) = set(re.findall(r"(\d+) are needed", message()))
+    monkeypatch.setattr(mainloop, "SHARED_MEMORY_BYTES", 1 << 30)
+    (mosaics,) = set(re.findall(r"[^_]smem_bytes=(\d+)", message()))
+    assert ours == mosaics
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -266,7 +314,7 @@ def test_epilogue_must_divide_a_tile():
         ({"dtypes": {"x": jnp.float32}, "allows_tf32": True}, None),
         ({"dtypes": {"x": jnp.float64}, "allows_tf32": True}, "x has dtype float64"),
         ({"dtypes": {"x": jnp.float16, "residual": jnp.float64}}, "residual has dtype float64"),
-        ({"features": {"x": 100}}, "multiples of 16 features, and x has 100"),
+        ({"features": {"x": 100}}, "multiples of 8 features, and x has 100"),
     ],
 )
 def test_limits(change, reason):
@@ -304,7 +352,7 @@ def test_random_sizes_on_gpu(order, config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["NN", "NT"])
 def test_float32_on_gpu(order):
-    config = MatmulConfig(tile_n=128, tile_k=32, stages=2, epilogue_columns=32)
+    config = MatmulConfig(tile_n=128, stages=2, epilogue_columns=32)
     for m, k, n in ((75, 80, 112), (1003, 256, 1040)):
         case = Case(m, k, n, order, epilogue=True, config=config, dtype="float32")
         case.check(multiprocessors=132)

@@ -1,8 +1,8 @@
 """Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
 
-attention_fwd and attention_bwd hold the kernels for long sequences, attention_short those for few
-keys. They share two descriptions: attention_mask (which blocks are visited) and attention_logits
-(from products to logits).
+`forward` and `backward` hold the kernels for any number of keys, `short` those for few. They share
+`mask` (which blocks of keys a block of queries visits), `logits` (from products to logits and back)
+and `memory` (matrices in shared memory).
 """
 
 from collections.abc import Collection
@@ -15,7 +15,11 @@ from pallas_kernels import hopper
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention import short as attention_short
+from pallas_kernels.attention import short_backward, short_forward
 from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.short_backward import ShortBackwardConfig
+from pallas_kernels.attention.short_forward import ShortForwardConfig
 
 _LARGEST_HEAD_SIZE = 256
 
@@ -49,6 +53,29 @@ def why_unsupported(
     return None
 
 
+ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig
+"""The type of the config says which kernels run."""
+BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig
+
+
+def forward_candidates(
+    shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
+) -> tuple[ForwardConfig, ...]:
+    """The configs of the forward worth trying, all of them legal, the best guess first."""
+    longs = attention_fwd.candidates(shape, logits)
+    if not _is_short(shape, dtype):
+        return longs
+    return (*short_forward.candidates(shape, multiprocessors), longs[0])
+
+
+def backward_candidates(shape: Shape, dtype: Any, *, logits: Logits) -> tuple[BackwardConfig, ...]:
+    """The configs of the backward worth trying, all of them legal, the best guess first."""
+    longs = attention_bwd.candidates(shape, logits)
+    if not _is_short(shape, dtype):
+        return longs
+    return (*short_backward.candidates(shape), longs[0])
+
+
 def forward(
     query: jax.Array,
     key: jax.Array,
@@ -57,15 +84,22 @@ def forward(
     *,
     logits: Logits,
     multiprocessors: int,
+    config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H], key and value [B, S, K, ...].
 
     lse is the natural logarithm in float32, with the sink; EMPTY_LSE where nothing is summed up, and
     for queries from their length on, sink or not; out is 0 there. R is `logits.saved_length(T)`.
+    Without a config the first of `forward_candidates` is taken.
     """
-    module = _module(key, value, attention_fwd)
-    return module.forward(
-        query, key, value, operands, logits=logits, multiprocessors=multiprocessors
+    if config is None:
+        shape = Shape.of(query, key, value)
+        config = forward_candidates(
+            shape, query.dtype, logits=logits, multiprocessors=multiprocessors
+        )[0]
+    run: Any = short_forward if isinstance(config, ShortForwardConfig) else attention_fwd
+    return run.forward(
+        query, key, value, operands, logits=logits, multiprocessors=multiprocessors, config=config
     )
 
 
@@ -81,14 +115,18 @@ def backward(
     *,
     logits: Logits,
     multiprocessors: int,
+    config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned.
 
     lse is [B, N, R], dlse [B, N, T] or None. dbias has the bias's shape, dsinks is [N], both float32,
-    or None without the operand.
+    or None without the operand. Without a config the first of `backward_candidates` is taken.
     """
-    module = _module(key, value, attention_bwd)
-    return module.backward(
+    if config is None:
+        shape = Shape.of(query, key, value)
+        config = backward_candidates(shape, query.dtype, logits=logits)[0]
+    run: Any = short_backward if isinstance(config, ShortBackwardConfig) else attention_bwd
+    return run.backward(
         query,
         key,
         value,
@@ -99,23 +137,17 @@ def backward(
         dlse,
         logits=logits,
         multiprocessors=multiprocessors,
+        config=config,
     )
 
 
-def _is_short(key_count: int, head_size: int, value_size: int, dtype: Any) -> bool:
-    """Whether the kernels for few keys run: wherever they can, 256 keys or fewer."""
-    return (
-        attention_short.why_unsupported(
-            compute_capability=(9, 0),
-            dtype=dtype,
-            key_count=key_count,
-            head_size=head_size,
-            value_size=value_size,
-        )
-        is None
+def _is_short(shape: Shape, dtype: Any) -> bool:
+    """Whether the kernels for few keys can run: 256 keys or fewer."""
+    reason = attention_short.why_unsupported(
+        compute_capability=(9, 0),
+        dtype=dtype,
+        key_count=shape.key_count,
+        head_size=shape.head_size,
+        value_size=shape.value_size,
     )
-
-
-def _module(key: jax.Array, value: jax.Array, otherwise: Any) -> Any:
-    is_short = _is_short(key.shape[1], key.shape[3], value.shape[3], key.dtype)
-    return attention_short if is_short else otherwise
+    return reason is None

@@ -1,22 +1,45 @@
 """Backward of attention on Hopper: what all of its kernels need, and their calls.
 
-attention_bwd_dq and attention_bwd_dkv take seven products for a pair of blocks. One kernel takes five,
+backward_dq and backward_dkv take seven products for a pair of blocks. One kernel takes five,
 but its CTAs wait for each other to add up dQ in one order, and rely on being started in order, which
-nobody promises. On an H200 it made a step 1 to 5 % faster in three of seven cases and up to 65 % slower
-in the others.
+nobody promises; where they did wait, a step was slower by far.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.backward_bias import bias_gradient
+from pallas_kernels.attention import backward_dkv, backward_dq
+from pallas_kernels.attention.backward_bias import BIAS_GRADIENT_TILE, bias_gradient
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig, key_gradients
 from pallas_kernels.attention.backward_dq import QueryGradientConfig, query_gradient
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.logits import Logits, Operands
+from pallas_kernels.attention.memory import ceil_to
+from pallas_kernels.attention.shape import Shape
 
-_ROWS = 384
-"""A multiple of all blocks of queries, to which vectors of T are filled up."""
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The configs of the two kernels."""
+
+    queries: QueryGradientConfig
+    keys: KeyGradientConfig
+
+
+def candidates(shape: Shape, logits: Logits) -> tuple[BackwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
+
+    The kernels run one after the other, so what is best for one does not depend on the other: each
+    candidate differs from the guess in one of them.
+    """
+    queries = backward_dq.candidates(shape, logits)
+    keys = backward_dkv.candidates(shape, logits)
+    return (
+        *(BackwardConfig(queries[0], config) for config in keys),
+        *(BackwardConfig(config, keys[0]) for config in queries[1:]),
+    )
 
 
 def backward(
@@ -31,22 +54,25 @@ def backward(
     *,
     logits: Logits,
     multiprocessors: int,
-    query_config: QueryGradientConfig | None = None,
-    key_config: KeyGradientConfig | None = None,
+    config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """(dquery, dkey, dvalue, dbias, dsinks) from what the forward returned.
 
     query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] float32 is the natural
     logarithm, R = saved_length(T). dbias and dsinks are float32, or None without the operand.
     """
+    config = config or candidates(Shape.of(query, key, value), logits)[0]
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
-    fill = ((0, 0), (0, 0), (0, -delta.shape[2] % _ROWS))
+    # Kernels read whole blocks of what is known of each query.
+    blocks = (BIAS_GRADIENT_TILE[0], config.queries.query_block, config.keys.query_block)
+    length = max(ceil_to(delta.shape[2], block) for block in blocks)
+    fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
     lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
     if operands.bias is not None and dbias is None:
         dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)
     arrays = (query, key, value, operands, lse2, delta, dout)
     options = dict(logits=logits, multiprocessors=multiprocessors)
-    dquery = query_gradient(*arrays, **options, config=query_config)
-    dkey, dvalue = key_gradients(*arrays, **options, config=key_config)
+    dquery = query_gradient(*arrays, **options, config=config.queries)
+    dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
     return dquery, dkey, dvalue, dbias, dsinks

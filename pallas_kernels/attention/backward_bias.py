@@ -5,7 +5,10 @@ tiles of queries that share it. It computes their logits' gradients again, which
 more, and holds the sum in registers: a gradient of the size of the logits is never written.
 """
 
+import functools
 import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.forward import copyable, shared_width
+from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, Tile
-from pallas_kernels.attention.tiles import operand_memory, padded_columns
+from pallas_kernels.attention.memory import Columns, Heads, Matrix
+from pallas_kernels.attention.shape import Shape
 
-_ROWS, _COLUMNS = 64, 128
+BIAS_GRADIENT_TILE = (64, 128)
 """Queries and keys of a tile."""
 
 
@@ -32,99 +36,151 @@ def bias_gradient(
     *,
     logits: Logits,
 ) -> jax.Array:
-    """float32, of the bias's shape, which differs between keys: see attention_bwd_rows for others.
+    """float32, of the bias's shape, which differs between keys: see backward_rows for others.
 
     lse2 and delta are [B, N, T filled up to whole tiles].
     """
-    shape = operands.bias.shape
-    batch, query_count, heads, head_size = query.shape
-    key_count, key_heads, value_size = value.shape[1:]
-    dtype = query.dtype
-    head_width, value_width = shared_width(head_size), shared_width(value_size)
-    tiles = (pl.cdiv(query_count, _ROWS), pl.cdiv(key_count, _COLUMNS))
-    whole = (batch, heads, *tiles)
-    own = tuple(1 if size == 1 else count for size, count in zip(shape, whole, strict=True))
-    shared = tuple(count // mine for count, mine in zip(whole, own, strict=True))[:3]
-    query, key, value, dout = (copyable(x) for x in (query, key, value, dout))
-    operands = operands.padded(_ROWS, _COLUMNS)
+    shape = Shape.of(query, key, value)
+    bias_shape = operands.bias.shape
+    tiles = (
+        pl.cdiv(shape.query_count, BIAS_GRADIENT_TILE[0]),
+        pl.cdiv(shape.key_count, BIAS_GRADIENT_TILE[1]),
+    )
+    whole = (shape.batch, shape.heads, *tiles)
+    own = tuple(1 if n == 1 else count for n, count in zip(bias_shape, whole, strict=True))
+    lengths = (shape.query_count, shape.key_count)
+    kernel = _BiasGradient(
+        shape,
+        query.dtype,
+        logits,
+        shared=tuple(count // mine for count, mine in zip(whole, own, strict=True))[:3],
+        head=Columns.of(shape.head_size, lengths),
+        value=Columns.of(shape.value_size, lengths),
+    )
+    operands = operands.padded(*BIAS_GRADIENT_TILE)
     optional = {name: x for name, x in operands._asdict().items() if x is not None}
-    mask = logits.mask
 
-    def kernel(q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, *refs, **scratch):
+    def run(q, k, v, do, lse, delta, *refs, **scratch):
         *optional_refs, dbias_gmem = refs
         ops = Operands(**dict(zip(optional, optional_refs, strict=True)))
-        tile_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
-        full = scratch["full"]
+        kernel(_References((q, k, v, do), lse, delta, ops, dbias_gmem, scratch))
 
-        def add(step, total):
-            *other_idx, s = tile_idx
-            place = []
-            for index, count in zip(reversed(other_idx), reversed(shared), strict=True):
-                place.append(index + lax.rem(step, count))
-                step = lax.div(step, count)
-            t, n, b = place
-            queries, keys = pl.ds(t * _ROWS, _ROWS), pl.ds(s * _COLUMNS, _COLUMNS)
-            kv_head = lax.div(n, heads // key_heads)
-            for gmem, rows, head, width, smem in (
-                (q_gmem, queries, n, head_width, scratch["q_smem"]),
-                (k_gmem, keys, kv_head, head_width, scratch["k_smem"]),
-                (v_gmem, keys, kv_head, value_width, scratch["v_smem"]),
-                (do_gmem, queries, n, value_width, scratch["do_smem"]),
-            ):
-                plgpu.copy_gmem_to_smem(
-                    gmem.at[b, rows, head, padded_columns(width, b)], smem, full
-                )
-            plgpu.barrier_wait(full)
-
-            def products(s_acc, dp_acc):
-                plgpu.wgmma(s_acc, scratch["q_smem"], scratch["k_smem"].T)
-                plgpu.wgmma(dp_acc, scratch["do_smem"], scratch["v_smem"].T)
-                return s_acc[...], dp_acc[...]
-
-            acc = plgpu.ACC((_ROWS, _COLUMNS), jnp.float32)
-            x, dp = pl.run_scoped(products, acc, acc)
-
-            def of_rows(gmem):
-                values = plgpu.load(
-                    gmem.at[b, n, queries], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-                )
-                return lax.broadcast_in_dim(values, x.shape, [0])
-
-            tile = Tile(b, n, t * _ROWS, s * _COLUMNS, x.shape)
-            key_length = key_count if ops.key_lengths is None else ops.key_lengths[b]
-            x = logits.logits(x, tile, ops, key_length, True)
-            p = jnp.exp2(x * logits.multiplier - of_rows(lse_gmem))
-            if logits.dropout_rate > 0:
-                dp = logits.dropped(dp, tile, ops) * (1 / logits.keep_probability)
-            return total + p * (dp - of_rows(delta_gmem))
-
-        count = math.prod(shared)
-        if shared[2] == 1:
-            first = tile_idx[2] * _ROWS
-            blocks = mask.key_blocks((first, first + _ROWS), _COLUMNS, query_count, key_count)
-            visited = (tile_idx[3] >= blocks.start) & (tile_idx[3] < blocks.stop)
-            count = jnp.where(visited, count, 0)
-        zeros = plgpu.layout_cast(jnp.zeros((_ROWS, _COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        b, n, t, s = tile_idx
-        dbias_gmem[b, n, pl.ds(t * _ROWS, _ROWS), pl.ds(s * _COLUMNS, _COLUMNS)] = lax.fori_loop(
-            0, count, add, zeros
-        )
-
+    out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((*own[:2], own[2] * _ROWS, own[3] * _COLUMNS), jnp.float32),
+        run,
+        out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32),
         grid=own,
         grid_names=("b", "n", "t", "s"),
-        scratch_types=dict(
-            q_smem=operand_memory((_ROWS, head_width), dtype),
-            k_smem=operand_memory((_COLUMNS, head_width), dtype),
-            v_smem=operand_memory((_COLUMNS, value_width), dtype),
-            do_smem=operand_memory((_ROWS, value_width), dtype),
-            full=plgpu.Barrier(num_arrivals=4),
-        ),
+        scratch_types=kernel.memory(),
         kernel_name="attention_bias_gradient",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, dout, lse2, delta, *optional.values())
-    if shape[2] == 1:
+    if bias_shape[2] == 1:
         dbias = jnp.sum(dbias, axis=2, keepdims=True)
-    return dbias[:, :, : shape[2], : shape[3]]
+    return dbias[:, :, : bias_shape[2], : bias_shape[3]]
+
+
+class _References(NamedTuple):
+    """What a CTA reads and writes."""
+
+    arrays: tuple[Any, ...]
+    """Q, K, V and dO in global memory."""
+    lse: Any
+    delta: Any
+    operands: Operands
+    dbias: Any
+    scratch: dict[str, Any]
+    """Shared memory by name, and the barrier of its copies."""
+
+
+@dataclass(frozen=True)
+class _BiasGradient:
+    """The kernel: what is static, what the shared memory holds, and what a CTA does."""
+
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    shared: tuple[int, ...]
+    """How many batch entries, heads and tiles of queries share an element of the bias."""
+    head: Columns
+    value: Columns
+
+    def memory(self) -> dict[str, Any]:
+        rows, columns = BIAS_GRADIENT_TILE
+        return dict(
+            q_smem=self.head.memory((), rows, self.dtype),
+            k_smem=self.head.memory((), columns, self.dtype),
+            v_smem=self.value.memory((), columns, self.dtype),
+            do_smem=self.value.memory((), rows, self.dtype),
+            full=plgpu.Barrier(num_arrivals=2 * (self.head.count + self.value.count)),
+        )
+
+    def __call__(self, refs: _References) -> None:
+        rows, columns = BIAS_GRADIENT_TILE
+        own_idx = [lax.axis_index(name) for name in ("b", "n", "t", "s")]
+        count: Any = math.prod(self.shared)
+        if self.shared[2] == 1:
+            first = own_idx[2] * rows
+            blocks = self.logits.mask.key_blocks(
+                (first, first + rows), columns, self.shape.query_count, self.shape.key_count
+            )
+            is_visited = (own_idx[3] >= blocks.start) & (own_idx[3] < blocks.stop)
+            count = jnp.where(is_visited, count, 0)
+        zeros = plgpu.layout_cast(jnp.zeros(BIAS_GRADIENT_TILE, jnp.float32), plgpu.Layout.WGMMA)
+        b, n, t, s = own_idx
+        refs.dbias[b, n, pl.ds(t * rows, rows), pl.ds(s * columns, columns)] = lax.fori_loop(
+            0, count, functools.partial(self.add, refs, own_idx), zeros
+        )
+
+    def add(self, refs: _References, own_idx: list[Any], step: jax.Array, total: jax.Array) -> Any:
+        """The sum with the gradient of one more tile of logits that share the tile of the bias."""
+        *other_idx, s = own_idx
+        place: list[Any] = []
+        for index, count in zip(reversed(other_idx), reversed(self.shared), strict=True):
+            place.append(index + lax.rem(step, count))
+            step = lax.div(step, count)
+        t, n, b = place
+        tile = Tile(b, n, t * BIAS_GRADIENT_TILE[0], s * BIAS_GRADIENT_TILE[1], BIAS_GRADIENT_TILE)
+        self.copy(refs, tile)
+        acc = plgpu.ACC(BIAS_GRADIENT_TILE, jnp.float32)
+        x, dp = pl.run_scoped(functools.partial(self.products, refs), acc, acc)
+        logits, operands = self.logits, refs.operands
+        key_length = self.shape.key_count
+        if operands.key_lengths is not None:
+            key_length = operands.key_lengths[b]
+        x = logits.logits(x, tile, operands, key_length, True)
+        p = jnp.exp2(x * logits.multiplier - self.of_rows(refs.lse, tile))
+        if logits.dropout_rate > 0:
+            dp = logits.dropped(dp, tile, operands) * (1 / logits.keep_probability)
+        return total + p * (dp - self.of_rows(refs.delta, tile))
+
+    def copy(self, refs: _References, tile: Tile) -> None:
+        """Copies the matrices of a tile of logits, and waits for them."""
+        key_head = lax.div(tile.head, self.shape.group)
+        q_gmem, k_gmem, v_gmem, do_gmem = refs.arrays
+        full = refs.scratch["full"]
+        for name, gmem, start, head in (
+            ("q_smem", q_gmem, tile.query_start, tile.head),
+            ("k_smem", k_gmem, tile.key_start, key_head),
+            ("v_smem", v_gmem, tile.key_start, key_head),
+            ("do_smem", do_gmem, tile.query_start, tile.head),
+        ):
+            Matrix.of(refs.scratch[name]).fill(Heads(gmem), tile.batch, start, head, full)
+        plgpu.barrier_wait(full)
+
+    def products(self, refs: _References, s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
+        """S = Q K^T and dP = dO V^T."""
+        names = ("q_smem", "k_smem", "do_smem", "v_smem")
+        q, k, do, v = (Matrix.of(refs.scratch[name]) for name in names)
+        memory.multiply_transposed(s_acc, q, k)
+        memory.multiply_transposed(dp_acc, do, v)
+        return s_acc[...], dp_acc[...]
+
+    def of_rows(self, gmem: Any, tile: Tile) -> jax.Array:
+        """A number for each query of a tile, for all of its keys."""
+        values = plgpu.load(
+            gmem.at[tile.batch, tile.head, pl.ds(tile.query_start, BIAS_GRADIENT_TILE[0])],
+            layout=plgpu.Layout.WGMMA.reduce(1),
+            optimized=False,
+        )
+        return lax.broadcast_in_dim(values, BIAS_GRADIENT_TILE, [0])

@@ -9,8 +9,9 @@ and dV, and hands P^T to the other, which computes dP^T, dS^T and dK: four produ
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.forward import copyable, shared_width
+from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, TransposedTile
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.tiles import KeyTiles, operand_memory, padded_columns
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
-_KEYS = 64
-"""Keys of a warpgroup: what one wgmma instruction takes."""
+_PROBABILITY_SLOTS = 2
+"""Tiles of P^T that are on their way from one warpgroup to the other, with split roles."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +48,100 @@ class KeyGradientConfig:
     """Tiles of K and V in shared memory: with 2 those of the next tile are there when it starts."""
     heads_together: int = 4
     """Key heads whose tiles are next to each other, for their Q and dO to stay in the L2 cache."""
+    multiplies_early: bool = True
+    """Whether dP^T is multiplied during the exponentials of P^T, or after them, when the registers of
+    S^T are free; then blocks may have more queries. Not with split roles."""
+    keeps_keys: bool = False
+    """Whether K is an operand in registers, which shared memory need not be read for. Not with split
+    roles."""
+
+    def __post_init__(self):
+        if self.warpgroups not in (1, 2, 3):
+            raise ValueError(f"warpgroups must be 1, 2 or 3, got {self.warpgroups}")
+        if self.query_block % 16 or not 16 <= self.query_block <= 256:
+            raise ValueError(
+                f"query_block must be a multiple of 16 up to 256, got {self.query_block}"
+            )
+        if self.splits_roles and self.warpgroups != 2:
+            raise ValueError(f"split roles are those of 2 warpgroups, got {self.warpgroups}")
+        if self.splits_roles and (self.keeps_keys or not self.multiplies_early):
+            raise ValueError("split roles have neither kept keys nor late products")
 
     @property
     def key_block(self) -> int:
-        return _KEYS if self.splits_roles else self.warpgroups * _KEYS
+        return WGMMA_ROWS if self.splits_roles else self.warpgroups * WGMMA_ROWS
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread that multiplies and of one that copies, from 64 Ki a multiprocessor."""
-        return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
+    def key_parts(self) -> int:
+        """How many times 64 keys a tile has."""
+        return self.key_block // WGMMA_ROWS
+
+    @property
+    def key_slots(self) -> int:
+        """Slots of shared memory for 64 keys."""
+        return self.tile_stages * self.key_parts
+
+    def columns(self, shape: Shape) -> tuple[Columns, Columns]:
+        """Those of queries and keys, and those of values and cotangents."""
+        lengths = (shape.query_count, shape.key_count)
+        head, value = (
+            Columns.of(size, lengths, self.query_block)
+            for size in (shape.head_size, shape.value_size)
+        )
+        return head, value
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Of the matrices and vectors, with what is left for barriers."""
+        head, value = self.columns(shape)
+        rows, keys = self.query_block, self.key_slots * WGMMA_ROWS
+        count = head.bytes(self.query_stages * rows) + value.bytes(self.dout_stages * rows)
+        count += head.bytes(keys) + value.bytes(keys)
+        count += 4 * rows * (self.query_stages + self.dout_stages)
+        if self.splits_roles:
+            count += 2 * _PROBABILITY_SLOTS * WGMMA_ROWS * rows
+        return count + BARRIER_BYTES
+
+    def fits(self, shape: Shape) -> bool:
+        return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def default_config(head_size: int, value_size: int, logits: Logits) -> KeyGradientConfig:
-    """What registers and shared memory hold.
+_WIDEST_WITH_MANY_QUERIES = 80
+"""Up to this head size registers hold both gradients of 64 keys beside tiles of 128 queries."""
 
-    On an H200, [4, 4096, 16, H]: H 128 1675 us with 3 blocks of Q and 1713 with 2, but causal 851 and
-    843; H 64 936 us, causal 494; [2, 4096, 16, 256] causal 844 us.
+
+def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
+
+    Products of S^T and dP^T read both operands from shared memory, whose bandwidth they are short of
+    where a block has few queries. So the guess has 128 where registers allow it; beyond, more queries
+    or K in registers are to be had only with products one after the other, or in narrower swizzles.
     """
-    widest = max(head_size, value_size)
-    if widest <= 64 and not logits.needs_registers:
-        return KeyGradientConfig(query_block=128)
-    if widest <= 128:
-        visits_all_queries = logits.mask.reach() == (None, None)
-        return KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
-    return KeyGradientConfig(splits_roles=True, tile_stages=1)
+    widest = max(shape.head_size, shape.value_size)
+    visits_all_queries = logits.mask.reach() == (None, None)
+    few = KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
+    many = KeyGradientConfig(query_block=128)
+    if widest > 2 * SWIZZLED_COLUMNS:
+        guess = KeyGradientConfig(splits_roles=True, tile_stages=1)
+        configs = [guess]
+    elif widest <= _WIDEST_WITH_MANY_QUERIES and not logits.needs_registers:
+        guess = many
+        configs = [many, replace(many, tile_stages=1), few]
+    else:
+        guess = few
+        configs = [few, replace(few, query_stages=5 - few.query_stages)]
+        if not logits.needs_registers:
+            late = replace(few, multiplies_early=False)
+            configs += [
+                replace(late, query_block=96, query_stages=2, tile_stages=1),
+                replace(late, keeps_keys=True),
+            ]
+    configs += [replace(guess, heads_together=heads) for heads in (1, 16)]
+    return tuple(config for config in configs if config.fits(shape))
+
+
+def default_config(shape: Shape, logits: Logits) -> KeyGradientConfig:
+    """The best guess without measurements."""
+    return candidates(shape, logits)[0]
 
 
 def key_gradients(
@@ -83,401 +158,481 @@ def key_gradients(
     config: KeyGradientConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(dkey, dvalue); lse2 and delta [B, N, T filled up to whole blocks]."""
-    batch, _, heads, head_size = query.shape
-    key_count, key_heads, value_size = value.shape[1:]
-    group = heads // key_heads
-    mask, dtype = logits.mask, query.dtype
-    config = config or default_config(head_size, value_size, logits)
-    rows, block, wgs = config.query_block, config.key_block, config.warpgroups
-    key_parts = block // _KEYS
-    q_stages, do_stages, kv_stages = config.query_stages, config.dout_stages, config.tile_stages
-    head_width, value_width = shared_width(head_size), shared_width(value_size)
-    # Without a cap the scale is left for the end, where there is less to multiply.
-    scale = logits.scale if logits.soft_cap is None else 1.0
-    query, key, value, dout = (copyable(x) for x in (query, key, value, dout))
-    segment_bounds = []
+    shape = Shape.of(query, key, value)
+    config = config or default_config(shape, logits)
+    rows, block, mask = config.query_block, config.key_block, logits.mask
+    head, columns = config.columns(shape)
+    tiles = KeyTiles(mask, shape.key_heads, shape.group, block, rows)
+    kind = _SplitGradients if config.splits_roles else _BothGradients
+    kernel = kind(shape, query.dtype, logits, config, tiles, head, columns)
+    bounds = None
     if mask.has_segments:
-        segments = (operands.key_segments, operands.query_segments)
-        segment_bounds = [segment_blocks(*segments, block, rows)]
-    operands = operands.padded(rows, block).transposed()
-    present = [name for name, array in operands._asdict().items() if array is not None]
-    tiles = KeyTiles(mask, key_heads, group, block, rows)
-    schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
+        bounds = segment_blocks(operands.key_segments, operands.query_segments, block, rows)
+    producer = Role(range(config.warpgroups, config.warpgroups + 1), kernel.produce)
+    launch = PersistentKernel(
+        name="attention_key_gradient",
+        tiles=tiles,
+        schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
+        roles=(producer, *kernel.consumers()),
+        memory=kernel.memory(),
+        results=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)),
+    )
+    arrays = (query, key, value, dout, lse2, delta)
+    dkey, dvalue = launch(arrays, operands.padded(rows, block).transposed(), bounds)
+    return dkey, dvalue
 
-    def kernel(
-        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, schedule_gmem, *refs, **scratch
-    ):
-        *operand_refs, dk_gmem, dv_gmem = refs
-        bounds_gmem = operand_refs.pop(0) if mask.has_segments else None
-        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
-        q_smem, do_smem = scratch["q_smem"], scratch["do_smem"]
-        k_smem, v_smem = scratch["k_smem"], scratch["v_smem"]
-        lse_smem, delta_smem = scratch["lse_smem"], scratch["delta_smem"]
-        kv_full, kv_free = scratch["kv_full"], scratch["kv_free"]
-        q_full, q_free = scratch["q_full"], scratch["q_free"]
-        do_full, do_free = scratch["do_full"], scratch["do_free"]
-        wg_idx = lax.axis_index("wg")
-        cta_idx = lax.axis_index("cta")
-        tile_count = schedule_gmem[cta_idx, 0]
 
-        def place(tile_idx):
-            return tiles.place(schedule_gmem[cta_idx, tile_idx + 1], ops, bounds_gmem)
+class _Visit(NamedTuple):
+    """A block of queries, while a warpgroup adds what it gives to its keys' gradients."""
 
-        def kv_slot(tile_idx, part):
-            return lax.rem(tile_idx, jnp.int32(kv_stages)) * key_parts + part
+    step: jax.Array
+    """How many blocks the CTA has been through before."""
+    tile: TransposedTile
+    is_partial: Any
+    """Whether the mask leaves some of it."""
+    key_length: Any
 
-        @pl.when(wg_idx == wgs)
-        def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
 
-            def copy_keys(tile_idx):
-                at = place(tile_idx)
-                for part in range(key_parts):
-                    slot = kv_slot(tile_idx, part)
-                    plgpu.barrier_wait(kv_free.at[slot])
-                    keys = pl.ds(at.start + part * _KEYS, _KEYS)
-                    for gmem, smem, width in (
-                        (k_gmem, k_smem, head_width),
-                        (v_gmem, v_smem, value_width),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            gmem.at[
-                                at.batch_idx,
-                                keys,
-                                at.key_head_idx,
-                                padded_columns(width, at.batch_idx),
-                            ],
-                            smem.at[slot],
-                            kv_full.at[slot],
-                        )
+@dataclass(frozen=True)
+class _KeyGradients:
+    """What both kernels have in common: what is static, shared memory, and the producer."""
 
-            def copy_tile(tile_idx, first):
-                at = place(tile_idx)
-                following = tile_idx + 1
-                if kv_stages == 1:
-                    copy_keys(tile_idx)
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: KeyGradientConfig
+    tiles: KeyTiles
+    head: Columns
+    value: Columns
 
-                def copy_head(g, step):
-                    head_idx = at.key_head_idx * group + g
+    def consumers(self) -> tuple[Role, ...]:
+        raise NotImplementedError
 
-                    def copy_pair(i, step):
-                        queries = pl.ds(i * rows, rows)
-                        if kv_stages > 1:
-                            # Not before the first blocks of queries: these are needed earlier.
-                            is_time = (step == first + q_stages) & (following < tile_count)
-                            pl.when(is_time)(lambda: copy_keys(following))
+    def memory(self) -> dict[str, Any]:
+        config, dtype = self.config, self.dtype
+        rows, wgs, keys = config.query_block, config.warpgroups, config.key_slots
+        q_stages, do_stages = config.query_stages, config.dout_stages
+        head, value = self.head, self.value
+        readers = wgs // config.key_parts
+        return dict(
+            q_smem=head.memory((q_stages,), rows, dtype),
+            do_smem=value.memory((do_stages,), rows, dtype),
+            k_smem=head.memory((keys,), WGMMA_ROWS, dtype),
+            v_smem=value.memory((keys,), WGMMA_ROWS, dtype),
+            lse_smem=plgpu.SMEM((q_stages, rows), jnp.float32),
+            delta_smem=plgpu.SMEM((do_stages, rows), jnp.float32),
+            kv_full=plgpu.Barrier(num_arrivals=head.count + value.count, num_barriers=keys),
+            kv_free=plgpu.Barrier(num_arrivals=readers, num_barriers=keys),
+            q_full=plgpu.Barrier(num_arrivals=head.count + 1, num_barriers=q_stages),
+            q_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=q_stages),
+            do_full=plgpu.Barrier(num_arrivals=value.count + 1, num_barriers=do_stages),
+            do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
+        )
 
-                        def copy(gmem, smem, width, vector_gmem, vector_smem, full, free, stages):
-                            slot = lax.rem(step, jnp.int32(stages))
-                            plgpu.barrier_wait(free.at[slot])
-                            plgpu.copy_gmem_to_smem(
-                                gmem.at[
-                                    at.batch_idx,
-                                    queries,
-                                    head_idx,
-                                    padded_columns(width, at.batch_idx),
-                                ],
-                                smem.at[slot],
-                                full.at[slot],
-                            )
-                            plgpu.copy_gmem_to_smem(
-                                vector_gmem.at[at.batch_idx, head_idx, queries],
-                                vector_smem.at[slot],
-                                full.at[slot],
-                            )
+    def rings(self, cta: Cta) -> tuple[Ring, Ring]:
+        """Of Q, with the log-sum-exp beside it, and of dO with delta."""
+        return cta.ring("q", self.config.query_stages), cta.ring("do", self.config.dout_stages)
 
-                        copy(
-                            q_gmem, q_smem, head_width, lse_gmem, lse_smem, q_full, q_free, q_stages
-                        )
-                        copy(
-                            do_gmem,
-                            do_smem,
-                            value_width,
-                            delta_gmem,
-                            delta_smem,
-                            do_full,
-                            do_free,
-                            do_stages,
-                        )
-                        return step + 1
+    def keys(self, cta: Cta) -> Ring:
+        """Of K, 64 keys a slot, with V beside it."""
+        memory = (cta.memory[name] for name in ("k_smem", "kv_full", "kv_free"))
+        return Ring(*memory, self.config.key_slots)
 
-                    return lax.fori_loop(at.blocks.start, at.blocks.stop, copy_pair, step)
+    def key_slot(self, tile_idx: Any, part: Any) -> jax.Array:
+        """The slot of 64 keys, which are part of a tile."""
+        stage = lax.rem(tile_idx, jnp.int32(self.config.tile_stages))
+        return stage * self.config.key_parts + part
 
-                end = lax.fori_loop(0, group, copy_head, first)
-                if kv_stages > 1:
-                    is_late = (end <= first + q_stages) & (following < tile_count)
-                    pl.when(is_late)(lambda: copy_keys(following))
-                return end
+    # --- the producer -----------------------------------------------------------------------------
 
-            if kv_stages > 1:
-                copy_keys(0)
-            lax.fori_loop(0, tile_count, copy_tile, jnp.int32(0))
-            # Every arrival is waited for: the interpreter's race detection insists on it.
-            for free, slots in (
-                (q_free, q_stages),
-                (do_free, do_stages),
-                (kv_free, kv_stages * key_parts),
-            ):
-                for slot in range(slots):
-                    plgpu.barrier_wait(free.at[slot])
+    def produce(self, cta: Cta) -> None:
+        plgpu.set_max_registers(registers(self.config.warpgroups)[1], action="decrease")
+        if self.config.tile_stages > 1:
+            self.copy_keys(cta, 0)
+        lax.fori_loop(0, cta.tile_count, functools.partial(self.copy_tile, cta), jnp.int32(0))
+        for ring in (*self.rings(cta), self.keys(cta)):
+            ring.drain()
 
-        def own():
-            """The index of the warpgroup, unknown before the loop: addresses occupy registers."""
-            return lax.optimization_barrier(wg_idx)
+    def copy_keys(self, cta: Cta, tile_idx: Any) -> None:
+        """Copies the keys and values of a tile."""
+        at = cta.place(tile_idx)
+        _, k_heads, v_heads = map(Heads, cta.arrays[:3])
+        ring = self.keys(cta)
+        for part in range(self.config.key_parts):
+            slot = self.key_slot(tile_idx, part)
+            start = at.start + part * WGMMA_ROWS
+            ring.fill(slot, k_heads, at.batch_idx, start, at.key_head_idx)
+            values = Matrix.of(cta.memory["v_smem"], slot)
+            values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
-        def slots(step):
-            return lax.rem(step, jnp.int32(q_stages)), lax.rem(step, jnp.int32(do_stages))
+    def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
+        """Copies what the keys of a tile visit, from step `first` on; returns the step after it."""
+        at = cta.place(tile_idx)
+        following = tile_idx + 1
+        copies_ahead = self.config.tile_stages > 1
+        if not copies_ahead:
+            self.copy_keys(cta, tile_idx)
 
-        def release(step):
-            """Gives the slots of a visit back to the producer."""
-            # Copies come after what threads have read, the log-sum-exp and delta.
-            plgpu.commit_smem()
-            q_slot, do_slot = slots(step)
-            plgpu.barrier_arrive(q_free.at[q_slot])
-            plgpu.barrier_arrive(do_free.at[do_slot])
+        def copy_next_keys(is_time):
+            exists = following < cta.tile_count
+            pl.when(is_time & exists)(lambda: self.copy_keys(cta, following))
 
-        def begin(part):
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            for stage in range(kv_stages):
-                plgpu.barrier_arrive(kv_free.at[stage * key_parts + part])
-            for free, slots in ((q_free, q_stages), (do_free, do_stages)):
-                for slot in range(slots):
-                    plgpu.barrier_arrive(free.at[slot])
+        def copy_pair(head_idx, i, step):
+            if copies_ahead:
+                # Not before the first blocks of queries: these are needed earlier.
+                copy_next_keys(step == first + self.config.query_stages)
+            self.copy_queries(cta, at, head_idx, i, step)
+            return step + 1
 
-        def all_visits(at, step, visit):
-            """visit(step, tile, is_partial) for every block of queries; the next step."""
-            blocks = at.blocks
+        def copy_head(g, step):
+            head_idx = at.key_head_idx * self.shape.group + g
+            body = functools.partial(copy_pair, head_idx)
+            return lax.fori_loop(at.blocks.start, at.blocks.stop, body, step)
 
-            def of_head(g, first):
-                def body(i, _):
-                    tile = TransposedTile(
-                        at.batch_idx,
-                        at.key_head_idx * group + g,
-                        i * rows,
-                        at.start + (0 if config.splits_roles else own() * _KEYS),
-                        (_KEYS, rows),
-                        transposed=True,
-                    )
-                    is_partial = (i < blocks.full_start) | (i >= blocks.full_stop)
-                    visit(first + i - blocks.start, tile, is_partial)
+        end = lax.fori_loop(0, self.shape.group, copy_head, first)
+        if copies_ahead:
+            copy_next_keys(end <= first + self.config.query_stages)
+        return end
 
-                lax.fori_loop(blocks.start, blocks.stop, body, None)
-                return first + blocks.stop - blocks.start
-
-            return lax.fori_loop(0, group, of_head, step)
-
-        def probabilities(products, tile, q_slot, is_partial, key_length):
-            """P, and the derivative of the cap or None."""
-            if mask.is_always_full(rows, block):
-                is_partial = False
-            x = logits.logits_if_masked(products, tile, ops, key_length, is_partial)
-            p = jnp.exp2(x * logits.multiplier - tile.along_queries(lse_smem.at[q_slot]))
-            if logits.soft_cap is None:
-                return p, None
-            return p, logits.derivative_of_capped(products)
-
-        def write(gradient, smem, gmem, keys, at, width):
-            smem[...] = gradient.astype(dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                smem,
-                gmem.at[at.batch_idx, keys, at.key_head_idx, padded_columns(width, at.batch_idx)],
+    def copy_queries(self, cta: Cta, at: KeyPlace, head_idx: Any, i: Any, step: Any) -> None:
+        """Copies Q and dO of block i of the queries, and the numbers that each query has."""
+        queries, douts = self.rings(cta)
+        q_gmem, _, _, do_gmem, lse_gmem, delta_gmem = cta.arrays
+        start = i * self.config.query_block
+        for ring, gmem, vector_gmem, vector_smem in (
+            (queries, q_gmem, lse_gmem, cta.memory["lse_smem"]),
+            (douts, do_gmem, delta_gmem, cta.memory["delta_smem"]),
+        ):
+            slot = ring.slot(step)
+            ring.fill(slot, Heads(gmem), at.batch_idx, start, head_idx)
+            rows = pl.ds(start, self.config.query_block)
+            plgpu.copy_gmem_to_smem(
+                vector_gmem.at[at.batch_idx, head_idx, rows],
+                vector_smem.at[slot],
+                ring.full.at[slot],
             )
 
-        tile_acc = plgpu.ACC((_KEYS, rows), jnp.float32)
-        dk_acc_type = plgpu.ACC((_KEYS, head_width), jnp.float32)
-        dv_acc_type = plgpu.ACC((_KEYS, value_width), jnp.float32)
-        dv_factor = 1 / logits.keep_probability
+    # --- what consumers share ---------------------------------------------------------------------
 
-        def both_gradients():
-            begin(wg_idx)
+    def begin(self, cta: Cta, part: Any) -> None:
+        """At the start of a warpgroup which has this part of the keys of each tile."""
+        plgpu.set_max_registers(registers(self.config.warpgroups)[0], action="increase")
+        keys = self.keys(cta)
+        for stage in range(self.config.tile_stages):
+            keys.release(stage * self.config.key_parts + part)
+        for ring in self.rings(cta):
+            ring.release_all()
 
-            def of_tile(tile_idx, step):
-                at = place(tile_idx)
-                plgpu.barrier_wait(kv_full.at[kv_slot(tile_idx, wg_idx)])
+    def own(self, cta: Cta) -> jax.Array:
+        """The index of the warpgroup, unknown before the loop: addresses occupy registers."""
+        return lax.optimization_barrier(cta.wg_idx)
 
-                def accumulate(dk_acc, dv_acc):
-                    def visit(step, tile, is_partial):
-                        q_slot, do_slot = slots(step)
+    def all_visits(
+        self, cta: Cta, at: KeyPlace, step: jax.Array, visit: Callable[[_Visit], None]
+    ) -> jax.Array:
+        """Visits every block of queries that the mask leaves; the step after them."""
+        blocks, rows, group = at.blocks, self.config.query_block, self.shape.group
 
-                        def products(s_acc, dp_acc):
-                            plgpu.barrier_wait(q_full.at[q_slot])
-                            plgpu.wgmma(
-                                s_acc, k_smem.at[kv_slot(tile_idx, own())], q_smem.at[q_slot].T
-                            )
-                            plgpu.barrier_wait(do_full.at[do_slot])
-                            plgpu.wgmma(
-                                dp_acc, v_smem.at[kv_slot(tile_idx, own())], do_smem.at[do_slot].T
-                            )
-                            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                            p, derivative = probabilities(
-                                s, tile, q_slot, is_partial, at.key_length
-                            )
-                            # Rounded, as dV needs it: more registers than that are not left.
-                            p = lax.optimization_barrier(p.astype(dtype))
-                            kept = logits.dropped(p, tile, ops) if logits.dropout_rate > 0 else None
-                            plgpu.wgmma(dv_acc, p if kept is None else kept, do_smem.at[do_slot])
-                            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-                            delta_tile = tile.along_queries(delta_smem.at[do_slot])
-                            return logits.gradient(p, dp, delta_tile, kept, derivative)
+        def of_block(g, first, i, _):
+            part = 0 if self.config.splits_roles else self.own(cta) * WGMMA_ROWS
+            tile = TransposedTile(
+                at.batch_idx,
+                at.key_head_idx * group + g,
+                i * rows,
+                at.start + part,
+                (WGMMA_ROWS, rows),
+                transposed=True,
+            )
+            is_partial = (i < blocks.full_start) | (i >= blocks.full_stop)
+            visit(_Visit(first + i - blocks.start, tile, is_partial, at.key_length))
 
-                        ds = pl.run_scoped(products, tile_acc, tile_acc).astype(dtype)
-                        plgpu.wgmma(dk_acc, ds, q_smem.at[q_slot])
-                        # Left in flight, they would occupy the registers of P and dS: the other
-                        # warpgroup has the tensor cores meanwhile.
-                        plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
-                        release(step)
+        def of_head(g, first):
+            body = functools.partial(of_block, g, first)
+            lax.fori_loop(blocks.start, blocks.stop, body, None)
+            return first + blocks.stop - blocks.start
 
-                    end = all_visits(at, step, visit)
-                    return dk_acc[...], dv_acc[...], end
+        return lax.fori_loop(0, group, of_head, step)
 
-                dk, dv, end = pl.run_scoped(accumulate, dk_acc_type, dv_acc_type)
+    def slots(self, cta: Cta, visit: _Visit) -> tuple[jax.Array, jax.Array]:
+        queries, douts = self.rings(cta)
+        return queries.slot(visit.step), douts.slot(visit.step)
 
-                slot = kv_slot(tile_idx, wg_idx)
-                keys = pl.ds(at.start + wg_idx * _KEYS, _KEYS)
-                write(dv * dv_factor, v_smem.at[slot], dv_gmem, keys, at, value_width)
-                write(dk * scale, k_smem.at[slot], dk_gmem, keys, at, head_width)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(kv_free.at[slot])
-                return end
+    def release(self, cta: Cta, visit: _Visit) -> None:
+        """Gives the slots of a visit back to the producer."""
+        # Copies come after what threads have read, the log-sum-exp and delta.
+        plgpu.commit_smem()
+        for ring, slot in zip(self.rings(cta), self.slots(cta, visit), strict=True):
+            ring.release(slot)
 
-            lax.fori_loop(0, tile_count, of_tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+    def probabilities(
+        self, cta: Cta, visit: _Visit, products: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """P^T, and the derivative of the cap or None."""
+        logits, is_partial = self.logits, visit.is_partial
+        if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
+            is_partial = False
+        x = logits.logits_if_masked(
+            products, visit.tile, cta.operands, visit.key_length, is_partial
+        )
+        lse2 = cta.memory["lse_smem"].at[self.slots(cta, visit)[0]]
+        p = jnp.exp2(x * logits.multiplier - visit.tile.along_queries(lse2))
+        if logits.soft_cap is None:
+            return p, None
+        return p, logits.derivative_of_capped(products)
 
-        def one_gradient(gives_dv):
-            """Of the warpgroup that computes P and dV, or of the one that gets P and computes dK."""
-            begin(0)
-            p_smem, p_full, p_free = scratch["p_smem"], scratch["p_full"], scratch["p_free"]
-            if not gives_dv:
-                for slot in range(2):
-                    plgpu.barrier_arrive(p_free.at[slot])
+    def delta(self, cta: Cta, visit: _Visit) -> jax.Array:
+        return visit.tile.along_queries(cta.memory["delta_smem"].at[self.slots(cta, visit)[1]])
 
-            def visit_dv(acc, step, tile, is_partial, at, own_slot):
-                q_slot, do_slot = slots(step)
-                p_slot = lax.rem(step, jnp.int32(2))
+    def tile_accumulator(self) -> Any:
+        return plgpu.ACC((WGMMA_ROWS, self.config.query_block), jnp.float32)
 
-                def with_s(s_acc):
-                    plgpu.barrier_wait(q_full.at[q_slot])
-                    plgpu.wgmma(s_acc, k_smem.at[own_slot()], q_smem.at[q_slot].T)
-                    products = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    p, derivative = probabilities(products, tile, q_slot, is_partial, at.key_length)
-                    return p, p if derivative is None else p * derivative
+    def write_key(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dkey: list[Any]) -> None:
+        """Stores dK of 64 keys, those within the array, through the memory of the keys."""
+        # Without a cap the scale is left for the end, where there is less to multiply.
+        scale = self.logits.scale if self.logits.soft_cap is None else 1.0
+        matrix = Matrix.of(cta.memory["k_smem"], slot)
+        matrix.store([block * scale for block in dkey])
+        matrix.write(Heads(cta.results[0]), at.batch_idx, start, at.key_head_idx)
 
-                p, factor = pl.run_scoped(with_s, tile_acc)
-                plgpu.barrier_wait(p_free.at[p_slot])
-                p_smem[p_slot] = factor.astype(dtype)
-                plgpu.barrier_arrive(p_full.at[p_slot])
-                p = p.astype(dtype)
-                if logits.dropout_rate > 0:
-                    p = logits.dropped(p, tile, ops)
-                plgpu.barrier_wait(do_full.at[do_slot])
-                plgpu.wgmma(acc, p, do_smem.at[do_slot])
-                plgpu.wgmma_accumulator_load(acc, wait_n=0)
-                release(step)
+    def write_value(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dvalue: list[Any]) -> None:
+        """Stores dV of 64 keys, as `write_key`."""
+        factor = 1 / self.logits.keep_probability
+        matrix = Matrix.of(cta.memory["v_smem"], slot)
+        matrix.store([block * factor for block in dvalue])
+        matrix.write(Heads(cta.results[1]), at.batch_idx, start, at.key_head_idx)
 
-            def visit_dk(acc, step, tile, is_partial, at, own_slot):
-                q_slot, do_slot = slots(step)
-                p_slot = lax.rem(step, jnp.int32(2))
 
-                def with_dp(dp_acc):
-                    plgpu.barrier_wait(do_full.at[do_slot])
-                    plgpu.wgmma(dp_acc, v_smem.at[own_slot()], do_smem.at[do_slot].T)
-                    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                    plgpu.barrier_wait(p_full.at[p_slot])
-                    factor = plgpu.load(p_smem.at[p_slot], layout=tile.layout)
-                    plgpu.barrier_arrive(p_free.at[p_slot])
-                    kept = logits.dropped(factor, tile, ops) if logits.dropout_rate > 0 else None
-                    delta_tile = tile.along_queries(delta_smem.at[do_slot])
-                    return logits.gradient(factor, dp, delta_tile, kept, None)
+@dataclass(frozen=True)
+class _BothGradients(_KeyGradients):
+    """Each warpgroup has 64 keys, and both gradients of theirs in its registers."""
 
-                ds = pl.run_scoped(with_dp, tile_acc).astype(dtype)
-                plgpu.barrier_wait(q_full.at[q_slot])
-                plgpu.wgmma(acc, ds, q_smem.at[q_slot])
-                plgpu.wgmma_accumulator_load(acc, wait_n=0)
-                release(step)
+    def consumers(self) -> tuple[Role, ...]:
+        return (Role(range(self.config.warpgroups), self.consume),)
 
-            def of_tile(tile_idx, step):
-                at = place(tile_idx)
-                slot = kv_slot(tile_idx, 0)
-                plgpu.barrier_wait(kv_full.at[slot])
+    def consume(self, cta: Cta) -> None:
+        self.begin(cta, cta.wg_idx)
+        lax.fori_loop(0, cta.tile_count, functools.partial(self.add_up, cta), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
 
-                def own_slot():
-                    return lax.optimization_barrier(slot)
+    def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
+        """Computes the gradients of 64 keys of a tile, and returns the step of the next tile."""
+        at = cta.place(tile_idx)
+        keys = self.keys(cta)
+        keys.wait(self.key_slot(tile_idx, cta.wg_idx))
+        kept_keys = None
+        if self.config.keeps_keys:
+            matrix = keys.matrix(self.key_slot(tile_idx, cta.wg_idx))
+            kept_keys = [plgpu.load(k, layout=plgpu.Layout.WGMMA) for k in matrix.operands]
 
-                def accumulate(acc):
-                    visit = visit_dv if gives_dv else visit_dk
-                    end = all_visits(at, step, lambda *a: visit(acc, *a, at, own_slot))
-                    return acc[...], end
+        def accumulate(dk_accs, dv_accs):
+            visit = functools.partial(self.visit, cta, tile_idx, kept_keys, dk_accs, dv_accs)
+            end = self.all_visits(cta, at, step, visit)
+            return memory.load_accumulators(dk_accs), memory.load_accumulators(dv_accs), end
 
-                acc_type = dv_acc_type if gives_dv else dk_acc_type
-                gradient, end = pl.run_scoped(accumulate, acc_type)
-                # The other warpgroup's products may still be reading K or V.
-                plgpu.barrier_arrive(scratch["kv_read"])
-                plgpu.barrier_wait(scratch["kv_read"])
-                keys = pl.ds(at.start, _KEYS)
-                if gives_dv:
-                    write(gradient * dv_factor, v_smem.at[slot], dv_gmem, keys, at, value_width)
-                else:
-                    write(gradient * scale, k_smem.at[slot], dk_gmem, keys, at, head_width)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(kv_free.at[slot])
-                return end
+        dkey, dvalue, end = pl.run_scoped(
+            accumulate, self.head.accumulators(), self.value.accumulators()
+        )
+        slot = self.key_slot(tile_idx, cta.wg_idx)
+        start = at.start + cta.wg_idx * WGMMA_ROWS
+        self.write_value(cta, at, slot, start, dvalue)
+        self.write_key(cta, at, slot, start, dkey)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        keys.release(slot)
+        return end
 
-            lax.fori_loop(0, tile_count, of_tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-            if gives_dv:
-                for slot in range(2):
-                    plgpu.barrier_wait(p_free.at[slot])
-
-        if config.splits_roles:
-            pl.when(wg_idx == 0)(lambda: one_gradient(True))
-            pl.when(wg_idx == 1)(lambda: one_gradient(False))
+    def visit(
+        self,
+        cta: Cta,
+        tile_idx: jax.Array,
+        kept_keys: list[jax.Array] | None,
+        dk_accs: list[Any],
+        dv_accs: list[Any],
+        visit: _Visit,
+    ) -> None:
+        """Adds what a block of queries gives to both gradients."""
+        queries, _ = self.rings(cta)
+        q_slot, _ = self.slots(cta, visit)
+        gradient = functools.partial(self.logits_gradient, cta, tile_idx, kept_keys, visit, dv_accs)
+        if self.config.multiplies_early:
+            ds = pl.run_scoped(gradient, self.tile_accumulator(), self.tile_accumulator())
         else:
-            pl.when(wg_idx < wgs)(both_gradients)
+            ds = gradient(None, None)
+        memory.multiply(dk_accs, ds.astype(self.dtype), queries.matrix(q_slot))
+        # Left in flight, they would occupy the registers of P and dS: the other warpgroup has the
+        # tensor cores meanwhile.
+        memory.load_accumulators(dk_accs)
+        self.release(cta, visit)
 
-    shared = functools.partial(operand_memory, dtype=dtype)
-    readers = wgs // key_parts
-    scratch: dict[str, Any] = dict(
-        q_smem=shared((q_stages, rows, head_width)),
-        do_smem=shared((do_stages, rows, value_width)),
-        k_smem=shared((kv_stages * key_parts, _KEYS, head_width)),
-        v_smem=shared((kv_stages * key_parts, _KEYS, value_width)),
-        lse_smem=plgpu.SMEM((q_stages, rows), jnp.float32),
-        delta_smem=plgpu.SMEM((do_stages, rows), jnp.float32),
-        kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=kv_stages * key_parts),
-        kv_free=plgpu.Barrier(num_arrivals=readers, num_barriers=kv_stages * key_parts),
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=q_stages),
-        q_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=q_stages),
-        do_full=plgpu.Barrier(num_arrivals=2, num_barriers=do_stages),
-        do_free=plgpu.Barrier(num_arrivals=wgs, num_barriers=do_stages),
-    )
-    if config.splits_roles:
-        scratch["p_smem"] = shared((2, _KEYS, rows))
-        scratch["p_full"] = plgpu.Barrier(num_barriers=2)
-        scratch["p_free"] = plgpu.Barrier(num_barriers=2)
-        scratch["kv_read"] = plgpu.Barrier(num_arrivals=2)
-    dk, dv = plgpu.kernel(
-        kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(key.shape, dtype),
-            jax.ShapeDtypeStruct(value.shape, dtype),
-        ),
-        scratch_types=scratch,
-        grid=(schedule.shape[0],),
-        grid_names=("cta",),
-        num_threads=wgs + 1,
-        thread_name="wg",
-        kernel_name="attention_key_gradient",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(
-        query,
-        key,
-        value,
-        dout,
-        lse2,
-        delta,
-        schedule,
-        *segment_bounds,
-        *(getattr(operands, name) for name in present),
-    )
-    return dk[:, :key_count, :, :head_size], dv[:, :key_count, :, :value_size]
+    def logits_gradient(
+        self,
+        cta: Cta,
+        tile_idx: jax.Array,
+        kept_keys: list[jax.Array] | None,
+        visit: _Visit,
+        dv_accs: list[Any],
+        s_acc: Any,
+        dp_acc: Any,
+    ) -> jax.Array:
+        """dS^T of a visit; adds what it gives to dV.
+
+        Without accumulators for them, S^T and dP^T are multiplied one after the other.
+        """
+        queries, douts = self.rings(cta)
+        q_slot, do_slot = self.slots(cta, visit)
+        dout = douts.matrix(do_slot)
+        values = functools.partial(Matrix.of, cta.memory["v_smem"])
+
+        def own_slot():
+            return self.key_slot(tile_idx, self.own(cta))
+
+        def multiply_keys(acc):
+            keys = kept_keys or self.keys(cta).matrix(own_slot())
+            memory.multiply_transposed(acc, keys, queries.matrix(q_slot))
+
+        queries.wait(q_slot)
+        if s_acc is None:
+
+            def late_products(acc):
+                multiply_keys(acc)
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+            products = pl.run_scoped(late_products, self.tile_accumulator())
+        else:
+            multiply_keys(s_acc)
+            douts.wait(do_slot)
+            memory.multiply_transposed(dp_acc, values(own_slot()), dout)
+            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
+        p, derivative = self.probabilities(cta, visit, products)
+        # Rounded, as dV needs it: more registers than that are not left.
+        p = lax.optimization_barrier(p.astype(self.dtype))
+        kept = None
+        if self.logits.dropout_rate > 0:
+            kept = self.logits.dropped(p, visit.tile, cta.operands)
+
+        def add_to_value(acc):
+            memory.multiply(dv_accs, p if kept is None else kept, dout)
+            return plgpu.wgmma_accumulator_load(acc, wait_n=self.value.count)
+
+        if dp_acc is None:
+
+            def late_gradient(acc):
+                douts.wait(do_slot)
+                memory.multiply_transposed(acc, values(own_slot()), dout)
+                return add_to_value(acc)
+
+            dp = pl.run_scoped(late_gradient, self.tile_accumulator())
+        else:
+            dp = add_to_value(dp_acc)
+        return self.logits.gradient(p, dp, self.delta(cta, visit), kept, derivative)
+
+
+@dataclass(frozen=True)
+class _SplitGradients(_KeyGradients):
+    """Two warpgroups have the same 64 keys, one the gradient of the values and one that of the keys."""
+
+    def consumers(self) -> tuple[Role, ...]:
+        return (
+            Role(range(1), functools.partial(self.consume, True)),
+            Role(range(1, 2), functools.partial(self.consume, False)),
+        )
+
+    def memory(self) -> dict[str, Any]:
+        rows = self.config.query_block
+        p_smem = memory.tiled((_PROBABILITY_SLOTS,), WGMMA_ROWS, rows, self.dtype)
+        return super().memory() | dict(
+            p_smem=p_smem,
+            p_full=plgpu.Barrier(num_barriers=_PROBABILITY_SLOTS),
+            p_free=plgpu.Barrier(num_barriers=_PROBABILITY_SLOTS),
+            kv_read=plgpu.Barrier(num_arrivals=2),
+        )
+
+    def probability_ring(self, cta: Cta) -> Ring:
+        return cta.ring("p", _PROBABILITY_SLOTS)
+
+    def consume(self, gives_values: bool, cta: Cta) -> None:
+        self.begin(cta, 0)
+        if not gives_values:
+            self.probability_ring(cta).release_all()
+        body = functools.partial(self.add_up, gives_values, cta)
+        lax.fori_loop(0, cta.tile_count, body, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+        if gives_values:
+            self.probability_ring(cta).drain()
+
+    def add_up(
+        self, gives_values: bool, cta: Cta, tile_idx: jax.Array, step: jax.Array
+    ) -> jax.Array:
+        """Computes one gradient of a tile of keys, and returns the step of the next tile."""
+        at = cta.place(tile_idx)
+        keys = self.keys(cta)
+        slot = self.key_slot(tile_idx, 0)
+        keys.wait(slot)
+
+        def accumulate(accs):
+            one = self.visit_of_values if gives_values else self.visit_of_keys
+            end = self.all_visits(cta, at, step, functools.partial(one, cta, slot, accs))
+            return memory.load_accumulators(accs), end
+
+        columns = self.value if gives_values else self.head
+        gradient, end = pl.run_scoped(accumulate, columns.accumulators())
+        # The other warpgroup's products may still be reading K or V.
+        plgpu.barrier_arrive(cta.memory["kv_read"])
+        plgpu.barrier_wait(cta.memory["kv_read"])
+        write = self.write_value if gives_values else self.write_key
+        write(cta, at, slot, at.start, gradient)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        keys.release(slot)
+        return end
+
+    def visit_of_values(self, cta: Cta, slot: jax.Array, accs: list[Any], visit: _Visit) -> None:
+        """Adds what a block of queries gives to dV, and hands on what dS^T is a multiple of."""
+        queries, douts = self.rings(cta)
+        q_slot, do_slot = self.slots(cta, visit)
+        ring = self.probability_ring(cta)
+        p_slot = ring.slot(visit.step)
+
+        def with_products(s_acc):
+            queries.wait(q_slot)
+            keys = self.keys(cta).matrix(lax.optimization_barrier(slot))
+            memory.multiply_transposed(s_acc, keys, queries.matrix(q_slot))
+            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+            p, derivative = self.probabilities(cta, visit, products)
+            return p, p if derivative is None else p * derivative
+
+        p, factor = pl.run_scoped(with_products, self.tile_accumulator())
+        plgpu.barrier_wait(ring.free.at[p_slot])
+        ring.memory[p_slot] = factor.astype(self.dtype)
+        plgpu.barrier_arrive(ring.full.at[p_slot])
+        p = p.astype(self.dtype)
+        if self.logits.dropout_rate > 0:
+            p = self.logits.dropped(p, visit.tile, cta.operands)
+        douts.wait(do_slot)
+        memory.multiply(accs, p, douts.matrix(do_slot))
+        memory.load_accumulators(accs)
+        self.release(cta, visit)
+
+    def visit_of_keys(self, cta: Cta, slot: jax.Array, accs: list[Any], visit: _Visit) -> None:
+        """Adds what a block of queries gives to dK, with what the other warpgroup hands on."""
+        queries, douts = self.rings(cta)
+        q_slot, do_slot = self.slots(cta, visit)
+        ring = self.probability_ring(cta)
+        p_slot = ring.slot(visit.step)
+
+        def with_products(dp_acc):
+            douts.wait(do_slot)
+            values = Matrix.of(cta.memory["v_smem"], lax.optimization_barrier(slot))
+            memory.multiply_transposed(dp_acc, values, douts.matrix(do_slot))
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            ring.wait(p_slot)
+            factor = plgpu.load(ring.memory.at[p_slot], layout=visit.tile.layout)
+            ring.release(p_slot)
+            kept = None
+            if self.logits.dropout_rate > 0:
+                kept = self.logits.dropped(factor, visit.tile, cta.operands)
+            return self.logits.gradient(factor, dp, self.delta(cta, visit), kept, None)
+
+        ds = pl.run_scoped(with_products, self.tile_accumulator()).astype(self.dtype)
+        queries.wait(q_slot)
+        memory.multiply(accs, ds, queries.matrix(q_slot))
+        memory.load_accumulators(accs)
+        self.release(cta, visit)

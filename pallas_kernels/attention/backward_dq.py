@@ -7,8 +7,8 @@ float32, and sums have one order by themselves.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.forward import copyable, shared_width
+from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, Tile
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.tiles import QueryTiles, operand_memory, padded_columns
-
-_ROWS = 64
-"""Queries of a consumer: what one wgmma instruction takes."""
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
+from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,60 @@ class QueryGradientConfig:
 
     @property
     def query_block(self) -> int:
-        return self.consumers * _ROWS
+        return self.consumers * WGMMA_ROWS
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread of a consumer and of the producer, from 64 Ki a multiprocessor."""
-        return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
+    def columns(self, shape: Shape) -> tuple[Columns, Columns]:
+        """Those of queries and keys, and those of values and cotangents."""
+        lengths = (shape.query_count, shape.key_count)
+        return (
+            Columns.of(shape.head_size, lengths, self.key_block),
+            Columns.of(shape.value_size, lengths),
+        )
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Of the matrices, with what is left for barriers."""
+        head, value = self.columns(shape)
+        outputs = 2 if self.separate_output else 1
+        count = outputs * head.bytes(self.query_block) + value.bytes(self.query_block)
+        count += self.key_stages * head.bytes(self.key_block)
+        count += self.value_stages * value.bytes(self.key_block)
+        return count + BARRIER_BYTES
+
+    def fits(self, shape: Shape) -> bool:
+        return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def default_config(head_size: int, value_size: int, logits: Logits) -> QueryGradientConfig:
-    """The largest blocks that registers and shared memory hold.
+def candidates(shape: Shape, logits: Logits) -> tuple[QueryGradientConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
 
-    On an H200, [4, 4096, 16, H] causal: H 128 571 us (blocks of 64 keys 569; not causal 1025 and 1108),
-    H 64 388 us (393 with 4 heads together), and [2, 4096, 16, 256] 530 us (576 with 48 keys).
+    The guess has the largest blocks that registers and shared memory hold.
     """
-    widest = max(head_size, value_size)
-    if 64 < widest <= 128 and logits.needs_registers:
-        return QueryGradientConfig(key_block=64, key_stages=3, value_stages=3)
-    if widest <= 64:
-        return QueryGradientConfig(heads_together=16)
-    if widest <= 128:
-        return QueryGradientConfig()
-    return QueryGradientConfig(key_block=64, value_stages=1, separate_output=False)
+    widest = max(shape.head_size, shape.value_size)
+    if widest <= SWIZZLED_COLUMNS:
+        configs = (
+            QueryGradientConfig(heads_together=16),
+            QueryGradientConfig(),
+            QueryGradientConfig(consumers=3, key_block=64, heads_together=16),
+            QueryGradientConfig(key_block=64, key_stages=4, value_stages=4, heads_together=16),
+        )
+    elif widest <= 2 * SWIZZLED_COLUMNS:
+        wide, narrow = (
+            QueryGradientConfig(),
+            QueryGradientConfig(key_block=64, key_stages=3, value_stages=3),
+        )
+        configs = (narrow, wide) if logits.needs_registers else (wide, narrow)
+        configs += (replace(configs[0], heads_together=16), replace(configs[0], heads_together=1))
+    else:
+        configs = (
+            QueryGradientConfig(key_block=64, value_stages=1, separate_output=False),
+            QueryGradientConfig(consumers=1, key_block=64, separate_output=False),
+        )
+    return tuple(config for config in configs if config.fits(shape))
+
+
+def default_config(shape: Shape, logits: Logits) -> QueryGradientConfig:
+    """The best guess without measurements."""
+    return candidates(shape, logits)[0]
 
 
 def query_gradient(
@@ -80,252 +113,230 @@ def query_gradient(
     config: QueryGradientConfig | None = None,
 ) -> jax.Array:
     """The gradient, [B, T, N, H]; lse2 and delta [B, N, T filled up to whole tiles]."""
-    batch, query_count, heads, head_size = query.shape
-    key_heads, value_size = value.shape[2:]
-    mask, dtype = logits.mask, query.dtype
-    config = config or default_config(head_size, value_size, logits)
-    rows, block, consumers = config.query_block, config.key_block, config.consumers
-    k_stages, v_stages = config.key_stages, config.value_stages
-    head_width, value_width = shared_width(head_size), shared_width(value_size)
-    # Without a cap the scale is left for the end, where there is less to multiply.
-    scale = logits.scale if logits.soft_cap is None else 1.0
-    query, key, value, dout = (copyable(x) for x in (query, key, value, dout))
-    segment_bounds = []
+    shape = Shape.of(query, key, value)
+    config = config or default_config(shape, logits)
+    rows, block, mask = config.query_block, config.key_block, logits.mask
+    head, columns = config.columns(shape)
+    tiles = QueryTiles(mask, shape.heads, rows, block)
+    kernel = _QueryGradient(shape, query.dtype, logits, config, tiles, head, columns)
+    bounds = None
     if mask.has_segments:
-        segments = (operands.query_segments, operands.key_segments)
-        segment_bounds = [segment_blocks(*segments, rows, block)]
-    operands = operands.padded(rows, block)
-    present = [name for name, array in operands._asdict().items() if array is not None]
-    tiles = QueryTiles(mask, heads, rows, block)
-    schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
-
-    def kernel(
-        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, schedule_gmem, *refs, **scratch
-    ):
-        *operand_refs, dq_gmem = refs
-        bounds_gmem = operand_refs.pop(0) if mask.has_segments else None
-        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
-        q_smem, do_smem = scratch["q_smem"], scratch["do_smem"]
-        k_smem, v_smem = scratch["k_smem"], scratch["v_smem"]
-        q_full, q_free = scratch["q_full"], scratch["q_free"]
-        k_full, k_free = scratch["k_full"], scratch["k_free"]
-        v_full, v_free = scratch["v_full"], scratch["v_free"]
-        wg_idx = lax.axis_index("wg")
-        cta_idx = lax.axis_index("cta")
-        tile_count = schedule_gmem[cta_idx, 0]
-
-        def place(tile_idx):
-            return tiles.place(schedule_gmem[cta_idx, tile_idx + 1], ops, bounds_gmem)
-
-        @pl.when(wg_idx == consumers)
-        def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-
-            def copy_tile(tile_idx, step):
-                at = place(tile_idx)
-                key_head = lax.div(at.head_idx, jnp.int32(heads // key_heads))
-
-                def copy_queries(consumer):
-                    plgpu.barrier_wait(q_free.at[consumer])
-                    queries = pl.ds(at.start + consumer * _ROWS, _ROWS)
-                    for gmem, smem, width in (
-                        (q_gmem, q_smem, head_width),
-                        (do_gmem, do_smem, value_width),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            gmem.at[
-                                at.batch_idx,
-                                queries,
-                                at.head_idx,
-                                padded_columns(width, at.batch_idx),
-                            ],
-                            smem.at[consumer],
-                            q_full.at[consumer],
-                        )
-
-                def copy_block(gmem, smem, free, full, width, i, stages):
-                    slot = lax.rem(step + i, jnp.int32(stages))
-                    plgpu.barrier_wait(free.at[slot])
-                    keys = pl.ds((at.stop - 1 - i) * block, block)
-                    plgpu.copy_gmem_to_smem(
-                        gmem.at[at.batch_idx, keys, key_head, padded_columns(width, at.batch_idx)],
-                        smem.at[slot],
-                        full.at[slot],
-                    )
-
-                def copy_pair(i, _):
-                    copy_block(k_gmem, k_smem, k_free, k_full, head_width, i, k_stages)
-                    copy_block(v_gmem, v_smem, v_free, v_full, value_width, i, v_stages)
-
-                # The first consumer starts as soon as its own queries are there.
-                copy_queries(0)
-                copy_pair(0, None)
-                for consumer in range(1, consumers):
-                    copy_queries(consumer)
-                count = at.stop - at.first
-                lax.fori_loop(1, count, copy_pair, None)
-                return step + count
-
-            lax.fori_loop(0, tile_count, copy_tile, jnp.int32(0))
-            # Every arrival is waited for: the interpreter's race detection insists on it.
-            for free, slots in ((k_free, k_stages), (v_free, v_stages), (q_free, consumers)):
-                for slot in range(slots):
-                    plgpu.barrier_wait(free.at[slot])
-
-        @pl.when(wg_idx < consumers)
-        def _consumer():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            for free, slots in ((k_free, k_stages), (v_free, v_stages)):
-                for slot in range(slots):
-                    plgpu.barrier_arrive(free.at[slot])
-            plgpu.barrier_arrive(q_free.at[wg_idx])
-            dq_wg_smem = scratch.get("dq_smem", q_smem).at[wg_idx]
-            vector = plgpu.Layout.WGMMA.reduce(1)
-
-            def add_up(tile_idx, step):
-                at = place(tile_idx)
-                start = at.start + wg_idx * _ROWS
-                # Blocks beyond what its own rows reach a consumer leaves to the others.
-                own = at.key_blocks(start, start + _ROWS)
-                own_stop = at.stop
-                if mask.reach()[1] is not None:
-                    own_stop = lax.clamp(at.first + 1, jnp.int32(own.stop), at.stop)
-
-                def pass_over(i, _):
-                    k_slot = lax.rem(step + i, jnp.int32(k_stages))
-                    v_slot = lax.rem(step + i, jnp.int32(v_stages))
-                    plgpu.barrier_wait(k_full.at[k_slot])
-                    plgpu.barrier_arrive(k_free.at[k_slot])
-                    plgpu.barrier_wait(v_full.at[v_slot])
-                    plgpu.barrier_arrive(v_free.at[v_slot])
-
-                skipped = at.stop - own_stop
-                lax.fori_loop(0, skipped, pass_over, None)
-                step += skipped
-                count = own_stop - at.first
-                lse_wg, delta_wg = (
-                    plgpu.load(
-                        gmem.at[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)],
-                        layout=vector,
-                        optimized=False,
-                    )
-                    for gmem in (lse_gmem, delta_gmem)
-                )
-                plgpu.barrier_wait(q_full.at[wg_idx])
-
-                def visit(i, dq_acc):
-                    k_slot = lax.rem(step + i, jnp.int32(k_stages))
-                    v_slot = lax.rem(step + i, jnp.int32(v_stages))
-                    tile = Tile(
-                        at.batch_idx,
-                        at.head_idx,
-                        start,
-                        (own_stop - 1 - i) * block,
-                        (_ROWS, block),
-                    )
-
-                    def both_products(s_acc, dp_acc):
-                        own = lax.optimization_barrier(wg_idx)
-                        plgpu.barrier_wait(k_full.at[k_slot])
-                        plgpu.wgmma(s_acc, q_smem.at[own], k_smem.at[k_slot].T)
-                        plgpu.barrier_wait(v_full.at[v_slot])
-                        plgpu.wgmma(dp_acc, do_smem.at[own], v_smem.at[v_slot].T)
-                        products = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-
-                        is_partial = False
-                        if not mask.is_always_full(rows, block):
-                            is_partial = (i < full_first) | (i >= full_last)
-                        x = logits.logits_if_masked(products, tile, ops, at.key_length, is_partial)
-                        p = jnp.exp2(x * logits.multiplier - _across(lse_wg, block))
-                        derivative = None
-                        if logits.soft_cap is not None:
-                            derivative = logits.derivative_of_capped(products)
-                        kept = logits.dropped(p, tile, ops) if logits.dropout_rate > 0 else None
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        plgpu.barrier_arrive(v_free.at[v_slot])
-                        ds = logits.gradient(p, dp, _across(delta_wg, block), kept, derivative)
-                        return ds.astype(dtype)
-
-                    ds = pl.run_scoped(
-                        both_products,
-                        plgpu.ACC((_ROWS, block), jnp.float32),
-                        plgpu.ACC((_ROWS, block), jnp.float32),
-                    )
-                    plgpu.wgmma(dq_acc, ds, k_smem.at[k_slot])
-                    # Left in flight, it would occupy the registers of dS: the other consumer has
-                    # the tensor cores meanwhile.
-                    plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                    plgpu.barrier_arrive(k_free.at[k_slot])
-
-                # Visits [full_first, full_last) need no masking.
-                full_first = own_stop - own.full_stop
-                full_last = own_stop - own.full_start
-
-                def all_visits(dq_acc):
-                    lax.fori_loop(0, count, lambda i, _: visit(i, dq_acc), None)
-                    return dq_acc[...]
-
-                dq = pl.run_scoped(all_visits, plgpu.ACC((_ROWS, head_width), jnp.float32))
-                if config.separate_output:
-                    plgpu.barrier_arrive(q_free.at[wg_idx])
-                    # The copy of the previous tile may still be reading this shared memory.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                dq_wg_smem[...] = (dq * scale).astype(dtype)
-                plgpu.commit_smem()
-                queries = pl.ds(start, _ROWS)
-                plgpu.copy_smem_to_gmem(
-                    dq_wg_smem,
-                    dq_gmem.at[
-                        at.batch_idx, queries, at.head_idx, padded_columns(head_width, at.batch_idx)
-                    ],
-                )
-                if not config.separate_output:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(q_free.at[wg_idx])
-                return step + count
-
-            lax.fori_loop(0, tile_count, add_up, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-
-    shared = functools.partial(operand_memory, dtype=dtype)
-    scratch: dict[str, Any] = dict(
-        q_smem=shared((consumers, _ROWS, head_width), contracted=block),
-        do_smem=shared((consumers, _ROWS, value_width)),
-        k_smem=shared((k_stages, block, head_width), contracted=block),
-        v_smem=shared((v_stages, block, value_width)),
-        q_full=plgpu.Barrier(num_arrivals=2, num_barriers=consumers),
-        q_free=plgpu.Barrier(num_barriers=consumers),
-        k_full=plgpu.Barrier(num_barriers=k_stages),
-        k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=k_stages),
-        v_full=plgpu.Barrier(num_barriers=v_stages),
-        v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=v_stages),
+        bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
+    launch = PersistentKernel(
+        name="attention_query_gradient",
+        tiles=tiles,
+        schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
+        roles=(
+            Role(range(config.consumers, config.consumers + 1), kernel.produce),
+            Role(range(config.consumers), kernel.consume),
+        ),
+        memory=kernel.memory(),
+        results=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
     )
-    if config.separate_output:
-        scratch["dq_smem"] = shared((consumers, _ROWS, head_width))
-    dq = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(query.shape, dtype),
-        scratch_types=scratch,
-        grid=(schedule.shape[0],),
-        grid_names=("cta",),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        kernel_name="attention_query_gradient",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(
-        query,
-        key,
-        value,
-        dout,
-        lse2,
-        delta,
-        schedule,
-        *segment_bounds,
-        *(getattr(operands, name) for name in present),
-    )
-    return dq[:, :query_count, :, :head_size]
+    arrays = (query, key, value, dout, lse2, delta)
+    (dquery,) = launch(arrays, operands.padded(rows, block), bounds)
+    return dquery
+
+
+class _Rows(NamedTuple):
+    """What a consumer works on: 64 queries of a tile, and the blocks of keys that they visit."""
+
+    at: Place
+    start: jax.Array
+    """The first query."""
+    visits: Visits
+    step: jax.Array
+    """How many blocks the CTA has been through before the first visit."""
+    lse2: jax.Array
+    """The log-sum-exp in base 2 of each row."""
+    delta: jax.Array
+
+
+@dataclass(frozen=True)
+class _QueryGradient:
+    """The kernel: what is static, what the shared memory holds, and the two roles."""
+
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: QueryGradientConfig
+    tiles: QueryTiles
+    head: Columns
+    value: Columns
+
+    def memory(self) -> dict[str, Any]:
+        config, dtype = self.config, self.dtype
+        consumers, block = config.consumers, config.key_block
+        head, value = self.head, self.value
+        memory: dict[str, Any] = dict(
+            q_smem=head.memory((consumers,), WGMMA_ROWS, dtype),
+            do_smem=value.memory((consumers,), WGMMA_ROWS, dtype),
+            k_smem=head.memory((config.key_stages,), block, dtype),
+            v_smem=value.memory((config.value_stages,), block, dtype),
+            q_full=plgpu.Barrier(num_arrivals=head.count + value.count, num_barriers=consumers),
+            q_free=plgpu.Barrier(num_barriers=consumers),
+            k_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=config.key_stages),
+            k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=config.key_stages),
+            v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=config.value_stages),
+            v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=config.value_stages),
+        )
+        if config.separate_output:
+            memory["dq_smem"] = head.memory((consumers,), WGMMA_ROWS, dtype)
+        return memory
+
+    def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
+        """Of Q and, beside it, dO, which has a slot for each consumer, of K and of V."""
+        config = self.config
+        return (
+            cta.ring("q", config.consumers),
+            cta.ring("k", config.key_stages),
+            cta.ring("v", config.value_stages),
+        )
+
+    # --- the producer -----------------------------------------------------------------------------
+
+    def produce(self, cta: Cta) -> None:
+        plgpu.set_max_registers(registers(self.config.consumers)[1], action="decrease")
+        lax.fori_loop(0, cta.tile_count, functools.partial(self.copy_tile, cta), jnp.int32(0))
+        queries, keys, values = self.rings(cta)
+        for ring in (keys, values, queries):
+            ring.drain()
+
+    def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
+        """Copies what a tile needs, and returns the step of the next."""
+        at = cta.place(tile_idx)
+        queries, keys, values = self.rings(cta)
+        q_heads, k_heads, v_heads, do_heads = map(Heads, cta.arrays[:4])
+        key_head = lax.div(at.head_idx, jnp.int32(self.shape.group))
+
+        def copy_queries(consumer):
+            start = at.start + consumer * WGMMA_ROWS
+            queries.fill(consumer, q_heads, at.batch_idx, start, at.head_idx)
+            dout = Matrix.of(cta.memory["do_smem"], consumer)
+            dout.fill(do_heads, at.batch_idx, start, at.head_idx, queries.full.at[consumer])
+
+        def copy_pair(i, _):
+            start = (at.stop - 1 - i) * self.config.key_block
+            for ring, heads in ((keys, k_heads), (values, v_heads)):
+                ring.fill(ring.slot(step + i), heads, at.batch_idx, start, key_head)
+
+        # The first consumer starts as soon as its own queries are there.
+        copy_queries(0)
+        copy_pair(0, None)
+        for consumer in range(1, self.config.consumers):
+            copy_queries(consumer)
+        count = at.stop - at.first
+        lax.fori_loop(1, count, copy_pair, None)
+        return step + count
+
+    # --- the consumers ----------------------------------------------------------------------------
+
+    def consume(self, cta: Cta) -> None:
+        plgpu.set_max_registers(registers(self.config.consumers)[0], action="increase")
+        queries, keys, values = self.rings(cta)
+        keys.release_all()
+        values.release_all()
+        queries.release(cta.wg_idx)
+        lax.fori_loop(0, cta.tile_count, functools.partial(self.add_up, cta), jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def add_up(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
+        """Computes the gradient of 64 queries, and returns the step of the next tile."""
+        at = cta.place(tile_idx)
+        start = at.start + cta.wg_idx * WGMMA_ROWS
+        visits = self.tiles.visits(at, start, WGMMA_ROWS)
+        lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, step), None)
+        step += visits.skipped
+        queries, _, _ = self.rings(cta)
+        lse2, delta = (
+            plgpu.load(
+                gmem.at[at.batch_idx, at.head_idx, pl.ds(start, WGMMA_ROWS)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
+                optimized=False,
+            )
+            for gmem in cta.arrays[4:]
+        )
+        queries.wait(cta.wg_idx)
+        rows = _Rows(at, start, visits, step, lse2, delta)
+
+        def all_visits(dq_accs):
+            body = functools.partial(self.visit, cta, rows, dq_accs)
+            lax.fori_loop(0, visits.count, lambda i, _: body(i), None)
+            return memory.load_accumulators(dq_accs)
+
+        self.write(cta, rows, pl.run_scoped(all_visits, self.head.accumulators()))
+        return step + visits.count
+
+    def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
+        """Passes over a block that only other consumers' rows reach."""
+        _, keys, values = self.rings(cta)
+        for ring in (keys, values):
+            slot = ring.slot(step + i)
+            ring.wait(slot)
+            ring.release(slot)
+
+    def visit(self, cta: Cta, rows: _Rows, dq_accs: list[Any], i: jax.Array) -> None:
+        """Adds what the block of a visit gives to the gradient."""
+        _, keys, values = self.rings(cta)
+        k_slot, v_slot = keys.slot(rows.step + i), values.slot(rows.step + i)
+        acc = plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
+        products = functools.partial(self.logits_gradient, cta, rows, i, k_slot, v_slot)
+        ds = pl.run_scoped(products, acc, acc)
+        memory.multiply(dq_accs, ds, keys.matrix(k_slot))
+        # Left in flight, it would occupy the registers of dS: the other consumer has the tensor cores
+        # meanwhile.
+        memory.load_accumulators(dq_accs)
+        keys.release(k_slot)
+
+    def logits_gradient(
+        self, cta: Cta, rows: _Rows, i: Any, k_slot: Any, v_slot: Any, s_acc: Any, dp_acc: Any
+    ) -> jax.Array:
+        """The gradient dS of the logits in the block of a visit, rounded."""
+        queries, keys, values = self.rings(cta)
+        at, logits, block = rows.at, self.logits, self.config.key_block
+        # The index is unknown before the loop, so that addresses do not occupy registers there.
+        own = lax.optimization_barrier(cta.wg_idx)
+        dout = Matrix.of(cta.memory["do_smem"], own)
+        keys.wait(k_slot)
+        memory.multiply_transposed(s_acc, queries.matrix(own), keys.matrix(k_slot))
+        values.wait(v_slot)
+        memory.multiply_transposed(dp_acc, dout, values.matrix(v_slot))
+        products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
+
+        key_start = (rows.visits.last - i) * block
+        tile = Tile(at.batch_idx, at.head_idx, rows.start, key_start, (WGMMA_ROWS, block))
+        is_partial = False
+        if not logits.mask.is_always_full(self.config.query_block, block):
+            is_partial = rows.visits.is_partial(i)
+        x = logits.logits_if_masked(products, tile, cta.operands, at.key_length, is_partial)
+        p = jnp.exp2(x * logits.multiplier - _across(rows.lse2, block))
+        derivative = None
+        if logits.soft_cap is not None:
+            derivative = logits.derivative_of_capped(products)
+        kept = logits.dropped(p, tile, cta.operands) if logits.dropout_rate > 0 else None
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        values.release(v_slot)
+        ds = logits.gradient(p, dp, _across(rows.delta, block), kept, derivative)
+        return ds.astype(self.dtype)
+
+    def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
+        """Stores the gradient of the tile's rows, those within the array."""
+        queries, _, _ = self.rings(cta)
+        at = rows.at
+        if self.config.separate_output:
+            queries.release(cta.wg_idx)
+            # The copy of the previous tile may still be reading this shared memory.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        # Without a cap the scale is left for the end, where there is less to multiply.
+        scale = self.logits.scale if self.logits.soft_cap is None else 1.0
+        matrix = Matrix.of(cta.memory.get("dq_smem", cta.memory["q_smem"]), cta.wg_idx)
+        matrix.store([block * scale for block in dquery])
+        matrix.write(Heads(cta.results[0]), at.batch_idx, rows.start, at.head_idx)
+        if not self.config.separate_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            queries.release(cta.wg_idx)
 
 
 def _across(vector: jax.Array, columns: int) -> jax.Array:
-    """[rows] to [rows, columns]."""
+    """A number for each row, for all of so many columns."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])

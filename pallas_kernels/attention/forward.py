@@ -1,16 +1,15 @@
-"""Attention on Hopper, forward: flash attention with a producer and two or three consumers.
+"""Attention on Hopper, forward: flash attention with a producer and one to three consumers.
 
-One warpgroup copies Q, K and V by TMA; each of the others holds 64 queries. A consumer issues Q K^T
-of a block together with P V of the one before, and takes exponentials as soon as the first is done,
-so that the tensor cores have its second product, and those of the other consumers, meanwhile. CTAs
-are persistent: the copies of the next tile run during the end of this one.
+The producer copies Q, K and V by TMA; each consumer holds 64 queries. A consumer issues Q K^T of a
+block together with P V of the one before, and takes exponentials as soon as the first is done, so
+that the tensor cores have its second product, and those of the other consumers, meanwhile. CTAs are
+persistent: the copies of the next tile run during the end of this one.
 """
 
 import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
     LOG2E,
@@ -27,14 +27,17 @@ from pallas_kernels.attention.logits import (
     saved_length,
 )
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.tiles import QueryTiles, operand_memory, padded_columns
+from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
-
-_ROWS = 64
-"""Queries of a consumer: what one wgmma instruction takes."""
 
 _LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
 """Where the running maximum starts: finite, so that its difference to -inf is not NaN."""
+
+_VECTOR = plgpu.Layout.WGMMA.reduce(1)
+"""How a number for each row of a tile lies in registers."""
 
 
 @dataclass(frozen=True)
@@ -64,69 +67,81 @@ class ForwardConfig:
 
     @property
     def query_block(self) -> int:
-        return self.consumers * _ROWS
+        return self.consumers * WGMMA_ROWS
 
-    def shared_bytes(self, head_size: int, value_size: int) -> int:
-        """Of Q, K, V and the output in 16-bit elements, and no less than the barriers beside them."""
-        head_width, value_width = shared_width(head_size), shared_width(value_size)
-        elements = self.query_block * head_width
-        elements += self.stages * self.key_block * (head_width + value_width)
-        if self.has_own_output(head_size, value_size):
-            elements += self.query_block * value_width
-        return 2 * elements + BARRIER_BYTES
+    def columns(self, shape: Shape) -> tuple[Columns, Columns]:
+        """Those of queries and keys, and those of values and output."""
+        lengths = (shape.query_count, shape.key_count)
+        return (
+            Columns.of(shape.head_size, lengths),
+            Columns.of(shape.value_size, lengths, self.key_block),
+        )
 
-    def has_own_output(self, head_size: int, value_size: int) -> bool:
-        """Whether the output has shared memory of its own: also where that of Q has another width."""
-        return self.separate_output or shared_width(head_size) != shared_width(value_size)
+    def has_own_output(self, shape: Shape) -> bool:
+        """Whether the output has shared memory of its own: also where Q's is laid out otherwise."""
+        head, value = self.columns(shape)
+        return self.separate_output or head != value
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread of a consumer and of the producer, from 64 Ki a multiprocessor."""
-        return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[self.consumers]
+    def shared_bytes(self, shape: Shape) -> int:
+        """Of Q, K, V and the output, with what is left for barriers."""
+        head, value = self.columns(shape)
+        count = head.bytes(self.query_block)
+        count += self.stages * (head.bytes(self.key_block) + value.bytes(self.key_block))
+        if self.has_own_output(shape):
+            count += value.bytes(self.query_block)
+        return count + BARRIER_BYTES
+
+    def fits(self, shape: Shape) -> bool:
+        return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def default_config(
-    head_size: int, value_size: int, key_count: int, queries_per_key_head: int
-) -> ForwardConfig:
-    """The measured choice. TFLOP/s on an H200, bf16, B4 T4096 N16 unless said otherwise.
+_CACHED_BYTES = 2**24
+"""Of K and V that CTAs work on at a time: a share of the L2 cache that leaves room for the rest."""
 
-    Head size 64: 531 with 3 consumers that take turns, 515 without turns, 426 with 2 consumers;
-    causal 467, 446, 399. Head size 128: 702 without turns, 689 with them, 673 with blocks of 160
-    keys; T 16384: 712, 703. Head size 256, B2, causal: 708 without turns, 698 with them.
+
+def candidates(shape: Shape, logits: Logits) -> tuple[ForwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
+
+    Tensor cores idle least where several consumers take exponentials while another multiplies, so
+    there are as many as have room for their tiles in registers; then blocks are as large as fit.
     """
-    widest = max(head_size, value_size)
-    # 16 MB of K and V at a time: T 4096, head size 128: 698 with 8 MB, 671 with 32 MB.
-    head_bytes = 2 * key_count * (head_size + value_size)
-    together = max(1, 2**24 // head_bytes) * queries_per_key_head
-    if widest <= 64:
-        return ForwardConfig(consumers=3, takes_turns=True, heads_together=together)
-    if widest <= 128:
-        return ForwardConfig(heads_together=together)
-    config = ForwardConfig(key_block=64, separate_output=False, heads_together=together)
-    if config.shared_bytes(head_size, value_size) <= SHARED_MEMORY_BYTES:
-        return config
-    return replace(config, consumers=1)
+    del logits  # What an element of a tile takes does not change the guess.
+    widest = max(shape.head_size, shape.value_size)
+    if widest <= SWIZZLED_COLUMNS:
+        configs = (
+            ForwardConfig(consumers=3, takes_turns=True),
+            ForwardConfig(consumers=3),
+            ForwardConfig(consumers=2),
+            ForwardConfig(consumers=2, key_block=64, stages=4),
+            ForwardConfig(consumers=1),
+        )
+    elif widest <= 2 * SWIZZLED_COLUMNS:
+        configs = (
+            ForwardConfig(),
+            ForwardConfig(takes_turns=True),
+            ForwardConfig(consumers=3, key_block=64, takes_turns=True),
+            ForwardConfig(key_block=64, stages=4),
+            ForwardConfig(consumers=1),
+        )
+    else:
+        configs = (
+            ForwardConfig(key_block=64, separate_output=False),
+            ForwardConfig(key_block=64, separate_output=False, takes_turns=True),
+            ForwardConfig(key_block=128, separate_output=False),
+            ForwardConfig(consumers=1, key_block=64, separate_output=False),
+            ForwardConfig(consumers=1, key_block=128, separate_output=False),
+        )
+    head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
+    together = max(1, _CACHED_BYTES // head_bytes) * shape.group
+    legal = [replace(config, heads_together=together) for config in configs if config.fits(shape)]
+    if together > shape.group:
+        legal.append(replace(legal[0], heads_together=shape.group))
+    return tuple(legal)
 
 
-def shared_width(head_size: int) -> int:
-    """The head size in shared memory: TMA fills what is beyond the array's with zeros."""
-    for width in (16, 32, 64):
-        if head_size <= width:
-            return width
-    return -(-head_size // 16) * 16
-
-
-def copyable(array: jax.Array) -> jax.Array:
-    """[B, T, N, H] with what Mosaic's copies of tiles ask of a global array, padded where it lacks.
-
-    They take it in tiles of 8 x 16 to 64 elements, whole ones unless there is but one of them.
-    """
-    length, head_size = array.shape[1], array.shape[3]
-    rows = -length % 8 if length > 8 else 0
-    columns = -head_size % 16 if head_size > 64 else 0
-    if rows == columns == 0:
-        return array
-    return jnp.pad(array, ((0, 0), (0, rows), (0, 0), (0, columns)))
+def default_config(shape: Shape, logits: Logits) -> ForwardConfig:
+    """The best guess without measurements."""
+    return candidates(shape, logits)[0]
 
 
 def forward(
@@ -140,341 +155,344 @@ def forward(
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, R]), see pallas_kernels.attention.attention."""
-    batch, query_count, heads, head_size = query.shape
-    key_count, key_heads, value_size = value.shape[1:]
-    mask = logits.mask
-    dtype = query.dtype
-    config = config or default_config(head_size, value_size, key_count, heads // key_heads)
-    rows, block, stages = config.query_block, config.key_block, config.stages
-    consumers = config.consumers
-    head_width, value_width = shared_width(head_size), shared_width(value_size)
-    query, key, value = copyable(query), copyable(key), copyable(value)
-    # What arrays only some calls have: the bounds by segments, then the operands.
-    segment_bounds = []
+    shape = Shape.of(query, key, value)
+    config = config or default_config(shape, logits)
+    rows, block, mask = config.query_block, config.key_block, logits.mask
+    head, columns = config.columns(shape)
+    tiles = QueryTiles(mask, shape.heads, rows, block)
+    kernel = _Forward(shape, query.dtype, logits, config, tiles, head, columns)
+    bounds = None
     if mask.has_segments:
-        segments = (operands.query_segments, operands.key_segments)
-        segment_bounds = [segment_blocks(*segments, rows, block)]
-    operands = operands.padded(rows, block)
-    present = [name for name, array in operands._asdict().items() if array is not None]
-    tiles = QueryTiles(mask, heads, rows, block)
-    schedule = tiles.schedule(batch, config.heads_together, multiprocessors)
-    lse_length = saved_length(query_count)
-    # Whether blocks are masked: the last of a consumer, then the others; None is by their number.
-    last_is_masked = not mask.is_always_full(rows, block)
-    others_are_masked: bool | None = None
-    if mask.has_explicit:
-        others_are_masked = True
-    elif not mask.has_left_edge and mask.right_partial_blocks(_ROWS, block) == 1:
-        others_are_masked = False
-
-    def kernel(q_gmem, k_gmem, v_gmem, schedule_gmem, *refs, **scratch):
-        *operand_refs, out_gmem, lse_gmem = refs
-        bounds_gmem = operand_refs.pop(0) if mask.has_segments else None
-        ops = Operands(**dict(zip(present, operand_refs, strict=True)))
-        q_smem, k_smem, v_smem = scratch["q_smem"], scratch["k_smem"], scratch["v_smem"]
-        out_smem = scratch.get("out_smem")
-        q_full, q_free = scratch["q_full"], scratch["q_free"]
-        k_full, k_free = scratch["k_full"], scratch["k_free"]
-        v_full, v_free = scratch["v_full"], scratch["v_free"]
-        turn = scratch.get("turn")
-        wg_idx = lax.axis_index("wg")
-        cta_idx = lax.axis_index("cta")
-        tile_count = schedule_gmem[cta_idx, 0]
-
-        def place(tile_idx):
-            return tiles.place(schedule_gmem[cta_idx, tile_idx + 1], ops, bounds_gmem)
-
-        @pl.when(wg_idx == consumers)
-        def _producer():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-
-            def copy_tile(tile_idx, step):
-                at = place(tile_idx)
-                key_head = lax.div(at.head_idx, jnp.int32(heads // key_heads))
-
-                def copy_queries(consumer):
-                    plgpu.barrier_wait(q_free.at[consumer])
-                    plgpu.copy_gmem_to_smem(
-                        q_gmem.at[
-                            at.batch_idx,
-                            pl.ds(at.start + consumer * _ROWS, _ROWS),
-                            at.head_idx,
-                            padded_columns(head_width, at.batch_idx),
-                        ],
-                        q_smem.at[consumer],
-                        q_full.at[consumer],
-                    )
-
-                def copy_block(gmem, smem, free, full, width, index, slot):
-                    plgpu.barrier_wait(free.at[slot])
-                    plgpu.copy_gmem_to_smem(
-                        gmem.at[
-                            at.batch_idx,
-                            pl.ds(index * block, block),
-                            key_head,
-                            padded_columns(width, at.batch_idx),
-                        ],
-                        smem.at[slot],
-                        full.at[slot],
-                    )
-
-                def copy_key(index, slot):
-                    copy_block(k_gmem, k_smem, k_free, k_full, head_width, index, slot)
-
-                def copy_value(index, slot):
-                    copy_block(v_gmem, v_smem, v_free, v_full, value_width, index, slot)
-
-                count = at.stop - at.first
-                last = at.stop - 1
-                # The first consumer starts as soon as its own queries are there.
-                copy_queries(0)
-                copy_key(last, lax.rem(step, jnp.int32(stages)))
-                for consumer in range(1, consumers):
-                    copy_queries(consumer)
-                copy_value(last, lax.rem(step, jnp.int32(stages)))
-
-                def copy_pair(i, _):
-                    slot = lax.rem(step + i, jnp.int32(stages))
-                    copy_key(last - i, slot)
-                    copy_value(last - i, slot)
-
-                lax.fori_loop(1, count, copy_pair, None)
-                return step + count
-
-            lax.fori_loop(0, tile_count, copy_tile, jnp.int32(0))
-            # Every arrival is waited for: the interpreter's race detection insists on it.
-            for slot in range(stages):
-                plgpu.barrier_wait(k_free.at[slot])
-                plgpu.barrier_wait(v_free.at[slot])
-            for consumer in range(consumers):
-                plgpu.barrier_wait(q_free.at[consumer])
-
-        @pl.when(wg_idx < consumers)
-        def _consumer():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            for slot in range(stages):
-                plgpu.barrier_arrive(k_free.at[slot])
-                plgpu.barrier_arrive(v_free.at[slot])
-            plgpu.barrier_arrive(q_free.at[wg_idx])
-            q_wg_smem = q_smem.at[wg_idx]
-            out_wg_smem = q_wg_smem if out_smem is None else out_smem.at[wg_idx]
-
-            def take_turn():
-                if config.takes_turns:
-                    plgpu.barrier_wait(turn.at[wg_idx])
-
-            def pass_turn():
-                if config.takes_turns:
-                    following = jnp.where(wg_idx == consumers - 1, 0, wg_idx + 1)
-                    plgpu.barrier_arrive(turn.at[following])
-
-            if config.takes_turns:
-
-                @pl.when(wg_idx == consumers - 1)
-                def _():
-                    plgpu.barrier_arrive(turn.at[0])
-
-            def attend(tile_idx, step):
-                at = place(tile_idx)
-                start = at.start + wg_idx * _ROWS
-                # Blocks beyond what its own rows reach a consumer leaves to the others.
-                own = at.key_blocks(start, start + _ROWS)
-                own_stop = at.stop
-                if mask.reach()[1] is not None:
-                    own_stop = lax.clamp(at.first + 1, jnp.int32(own.stop), at.stop)
-
-                def pass_over(i, _):
-                    slot = lax.rem(step + i, jnp.int32(stages))
-                    plgpu.barrier_wait(k_full.at[slot])
-                    take_turn()
-                    pass_turn()
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    plgpu.barrier_wait(v_full.at[slot])
-                    plgpu.barrier_arrive(v_free.at[slot])
-
-                skipped = at.stop - own_stop
-                lax.fori_loop(0, skipped, pass_over, None)
-                step += skipped
-                count = own_stop - at.first
-                last = own_stop - 1
-                full_first = own_stop - own.full_stop
-                full_last = own_stop - own.full_start
-
-                def softmax(products, maximum, total, i, masked):
-                    tile = Tile(
-                        at.batch_idx, at.head_idx, start, (last - i) * block, (_ROWS, block)
-                    )
-                    is_partial = masked
-                    if masked is None:
-                        is_partial = (i < full_first) | (i >= full_last)
-                    x = logits.logits_if_masked(products, tile, ops, at.key_length, is_partial)
-                    scaled = _times(jnp.max(x, axis=1), logits.multiplier)
-                    new_maximum = jnp.maximum(maximum, scaled)
-                    decay = jnp.exp2(maximum - new_maximum)
-                    weights = jnp.exp2(
-                        _times(x, logits.multiplier) - _rows(new_maximum, products.shape)
-                    )
-                    # Sums of columns 8 apart stay within a thread; across threads only at the end.
-                    total = total * _rows(decay, total.shape)
-                    columns = [weights[:, c : c + 8] for c in range(0, block, 8)]
-                    total += functools.reduce(operator.add, columns)
-                    if logits.dropout_rate > 0:
-                        weights = logits.dropped(weights, tile, ops)
-                    return weights.astype(dtype), new_maximum, total, decay
-
-                plgpu.barrier_wait(q_full.at[wg_idx])
-                slot = lax.rem(step, jnp.int32(stages))
-                plgpu.barrier_wait(k_full.at[slot])
-                take_turn()
-
-                def first_products(s_acc):
-                    plgpu.wgmma(s_acc, q_wg_smem, k_smem.at[slot].T)
-                    pass_turn()
-                    return s_acc[...]
-
-                products = pl.run_scoped(first_products, plgpu.ACC((_ROWS, block), jnp.float32))
-                plgpu.barrier_arrive(k_free.at[slot])
-                vector = plgpu.Layout.WGMMA.reduce(1)
-                maximum = plgpu.layout_cast(jnp.full((_ROWS,), _LOWEST, jnp.float32), vector)
-                total = plgpu.layout_cast(jnp.zeros((_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-                weights, maximum, total, _ = softmax(products, maximum, total, 0, last_is_masked)
-                out = plgpu.layout_cast(
-                    jnp.zeros((_ROWS, value_width), jnp.float32), plgpu.Layout.WGMMA
-                )
-
-                def advance(i, carry, *, masked):
-                    out, weights, maximum, total = carry
-                    k_slot = lax.rem(step + i, jnp.int32(stages))
-                    v_slot = lax.rem(step + i - 1, jnp.int32(stages))
-                    plgpu.barrier_wait(k_full.at[k_slot])
-                    plgpu.barrier_wait(v_full.at[v_slot])
-                    take_turn()
-
-                    def both_products(s_acc, out_acc):
-                        out_acc[...] = out
-                        plgpu.wgmma(s_acc, q_wg_smem, k_smem.at[k_slot].T)
-                        plgpu.wgmma(out_acc, weights, v_smem.at[v_slot])
-                        pass_turn()
-                        products = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                        plgpu.barrier_arrive(k_free.at[k_slot])
-                        result = softmax(products, maximum, total, i, masked)
-                        new_out = plgpu.wgmma_accumulator_load(out_acc, wait_n=0)
-                        plgpu.barrier_arrive(v_free.at[v_slot])
-                        return new_out, *result
-
-                    out, weights, maximum, total, decay = pl.run_scoped(
-                        both_products,
-                        plgpu.ACC((_ROWS, block), jnp.float32),
-                        plgpu.ACC((_ROWS, value_width), jnp.float32),
-                    )
-                    out = out * _rows(decay, out.shape)
-                    return out, weights, maximum, total
-
-                carry = (out, weights, maximum, total)
-                carry = lax.fori_loop(
-                    1, count, functools.partial(advance, masked=others_are_masked), carry
-                )
-                out, weights, maximum, total = carry
-                total = jnp.sum(total, axis=1)
-                if out_smem is not None:
-                    plgpu.barrier_arrive(q_free.at[wg_idx])
-
-                v_slot = lax.rem(step + count - 1, jnp.int32(stages))
-                plgpu.barrier_wait(v_full.at[v_slot])
-
-                def last_products(out_acc):
-                    out_acc[...] = out
-                    plgpu.wgmma(out_acc, weights, v_smem.at[v_slot])
-                    return out_acc[...]
-
-                out = pl.run_scoped(last_products, plgpu.ACC((_ROWS, value_width), jnp.float32))
-                plgpu.barrier_arrive(v_free.at[v_slot])
-
-                if logits.has_sinks:
-                    sink = ops.sinks[at.head_idx] * LOG2E
-                    new_maximum = jnp.maximum(maximum, sink)
-                    decay = jnp.exp2(maximum - new_maximum)
-                    total = total * decay + jnp.exp2(sink - new_maximum)
-                    maximum = new_maximum
-                    out = out * _rows(decay, out.shape)
-                empty = total == 0.0
-                if ops.query_lengths is not None:
-                    row = start + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=vector)
-                    empty = empty | (row >= at.query_length)
-                lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
-                inverse = jnp.where(
-                    empty, 0.0, (1.0 / logits.keep_probability) / jnp.where(empty, 1.0, total)
-                )
-                out = out * _rows(inverse, out.shape)
-
-                # The copies of the previous tile may still be reading this shared memory.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_wg_smem[...] = out.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_wg_smem,
-                    out_gmem.at[
-                        at.batch_idx,
-                        pl.ds(start, _ROWS),
-                        at.head_idx,
-                        padded_columns(value_width, at.batch_idx),
-                    ],
-                )
-
-                # Registers are written without a test for the end, so rows beyond it are not written.
-                @_when_needed(start < lse_length, lse_length < tiles.count * rows)
-                def _write_lse():
-                    lse_gmem[at.batch_idx, at.head_idx, pl.ds(start, _ROWS)] = lse
-
-                if out_smem is None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(q_free.at[wg_idx])
-                return step + count
-
-            lax.fori_loop(0, tile_count, attend, jnp.int32(0))
-            pl.when(wg_idx == 0)(take_turn)
-            plgpu.wait_smem_to_gmem(0)
-
-    shared = functools.partial(operand_memory, dtype=dtype)
-    scratch: dict[str, Any] = dict(
-        q_smem=shared((consumers, _ROWS, head_width)),
-        k_smem=shared((stages, block, head_width)),
-        v_smem=shared((stages, block, value_width), contracted=block),
-        q_full=plgpu.Barrier(num_barriers=consumers),
-        q_free=plgpu.Barrier(num_barriers=consumers),
-        k_full=plgpu.Barrier(num_barriers=stages),
-        k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-        v_full=plgpu.Barrier(num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-    )
-    if config.takes_turns:
-        scratch["turn"] = plgpu.Barrier(num_barriers=consumers)
-    if config.has_own_output(head_size, value_size):
-        scratch["out_smem"] = shared((consumers, _ROWS, value_width))
-
-    out, lse = plgpu.kernel(
-        kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, query.shape[1], heads, value.shape[3]), dtype),
-            jax.ShapeDtypeStruct((batch, heads, lse_length), jnp.float32),
+        bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
+    launch = PersistentKernel(
+        name="attention_forward",
+        tiles=tiles,
+        schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
+        roles=(
+            Role(range(config.consumers, config.consumers + 1), kernel.produce),
+            Role(range(config.consumers), kernel.consume),
         ),
-        scratch_types=scratch,
-        grid=(schedule.shape[0],),
-        grid_names=("cta",),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        kernel_name="attention_forward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(query, key, value, schedule, *segment_bounds, *(getattr(operands, name) for name in present))
-    return out[:, :query_count, :, :value_size], lse
+        memory=kernel.memory(),
+        results=kernel.results(),
+    )
+    out, lse = launch((query, key, value), operands.padded(rows, block), bounds)
+    return out, lse
 
 
-def _when_needed(condition: jax.Array, is_needed: bool) -> Callable[[Callable[[], None]], None]:
-    """`pl.when(condition)` where the condition is needed, else what is always done."""
-    return pl.when(condition) if is_needed else lambda f: f()
+class _Rows(NamedTuple):
+    """What a consumer works on: 64 queries of a tile, and the blocks of keys that they visit."""
+
+    at: Place
+    start: jax.Array
+    """The first query."""
+    visits: Visits
+    step: jax.Array
+    """How many blocks the CTA has been through before the first visit."""
 
 
-def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+class _Softmax(NamedTuple):
+    """The softmax of 64 rows so far, in the units of `Logits.logits` times its multiplier."""
+
+    maximum: jax.Array
+    """Of each row."""
+    total: jax.Array
+    """[64, 8], summed over columns 8 apart, which lie within a thread."""
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The kernel: what is static, what the shared memory holds, and the two roles."""
+
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: ForwardConfig
+    tiles: QueryTiles
+    head: Columns
+    value: Columns
+
+    def memory(self) -> dict[str, Any]:
+        config, dtype = self.config, self.dtype
+        consumers, stages = config.consumers, config.stages
+        block, head, value = config.key_block, self.head, self.value
+        memory: dict[str, Any] = dict(
+            q_smem=head.memory((consumers,), WGMMA_ROWS, dtype),
+            k_smem=head.memory((stages,), block, dtype),
+            v_smem=value.memory((stages,), block, dtype),
+            q_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=consumers),
+            q_free=plgpu.Barrier(num_barriers=consumers),
+            k_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=stages),
+            k_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=stages),
+            v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        )
+        if config.takes_turns:
+            memory["turn"] = plgpu.Barrier(num_barriers=consumers)
+        if config.has_own_output(self.shape):
+            memory["out_smem"] = value.memory((consumers,), WGMMA_ROWS, dtype)
+        return memory
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        batch, query_count, _, heads, _, _, value_size = self.shape
+        return (
+            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), self.dtype),
+            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
+        )
+
+    def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
+        """Of Q, which has a slot for each consumer, of K and of V."""
+        stages = self.config.stages
+        return cta.ring("q", self.config.consumers), cta.ring("k", stages), cta.ring("v", stages)
+
+    # --- the producer -----------------------------------------------------------------------------
+
+    def produce(self, cta: Cta) -> None:
+        plgpu.set_max_registers(registers(self.config.consumers)[1], action="decrease")
+        lax.fori_loop(0, cta.tile_count, functools.partial(self.copy_tile, cta), jnp.int32(0))
+        queries, keys, values = self.rings(cta)
+        for slot in range(self.config.stages):
+            plgpu.barrier_wait(keys.free.at[slot])
+            plgpu.barrier_wait(values.free.at[slot])
+        queries.drain()
+
+    def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
+        """Copies what a tile needs, and returns the step of the next."""
+        at = cta.place(tile_idx)
+        queries, keys, values = self.rings(cta)
+        q_heads, k_heads, v_heads = map(Heads, cta.arrays)
+        key_head = lax.div(at.head_idx, jnp.int32(self.shape.group))
+        block = self.config.key_block
+
+        def copy_queries(consumer):
+            start = at.start + consumer * WGMMA_ROWS
+            queries.fill(consumer, q_heads, at.batch_idx, start, at.head_idx)
+
+        def copy_block(ring, heads, index, slot):
+            ring.fill(slot, heads, at.batch_idx, index * block, key_head)
+
+        count = at.stop - at.first
+        last = at.stop - 1
+        # The first consumer starts as soon as its own queries are there.
+        copy_queries(0)
+        copy_block(keys, k_heads, last, keys.slot(step))
+        for consumer in range(1, self.config.consumers):
+            copy_queries(consumer)
+        copy_block(values, v_heads, last, values.slot(step))
+
+        def copy_pair(i, _):
+            slot = keys.slot(step + i)
+            copy_block(keys, k_heads, last - i, slot)
+            copy_block(values, v_heads, last - i, slot)
+
+        lax.fori_loop(1, count, copy_pair, None)
+        return step + count
+
+    # --- the consumers ----------------------------------------------------------------------------
+
+    def consume(self, cta: Cta) -> None:
+        plgpu.set_max_registers(registers(self.config.consumers)[0], action="increase")
+        queries, keys, values = self.rings(cta)
+        for slot in range(self.config.stages):
+            keys.release(slot)
+            values.release(slot)
+        queries.release(cta.wg_idx)
+        if self.config.takes_turns:
+            is_last = cta.wg_idx == self.config.consumers - 1
+            pl.when(is_last)(lambda: plgpu.barrier_arrive(cta.memory["turn"].at[0]))
+        lax.fori_loop(0, cta.tile_count, functools.partial(self.attend, cta), jnp.int32(0))
+        pl.when(cta.wg_idx == 0)(lambda: self.take_turn(cta))
+        plgpu.wait_smem_to_gmem(0)
+
+    def take_turn(self, cta: Cta) -> None:
+        """Waits until it is this consumer's turn to issue products."""
+        if self.config.takes_turns:
+            plgpu.barrier_wait(cta.memory["turn"].at[cta.wg_idx])
+
+    def pass_turn(self, cta: Cta) -> None:
+        if self.config.takes_turns:
+            is_last = cta.wg_idx == self.config.consumers - 1
+            following = jnp.where(is_last, 0, cta.wg_idx + 1)
+            plgpu.barrier_arrive(cta.memory["turn"].at[following])
+
+    def attend(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
+        """Computes the output of 64 queries, and returns the step of the next tile."""
+        at = cta.place(tile_idx)
+        start = at.start + cta.wg_idx * WGMMA_ROWS
+        visits = self.tiles.visits(at, start, WGMMA_ROWS)
+        lax.fori_loop(0, visits.skipped, functools.partial(self.skip, cta, step), None)
+        step += visits.skipped
+        rows = _Rows(at, start, visits, step)
+        weights, softmax = self.first_visit(cta, rows)
+        out = self.value.zeros()
+        body = functools.partial(self.visit, cta, rows)
+        out, weights, softmax = lax.fori_loop(1, visits.count, body, (out, weights, softmax))
+        out, softmax = self.last_product(cta, rows, out, weights, softmax)
+        self.write(cta, rows, *self.normalized(cta, rows, out, softmax))
+        return step + visits.count
+
+    def skip(self, cta: Cta, step: jax.Array, i: jax.Array, _: None) -> None:
+        """Passes over a block that only other consumers' rows reach."""
+        _, keys, values = self.rings(cta)
+        slot = keys.slot(step + i)
+        keys.wait(slot)
+        self.take_turn(cta)
+        self.pass_turn(cta)
+        keys.release(slot)
+        values.wait(slot)
+        values.release(slot)
+
+    def is_masked(self, visits: Visits, i: int | jax.Array) -> bool | jax.Array:
+        """Whether the block of a visit is masked, as a Python bool where that is known."""
+        mask, block = self.logits.mask, self.config.key_block
+        if isinstance(i, int):
+            assert i == 0
+            return not mask.is_always_full(self.config.query_block, block)
+        if mask.has_explicit:
+            return True
+        if not mask.has_left_edge and mask.right_partial_blocks(WGMMA_ROWS, block) == 1:
+            return False
+        return visits.is_partial(i)
+
+    def weights(
+        self, cta: Cta, rows: _Rows, i: int | jax.Array, products: jax.Array, softmax: _Softmax
+    ) -> tuple[jax.Array, _Softmax, jax.Array]:
+        """The weights of visit i, the softmax with it, and what earlier sums are to be scaled by."""
+        at, logits, block = rows.at, self.logits, self.config.key_block
+        key_start = (rows.visits.last - i) * block
+        tile = Tile(at.batch_idx, at.head_idx, rows.start, key_start, (WGMMA_ROWS, block))
+        is_partial = self.is_masked(rows.visits, i)
+        x = logits.logits_if_masked(products, tile, cta.operands, at.key_length, is_partial)
+        scaled = _times(jnp.max(x, axis=1), logits.multiplier)
+        maximum = jnp.maximum(softmax.maximum, scaled)
+        decay = jnp.exp2(softmax.maximum - maximum)
+        weights = jnp.exp2(_times(x, logits.multiplier) - _across(maximum, products.shape))
+        # Sums of columns 8 apart stay within a thread; across threads only at the end.
+        total = softmax.total * _across(decay, softmax.total.shape)
+        total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in range(0, block, 8)])
+        if logits.dropout_rate > 0:
+            weights = logits.dropped(weights, tile, cta.operands)
+        return weights.astype(self.dtype), _Softmax(maximum, total), decay
+
+    def logits_accumulator(self) -> Any:
+        return plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
+
+    def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, _Softmax]:
+        """The weights of the first block, and the softmax over it alone."""
+        queries, keys, _ = self.rings(cta)
+        queries.wait(cta.wg_idx)
+        slot = keys.slot(rows.step)
+        keys.wait(slot)
+        self.take_turn(cta)
+
+        def first_products(s_acc):
+            memory.multiply_transposed(s_acc, queries.matrix(cta.wg_idx), keys.matrix(slot))
+            self.pass_turn(cta)
+            return s_acc[...]
+
+        products = pl.run_scoped(first_products, self.logits_accumulator())
+        keys.release(slot)
+        lowest = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), _LOWEST, jnp.float32), _VECTOR)
+        total = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+        weights, softmax, _ = self.weights(cta, rows, 0, products, _Softmax(lowest, total))
+        return weights, softmax
+
+    def visit(self, cta: Cta, rows: _Rows, i: jax.Array, carry: Any) -> Any:
+        """Adds the values of visit i - 1 to the output, and takes the softmax of visit i."""
+        out, weights, softmax = carry
+        queries, keys, values = self.rings(cta)
+        k_slot = keys.slot(rows.step + i)
+        v_slot = values.slot(rows.step + i - 1)
+        keys.wait(k_slot)
+        values.wait(v_slot)
+        self.take_turn(cta)
+
+        def both_products(s_acc, out_accs):
+            for acc, block in zip(out_accs, out, strict=True):
+                acc[...] = block
+            memory.multiply_transposed(s_acc, queries.matrix(cta.wg_idx), keys.matrix(k_slot))
+            memory.multiply(out_accs, weights, values.matrix(v_slot))
+            self.pass_turn(cta)
+            products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
+            keys.release(k_slot)
+            result = self.weights(cta, rows, i, products, softmax)
+            new_out = memory.load_accumulators(out_accs)
+            values.release(v_slot)
+            return new_out, *result
+
+        new_out, new_weights, new_softmax, decay = pl.run_scoped(
+            both_products, self.logits_accumulator(), self.value.accumulators()
+        )
+        return [block * _across(decay, block.shape) for block in new_out], new_weights, new_softmax
+
+    def last_product(
+        self, cta: Cta, rows: _Rows, out: list[jax.Array], weights: jax.Array, softmax: _Softmax
+    ) -> tuple[list[jax.Array], _Softmax]:
+        """Adds the values of the last visit to the output; the totals of rows are summed up."""
+        queries, _, values = self.rings(cta)
+        total = jnp.sum(softmax.total, axis=1)
+        if "out_smem" in cta.memory:
+            queries.release(cta.wg_idx)
+        slot = values.slot(rows.step + rows.visits.count - 1)
+        values.wait(slot)
+
+        def product(out_accs):
+            for acc, block in zip(out_accs, out, strict=True):
+                acc[...] = block
+            memory.multiply(out_accs, weights, values.matrix(slot))
+            return memory.load_accumulators(out_accs)
+
+        out = pl.run_scoped(product, self.value.accumulators())
+        values.release(slot)
+        return out, _Softmax(softmax.maximum, total)
+
+    def normalized(
+        self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: _Softmax
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The output and the log-sum-exp, with the sink; those of rows without keys."""
+        (maximum, total), at = softmax, rows.at
+        if self.logits.has_sinks:
+            sink = cta.operands.sinks[at.head_idx] * LOG2E
+            new_maximum = jnp.maximum(maximum, sink)
+            decay = jnp.exp2(maximum - new_maximum)
+            total = total * decay + jnp.exp2(sink - new_maximum)
+            maximum = new_maximum
+            out = [block * _across(decay, block.shape) for block in out]
+        empty = total == 0.0
+        if cta.operands.query_lengths is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_VECTOR)
+            empty = empty | (rows.start + row >= at.query_length)
+        lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
+        numerator = 1.0 / self.logits.keep_probability
+        inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
+        return [block * _across(inverse, block.shape) for block in out], lse
+
+    def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
+        """Stores the results of the tile's rows, those within the arrays."""
+        queries, _, _ = self.rings(cta)
+        out_gmem, lse_gmem = cta.results
+        at = rows.at
+        # The copies of the previous tile may still be reading this shared memory.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_matrix = Matrix.of(cta.memory.get("out_smem", cta.memory["q_smem"]), cta.wg_idx)
+        out_matrix.store(out)
+        out_matrix.write(Heads(out_gmem), at.batch_idx, rows.start, at.head_idx)
+
+        def write_lse():
+            lse_gmem[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = lse
+
+        # Registers are written without a test for the end, so rows beyond it are not written at all.
+        length = lse_gmem.shape[2]
+        if length < self.tiles.count * self.tiles.rows:
+            pl.when(rows.start < length)(write_lse)
+        else:
+            write_lse()
+        if "out_smem" not in cta.memory:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            queries.release(cta.wg_idx)
+
+
+def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row, for all of its columns."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 

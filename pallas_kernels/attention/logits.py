@@ -114,7 +114,7 @@ class Tile:
         """The queries (axis 0) or keys (axis 1) of the elements, as an int32 tile."""
         start = self.query_start if axis == 0 else self.key_start
         dimension = axis ^ self.query_axis
-        # A vector that is broadcast: a window spilled 256 bytes with whole tiles of numbers.
+        # A vector that is broadcast, since whole tiles of numbers occupy registers in a window's mask.
         numbers = plgpu.broadcasted_iota(
             jnp.int32,
             self.shape[dimension : dimension + 1],

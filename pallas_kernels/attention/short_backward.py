@@ -8,7 +8,9 @@ memory to a third warpgroup, which computes dQ = dS K, the sums of out dO over e
 and copies what comes next.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import short_memory as memory
+from pallas_kernels.attention import memory
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
-from pallas_kernels.attention.short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
+from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
-
-ROWS = 64
-"""Queries of a step and keys of a tile: what one wgmma instruction takes."""
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class ShortBackwardConfig:
     """How a head is cut, and how much is copied ahead."""
 
     warpgroups: int
@@ -40,8 +40,13 @@ class BackwardConfig:
     """Steps whose queries are in shared memory."""
 
     @property
+    def tiles(self) -> int:
+        """Tiles of 64 keys of all warpgroups."""
+        return self.warpgroups * self.key_tiles
+
+    @property
     def keys(self) -> int:
-        return self.warpgroups * self.key_tiles * ROWS
+        return self.tiles * WGMMA_ROWS
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -53,26 +58,40 @@ class BackwardConfig:
 
     def accumulator_columns(self, head_size: int, value_size: int) -> int:
         """Columns of dK and dV that a warpgroup holds in registers."""
-        return self.key_tiles * (ceil_to(head_size, COLUMNS) + ceil_to(value_size, COLUMNS))
+        head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
+        return self.key_tiles * (head.width + value.width)
 
     def fits(self, head_size: int, value_size: int) -> bool:
         """Whether shared memory suffices."""
-        head, value = (ceil_to(size, COLUMNS) for size in (head_size, value_size))
-        numbers = self.key_slots * self.keys * (head + value)
-        numbers += self.query_slots * ROWS * (head + 2 * value)
-        numbers += self.keys * ROWS + ROWS * head
-        return 2 * numbers + self.query_slots * 4 * ROWS * 4 <= (
-            SHARED_MEMORY_BYTES - BARRIER_BYTES
-        )
+        head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
+        keys, queries = self.key_slots * self.keys, self.query_slots * WGMMA_ROWS
+        count = head.bytes(keys) + value.bytes(keys)
+        count += head.bytes(queries) + value.bytes(2 * queries)
+        count += 2 * self.keys * WGMMA_ROWS + head.bytes(WGMMA_ROWS)
+        return count + 4 * 4 * queries <= SHARED_MEMORY_BYTES - BARRIER_BYTES
 
 
-def default_config(key_count: int) -> BackwardConfig:
-    """The choice for so many keys; with large heads it may not fit."""
-    tiles = ceil_to(key_count, ROWS) // ROWS
+def default_config(key_count: int) -> ShortBackwardConfig:
+    """The best guess without measurements for so many keys; with large heads it may not fit.
+
+    With one slot of keys there is no number of a slot that changes from head to head, and occupies
+    registers that dK and dV need.
+    """
+    tiles = -(-key_count // WGMMA_ROWS)
     warpgroups = min(2, tiles)
-    # [64, 197, 12, 64]: 98 us with one slot of keys and 129 us with two, whose number that changes
-    # from head to head costs registers that dK and dV need.
-    return BackwardConfig(warpgroups, -(-tiles // warpgroups), key_slots=1)
+    return ShortBackwardConfig(warpgroups, -(-tiles // warpgroups), key_slots=1)
+
+
+def candidates(shape: Shape) -> tuple[ShortBackwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first."""
+    guess = default_config(shape.key_count)
+    others = (
+        replace(guess, key_slots=2),
+        replace(guess, query_slots=3),
+        replace(guess, key_slots=2, query_slots=3),
+    )
+    sizes = (shape.head_size, shape.value_size)
+    return tuple(config for config in (guess, *others) if config.fits(*sizes))
 
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
@@ -90,7 +109,7 @@ def backward(
     *,
     logits: Logits,
     multiprocessors: int,
-    config: BackwardConfig | None = None,
+    config: ShortBackwardConfig | None = None,
 ) -> Gradients:
     """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.attention.
 
@@ -98,7 +117,7 @@ def backward(
     gradient of the logits passes through global memory, [B, N, S, T] in float32, and XLA adds it up
     over the bias's broadcast axes.
     """
-    (dquery, dkey, dvalue), dbias, dsinks = _backward(
+    (dquery, dkey, dvalue), dbias, dsinks = _run(
         (query, key, value),
         Shape.of(query, key, value),
         operands,
@@ -121,10 +140,10 @@ def backward_packed(
     key_heads: int,
     logits: Logits,
     multiprocessors: int,
-    config: BackwardConfig | None = None,
+    config: ShortBackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(dpacked, dbias, dsinks) of `forward_packed`."""
-    (dpacked,), dbias, dsinks = _backward(
+    (dpacked,), dbias, dsinks = _run(
         (packed,),
         Shape.of_packed(packed, key_heads),
         operands,
@@ -136,358 +155,465 @@ def backward_packed(
     return dpacked, dbias, dsinks
 
 
-def _backward(
+def _run(
     arrays: tuple[jax.Array, ...],
     shape: Shape,
     operands: Operands,
-    results: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
+    saved: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None],
     logits: Logits,
     multiprocessors: int,
-    config: BackwardConfig | None,
+    config: ShortBackwardConfig | None,
 ) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
-    batch, query_count, key_count, heads, key_heads, head_size, value_size = shape
-    out, lse, dout, dlse = results
-    dtype = arrays[0].dtype
-    groups = heads // key_heads
-    config = config or default_config(key_count)
-    chunks = -(-query_count // ROWS)
-    steps = groups * chunks
-    items = batch * key_heads
-    ctas = min(multiprocessors, items)
-    warpgroups, key_tiles = config.warpgroups, config.key_tiles
-    key_slots, query_slots = config.key_slots, config.query_slots
-    tile_count = warpgroups * key_tiles
+    out, lse, dout, dlse = saved
+    config = config or default_config(shape.key_count)
     bias = operands.bias
     dbias, dsinks = None, None
     if bias is not None or operands.sinks is not None:
         dbias, dsinks = row_gradients(operands, *row_statistics(out, lse, dout, dlse), dlse)
-    writes_dlogits = bias is not None and dbias is None
-    operands = operands.padded(ROWS, config.keys).transposed()
-    present = [name for name, array in operands._asdict().items() if array is not None]
+    kernel = _ShortBackward(
+        shape,
+        arrays[0].dtype,
+        logits,
+        config,
+        ctas=min(multiprocessors, shape.batch * shape.key_heads),
+        has_dlse=dlse is not None,
+        writes_logits_gradient=bias is not None and dbias is None,
+    )
+    operands = operands.padded(WGMMA_ROWS, config.keys).transposed()
+    optional = {name: x for name, x in operands._asdict().items() if x is not None}
     inputs = [*arrays, out, lse, dout]
     if dlse is not None:
         inputs.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
-    masked = not logits.mask.is_always_full(ROWS, config.keys)
-    head_blocks, value_blocks = memory.blocks(head_size), memory.blocks(value_size)
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    if kernel.writes_logits_gradient:
+        results.append(kernel.logits_gradient())
 
-    def kernel(
-        *refs,
-        q_smem,
-        k_smem,
-        v_smem,
-        o_smem,
-        do_smem,
-        ds_smem,
-        dq_smem,
-        rows_smem,
-        **bars,
-    ):
+    def run(*refs, **shared):
         refs = iter(refs)
-        q_heads, k_heads, v_heads = memory.queries_keys_values(
-            [next(refs) for _ in arrays], heads, key_heads
+
+        def heads():
+            of_arrays = [next(refs) for _ in arrays]
+            return memory.queries_keys_values(of_arrays, shape.heads, shape.key_heads)
+
+        kernel(
+            _Cta(
+                heads=heads(),
+                out=Heads(next(refs)),
+                lse=next(refs),
+                dout=Heads(next(refs)),
+                dlse=None if dlse is None else next(refs),
+                operands=Operands(**{name: next(refs) for name in optional}),
+                gradients=heads(),
+                dlogits=next(refs) if kernel.writes_logits_gradient else None,
+                shared=shared,
+                wg_idx=lax.axis_index("wg"),
+                cta_idx=(cta_idx := lax.axis_index("cta")),
+                items=kernel.items_of(cta_idx),
+            )
         )
-        o_gmem, lse_gmem, do_gmem = (next(refs) for _ in range(3))
-        dlse_gmem = None if dlse is None else next(refs)
-        ops = Operands(**{name: next(refs) for name in present})
-        dq_heads, dk_heads, dv_heads = memory.queries_keys_values(
-            [next(refs) for _ in arrays], heads, key_heads
-        )
-        dlogits_gmem = next(refs) if writes_dlogits else None
-        wg_idx, cta_idx = lax.axis_index("wg"), lax.axis_index("cta")
-        lse_smem, dlse_smem, delta_smem, lse2_smem = rows_smem
-        own_items = lax.div(items - cta_idx + (ctas - 1), jnp.int32(ctas))
-        own_steps = own_items * steps
 
-        def place_item(item):
-            """(batch, key head) of an item of this CTA."""
-            number = cta_idx + item * ctas
-            return lax.div(number, jnp.int32(key_heads)), lax.rem(number, jnp.int32(key_heads))
-
-        def place(step):
-            """(batch, head, first query) of a step of this CTA."""
-            batch_idx, key_head = place_item(lax.div(step, jnp.int32(steps)))
-            within = lax.rem(step, jnp.int32(steps))
-            group = lax.div(within, jnp.int32(chunks))
-            start = lax.rem(within, jnp.int32(chunks)) * ROWS
-            return batch_idx, key_head * groups + group, start
-
-        def key_slot(item):
-            return lax.rem(item, jnp.int32(key_slots))
-
-        def query_slot(step):
-            return lax.rem(step, jnp.int32(query_slots))
-
-        @pl.when(wg_idx == warpgroups)
-        def _copy_and_dq():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-
-            def copy_queries(step):
-                batch_idx, head_idx, start = place(step)
-                slot = query_slot(step)
-                plgpu.barrier_wait(bars["query_free"].at[slot])
-                full = bars["query_full"].at[slot]
-                for smem, gmem_heads in (
-                    (q_smem, q_heads),
-                    (do_smem, Heads(do_gmem)),
-                    (o_smem, Heads(o_gmem)),
-                ):
-                    Matrix.of(smem, slot).fill(gmem_heads, batch_idx, start, head_idx, full)
-                for smem, gmem in ((lse_smem, lse_gmem), (dlse_smem, dlse_gmem)):
-                    if gmem is not None:
-                        plgpu.copy_gmem_to_smem(
-                            gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)],
-                            smem.at[slot],
-                            full,
-                        )
-
-            def copy_keys(item):
-                batch_idx, key_head = place_item(item)
-                slot = key_slot(item)
-                plgpu.barrier_wait(bars["key_free"].at[slot])
-                full = bars["key_full"].at[slot]
-                for smem, gmem_heads in ((k_smem, k_heads), (v_smem, v_heads)):
-                    for tile in range(tile_count):
-                        Matrix.of(smem, slot, tile).fill(
-                            gmem_heads, batch_idx, tile * ROWS, key_head, full
-                        )
-
-            def prepare_rows(step):
-                """What dK and dV need of each query of a step: sum(out dout) - dlse and the lse."""
-                slot = query_slot(step)
-                rows = plgpu.Layout.WGMMA.reduce(1)
-                plgpu.barrier_wait(bars["query_full"].at[slot])
-                delta = None
-                for o_ref, do_ref in zip(
-                    Matrix.of(o_smem, slot).operands,
-                    Matrix.of(do_smem, slot).operands,
-                    strict=True,
-                ):
-                    o, do = (
-                        plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                        for ref in (o_ref, do_ref)
-                    )
-                    part = jnp.sum(o * do, axis=1)
-                    delta = part if delta is None else delta + part
-                if dlse is not None:
-                    delta -= plgpu.load(dlse_smem.at[slot], layout=rows)
-                delta_smem.at[slot][...] = delta
-                lse_rows = plgpu.load(lse_smem.at[slot], layout=rows)
-                # exp2 of anything less infinity is 0: such queries attend to nothing.
-                is_empty = lse_rows <= EMPTY_LSE
-                if query_count % ROWS:
-                    row = place(step)[2] + plgpu.broadcasted_iota(
-                        jnp.int32, (ROWS,), 0, layout=rows
-                    )
-                    is_empty = is_empty | (row >= query_count)
-                lse2_smem.at[slot][...] = jnp.where(is_empty, jnp.inf, lse_rows * LOG2E)
-                plgpu.barrier_arrive(bars["rows_full"].at[slot])
-
-            def compute_dq(step):
-                batch_idx, head_idx, start = place(step)
-                slot = key_slot(lax.div(step, jnp.int32(steps)))
-                plgpu.barrier_wait(bars["ds_full"])
-
-                def products(*accs):
-                    for tile in range(tile_count):
-                        ds_tile = ds_smem.at[tile].transpose((1, 0))
-                        memory.multiply(accs, ds_tile, Matrix.of(k_smem, slot, tile))
-                    return [acc[...] for acc in accs]
-
-                dq = pl.run_scoped(products, *memory.accumulators(head_size))
-                plgpu.barrier_arrive(bars["ds_free"])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                staged = Matrix.of(dq_smem)
-                for block, smem in zip(dq, staged.operands, strict=True):
-                    smem[...] = (block * logits_scale).astype(dtype)
-                plgpu.commit_smem()
-                staged.write(dq_heads, batch_idx, start, head_idx)
-
-            plgpu.barrier_arrive(bars["ds_free"])
-            copy_keys(0)
-            copy_queries(0)
-            prepare_rows(0)
-
-            @pl.loop(0, own_steps)
-            def _(step):
-                @pl.when(step + 1 < own_steps)
-                def _():
-                    copy_queries(step + 1)
-                    prepare_rows(step + 1)
-
-                compute_dq(step)
-                item, within = (
-                    lax.div(step, jnp.int32(steps)),
-                    lax.rem(step, jnp.int32(steps)),
-                )
-                pl.when(within == steps - 1)(lambda: plgpu.barrier_arrive(bars["key_read"]))
-                # With one slot the next keys come when this head is done, else during it.
-                copies = within == (0 if key_slots > 1 else steps - 1)
-                pl.when(copies & (item + 1 < own_items))(lambda: copy_keys(item + 1))
-
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(wg_idx < warpgroups)
-        def _dk_and_dv():
-            plgpu.set_max_registers(config.registers[0], action="increase")
-            for slot in range(query_slots):
-                plgpu.barrier_arrive(bars["query_free"].at[slot])
-            for slot in range(key_slots):
-                plgpu.barrier_arrive(bars["key_free"].at[slot])
-
-            def accumulate(item, within, dv_accs, dk_accs):
-                """Adds what the queries of a step give to dK and dV, and passes dS on."""
-                step = item * steps + within
-                batch_idx, head_idx, start = place(step)
-                slot = query_slot(step)
-                key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
-                q, do = Matrix.of(q_smem, slot), Matrix.of(do_smem, slot)
-                plgpu.barrier_wait(bars["query_full"].at[slot])
-
-                # One tile after the other: the registers hold dK and dV of all, but P of one.
-                # Where it is unknown before the loop, so that addresses do not occupy registers there:
-                # [64, 197, 12, 64] spilled 228 bytes, not 68.
-                first_tile = lax.optimization_barrier(wg_idx) * key_tiles
-                for j in range(key_tiles):
-                    tile = first_tile + j
-                    k = Matrix.of(k_smem, key_slot(item), tile)
-                    v = Matrix.of(v_smem, key_slot(item), tile)
-                    logits_tile = TransposedTile(
-                        batch_idx,
-                        head_idx,
-                        start,
-                        tile * ROWS,
-                        (ROWS, ROWS),
-                        transposed=True,
-                    )
-
-                    def logits_products(acc, k=k):
-                        memory.multiply_transposed(acc, k, q)
-                        return acc[...]
-
-                    s = pl.run_scoped(logits_products, plgpu.ACC((ROWS, ROWS), jnp.float32))
-                    if j == 0:
-                        plgpu.barrier_wait(bars["rows_full"].at[slot])
-                    lse2 = logits_tile.along_queries(lse2_smem.at[slot])
-                    x = logits.logits(s, logits_tile, ops, key_length, masked)
-                    p = jnp.exp2(x * logits.multiplier - lse2)
-                    kept = logits.dropped(p, logits_tile, ops) if logits.dropout_rate > 0 else None
-                    # From here on P is rounded, and the barrier keeps the compiler from going back to
-                    # it in float32: with those registers all products would wait for each other.
-                    p = lax.optimization_barrier(p.astype(dtype))
-                    kept = p if kept is None else lax.optimization_barrier(kept.astype(dtype))
-
-                    def value_products(dp_acc, kept=kept, dv_acc=dv_accs[j], v=v):
-                        memory.multiply(dv_acc, kept, do)
-                        memory.multiply_transposed(dp_acc, v, do)
-                        return dp_acc[...]
-
-                    dp = pl.run_scoped(value_products, plgpu.ACC((ROWS, ROWS), jnp.float32))
-                    if logits.dropout_rate > 0:
-                        dp = logits.dropped(dp, logits_tile, ops)
-                        dp = dp * (1.0 / logits.keep_probability)
-                    if j == 0:
-                        plgpu.barrier_wait(bars["ds_free"])
-                    delta = logits_tile.along_queries(delta_smem.at[slot])
-                    ds = p.astype(jnp.float32) * (dp - delta)
-                    if dlogits_gmem is not None:
-                        keys, queries = pl.ds(tile * ROWS, ROWS), pl.ds(start, ROWS)
-                        dlogits_gmem.at[batch_idx, head_idx, keys, queries][...] = ds
-                    if logits.soft_cap is not None:
-                        ds = ds * logits.derivative_of_capped(s)
-                    ds = ds.astype(dtype)
-                    memory.multiply(dk_accs[j], ds, q)
-                    ds_smem.at[tile][...] = ds
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(bars["ds_full"])
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(bars["query_free"].at[slot])
-
-            @pl.loop(0, own_items)
-            def _(item):
-                slot = key_slot(item)
-                batch_idx, key_head = place_item(item)
-                plgpu.barrier_wait(bars["key_full"].at[slot])
-
-                def all_steps(dv_accs, dk_accs):
-                    @pl.loop(0, steps)
-                    def _(within):
-                        accumulate(item, within, dv_accs, dk_accs)
-                        if key_slots > 1:
-
-                            @pl.when((within == 0) & (item > 0))
-                            def _():
-                                # The last head's results have left the memory of its keys long ago.
-                                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                                plgpu.barrier_arrive(bars["key_free"].at[key_slot(item - 1)])
-
-                    return jax.tree.map(lambda acc: acc[...], (dv_accs, dk_accs))
-
-                dvs, dks = pl.run_scoped(
-                    all_steps,
-                    [memory.accumulators(value_size)] * key_tiles,
-                    [memory.accumulators(head_size)] * key_tiles,
-                )
-
-                def write(smem, gmem_heads, results, factor):
-                    """Through the memory of this warpgroup's own tiles, which nobody reads now."""
-                    for j in range(key_tiles):
-                        tile = wg_idx * key_tiles + j
-                        staged = Matrix.of(smem, slot, tile)
-                        for block, ref in zip(results[j], staged.operands, strict=True):
-                            ref[...] = (block * factor).astype(dtype)
-                        plgpu.commit_smem()
-                        staged.write(gmem_heads, batch_idx, tile * ROWS, key_head)
-
-                write(v_smem, dv_heads, dvs, 1.0 / logits.keep_probability)
-                plgpu.barrier_wait(bars["key_read"])
-                write(k_smem, dk_heads, dks, logits_scale)
-                if key_slots == 1:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    plgpu.barrier_arrive(bars["key_free"].at[slot])
-
-            plgpu.wait_smem_to_gmem(0)
-
-    # A cap has a slope of its own for each element, which contains the scale.
-    logits_scale = logits.scale if logits.soft_cap is None else 1.0
-    rows = plgpu.SMEM((query_slots, ROWS), jnp.float32)
-    copies = head_blocks + 2 * value_blocks + (1 if dlse is None else 2)
-    outputs = [jax.ShapeDtypeStruct(a.shape, dtype) for a in arrays]
-    if writes_dlogits:
-        dlogits_shape = (batch, heads, config.keys, chunks * ROWS)
-        outputs.append(jax.ShapeDtypeStruct(dlogits_shape, jnp.float32))
     gradients = plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        scratch_types=dict(
-            q_smem=memory.matrix((query_slots,), ROWS, head_size, dtype),
-            k_smem=memory.matrix((key_slots, tile_count), ROWS, head_size, dtype),
-            v_smem=memory.matrix((key_slots, tile_count), ROWS, value_size, dtype),
-            o_smem=memory.matrix((query_slots,), ROWS, value_size, dtype),
-            do_smem=memory.matrix((query_slots,), ROWS, value_size, dtype),
-            ds_smem=memory.square((tile_count,), dtype),
-            dq_smem=memory.matrix((), ROWS, head_size, dtype),
-            rows_smem=[rows] * 4,
+        run,
+        out_type=results,
+        scratch_types=kernel.memory(),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
+        num_threads=config.warpgroups + 1,
+        thread_name="wg",
+        kernel_name="attention_short_backward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs, *optional.values())
+    if kernel.writes_logits_gradient:
+        dbias = gradients[-1][:, :, : shape.key_count, : shape.query_count].swapaxes(2, 3)
+        broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+        dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
+    return gradients[: len(arrays)], dbias, dsinks
+
+
+class _Cta(NamedTuple):
+    """What a warpgroup sees of its CTA, as references and traced numbers."""
+
+    heads: tuple[Heads, Heads, Heads]
+    """Q, K and V in global memory."""
+    out: Heads
+    lse: Any
+    dout: Heads
+    dlse: Any
+    operands: Operands
+    gradients: tuple[Heads, Heads, Heads]
+    """dQ, dK and dV there."""
+    dlogits: Any
+    """The logits' gradient, keys by queries, or None."""
+    shared: dict[str, Any]
+    """Shared memory and barriers, by name."""
+    wg_idx: jax.Array
+    cta_idx: jax.Array
+    items: jax.Array
+    """How many items the CTA works through."""
+
+    def arrive(self, barrier: str, slot: Any = None) -> None:
+        plgpu.barrier_arrive(self._barrier(barrier, slot))
+
+    def wait(self, barrier: str, slot: Any = None) -> None:
+        plgpu.barrier_wait(self._barrier(barrier, slot))
+
+    def _barrier(self, name: str, slot: Any) -> Any:
+        barrier = self.shared[name]
+        return barrier if slot is None else barrier.at[slot]
+
+    def matrix(self, name: str, *index: Any) -> Matrix:
+        return Matrix.of(self.shared[f"{name}_smem"], *index)
+
+
+class _Place(NamedTuple):
+    """Where the queries of a step lie."""
+
+    batch_idx: jax.Array
+    head_idx: jax.Array
+    start: jax.Array
+    """The first query."""
+
+
+@dataclass(frozen=True)
+class _ShortBackward:
+    """The kernel: what is static, what the shared memory holds, and what the warpgroups do.
+
+    An item is a key head of a batch entry; its steps are over the queries of its group, 64 at a time.
+    """
+
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: ShortBackwardConfig
+    ctas: int
+    has_dlse: bool
+    writes_logits_gradient: bool
+
+    @property
+    def head(self) -> Columns:
+        return Columns.in_wide_blocks(self.shape.head_size)
+
+    @property
+    def value(self) -> Columns:
+        return Columns.in_wide_blocks(self.shape.value_size)
+
+    @property
+    def chunks(self) -> int:
+        """Steps of one query head."""
+        return -(-self.shape.query_count // WGMMA_ROWS)
+
+    @property
+    def steps(self) -> int:
+        """Steps of an item."""
+        return self.shape.group * self.chunks
+
+    @property
+    def scale(self) -> float:
+        """What dQ and dK are still to be multiplied by: a cap has a slope that contains the scale."""
+        return self.logits.scale if self.logits.soft_cap is None else 1.0
+
+    def logits_gradient(self) -> jax.ShapeDtypeStruct:
+        sizes = (self.shape.batch, self.shape.heads, self.config.keys, self.chunks * WGMMA_ROWS)
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    def memory(self) -> dict[str, Any]:
+        config, dtype, head, value = self.config, self.dtype, self.head, self.value
+        warpgroups, tiles = config.warpgroups, config.tiles
+        key_slots, query_slots = config.key_slots, config.query_slots
+        copies = head.count + 2 * value.count + (2 if self.has_dlse else 1)
+        return dict(
+            q_smem=head.memory((query_slots,), WGMMA_ROWS, dtype),
+            k_smem=head.memory((key_slots, tiles), WGMMA_ROWS, dtype),
+            v_smem=value.memory((key_slots, tiles), WGMMA_ROWS, dtype),
+            o_smem=value.memory((query_slots,), WGMMA_ROWS, dtype),
+            do_smem=value.memory((query_slots,), WGMMA_ROWS, dtype),
+            ds_smem=memory.tiled((tiles,), WGMMA_ROWS, WGMMA_ROWS, dtype),
+            dq_smem=head.memory((), WGMMA_ROWS, dtype),
+            rows_smem=[plgpu.SMEM((query_slots, WGMMA_ROWS), jnp.float32)] * 4,
             query_full=plgpu.Barrier(num_arrivals=copies, num_barriers=query_slots),
             query_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=query_slots),
             key_full=plgpu.Barrier(
-                num_arrivals=tile_count * (head_blocks + value_blocks),
-                num_barriers=key_slots,
+                num_arrivals=tiles * (head.count + value.count), num_barriers=key_slots
             ),
             key_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=key_slots),
             key_read=plgpu.Barrier(),
             rows_full=plgpu.Barrier(num_barriers=query_slots),
             ds_full=plgpu.Barrier(num_arrivals=warpgroups),
             ds_free=plgpu.Barrier(),
-        ),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=warpgroups + 1,
-        thread_name="wg",
-        kernel_name="attention_short_backward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs, *(getattr(operands, name) for name in present))
-    if writes_dlogits:
-        dbias = gradients[-1][:, :, :key_count, :query_count].swapaxes(2, 3)
-        broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
-        dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
-    return gradients[: len(arrays)], dbias, dsinks
+        )
+
+    def __call__(self, cta: _Cta) -> None:
+        helper = self.config.warpgroups
+        pl.when(cta.wg_idx == helper)(lambda: self.copy_and_multiply_queries(cta))
+        pl.when(cta.wg_idx < helper)(lambda: self.add_up_keys(cta))
+
+    def items_of(self, cta_idx: jax.Array) -> jax.Array:
+        """How many items a CTA works through."""
+        items = self.shape.batch * self.shape.key_heads
+        return lax.div(items - cta_idx + (self.ctas - 1), jnp.int32(self.ctas))
+
+    def item_place(self, cta: _Cta, item: Any) -> tuple[jax.Array, jax.Array]:
+        """(batch, key head) of an item of the CTA."""
+        number = cta.cta_idx + item * self.ctas
+        key_heads = jnp.int32(self.shape.key_heads)
+        return lax.div(number, key_heads), lax.rem(number, key_heads)
+
+    def place(self, cta: _Cta, step: Any) -> _Place:
+        """Of a step of the CTA, counted over all of its items."""
+        batch_idx, key_head = self.item_place(cta, lax.div(step, jnp.int32(self.steps)))
+        within = lax.rem(step, jnp.int32(self.steps))
+        group = lax.div(within, jnp.int32(self.chunks))
+        start = lax.rem(within, jnp.int32(self.chunks)) * WGMMA_ROWS
+        return _Place(batch_idx, key_head * self.shape.group + group, start)
+
+    def key_slot(self, item: Any) -> jax.Array:
+        return lax.rem(item, jnp.int32(self.config.key_slots))
+
+    def query_slot(self, step: Any) -> jax.Array:
+        return lax.rem(step, jnp.int32(self.config.query_slots))
+
+    # --- the warpgroup that copies and computes dQ ------------------------------------------------
+
+    def copy_and_multiply_queries(self, cta: _Cta) -> None:
+        plgpu.set_max_registers(self.config.registers[1], action="decrease")
+        own_steps = cta.items * self.steps
+        cta.arrive("ds_free")
+        self.copy_keys(cta, 0)
+        self.copy_queries(cta, 0)
+        self.prepare_rows(cta, 0)
+
+        @pl.loop(0, own_steps)
+        def _(step):
+            @pl.when(step + 1 < own_steps)
+            def _():
+                self.copy_queries(cta, step + 1)
+                self.prepare_rows(cta, step + 1)
+
+            self.multiply_queries(cta, step)
+            item, within = (
+                lax.div(step, jnp.int32(self.steps)),
+                lax.rem(step, jnp.int32(self.steps)),
+            )
+            pl.when(within == self.steps - 1)(lambda: cta.arrive("key_read"))
+            # With one slot the next keys come when this head is done, else during it.
+            copies = within == (0 if self.config.key_slots > 1 else self.steps - 1)
+            pl.when(copies & (item + 1 < cta.items))(lambda: self.copy_keys(cta, item + 1))
+
+        # Every arrival is waited for, so that none comes when the CTA has ended.
+        for slot in range(self.config.query_slots):
+            cta.wait("query_free", slot)
+        if self.config.key_slots == 1:
+            cta.wait("key_free", 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def copy_queries(self, cta: _Cta, step: Any) -> None:
+        """Copies all that a step needs of its queries."""
+        batch_idx, head_idx, start = self.place(cta, step)
+        slot = self.query_slot(step)
+        cta.wait("query_free", slot)
+        full = cta.shared["query_full"].at[slot]
+        for name, heads in (("q", cta.heads[0]), ("do", cta.dout), ("o", cta.out)):
+            cta.matrix(name, slot).fill(heads, batch_idx, start, head_idx, full)
+        lse_smem, dlse_smem, _, _ = cta.shared["rows_smem"]
+        for smem, gmem in ((lse_smem, cta.lse), (dlse_smem, cta.dlse)):
+            if gmem is not None:
+                rows = pl.ds(start, WGMMA_ROWS)
+                plgpu.copy_gmem_to_smem(gmem.at[batch_idx, head_idx, rows], smem.at[slot], full)
+
+    def copy_keys(self, cta: _Cta, item: Any) -> None:
+        """Copies the keys and values of an item."""
+        batch_idx, key_head = self.item_place(cta, item)
+        slot = self.key_slot(item)
+        cta.wait("key_free", slot)
+        full = cta.shared["key_full"].at[slot]
+        for name, heads in (("k", cta.heads[1]), ("v", cta.heads[2])):
+            for tile in range(self.config.tiles):
+                start = tile * WGMMA_ROWS
+                cta.matrix(name, slot, tile).fill(heads, batch_idx, start, key_head, full)
+
+    def prepare_rows(self, cta: _Cta, step: Any) -> None:
+        """What dK and dV need of each query of a step: sum(out dout) - dlse and the log-sum-exp."""
+        slot = self.query_slot(step)
+        rows = plgpu.Layout.WGMMA.reduce(1)
+        lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"]
+        cta.wait("query_full", slot)
+        parts = []
+        out, dout = cta.matrix("o", slot), cta.matrix("do", slot)
+        for refs in zip(out.operands, dout.operands, strict=True):
+            o, do = (plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for ref in refs)
+            parts.append(jnp.sum(o * do, axis=1))
+        delta = functools.reduce(jnp.add, parts)
+        if self.has_dlse:
+            delta -= plgpu.load(dlse_smem.at[slot], layout=rows)
+        delta_smem.at[slot][...] = delta
+        lse = plgpu.load(lse_smem.at[slot], layout=rows)
+        # exp2 of anything less infinity is 0: such queries attend to nothing.
+        is_empty = lse <= EMPTY_LSE
+        if self.shape.query_count % WGMMA_ROWS:
+            start = self.place(cta, step).start
+            row = start + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=rows)
+            is_empty = is_empty | (row >= self.shape.query_count)
+        lse2_smem.at[slot][...] = jnp.where(is_empty, jnp.inf, lse * LOG2E)
+        cta.arrive("rows_full", slot)
+
+    def multiply_queries(self, cta: _Cta, step: Any) -> None:
+        """Computes dQ = dS K of a step."""
+        batch_idx, head_idx, start = self.place(cta, step)
+        slot = self.key_slot(lax.div(step, jnp.int32(self.steps)))
+        cta.wait("ds_full")
+
+        def products(*accs):
+            for tile in range(self.config.tiles):
+                ds_tile = cta.shared["ds_smem"].at[tile].transpose((1, 0))
+                memory.multiply(accs, ds_tile, cta.matrix("k", slot, tile))
+            return [acc[...] for acc in accs]
+
+        dq = pl.run_scoped(products, *self.head.accumulators())
+        cta.arrive("ds_free")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged = cta.matrix("dq")
+        staged.store([block * self.scale for block in dq])
+        staged.write(cta.gradients[0], batch_idx, start, head_idx)
+
+    # --- the warpgroups that compute dK and dV ----------------------------------------------------
+
+    def add_up_keys(self, cta: _Cta) -> None:
+        plgpu.set_max_registers(self.config.registers[0], action="increase")
+        for slot in range(self.config.query_slots):
+            cta.arrive("query_free", slot)
+        for slot in range(self.config.key_slots):
+            cta.arrive("key_free", slot)
+
+        @pl.loop(0, cta.items)
+        def _(item):
+            self.of_item(cta, item)
+
+        cta.wait("ds_free")
+        plgpu.wait_smem_to_gmem(0)
+
+    def of_item(self, cta: _Cta, item: jax.Array) -> None:
+        """Computes dK and dV of this warpgroup's tiles of an item."""
+        slot = self.key_slot(item)
+        cta.wait("key_full", slot)
+
+        def all_steps(dv_accs, dk_accs):
+            @pl.loop(0, self.steps)
+            def _(within):
+                self.accumulate(cta, item, within, dv_accs, dk_accs)
+                if self.config.key_slots > 1:
+                    pl.when((within == 0) & (item > 0))(lambda: self.free_keys_before(cta, item))
+
+            return jax.tree.map(lambda acc: acc[...], (dv_accs, dk_accs))
+
+        key_tiles = self.config.key_tiles
+        dvs, dks = pl.run_scoped(
+            all_steps,
+            [self.value.accumulators()] * key_tiles,
+            [self.head.accumulators()] * key_tiles,
+        )
+        self.write(cta, item, "v", cta.gradients[2], dvs, 1.0 / self.logits.keep_probability)
+        cta.wait("key_read")
+        self.write(cta, item, "k", cta.gradients[1], dks, self.scale)
+        if self.config.key_slots == 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            cta.arrive("key_free", slot)
+
+    def free_keys_before(self, cta: _Cta, item: jax.Array) -> None:
+        """Gives back the memory of the last item's keys, which its results have left long ago."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        cta.arrive("key_free", self.key_slot(item - 1))
+
+    def write(
+        self, cta: _Cta, item: jax.Array, name: str, heads: Heads, results: Any, factor: float
+    ) -> None:
+        """Stores a gradient through the memory of this warpgroup's own tiles, which nobody reads."""
+        batch_idx, key_head = self.item_place(cta, item)
+        for j in range(self.config.key_tiles):
+            tile = cta.wg_idx * self.config.key_tiles + j
+            staged = cta.matrix(name, self.key_slot(item), tile)
+            staged.store([block * factor for block in results[j]])
+            staged.write(heads, batch_idx, tile * WGMMA_ROWS, key_head)
+
+    def accumulate(self, cta: _Cta, item: Any, within: Any, dv_accs: Any, dk_accs: Any) -> None:
+        """Adds what the queries of a step give to dK and dV, and passes dS on."""
+        step = item * self.steps + within
+        slot = self.query_slot(step)
+        key_length = self.key_length(cta, step)
+        cta.wait("query_full", slot)
+        # One tile after the other: the registers hold dK and dV of all, but P of one. The index is
+        # unknown before the loop, so that addresses do not occupy registers there.
+        first_tile = lax.optimization_barrier(cta.wg_idx) * self.config.key_tiles
+        for j in range(self.config.key_tiles):
+            accs = (dv_accs[j], dk_accs[j])
+            self.of_tile(cta, item, step, key_length, first_tile + j, j == 0, *accs)
+        plgpu.commit_smem()
+        cta.arrive("ds_full")
+        plgpu.wgmma_wait(0)
+        cta.arrive("query_free", slot)
+
+    def key_length(self, cta: _Cta, step: Any) -> Any:
+        if cta.operands.key_lengths is None:
+            return self.shape.key_count
+        return cta.operands.key_lengths[self.place(cta, step).batch_idx]
+
+    def of_tile(
+        self,
+        cta: _Cta,
+        item: Any,
+        step: Any,
+        key_length: Any,
+        tile: Any,
+        is_first: bool,
+        dv_accs: Any,
+        dk_accs: Any,
+    ) -> None:
+        """Adds what the queries of a step give to 64 keys; `is_first` of a warpgroup's tiles."""
+        batch_idx, head_idx, start = self.place(cta, step)
+        slot, logits, operands = self.query_slot(step), self.logits, cta.operands
+        q, do = cta.matrix("q", slot), cta.matrix("do", slot)
+        k = cta.matrix("k", self.key_slot(item), tile)
+        v = cta.matrix("v", self.key_slot(item), tile)
+        _, _, delta_smem, lse2_smem = cta.shared["rows_smem"]
+        square = (WGMMA_ROWS, WGMMA_ROWS)
+        logits_tile = TransposedTile(
+            batch_idx, head_idx, start, tile * WGMMA_ROWS, square, transposed=True
+        )
+
+        def logits_products(acc):
+            memory.multiply_transposed(acc, k, q)
+            return acc[...]
+
+        s = pl.run_scoped(logits_products, plgpu.ACC(square, jnp.float32))
+        if is_first:
+            cta.wait("rows_full", slot)
+        masked = not logits.mask.is_always_full(WGMMA_ROWS, self.config.keys)
+        lse2 = logits_tile.along_queries(lse2_smem.at[slot])
+        x = logits.logits(s, logits_tile, operands, key_length, masked)
+        p = jnp.exp2(x * logits.multiplier - lse2)
+        kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
+        # From here on P is rounded, and the barrier keeps the compiler from going back to it in
+        # float32: with those registers all products would wait for each other.
+        p = lax.optimization_barrier(p.astype(self.dtype))
+        kept = p if kept is None else lax.optimization_barrier(kept.astype(self.dtype))
+
+        def value_products(dp_acc):
+            memory.multiply(dv_accs, kept, do)
+            memory.multiply_transposed(dp_acc, v, do)
+            return dp_acc[...]
+
+        dp = pl.run_scoped(value_products, plgpu.ACC(square, jnp.float32))
+        if logits.dropout_rate > 0:
+            dp = logits.dropped(dp, logits_tile, operands)
+            dp = dp * (1.0 / logits.keep_probability)
+        if is_first:
+            cta.wait("ds_free")
+        delta = logits_tile.along_queries(delta_smem.at[slot])
+        ds = p.astype(jnp.float32) * (dp - delta)
+        if cta.dlogits is not None:
+            keys, queries = pl.ds(tile * WGMMA_ROWS, WGMMA_ROWS), pl.ds(start, WGMMA_ROWS)
+            cta.dlogits.at[batch_idx, head_idx, keys, queries][...] = ds
+        if logits.soft_cap is not None:
+            ds = ds * logits.derivative_of_capped(s)
+        ds = ds.astype(self.dtype)
+        memory.multiply(dk_accs, ds, q)
+        cta.shared["ds_smem"].at[tile][...] = ds

@@ -6,7 +6,9 @@ a CTA work on heads of their own and never wait for each other; while one waits 
 multiplies and the third takes exponentials.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import short_memory as memory
+from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import (
     EMPTY_LSE,
     LOG2E,
@@ -23,18 +25,26 @@ from pallas_kernels.attention.logits import (
     Tile,
     saved_length,
 )
-from pallas_kernels.attention.short_memory import COLUMNS, Heads, Matrix, Shape, ceil_to
+from pallas_kernels.attention.memory import (
+    SWIZZLED_COLUMNS,
+    WGMMA_ROWS,
+    Columns,
+    Heads,
+    Matrix,
+    ceil_to,
+)
+from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
-
-ROWS = 64
-"""Queries of a tile: what one wgmma instruction takes."""
 
 _QUERY_SLOTS = 3
 """Tiles of a worker: one on its way in, one in use, one whose results are on their way out."""
 
+_VECTOR = plgpu.Layout.WGMMA.reduce(1)
+"""How a number for each row of a tile lies in registers."""
+
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ShortForwardConfig:
     """How heads are spread over the chip."""
 
     workers: int
@@ -46,30 +56,42 @@ class ForwardConfig:
 
 def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
     """How many warpgroups of a multiprocessor can have a head each in shared memory."""
-    head, value = (ceil_to(size, COLUMNS) for size in (head_size, value_size))
-    numbers = (
-        ceil_to(key_count, 8) * head + ceil_to(key_count, 64) * value + _QUERY_SLOTS * ROWS * head
-    )
-    numbers += 0 if head == value else ROWS * value
-    return (SHARED_MEMORY_BYTES - BARRIER_BYTES) // (2 * numbers + 4 * ROWS)
+    head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
+    count = head.bytes(ceil_to(key_count, 8)) + value.bytes(ceil_to(key_count, WGMMA_ROWS))
+    count += head.bytes(_QUERY_SLOTS * WGMMA_ROWS)
+    count += 0 if head == value else value.bytes(WGMMA_ROWS)
+    return (SHARED_MEMORY_BYTES - BARRIER_BYTES) // (count + 4 * WGMMA_ROWS)
 
 
-def default_config(
-    query_count: int,
-    key_count: int,
-    head_size: int,
-    value_size: int,
-    heads: int,
-    multiprocessors: int,
-) -> ForwardConfig:
-    """The choice for `heads` heads of the whole batch."""
-    # [64, 197, 12, 64]: 32 us with two CTAs of one worker, which may have 255 registers a thread; 37
-    # with one CTA of two. 32.0 us with 2 tiles, 33.6 with 4.
-    ctas = min(2, workers_that_fit(key_count, head_size, value_size))
-    tiles = min(2, ceil_to(query_count, ROWS) // ROWS)
-    if heads * (ceil_to(query_count, ROWS) // ROWS) < ctas * multiprocessors * tiles:
+def candidates(shape: Shape, multiprocessors: int) -> tuple[ShortForwardConfig, ...]:
+    """The configs worth trying, all of them legal, the best guess first.
+
+    Two CTAs of one worker have more registers a thread than one CTA of two. A second tile of queries
+    saves loading its keys and values again, where there are workers enough without it.
+    """
+    room = workers_that_fit(shape.key_count, shape.head_size, shape.value_size)
+    ctas = min(2, room)
+    chunks = -(-shape.query_count // WGMMA_ROWS)
+    tiles = min(2, chunks)
+    if shape.batch * shape.heads * chunks < ctas * multiprocessors * tiles:
         tiles = 1
-    return ForwardConfig(1, tiles, ctas)
+    guess = ShortForwardConfig(1, tiles, ctas)
+    others = [
+        ShortForwardConfig(1, count, ctas)
+        for count in (1, 2, 4)
+        if count <= chunks and count != tiles
+    ]
+    if room > 1:
+        others.append(ShortForwardConfig(2, tiles, 1))
+        others.append(ShortForwardConfig(1, tiles, 1))
+    if room > 2:
+        others.append(ShortForwardConfig(1, tiles, 3))
+    return guess, *others
+
+
+def default_config(shape: Shape, multiprocessors: int) -> ShortForwardConfig:
+    """The best guess without measurements."""
+    return candidates(shape, multiprocessors)[0]
 
 
 def forward(
@@ -80,11 +102,11 @@ def forward(
     *,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig | None = None,
+    config: ShortForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V], lse [B, N, R] float32), see pallas_kernels.attention.attention."""
     shape = Shape.of(query, key, value)
-    return _forward((query, key, value), shape, operands, logits, multiprocessors, config)
+    return _run((query, key, value), shape, operands, logits, multiprocessors, config)
 
 
 def forward_packed(
@@ -94,202 +116,325 @@ def forward_packed(
     key_heads: int,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig | None = None,
+    config: ShortForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `forward`, of [B, T, N + 2 K, H]: the heads of queries, keys and values of one projection.
 
     Slices of such an array would be copied before a kernel.
     """
     shape = Shape.of_packed(packed, key_heads)
-    return _forward((packed,), shape, operands, logits, multiprocessors, config)
+    return _run((packed,), shape, operands, logits, multiprocessors, config)
 
 
-def _forward(
+def _run(
     arrays: tuple[jax.Array, ...],
     shape: Shape,
     operands: Operands,
     logits: Logits,
     multiprocessors: int,
-    config: ForwardConfig | None,
+    config: ShortForwardConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
-    batch, query_count, key_count, heads, key_heads, head_size, value_size = shape
-    dtype = arrays[0].dtype
-    config = config or default_config(
-        query_count, key_count, head_size, value_size, batch * heads, multiprocessors
-    )
-    workers, tiles = config.workers, config.tiles
-    key_rows, value_rows = ceil_to(key_count, 8), ceil_to(key_count, 64)
+    config = config or default_config(shape, multiprocessors)
+    kernel = _ShortForward(shape, arrays[0].dtype, logits, config, multiprocessors)
     # A worker's last tiles may lie beyond the queries. Copies fill and write nothing there, but loads
     # of bias and explicit mask into registers need something to read.
-    query_rows = ceil_to(query_count, tiles * ROWS)
-    parts = query_rows // (tiles * ROWS)
-    items = batch * heads * parts
-    ctas = min(config.ctas_per_multiprocessor * multiprocessors, -(-items // workers))
-    operands = operands.padded(tiles * ROWS, key_rows)
-    present = [name for name, array in operands._asdict().items() if array is not None]
-    masks_anywhere = not logits.mask.is_always_full(ROWS, 1)
+    operands = operands.padded(config.tiles * WGMMA_ROWS, kernel.key_rows)
+    optional = {name: x for name, x in operands._asdict().items() if x is not None}
 
-    def kernel(*refs, q_smem, k_smem, v_smem, out_smem, lse_smem, **full):
+    def run(*refs, **shared):
         *refs, out_gmem, lse_gmem = refs
-        ops = Operands(**dict(zip(present, refs[len(arrays) :], strict=True)))
-        q_heads, k_heads, v_heads = memory.queries_keys_values(
-            refs[: len(arrays)], heads, key_heads
-        )
-        wg_idx = lax.axis_index("wg")
-        worker_idx = wg_idx * ctas + lax.axis_index("cta")
-        k_wg_smem, v_wg_smem = Matrix.of(k_smem, wg_idx), Matrix.of(v_smem, wg_idx)
-        lse_wg_smem = lse_smem.at[wg_idx]
-        q_full = full["q_full"].at[wg_idx]
-        k_full, v_full = full["k_full"].at[wg_idx], full["v_full"].at[wg_idx]
-        own_items = lax.div(items - worker_idx + (workers * ctas - 1), jnp.int32(workers * ctas))
-        steps = own_items * tiles
+        ops = Operands(**dict(zip(optional, refs[len(arrays) :], strict=True)))
+        heads = memory.queries_keys_values(refs[: len(arrays)], shape.heads, shape.key_heads)
+        kernel(heads, ops, (out_gmem, lse_gmem), shared)
 
-        def place(step):
-            """(batch, head, first query) of the tile of a step."""
-            item = worker_idx + lax.div(step, jnp.int32(tiles)) * (workers * ctas)
-            batch_head = lax.div(item, jnp.int32(parts))
-            tile = lax.rem(item, jnp.int32(parts)) * tiles + lax.rem(step, jnp.int32(tiles))
-            batch_idx = lax.div(batch_head, jnp.int32(heads))
-            return batch_idx, lax.rem(batch_head, jnp.int32(heads)), tile * ROWS
-
-        def copy_keys(gmem_heads, smem, barrier, step):
-            batch_idx, head_idx, _ = place(step)
-            key_head = lax.div(head_idx, jnp.int32(heads // key_heads))
-            smem.fill(gmem_heads, batch_idx, 0, key_head, barrier)
-
-        def queries(step):
-            return Matrix.of(q_smem, wg_idx, lax.rem(step, jnp.int32(_QUERY_SLOTS)))
-
-        def copy_queries(step):
-            batch_idx, head_idx, start = place(step)
-            queries(step).fill(q_heads, batch_idx, start, head_idx, q_full)
-
-        @pl.when(steps > 0)
-        def _():
-            copy_queries(0)
-            copy_keys(k_heads, k_wg_smem, k_full, 0)
-            copy_keys(v_heads, v_wg_smem, v_full, 0)
-
-        @pl.loop(0, steps)
-        def _(step):
-            batch_idx, head_idx, start = place(step)
-            is_first = lax.rem(step, jnp.int32(tiles)) == 0
-            has_next = step + 1 < steps
-            changes_head = has_next & (lax.rem(step + 1, jnp.int32(tiles)) == 0)
-            query_length = (
-                query_count if ops.query_lengths is None else ops.query_lengths[batch_idx]
-            )
-            key_length = key_count if ops.key_lengths is None else ops.key_lengths[batch_idx]
-            q_wg_smem = queries(step)
-            out_wg_smem = Matrix.of(out_smem, wg_idx) if out_smem else q_wg_smem
-
-            plgpu.barrier_wait(q_full)
-            # What was written two steps ago from this memory has left it, see below.
-            pl.when(has_next)(lambda: copy_queries(step + 1))
-            pl.when(is_first)(lambda: plgpu.barrier_wait(k_full))
-
-            def products(acc):
-                memory.multiply_transposed(acc, q_wg_smem, k_wg_smem)
-                return acc[...]
-
-            x = pl.run_scoped(products, plgpu.ACC((ROWS, key_rows), jnp.float32))
-            pl.when(changes_head)(lambda: copy_keys(k_heads, k_wg_smem, k_full, step + 1))
-
-            # 64 columns at a time, so that few float32 weights are live at once, only those with
-            # masked elements are masked, and an element's place costs no division.
-            parts_of_row = []
-            for first in range(0, key_rows, COLUMNS):
-                part = x[:, first : min(first + COLUMNS, key_rows)]
-                tile = Tile(batch_idx, head_idx, start, first, part.shape)
-                is_masked = masks_anywhere or first + part.shape[1] > key_count
-                parts_of_row.append((tile, logits.logits(part, tile, ops, key_length, is_masked)))
-            maximum = None
-            for _, part in parts_of_row:
-                part_maximum = jnp.max(part, axis=1)
-                maximum = part_maximum if maximum is None else jnp.maximum(maximum, part_maximum)
-            maximum = maximum * logits.multiplier
-            if logits.has_sinks:
-                sink = ops.sinks[head_idx] * LOG2E
-                maximum = jnp.maximum(maximum, sink)
-            # Any finite number serves a row of -inf: it only has to keep -inf - maximum from NaN.
-            maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
-            total, weights = 0.0, []
-            for tile, part in parts_of_row:
-                part = jnp.exp2(part * logits.multiplier - _rows(maximum, part.shape))
-                total = total + jnp.sum(part, axis=1)
-                if logits.dropout_rate > 0:
-                    part = logits.dropped(part, tile, ops)
-                part = part.astype(dtype)
-                if part.shape[1] < COLUMNS:
-                    nothing = jnp.zeros((ROWS, COLUMNS - part.shape[1]), dtype)
-                    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-                    part = jnp.concatenate([part, nothing], axis=1)
-                weights.append(part)
-            if logits.has_sinks:
-                total = total + jnp.exp2(sink - maximum)
-
-            pl.when(is_first)(lambda: plgpu.barrier_wait(v_full))
-
-            def outputs(*accs):
-                for i, part in enumerate(weights):
-                    memory.multiply(accs, part, v_wg_smem.rows(i * COLUMNS, COLUMNS))
-                return [acc[...] for acc in accs]
-
-            out = pl.run_scoped(outputs, *memory.accumulators(value_size))
-            pl.when(changes_head)(lambda: copy_keys(v_heads, v_wg_smem, v_full, step + 1))
-
-            empty = total == 0.0
-            if ops.query_lengths is not None:
-                row = start + plgpu.broadcasted_iota(
-                    jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1)
-                )
-                empty = empty | (row >= query_length)
-            # The copies of the last step's results, which have had all of this step's time.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            lse_wg_smem[...] = jnp.where(
-                empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E)
-            )
-            total = jnp.where(empty, 1.0, total)
-            inverse = jnp.where(empty, 0.0, (1.0 / logits.keep_probability) / total)
-            for block, smem in zip(out, out_wg_smem.operands, strict=True):
-                smem[...] = (block * _rows(inverse, block.shape)).astype(dtype)
-            plgpu.commit_smem()
-            out_wg_smem.write(Heads(out_gmem), batch_idx, start, head_idx)
-            plgpu.copy_smem_to_gmem(
-                lse_wg_smem, lse_gmem.at[batch_idx, head_idx, pl.ds(start, ROWS)]
-            )
-
-        plgpu.wait_smem_to_gmem(0)
-
-    head_blocks = memory.blocks(head_size)
-    value_blocks = memory.blocks(value_size)
-    out_takes_place_of_queries = head_blocks == value_blocks
-    return plgpu.kernel(
-        kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), dtype),
-            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
-        ),
-        scratch_types=dict(
-            q_smem=memory.matrix((workers, _QUERY_SLOTS), ROWS, head_size, dtype),
-            k_smem=memory.matrix((workers,), key_rows, head_size, dtype),
-            v_smem=memory.matrix((workers,), value_rows, value_size, dtype),
-            out_smem=[]
-            if out_takes_place_of_queries
-            else memory.matrix((workers,), ROWS, value_size, dtype),
-            lse_smem=plgpu.SMEM((workers, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=head_blocks, num_barriers=workers),
-            k_full=plgpu.Barrier(num_arrivals=head_blocks, num_barriers=workers),
-            v_full=plgpu.Barrier(num_arrivals=value_blocks, num_barriers=workers),
-        ),
-        grid=(ctas,),
+    out, lse = plgpu.kernel(
+        run,
+        out_type=kernel.results(),
+        scratch_types=kernel.memory(),
+        grid=(kernel.ctas,),
         grid_names=("cta",),
-        num_threads=workers,
+        num_threads=config.workers,
         thread_name="wg",
         kernel_name="attention_short_forward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*arrays, *(getattr(operands, name) for name in present))
+    )(*arrays, *optional.values())
+    return out, lse
 
 
-def _rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+class _Worker(NamedTuple):
+    """A warpgroup, which works through tiles of its own: its references and its number."""
+
+    heads: tuple[Heads, Heads, Heads]
+    """Q, K and V in global memory."""
+    operands: Operands
+    results: tuple[Any, Any]
+    """The output and the log-sum-exp there."""
+    shared: dict[str, Any]
+    """Shared memory and barriers of all workers, by name."""
+    wg_idx: jax.Array
+    idx: jax.Array
+    """Its number among all workers of the chip."""
+    steps: jax.Array
+    """How many tiles it works through."""
+
+    def keys(self) -> Matrix:
+        return Matrix.of(self.shared["k_smem"], self.wg_idx)
+
+    def values(self) -> Matrix:
+        return Matrix.of(self.shared["v_smem"], self.wg_idx)
+
+    def queries(self, step: Any) -> Matrix:
+        return Matrix.of(self.shared["q_smem"], self.wg_idx, lax.rem(step, jnp.int32(_QUERY_SLOTS)))
+
+    def output(self, step: Any) -> Matrix:
+        """Where the output of a step goes before it is copied: in the place of the queries."""
+        if self.shared["out_smem"]:
+            return Matrix.of(self.shared["out_smem"], self.wg_idx)
+        return self.queries(step)
+
+    def full(self, name: str) -> Any:
+        """The barrier of copies to "q", "k" or "v"."""
+        return self.shared[f"{name}_full"].at[self.wg_idx]
+
+
+class _Place(NamedTuple):
+    """Where the tile of a step lies."""
+
+    batch_idx: jax.Array
+    head_idx: jax.Array
+    start: jax.Array
+    """The first query."""
+
+
+_Part = tuple[Tile, jax.Array]
+"""Up to 64 columns of a tile's rows."""
+
+
+@dataclass(frozen=True)
+class _ShortForward:
+    """The kernel: what is static, what the shared memory holds, and what a worker does."""
+
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: ShortForwardConfig
+    multiprocessors: int
+
+    @property
+    def head(self) -> Columns:
+        return Columns.in_wide_blocks(self.shape.head_size)
+
+    @property
+    def value(self) -> Columns:
+        return Columns.in_wide_blocks(self.shape.value_size)
+
+    @property
+    def key_rows(self) -> int:
+        """Columns of the logits."""
+        return ceil_to(self.shape.key_count, 8)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the queries of a head are cut."""
+        return -(-self.shape.query_count // (self.config.tiles * WGMMA_ROWS))
+
+    @property
+    def items(self) -> int:
+        """Parts of all heads: a worker loads keys and values for each of its own."""
+        return self.shape.batch * self.shape.heads * self.parts
+
+    @property
+    def ctas(self) -> int:
+        ctas = self.config.ctas_per_multiprocessor * self.multiprocessors
+        return min(ctas, -(-self.items // self.config.workers))
+
+    def memory(self) -> dict[str, Any]:
+        workers, dtype, head, value = self.config.workers, self.dtype, self.head, self.value
+        value_rows = ceil_to(self.shape.key_count, WGMMA_ROWS)
+        return dict(
+            q_smem=head.memory((workers, _QUERY_SLOTS), WGMMA_ROWS, dtype),
+            k_smem=head.memory((workers,), self.key_rows, dtype),
+            v_smem=value.memory((workers,), value_rows, dtype),
+            out_smem=[] if head == value else value.memory((workers,), WGMMA_ROWS, dtype),
+            lse_smem=plgpu.SMEM((workers, WGMMA_ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
+            k_full=plgpu.Barrier(num_arrivals=head.count, num_barriers=workers),
+            v_full=plgpu.Barrier(num_arrivals=value.count, num_barriers=workers),
+        )
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        batch, query_count, _, heads, _, _, value_size = self.shape
+        return (
+            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), self.dtype),
+            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
+        )
+
+    def __call__(
+        self,
+        heads: tuple[Heads, Heads, Heads],
+        operands: Operands,
+        results: tuple[Any, Any],
+        shared: dict[str, Any],
+    ) -> None:
+        wg_idx = lax.axis_index("wg")
+        idx = wg_idx * self.ctas + lax.axis_index("cta")
+        workers = self.config.workers * self.ctas
+        own_items = lax.div(self.items - idx + (workers - 1), jnp.int32(workers))
+        steps = own_items * self.config.tiles
+        worker = _Worker(heads, operands, results, shared, wg_idx, idx, steps)
+
+        @pl.when(steps > 0)
+        def _():
+            self.copy_queries(worker, 0)
+            self.copy_keys(worker, 0)
+            self.copy_values(worker, 0)
+
+        @pl.loop(0, steps)
+        def _(step):
+            self.attend(worker, step)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def place(self, worker: _Worker, step: Any) -> _Place:
+        tiles, heads = jnp.int32(self.config.tiles), jnp.int32(self.shape.heads)
+        item = worker.idx + lax.div(step, tiles) * (self.config.workers * self.ctas)
+        batch_head = lax.div(item, jnp.int32(self.parts))
+        tile = lax.rem(item, jnp.int32(self.parts)) * self.config.tiles + lax.rem(step, tiles)
+        return _Place(lax.div(batch_head, heads), lax.rem(batch_head, heads), tile * WGMMA_ROWS)
+
+    def copy_queries(self, worker: _Worker, step: Any) -> None:
+        at = self.place(worker, step)
+        full = worker.full("q")
+        worker.queries(step).fill(worker.heads[0], at.batch_idx, at.start, at.head_idx, full)
+
+    def copy_keys(self, worker: _Worker, step: Any) -> None:
+        at = self.place(worker, step)
+        key_head = lax.div(at.head_idx, jnp.int32(self.shape.group))
+        worker.keys().fill(worker.heads[1], at.batch_idx, 0, key_head, worker.full("k"))
+
+    def copy_values(self, worker: _Worker, step: Any) -> None:
+        at = self.place(worker, step)
+        key_head = lax.div(at.head_idx, jnp.int32(self.shape.group))
+        worker.values().fill(worker.heads[2], at.batch_idx, 0, key_head, worker.full("v"))
+
+    def attend(self, worker: _Worker, step: jax.Array) -> None:
+        """Computes the output of one tile of queries."""
+        at = self.place(worker, step)
+        tiles = jnp.int32(self.config.tiles)
+        is_first = lax.rem(step, tiles) == 0
+        has_next = step + 1 < worker.steps
+        changes_head = has_next & (lax.rem(step + 1, tiles) == 0)
+        lengths = worker.operands.lengths(self.logits.mask, at.batch_idx)
+
+        plgpu.barrier_wait(worker.full("q"))
+        # What was written two steps ago from this memory has left it, see `write`.
+        pl.when(has_next)(lambda: self.copy_queries(worker, step + 1))
+        pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("k")))
+
+        def products(acc):
+            memory.multiply_transposed(acc, worker.queries(step), worker.keys())
+            return acc[...]
+
+        x = pl.run_scoped(products, plgpu.ACC((WGMMA_ROWS, self.key_rows), jnp.float32))
+        pl.when(changes_head)(lambda: self.copy_keys(worker, step + 1))
+
+        weights, maximum, total = self.softmax(
+            worker, at, self.logits_parts(worker, at, lengths[1], x)
+        )
+        pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("v")))
+
+        def outputs(*accs):
+            for i, part in enumerate(weights):
+                values = worker.values().rows(i * SWIZZLED_COLUMNS, SWIZZLED_COLUMNS)
+                memory.multiply(accs, part, values)
+            return [acc[...] for acc in accs]
+
+        out = pl.run_scoped(outputs, *self.value.accumulators())
+        pl.when(changes_head)(lambda: self.copy_values(worker, step + 1))
+        self.write(worker, step, at, lengths[0], out, maximum, total)
+
+    def logits_parts(
+        self, worker: _Worker, at: _Place, key_length: Any, products: jax.Array
+    ) -> list[_Part]:
+        """The logits, 64 columns at a time.
+
+        So few float32 weights are live at once, only the parts with masked elements are masked, and
+        an element's place costs no division.
+        """
+        key_count, operands = self.shape.key_count, worker.operands
+        masks_anywhere = not self.logits.mask.is_always_full(WGMMA_ROWS, 1)
+        parts = []
+        for first in range(0, self.key_rows, SWIZZLED_COLUMNS):
+            part = products[:, first : min(first + SWIZZLED_COLUMNS, self.key_rows)]
+            tile = Tile(at.batch_idx, at.head_idx, at.start, first, part.shape)
+            is_masked = masks_anywhere or first + part.shape[1] > key_count
+            parts.append((tile, self.logits.logits(part, tile, operands, key_length, is_masked)))
+        return parts
+
+    def softmax(
+        self, worker: _Worker, at: _Place, parts: list[_Part]
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """(weights of each part, the maximum of each row, the sum of its weights)."""
+        logits, operands = self.logits, worker.operands
+        maximum = functools.reduce(jnp.maximum, [jnp.max(part, axis=1) for _, part in parts])
+        maximum = maximum * logits.multiplier
+        if logits.has_sinks:
+            sink = operands.sinks[at.head_idx] * LOG2E
+            maximum = jnp.maximum(maximum, sink)
+        # Any finite number serves a row of -inf: it only has to keep -inf - maximum from NaN.
+        maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+        total: Any = 0.0
+        weights = []
+        for tile, part in parts:
+            part = jnp.exp2(part * logits.multiplier - _across(maximum, part.shape))
+            total = total + jnp.sum(part, axis=1)
+            if logits.dropout_rate > 0:
+                part = logits.dropped(part, tile, operands)
+            part = part.astype(self.dtype)
+            if part.shape[1] < SWIZZLED_COLUMNS:
+                rest = jnp.zeros((WGMMA_ROWS, SWIZZLED_COLUMNS - part.shape[1]), self.dtype)
+                rest = plgpu.layout_cast(rest, plgpu.Layout.WGMMA)
+                part = jnp.concatenate([part, rest], axis=1)
+            weights.append(part)
+        if logits.has_sinks:
+            total = total + jnp.exp2(sink - maximum)
+        return weights, maximum, total
+
+    def write(
+        self,
+        worker: _Worker,
+        step: jax.Array,
+        at: _Place,
+        query_length: Any,
+        out: list[jax.Array],
+        maximum: jax.Array,
+        total: jax.Array,
+    ) -> None:
+        """Stores output and log-sum-exp of a tile, and starts their copies."""
+        empty = total == 0.0
+        if worker.operands.query_lengths is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_VECTOR)
+            empty = empty | (at.start + row >= query_length)
+        # The copies of the last step's results, which have had all of this step's time.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        lse_smem = worker.shared["lse_smem"].at[worker.wg_idx]
+        lse = (maximum + jnp.log2(total)) * (1 / LOG2E)
+        lse_smem[...] = jnp.where(empty, EMPTY_LSE, lse)
+        total = jnp.where(empty, 1.0, total)
+        inverse = jnp.where(empty, 0.0, (1.0 / self.logits.keep_probability) / total)
+        output = worker.output(step)
+        output.store([block * _across(inverse, block.shape) for block in out])
+        out_gmem, lse_gmem = worker.results
+        output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
+
+        # A part of the queries may end with a tile that begins beyond the last one. Its copy would not
+        # be cut at the end of the head's numbers but reach those of the next head.
+        @pl.when(at.start < self.shape.query_count)
+        def _():
+            rows = pl.ds(at.start, WGMMA_ROWS)
+            plgpu.copy_smem_to_gmem(lse_smem, lse_gmem.at[at.batch_idx, at.head_idx, rows])
+
+
+def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A number for each row, for all of its columns."""
     return lax.broadcast_in_dim(vector, shape, [0])

@@ -8,38 +8,15 @@ import functools
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.logits import Operands
 from pallas_kernels.attention.mask import BlockMask, Blocks, Index
-
-
-def padded_columns(width: int, any_idx: jax.Array) -> Any:
-    """The first `width` columns of a row that is copied to or from shared memory.
-
-    These may be more than the row has: the copy fills the rest with 0, or leaves it out. From 0.12 on
-    JAX refuses that where it knows the start of the slice, hence a 0 made of `any_idx`.
-    """
-    return pl.ds(any_idx * 0, width)
-
-
-def operand_memory(shape: tuple[int, ...], dtype: Any, *, contracted: int = 64) -> Any:
-    """Shared memory [..., rows, columns] of an operand of products.
-
-    `contracted` are the rows that a product contracts, where it does: it takes as many of them at a
-    time as a tile has columns.
-    """
-    columns = next(w for w in (64, 32, 16) if shape[-1] % w == 0 and contracted % w == 0)
-    tiling = plgpu.TilingTransform((8, columns))
-    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 class Place(NamedTuple):
@@ -56,6 +33,24 @@ class Place(NamedTuple):
     first: jax.Array
     """Blocks of keys [first, stop) are visited, from the last to the first."""
     stop: jax.Array
+
+
+class Visits(NamedTuple):
+    """The blocks of keys that a consumer's rows of a tile visit: visit i is to block last - i.
+
+    Where the tile's rows reach different keys, the first blocks of the tile are for others alone.
+    """
+
+    skipped: jax.Array
+    """Blocks of the tile before the first visit."""
+    count: jax.Array
+    last: jax.Array
+    full_first: jax.Array
+    """Visits [full_first, full_stop) are to blocks that need no masking."""
+    full_stop: jax.Array
+
+    def is_partial(self, visit: Index) -> jax.Array:
+        return (visit < self.full_first) | (visit >= self.full_stop)
 
 
 @dataclass(frozen=True)
@@ -112,6 +107,20 @@ class QueryTiles:
         first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
         return Place(batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop)
+
+    def visits(self, at: Place, start: jax.Array, rows: int) -> Visits:
+        """Of the `rows` queries from `start` on, which are some of the tile at `at`."""
+        own = at.key_blocks(start, start + rows)
+        stop = at.stop
+        if self.mask.reach()[1] is not None:
+            stop = lax.clamp(at.first + 1, jnp.int32(own.stop), at.stop)
+        return Visits(
+            skipped=at.stop - stop,
+            count=stop - at.first,
+            last=stop - 1,
+            full_first=stop - own.full_stop,
+            full_stop=stop - own.full_start,
+        )
 
 
 class KeyPlace(NamedTuple):

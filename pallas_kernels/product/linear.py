@@ -9,7 +9,7 @@ from pallas_kernels.product.matmul import MatmulConfig, matmul
 
 
 def preactivation(z: jax.Array, *, bias: jax.Array | None = None) -> tuple[jax.Array]:
-    """What leaves the accumulators where an activation follows: see `matmul`."""
+    """What is rounded first where an activation follows: see `before_rounding` of `matmul`."""
     return (z if bias is None else z + bias,)
 
 
@@ -35,9 +35,9 @@ def forward(
     results = matmul(
         x,
         w,
-        leaving=None if activation is None else preactivation,
+        before_rounding=None if activation is None else preactivation,
         epilogue=epilogue,
-        rows={"bias": bias},
+        vectors={"bias": bias},
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
         config=config,

@@ -7,8 +7,7 @@ of a tile. Otherwise they share an output tile of twice the height, whose operan
 """
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns
 
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
@@ -32,7 +34,6 @@ class MatmulConfig:
     """Rows of a warpgroup's accumulators."""
     tile_n: int = 192
     """Columns of them; several products in one pass over a divide them among themselves."""
-    tile_k: int = 64
     stages: int = 4
     """Slots of the ring: tiles of the operands in flight or in use."""
     ping_pong: bool = True
@@ -47,6 +48,9 @@ class MatmulConfig:
     """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
+    pads_columns: bool = False
+    """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
+    of a tile's columns and not one block of them. That pays where there are many rows."""
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 8 or self.tile_n > 256:
@@ -66,11 +70,6 @@ class MatmulConfig:
     @property
     def cta_tile_m(self) -> int:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
-
-    def ring_bytes(self, dtype: Any) -> int:
-        """Shared memory for operands of `dtype`."""
-        tiles = (self.cta_tile_m + self.tile_n) * self.tile_k
-        return self.stages * tiles * jnp.dtype(dtype).itemsize
 
 
 def fills(multiprocessors: int, rows: int, columns: int) -> bool:
@@ -107,8 +106,22 @@ class Block:
     """Where the b of one product lies."""
 
     array: int
-    n_start: int
-    k_start: int
+    k_part: int | None = None
+    """Of an array with the b of several terms: its index along the axis of the terms."""
+    n_part: int | None = None
+    """Of an array with the b of several products: its index along the axis of the products."""
+
+    def view(self, refs: Sequence[Any], transposed: bool) -> Callable[[Any, Any], Any]:
+        """Takes a span of each of b's two axes as they lie in the array, and returns that part."""
+
+        def index(part, span):
+            return (span,) if part is None else (part, span)
+
+        def part(first, second):
+            parts = (self.n_part, self.k_part) if transposed else (self.k_part, self.n_part)
+            return refs[self.array].at[(*index(parts[0], first), *index(parts[1], second))]
+
+        return part
 
 
 @dataclass(frozen=True)
@@ -133,6 +146,31 @@ class Product:
     products: int = 1
     a_transposed: bool = False
     b_transposed: bool = False
+    b_columns: int = 0
+    """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
+
+    @property
+    def tile_k(self) -> int:
+        return swizzled_columns(self.dtype)
+
+    @property
+    def a_tile(self) -> OperandTile:
+        return OperandTile(
+            span=self.config.cta_tile_m,
+            k_last=not self.a_transposed,
+            # An instruction takes 64 rows, which is a block.
+            whole_blocks=False,
+            dtype=self.dtype,
+        )
+
+    @property
+    def b_tile(self) -> OperandTile:
+        return OperandTile(
+            span=self.part_n,
+            k_last=self.b_transposed,
+            whole_blocks=self.b_columns % swizzled_columns(self.dtype) == 0,
+            dtype=self.dtype,
+        )
 
     @property
     def part_n(self) -> int:
@@ -156,7 +194,24 @@ class Product:
 
     @property
     def k_steps(self) -> int:
-        return sum(pl.cdiv(k, self.config.tile_k) for k in self.ks)
+        return sum(pl.cdiv(k, self.tile_k) for k in self.ks)
+
+    def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
+        """Shared memory that a CTA takes for the operands and for the `scratch` of the epilogue.
+
+        Args:
+          sums: whether the epilogue sums along an axis.
+        """
+        reductions = REDUCTION_BYTES if sums else 0
+        return allocated_bytes((self._ring_memory(), dict(scratch))) + reductions
+
+    def check_shared_bytes(self, wanted: int) -> None:
+        """Raises where a CTA has less."""
+        if wanted > SHARED_MEMORY_BYTES:
+            raise ValueError(
+                f"MatmulConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
+                f" {wanted} are needed; pass fewer stages or slots, or smaller tiles ({self.config})"
+            )
 
     def launch(
         self,
@@ -184,14 +239,16 @@ class Product:
             wg_idx = lax.axis_index("wg")
             lax.cond(
                 wg_idx == CONSUMERS,
-                lambda: self._copy_operands(a_gmem, b_gmem, **ring),
-                lambda: self._multiply(wg_idx, functools.partial(epilogue, rest, own), **ring),
+                lambda: _Producer(self, _Ring(**ring), a_gmem, b_gmem).run(),
+                lambda: _Consumer(
+                    self, _Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
+                ).run(),
             )
 
         return plgpu.kernel(
             kernel,
             out_type=tuple(out_type),
-            scratch_types={"ring": self._ring(), "own": dict(scratch)},
+            scratch_types={"ring": self._ring_memory(), "own": dict(scratch)},
             grid=(self.clusters,),
             grid_names=("cluster",),
             cluster=(self.config.cluster,),
@@ -202,29 +259,16 @@ class Product:
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*terms, *bs, *others)
 
-    def _ring(self) -> dict[str, Any]:
+    def _ring_memory(self) -> dict[str, Any]:
         c = self.config
-        # Rows of an array, not only of its tiles, have to be whole swizzle patterns, and so has what
-        # lies before a block.
-        along_k = (*self.ks, c.tile_k, *(block.k_start for block in self.blocks))
-        along_n = (self.n, self.part_n, *(block.n_start for block in self.blocks))
-        swizzle = min(
-            widest_swizzle(self.dtype, *((self.m, c.tile_m) if self.a_transposed else along_k)),
-            widest_swizzle(self.dtype, *(along_k if self.b_transposed else along_n)),
-        )
-        a_tile, b_tile = (c.cta_tile_m, c.tile_k), (c.tile_k, self.part_n)
-        if self.a_transposed:
-            a_tile = a_tile[::-1]
-        if self.b_transposed:
-            b_tile = b_tile[::-1]
         takers = 1 if c.ping_pong else CONSUMERS
         ring = dict(
-            a_smem=tiled((c.stages, *a_tile), self.dtype, swizzle),
-            b_smem=[tiled((c.stages, *b_tile), self.dtype, swizzle) for _ in range(self.products)],
+            a_smem=self.a_tile.memory(c.stages),
+            b_smem=[self.b_tile.memory(c.stages) for _ in range(self.products)],
             # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
             # its own.
             full=plgpu.Barrier(
-                num_arrivals=1 + self.products,
+                num_arrivals=self.a_tile.blocks + self.products * self.b_tile.blocks,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
@@ -237,13 +281,14 @@ class Product:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
 
-    # --- device side ------------------------------------------------------------------------------
+    # --- on the device ----------------------------------------------------------------------------
 
-    def _tiles_of_cluster(self) -> jax.Array:
+    def tiles_of_cluster(self) -> jax.Array:
+        """How many tiles each CTA of this cluster computes."""
         first = lax.axis_index("cluster")
         return lax.div(jnp.int32(self.tile_count - 1) - first, jnp.int32(self.clusters)) + 1
 
-    def _place(self, sequence_idx) -> tuple[jax.Array, jax.Array]:
+    def position(self, sequence_idx: Any) -> tuple[jax.Array, jax.Array]:
         """First row and column index of the tile that this CTA takes as number `sequence_idx`."""
         c = self.config
         m_idx, n_idx = plgpu.planar_snake(
@@ -251,132 +296,183 @@ class Product:
         )
         return (m_idx * c.cluster + lax.axis_index("cta")) * c.cta_tile_m, n_idx
 
-    def _full_idx(self, sequence_idx, slot):
-        """The barrier of a slot that is being filled for a tile."""
+    def full_idx(self, sequence_idx: Any, slot: Any) -> jax.Array:
+        """Which barrier tells that a slot has been filled for a tile."""
         if not self.config.ping_pong:
             return slot
         return lax.rem(sequence_idx, jnp.int32(CONSUMERS)) * self.config.stages + slot
 
-    def _next_slot(self, slot):
+    def next_slot(self, slot: Any) -> jax.Array:
+        """The slot after this one in the ring."""
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
-    def _copy_operands(self, a_gmem, b_gmem, *, a_smem, b_smem, full, free, **_) -> None:
-        """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
-        c = self.config
+
+@dataclass(frozen=True)
+class _Ring:
+    """The slots for tiles of operands in shared memory, and their barriers."""
+
+    a_smem: Any
+    b_smem: Sequence[Any]
+    full: Any
+    """A slot holds the tiles of a step along K."""
+    free: Any
+    """All instructions that read a slot have ended."""
+    turn: Any = None
+    """In ping-pong, a warpgroup may multiply."""
+
+
+@dataclass(frozen=True)
+class _Producer:
+    """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
+
+    product: Product
+    ring: _Ring
+    a_gmem: Sequence[Any]
+    b_gmem: Sequence[Any]
+
+    def run(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
-
-        def along(ref, transposed, start, size, k_start):
-            span, k_span = pl.ds(start, size), pl.ds(k_start, c.tile_k)
-            return ref.at[k_span, span] if transposed else ref.at[span, k_span]
-
-        def fill(sequence_idx, m_start, n_idx, term, k_idx, carry):
-            slot, filled = carry
-
-            @pl.when(filled >= c.stages)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
-
-            landed = full.at[self._full_idx(sequence_idx, slot)]
-            k_start = k_idx * c.tile_k
-            plgpu.copy_gmem_to_smem(
-                along(a_gmem[term], self.a_transposed, m_start, c.cta_tile_m, k_start),
-                a_smem.at[slot],
-                landed,
-            )
-
-            for product in range(self.products):
-                block = self.blocks[term * self.products + product]
-                plgpu.copy_gmem_to_smem(
-                    along(
-                        b_gmem[block.array],
-                        not self.b_transposed,
-                        block.n_start + n_idx * self.part_n,
-                        self.part_n,
-                        block.k_start + k_start,
-                    ),
-                    b_smem[product].at[slot],
-                    landed,
-                    collective_axes="cta" if c.cluster > 1 else None,
-                )
-            return self._next_slot(slot), filled + 1
-
-        def tile(sequence_idx, carry):
-            m_start, n_idx = self._place(sequence_idx)
-            for term, k in enumerate(self.ks):
-                step = functools.partial(fill, sequence_idx, m_start, n_idx, term)
-                carry = lax.fori_loop(0, pl.cdiv(k, c.tile_k), step, carry)
-            return carry
-
         nothing = (jnp.int32(0), jnp.int32(0))
-        slot, filled = lax.fori_loop(0, self._tiles_of_cluster(), tile, nothing)
-        # Nobody may still be about to arrive here when this CTA ends.
-        for back in range(1, c.stages + 1):
+        slot, filled = lax.fori_loop(0, self.product.tiles_of_cluster(), self._fill_tile, nothing)
+        self._await_readers(slot, filled)
+
+    def _fill_tile(self, sequence_idx, carry):
+        """Fills slots for all steps of a tile; carries the next slot and how many were filled."""
+        m_start, n_idx = self.product.position(sequence_idx)
+        for term, k in enumerate(self.product.ks):
+            fill = functools.partial(self._fill_slot, sequence_idx, m_start, n_idx, term)
+            carry = lax.fori_loop(0, pl.cdiv(k, self.product.tile_k), fill, carry)
+        return carry
+
+    def _fill_slot(self, sequence_idx, m_start, n_idx, term, k_idx, carry):
+        product, ring = self.product, self.ring
+        slot, filled = carry
+
+        @pl.when(filled >= product.config.stages)
+        def _():
+            plgpu.barrier_wait(ring.free.at[slot])
+
+        full = ring.full.at[product.full_idx(sequence_idx, slot)]
+        k_start = k_idx * product.tile_k
+
+        def a_matrix(first, second):
+            return self.a_gmem[term].at[first, second]
+
+        product.a_tile.copy(a_matrix, ring.a_smem, slot, m_start, k_start, full)
+        for index in range(product.products):
+            product.b_tile.copy(
+                product.blocks[term * product.products + index].view(
+                    self.b_gmem, product.b_transposed
+                ),
+                ring.b_smem[index],
+                slot,
+                n_idx * product.part_n,
+                k_start,
+                full,
+                collective_axes="cta" if product.config.cluster > 1 else None,
+            )
+        return product.next_slot(slot), filled + 1
+
+    def _await_readers(self, slot, filled) -> None:
+        """Waits until nobody is still about to arrive at a barrier of this CTA, which may end then."""
+        stages = self.product.config.stages
+        for back in range(1, stages + 1):
 
             @pl.when(filled >= back)
             def _(back=back):
-                last_filled = lax.rem(slot + (c.stages - back), jnp.int32(c.stages))
-                plgpu.barrier_wait(free.at[last_filled])
+                last_filled = lax.rem(slot + (stages - back), jnp.int32(stages))
+                plgpu.barrier_wait(self.ring.free.at[last_filled])
 
-    def _multiply(self, wg_idx, epilogue_of, *, a_smem, b_smem, full, free, turn=None) -> None:
-        """A warpgroup that multiplies, and runs the epilogue of its tiles."""
-        c = self.config
+
+@dataclass(frozen=True)
+class _Consumer:
+    """A warpgroup that multiplies, and runs the epilogue of its tiles."""
+
+    product: Product
+    ring: _Ring
+    wg_idx: jax.Array
+    epilogue_of: Callable[[TilePlace], TileEpilogue]
+
+    def run(self) -> None:
+        ping_pong, turn = self.product.config.ping_pong, self.ring.turn
         plgpu.set_max_registers(232, action="increase")
-        tiles = self._tiles_of_cluster()
-        stride = CONSUMERS if c.ping_pong else 1
-        first = wg_idx if c.ping_pong else jnp.int32(0)
-        if c.ping_pong:
-            pl.when(wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
-
-        def operands(slot):
-            a = a_smem.at[slot]
-            if not c.ping_pong:
-                mine = pl.ds(wg_idx * c.tile_m, c.tile_m)
-                a = a.at[:, mine] if self.a_transposed else a.at[mine]
-            if self.a_transposed:
-                a = a.transpose((1, 0))
-            for product in range(self.products):
-                b = b_smem[product].at[slot]
-                yield a, b.transpose((1, 0)) if self.b_transposed else b
+        tiles = self.product.tiles_of_cluster()
+        stride = CONSUMERS if ping_pong else 1
+        first = self.wg_idx if ping_pong else jnp.int32(0)
+        if ping_pong:
+            pl.when(self.wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def tile(tile_idx, _):
-            sequence_idx = first + tile_idx * stride
-            m_start, n_idx = self._place(sequence_idx)
-            if not c.ping_pong:
-                m_start += wg_idx * c.tile_m
-            epilogue = epilogue_of(TilePlace(wg_idx, m_start, n_idx))
-            epilogue.prefetch()
-
-            def accumulate(acc_ref):
-                def multiply(slot):
-                    plgpu.barrier_wait(full.at[self._full_idx(sequence_idx, slot)])
-                    for product, (a, b) in enumerate(operands(slot)):
-                        part = slice(product * self.part_n, (product + 1) * self.part_n)
-                        plgpu.wgmma(acc_ref.at[:, part] if self.products > 1 else acc_ref, a, b)
-
-                def step(_, previous):
-                    slot = self._next_slot(previous)
-                    multiply(slot)
-                    plgpu.wgmma_wait(self.products)
-                    plgpu.barrier_arrive(free.at[previous])
-                    return slot
-
-                if c.ping_pong:
-                    plgpu.barrier_wait(turn.at[wg_idx])
-                slot = lax.rem(sequence_idx * self.k_steps, jnp.int32(c.stages))
-                multiply(slot)
-                slot = lax.fori_loop(1, self.k_steps, step, slot)
-                if c.ping_pong:
-                    other = turn.at[CONSUMERS - 1 - wg_idx]
-                    pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
-                return acc_ref[...], slot
-
-            acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
-            plgpu.barrier_arrive(free.at[slot])
-            epilogue.run(acc)
+            self._compute_tile(first + tile_idx * stride, tiles)
 
         count = lax.div(tiles - first + (stride - 1), jnp.int32(stride))
         lax.fori_loop(0, count, tile, None)
         plgpu.wait_smem_to_gmem(0)
+
+    def _compute_tile(self, sequence_idx, tiles) -> None:
+        c = self.product.config
+        m_start, n_idx = self.product.position(sequence_idx)
+        if not c.ping_pong:
+            m_start += self.wg_idx * c.tile_m
+        epilogue = self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx))
+        epilogue.prefetch()
+        accumulate = functools.partial(self._accumulate, sequence_idx, tiles)
+        acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
+        plgpu.barrier_arrive(self.ring.free.at[slot])
+        epilogue.run(acc)
+
+    def _accumulate(self, sequence_idx, tiles, acc_ref):
+        """All steps of a tile: the accumulators, and the slot that is still to be freed."""
+        product, turn = self.product, self.ring.turn
+        if product.config.ping_pong:
+            plgpu.barrier_wait(turn.at[self.wg_idx])
+        slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(product.config.stages))
+        self._multiply(acc_ref, sequence_idx, slot)
+        step = functools.partial(self._step, acc_ref, sequence_idx)
+        slot = lax.fori_loop(1, product.k_steps, step, slot)
+        if product.config.ping_pong:
+            other = turn.at[CONSUMERS - 1 - self.wg_idx]
+            pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
+        return acc_ref[...], slot
+
+    def _step(self, acc_ref, sequence_idx, _, previous):
+        """Has a slot multiplied, and frees the one before it, whose instructions have ended by then."""
+        slot = self.product.next_slot(previous)
+        plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, slot))
+        plgpu.barrier_arrive(self.ring.free.at[previous])
+        return slot
+
+    def _multiply(self, acc_ref, sequence_idx, slot) -> int:
+        """Issues the products of a slot once it has been filled, and returns their number."""
+        plgpu.barrier_wait(self.ring.full.at[self.product.full_idx(sequence_idx, slot)])
+        count = 0
+        for part, a, b in self._instructions(acc_ref, slot):
+            plgpu.wgmma(part, a, b)
+            count += 1
+        return count
+
+    def _instructions(self, acc_ref, slot) -> Iterator[tuple[Any, Any, Any]]:
+        """What is multiplied in a slot: the part of the accumulators it is added to, a and b."""
+        product = self.product
+        ping_pong = product.config.ping_pong
+        share, shares = (jnp.int32(0), 1) if ping_pong else (self.wg_idx, CONSUMERS)
+        for index, b_smem in enumerate(self.ring.b_smem):
+            for columns, b in product.b_tile.operands(b_smem, slot):
+                for rows, a in product.a_tile.operands(self.ring.a_smem, slot, share, shares):
+                    start = index * product.part_n
+                    yield (
+                        _part(acc_ref, rows, slice(start + columns.start, start + columns.stop)),
+                        a.transpose((1, 0)) if product.a_transposed else a,
+                        b.transpose((1, 0)) if product.b_transposed else b,
+                    )
+
+
+def _part(acc_ref: Any, rows: slice, columns: slice) -> Any:
+    """A part of the accumulators, which is not sliced along an axis of which it is all."""
+    height, width = acc_ref.shape
+    if (rows.start, rows.stop) != (0, height):
+        return acc_ref.at[rows, columns]
+    return acc_ref if (columns.start, columns.stop) == (0, width) else acc_ref.at[:, columns]
 
 
 def tile_cost(n: int, tile_n: int) -> float:
@@ -391,15 +487,3 @@ def tile_cost(n: int, tile_n: int) -> float:
 def wastes_wide_tiles(n: int) -> bool:
     """Whether so much of tiles of 192 columns lies beyond the end that those of 128 are faster."""
     return tile_cost(n, 128) < tile_cost(n, 192)
-
-
-def tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    """Shared memory as the copy engine and wgmma both want it."""
-    tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
-
-
-def widest_swizzle(dtype: Any, *widths: int) -> int:
-    """In bytes, of which rows of each of these widths are a multiple."""
-    width = math.gcd(*widths)
-    return plgpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import matmul
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
@@ -27,12 +27,12 @@ from pallas_kernels.product.mainloop import (
     Product,
     TilePlace,
     tile_cost,
-    tiled,
-    widest_swizzle,
 )
+from pallas_kernels.product.operands import block, swizzled_columns
 
 _GRAIN = 16
-"""What the rotating and the other features of a head must be multiples of, the former in each half."""
+"""What the columns of an output must be multiples of, and of a head with a norm or a rotation the
+rotating features, in each half, and the others: the narrowest piece that is swizzled."""
 _STRIP = 32
 """Features that the epilogue takes at a time, of either half, where it can."""
 _ANGLES_AHEAD = 128
@@ -69,8 +69,15 @@ def why_unsupported(
             "the keys": key_heads * head_size,
         },
     )
-    if reason is not None or not (norm or rotary_dim):
+    if reason is not None:
         return reason
+    for name, size in (("queries", heads * head_size), ("keys", key_heads * head_size)):
+        if size % _GRAIN:
+            return (
+                f"it takes multiples of {_GRAIN} features in all heads, and the {name} have {size}"
+            )
+    if not (norm or rotary_dim):
+        return None
     if head_size > _WIDEST_HEAD:
         return f"norm and rotation take heads of up to {_WIDEST_HEAD} features, got {head_size}"
     if rotary_dim and interleaved:
@@ -84,16 +91,14 @@ def why_unsupported(
     return None
 
 
-def default_config(
+def candidates(
     *,
     widths: Sequence[int],
-    dtype: Any,
     head_size: int,
     norm: bool,
     rotary_dim: int,
-    bias: bool,
-) -> MatmulConfig:
-    """Tiles of whole units, of few columns beyond the end."""
+) -> Iterator[MatmulConfig]:
+    """Tiles of whole units, of few columns beyond the end; the one that is likely fastest first."""
     unit = piece = math.gcd(_STRIP, *widths)
     if norm or rotary_dim:
         unit = 2 * _STRIP if _splits_heads(head_size, norm, rotary_dim) else head_size
@@ -101,34 +106,20 @@ def default_config(
     tile_m = 128 if unit <= 192 else 64
 
     widest = 192 if unit <= 192 else 256
-    candidates = {limit // unit * unit for limit in (128, widest)} - {0}
-    tile_n = min(candidates, key=lambda tile_n: tile_cost(sum(widths), tile_n))
-
-    def shared_memory_bytes(c: MatmulConfig) -> int:
-        item = jnp.dtype(dtype).itemsize
-        streams = c.write_slots * c.tile_m * unit * item
-        # What follows the bias begins at a multiple of 1024 bytes.
-        biases = (CONSUMERS * 4 * c.tile_n + 2 * 1024) if bias else 0
-        return c.ring_bytes(dtype) + CONSUMERS * streams + biases
-
+    by_limit = {limit // unit * unit for limit in (128, widest)} - {0}
     sizes = [(4, 2), (3, 2), (4, 1), (3, 1), (2, 1)]
     if norm:
         # 50432 x 768 to 3 x 12 heads of 64 with rotation: 267 us with three stages, 283 with four.
         sizes.remove((4, 2))
-    return next(
-        config
-        for stages, write_slots in sizes
-        if shared_memory_bytes(
-            config := MatmulConfig(
+    for tile_n in sorted(by_limit, key=lambda tile_n: tile_cost(sum(widths), tile_n)):
+        for stages, write_slots in sizes:
+            yield MatmulConfig(
                 tile_m=tile_m,
                 tile_n=tile_n,
                 stages=stages,
                 write_slots=write_slots,
                 epilogue_columns=piece,
             )
-        )
-        <= SHARED_MEMORY_BYTES - BARRIER_BYTES
-    )
 
 
 def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
@@ -182,28 +173,55 @@ def forward(
     if splits_heads:
         w = _in_strips(w, head_size)
         bias = None if bias is None else _in_strips(bias, head_size)
-    if config is None:
-        config = default_config(
+    n = w.shape[1]
+    columns = swizzled_columns(x.dtype)
+
+    def epilogue_of(config: MatmulConfig) -> _Epilogue:
+        # The weights are copied in any case, to lie side by side.
+        b_transposed = config.tile_n % columns != 0
+        return _Epilogue(
+            product=Product(
+                m=m,
+                n=n,
+                ks=(k,),
+                dtype=x.dtype,
+                blocks=(Block(0),),
+                config=config,
+                multiprocessors=multiprocessors,
+                b_transposed=b_transposed,
+                b_columns=n + -n % columns,
+            ),
             widths=widths,
-            dtype=x.dtype,
             head_size=head_size,
-            norm=any(has_norms),
+            splits_heads=splits_heads,
             rotary_dim=rotary_dim,
-            bias=biases is not None,
+            period=0 if cos is None else cos.shape[0],
+            bias_dtype=None if bias is None else bias.dtype,
+            has_norms=tuple(has_norms),
+            epsilon=epsilon,
         )
-    # As in `matmul`: whole groups of 8 rows, and more than one.
-    padding = max(-m % 8, 16 - m)
-    if padding:
-        x = jnp.pad(x, ((0, padding), (0, 0)))
+
+    if config is None:
+        config = next(
+            c
+            for c in candidates(
+                widths=widths, head_size=head_size, norm=any(has_norms), rotary_dim=rotary_dim
+            )
+            if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    epilogue = epilogue_of(config)
+    epilogue.product.check_shared_bytes(epilogue.shared_bytes)
+    if epilogue.product.b_transposed:
+        w = w.T
+    else:
+        w = jnp.pad(w, ((0, 0), (0, -n % columns)))
     tables: tuple[jax.Array, ...] = ()
-    period = 0
     if cos is not None and sin is not None:
-        period = cos.shape[0]
         table = jnp.concatenate((cos, sin), axis=1)
         if x.dtype == _ROUNDS_ANGLES:
             # Half the registers, for a rounding 8 times finer than the result's.
             table = table.astype(jnp.float16)
-        if period % config.tile_m:
+        if epilogue.period % config.tile_m:
             # A tile of rows goes on from the last position to the first.
             table = jnp.pad(table, ((0, config.tile_m), (0, 0)), mode="wrap")
         tables = (table,)
@@ -212,36 +230,17 @@ def forward(
         ones = jnp.ones(head_size, jnp.float32)
         rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
         all_scales = [jnp.stack([*rows, ones])]
-    epilogue = _Epilogue(
-        product=Product(
-            m=m,
-            n=sum(widths),
-            ks=(k,),
-            dtype=x.dtype,
-            blocks=(Block(0, 0, 0),),
-            config=config,
-            multiprocessors=multiprocessors,
-        ),
-        widths=widths,
-        head_size=head_size,
-        splits_heads=splits_heads,
-        rotary_dim=rotary_dim,
-        period=period,
-        bias_dtype=None if bias is None else bias.dtype,
-        has_norms=tuple(has_norms),
-        epsilon=epsilon,
-    )
     saved = widths[:2] if save_projections else ()
     results = epilogue.product.launch(
         (x,),
         (w,),
         (*(() if bias is None else (bias,)), *all_scales, *tables),
-        out_type=[jax.ShapeDtypeStruct((m + padding, n), x.dtype) for n in (*widths, *saved)],
+        out_type=[jax.ShapeDtypeStruct((m, width), x.dtype) for width in (*widths, *saved)],
         scratch=epilogue.scratch(),
         epilogue=epilogue.of_tile,
         name="qkv_projection",
     )
-    q, k, v, *projections = (result[:m] for result in results)
+    q, k, v, *projections = results
     return (q, k, v, *(projections or (None, None)))
 
 
@@ -311,7 +310,7 @@ class _Epilogue:
 
     @property
     def units(self) -> int:
-        """Of a tile; as few as `matmul` takes chunks, and for the same reason."""
+        """Of a tile, none without a column."""
         return pl.cdiv(min(self.product.n, self.product.part_n), self.unit)
 
     def first_column(self, output: int) -> int:
@@ -334,13 +333,17 @@ class _Epilogue:
 
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
-        swizzle = widest_swizzle(dtype, *self.widths, self.piece)
-        shape = (CONSUMERS, c.write_slots, self.unit // self.run, c.tile_m, self.run)
-        scratch: dict[str, Any] = {"out_smem": tiled(shape, dtype, swizzle)}
+        leading = (CONSUMERS, c.write_slots, self.unit // self.piece)
+        scratch: dict[str, Any] = {"out_smem": block(leading, c.tile_m, self.piece, dtype)}
         if self.bias_dtype is not None:
             scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
             scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return scratch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA takes."""
+        return self.product.shared_bytes(self.scratch(), sums=any(self.has_norms))
 
     def of_tile(
         self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
@@ -434,15 +437,15 @@ class _HeadsOfTile:
           arrays: of each output; the unit is in one of them, or beyond the last.
         """
         launch, config = self.launch, self.launch.product.config
-        slot = self.smem["out_smem"].at[self.place.wg_idx, number % config.write_slots]
+        place = (self.place.wg_idx, number % config.write_slots)
+        registers, copies = self.smem["out_smem"]
         # As in `matmul`: whatever slot the last tile ended with has been read long since. Where some
         # stores have nothing to copy, what is under way is not to be told by counting.
         skips = bool(self.gmem.projections) or launch.product.n % launch.product.part_n
         pending = config.write_slots - 1 if number and not skips else 0
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         for index, piece in pieces:
-            run, first = divmod(index * launch.piece, launch.run)
-            slot.at[run, :, pl.ds(first, launch.piece)][...] = piece
+            registers.at[*place, index][...] = piece
         plgpu.commit_smem()
 
         column = self.column(unit)
@@ -452,9 +455,13 @@ class _HeadsOfTile:
             @pl.when((start >= 0) & (start < launch.widths[output]))
             def _(array=array, start=start):
                 rows = pl.ds(self.place.m_start, config.tile_m)
-                for index, first in enumerate(launch.runs(start)):
-                    block = array.at[rows, pl.ds(first, launch.run)]
-                    plgpu.copy_smem_to_gmem(slot.at[index], block, commit_group=False)
+                runs = launch.runs(start)
+                for index in range(launch.unit // launch.piece):
+                    run, within = divmod(index * launch.piece, launch.run)
+                    columns = pl.ds(runs[run] + within, launch.piece)
+                    plgpu.copy_smem_to_gmem(
+                        copies.at[*place, index], array.at[rows, columns], commit_group=False
+                    )
 
         plgpu.commit_smem_to_gmem_group()
 

@@ -1,0 +1,280 @@
+"""What becomes of the accumulators of a product, chunk by chunk of a tile's columns.
+
+An epilogue is a traced Python function of the float32 accumulators and of named operands. What it reads
+is copied to shared memory while the tile is multiplied; what it returns leaves by way of shared memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.product.mainloop import (
+    CONSUMERS,
+    MatmulConfig,
+    Product,
+    TileEpilogue,
+    TilePlace,
+)
+from pallas_kernels.product.operands import block
+from pallas_kernels.store import store_unoptimized
+
+Function = Callable[..., Mapping[str, jax.Array]]
+BeforeRounding = Callable[..., tuple[jax.Array, ...]]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The epilogue of a launch: its static facts, and its shared memory."""
+
+    product: Product
+    before_rounding: BeforeRounding | None
+    function: Function
+    vectors: Mapping[str, Any]
+    matrices: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    column_sums: tuple[str, ...]
+
+    @property
+    def config(self) -> MatmulConfig:
+        return self.product.config
+
+    @property
+    def fills_registers(self) -> bool:
+        """Whether a thread's accumulators leave too few registers for much arithmetic."""
+        return self.config.tile_m * self.config.tile_n > 128 * 128
+
+    @property
+    def chunks(self) -> int:
+        """Parts of a tile that the epilogue takes one after the other, none without a column."""
+        columns = min(self.product.n, self.product.part_n)
+        return pl.cdiv(columns, self.config.epilogue_columns)
+
+    @property
+    def sums_shape(self) -> tuple[int, int]:
+        """Partial column sums: a row for the tile of each warpgroup."""
+        down, across = self.product.tile_grid
+        height = self.config.cta_tile_m * self.config.cluster
+        return down * (height // self.config.tile_m), across * self.product.part_n
+
+    def scratch(self) -> dict[str, Any]:
+        c = self.config
+        scratch: dict[str, Any] = dict(
+            out_smem={
+                name: self._stream(dtype, c.write_slots) for name, dtype in self.outputs.items()
+            }
+        )
+        if self.vectors:
+            scratch["vector_smem"] = {
+                name: plgpu.SMEM((CONSUMERS, self.product.part_n), dtype)
+                for name, dtype in self.vectors.items()
+            }
+            scratch["vector_full"] = plgpu.Barrier(
+                num_arrivals=len(self.vectors), num_barriers=CONSUMERS
+            )
+        if self.matrices:
+            scratch["matrix_smem"] = {
+                name: self._stream(dtype, c.read_slots) for name, dtype in self.matrices.items()
+            }
+            scratch["matrix_full"] = plgpu.Barrier(
+                num_arrivals=len(self.matrices), num_barriers=CONSUMERS * c.read_slots
+            )
+        return scratch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a CTA takes."""
+        return self.product.shared_bytes(self.scratch(), sums=bool(self.column_sums))
+
+    def _stream(self, dtype: Any, slots: int) -> Any:
+        """What holds chunks of a matrix on its way between the epilogue and memory."""
+        c = self.config
+        return block((CONSUMERS, slots), c.tile_m, c.epilogue_columns, dtype)
+
+    def of_tile(
+        self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
+    ) -> TileEpilogue:
+        return _EpilogueOfTile(self, _Refs(self, refs), smem, place)
+
+
+class _Refs:
+    """The arrays of an epilogue in global memory, by their roles."""
+
+    def __init__(self, epilogue: Epilogue, refs: Sequence[Any]):
+        remaining = iter(refs)
+        self.vectors = {name: next(remaining) for name in epilogue.vectors}
+        self.matrices = {name: next(remaining) for name in epilogue.matrices}
+        self.outputs = {name: next(remaining) for name in epilogue.outputs}
+        self.sums = {name: next(remaining) for name in epilogue.column_sums}
+
+
+@dataclass(frozen=True)
+class _EpilogueOfTile:
+    """The epilogue of a tile, chunk by chunk of its columns."""
+
+    epilogue: Epilogue
+    gmem: _Refs
+    smem: Mapping[str, Any]
+    place: TilePlace
+
+    @property
+    def n_start(self) -> jax.Array:
+        return self.place.n_idx * self.epilogue.product.part_n
+
+    def prefetch(self) -> None:
+        """Has what the first chunks need copied while the tile is multiplied."""
+        for name, ref in self.gmem.vectors.items():
+            plgpu.copy_gmem_to_smem(
+                ref.at[pl.ds(self.n_start, self.epilogue.product.part_n)],
+                self.smem["vector_smem"][name].at[self.place.wg_idx],
+                self.smem["vector_full"].at[self.place.wg_idx],
+            )
+        for chunk in range(min(self.epilogue.chunks, self.epilogue.config.read_slots)):
+            self._copy_matrices(chunk)
+
+    def run(self, acc: jax.Array) -> None:
+        epilogue = self.epilogue
+        if epilogue.vectors:
+            plgpu.barrier_wait(self.smem["vector_full"].at[self.place.wg_idx])
+        narrow = None
+        if epilogue.before_rounding is not None and epilogue.fills_registers:
+            narrow = [
+                tuple(
+                    tile.astype(epilogue.product.dtype) for tile in self._rounded_tiles(acc, chunk)
+                )
+                for chunk in range(epilogue.chunks)
+            ]
+            # Without this the compiler may move the rounding to where it is used.
+            narrow = lax.optimization_barrier(narrow)
+        for chunk in range(epilogue.chunks):
+            vectors = {}
+            if narrow is not None:
+                tiles = [tile.astype(jnp.float32) for tile in narrow[chunk]]
+            elif epilogue.before_rounding is not None:
+                tiles = self._rounded_tiles(acc, chunk)
+            else:
+                tiles, vectors = self._products(acc, chunk), self._vectors(chunk)
+            matrices = self._load_matrices(chunk)
+            results = epilogue.function(*tiles, **vectors, **matrices)
+            self._store(chunk, {n: results[n].astype(d) for n, d in epilogue.outputs.items()})
+
+    def _rounded_tiles(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
+        assert self.epilogue.before_rounding is not None
+        return self.epilogue.before_rounding(*self._products(acc, chunk), **self._vectors(chunk))
+
+    def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
+        part_n, width = self.epilogue.product.part_n, self.epilogue.config.epilogue_columns
+        starts = [
+            product * part_n + chunk * width for product in range(self.epilogue.product.products)
+        ]
+        return [acc[:, start : start + width] for start in starts]
+
+    def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
+        """Takes a chunk out of shared memory, and has the next one copied into its place."""
+        if not self.epilogue.matrices:
+            return {}
+        slots = self.epilogue.config.read_slots
+        slot = chunk % slots
+        plgpu.barrier_wait(self._matrix_full(slot))
+        loaded = {
+            name: plgpu.load(
+                self._stream("matrix_smem", name, slot)[0], layout=plgpu.Layout.WGMMA
+            ).astype(jnp.float32)
+            for name in self.epilogue.matrices
+        }
+        if chunk + slots < self.epilogue.chunks:
+            plgpu.commit_smem()  # All four warps have read it.
+            self._copy_matrices(chunk + slots)
+        return loaded
+
+    def _stream(self, kind: str, name: str, slot: int) -> tuple[Any, Any]:
+        """A slot's memory as registers and as copies see it."""
+        registers, copies = self.smem[kind][name]
+        return registers.at[self.place.wg_idx, slot], copies.at[self.place.wg_idx, slot]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self.epilogue.config.tile_m, self.epilogue.config.epilogue_columns
+
+    def _columns(self, chunk: int):
+        """Of the output."""
+        width = self.epilogue.config.epilogue_columns
+        return pl.ds(self.n_start + chunk * width, width)
+
+    def _block(self, ref, chunk: int):
+        return ref.at[pl.ds(self.place.m_start, self.epilogue.config.tile_m), self._columns(chunk)]
+
+    def _matrix_full(self, slot: int):
+        return self.smem["matrix_full"].at[
+            self.place.wg_idx * self.epilogue.config.read_slots + slot
+        ]
+
+    def _copy_matrices(self, chunk: int) -> None:
+        slot = chunk % self.epilogue.config.read_slots
+        for name, ref in self.gmem.matrices.items():
+            _, destination = self._stream("matrix_smem", name, slot)
+            plgpu.copy_gmem_to_smem(self._block(ref, chunk), destination, self._matrix_full(slot))
+
+    def _vectors(self, chunk: int) -> dict[str, jax.Array]:
+        width = self.epilogue.config.epilogue_columns
+
+        def over_tile(smem) -> jax.Array:
+            row = plgpu.load(
+                smem.at[self.place.wg_idx, pl.ds(chunk * width, width)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+            )
+            return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
+
+        return {name: over_tile(self.smem["vector_smem"][name]) for name in self.epilogue.vectors}
+
+    def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
+        epilogue, slots = self.epilogue, self.epilogue.config.write_slots
+        places = {name: self._stream("out_smem", name, chunk % slots) for name in results}
+        # Whatever slot the last tile ended with has been read long since.
+        plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
+        for name, tile in results.items():
+            places[name][0][...] = tile
+        plgpu.commit_smem()
+        for name, (_, source) in places.items():
+            destination = self._block(self.gmem.outputs[name], chunk)
+            plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        for name in epilogue.column_sums:
+            self._store_sum(name, chunk, places[name][0])
+
+    def _store_sum(self, name: str, chunk: int, tile) -> None:
+        """Sums the columns of a tile in shared memory, each within a warp.
+
+        In the layout of the accumulators a column is spread over the warps, and sums across warps
+        share their memory among all warpgroups of a CTA.
+        """
+        epilogue, c = self.epilogue, self.epilogue.config
+        layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
+        values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
+        if epilogue.sums_shape[0] * c.tile_m != epilogue.product.m:
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+            values = jnp.where(row < epilogue.product.m - self.place.m_start, values, 0.0)
+        partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
+        store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
+
+
+def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:
+    """Registers in which each warp holds a quarter of the columns, by 16 bytes.
+
+    Swizzling moves units of 16 bytes: a longer vector would be read across them.
+    """
+    vec = 16 // jnp.dtype(dtype).itemsize
+    quarter = columns // 4
+    rows = 32 * vec // quarter
+    if quarter == vec:
+        tiling, warp_dims, lane_dims = ((rows, columns), (vec,)), (-2,), (-3,)
+    else:
+        tiling, warp_dims, lane_dims = ((rows, columns), (quarter,), (vec,)), (-3,), (-4, -2)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiling), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1
+    )
