@@ -7,6 +7,7 @@
 // (rms_norm: without mean(g)). The sums over rows are kept per block, in a fixed order, and added
 // up by a second, small kernel: no atomics, the same bits from run to run.
 
+#include "flat_rows.cuh"
 #include "layer_norm.cuh"
 #include "row_ring.cuh"
 
@@ -34,10 +35,11 @@ struct BackwardArgs {
   NormOptions options;
   int team_size;
   int stages;
+  // Only of backward_few_rows and, for the rows of a tile, of backward_flat_rows:
+  int teams;  // of a block
   // Only of backward_few_rows:
   int column_blocks;  // of one segment
   int row_splits;     // blocks, a cluster, that share the rows of a block of columns
-  int teams;          // of a block
 
   __device__ bool adds_pre_bias() const {
     return pre_bias.data != nullptr && dnext_residual == nullptr;
@@ -285,6 +287,110 @@ __global__ void __launch_bounds__(threads_limit(backward_limits<kChain, kPair>()
     __syncthreads();
     add_over_teams(values, team, column, shared,
                    args.gradients[i] + column.start(unit, args.features));
+  }
+}
+
+// --- rows that start anywhere
+// ---------------------------------------------------------------------
+
+// Blocks take turns at the tiles of a segment; several are resident, so that one waits for memory
+// while another computes.
+constexpr int kMostFlatTileRows = 64;
+
+// Blocks that have to find registers on a multiprocessor.
+constexpr int flat_blocks(Chain chain, int steps) {
+  return chain == Chain::kGeneral && steps > 12 ? 1 : 2;
+}
+
+template <typename T, int kSteps, Chain kChain>
+__global__ void __launch_bounds__(kFlatThreads, flat_blocks(kChain, kSteps))
+    backward_flat_rows(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  __shared__ float2 statistics[kMostFlatTileRows];
+  constexpr int kGradients = kChain == Chain::kPlain ? 2 : 3;
+  const NormOptions options = known_options<kChain>(args.options);
+  const int segment = blockIdx.x / args.segment_blocks;
+  const bool has_dnext = args.dnext_residual != nullptr;
+  const bool has_pre_bias = kChain != Chain::kPlain && args.adds_pre_bias();
+  const int tile_bytes = round_up(args.teams * args.features * static_cast<int>(sizeof(T)), 16);
+  T* const h_tile = reinterpret_cast<T*>(shared_memory);
+  T* const dy_tile = reinterpret_cast<T*>(shared_memory + tile_bytes);
+  T* const dnext_tile = reinterpret_cast<T*>(shared_memory + 2 * tile_bytes);
+  float* const scale = reinterpret_cast<float*>(shared_memory + (has_dnext ? 3 : 2) * tile_bytes);
+  float* const bias = scale + args.features;
+  float* const pre_bias = bias + args.features;
+  load_flat_parameter(args.scale, args.features, 1.0f, options.scale_offset, scale);
+  load_flat_parameter(args.bias, args.features, 0.0f, 0.0f, bias);
+  if (has_pre_bias) load_flat_parameter(args.pre_bias, args.features, 0.0f, 0.0f, pre_bias);
+
+  const FlatColumns column(args.features);
+  float gradients[kGradients][kSteps] = {};
+  for (int first = blockIdx.x % args.segment_blocks * args.teams; first < args.rows;
+       first += args.segment_blocks * args.teams) {
+    const int rows = min(args.teams, args.rows - first);
+    const int count = rows * args.features;
+    const int64_t first_row = static_cast<int64_t>(segment) * args.rows + first;
+    const int64_t start = first_row * args.features;
+    {
+      const FlatLoad<T> h(static_cast<const T*>(args.h) + start, count);
+      const FlatLoad<T> dy(static_cast<const T*>(args.dy) + start, count);
+      const FlatLoad<T> dnext(static_cast<const T*>(args.dnext_residual) + start,
+                              has_dnext ? count : 0);
+      if (static_cast<int>(threadIdx.x) < rows) {
+        const int64_t row = first_row + threadIdx.x;
+        statistics[threadIdx.x] =
+            make_float2(args.mean == nullptr ? 0.0f : args.mean[row], args.rstd[row]);
+      }
+      h.store(h_tile);
+      dy.store(dy_tile);
+      dnext.store(dnext_tile);
+    }
+    __syncthreads();
+
+    for (int line = threadIdx.x / kWarpSize; line < rows; line += kFlatThreads / kWarpSize) {
+      const float mean = statistics[line].x;
+      const float rstd = statistics[line].y;
+      const int row_start = line * args.features;
+      float h[kSteps], dz[kSteps], centred[kSteps], factor[kSteps], offset[kSteps];
+      column.read(h_tile + row_start, h);
+      column.read(dy_tile + row_start, dz);
+      column.read(scale, factor);
+      column.read(bias, offset);
+      if (has_pre_bias) {
+        float addend[kSteps];
+        column.read(pre_bias, addend);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) h[i] += addend[i];
+      }
+      prepare(options, mean, rstd, h, factor, offset, dz, centred);
+      float sums[2] = {};
+      add_to_sums(rstd, factor, dz, centred, sums, gradients);
+      add_over_lanes(kWarpSize, sums);
+      float dh[kSteps];
+      gradient_of_h(options, rstd, row_terms(options, rstd, sums), h, factor, dz, centred, dh);
+      if (has_dnext) {
+        float addend[kSteps];
+        column.read(dnext_tile + row_start, addend);
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) dh[i] += addend[i];
+      }
+      if constexpr (kGradients > 2) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) gradients[2][i] += dh[i];
+      }
+      column.write(dh, dy_tile + row_start);
+    }
+    __syncthreads();
+    store_flat(dy_tile, count, static_cast<T*>(args.dx) + start);
+    __syncthreads();
+  }
+
+#pragma unroll
+  for (int i = 0; i < kGradients; ++i) {
+    if (args.gradients[i] == nullptr) continue;
+    __syncthreads();
+    add_over_warps(column, gradients[i], reinterpret_cast<float*>(shared_memory),
+                   args.gradients[i] + static_cast<int64_t>(blockIdx.x) * args.features);
   }
 }
 
@@ -669,7 +775,8 @@ BackwardPlan plan_rows(int features, int blocks) {
   plan.parameters = kBackwardParameters<T, kChain, kShifted>;
   const auto choose = [&](int row, const ThreadLimits& limits) {
     const int most_elements = kElementStep * (kShifted ? 2 : kElementChoices);
-    plan.spread = choose_spread(row, kVec, kShifted, most_elements, limits, Ties::kFewerThreads);
+    plan.spread = choose_spread(row, kVec, kShifted, most_elements, limits, Ties::kFewerThreads,
+                                Narrow::kManyValues);
     if (plan.spread.elements != 0) plan.threads = threads_limit(limits, plan.spread.elements);
   };
   if (blocks == 1) {
@@ -739,8 +846,8 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
                            cudaStream_t stream, bool* done) {
   constexpr int kVec = 16 / sizeof(T);
   constexpr ThreadLimits kLimits = {kFewRowsThreads, kFewRowsThreads, 0, 0};
-  const Spread spread =
-      choose_spread(args.features, kVec, shifted, kFewRowsElements, kLimits, Ties::kMoreThreads);
+  const Spread spread = choose_spread(args.features, kVec, shifted, kFewRowsElements, kLimits,
+                                      Ties::kMoreThreads, Narrow::kManyThreads);
   if (spread.elements == 0 || args.gradients[2] != nullptr) return ffi::Error::Success();
   *done = true;
   const int least = std::max(spread.team_size, kWarpSize);
@@ -773,6 +880,28 @@ ffi::Error launch_few_rows(BackwardArgs args, bool shifted, const Device& device
   return launch_kernel(kernel, args, launch, stream);
 }
 
+// Of a block of backward_flat_rows: its tiles and parameters, and at its end sums of each warp.
+template <typename T>
+int flat_shared_bytes(const BackwardArgs& args) {
+  const int tiles = args.dnext_residual == nullptr ? 2 : 3;
+  const int vector_bytes = args.features * static_cast<int>(sizeof(float));
+  return std::max(tiles * flat_tile_bytes<T>(args.teams, args.features) + 3 * vector_bytes,
+                  kFlatThreads / kWarpSize * vector_bytes);
+}
+
+template <typename T>
+ffi::Error launch_flat_rows(const BackwardArgs& args, cudaStream_t stream) {
+  const Launch launch = {dim3(args.segments * args.segment_blocks), kFlatThreads,
+                         flat_shared_bytes<T>(args)};
+  const bool plain = chain_of(args.options, args.pre_bias.data != nullptr) == Chain::kPlain;
+  return with_flat_steps<kMostFlatSums>(args.features, [&](auto steps) {
+    return plain
+               ? launch_kernel(backward_flat_rows<T, steps(), Chain::kPlain>, args, launch, stream)
+               : launch_kernel(backward_flat_rows<T, steps(), Chain::kGeneral>, args, launch,
+                               stream);
+  });
+}
+
 // args.gradients are the results here, [segments, features].
 template <typename T>
 ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, const Device& device,
@@ -795,8 +924,11 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
   int teams = 0;
   const int streams = args.dnext_residual == nullptr ? 2 : 3;
   const int room = device.shared_bytes / config.blocks - (config.blocks > 1 ? 1024 : 0);
+  // A tile starts at a multiple of 16 bytes if its segment does.
+  const bool flat = shifted && aligned && args.features <= kMostFlatSums &&
+                    (segments == 1 || args.rows % kFlatRows<T> == 0);
   for (const auto [blocks, least_stages] : {std::pair{1, 2}, {2, 2}, {1, 1}, {2, 1}}) {
-    if (teams != 0 || !aligned) break;
+    if (teams != 0 || !aligned || flat) break;
     if (blocks > 1 && !device.clusters) continue;
     plan = plan_backward<T>(args, shifted, blocks);
     if (plan.kernel == nullptr) continue;
@@ -839,9 +971,14 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     if (args.segment_blocks > most) args.segment_blocks = most / step * step;
     if (args.segment_blocks == 0) teams = 0;
   }
-  const bool wide = teams == 0;
+  const bool wide = teams == 0 && !flat;
   if (wide) launch.cluster = 1;
-  if (wide || !shifted) {
+  if (flat) {
+    args.teams = std::min(flat_tile_rows<T>(int64_t{args.rows} * segments, args.features, device),
+                          kMostFlatTileRows);
+    args.segment_blocks =
+        std::clamp(2 * device.multiprocessors / segments, 1, divide_up(args.rows, args.teams));
+  } else if (wide || !shifted) {
     args.segment_blocks =
         std::min(divide_up(args.rows, wide ? 1 : teams), blocks_of_segment(launch.cluster));
   }
@@ -878,6 +1015,8 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     const int column_blocks = divide_up(args.features, kThreads * (vectors ? kVec : 1));
     RETURN_IF_ERROR(
         launch_kernel(columns_kernel, args, {dim3(blocks, column_blocks), kThreads, 0}, stream));
+  } else if (flat) {
+    RETURN_IF_ERROR(launch_flat_rows<T>(args, stream));
   } else {
     launch.grid = dim3(blocks * launch.cluster);
     RETURN_IF_ERROR(launch_kernel(plan.kernel, args, launch, stream));

@@ -1,5 +1,6 @@
 // layer_norm and rms_norm, forward: jaxfused/reference/layer_norm.py in one pass over memory.
 
+#include "flat_rows.cuh"
 #include "layer_norm.cuh"
 #include "row_ring.cuh"
 
@@ -76,8 +77,7 @@ struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
   // Whether the normalised values are x itself, or a sum that is rounded as x is, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
-  // Whether scale and bias have registers. Beside both, values in float32 would spill: relu after
-  // bias of [4096, 16384] 76 us instead of 73.5.
+  // Whether scale and bias have registers. Beside both, values in float32 would spill.
   // Teams of different shifts have no columns in common, and keep all of them.
   static constexpr bool kHoldsScale = kChain != Chain::kGeneral || kShifted;
   static constexpr bool kHoldsBias = (kHoldsScale && kPacked && sizeof(T) == 2) || kShifted;
@@ -337,6 +337,90 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements))
   }
 }
 
+// --- rows that start anywhere
+// ---------------------------------------------------------------------
+
+// args.teams is the rows of a tile, of which each block has one.
+template <typename T, int kSteps>
+__global__ void __launch_bounds__(kFlatThreads, kSteps > 16  ? 2
+                                                : kSteps > 8 ? 3
+                                                             : 4)
+    forward_flat_rows(const __grid_constant__ ForwardArgs args) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  const NormOptions& options = args.options;
+  const int first = blockIdx.x * args.teams;
+  const int rows = min(args.teams, args.rows - first);
+  const int count = rows * args.features;
+  const int64_t start = static_cast<int64_t>(first) * args.features;
+  const bool has_residual = args.residual != nullptr;
+  T* const x_tile = reinterpret_cast<T*>(shared_memory);
+  const int tile_bytes = round_up(args.teams * args.features * static_cast<int>(sizeof(T)), 16);
+  T* const residual_tile = reinterpret_cast<T*>(shared_memory + tile_bytes);
+  float* const scale =
+      reinterpret_cast<float*>(shared_memory + (has_residual ? 2 : 1) * tile_bytes);
+  float* const bias = scale + args.features;
+  float* const pre_bias = bias + args.features;
+  const bool has_pre_bias = args.pre_bias.data != nullptr;
+  {
+    const FlatLoad<T> x(static_cast<const T*>(args.x) + start, count);
+    const FlatLoad<T> residual(static_cast<const T*>(args.residual) + start,
+                               has_residual ? count : 0);
+    load_flat_parameter(args.scale, args.features, 1.0f, options.scale_offset, scale);
+    load_flat_parameter(args.bias, args.features, 0.0f, 0.0f, bias);
+    if (has_pre_bias) load_flat_parameter(args.pre_bias, args.features, 0.0f, 0.0f, pre_bias);
+    x.store(x_tile);
+    residual.store(residual_tile);
+  }
+  __syncthreads();
+
+  const FlatColumns column(args.features);
+  for (int line = threadIdx.x / kWarpSize; line < rows; line += kFlatThreads / kWarpSize) {
+    T* const row = x_tile + line * args.features;
+    float u[kSteps];
+    column.read(row, u);
+    if (has_pre_bias) {
+      float offset[kSteps];
+      column.read(pre_bias, offset);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) u[i] += offset[i];
+    }
+    if (has_residual) {
+      T* const residual = residual_tile + line * args.features;
+      float other[kSteps];
+      column.read(residual, other);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) u[i] += other[i];
+      column.write(u, residual);
+      column.read(residual, u);  // rounded
+    }
+    activate(options.pre_activation, u);
+    const float mean = options.subtract_mean ? sum_over_warp(u) * options.inverse_features : 0.0f;
+    float squares[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      u[i] = column.has(i) ? u[i] - mean : 0.0f;
+      squares[i] = u[i] * u[i];
+    }
+    const float rstd = rsqrtf(sum_over_warp(squares) * options.inverse_features + options.epsilon);
+    if (column.lane == 0) {
+      if (args.mean != nullptr) args.mean[first + line] = mean;
+      if (args.rstd != nullptr) args.rstd[first + line] = rstd;
+    }
+    float factor[kSteps], offset[kSteps];
+    column.read(scale, factor);
+    column.read(bias, offset);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) u[i] = u[i] * rstd * factor[i] + offset[i];
+    activate(options.activation, u);
+    column.write(u, row);
+  }
+  __syncthreads();
+  store_flat(x_tile, count, static_cast<T*>(args.y) + start);
+  if (has_residual) {
+    store_flat(residual_tile, count, static_cast<T*>(args.next_residual) + start);
+  }
+}
+
 // --- rows longer than that -----------------------------------------------------------------------
 
 // A block reads a row three times, the second and third time from L2: a row of every block in
@@ -493,20 +577,18 @@ ForwardPlan plan_forward(const ForwardArgs& args, bool shifted, int elements) {
   }
 }
 
+// Smaller teams than this reload the parameters more often than runs gain.
+constexpr int kWideTeam = 128;
+
 // ForwardArgs::run of one team where L2 does not hold the matrices. Blocks that start wherever one
 // has ended keep all multiprocessors busy, and the rows in flight close together in memory; but
 // each loads the parameters anew, which shows where few blocks are resident, and most where they go
 // to shared memory.
-//
-// On an H200 in bfloat16, rms_norm, layer_norm, the same after a residual, and after bias and relu.
-// [16384, 8192] in turns and in runs of 2, 4, 8: 136 127 129 132 us, 147 159 137 133, 273 254 260
-// 265, 142 203 164 148. [4096, 16384]: 71 77 68 68, 71 94 80 73, 140 132 133 137, 73 143 108 88.
-// [8192, 4096]: 35 36 34 36, 37 41 36 37, 71 67 68 71, 37 53 41 39. [50432, 768], in runs of 1, 2,
-// 3, 4: 40.1 37.9 38.3 38.7, - 39.6 38.7 38.9, 74.6 76.0 76.5 77.1, - - 40.8 39.4.
 int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
   const bool warp = args.team_size <= kWarpSize;
   if (!warp && shared_parameters > 1) return 0;
   if (args.residual != nullptr) return warp ? 1 : 2;
+  if (!warp && args.team_size < kWideTeam) return 0;
   int parameters = 0;
   for (const Parameter& parameter : {args.scale, args.bias, args.pre_bias}) {
     parameters += parameter.data != nullptr;
@@ -541,6 +623,19 @@ ffi::Error launch_few_rows(ForwardArgs args, const Spread& spread, bool shifted,
 }
 
 template <typename T>
+ffi::Error launch_flat_rows(ForwardArgs args, const Device& device, cudaStream_t stream) {
+  args.teams = flat_tile_rows<T>(args.rows, args.features, device);
+  const int tiles = args.residual == nullptr ? 1 : 2;
+  const int parameters = args.pre_bias.data == nullptr ? 2 : 3;
+  const Launch launch = {dim3(divide_up(args.rows, args.teams)), kFlatThreads,
+                         tiles * flat_tile_bytes<T>(args.teams, args.features) +
+                             parameters * args.features * static_cast<int>(sizeof(float))};
+  return with_flat_steps<kMostFlatFeatures>(args.features, [&](auto steps) {
+    return launch_kernel(forward_flat_rows<T, steps()>, args, launch, stream);
+  });
+}
+
+template <typename T>
 ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const Device& device,
                           cudaStream_t stream) {
   constexpr int kVec = 16 / sizeof(T);
@@ -549,15 +644,17 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
   const bool shifted = args.features % kVec != 0;
   if (config.few_rows && aligned) {
     const Spread spread = choose_spread(args.features, kVec, shifted, kFewRowsElements,
-                                        kForwardLimits, Ties::kMoreThreads);
+                                        kForwardLimits, Ties::kMoreThreads, Narrow::kManyThreads);
     if (spread.elements != 0) return launch_few_rows<T>(args, spread, shifted, stream);
   }
-  // [8192, 4096] with 256 threads a row and with 128: rms_norm 34.1 and 35.2 us, layer_norm 37.1
-  // and 36.4.
+  if (shifted && aligned && args.features <= kMostFlatFeatures) {
+    return launch_flat_rows<T>(args, device, stream);
+  }
+  // With a mean there is twice as much to exchange between warps.
   const bool plain = chain_of(args) == Chain::kPlain && !has_mean_or_bias(args);
   const Spread spread = choose_spread(
       args.features, kVec, shifted, shifted ? kShiftedElements : kElementStep * kElementChoices,
-      kForwardLimits, plain ? Ties::kMoreThreads : Ties::kFewerThreads);
+      kForwardLimits, plain ? Ties::kMoreThreads : Ties::kFewerThreads, Narrow::kManyValues);
   Launch launch;
   ForwardPlan plan = {};
   const int streams = args.residual == nullptr ? 1 : 2;

@@ -380,16 +380,28 @@ __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Lo
   return rounded;
 }
 
-// Writes totals[column] = the sum over the block's teams of `values`.
-// `shared` has room for features floats of each team; call it between barriers.
+// Writes totals[column] = the sum over the block's teams of `values`, which are not needed any
+// more. `shared` has room for features floats of each team; call it between barriers.
 template <int kVec, int kVectors, bool kShifted>
-__device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][kVec],
-                                               const Team& team,
+__device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], const Team& team,
                                                const Columns<kVec, kVectors, kShifted>& column,
                                                float* shared, float* totals) {
   constexpr int kPart = kShifted ? 1 : kVec < 4 ? kVec : 4;
   using Part = Vector<float, kPart>;
+  // The teams of a warp have the same columns, unless their shifts differ: their sum is one part.
+  int teams_of_part = 1;
+  if constexpr (!kShifted) {
+    for (int offset = team.size; offset < kWarpSize; offset *= 2) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (float& value : values[v]) value += __shfl_xor_sync(0xffffffffu, value, offset);
+      }
+      teams_of_part *= 2;
+    }
+  }
   const auto for_each_part = [&](auto&& use) {
+    if (team.index % teams_of_part != 0) return;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!column.has(v)) continue;
@@ -403,20 +415,20 @@ __device__ __forceinline__ void add_over_teams(const float (&values)[kVectors][k
       }
     }
   };
-  const int teams = blockDim.x / team.size;
-  if (teams == 1) {
+  const int parts = blockDim.x / team.size / teams_of_part;
+  if (parts == 1) {
     for_each_part([&](int i, const Part& part) { store_vector(totals + i, part); });
     return;
   }
   for_each_part([&](int i, const Part& part) {
-    store_vector(shared + team.index * column.features() + i, part);
+    store_vector(shared + team.index / teams_of_part * column.features() + i, part);
   });
   __syncthreads();
   for (int i = threadIdx.x * kPart; i < column.features(); i += blockDim.x * kPart) {
     const auto load = [&](int other) {
       return load_vector<float, kPart>(shared + other * column.features() + i);
     };
-    store_vector(totals + i, accurate_sum<kPart>(teams, load));
+    store_vector(totals + i, accurate_sum<kPart>(parts, load));
   }
 }
 
@@ -480,19 +492,46 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
 
 enum class Ties { kFewerThreads, kMoreThreads };
 
+// A row that a warp holds with kElementStep values a thread leaves a choice between many threads,
+// which have it soonest, and many values a thread, which take the fewest instructions a row.
+enum class Narrow { kManyThreads, kManyValues };
+
+// Beyond it a thread's values of a narrow row and their sums would no longer find registers.
+constexpr int kMostNarrowElements = 3 * kElementStep;
+
+constexpr int power_of_two_from(int value) {
+  int power = 1;
+  while (power < value) power *= 2;
+  return power;
+}
+
+// With many values a thread: the spread that leaves the fewest threads idle, and of equals the one
+// with the most values.
+inline Spread choose_narrow_spread(int values, int most_elements) {
+  Spread best = {};
+  for (int elements = kElementStep; elements <= most_elements; elements += kElementStep) {
+    const Spread spread{elements, power_of_two_from(divide_up(values, elements))};
+    // Columns::has relies on it.
+    if (values < spread.team_size * (elements - kElementStep)) continue;
+    if (best.elements == 0 || spread.padded() <= best.padded()) best = spread;
+  }
+  return best;
+}
+
 // Rows of up to 1,024 features go to one warp or less, which needs no barrier; longer ones to the
 // team that wastes the fewest threads; `ties` decides between equals. Where rows are shifted, a
 // team holds whatever their shift is.
 inline Spread choose_spread(int features, int vec, bool shifted, int most_elements,
-                            const ThreadLimits& limits, Ties ties) {
+                            const ThreadLimits& limits, Ties ties, Narrow narrow) {
   Spread best = {};
   const int values = shifted ? features + vec - 1 : features;
+  if (narrow == Narrow::kManyValues && values <= kElementStep * kWarpSize) {
+    return choose_narrow_spread(values, std::min(most_elements, kMostNarrowElements));
+  }
   for (int elements = kElementStep; elements <= most_elements; elements += kElementStep) {
     const int threads = divide_up(values, elements);
     if (threads <= kWarpSize) {
-      int team_size = 1;
-      while (team_size < threads) team_size *= 2;
-      return {elements, team_size};
+      return {elements, power_of_two_from(threads)};
     }
     const Spread spread{elements, divide_up(threads, kWarpSize) * kWarpSize};
     // Columns::has relies on the second condition.

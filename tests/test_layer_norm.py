@@ -446,7 +446,7 @@ each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 3), ids=lambda c
 
 def check_that_it_has_no_ring(case: Case) -> None:
     vectors = case.scale + case.bias + case.pre_bias
-    config = ops.layer_norm.pallas_layer_norm.default_forward_config(*case.shape, 2, 1, vectors)
+    config = ops.layer_norm.pallas_layer_norm.forward_candidates(*case.shape, 2, 1, vectors)[0]
     assert config.slots == 0
 
 
@@ -557,6 +557,72 @@ def test_pallas_traces_whatever_it_supports(data):
 def test_pallas_lowers_whatever_it_supports(data):
     for kernel, operands in kernel_calls(data.draw) or ():
         jax.export.export(jax.jit(kernel), platforms=["cuda"])(*operands)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize(
+    "shape", [(50, 64), (300, 1024), (17, 2304), (3, 8192), (5, 16384)], ids=str
+)
+def test_pallas_traces_every_candidate(shape, residual):
+    rows, features = shape
+    kernels = ops.layer_norm.pallas_layer_norm
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)
+    statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    other = x if residual else None
+    keywords = dict(
+        subtract_mean=True,
+        epsilon=1e-6,
+        scale_offset=0.0,
+        pre_activation=None,
+        activation=None,
+        multiprocessors=132,
+    )
+    forward_configs = kernels.forward_candidates(*shape, 2, 1 + residual, 2)
+    backward_configs = kernels.backward_candidates(*shape, 2, 2 + residual, 1)
+    assert forward_configs and backward_configs
+    for config in forward_configs:
+        forward = functools.partial(
+            kernels.forward, save_statistics=True, config=config, **keywords
+        )
+        chex.assert_shape(jax.eval_shape(forward, x, scale, scale, other, None)[0], shape)
+    for config in backward_configs:
+        backward = functools.partial(kernels.backward, segments=1, config=config, **keywords)
+        operands = (x, other, x, statistic, statistic, scale, scale, None)
+        chex.assert_shape(jax.eval_shape(backward, *operands)[0], shape)
+
+
+@given(
+    rows=st.integers(1, 10**6),
+    features=st.integers(1, 20000),
+    dtype=st.sampled_from(DTYPES),
+    residual=st.booleans(),
+)
+def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
+    """Each is a time, and more rows by far take longer."""
+    dtype = jnp.dtype(dtype)
+
+    def expected(rows):
+        norm = ops.layer_norm_costs.Norm(
+            rows, features, dtype.itemsize, residual, True, 2, False, multiprocessors=132
+        )
+        limits = dict(compute_capability=(9, 0), rows=rows, features=features, dtype=dtype)
+        names = ["cuda", "xla"]
+        if ops.layer_norm.pallas_layer_norm.why_unsupported(**limits) is None:
+            names.append("pallas")
+        costs = ops.layer_norm_costs
+        return {
+            name: (
+                costs.forward_microseconds(name, norm, saves_statistics=False),
+                costs.forward_microseconds(name, norm, saves_statistics=True),
+                costs.backward_microseconds(name, norm),
+            )
+            for name in names
+        }
+
+    few, many = expected(rows), expected(rows + 10**6)
+    for name in few.keys() & many.keys():
+        assert all(0 < a < b < math.inf for a, b in zip(few[name], many[name], strict=True))
 
 
 @pytest.mark.parametrize("segments", [1, 3])

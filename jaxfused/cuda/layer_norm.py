@@ -60,9 +60,13 @@ class BackwardConfig:
             raise ValueError(f"BackwardConfig: blocks must be 1 to 16, got {self.blocks}")
 
 
-_FEW_BYTES = 4 * 2**20
-"""Up to so many bytes of one matrix the kernels for few rows are the first guess."""
+_FEW_BYTES_FORWARD = 2**19
+_FEW_BYTES_BACKWARD = 4 * 2**20
+"""Up to so many bytes of one matrix the kernels for few rows are the first guess: the backward's takes
+one launch where the other takes two."""
 _FEW_ROWS_FEATURES = 4096
+_FLAT_FEATURES_FORWARD = 1024
+"""Up to it rows that start anywhere have a kernel of their own, which is fast for few rows too."""
 _COLUMN_ROWS = 8192
 """Rows from which the columns' sums over them take the backward for few rows too long."""
 
@@ -82,7 +86,9 @@ def forward_candidates(
     if features > _FEW_ROWS_FEATURES:
         return ring
     few_rows = ForwardConfig(few_rows=True)
-    first = matrices * rows * features * itemsize <= _FEW_BYTES
+    if features * itemsize % 16 and features <= _FLAT_FEATURES_FORWARD:
+        return [ForwardConfig(), few_rows]
+    first = matrices * rows * features * itemsize <= _FEW_BYTES_FORWARD
     return [few_rows, *ring] if first else [*ring, few_rows]
 
 
@@ -100,7 +106,7 @@ def backward_candidates(
     if features > _FEW_ROWS_FEATURES:
         return ring
     few_rows = BackwardConfig(few_rows=True)
-    first = rows * features * itemsize <= _FEW_BYTES and rows <= _COLUMN_ROWS
+    first = rows * features * itemsize <= _FEW_BYTES_BACKWARD and rows <= _COLUMN_ROWS
     return [few_rows, *ring] if first else [*ring, few_rows]
 
 

@@ -48,6 +48,11 @@ def why_unsupported(
     return library.why_unavailable()
 
 
+def moves_vectors(head_size: int, rotary_dim: int, itemsize: int) -> bool:
+    """Whether the kernel moves 16 bytes at a time, not value by value."""
+    return head_size * itemsize % 16 == 0 and rotary_dim // 2 * itemsize % 16 == 0
+
+
 def rotate(
     q: jax.Array,
     k: jax.Array | None,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops import layer_norm_costs
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import (
     ROWS,
@@ -278,17 +279,13 @@ class _Forward:
 
     def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
         reasons = _reasons(device, x, None if residual is None else residual.dtype)
-        # Figures of these rules are in benchmarks/LAB.md.
-        rows, features = x.shape
-        large = features >= 768 and rows * features * x.dtype.itemsize > 20 * 10**6
-        o = self.options
-        if o.activation is not None or o.pre_activation not in (None, "relu"):
-            prefers_cuda = False
-        elif residual is None and (pre_bias is not None or o.pre_activation):
-            prefers_cuda = large and not 1024 < features < 8192
-        else:
-            prefers_cuda = large
-        return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
+        norm = _costed(self.options, device, x, residual is not None, (scale, bias, pre_bias))
+        return _fastest_first(
+            reasons,
+            lambda implementation: layer_norm_costs.forward_microseconds(
+                implementation, norm, saves_statistics=self.save_statistics
+            ),
+        )
 
     def run(self, implementation, device, x, residual, scale, bias, pre_bias) -> Results:
         operands = (x, scale, bias, residual, pre_bias)
@@ -334,11 +331,18 @@ class _Backward:
             whole="d",
         )
 
-    def reasons(self, device, dy, dnext_residual, h, *others) -> Mapping[str, str | None]:
-        del others
+    def reasons(
+        self, device, dy, dnext_residual, h, mean, rstd, *vectors
+    ) -> Mapping[str, str | None]:
+        del mean, rstd
         batch = math.prod(h.shape[: self.batch_axes])
-        reasons = _reasons(device, dy, None if dnext_residual is None else h.dtype, batch)
-        return dispatch.preferring("cuda", reasons) if h.shape[-1] > 8192 else reasons
+        has_residual = dnext_residual is not None
+        reasons = _reasons(device, dy, h.dtype if has_residual else None, batch)
+        norm = _costed(self.options, device, h, has_residual, vectors, batch)
+        return _fastest_first(
+            reasons,
+            lambda implementation: layer_norm_costs.backward_microseconds(implementation, norm),
+        )
 
     def run(self, implementation, device, dy, dnext_residual, h, mean, rstd, *vectors) -> Results:
         batch = h.shape[: self.batch_axes]
@@ -382,4 +386,33 @@ def _reasons(device, x, residual_dtype, segments=1) -> dict[str, str | None]:
         "pallas": pallas_layer_norm.why_unsupported(**limits),
         "cuda": cuda.layer_norm.why_unsupported(**limits),
         "xla": None,
+    }
+
+
+def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm_costs.Norm:
+    """What the time of a norm over rows [..., D] depends on."""
+    return layer_norm_costs.Norm(
+        rows=x.size // x.shape[-1],
+        features=x.shape[-1],
+        itemsize=x.dtype.itemsize,
+        residual=has_residual,
+        subtract_mean=options.subtract_mean,
+        parameters=sum(vector is not None for vector in vectors),
+        general=options.activation is not None or options.pre_activation not in (None, "relu"),
+        multiprocessors=device.multiprocessors,
+        segments=segments,
+    )
+
+
+def _fastest_first(
+    reasons: Mapping[str, str | None], microseconds: Callable[[str], float]
+) -> dict[str, str | None]:
+    """The reasons, ordered by what those that can run are expected to take."""
+    expected = {
+        implementation: microseconds(implementation) if reason is None else math.inf
+        for implementation, reason in reasons.items()
+    }
+    return {
+        implementation: reasons[implementation]
+        for implementation in sorted(expected, key=expected.__getitem__)
     }

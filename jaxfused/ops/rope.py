@@ -276,11 +276,19 @@ class _Rotation:
             dtype=q.dtype,
             k_dtype=q.dtype if k is None else k.dtype,
         )
-        return {
+        reasons = {
             "pallas": pallas_rope.why_unsupported(**limits),
             "cuda": cuda.rope.why_unsupported(**limits),
             "xla": None,
         }
+        head = (limits["head_size"], limits["rotary_dim"])
+        itemsize = q.dtype.itemsize
+        # Both kernels only move data: whichever does so in larger pieces is the faster.
+        narrow = (
+            pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head, itemsize) < 16
+        )
+        prefers_cuda = narrow and cuda.rope.moves_vectors(*head, itemsize)
+        return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
 
     def run(self, implementation, device, q, k, cos, sin) -> Results:
         del device

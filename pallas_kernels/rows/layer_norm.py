@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm on Hopper: limits, forward and backward kernels.
+"""layer_norm and rms_norm on Hopper: configs, limits, forward and backward kernels.
 
 Both read every operand once and write every result once; statistics stay in float32 registers. The
 forward saves mean and 1/std of each row, so that the backward needs one exchange between warps for
@@ -6,6 +6,8 @@ a row. The backward carries the parameter gradients in registers over all rows o
 one partial sum a CTA; XLA adds those up in a fixed order.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,102 +19,169 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import derivative
 from pallas_kernels.hopper import LANES, SHARED_MEMORY_BYTES, WARPS
-from pallas_kernels.rows.tiles import RowConfig, RowTiles
+from pallas_kernels.rows.tiles import Place, RowConfig, RowTiles
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
 
 _LARGEST_FEATURES = 16384
 """Beyond it the backward's sums no longer fit into the registers of one CTA."""
 
+
+# --- configs --------------------------------------------------------------------------------------
+#
+# benchmarks/LAB.md has the trials behind the first guesses.
+
 _DIRECT_BYTES = 78 * 10**6
-"""Bytes read and written from which the forward can do without a ring: well over the L2's 50 MB.
-
-In bfloat16 a thousand rows of 768 take 0.83 us through the ring. Straight from memory, by CTAs that
-start in turn wherever a multiprocessor is free, they take 0.69, but 3.6 us more to begin with: both
-take the same at 25,600 rows.
-"""
+"""Bytes read and written from which the forward can do without a ring: well over the L2's 50 MB."""
 
 
-def default_forward_config(
+def forward_candidates(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[RowConfig]:
+    """Configs for [rows, features], the best guess first; none where no config can run.
+
+    The forward reads `matrices` arrays of that shape (2 with a residual) and `vectors` of [features].
+    """
+    element_bytes = matrices * itemsize
+    guesses = _forward_guesses(rows, features, itemsize, matrices, vectors)
+    return _legal(guesses, rows, features, element_bytes, sums=False)
+
+
+def _forward_guesses(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[RowConfig]:
+    """The same, whether they can run or not."""
+    row_bytes = features * itemsize * matrices
+    narrow = _direct(row_per_warp=True, lines=2 * WARPS, chunks=max(1, features // 256))
+    short = _direct(row_per_warp=True, lines=WARPS, chunks=max(1, features // 512))
+    wide = _direct(row_per_warp=False, lines=WARPS, chunks=4)
+    rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
+    if features <= 2048:
+        # A tile of more rows makes larger copies, one of fewer rows finds room for more CTAs.
+        for lines in (1, 2, 4):
+            for ctas in (2, 4, 8):
+                rings.append(_ring_of_warps(features, matrices * itemsize, lines * WARPS, ctas))
+    else:
+        for warpgroups in (1, 2, 4):
+            for ctas in (1, 2, 4, 8):
+                rings.append(_ring_of_ctas(row_bytes, warpgroups, ctas))
+    if matrices > 1 or 2 * rows * row_bytes < _DIRECT_BYTES:
+        return [*rings, short]
+    if features <= 1024 and features % 256 == 0:
+        return [narrow, *rings]
+    # A third vector is too much to read for each row.
+    if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
+        return [wide, *rings]
+    return [*rings, narrow, wide]
+
+
+def _forward_ring(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
 ) -> RowConfig:
-    """The measured choice for [rows, features].
-
-    It reads `matrices` arrays of that shape (2 with a residual) and `vectors` of [features].
-    """
     row_bytes = features * itemsize * matrices
-    if matrices == 1 and 2 * rows * row_bytes >= _DIRECT_BYTES:
-        # [50432, 768]: 38.8 us, 42.3 through the ring; after bias and relu 39.1 and 42.8.
-        if features <= 1024 and features % 256 == 0:
-            return _direct(row_per_warp=True, lines=2 * WARPS, chunks=features // 256)
-        # [16384, 8192]: 142 us, 146 through the ring; rms_norm 130 and 141. A third vector is too
-        # much to read for each row: 156 and 146 after bias and relu. [8192, 4096]: rms_norm 35.1 us,
-        # 36.3 through the ring, and layer_norm 37.8 and 36.7. [4096, 16384] is slower without a ring.
-        if (features == 8192 and vectors <= 2) or (features == 4096 and vectors == 1):
-            return _direct(row_per_warp=False, lines=WARPS, chunks=4)
     if _row_per_warp(rows, features):
         lines = _lines(rows, 4096 // (features * itemsize))
         ctas = 8 if features <= 512 else 4
         if features > 768 and vectors == 3:
-            # They leave registers to three CTAs: 19.0 us at [16384, 1024], 20.2 for four.
+            # They leave registers to three CTAs.
             ctas = 3
-        ctas = _slots(ctas, 3 * lines * row_bytes)
-        slots = _slots(4, ctas * lines * row_bytes)
-        return RowConfig(True, 1, slots, ctas_per_multiprocessor=ctas, lines=lines)
-    # [8192, 4096]: 36.5 us with 8 CTAs, 38.0 with 4; [4096, 16384]: 72.6 us with 2 slots and
-    # 3 CTAs, 76.1 with 3 and 2, 78.3 with one CTA of 4 warpgroups.
+        return _ring_of_warps(features, matrices * itemsize, lines, ctas)
     warpgroups = 1 if features <= 4096 or features % 512 else 2
+    # Long rows rather have more CTAs than a third slot.
     ctas = max(1, _slots(8 // warpgroups, (3 if row_bytes < 32768 else 2) * row_bytes))
+    return _ring_of_ctas(row_bytes, warpgroups, ctas)
+
+
+def _ring_of_warps(features: int, element_bytes: int, lines: int, ctas: int) -> RowConfig:
+    """A forward with a row for each warp, of as many slots as find room."""
+    tile_bytes = lines * features * element_bytes
+    ctas = _slots(ctas, 3 * tile_bytes)
+    slots = _slots(4, ctas * tile_bytes)
+    return RowConfig(True, 1, slots, ctas_per_multiprocessor=ctas, lines=lines)
+
+
+def _ring_of_ctas(row_bytes: int, warpgroups: int, ctas: int) -> RowConfig:
+    """A forward with a row for each CTA, of as many slots as find room."""
     slots = _slots(4, ctas * row_bytes)
     return RowConfig(False, warpgroups, slots, ctas_per_multiprocessor=ctas)
 
 
-def default_backward_config(
+def backward_candidates(
     rows: int, features: int, itemsize: int, matrices: int, vectors: int
-) -> RowConfig:
-    """The measured choice for [rows, features].
+) -> list[RowConfig]:
+    """Configs for [rows, features], the best guess first; none where no config can run.
 
-    It reads `matrices` arrays of that shape (3 with a residual) and `vectors` of [features].
+    The backward reads `matrices` arrays of that shape (3 with a residual) and `vectors` of [features].
     """
+    guesses = _backward_guesses(rows, features, itemsize, matrices, vectors)
+    return _legal(guesses, rows, features, matrices * itemsize, sums=True)
+
+
+def _backward_guesses(
+    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+) -> list[RowConfig]:
+    """The same, whether they can run or not."""
     row_bytes = features * itemsize * matrices
     if _row_per_warp(rows, features):
-        # [16384, 1024]: 29.3 us with 2 warpgroups a multiprocessor, 49.8 with 3, whose registers
-        # spill. One CTA with 2 leaves half the partial sums of 2 CTAs.
         lines = _lines(rows, 8192 // (features * itemsize))
-        ctas = max(1, 256 // features)
-        sums_bytes = 2 * lines * features * 4
-        slots = _slots(3, ctas * 2 * lines * row_bytes, reserved=ctas * sums_bytes)
-        return RowConfig(
-            True,
-            warpgroups=2,
-            slots=slots,
-            ctas_per_multiprocessor=ctas,
-            lines=lines,
-            keeps_vectors=_room_for(vectors, lines * features // (WARPS * LANES)),
-        )
+        # More than 2 warpgroups a multiprocessor spill registers, unless rows are narrow. One CTA of
+        # 2 leaves half the partial sums of 2 CTAs.
+        shapes = [(1, 4, lines)] if features <= 128 else [(2, max(1, 256 // features), lines)]
+        shapes += [(wgs, ctas, lines) for wgs, ctas in ((2, 1), (2, 2), (1, 2), (1, 4), (2, 4))]
+        shapes += [(1, 6, 2 * WARPS), (2, 1, WARPS)]
+        return [
+            _backward_ring_of_warps(features, matrices * itemsize, vectors, *shape)
+            for shape in shapes
+        ]
     if features > 8192 and features % 2048 == 0:
-        # A row and its sums do not fit into the registers together: 174 us for [4096, 16384] when
-        # the tile is read again from shared memory, 326 when registers spill.
+        # A row and its sums do not fit into the registers together: the tile is read again from
+        # shared memory.
         slots = _slots(2, row_bytes)
-        return RowConfig(
-            False,
-            warpgroups=4,
-            slots=slots,
-            ctas_per_multiprocessor=1,
-            chunks=features // 2048,
-            keeps_tile=False,
-            keeps_vectors=False,
-        )
-    # [8192, 2048]: 36.3 us with 4 CTAs, 40.4 with 2; [8192, 4096]: 55.4 us with 1 warpgroup and
-    # 2 CTAs; [16384, 8192]: 201 us with 2 and 1.
+        return [
+            RowConfig(
+                False,
+                warpgroups=4,
+                slots=slots,
+                ctas_per_multiprocessor=1,
+                chunks=features // 2048,
+                keeps_tile=False,
+                keeps_vectors=False,
+            )
+        ]
     warpgroups = 1 if features <= 4096 or features % 512 else 2
     ctas = 4 if features <= 2048 else 2 if features <= 4096 else 1
-    slots = _slots(4 if features <= 2048 else 3, ctas * row_bytes)
+    most_slots = 4 if features <= 2048 else 3
+    # Among few rows, fewer CTAs leave fewer partial sums to add up.
+    shapes = [(warpgroups, ctas), (warpgroups, 1), (warpgroups, 2), (2, 1), (1, 4)]
+    return [
+        _backward_ring_of_ctas(features, row_bytes, vectors, *shape, most_slots) for shape in shapes
+    ]
+
+
+def _backward_ring_of_warps(
+    features: int, element_bytes: int, vectors: int, warpgroups: int, ctas: int, lines: int
+) -> RowConfig:
+    """A backward with a row for each warp, of as many slots as find room."""
+    tile_bytes = warpgroups * lines * features * element_bytes
+    sums_bytes = warpgroups * lines * features * 4
+    return RowConfig(
+        True,
+        warpgroups,
+        slots=_slots(3, ctas * tile_bytes, reserved=ctas * sums_bytes),
+        ctas_per_multiprocessor=ctas,
+        lines=lines,
+        keeps_vectors=_room_for(vectors, lines * features // (WARPS * LANES)),
+    )
+
+
+def _backward_ring_of_ctas(
+    features: int, row_bytes: int, vectors: int, warpgroups: int, ctas: int, most_slots: int
+) -> RowConfig:
+    """A backward with a row for each CTA, of as many slots as find room."""
     return RowConfig(
         False,
         warpgroups,
-        slots,
+        slots=_slots(most_slots, ctas * row_bytes),
         ctas_per_multiprocessor=ctas,
         keeps_vectors=_room_for(vectors, features // (warpgroups * WARPS * LANES)),
     )
@@ -130,11 +199,21 @@ def _direct(row_per_warp: bool, lines: int, chunks: int) -> RowConfig:
     )
 
 
+def _legal(
+    guesses: list[RowConfig], rows: int, features: int, element_bytes: int, sums: bool
+) -> list[RowConfig]:
+    """Each guess that can run, once, in their order."""
+    return [
+        config
+        for config in dict.fromkeys(guesses)
+        if config.why_unfit(rows, features, element_bytes, sums) is None
+    ]
+
+
 def _room_for(vectors: int, values: int) -> bool:
     """Whether the backward can keep the vectors in registers, `values` of each in a thread.
 
-    Beside the tile and the sums there is room for 48: with 64 the compiler spills 200 to 350 bytes,
-    and [16384, 1024] after bias and relu took 54.5 us, 35.8 with one vector and a residual.
+    Beside the tile and the sums there is room for 48; with more the compiler spills.
     """
     return vectors * values <= 48
 
@@ -159,6 +238,9 @@ def _slots(wanted: int, slot_bytes: int, reserved: int = 0) -> int:
     Where not even one fits, `RowConfig.why_unfit` says so.
     """
     return max(1, min(wanted, (SHARED_MEMORY_BYTES - 4096 - reserved) // slot_bytes))
+
+
+# --- limits ---------------------------------------------------------------------------------------
 
 
 def why_unsupported(
@@ -190,12 +272,12 @@ def why_unsupported(
         return f"segments must divide the {rows} rows evenly, got {segments}"
     itemsize = jnp.dtype(dtype).itemsize
     residual = 0 if residual_dtype is None else 1
-    for default_config, matrices, sums in (
-        (default_forward_config, 1 + residual, False),
-        (default_backward_config, 2 + residual, True),
+    for guesses, matrices, sums in (
+        (_forward_guesses, 1 + residual, False),
+        (_backward_guesses, 2 + residual, True),
     ):
-        config = default_config(rows, features, itemsize, matrices, vectors=1)
-        reason = config.why_unfit(rows, features, matrices * itemsize, sums)
+        guess = guesses(rows, features, itemsize, matrices, 1)[0]
+        reason = guess.why_unfit(rows, features, matrices * itemsize, sums)
         if reason is not None:
             return reason
     return None
@@ -207,6 +289,20 @@ def _check_config(
     reason = config.why_unfit(rows, features, element_bytes, sums)
     if reason is not None:
         raise ValueError(f"layer_norm: {config} does not fit: {reason}")
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """What is static in a norm."""
+
+    subtract_mean: bool
+    epsilon: float
+    scale_offset: float
+    pre_activation: str | None
+    activation: str | None
 
 
 def forward(
@@ -235,85 +331,26 @@ def forward(
             statistic if save_statistics and subtract_mean else None,
             statistic if save_statistics else None,
         )
-    matrices = {"x": x} | ({} if residual is None else {"residual": residual})
-    vectors = {"scale": scale, "bias": bias, "pre_bias": pre_bias}
-    vectors = {name: vector for name, vector in vectors.items() if vector is not None}
-    config = config or default_forward_config(
-        rows, features, x.dtype.itemsize, len(matrices), len(vectors)
-    )
-    _check_config(config, rows, features, len(matrices) * x.dtype.itemsize, sums=False)
+    matrices = _present(x=x, residual=residual)
+    vectors = _present(scale=scale, bias=bias, pre_bias=pre_bias)
+    itemsize = x.dtype.itemsize
+    if config is None:
+        config = _forward_guesses(rows, features, itemsize, len(matrices), len(vectors))[0]
+    _check_config(config, rows, features, len(matrices) * itemsize, sums=False)
     tiles = RowTiles.plan(config, rows, features, 1, multiprocessors)
-    layout = tiles.layout(x.dtype.itemsize)
 
     matrix = jax.ShapeDtypeStruct(tiles.matrix_shape, x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
-    outputs = {"y": matrix}
-    if residual is not None:
-        outputs["next_residual"] = matrix
-    if save_statistics:
-        if subtract_mean:
-            outputs["mean"] = statistic
-        outputs["rstd"] = statistic
-    names = (*matrices, *vectors, *outputs)
-
-    def layer_norm_forward(*refs, exchange_smem, exchange_barrier, ring_barriers=None, **ring):
-        gmem = dict(zip(names, refs, strict=True))
-        place = tiles.place()
-        parameters = {name: tiles.vector(gmem[name], place, layout) for name in vectors}
-
-        def norm_tile(step_idx, row, tile_refs, _):
-            def total(line, parity):
-                return tiles.total([line], exchange_smem, exchange_barrier, parity, place)[0]
-
-            @tiles.per_chunk
-            def summed(chunk):
-                h = tiles.load(tile_refs[0], chunk, layout)
-                if pre_bias is not None:
-                    h += parameters["pre_bias"](chunk)
-                if residual is not None:
-                    h = (h + tiles.load(tile_refs[1], chunk, layout)).astype(x.dtype)
-                return h
-
-            @tiles.per_chunk
-            def u(chunk):
-                return activate(pre_activation, summed(chunk).astype(jnp.float32))
-
-            if residual is not None:
-                for chunk in range(config.chunks):
-                    tiles.store(gmem["next_residual"], place, row, chunk, summed(chunk))
-
-            centred = u
-            if subtract_mean:
-                mean = total(tiles.line_sum(u), 0) * (1.0 / features)
-                centred = tiles.per_chunk(lambda chunk: u(chunk) - tiles.across_columns(mean))
-            # Consecutive exchanges must alternate: within the row after a mean, else from row to row.
-            parity = 1 if subtract_mean else lax.rem(step_idx, jnp.int32(2))
-            squares = total(tiles.line_sum(lambda chunk: centred(chunk) * centred(chunk)), parity)
-            rstd = lax.rsqrt(squares * (1.0 / features) + epsilon)
-
-            for chunk in range(config.chunks):
-                y = centred(chunk) * tiles.across_columns(rstd)
-                if scale is not None:
-                    y *= parameters["scale"](chunk) + scale_offset
-                if bias is not None:
-                    y += parameters["bias"](chunk)
-                y = activate(activation, y).astype(x.dtype)
-                tiles.store(gmem["y"], place, row, chunk, y)
-            if save_statistics:
-                if subtract_mean:
-                    tiles.store_statistic(gmem["mean"], place, row, mean)
-                tiles.store_statistic(gmem["rstd"], place, row, rstd)
-
-        tiles.for_each_tile(
-            place,
-            [(gmem[name], ring.get(f"{name}_smem")) for name in matrices],
-            ring_barriers,
-            norm_tile,
-            None,
-        )
-
+    outputs = _present(
+        y=matrix,
+        next_residual=None if residual is None else matrix,
+        mean=statistic if save_statistics and subtract_mean else None,
+        rstd=statistic if save_statistics else None,
+    )
+    norm = _Norm(subtract_mean, epsilon, scale_offset, pre_activation, activation)
+    kernel = _ForwardKernel(norm, tiles, x.dtype, tuple(matrices), tuple(vectors), tuple(outputs))
     results = plgpu.kernel(
-        layer_norm_forward,
+        kernel.layer_norm_forward,
         out_type=tuple(outputs.values()),
         scratch_types=dict(
             **tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
@@ -332,6 +369,106 @@ def forward(
         named.get("mean"),
         named.get("rstd"),
     )
+
+
+@dataclass(frozen=True)
+class _ForwardKernel:
+    """The forward over `tiles`, and the names of its operands and results, which are in memory."""
+
+    norm: _Norm
+    tiles: RowTiles
+    dtype: Any
+    matrices: tuple[str, ...]
+    vectors: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def layer_norm_forward(
+        self, *refs, exchange_smem, exchange_barrier, ring_barriers=None, **ring
+    ) -> None:
+        tiles = self.tiles
+        gmem = dict(zip((*self.matrices, *self.vectors, *self.outputs), refs, strict=True))
+        place = tiles.place()
+        layout = tiles.layout(self.dtype.itemsize)
+        parameters = {name: tiles.vector(gmem[name], place, layout) for name in self.vectors}
+        warpgroup = _ForwardWarpgroup(
+            self, gmem, place, layout, parameters, exchange_smem, exchange_barrier
+        )
+        tiles.for_each_tile(
+            place,
+            [(gmem[name], ring.get(f"{name}_smem")) for name in self.matrices],
+            ring_barriers,
+            warpgroup.norm_tile,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class _ForwardWarpgroup:
+    """What a warpgroup of the forward knows while it goes through its tiles."""
+
+    kernel: _ForwardKernel
+    gmem: Mapping[str, Any]
+    place: Place
+    layout: plgpu.Layout
+    parameters: Mapping[str, Callable[[int], jax.Array]]
+    exchange_smem: Any
+    exchange_barrier: Any
+
+    def norm_tile(self, step_idx, row, tile_refs, _) -> None:
+        kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
+        chunks = range(tiles.config.chunks)
+        summed = tiles.per_chunk(lambda chunk: self._summed(tile_refs, chunk))
+        u = tiles.per_chunk(
+            lambda chunk: activate(norm.pre_activation, summed(chunk).astype(jnp.float32))
+        )
+        if "next_residual" in kernel.outputs:
+            for chunk in chunks:
+                tiles.store(self.gmem["next_residual"], self.place, row, chunk, summed(chunk))
+
+        centred = u
+        if norm.subtract_mean:
+            mean = self._total(tiles.line_sum(u), 0) * (1.0 / tiles.features)
+            centred = tiles.per_chunk(lambda chunk: u(chunk) - tiles.across_columns(mean))
+        # Consecutive exchanges must alternate: within the row after a mean, else from row to row.
+        parity = 1 if norm.subtract_mean else lax.rem(step_idx, jnp.int32(2))
+        squares = self._total(tiles.line_sum(lambda chunk: centred(chunk) * centred(chunk)), parity)
+        rstd = lax.rsqrt(squares * (1.0 / tiles.features) + norm.epsilon)
+
+        for chunk in chunks:
+            y = self._scaled(centred(chunk) * tiles.across_columns(rstd), chunk)
+            tiles.store(self.gmem["y"], self.place, row, chunk, y)
+        if "mean" in kernel.outputs:
+            tiles.store_statistic(self.gmem["mean"], self.place, row, mean)
+        if "rstd" in kernel.outputs:
+            tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
+
+    def _summed(self, tile_refs, chunk: int) -> jax.Array:
+        """The sum that the norm is of; after a residual rounded as the next residual is."""
+        tiles = self.kernel.tiles
+        h = tiles.load(tile_refs[0], chunk, self.layout)
+        if "pre_bias" in self.parameters:
+            h += self.parameters["pre_bias"](chunk)
+        if "residual" in self.kernel.matrices:
+            h = (h + tiles.load(tile_refs[1], chunk, self.layout)).astype(self.kernel.dtype)
+        return h
+
+    def _total(self, line: jax.Array, parity) -> jax.Array:
+        """The sum over whole rows of what is summed over lines."""
+        return self.kernel.tiles.total(
+            [line], self.exchange_smem, self.exchange_barrier, parity, self.place
+        )[0]
+
+    def _scaled(self, y: jax.Array, chunk: int) -> jax.Array:
+        """The result from the normalised values."""
+        norm = self.kernel.norm
+        if "scale" in self.parameters:
+            y *= self.parameters["scale"](chunk) + norm.scale_offset
+        if "bias" in self.parameters:
+            y += self.parameters["bias"](chunk)
+        return activate(norm.activation, y).astype(self.kernel.dtype)
+
+
+# --- backward -------------------------------------------------------------------------------------
 
 
 def backward(
@@ -357,132 +494,33 @@ def backward(
 
     With `dnext_residual`, `h` is the next residual; without it, x, to which pre_bias is still added.
     """
-    del epsilon
     rows, features = h.shape
     if rows == 0:
         zeros = jnp.zeros_like(h, shape=(segments, features), dtype=jnp.float32)
         return h, *(None if v is None else zeros for v in (scale, bias, pre_bias))
-    matrices = {"h": h, "dy": dy}
-    if dnext_residual is not None:
-        matrices["dnext_residual"] = dnext_residual
-    statistics = ({"mean": mean} if subtract_mean else {}) | {"rstd": rstd}
-    vectors = {}
-    if scale is not None:
-        vectors["scale"] = scale
-    if bias is not None and activation is not None:
-        vectors["bias"] = bias
-    if pre_bias is not None and dnext_residual is None:
-        vectors["pre_bias"] = pre_bias
-    sums = [
-        name
-        for name, vector in {"scale": scale, "bias": bias, "pre_bias": pre_bias}.items()
-        if vector is not None
-    ]
-    config = config or default_backward_config(
-        rows, features, h.dtype.itemsize, len(matrices), len(vectors)
+    matrices = _present(h=h, dy=dy, dnext_residual=dnext_residual)
+    statistics = _present(mean=mean if subtract_mean else None, rstd=rstd)
+    vectors = _present(
+        scale=scale,
+        bias=None if activation is None else bias,
+        pre_bias=None if dnext_residual is not None else pre_bias,
     )
-    _check_config(config, rows, features, len(matrices) * h.dtype.itemsize, sums=True)
+    sums = tuple(_present(scale=scale, bias=bias, pre_bias=pre_bias))
+    itemsize = h.dtype.itemsize
+    if config is None:
+        config = _backward_guesses(rows, features, itemsize, len(matrices), len(vectors))[0]
+    _check_config(config, rows, features, len(matrices) * itemsize, sums=True)
     tiles = RowTiles.plan(config, rows, features, segments, multiprocessors)
-    layout = tiles.layout(h.dtype.itemsize)
 
     outputs = {"dx": jax.ShapeDtypeStruct(tiles.matrix_shape, h.dtype)}
     if sums:
         outputs["partials"] = jax.ShapeDtypeStruct(tiles.partials_shape(len(sums)), jnp.float32)
-    names = (*matrices, *statistics, *vectors, *outputs)
-
-    def layer_norm_backward(*refs, ring_barriers, exchange_smem, exchange_barrier, **smem):
-        gmem = dict(zip(names, refs, strict=True))
-        place = tiles.place()
-        parameters = {name: tiles.vector(gmem[name], place, layout) for name in vectors}
-
-        def gradient_tile(step_idx, row, tile_refs, carry):
-            sums_so_far, row_statistics = carry
-            # Loaded now, used for the next tile: the latency of a lone load hides behind this one.
-            next_row = tiles.first_row(place, jnp.minimum(step_idx + 1, last_step))
-            next_statistics = {n: tiles.load_statistic(gmem[n], next_row) for n in statistics}
-            rstd_tile = tiles.across_columns(row_statistics["rstd"])
-            own = tiles.counted(place, step_idx, layout) if tiles.ragged else None
-            new_sums = {name: list(so_far) for name, so_far in sums_so_far.items()}
-
-            def add(name, chunk, value):
-                if name in sums:
-                    value = value if own is None else jnp.where(own, value, 0.0)
-                    new_sums[name][chunk] += value
-
-            @tiles.per_chunk
-            def block(chunk):
-                """Slope of pre_activation, normalised values, dz, gradient of the normalised."""
-                v = tiles.load(tile_refs[0], chunk, layout)
-                if "pre_bias" in vectors:
-                    v += parameters["pre_bias"](chunk)
-                pre_slope = derivative(pre_activation, v)
-                v = activate(pre_activation, v)
-                if subtract_mean:
-                    v -= tiles.across_columns(row_statistics["mean"])
-                v *= rstd_tile
-                dz = tiles.load(tile_refs[1], chunk, layout)
-                gain = None if scale is None else parameters["scale"](chunk) + scale_offset
-                if activation is not None:
-                    z = v if gain is None else v * gain
-                    if bias is not None:
-                        z += parameters["bias"](chunk)
-                    dz *= derivative(activation, z)
-                return pre_slope, v, dz, dz if gain is None else dz * gain
-
-            products, gradients = [], []
-            for chunk in range(config.chunks):
-                _, v, dz, g = block(chunk)
-                add("scale", chunk, dz * v)
-                add("bias", chunk, dz)
-                products.append(g * v)
-                gradients.append(g)
-            lines = [tiles.line_sum(products.__getitem__)]
-            if subtract_mean:
-                lines.append(tiles.line_sum(gradients.__getitem__))
-            means = [
-                tiles.across_columns(total * (1.0 / features))
-                for total in tiles.total(
-                    lines, exchange_smem, exchange_barrier, lax.rem(step_idx, jnp.int32(2)), place
-                )
-            ]
-            for chunk in range(config.chunks):
-                pre_slope, v, _, g = block(chunk)
-                dh = g - v * means[0]
-                if subtract_mean:
-                    dh -= means[1]
-                dh *= rstd_tile
-                if pre_activation is not None:
-                    dh *= pre_slope
-                if dnext_residual is not None:
-                    dh += tiles.load(tile_refs[2], chunk, layout)
-                add("pre_bias", chunk, dh)
-                tiles.store(gmem["dx"], place, row, chunk, dh.astype(h.dtype))
-            return new_sums, next_statistics
-
-        zero = plgpu.layout_cast(jnp.zeros(tiles.shape, jnp.float32), layout)
-        last_step = tiles.tile_count(place) - 1
-        start = tiles.first_row(place, 0)
-        totals, _ = tiles.for_each_tile(
-            place,
-            [(gmem[name], smem[f"{name}_smem"]) for name in matrices],
-            ring_barriers,
-            gradient_tile,
-            (
-                {name: [zero] * config.chunks for name in sums},
-                {n: tiles.load_statistic(gmem[n], start) for n in statistics},
-            ),
-        )
-        for index, name in enumerate(sums):
-            tiles.store_partial(
-                gmem["partials"].at[index, place.cta_idx],
-                totals[name],
-                smem.get("partial_smem"),
-                exchange_barrier,
-                place,
-            )
-
+    norm = _Norm(subtract_mean, epsilon, scale_offset, pre_activation, activation)
+    kernel = _BackwardKernel(
+        norm, tiles, h.dtype, tuple(matrices), tuple(statistics), tuple(vectors), sums
+    )
     results = plgpu.kernel(
-        layer_norm_backward,
+        kernel.layer_norm_backward,
         out_type=tuple(outputs.values()),
         scratch_types=dict(
             **tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
@@ -506,3 +544,148 @@ def backward(
         gradients.get("bias"),
         gradients.get("pre_bias"),
     )
+
+
+@dataclass(frozen=True)
+class _BackwardKernel:
+    """The backward over `tiles`, and the names of its operands, which are in memory."""
+
+    norm: _Norm
+    tiles: RowTiles
+    dtype: Any
+    matrices: tuple[str, ...]
+    statistics: tuple[str, ...]
+    vectors: tuple[str, ...]
+    sums: tuple[str, ...]
+    """The parameters that have a gradient, which is a sum over rows."""
+
+    def layer_norm_backward(
+        self, *refs, ring_barriers, exchange_smem, exchange_barrier, **smem
+    ) -> None:
+        tiles = self.tiles
+        outputs = ("dx", "partials") if self.sums else ("dx",)
+        names = (*self.matrices, *self.statistics, *self.vectors, *outputs)
+        gmem = dict(zip(names, refs, strict=True))
+        place = tiles.place()
+        layout = tiles.layout(self.dtype.itemsize)
+        parameters = {name: tiles.vector(gmem[name], place, layout) for name in self.vectors}
+        zero = plgpu.layout_cast(jnp.zeros(tiles.shape, jnp.float32), layout)
+        last_step = tiles.tile_count(place) - 1
+        start = tiles.first_row(place, 0)
+        warpgroup = _BackwardWarpgroup(
+            self, gmem, place, layout, parameters, exchange_smem, exchange_barrier, last_step
+        )
+        totals, _ = tiles.for_each_tile(
+            place,
+            [(gmem[name], smem[f"{name}_smem"]) for name in self.matrices],
+            ring_barriers,
+            warpgroup.gradient_tile,
+            (
+                {name: [zero] * tiles.config.chunks for name in self.sums},
+                {n: tiles.load_statistic(gmem[n], start) for n in self.statistics},
+            ),
+        )
+        for index, name in enumerate(self.sums):
+            tiles.store_partial(
+                gmem["partials"].at[index, place.cta_idx],
+                totals[name],
+                smem.get("partial_smem"),
+                exchange_barrier,
+                place,
+            )
+
+
+@dataclass(frozen=True)
+class _BackwardWarpgroup:
+    """What a warpgroup of the backward knows while it goes through its tiles."""
+
+    kernel: _BackwardKernel
+    gmem: Mapping[str, Any]
+    place: Place
+    layout: plgpu.Layout
+    parameters: Mapping[str, Callable[[int], jax.Array]]
+    exchange_smem: Any
+    exchange_barrier: Any
+    last_step: Any
+
+    def gradient_tile(self, step_idx, row, tile_refs, carry):
+        """The gradient of a tile; the carry is the sums over rows and the statistics of this tile."""
+        kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
+        sums_so_far, row_statistics = carry
+        # Loaded now, used for the next tile: the latency of a lone load hides behind this one.
+        next_row = tiles.first_row(self.place, jnp.minimum(step_idx + 1, self.last_step))
+        next_statistics = {
+            n: tiles.load_statistic(self.gmem[n], next_row) for n in kernel.statistics
+        }
+        rstd_tile = tiles.across_columns(row_statistics["rstd"])
+        own = tiles.counted(self.place, step_idx, self.layout) if tiles.ragged else None
+        new_sums = {name: list(so_far) for name, so_far in sums_so_far.items()}
+
+        def add(name, chunk, value):
+            if name in kernel.sums:
+                value = value if own is None else jnp.where(own, value, 0.0)
+                new_sums[name][chunk] += value
+
+        block = tiles.per_chunk(
+            lambda chunk: self._block(tile_refs, row_statistics, rstd_tile, chunk)
+        )
+        products, gradients = [], []
+        for chunk in range(tiles.config.chunks):
+            _, v, dz, g = block(chunk)
+            add("scale", chunk, dz * v)
+            add("bias", chunk, dz)
+            products.append(g * v)
+            gradients.append(g)
+        means = self._means(step_idx, products, gradients)
+        for chunk in range(tiles.config.chunks):
+            pre_slope, v, _, g = block(chunk)
+            dh = g - v * means[0]
+            if norm.subtract_mean:
+                dh -= means[1]
+            dh *= rstd_tile
+            if norm.pre_activation is not None:
+                dh *= pre_slope
+            if "dnext_residual" in kernel.matrices:
+                dh += tiles.load(tile_refs[2], chunk, self.layout)
+            add("pre_bias", chunk, dh)
+            tiles.store(self.gmem["dx"], self.place, row, chunk, dh.astype(kernel.dtype))
+        return new_sums, next_statistics
+
+    def _block(self, tile_refs, row_statistics, rstd_tile, chunk: int):
+        """Slope of pre_activation, normalised values, dz, gradient of the normalised."""
+        tiles, norm, parameters = self.kernel.tiles, self.kernel.norm, self.parameters
+        v = tiles.load(tile_refs[0], chunk, self.layout)
+        if "pre_bias" in parameters:
+            v += parameters["pre_bias"](chunk)
+        pre_slope = derivative(norm.pre_activation, v)
+        v = activate(norm.pre_activation, v)
+        if norm.subtract_mean:
+            v -= tiles.across_columns(row_statistics["mean"])
+        v *= rstd_tile
+        dz = tiles.load(tile_refs[1], chunk, self.layout)
+        gain = None
+        if "scale" in parameters:
+            gain = parameters["scale"](chunk) + norm.scale_offset
+        if norm.activation is not None:
+            z = v if gain is None else v * gain
+            if "bias" in parameters:
+                z += parameters["bias"](chunk)
+            dz *= derivative(norm.activation, z)
+        return pre_slope, v, dz, dz if gain is None else dz * gain
+
+    def _means(
+        self, step_idx, products: Sequence[jax.Array], gradients: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Over each row, of the products and, with a mean to subtract, of the gradients."""
+        tiles = self.kernel.tiles
+        lines = [tiles.line_sum(products.__getitem__)]
+        if self.kernel.norm.subtract_mean:
+            lines.append(tiles.line_sum(gradients.__getitem__))
+        parity = lax.rem(step_idx, jnp.int32(2))
+        totals = tiles.total(lines, self.exchange_smem, self.exchange_barrier, parity, self.place)
+        return [tiles.across_columns(total * (1.0 / tiles.features)) for total in totals]
+
+
+def _present(**values: Any) -> dict[str, Any]:
+    """Those that are not None, in their order."""
+    return {name: value for name, value in values.items() if value is not None}

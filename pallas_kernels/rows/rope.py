@@ -70,6 +70,13 @@ def why_unsupported(
     return None
 
 
+def access_bytes(heads: int, key_heads: int, head_size: int, rotary_dim: int, itemsize: int) -> int:
+    """The bytes that a thread moves at a time, 16 at best, where the kernel can run."""
+    common = math.gcd(heads, key_heads)
+    pieces = [_Piece.choose(w, common, itemsize) for w in _widths(head_size, rotary_dim)]
+    return min((piece.vec * itemsize for piece in pieces if piece is not None), default=0)
+
+
 def _widths(head_size: int, rotary_dim: int) -> list[int]:
     """Features of the pieces that a head is loaded in: either half, and what does not rotate."""
     return [rotary_dim // 2, *([head_size - rotary_dim] if rotary_dim < head_size else [])]

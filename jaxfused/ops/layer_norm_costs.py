@@ -1,0 +1,154 @@
+"""How many microseconds a norm is expected to take by each implementation: which one runs first.
+
+A kernel over rows takes a time to start, a time for what it reads and writes, and a time for what it
+does once a row. Those three, for each kernel, were fitted to kernel times on an H200; benchmarks/LAB.md
+says how well the choice that follows from them does. On another GPU the same order is the best guess.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxfused import cuda
+from pallas_kernels.rows import layer_norm as pallas_layer_norm
+from pallas_kernels.rows.tiles import RowConfig, RowTiles
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A stage of a norm over [rows, features], as its kernel sees it."""
+
+    rows: int
+    features: int
+    itemsize: int
+    residual: bool
+    subtract_mean: bool
+    parameters: int
+    """Vectors that the forward reads; as many sums over rows does the backward make."""
+    general: bool
+    """Whether there is an activation that the CUDA kernels choose at run time."""
+    multiprocessors: int
+    segments: int = 1
+
+    def megabytes(self, matrices: int) -> float:
+        """Of so many matrices, and as many more as a residual adds."""
+        return matrices * self.rows * self.features * self.itemsize / 1e6
+
+    @property
+    def aligned(self) -> bool:
+        """Whether each row starts at a multiple of 16 bytes."""
+        return self.features * self.itemsize % 16 == 0
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Microseconds of a kernel."""
+
+    start: float
+    per_megabyte: float
+    per_thousand_rows: float = 0.0
+
+    def microseconds(self, megabytes: float, rows: int) -> float:
+        return self.start + self.per_megabyte * megabytes + self.per_thousand_rows * rows / 1000
+
+
+_FORWARD = {
+    "pallas, a row for each warp": _Kernel(1.5, 0.254, 0.0126),
+    "pallas, a row for each CTA": _Kernel(1.4, 0.261),
+    "cuda, few rows": _Kernel(2.0, 0.54, 0.07),
+    "cuda, narrow": _Kernel(2.0, 0.2425, 0.055),
+    "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
+    "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
+    "cuda, odd": _Kernel(3.5, 0.235, 0.84),
+    "cuda, odd and narrow": _Kernel(2.2, 0.3, 0.1),
+    "xla": _Kernel(1.7, 0.26),
+    "xla, with statistics": _Kernel(2.5, 0.65),
+}
+_BACKWARD = {
+    "pallas, a row for each warp": _Kernel(3.6, 0.264, 0.003),
+    "pallas, a row for each CTA": _Kernel(3.6, 0.27),
+    "pallas, beyond the registers": _Kernel(3.6, 0.31),
+    "cuda, few rows": _Kernel(2.6, 0.55, 0.45),
+    "cuda, narrow": _Kernel(6.6, 0.24, 0.095),
+    "cuda, a row for each warp": _Kernel(5.0, 0.297, 0.06),
+    "cuda, a row for several warps": _Kernel(5.7, 0.27, 0.47),
+    "cuda, odd": _Kernel(6.4, 0.277, 0.92),
+    "cuda, odd and narrow": _Kernel(5.5, 0.32, 0.3),
+    "xla": _Kernel(8.0, 0.75),
+}
+_SECOND_KERNEL = 2.3
+"""Of a backward's start, the kernel that adds up the sums of all CTAs: a single CTA needs none."""
+_EXCHANGE = 0.28
+"""For a thousand rows: what CUDA's warps take to exchange a row's sum, once more with a mean."""
+_GENERAL = 1.25
+"""How much longer the CUDA kernels take that choose an activation at run time."""
+_UNALIGNED_XLA = 2.7
+"""How much longer XLA takes for what it reads where rows do not start at multiples of 16 bytes."""
+_RESIDUAL_XLA = 1.6
+"""How much longer XLA takes for what it reads where it splits a norm after a residual in two."""
+
+
+def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: bool) -> float:
+    """Of the forward, by an implementation that can run."""
+    megabytes = norm.megabytes(4 if norm.residual else 2)
+    if implementation == "xla":
+        kernel = _FORWARD["xla, with statistics" if saves_statistics else "xla"]
+        if norm.features <= 2048:
+            # It computes with columns up to a power of two.
+            megabytes *= math.sqrt(_power_of_two(norm.features) / norm.features)
+        megabytes *= _RESIDUAL_XLA if norm.residual else 1.0
+        megabytes *= 1.0 if norm.aligned else _UNALIGNED_XLA
+        return kernel.microseconds(megabytes, norm.rows)
+    matrices = 2 if norm.residual else 1
+    shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
+    if implementation == "pallas":
+        config = pallas_layer_norm.forward_candidates(*shape)[0]
+        return _FORWARD[_pallas(config)].microseconds(megabytes, norm.rows)
+    few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
+    name = _cuda(norm, few_rows, most_odd=1024)
+    microseconds = _FORWARD[name].microseconds(megabytes, norm.rows)
+    if name == "cuda, a row for several warps" and norm.subtract_mean:
+        microseconds += _EXCHANGE * norm.rows / 1000
+    return microseconds * (_GENERAL if norm.general else 1.0)
+
+
+def backward_microseconds(implementation: str, norm: Norm) -> float:
+    """Of the backward with the gradients of parameters, by an implementation that can run."""
+    megabytes = norm.megabytes(4 if norm.residual else 3)
+    if implementation == "xla":
+        return _BACKWARD["xla"].microseconds(megabytes, norm.rows)
+    matrices = 3 if norm.residual else 2
+    shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
+    if implementation == "pallas":
+        config = pallas_layer_norm.backward_candidates(*shape)[0]
+        tiles = RowTiles.plan(config, norm.rows, norm.features, norm.segments, norm.multiprocessors)
+        if tiles.ctas == norm.segments:
+            return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows) - _SECOND_KERNEL
+        # The sums of each CTA, in float32, are written and read.
+        megabytes += 2 * norm.parameters * tiles.ctas * norm.features * 4 / 1e6
+        return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
+    few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
+    microseconds = _BACKWARD[_cuda(norm, few_rows, most_odd=512)].microseconds(megabytes, norm.rows)
+    return microseconds * (_GENERAL if norm.general else 1.0)
+
+
+def _pallas(config: RowConfig) -> str:
+    """The name of the kernel of a config."""
+    if not config.keeps_tile:
+        return "pallas, beyond the registers"
+    return f"pallas, a row for each {'warp' if config.row_per_warp else 'CTA'}"
+
+
+def _cuda(norm: Norm, few_rows: bool, most_odd: int) -> str:
+    """The name of the kernel that runs a norm; `most_odd` features are still narrow for odd ones."""
+    if few_rows:
+        return "cuda, few rows"
+    if not norm.aligned:
+        return "cuda, odd and narrow" if norm.features <= most_odd else "cuda, odd"
+    if norm.features <= 256:
+        return "cuda, narrow"
+    return f"cuda, a row for {'each warp' if norm.features <= 1024 else 'several warps'}"
+
+
+def _power_of_two(value: int) -> int:
+    """The first from `value` on."""
+    return 1 << (value - 1).bit_length()
