@@ -389,3 +389,33 @@ def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkey
         return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, bias)
 
     chex.assert_trees_all_close(gradients(None), gradients("xla"), rtol=1e-4, atol=1e-4)
+
+
+def empty_calls():
+    """Calls of every operator with an axis of size 0."""
+    for b, t, s in ((0, 5, 5), (2, 0, 5), (2, 0, 0), (0, 0, 0)):
+        q, k = jnp.ones((b, t, 4, 16), BF16), jnp.ones((b, s, 2, 16), BF16)
+        yield jaxfused.dot_product_attention, (q, k, k)
+        yield functools.partial(jaxfused.rope, rotary_dim=8), (q, q[:, :, :2])
+        x = jnp.ones((b, t, 32), BF16)
+        yield jaxfused.layer_norm, (x, jnp.ones(32))
+        yield functools.partial(jaxfused.rms_norm, residual=x), (x, jnp.ones(32))
+        yield (
+            functools.partial(jaxfused.linear, activation="relu"),
+            (*(x, jnp.ones((32, 16), BF16), jnp.ones(16, BF16)),),
+        )
+        w = jnp.ones((32, 64), BF16)
+        yield jaxfused.mlp, (x, w, jnp.ones(64, BF16), w.T, jnp.ones(32, BF16))
+        yield jaxfused.gated_mlp, (x, w, w, w.T)
+        yield (
+            functools.partial(jaxfused.qkv_projection, heads=2, q_scale=jnp.ones(16)),
+            (*(x, jnp.ones((32, 96), BF16)),),
+        )
+
+
+@pytest.mark.parametrize("call", empty_calls(), ids=lambda call: str(call[1][0].shape))
+def test_empty_operands_give_empty_results_and_zero_gradients(h200, call):
+    f, arguments = call
+    results, vjp = jax.vjp(f, *arguments)
+    for x, dx in zip(arguments, vjp(results), strict=True):
+        assert dx.shape == x.shape and not np.any(np.float32(dx))

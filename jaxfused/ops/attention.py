@@ -11,7 +11,7 @@ from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda import attention as cuda_attention
-from jaxfused.ops.batching import batch_all
+from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.attention import Mask
@@ -487,7 +487,7 @@ def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: M
     )
     arrays = _Arrays(*sharding.align(arrays, operand_axes=arrays.axes(), whole=_WHOLE))
     output, lse = _attention(run, options, arrays)
-    output = output.reshape(batch, query_count, heads, -1)
+    output = output.reshape(batch, query_count, heads, value.shape[-1])
     lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
         # The kernels leave queries beyond the length out altogether, with their sinks.
@@ -669,7 +669,8 @@ def _grouped(arrays: _Arrays, output: jax.Array, lse: jax.Array) -> Results:
     """[B, T, N, V] and [B, N, R] as [B, T, K, G, V] and [B, K, G, R]."""
     shape = arrays.query.shape[:4]
     batch, _, key_heads, groups = shape
-    return output.reshape(*shape, -1), lse.reshape(batch, key_heads, groups, -1)
+    lse = lse.reshape(batch, key_heads, groups, lse.shape[-1])
+    return output.reshape(*shape, output.shape[-1]), lse
 
 
 def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
@@ -716,8 +717,10 @@ def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) 
     if any(array is not None for array in shared):
         return None
     operands = batch_all(axis_size, in_batched, operands)
-    outputs = call(kernel, *(None if a is None else a.reshape(-1, *a.shape[2:]) for a in operands))
-    return tuple(None if o is None else o.reshape(axis_size, -1, *o.shape[1:]) for o in outputs)
+    batch = arrays.query.shape[1 if is_batched(in_batched[first]) else 0]
+    folded = (None if a is None else a.reshape(axis_size * batch, *a.shape[2:]) for a in operands)
+    outputs = call(kernel, *folded)
+    return tuple(None if o is None else o.reshape(axis_size, batch, *o.shape[1:]) for o in outputs)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------

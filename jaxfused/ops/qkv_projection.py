@@ -146,7 +146,10 @@ def qkv_projection(
 
     def split(columns):
         parts = jnp.split(columns, ends, axis=-1)
-        return [p.reshape(*p.shape[:-1], key_heads, -1, head_size) for p in parts]
+        return [
+            p.reshape(*p.shape[:-1], key_heads, p.shape[-1] // (key_heads * head_size), head_size)
+            for p in parts
+        ]
 
     weights, biases = split(w), [None] * 3 if bias is None else split(bias)
     if cos is not None and sin is not None:
@@ -246,7 +249,9 @@ def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotan
 
     def gradient_of_weight(w, dy):
         # XLA merges products that share an operand into one, for which it has the slower generator.
-        mine, dy = jax.lax.optimization_barrier((x, dy.reshape(*dy.shape[:-3], -1)))
+        mine, dy = jax.lax.optimization_barrier(
+            (x, dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])))
+        )
         return weight_gradient(mine, dy, w.dtype, options.precision).reshape(w.shape)
 
     dweights = [gradient_of_weight(w, dy) for w, dy in zip(weights, dys, strict=True)]
@@ -323,7 +328,7 @@ class _Forward:
 
     def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
         # One product, whose weights XLA finds side by side where they were split.
-        w = jnp.concatenate([w.reshape(len(w), -1) for w in weights], axis=-1)
+        w = jnp.concatenate([w.reshape(len(w), math.prod(w.shape[1:])) for w in weights], axis=-1)
         bias = None
         if biases[0] is not None:
             bias = jnp.concatenate([b.reshape(-1) for b in biases])
@@ -371,8 +376,11 @@ class _InputGradient:
         return _reasons(device, x, operands[3:])
 
     def run(self, implementation, device, *operands) -> Results:
-        dys = [dy.reshape(-1, math.prod(dy.shape[-3:])) for dy in operands[:3]]
-        weights = [w.astype(dys[0].dtype).reshape(len(w), -1) for w in operands[3:]]
+        rows = math.prod(operands[0].shape[:-3])
+        dys = [dy.reshape(rows, math.prod(dy.shape[-3:])) for dy in operands[:3]]
+        weights = [
+            w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in operands[3:]
+        ]
         if implementation == "xla":
             dy, w = jnp.concatenate(dys, axis=-1), jnp.concatenate(weights, axis=-1)
             dx = product("mf,df->md", dy, w, out_dtype=dy.dtype, precision=self.options.precision)
@@ -380,7 +388,7 @@ class _InputGradient:
             (dx,) = pallas_qkv_projection.input_gradient(
                 dys, weights, multiprocessors=device.multiprocessors
             )
-        return (dx.reshape(*operands[0].shape[:-3], -1),)
+        return (dx.reshape(*operands[0].shape[:-3], dx.shape[-1]),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
         if is_batched(in_batched[3:]):

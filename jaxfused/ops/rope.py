@@ -237,14 +237,14 @@ def _grouped(q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | 
     groups = math.gcd(q.shape[-2], 0 if k is None else k.shape[-2])
 
     def grouped(x):
-        return x.reshape(*x.shape[:-2], groups, -1, x.shape[-1])
+        return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
 
     return grouped(q), None if k is None else grouped(k)
 
 
 def ungrouped(x: jax.Array) -> jax.Array:
     """[..., T, n, N/n, H] as [..., T, N, H]."""
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+    return x.reshape(*x.shape[:-3], math.prod(x.shape[-3:-1]), x.shape[-1])
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: floa
     pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
     u, v = (_murmur(seed[:, :, None, None] ^ t) for seed in seeds)
     x = _murmur(u ^ pair, v)
-    halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], -1)
+    halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
     return halves[..., :key_count] >= jnp.uint32(_threshold(rate))
 
 

@@ -130,7 +130,7 @@ def gradient(
     def sum_over_rows(values, parameter):
         if parameter is None:
             return None
-        return jnp.sum(values.reshape(segments, -1, h.shape[-1]), axis=1)
+        return jnp.sum(values.reshape(segments, len(h) // segments, h.shape[-1]), axis=1)
 
     return (
         dh.astype(h.dtype),

@@ -34,7 +34,7 @@ def qkv_projection(
 
     def f(x, w, bias, q_scale, k_scale, cos, sin):
         y = preactivation(x, w, bias, precision=precision)
-        y = y.reshape(*x.shape[:-1], heads + 2 * key_heads, -1)
+        y = y.reshape(*x.shape[:-1], heads + 2 * key_heads, y.shape[-1] // (heads + 2 * key_heads))
         q, k, v = jnp.split(y, (heads, heads + key_heads), axis=-2)
         finished = functools.partial(
             finish, epsilon=epsilon, scale_offset=scale_offset, interleaved=interleaved
