@@ -16,22 +16,22 @@ from jaxfused.ops.linear import linear as linear
 from jaxfused.ops.mlp import gated_mlp as gated_mlp
 from jaxfused.ops.mlp import mlp as mlp
 from jaxfused.ops.qkv_projection import qkv_projection as qkv_projection
-from jaxfused.ops.quantized_array import fake_quantize as fake_quantize
-from jaxfused.ops.quantized_array import quantize as quantize
-from jaxfused.ops.quantized_array import quantize_rows as quantize_rows
 from jaxfused.ops.quantized_matmul import quantized_matmul as quantized_matmul
 from jaxfused.ops.rope import axial_rope_tables as axial_rope_tables
 from jaxfused.ops.rope import rope as rope
 from jaxfused.ops.rope import rope_tables as rope_tables
 from jaxfused.ops.segmentation_loss import segmentation_loss as segmentation_loss
-from jaxfused.quantized_array import QuantizedArray as QuantizedArray
-from jaxfused.reference.rope import LinearRope as LinearRope
-from jaxfused.reference.rope import Llama3Rope as Llama3Rope
-from jaxfused.reference.rope import NTKRope as NTKRope
-from jaxfused.reference.rope import RopeScaling as RopeScaling
-from jaxfused.reference.rope import YarnRope as YarnRope
+from jaxfused.quantization.quantize import fake_quantize as fake_quantize
+from jaxfused.quantization.quantize import quantize as quantize
+from jaxfused.quantization.quantize import quantize_rows as quantize_rows
+from jaxfused.quantization.quantized_array import QuantizedArray as QuantizedArray
+from jaxfused.semantics.rope_scaling import LinearRope as LinearRope
+from jaxfused.semantics.rope_scaling import Llama3Rope as Llama3Rope
+from jaxfused.semantics.rope_scaling import NTKRope as NTKRope
+from jaxfused.semantics.rope_scaling import RopeScaling as RopeScaling
+from jaxfused.semantics.rope_scaling import YarnRope as YarnRope
 
 __version__ = "0.1.0"
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
-from jaxfused.quantize_params import QuantizationRule as QuantizationRule
-from jaxfused.quantize_params import quantize_params as quantize_params
+from jaxfused.quantization.quantize_params import QuantizationRule as QuantizationRule
+from jaxfused.quantization.quantize_params import quantize_params as quantize_params

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfused.reference.activation import ACTIVATIONS
+from jaxfused.semantics.activation import ACTIVATIONS
 from pallas_kernels.activation import NAMES, activation, activation_and_derivative, derivative
 
 X = np.concatenate([np.linspace(-150.0, 150.0, 6001), np.linspace(-9.0, 9.0, 6000)])

@@ -11,7 +11,8 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import dispatch
 from jaxfused.ops import attention
-from jaxfused.reference.attention import EMPTY_LSE, Mask, keep, keep_probability
+from jaxfused.semantics.dropout import keep, keep_probability
+from jaxfused.semantics.mask import EMPTY_LSE, Mask
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import CASES, JAX_CASES, Case
 from tests.grids import parametrize

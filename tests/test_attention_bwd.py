@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxfused import reference
-from jaxfused.reference.attention import Mask
+from jaxfused.semantics.mask import Mask
 from pallas_kernels.attention import attention
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd

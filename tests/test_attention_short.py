@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxfused import reference
-from jaxfused.reference.attention import Mask
+from jaxfused.semantics.mask import Mask
 from pallas_kernels.attention import short as attention_short
 from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands, dropout_seeds
 from pallas_kernels.attention.mask import BlockMask

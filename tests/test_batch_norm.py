@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused.reference.activation import activate
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.batch_norm import CASES
 from tests.transforms import assert_transforms

@@ -18,7 +18,7 @@ import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda import library
 from jaxfused.cuda.layer_norm import MAX_FEATURES, MAX_ROWS, why_unsupported
-from jaxfused.reference.activation import activate
+from jaxfused.semantics.activation import activate
 from tests.lowering import kernels, kernels_in, lowered
 from tests.tolerances import assert_accurate
 

@@ -9,33 +9,34 @@ ROOT = Path(__file__).parents[1]
 
 # What a folder's files may import of this repository, by prefix. A file may always import from its own
 # layer. The order is that of the design: examples -> modules and optimisers -> operators -> kernels.
+_OPERATORS = (
+    "jaxfused.ops",
+    "jaxfused.dispatch",
+    "jaxfused.quantization",
+    "jaxfused.reference",
+    "jaxfused.semantics",
+)
 LAYERS = {
     "examples": ("jaxfused",),
     "benchmarks": ("examples", "jaxfused", "pallas_kernels", "tests.cases"),
-    "jaxfused/nnx": ("jaxfused.modules", "jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
-    "jaxfused/linen": (
-        "jaxfused.modules",
-        "jaxfused.ops",
-        "jaxfused.dispatch",
-        "jaxfused.reference",
-    ),
-    "jaxfused/modules": (
-        "jaxfused.ops",
-        "jaxfused.dispatch",
-        "jaxfused.quantized_array",
-        "jaxfused.reference",
-    ),
+    "jaxfused/nnx": ("jaxfused.modules", *_OPERATORS),
+    "jaxfused/linen": ("jaxfused.modules", *_OPERATORS),
+    "jaxfused/modules": _OPERATORS,
     "jaxfused/optim": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
+    # Rules over a model name its layers; the arrays themselves know nothing of them.
+    "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
     "jaxfused/ops": (
         "jaxfused.cuda",
         "jaxfused.dispatch",
-        "jaxfused.quantized_array",
+        "jaxfused.quantization.quantized_array",
         "jaxfused.reference",
+        "jaxfused.semantics",
         "jaxfused.sharding",
         "pallas_kernels",
     ),
     "jaxfused/cuda": (),
-    "jaxfused/reference": ("jaxfused.quantized_array",),
+    "jaxfused/reference": ("jaxfused.quantization.quantized_array", "jaxfused.semantics"),
+    "jaxfused/semantics": (),
     "pallas_kernels": (),
 }
 OURS = ("jaxfused", "pallas_kernels", "examples", "benchmarks", "tests")

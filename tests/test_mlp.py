@@ -7,7 +7,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.reference.activation import activate
+from jaxfused.semantics.activation import activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.mlp import CASES, KERNEL_CASES
 from tests.grids import parametrize

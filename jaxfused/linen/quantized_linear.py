@@ -6,9 +6,9 @@ from flax import linen
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import QuantizedKernel, linear, promoted
+from jaxfused.quantization.quantize import quantize
 
 
 class QuantizedDense(linen.Module):
@@ -67,7 +67,7 @@ class QuantizedDense(linen.Module):
 
         def quantized(key: jax.Array) -> QuantizedKernel:
             shape = (inputs.shape[-1], self.features)
-            array = ops.quantized_array.quantize(
+            array = quantize(
                 self.kernel_init(key, shape, self.param_dtype),
                 self.kernel_dtype,
                 group_size=self.group_size,

@@ -5,7 +5,7 @@ from flax import linen
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.reference.rope import RopeScaling
+from jaxfused.semantics.rope_scaling import RopeScaling
 
 
 class RotaryEmbedding(linen.Module):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxfused import ops, reference
 from jaxfused.modules.fallback import call_flax, is_default, why_complex, why_given
 from jaxfused.ops.attention import AttentionImplementation
-from jaxfused.reference.attention import Mask
+from jaxfused.semantics.mask import Mask
 
 
 def check_rate(name: str, rate: Any) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.reference.activation import activate
+from jaxfused.semantics.activation import activate
 
 
 def why_given(**given: bool) -> str | None:

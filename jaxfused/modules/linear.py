@@ -9,7 +9,8 @@ from flax.linen.dtypes import canonicalize_dtype
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.promotion import floating
-from jaxfused.quantized_array import QuantizedArray
+from jaxfused.quantization.quantize import quantize_rows
+from jaxfused.quantization.quantized_array import QuantizedArray
 
 
 @jax.tree_util.register_dataclass
@@ -70,9 +71,7 @@ def linear(
         )
     inputs: jax.Array | QuantizedArray = x
     if kernel.input_dtype is not None:
-        inputs = ops.quantized_array.quantize_rows(
-            x, kernel.input_dtype, implementation=implementation
-        )
+        inputs = quantize_rows(x, kernel.input_dtype, implementation=implementation)
     return ops.quantized_matmul.quantized_matmul(
         inputs,
         kernel.array,

@@ -6,9 +6,9 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer
 
-from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import QuantizedKernel, linear, promoted
+from jaxfused.quantization.quantize import quantize
 
 
 class Frozen(nnx.Variable):
@@ -70,9 +70,7 @@ class QuantizedLinear(nnx.Module):
         implementation: Implementation | None = None,
     ):
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        array = ops.quantized_array.quantize(
-            kernel, kernel_dtype, group_size=group_size, symmetric=symmetric
-        )
+        array = quantize(kernel, kernel_dtype, group_size=group_size, symmetric=symmetric)
         self.kernel = Frozen(QuantizedKernel(array, input_dtype))
         self.bias = nnx.data(None)
         if use_bias:

@@ -14,7 +14,7 @@ from jaxfused.cuda import attention as cuda_attention
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
-from jaxfused.reference.attention import Mask
+from jaxfused.semantics.mask import Mask
 from pallas_kernels.attention import attention as pallas_attention
 from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
@@ -84,7 +84,7 @@ def dot_product_attention(
       dropout_rate: the fraction of probabilities to drop, to the nearest 1/65536; the others are
         divided by the fraction that is kept.
       dropout_key: a `jax.random` key, needed where dropout_rate > 0. What is kept depends on the
-        key and on (b, n, t, s) alone, by `jaxfused.reference.attention.keep`, and is the same in
+        key and on (b, n, t, s) alone, by `jaxfused.semantics.dropout.keep`, and is the same in
         every implementation. Under `shard_map` or `pmap` fold the device's index into the key.
 
     Returns:
@@ -313,7 +313,7 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
 
 
 def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
-    """The two words that `reference.attention.keep` takes, or None where nothing is dropped."""
+    """The two words that `jaxfused.semantics.dropout.keep` takes, or None where nothing is dropped."""
     check_constant("dot_product_attention", "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(

@@ -9,7 +9,7 @@ from jaxfused import dispatch, reference
 from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.linear import check_affine, check_residual, resolve_out_dtype
 from jaxfused.ops.validation import check_activation, check_floating
-from jaxfused.quantized_array import QuantizedArray
+from jaxfused.quantization.quantized_array import QuantizedArray
 
 
 def quantized_matmul(

@@ -15,7 +15,7 @@ from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.reference.promotion import along_last_axis
-from jaxfused.reference.rope import RopeScaling
+from jaxfused.semantics.rope_scaling import RopeScaling
 from pallas_kernels.rows import rope as pallas_rope
 
 

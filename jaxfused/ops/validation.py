@@ -6,7 +6,7 @@ from numbers import Integral
 import jax
 import jax.numpy as jnp
 
-from jaxfused.reference.activation import ACTIVATIONS
+from jaxfused.semantics.activation import ACTIVATIONS
 
 
 def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:

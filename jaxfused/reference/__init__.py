@@ -1,6 +1,5 @@
 """Every operator in plain jax.numpy: `implementation="xla"`, and the truth for the kernels."""
 
-from jaxfused.reference import activation as activation
 from jaxfused.reference import attention as attention
 from jaxfused.reference import batch_norm as batch_norm
 from jaxfused.reference import conv as conv
@@ -10,7 +9,6 @@ from jaxfused.reference import layer_norm as layer_norm
 from jaxfused.reference import linear as linear
 from jaxfused.reference import mlp as mlp
 from jaxfused.reference import qkv_projection as qkv_projection
-from jaxfused.reference import quantized_array as quantized_array
 from jaxfused.reference import quantized_matmul as quantized_matmul
 from jaxfused.reference import rope as rope
 from jaxfused.reference import segmentation_loss as segmentation_loss

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.activation import activate
 from jaxfused.reference.group_norm import STATISTICS, save_statistics
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.semantics.activation import activate
 
 
 def batch_statistics(

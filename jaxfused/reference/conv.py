@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxfused.reference.activation import activate
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.semantics.activation import activate
 
 
 def conv(

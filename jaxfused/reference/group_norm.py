@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.activation import activate
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.semantics.activation import activate
 
 STATISTICS = "jaxfused_statistics"
 """The name under which a norm marks its statistics for the policies of `jax.checkpoint`."""

@@ -7,8 +7,8 @@ jax.numpy is in it.
 import jax
 import jax.numpy as jnp
 
-from jaxfused.reference.activation import activate
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.semantics.activation import activate
 
 
 def norm(

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.activation import activate
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.semantics.activation import activate
 
 PREACTIVATION = "jaxfused_preactivation"
 """The name under which `preactivation` marks its result for the policies of `jax.checkpoint`."""

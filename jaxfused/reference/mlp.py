@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.reference.activation import activate
 from jaxfused.reference.linear import add_residual, affine, preactivation, save_preactivation
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.activation import activate
 
 SAVE_POLICIES = {
     "hidden": save_preactivation,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.quantized_array import QuantizedArray
-from jaxfused.reference.activation import activate
+from jaxfused.quantization.quantized_array import QuantizedArray
 from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
+from jaxfused.semantics.activation import activate
 
 
 def matmul(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
-from jaxfused.reference.activation import ACTIVATIONS, activate
+from jaxfused.semantics.activation import ACTIVATIONS, activate
 
 
 class Inputs(NamedTuple):

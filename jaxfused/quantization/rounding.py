@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxfused.quantized_array import FORMATS, QuantizedArray, pack_int4, spread
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, pack_int4, spread
 from jaxfused.reference.promotion import accumulator_dtype
 
 

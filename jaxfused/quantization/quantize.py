@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
+from jaxfused import dispatch
 from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.validation import check_floating, check_shape
-from jaxfused.quantized_array import FORMATS, QuantizedArray
+from jaxfused.quantization import rounding
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
 
 
 def quantize(
@@ -77,7 +78,7 @@ def quantize(
     scale, zero_point = _scale_and_zero_point(
         op, x, name, axis, group_size, per_tensor, symmetric, scale, zero_point
     )
-    return reference.quantized_array.encode(x, name, scale, zero_point, _from_the_end(axis, x))
+    return rounding.encode(x, name, scale, zero_point, _from_the_end(axis, x))
 
 
 def quantize_rows(
@@ -120,10 +121,8 @@ def quantize_rows(
             " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
         )
     reference_only(op, implementation, x)
-    scale, _ = reference.quantized_array.scales(
-        x, name, axis=-1, groups=1, per_tensor=False, symmetric=True
-    )
-    return reference.quantized_array.encode(x, name, scale, None, -1)
+    scale, _ = rounding.scales(x, name, axis=-1, groups=1, per_tensor=False, symmetric=True)
+    return rounding.encode(x, name, scale, None, -1)
 
 
 def fake_quantize(
@@ -177,9 +176,9 @@ def fake_quantize(
         )
     )
     axis = _from_the_end(axis, x)
-    rounded = reference.quantized_array.encode(constant, name, scale, zero_point, axis)
-    inside = reference.quantized_array.inside_range(constant, name, scale, zero_point, axis)
-    return reference.quantized_array.straight_through(x, rounded.dequantize(x.dtype), inside)
+    rounded = rounding.encode(constant, name, scale, zero_point, axis)
+    inside = rounding.inside_range(constant, name, scale, zero_point, axis)
+    return rounding.straight_through(x, rounded.dequantize(x.dtype), inside)
 
 
 def _from_the_end(axis: int, x: jax.Array) -> int:
@@ -229,7 +228,7 @@ def _scale_and_zero_point(
                 f"{op}: group_size is {group_size}, but it must divide the {size} values along axis"
                 f" {axis} of x; pass a divisor of {size}, or pad x."
             )
-        return reference.quantized_array.scales(
+        return rounding.scales(
             x,
             dtype,
             axis=axis,

@@ -9,10 +9,10 @@ import jax
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jaxfused import ops
 from jaxfused.modules.fallback import why_given
 from jaxfused.modules.linear import QuantizedKernel
 from jaxfused.nnx.quantized_linear import QuantizedLinear
+from jaxfused.quantization.quantize import quantize
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _quantize_tree(tree: Any, path: tuple[str, ...], choose: _Chooser) -> Any:
         rule = choose(path)
         if rule is not None:
             assert rule.dtype is not None
-            array = ops.quantized_array.quantize(
+            array = quantize(
                 kernel, rule.dtype, group_size=rule.group_size, symmetric=rule.symmetric
             )
             result["kernel"] = QuantizedKernel(array, rule.input_dtype)

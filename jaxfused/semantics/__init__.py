@@ -1,0 +1,1 @@
+"""What references and kernels must agree on: masks, dropout bits, activations, scalings of rope."""

@@ -1,0 +1,62 @@
+"""What dropout keeps of the probabilities of attention, in every implementation."""
+
+import jax
+import jax.numpy as jnp
+
+
+def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """Which of the probabilities [B, N, T, S] dropout keeps: the same bits in every implementation.
+
+    With 32-bit unsigned arithmetic, `mix(h, i) = murmur(h ^ i)` and
+    `murmur(x)`: x ^= x >> 16; x *= 0x85EBCA6B; x ^= x >> 13; x *= 0xC2B2AE35; x ^= x >> 16::
+
+        row = b * N + n
+        u = mix(mix(words[0], row) + 0x9E3779B9, t)
+        v = mix(mix(words[1], row) + 0x9E3779B9, t)
+        x = u ^ (s // 2)
+        x ^= x >> 16;  x *= 0x85EBCA6B
+        x ^= (x >> 13) ^ v;  x *= 0xC2B2AE35
+        x ^= x >> 16
+        keep where (s even ? x & 0xFFFF : x >> 16) >= min(round(rate * 65536), 65535)
+
+    u and v belong to a row and a pair of neighbours costs one murmur finalizer, because a kernel
+    pays for every element, beside an exponential. v enters before the second product so that two
+    rows that meet in u still differ.
+
+    Source of the constants: Appleby, MurmurHash3, the finalizer of 32 bits.
+    """
+    batch, heads, query_count, key_count = shape
+    return keep_by_seeds(dropout_seeds(words, batch, heads), query_count, key_count, rate)
+
+
+def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
+    """[2, B, N]: what in `keep` depends on the words and on a row's b and n."""
+    row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
+    return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
+
+
+def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
+    """`keep` from `dropout_seeds` [2, B, N]."""
+    t = jnp.arange(query_count, dtype=jnp.uint32)[None, None, :, None]
+    pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
+    u, v = (_murmur(seed[:, :, None, None] ^ t) for seed in seeds)
+    x = _murmur(u ^ pair, v)
+    halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
+    return halves[..., :key_count] >= jnp.uint32(_threshold(rate))
+
+
+def keep_probability(rate: float) -> float:
+    """The probability with which `keep` keeps: 1 - rate to the nearest 1/65536, but not 0."""
+    return 1.0 - _threshold(rate) / 65536
+
+
+def _threshold(rate: float) -> int:
+    return min(round(rate * 65536), 65535)
+
+
+def _murmur(x: jax.Array, tweak: jax.Array | int = 0) -> jax.Array:
+    x = x ^ (x >> 16)
+    x = x * jnp.uint32(0x85EBCA6B)
+    x = x ^ (x >> 13) ^ tweak
+    x = x * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
