@@ -297,7 +297,7 @@ def test_limits_of_cuda(change, reason):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(compute_capability=(10, 0)), "need a Hopper GPU"),
+        (dict(compute_capability=(10, 0)), "needs a Hopper GPU"),
         (dict(dtype=jnp.dtype("float64")), "got float64 and bfloat16"),
         (dict(interleaved=True), "got interleaved pairs"),
         (dict(length=3), "at least 4, got 3"),
