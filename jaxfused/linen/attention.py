@@ -81,7 +81,6 @@ def attention_fn(
       >>> import functools
       >>> import jax, jax.numpy as jnp
       >>> from flax import linen
-    from flax.linen import attention
       >>> import jaxfused.linen
       >>> causal = functools.partial(jaxfused.linen.attention_fn, is_causal=True)
       >>> layer = linen.MultiHeadAttention(4, attention_fn=causal)
