@@ -18,6 +18,7 @@ import pytest
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
+from tests.grids import parametrize
 from tests.lowering import lowered
 
 B, T, D = 2, 6, 16
@@ -358,8 +359,17 @@ each_mode = pytest.mark.parametrize(
 )
 
 
-@each_mode
-@pytest.mark.parametrize("name", FUNCTIONS)
+NAMES_AND_MODES = [
+    (name, *mode) for name in FUNCTIONS for mode in ((False, "bfloat16"), (True, "float64"))
+]
+
+
+# `make test` runs each function in one mode, and each mode with every other function.
+@parametrize(
+    ("name", "x64", "dtype"),
+    NAMES_AND_MODES,
+    quick=[i for i in range(len(NAMES_AND_MODES)) if i % 4 in (0, 3)],
+)
 def test_function(name, x64, dtype):
     _, make = FUNCTIONS[name]
     with jax.enable_x64(x64):
