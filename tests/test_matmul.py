@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.product import linear, mainloop, mlp
-from pallas_kernels.product.matmul import MatmulConfig, matmul, why_unsupported
+from pallas_kernels.product.cost import Work
+from pallas_kernels.product.matmul import MatmulConfig, candidates, matmul, why_unsupported
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
@@ -158,6 +159,9 @@ INTERPRETED = (
     Case(130, 72, 136, "NT", config=replace(WIDE, cluster=2)),
     Case(200, 72, 136, "TN", config=replace(SMALL, ping_pong=False)),
     Case(17, 12, 20, epilogue=True, dtype="float32"),
+    # Of the configs that `candidates` has, forms that no case above has.
+    Case(130, 72, 136, "NT", epilogue=True, config=replace(WIDE, ping_pong=False, read_slots=2)),
+    Case(130, 72, 72, epilogue=True, config=replace(SMALL, ping_pong=False, pads_columns=True)),
     *(
         Case(17, 40, 72, order, 2, 2, one_array, True, config)
         for order in ("NN", "NT")
@@ -238,6 +242,60 @@ def test_default_configs_lower_for_cuda(m, d, f):
         )
         assert_lowers("gated_hidden_gradient", gradient, (m, d), (f, d), (m, f), (m, f))
     assert_lowers("gated_input_gradient", mlp.gated_input_gradient, (m, f), (m, f), (d, f), (d, f))
+
+
+def work_of(case: Case) -> Work:
+    fused = dict(read_bytes=2, written_bytes=6) if case.epilogue else dict(written_bytes=4)
+    k_last = case.order[1] == "T"
+    return Work(case.m, case.n, case.k, case.products, k_last=k_last, **fused)
+
+
+@parametrize(
+    "case",
+    [
+        Case(8448, 256, 3072),
+        Case(16384, 768, 3080, epilogue=True),
+        Case(512, 8192, 8192, "NT", epilogue=True),
+        Case(4672, 768, 2688, products=2, epilogue=True),
+        Case(4672, 768, 2696, products=2),
+        Case(73728, 1280, 24),
+        Case(75, 80, 56, "NT"),
+    ],
+    quick=(1, 4),
+)
+@parametrize("best", [1, 1000], quick=(0,))
+def test_candidates_lower_for_cuda(case, best):
+    shapes = jax.eval_shape(case.operands)
+    configs = candidates(work_of(case), 132)
+    assert len(set(configs)) == len(configs)
+    fit = 0
+    for config in configs:
+        run = functools.partial(replace(case, config=config).run, multiprocessors=132)
+        try:
+            assert kernels(run, *shapes) == ["matmul"]
+        except ValueError as error:
+            assert "shared memory" in str(error)
+            continue
+        fit += 1
+        if fit == best:
+            break
+    assert fit
+
+
+@pytest.mark.parametrize(
+    ("work", "tiles"),
+    [
+        # A tile for each multiprocessor, and not two for a third of them.
+        (Work(512, 8192, 8192), (64, 256)),
+        (Work(1568, 2048, 5456, read_bytes=2, activations=1), (64, 256)),
+        (Work(8448, 3072, 4096, read_bytes=2, written_bytes=4, activations=2), (128, 192)),
+        # The epilogue takes longer than the product.
+        (Work(8448, 3072, 256, read_bytes=2, written_bytes=4, activations=2), (128, 128)),
+    ],
+)
+def test_the_first_candidate_is_the_one_that_was_fastest(work, tiles):
+    config = candidates(work, 132)[0]
+    assert (config.tile_m, config.tile_n) == tiles
 
 
 def test_slopes_lower_for_cuda():

@@ -11,6 +11,7 @@ import jaxfused
 from pallas_kernels.product import qkv_projection
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
+from tests.choices import why_not
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
@@ -330,6 +331,14 @@ def test_limits_of_the_kernel(change, reason):
         change = change | {"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4))}
     with pytest.raises(ValueError, match=f"qkv_projection: .*{reason}"):
         jaxfused.qkv_projection(**(args | change), implementation="pallas")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_there_is_no_cuda_kernel():
+    f = functools.partial(jaxfused.qkv_projection, heads=2, key_heads=1, implementation="cuda")
+    x, w = jnp.ones((3, 16), jnp.bfloat16), jnp.ones((16, 128))
+    # Without the library of CUDA kernels that is what is said first.
+    assert why_not(f, x, w) is not None
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,14 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
+from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import product
+from pallas_kernels.product import cost
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
-from pallas_kernels.product.mainloop import fills, wastes_wide_tiles
+from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
+from pallas_kernels.product.matmul import predicted_time
 
 
 def linear(
@@ -282,23 +285,46 @@ class Layer:
             {"x": x.shape[1], "the result": w.shape[1]},
             out_dtype=self.out_dtype,
         )
-        # A bias or an activation takes XLA another pass.
-        fuses = bias is not None or residual is not None or self.activation is not None
-        if not fuses or not is_large(device, x, w.shape[1]):
-            return dispatch.preferring("xla", reasons)
-        adds = bias is not None or residual is not None
-        # Figures of this rule are in benchmarks/LAB.md.
-        if self.activation == "gelu_tanh" or (adds and wastes_wide_tiles(w.shape[1])):
-            in_one_product = cuda.linear.in_one_product(
-                dtype=x.dtype,
-                w_shape=w.shape,
-                activation=self.activation,
-                residual_dtype=None if residual is None else residual.dtype,
-                out_dtype=self.out_dtype,
-            )
-            if in_one_product and reasons["cuda"] is None:
-                return dispatch.preferring("cuda", reasons)
-        return reasons
+        work = cost.Work(
+            x.shape[0],
+            w.shape[1],
+            x.shape[1],
+            itemsize=x.dtype.itemsize,
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=jnp.dtype(self.out_dtype).itemsize
+            + (x.dtype.itemsize if self.save_preactivation else 0),
+            activations=int(self.activation is not None),
+        )
+        # It is not measured where there are few tiles.
+        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+        in_one_product = reasons["cuda"] is None and large
+        in_one_product = in_one_product and cuda.linear.in_one_product(
+            dtype=x.dtype,
+            w_shape=w.shape,
+            activation=self.activation,
+            residual_dtype=None if residual is None else residual.dtype,
+            out_dtype=self.out_dtype,
+        )
+        return in_order(
+            device,
+            x.dtype,
+            reasons,
+            work,
+            self._passes(x, bias, residual),
+            cuda_in_one_product=in_one_product,
+        )
+
+    def _passes(self, x, bias, residual) -> Passes:
+        """What XLA cannot have its product do."""
+        in_product = bias is None or bias.dtype == x.dtype == self.out_dtype
+        if self.activation is None and residual is None and in_product:
+            return Passes()
+        streams = (x.dtype, self.out_dtype, *(() if residual is None else (residual.dtype,)))
+        return Passes(
+            bytes_of_element=sum(jnp.dtype(dtype).itemsize for dtype in streams),
+            evaluations=int(self.activation not in (None, *CHEAP_ACTIVATIONS)),
+            slow=self.activation == "gelu_erf",
+        )
 
     def run(self, implementation, device, x, w, bias, residual) -> Results:
         keywords = dict(
@@ -386,9 +412,46 @@ def product_reasons(
     }
 
 
-def is_large(device: dispatch.Device, x: jax.Array, columns: int) -> bool:
-    """Whether a fused epilogue of x [M, K] @ [K, columns] saves more than XLA's product is faster by.
+CHEAP_ACTIVATIONS = ("relu", "relu2", "silu")
+"""Those that XLA evaluates faster than it reads their argument."""
 
-    float32 is not measured.
+
+def in_order(
+    device: dispatch.Device,
+    dtype: Any,
+    reasons: dict[str, str | None],
+    work: cost.Work,
+    passes: Passes,
+    *,
+    terms: int = 1,
+    pallas_time: float | None = None,
+    cuda_in_one_product: bool = False,
+) -> dict[str, str | None]:
+    """The reasons of a product with an epilogue, the implementation that is likely fastest first.
+
+    Args:
+      dtype: of the product.
+      work: the product and its epilogue.
+      passes: what XLA does after its product.
+      terms: products of this size that are added.
+      pallas_time: the predicted time of the Pallas kernels, where they are not one product.
+      cuda_in_one_product: whether cuBLASLt takes the epilogue too.
     """
-    return x.dtype != jnp.float32 and fills(device.multiprocessors, x.shape[0], columns)
+    if dtype == jnp.float32:
+        # That is not measured.
+        return dispatch.preferring("xla", reasons)
+    if not is_modelled(device):
+        large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+        fuses = bool(passes.bytes_of_element)
+        return reasons if large and fuses else dispatch.preferring("xla", reasons)
+    xla = terms * xla_time(device, work, Passes()) + passes.time(work.m * work.n)
+    # Its own pass does what XLA's does, in one kernel.
+    times = {"xla": xla, "cuda": xla}
+    if cuda_in_one_product:
+        moved = replace(passes, bytes_of_element=work.read_bytes, evaluations=0)
+        in_epilogue = cost.cublaslt_epilogue(work.m * work.n, work.activations)
+        times["cuda"] = xla_time(device, work, moved) + in_epilogue
+    if reasons["pallas"] is None:
+        fused = replace(work, k=terms * work.k)
+        times["pallas"] = pallas_time or predicted_time(fused, device.multiprocessors)
+    return fastest_first(reasons, times)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,17 +18,20 @@ from jaxfused.ops.kernel_call import (
     takes_reference,
 )
 from jaxfused.ops.linear import (
+    CHEAP_ACTIVATIONS,
     Layer,
     check_affine,
     check_residual,
+    in_order,
     input_gradient,
-    is_large,
     product_reasons,
     resolve_out_dtype,
     sum_rows,
     weight_gradient,
 )
+from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from pallas_kernels.product import cost
 from pallas_kernels.product import mlp as pallas_mlp
 
 Save = Literal["hidden", "preactivation", "inputs"]
@@ -433,7 +436,9 @@ class _HiddenAndSlope:
 
     def reasons(self, device, x, w1, b1) -> Mapping[str, str | None]:
         del b1
-        return _reasons(device, self.precision, x, w1.shape[1], cuda_kernel=False)
+        work = _work(x, w1.shape[1], written=2, activations=2)
+        passes = _passes(work, self.activation, evaluations=1)
+        return _reasons(device, self.precision, x, work, passes, cuda_kernel=False)
 
     def run(self, implementation, device, x, w1, b1) -> Results:
         operands = (x, w1.astype(x.dtype), b1)
@@ -467,7 +472,9 @@ class _HiddenGradientBySlope:
 
     def reasons(self, device, dy, w2, slope) -> Mapping[str, str | None]:
         del w2
-        return _reasons(device, self.precision, dy, slope.shape[1], cuda_kernel=False)
+        work = _work(dy, slope.shape[1], read=1, k_last=True)
+        passes = _passes(work, None, evaluations=int(self.sums_rows))
+        return _reasons(device, self.precision, dy, work, passes, cuda_kernel=False)
 
     def run(self, implementation, device, dy, w2, slope) -> Results:
         operands = (dy, w2.astype(dy.dtype), slope)
@@ -502,7 +509,10 @@ class _HiddenGradient:
 
     def reasons(self, device, dy, w2, z) -> Mapping[str, str | None]:
         del w2
-        return _reasons(device, self.precision, dy, z.shape[1])
+        activations = 0 if self.activation is None else 2
+        work = _work(dy, z.shape[1], read=1, written=2, activations=activations, k_last=True)
+        passes = _passes(work, self.activation, evaluations=activations + int(self.sums_rows))
+        return _reasons(device, self.precision, dy, work, passes)
 
     def run(self, implementation, device, dy, w2, z) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -549,7 +559,20 @@ class _GatedUnit:
     def reasons(self, device, x, w_gate, w_up, b_gate, b_up) -> Mapping[str, str | None]:
         del b_gate, b_up
         hidden = w_gate.shape[1] // (2 if w_up is None else 1)
-        return _reasons(device, self.precision, x, hidden)
+        written = 3 if self.saves_preactivations else 1
+        work = replace(_work(x, hidden, written=written, activations=1), products=2)
+        # XLA writes gate and up in any case, and again where they are the halves of one array.
+        moved = 3 if w_up is not None or not self.saves_preactivations else 5
+        passes = _passes(work, self.activation, evaluations=1, matrices=moved)
+        time = None
+        if is_modelled(device) and x.dtype != jnp.float32:
+            time = pallas_mlp.gated_forward_time(
+                *(work.m, work.n, work.k),
+                stacked=w_up is None,
+                save_preactivations=self.saves_preactivations,
+                multiprocessors=device.multiprocessors,
+            )
+        return _reasons(device, self.precision, x, work, passes, pallas_time=time)
 
     def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -603,7 +626,13 @@ class _GatedHiddenGradient:
 
     def reasons(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
         del w_down, up
-        return _reasons(device, self.precision, dy, gate.shape[1])
+        activations = 0 if self.activation is None else 2
+        written = 3 if self.returns_hidden else 2
+        work = _work(
+            dy, gate.shape[1], read=2, written=written, activations=activations, k_last=True
+        )
+        passes = _passes(work, self.activation, evaluations=activations + sum(self.sums_rows))
+        return _reasons(device, self.precision, dy, work, passes)
 
     def run(self, implementation, device, dy, w_down, gate, up) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -643,7 +672,10 @@ class _GatedInputGradient:
 
     def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
         del dup, w_up
-        return _reasons(device, self.precision, dgate, w_gate.shape[0])
+        work = _work(dgate, w_gate.shape[0], k_last=True)
+        # Two products, which XLA then adds.
+        passes = _passes(work, None, matrices=3)
+        return _reasons(device, self.precision, dgate, work, passes, terms=2)
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
@@ -662,15 +694,64 @@ class _GatedInputGradient:
         return batched_rows(call, self, axis_size, in_batched, *operands)
 
 
+def _work(
+    x: jax.Array,
+    columns: int,
+    *,
+    read: int = 0,
+    written: int = 1,
+    activations: int = 0,
+    k_last: bool = False,
+) -> cost.Work:
+    """X [M, K] @ [K, columns], whose epilogue reads and writes so many matrices of x's dtype."""
+    size = x.dtype.itemsize
+    return cost.Work(
+        x.shape[0],
+        columns,
+        x.shape[1],
+        itemsize=size,
+        read_bytes=read * size,
+        written_bytes=written * size,
+        activations=activations,
+        k_last=k_last,
+    )
+
+
+def _passes(
+    work: cost.Work, activation: str | None, *, evaluations: int = 0, matrices: int = 0
+) -> Passes:
+    """XLA's passes over what the epilogue reads and writes and the product itself, or `matrices`."""
+    epilogue = work.read_bytes + work.written_bytes + work.itemsize
+    return Passes(
+        bytes_of_element=matrices * work.itemsize or epilogue,
+        evaluations=0 if activation in CHEAP_ACTIVATIONS else evaluations,
+        slow=activation == "gelu_erf",
+    )
+
+
 def _reasons(
-    device: dispatch.Device, precision: Any, x: jax.Array, columns: int, *, cuda_kernel: bool = True
+    device: dispatch.Device,
+    precision: Any,
+    x: jax.Array,
+    work: cost.Work,
+    passes: Passes,
+    *,
+    terms: int = 1,
+    pallas_time: float | None = None,
+    cuda_kernel: bool = True,
 ) -> dict[str, str | None]:
-    """Why an implementation cannot take x [M, K] @ [K, columns] with what stands around it."""
-    features = {"what is multiplied": x.shape[1], "the result": columns}
+    """Why an implementation cannot take a product of x [M, K] with its epilogue, the fastest first.
+
+    Args:
+      terms: products of this size that are added.
+      pallas_time: predicted, where the Pallas kernels are not one product.
+      cuda_kernel: whether there is one.
+    """
+    features = {"what is multiplied": work.k, "the result": work.n}
     reasons = product_reasons(device, precision, {"x": x}, features)
     if not cuda_kernel:
         del reasons["cuda"]
-    return reasons if is_large(device, x, columns) else dispatch.preferring("xla", reasons)
+    return in_order(device, x.dtype, reasons, work, passes, terms=terms, pallas_time=pallas_time)
 
 
 def _product_keywords(implementation: str, device: dispatch.Device, precision: Any) -> Any:

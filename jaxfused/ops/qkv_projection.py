@@ -14,11 +14,14 @@ from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine, weight_gradient
+from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.product import product
+from pallas_kernels.product import cost
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
-from pallas_kernels.product.mainloop import fills
+from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
+from pallas_kernels.product.matmul import predicted_time
 
 
 def qkv_projection(
@@ -292,14 +295,17 @@ class _Forward:
 
     def reasons(self, device, x, *parameters) -> Mapping[str, str | None]:
         q, k, v, *_, q_scale, k_scale, cos, _ = parameters
-        return _reasons(
+        norm = q_scale is not None or k_scale is not None
+        rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
+        reasons = _reasons(
             device,
             x,
             (q, k, v),
-            norm=q_scale is not None or k_scale is not None,
-            rotary_dim=0 if cos is None else 2 * cos.shape[-1],
+            norm=norm,
+            rotary_dim=rotary_dim,
             interleaved=self.options.interleaved,
         )
+        return _forward_first(device, x, (q, k, v), reasons, norm=norm, rotary_dim=rotary_dim)
 
     def run(self, implementation, device, x, *parameters) -> Results:
         *weights, q_bias, k_bias, v_bias, q_scale, k_scale, cos, sin = parameters
@@ -373,7 +379,8 @@ class _InputGradient:
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
-        return _reasons(device, x, operands[3:])
+        weights = operands[3:]
+        return _gradient_first(device, x, weights, _reasons(device, x, weights))
 
     def run(self, implementation, device, *operands) -> Results:
         rows = math.prod(operands[0].shape[:-3])
@@ -398,10 +405,10 @@ class _InputGradient:
 
 def _reasons(
     device, x, weights, *, norm=False, rotary_dim=0, interleaved=False
-) -> Mapping[str, str | None]:
+) -> dict[str, str | None]:
     """Why an implementation cannot take x [..., D] and weights [D, n, heads, H], forward and back."""
     (*_, groups, q_heads, head_size), (*_, k_heads, _) = weights[0].shape, weights[1].shape
-    reasons = {
+    return {
         "pallas": pallas_qkv_projection.why_unsupported(
             compute_capability=device.compute_capability,
             dtype=x.dtype,
@@ -416,10 +423,53 @@ def _reasons(
         "cuda": "there is no CUDA kernel of qkv_projection yet",
         "xla": None,
     }
+
+
+def _forward_first(device, x, weights, reasons, *, norm, rotary_dim) -> Mapping[str, str | None]:
+    """The reasons of the forward, the implementation that is likely fastest first."""
+    widths = [math.prod(w.shape[1:]) for w in weights]
+    work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
+    if not _is_modelled(device, x):
+        return _where_large(device, work, reasons)
+    # XLA cuts the product into three, norms two of them, and turns the halves of heads.
+    kernels = len(widths) * (1 + int(norm and rotary_dim > 0))
+    moved = 2 * x.dtype.itemsize * work.m * work.n
+    passes = kernels * cost.xla_pass(moved // len(widths), 1)
+    times = {"xla": xla_time(device, work, Passes()) + passes}
+    if reasons["pallas"] is None:
+        times["pallas"] = pallas_qkv_projection.predicted_time(
+            work.m,
+            work.k,
+            widths,
+            head_size=weights[0].shape[-1],
+            norm=norm,
+            rotary_dim=rotary_dim,
+            multiprocessors=device.multiprocessors,
+        )
+    return fastest_first(reasons, times)
+
+
+def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
+    """The reasons of the input gradient, the implementation that is likely fastest first."""
     columns = sum(math.prod(w.shape[1:]) for w in weights)
-    rows = math.prod(x.shape[:-1])
-    is_large = fills(device.multiprocessors, rows, columns)
-    return reasons if is_large else dispatch.preferring("xla", reasons)
+    work = cost.Work(math.prod(x.shape[:-1]), x.shape[-1], columns, k_last=True)
+    if not _is_modelled(device, x):
+        return _where_large(device, work, reasons)
+    # XLA first puts the cotangents side by side.
+    moved = 2 * x.dtype.itemsize
+    times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * columns, moved)}
+    if reasons["pallas"] is None:
+        times["pallas"] = predicted_time(work, device.multiprocessors)
+    return fastest_first(reasons, times)
+
+
+def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:
+    return is_modelled(device) and x.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _where_large(device, work, reasons) -> Mapping[str, str | None]:
+    large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
+    return reasons if large else dispatch.preferring("xla", reasons)
 
 
 def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:

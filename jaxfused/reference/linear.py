@@ -91,6 +91,12 @@ def layer(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y, z): y as `linear` returns it, and with `save_preactivation` the preactivation in x's dtype."""
     if activation is None and not save_preactivation:
+        narrow = {x.dtype, jnp.dtype(out_dtype)} | ({bias.dtype} if bias is not None else set())
+        if residual is None and len(narrow) == 1:
+            # The same numbers as of a sum in float32 that is then rounded; and written so, XLA has
+            # its product add the bias. Its gradient would sum in 16 bits: `linear` above keeps float32.
+            y = product("md,df->mf", x, w, out_dtype=out_dtype, precision=precision)
+            return y if bias is None else y + along_last_axis(bias, y), None
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype), None
     z = preactivation(x, w, bias, precision=precision)

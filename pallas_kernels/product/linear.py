@@ -40,6 +40,7 @@ def forward(
         vectors={"bias": bias},
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        activations=0 if activation is None else 1,
         config=config,
         multiprocessors=multiprocessors,
         name="linear",

@@ -72,15 +72,6 @@ class MatmulConfig:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
 
 
-def fills(multiprocessors: int, rows: int, columns: int) -> bool:
-    """Whether a product has an output tile for each multiprocessor.
-
-    With fewer, XLA's split along K is faster than an epilogue saves.
-    """
-    config = MatmulConfig()
-    return pl.cdiv(rows, config.tile_m) * pl.cdiv(columns, config.tile_n) >= multiprocessors
-
-
 class TileEpilogue(Protocol):
     """What becomes of a tile of accumulators."""
 
@@ -473,17 +464,3 @@ def _part(acc_ref: Any, rows: slice, columns: slice) -> Any:
     if (rows.start, rows.stop) != (0, height):
         return acc_ref.at[rows, columns]
     return acc_ref if (columns.start, columns.stop) == (0, width) else acc_ref.at[:, columns]
-
-
-def tile_cost(n: int, tile_n: int) -> float:
-    """What tiles of `tile_n` columns cost of an output so wide: what lies beyond is computed too.
-
-    A narrower tile reads its operands more often: 128 x 128 takes 6% longer than 128 x 192.
-    """
-    columns = pl.cdiv(n, tile_n) * tile_n
-    return columns * (1.06 if tile_n <= 128 else 1.0)
-
-
-def wastes_wide_tiles(n: int) -> bool:
-    """Whether so much of tiles of 192 columns lies beyond the end that those of 128 are faster."""
-    return tile_cost(n, 128) < tile_cost(n, 192)

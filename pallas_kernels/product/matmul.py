@@ -6,7 +6,7 @@ float32 accumulators and of named operands, traced into the kernel.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.product import cost
+from pallas_kernels.product.cost import Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
-from pallas_kernels.product.mainloop import (
-    Block,
-    MatmulConfig,
-    Product,
-    wastes_wide_tiles,
-)
+from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -30,51 +27,61 @@ _GRAIN = 8
 copy engine wants."""
 
 
-def candidates(
-    n: int, k: int, products: int, dtype: Any, read_bytes: int, written_bytes: int
-) -> Iterator[MatmulConfig]:
-    """Configs for a product, the one that is likely fastest first; not all fit into shared memory.
-
-    Args:
-      n: the columns of the result.
-      k: the length of the sums.
-      products: that are taken in one pass over a.
-      dtype: of the operands.
-      read_bytes: of an element in each of the matrices that the epilogue reads.
-      written_bytes: of an element in each of those that it writes.
-    """
+def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product, the one that is predicted fastest first; not all fit into shared memory."""
     tiles = functools.partial(MatmulConfig, epilogue_columns=32)
-    several = tiles(read_slots=2, write_slots=2)
-    if dtype == jnp.float32:
-        # Nothing is rounded on its way out of the accumulators: a smaller tile leaves registers.
-        tiles = functools.partial(tiles, tile_n=128)
-    elif products > 1:
-        # The gated unit of [16384, 768] x [768, 3072]: 225 us, 234 with 128 x 192, 239 without the
-        # cluster; of [16384, 1024] x [1024, 4096] 393 and 403.
-        yield tiles(tile_m=64, tile_n=256, cluster=2)
-        for stages in (4, 3):
-            yield tiles(tile_n=128, cluster=2, stages=stages)
-    elif read_bytes and written_bytes > 2 and k <= 1536:
-        # Over so short sums the epilogue takes longer than the product. The hidden gradient of an
-        # mlp [16384, 768, 3072]: 182 us with 128 x 128, 190 with 128 x 192; of a gated one 179 us
-        # with 64 x 256, 184 with 64 x 192, 200 with 128 x 128, and at [16384, 1024, 4096] 272, 298, 313.
-        if read_bytes > 2:
-            if n % 256 == 0:
-                yield replace(several, tile_m=64, tile_n=256)
-            yield replace(several, tile_m=64)
-        yield replace(several, tile_n=128)
-    elif wastes_wide_tiles(n):
-        # 25216 x 4096 x 1024: 263 us with tiles of 256 columns that the warpgroups share, 280 with
-        # tiles of 128 in turn, 284 with those of 192, an eighth of which lies beyond 1024 columns.
-        if n % 256 == 0:
-            yield tiles(tile_m=64, tile_n=256, ping_pong=False)
-        yield tiles(tile_n=128, write_slots=2)
-    yield tiles(write_slots=2)
-    yield tiles()
-    yield tiles(stages=3)
-    for stages in (4, 3, 2):
-        yield tiles(tile_n=128, stages=stages)
-    yield tiles(tile_m=64, tile_n=128, stages=2)
+    if work.itemsize == 4:
+        # Nothing is measured. Nothing is rounded on its way out of the accumulators either, so that a
+        # smaller tile leaves registers.
+        stages = (4, 3, 2)
+        small = tiles(tile_m=64, tile_n=128, stages=2)
+        return [*(tiles(tile_n=128, stages=stage) for stage in stages), small]
+    whole = swizzled_columns(jnp.bfloat16)
+    shapes = [tiles(tile_m=tile_m, tile_n=tile_n) for tile_m, tile_n in _PING_PONG_TILES]
+    shapes.append(tiles(tile_m=64, tile_n=256, ping_pong=False))
+    if work.read_bytes > work.itemsize:
+        # Registers for several matrices, where 256 columns are no whole number of tiles.
+        shapes.append(tiles(tile_m=64))
+    if work.products > 1:
+        # CTAs that share b read half as much of it.
+        shapes = [
+            replace(shape, cluster=2)
+            for shape in shapes
+            if shape.ping_pong and shape.tile_n % (work.products * whole) == 0
+        ]
+    if work.n % whole and not work.k_last:
+        shapes += [replace(shape, pads_columns=True) for shape in shapes]
+    slots = [(4, 2, 2), (3, 2, 2)] if work.read_bytes else []
+    slots += [(4, 1, 2), (3, 1, 2)] if not work.read_bytes and work.written_bytes <= 4 else []
+    slots += [(4, 1, 1), (3, 1, 1), (2, 1, 1)]
+    configs = [
+        replace(shape, stages=stages, read_slots=read, write_slots=write)
+        for stages, read, write in slots
+        for shape in shapes
+    ]
+    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
+
+
+_PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
+
+
+def predicted_time(work: Work, multiprocessors: int) -> float:
+    """Microseconds of the product with the config that it takes by default."""
+    return next(
+        cost.kernel(work, config, multiprocessors)
+        for config in candidates(work, multiprocessors)
+        if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+    )
+
+
+def _shared_bytes(work: Work, config: MatmulConfig) -> int:
+    """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
+    streams = config.read_slots * work.read_bytes + config.write_slots * work.written_bytes
+    vectors_and_barriers = 3 * 1024
+    return (
+        ring + CONSUMERS * config.tile_m * config.epilogue_columns * streams + vectors_and_barriers
+    )
 
 
 def why_unsupported(
@@ -121,6 +128,7 @@ def matmul(
     matrices: Mapping[str, jax.Array | None] | None = None,
     column_sums: Sequence[str] = (),
     products: int = 1,
+    activations: int = 0,
     a_transposed: bool = False,
     b_transposed: bool = False,
     config: MatmulConfig | None = None,
@@ -144,6 +152,8 @@ def matmul(
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
+      activations: how many activations and derivatives of one the epilogue evaluates for an element,
+        for the choice of a config.
       name: of the kernel, in a profile.
 
     Returns:
@@ -186,11 +196,20 @@ def matmul(
         )
 
     if config is None:
-        read_bytes = sum(x.dtype.itemsize for x in present.values())
-        written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
+        work = Work(
+            m=m,
+            n=n,
+            k=sum(ks),
+            products=products,
+            itemsize=terms[0].dtype.itemsize,
+            read_bytes=sum(x.dtype.itemsize for x in present.values()),
+            written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in outputs.values()),
+            activations=activations,
+            k_last=b_transposed,
+        )
         config = next(
             c
-            for c in candidates(n, sum(ks), products, terms[0].dtype, read_bytes, written_bytes)
+            for c in candidates(work, multiprocessors)
             if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
         )
     _check_config(

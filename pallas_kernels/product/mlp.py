@@ -3,13 +3,16 @@
 Their other products are `pallas_kernels.product.linear`, or XLA's where nothing is to be fused.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
-from pallas_kernels.product import linear
-from pallas_kernels.product.matmul import MatmulConfig, matmul
+from pallas_kernels.product import cost, linear
+from pallas_kernels.product.cost import Work
+from pallas_kernels.product.matmul import MatmulConfig, matmul, predicted_time
 
 
 def hidden_and_slope(
@@ -27,8 +30,6 @@ def hidden_and_slope(
         h, slope = activation_and_derivative(activation, z, x.dtype)
         return {"h": h, "slope": slope}
 
-    if config is None and x.dtype != jnp.float32:
-        config = _TWO_RESULTS
     results = matmul(
         x,
         w1,
@@ -36,16 +37,12 @@ def hidden_and_slope(
         epilogue=epilogue,
         vectors={"bias": b1},
         outputs={"h": x.dtype, "slope": x.dtype},
+        activations=2,
         config=config,
         multiprocessors=multiprocessors,
         name="hidden_and_slope",
     )
     return results["h"], results["slope"]
-
-
-_TWO_RESULTS = MatmulConfig(tile_n=128, write_slots=2, epilogue_columns=32)
-"""Two results leave shared memory little time: 50432 x 768 x 3072 with gelu_erf 432 us on an H200, 540
-with 192 columns; 25216 x 1024 x 4096 353 us, 419."""
 
 
 def hidden_gradient(
@@ -73,6 +70,7 @@ def hidden_gradient(
         matrices={"z": z},
         outputs={"dz": z.dtype} | ({} if activation is None else {"h": z.dtype}),
         column_sums=("dz",) if sum_rows else (),
+        activations=0 if activation is None else 2,
         config=config,
         multiprocessors=multiprocessors,
         name="hidden_gradient",
@@ -125,24 +123,46 @@ def gated_forward(
     def epilogue(gate, up):
         return {"h": activate(activation, gate, x.dtype) * up, "gate": gate, "up": up}
 
-    if w_up is not None and (save_preactivations or x.shape[1] > _SHORT_SUM) and config is None:
-        gate = _gate(x, w_gate, b_gate, multiprocessors)
-        outputs = ("h", "up") if save_preactivations else ("h",)
-        results = _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors)
-        return results["h"], gate if save_preactivations else None, results.get("up")
     outputs = ("h", "gate", "up") if save_preactivations else ("h",)
-    results = _in_one_pass(
-        x, w_gate, w_up, b_gate, b_up, epilogue, outputs, multiprocessors, config
+    hidden = w_gate.shape[1] // (2 if w_up is None else 1)
+    in_one, in_two = _times(
+        x.shape[0], hidden, x.shape[1], len(outputs), multiprocessors, x.dtype.itemsize
     )
-    return results["h"], results.get("gate"), results.get("up")
+    if w_up is None or in_one <= in_two or config is not None:
+        results = _in_one_pass(
+            x, w_gate, w_up, b_gate, b_up, epilogue, outputs, multiprocessors, config
+        )
+        return results["h"], results.get("gate"), results.get("up")
+    gate = _gate(x, w_gate, b_gate, multiprocessors)
+    outputs = ("h", "up") if save_preactivations else ("h",)
+    results = _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors)
+    return results["h"], gate if save_preactivations else None, results.get("up")
 
 
-_SHORT_SUM = 1536
-"""Up to so many features one pass over x for both products pays, where neither is kept.
+def gated_forward_time(
+    m: int, hidden: int, k: int, *, stacked: bool, save_preactivations: bool, multiprocessors: int
+) -> float:
+    """Predicted microseconds of `gated_forward` in 16 bits."""
+    times = _times(m, hidden, k, 3 if save_preactivations else 1, multiprocessors)
+    return times[0] if stacked else min(times)
 
-Tiles of half the width are the price. An H200, 16384 x 768 x 3072: 218 us, 246 in two products; but
-258 where both are kept. 8192 x 4096 x 14336: 2517 us, 2424 in two.
-"""
+
+def _times(
+    m: int, hidden: int, k: int, outputs: int, multiprocessors: int, itemsize: int = 2
+) -> tuple[float, float]:
+    """Predicted microseconds of both products in one pass over x, and of one after the other.
+
+    Tiles of half the width are the price of one pass.
+    """
+    work = Work(m, hidden, k, itemsize=itemsize, activations=1)
+    in_one = replace(work, products=2, written_bytes=outputs * itemsize)
+    # Beside h there is up, where both are kept.
+    of_gate = replace(work, read_bytes=itemsize, written_bytes=min(outputs, 2) * itemsize)
+    gate = cost.xla_product(m, hidden, k, itemsize, multiprocessors)
+    return (
+        predicted_time(in_one, multiprocessors),
+        gate + predicted_time(of_gate, multiprocessors),
+    )
 
 
 def _in_one_pass(
@@ -163,6 +183,7 @@ def _in_one_pass(
         epilogue=epilogue,
         vectors={"b_gate": b_gate, "b_up": b_up},
         outputs=dict.fromkeys(outputs, x.dtype),
+        activations=1,
         config=config,
         multiprocessors=multiprocessors,
         name="gated_unit",
@@ -195,6 +216,7 @@ def _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors) -> dict[st
         vectors={"bias": b_up},
         matrices={"gate": gate},
         outputs=dict.fromkeys(outputs, x.dtype),
+        activations=1,
         multiprocessors=multiprocessors,
         name="gated_unit",
     )
@@ -230,6 +252,7 @@ def gated_hidden_gradient(
         matrices={"gate": gate, "up": up},
         outputs=dict.fromkeys(("dgate", "dup", *(("h",) if returns_hidden else ())), gate.dtype),
         column_sums=[n for n, wanted in zip(("dgate", "dup"), sum_rows, strict=True) if wanted],
+        activations=0 if activation is None else 2,
         config=config,
         multiprocessors=multiprocessors,
         name="gated_hidden_gradient",

@@ -9,7 +9,7 @@ half, for which the columns of the weights are put in another order: tiles of an
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,14 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import matmul
+from pallas_kernels.product import cost, matmul
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
     Block,
     MatmulConfig,
     Product,
     TilePlace,
-    tile_cost,
 )
 from pallas_kernels.product.operands import block, swizzled_columns
 
@@ -93,11 +92,14 @@ def why_unsupported(
 
 def candidates(
     *,
+    rows: int,
+    features: int,
     widths: Sequence[int],
     head_size: int,
     norm: bool,
     rotary_dim: int,
-) -> Iterator[MatmulConfig]:
+    multiprocessors: int,
+) -> list[MatmulConfig]:
     """Tiles of whole units, of few columns beyond the end; the one that is likely fastest first."""
     unit = piece = math.gcd(_STRIP, *widths)
     if norm or rotary_dim:
@@ -111,15 +113,61 @@ def candidates(
     if norm:
         # 50432 x 768 to 3 x 12 heads of 64 with rotation: 267 us with three stages, 283 with four.
         sizes.remove((4, 2))
-    for tile_n in sorted(by_limit, key=lambda tile_n: tile_cost(sum(widths), tile_n)):
-        for stages, write_slots in sizes:
-            yield MatmulConfig(
-                tile_m=tile_m,
-                tile_n=tile_n,
-                stages=stages,
-                write_slots=write_slots,
-                epilogue_columns=piece,
-            )
+    configs = [
+        MatmulConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            stages=stages,
+            write_slots=write_slots,
+            epilogue_columns=piece,
+        )
+        for tile_n in by_limit
+        for stages, write_slots in sizes
+    ]
+    work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
+    order = {size: index for index, size in enumerate(sizes)}
+
+    def time(config: MatmulConfig) -> tuple[float, int]:
+        # The order of stages above is measured: it counts, and not what the model says of them.
+        as_measured = replace(config, stages=4)
+        return (
+            cost.kernel(work, as_measured, multiprocessors),
+            order[config.stages, config.write_slots],
+        )
+
+    return sorted(configs, key=time)
+
+
+def predicted_time(
+    rows: int,
+    features: int,
+    widths: Sequence[int],
+    *,
+    head_size: int,
+    norm: bool,
+    rotary_dim: int,
+    multiprocessors: int,
+) -> float:
+    """Microseconds of `forward` with the config that it takes by default."""
+    work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
+    config = candidates(
+        rows=rows,
+        features=features,
+        widths=widths,
+        head_size=head_size,
+        norm=norm,
+        rotary_dim=rotary_dim,
+        multiprocessors=multiprocessors,
+    )[0]
+    return cost.kernel(work, config, multiprocessors)
+
+
+def _work(
+    rows: int, features: int, widths: Sequence[int], *, norm: bool, rotary_dim: int
+) -> cost.Work:
+    # A norm or a rotation takes about as many instructions as an activation; b is padded in any case.
+    arithmetic = int(norm) + int(rotary_dim > 0)
+    return cost.Work(rows, sum(widths), features, activations=arithmetic, k_last=True)
 
 
 def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
@@ -205,7 +253,13 @@ def forward(
         config = next(
             c
             for c in candidates(
-                widths=widths, head_size=head_size, norm=any(has_norms), rotary_dim=rotary_dim
+                rows=m,
+                features=k,
+                widths=widths,
+                head_size=head_size,
+                norm=any(has_norms),
+                rotary_dim=rotary_dim,
+                multiprocessors=multiprocessors,
             )
             if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
         )

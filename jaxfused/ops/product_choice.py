@@ -1,0 +1,60 @@
+"""Which implementation a product with an epilogue runs in first: the one that is predicted fastest.
+
+The times come from `pallas_kernels.product.cost`. Where they are near each other the model does not
+know, and XLA's program is what a user would have without this package.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxfused import dispatch
+from pallas_kernels.product import cost
+
+_DOUBT = 1.06
+"""By how much another implementation must be predicted faster than XLA: about the model's error."""
+_HOPPER = 9
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What XLA's program does after its product: kernels of its own over the result."""
+
+    bytes_of_element: int = 0
+    """That they read and write; none where the product takes all."""
+    evaluations: int = 0
+    """What they evaluate of an element: an activation, its derivative, a sum."""
+    slow: bool = False
+    """The activation is gelu_erf, which XLA evaluates at length."""
+
+    def time(self, elements: int) -> float:
+        if not self.bytes_of_element:
+            return 0.0
+        return cost.xla_pass(
+            elements, self.bytes_of_element, self.evaluations, slow_activation=self.slow
+        )
+
+
+def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
+    """Predicted microseconds of XLA's product and what comes after it."""
+    product = cost.xla_product(
+        work.m, work.products * work.n, work.k, work.itemsize, device.multiprocessors
+    )
+    return product + passes.time(work.m * work.n)
+
+
+def is_modelled(device: dispatch.Device) -> bool:
+    """Whether the times are those of such a device."""
+    capability = device.compute_capability
+    return capability is not None and capability[0] == _HOPPER and device.multiprocessors > 0
+
+
+def fastest_first(
+    reasons: Mapping[str, str | None], microseconds: Mapping[str, float]
+) -> dict[str, str | None]:
+    """The reasons in the order of predicted times, with XLA's ahead where it is about as fast."""
+
+    def time(name: str) -> float:
+        return microseconds.get(name, math.inf) * (1.0 if name == "xla" else _DOUBT)
+
+    return {name: reasons[name] for name in sorted(reasons, key=time)}

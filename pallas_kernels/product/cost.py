@@ -1,0 +1,211 @@
+"""What a product with an epilogue costs, predicted: here with a config, and in XLA's program.
+
+A model and not a table, since sizes are without number. It has few terms, each of which has a reason,
+and constants that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22). It orders the
+configs of a product, and says where a kernel of this package is worth taking.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
+
+_STEP_BYTES = 128
+"""Of a row of an operand that are multiplied in a step: 64 numbers of 16 bits."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of a device, in microseconds. Fitted to an H200 in bfloat16."""
+
+    launch: float = 1.3
+    """To start and to end the kernel, which fills its ring first."""
+    step: float = 0.115
+    """Of a step along K, whatever the tile."""
+    step_element: float = 1.34e-5
+    """Of a step, for each element of a tile in ping-pong."""
+    shared_step_element: float = 1.93e-5
+    """Likewise where the warpgroups share a tile; nothing is added for the step itself."""
+    ragged: float = 1.28
+    """Factor of a step whose instructions take a block of columns each."""
+    narrow: float = 1.2
+    """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
+    low: float = 1.03
+    """Factor of a step of any other tile of 64 rows in ping-pong, for which b is read more often."""
+    element: float = 6.7e-5
+    """Of an epilogue, for each element of a warpgroup's tile."""
+    read_byte: float = 7.2e-5
+    """Likewise for each byte that the epilogue reads of it; with two slots two thirds of that."""
+    written_byte: float = 1e-5
+    """Likewise for each byte that it writes, beyond the first two."""
+    activation: float = 1.4e-4
+    """Likewise for an activation, and once more for its derivative."""
+    memory_byte: float = 1 / 3.9e6
+    """Of memory traffic."""
+    crowded: float = 1.1
+    """Factor of an epilogue that lacks registers: one that reads beside a tile of more than 128 x 128,
+    or where several matrices meet in a tile of 128 rows."""
+    both_store: float = 1.15
+    """Factor of an epilogue that both warpgroups run at once."""
+    missing_stage: float = 0.08
+    """What a step takes more for each slot that the ring has fewer than four."""
+    ragged_result: float = 1.07
+    """Factor where rows of the result begin anywhere in a line of memory."""
+    overlap: float = 2.4
+    """Exponent of the norm that two things take which run at once: large where one hides the other."""
+    xla_launch: float = 2.0
+    xla_step: float = 0.035
+    xla_step_element: float = 1.76e-5
+    xla_tile_element: float = 8e-5
+    """To store a tile, exposed once."""
+    xla_ragged: float = 1.1
+    """Factor of a product whose columns are not a multiple of 64."""
+    xla_pass: float = 1.2
+    """Of a kernel that reads and writes matrices, beside its traffic."""
+    xla_pass_byte: float = 1 / 3.7e6
+    xla_activation: float = 1.5e-6
+    """Of an element in such a kernel that evaluates gelu's tanh, or anything that is no slower."""
+    xla_slow_activation: float = 3.0e-6
+    """Likewise for gelu_erf."""
+    cublaslt_activation: float = 3.2e-7
+    """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
+
+
+H200 = Speeds()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A product a @ b of [m, k] and [k, n], or several in one pass over a, and its epilogue."""
+
+    m: int
+    n: int
+    """Columns of each product."""
+    k: int
+    products: int = 1
+    itemsize: int = 2
+    """Bytes of a number in a and b."""
+    read_bytes: int = 0
+    """Of an element in each of the matrices that the epilogue reads."""
+    written_bytes: int = 2
+    """Of an element in each of those that it writes."""
+    activations: int = 0
+    """Activations and their derivatives that it evaluates for an element."""
+    slow_activation: bool = False
+    """They are gelu_erf's, which XLA evaluates at length."""
+    k_last: bool = False
+    """b is [n, k], of which any number of columns makes an instruction."""
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.k * self.itemsize / _STEP_BYTES)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What has to be read and written once."""
+        operands = self.itemsize * self.k * (self.m + self.products * self.n)
+        return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
+
+
+def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speeds = H200) -> float:
+    """Microseconds of the product with its epilogue in this package's kernel."""
+    part_n = config.tile_n // work.products
+    across = math.ceil(work.n / part_n)
+    down = math.ceil(work.m / (config.cta_tile_m * config.cluster)) * config.cluster
+    ctas = multiprocessors // config.cluster * config.cluster
+    rounds = math.ceil(down * across / ctas)
+
+    area = config.cta_tile_m * config.tile_n
+    step = (
+        speeds.step + speeds.step_element * area
+        if config.ping_pong
+        else speeds.shared_step_element * area
+    )
+    unaligned = work.n % (_STEP_BYTES // work.itemsize) != 0
+    ragged = unaligned and not work.k_last
+    if ragged and not config.pads_columns:
+        step *= speeds.ragged
+    if config.tile_m * config.tile_n <= 64 * 128:
+        step *= speeds.narrow
+    elif config.tile_m == 64 and config.ping_pong and config.cluster == 1:
+        step *= speeds.low
+    step *= 1 + speeds.missing_stage * max(0, 4 - config.stages)
+    multiplied = work.steps * step
+    stored = config.tile_m * config.tile_n * _epilogue_of_element(work, config, speeds)
+    several = work.products > 1 or work.read_bytes > work.itemsize
+    large = config.tile_m * config.tile_n > 128 * 128
+    if (config.tile_m == 128 and several) or (large and work.read_bytes):
+        stored *= speeds.crowded
+    # In ping-pong a warpgroup multiplies while the other one stores, and each does both in turn.
+    tile = (
+        _at_once((multiplied, (multiplied + stored) / CONSUMERS), speeds)
+        if config.ping_pong
+        else multiplied + speeds.both_store * stored
+    )
+    compute = rounds * tile + (stored if config.ping_pong else 0.0)
+    total = _at_once((compute, work.memory_bytes * speeds.memory_byte), speeds)
+    total = speeds.launch + total * (speeds.ragged_result if unaligned else 1.0)
+    if ragged and config.pads_columns:
+        copied = 2 * work.itemsize * work.k * work.n * work.products
+        total += work.products * speeds.xla_pass + copied * speeds.xla_pass_byte
+    return total
+
+
+def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> float:
+    """Of an element of the accumulators, in a warpgroup."""
+    reading = speeds.read_byte * (1.0 if config.read_slots == 1 else 2 / 3)
+    of_result = (
+        work.read_bytes * reading
+        + max(0, work.written_bytes - 2) * speeds.written_byte
+        + work.activations * speeds.activation
+    )
+    return speeds.element + of_result / work.products
+
+
+def xla_product(m: int, n: int, k: int, itemsize: int = 2, multiprocessors: int = 132) -> float:
+    """Microseconds of XLA's product, for which it tries many tiles and splits along K."""
+    speeds = H200
+    steps = math.ceil(k * itemsize / _STEP_BYTES)
+    traffic = speeds.memory_byte * itemsize * (k * (m + n) + m * n)
+    best = math.inf
+    for tile_m, tile_n in _XLA_TILES:
+        tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
+        step = speeds.xla_step + speeds.xla_step_element * tile_m * tile_n
+        stored = speeds.xla_tile_element * tile_m * tile_n
+        for splits in (1, 2, 4, 8):
+            rounds = math.ceil(tiles * splits / multiprocessors)
+            compute = rounds * math.ceil(steps / splits) * step + stored
+            total = _at_once((compute, traffic), speeds)
+            if splits > 1:
+                total += speeds.xla_pass + speeds.xla_pass_byte * m * n * 4 * (splits + 1)
+            best = min(best, total)
+    ragged = any(size % (_STEP_BYTES // itemsize) for size in (n, k))
+    return speeds.xla_launch + best * (speeds.xla_ragged if ragged else 1.0)
+
+
+_XLA_TILES = [
+    *((128, n) for n in (64, 96, 128, 160, 192, 224, 256)),
+    *((n, 128) for n in (64, 96, 160, 192, 224, 256)),
+    *((64, n) for n in (8, 16, 32, 64, 256)),
+    *((n, 64) for n in (8, 16, 32, 256)),
+]
+
+
+def xla_pass(
+    elements: int, bytes_of_element: int, activations: int = 0, *, slow_activation: bool = False
+) -> float:
+    """Microseconds of a kernel of XLA's that reads and writes matrices of so many elements."""
+    speeds = H200
+    traffic = elements * bytes_of_element * speeds.xla_pass_byte
+    of_one = speeds.xla_slow_activation if slow_activation else speeds.xla_activation
+    return speeds.xla_pass + max(traffic, elements * activations * of_one)
+
+
+def cublaslt_epilogue(elements: int, activations: int) -> float:
+    """Microseconds that the product takes more where cuBLASLt evaluates activations of the result."""
+    return elements * activations * H200.cublaslt_activation
+
+
+def _at_once(parts: Sequence[float], speeds: Speeds) -> float:
+    return sum(part**speeds.overlap for part in parts) ** (1 / speeds.overlap)
