@@ -246,6 +246,29 @@ def test_pallas_gated_mlp_of_one_matrix_in_the_interpreter(save):
     check_gated_mlp_kernel(KERNEL_CASES[0], "bfloat16", save, True, "pallas", cotangents=1)
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("rows", [3, 24])
+def test_gradient_of_one_matrix_is_that_of_two(rows):
+    """Fewer rows than features, and more: what is put side by side differs."""
+    rng = np.random.default_rng(0)
+    x, w_gate, w_up, w_down = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, rows // 2, 16), (16, 8), (16, 8), (8, 16))
+    )
+
+    def of_two(x, w_gate, w_up, w_down):
+        return jnp.sum(jaxfused.gated_mlp(x, w_gate, w_up, w_down))
+
+    def of_one(x, w_gate, w_up, w_down):
+        both = jnp.concatenate([w_gate, w_up], axis=-1)
+        return jnp.sum(jaxfused.gated_mlp(x, both, None, w_down))
+
+    actual, expected = (
+        jax.grad(f, argnums=(0, 1, 2, 3))(x, w_gate, w_up, w_down) for f in (of_one, of_two)
+    )
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.gpu
 @each_kernel_case
 def test_pallas_mlp_on_gpu(case, dtype, save):

@@ -361,11 +361,19 @@ class _ActivationGradient:
         return Axes((ROWS + "f", ROWS + "f"), (ROWS + "f", "f" if self.has_bias else None))
 
     def reasons(self, device, dy, z) -> Mapping[str, str | None]:
-        del dy
         reason = cuda.linear.why_unsupported(
             compute_capability=device.compute_capability, dtype=z.dtype
         )
-        return {"cuda": reason, "xla": None}
+        reasons = {"cuda": reason, "xla": None}
+        if not is_modelled(device):
+            return reasons
+        moved = dy.dtype.itemsize + 2 * z.dtype.itemsize
+        # XLA evaluates the activation and its derivative, and may sum.
+        evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2 + int(self.has_bias)
+        read_again = z.dtype.itemsize if self.has_bias else 0
+        passes = Passes(moved + read_again, evaluations, self.activation == "gelu_erf")
+        ours = cost.cuda_pass(z.shape[0], z.shape[1], moved, z.dtype.itemsize)
+        return fastest_first(reasons, {"xla": passes.time(z.size), "cuda": ours})
 
     def run(self, implementation, device, dy, z) -> Results:
         del device

@@ -1,6 +1,7 @@
 """mlp and gated_mlp: validation, choice of implementation, gradient."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -389,13 +390,13 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     if hidden is not None:
         h = hidden
     (dx,) = run(_GatedInputGradient(options.precision), dgate, dup, w_gate, w_up)
-    dw_gate = weight_gradient(x, dgate, w_gate.dtype, options.precision)
-    dtype = w_gate.dtype if w_up is None else w_up.dtype
-    dw_up: Any = weight_gradient(x, dup, dtype, options.precision)
     if w_up is None:
-        dw_gate, dw_up = jnp.concatenate([dw_gate, dw_up], axis=-1), None
+        dw_gate, dw_up = _stacked_weight_gradient(x, dgate, dup, w_gate.dtype, options), None
         if b_gate is not None:
             db_gate, db_up = jnp.concatenate([db_gate, db_up]), None
+    else:
+        dw_gate = weight_gradient(x, dgate, w_gate.dtype, options.precision)
+        dw_up = weight_gradient(x, dup, w_up.dtype, options.precision)
     return (
         dx,
         dw_gate,
@@ -406,6 +407,20 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
         None if b_down is None else sum_rows(dy, b_down.dtype),
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
+
+
+def _stacked_weight_gradient(x, dgate, dup, dtype, options: _Options) -> jax.Array:
+    """The gradient of gate's and up's weights side by side [D, 2 F], of x [..., D] and [..., F].
+
+    Either its halves are put together, or before them the cotangents: whichever moves fewer bytes.
+    """
+    cotangents = math.prod(x.shape[:-1]) * dgate.dtype.itemsize
+    halves = x.shape[-1] * jnp.dtype(dtype).itemsize
+    if cotangents <= halves:
+        both = jnp.concatenate([dgate, dup], axis=-1)
+        return weight_gradient(x, both, dtype, options.precision)
+    dws = [weight_gradient(x, d, dtype, options.precision) for d in (dgate, dup)]
+    return jnp.concatenate(dws, axis=-1)
 
 
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
@@ -671,10 +686,11 @@ class _GatedInputGradient:
         return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole="fg")
 
     def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
-        del dup, w_up
+        del dup
         work = _work(dgate, w_gate.shape[0], k_last=True)
-        # Two products, which XLA then adds.
-        passes = _passes(work, None, matrices=3)
+        # Two products, which XLA then adds; or one, for which it puts the cotangents side by side.
+        matrices = 3 if w_up is not None else math.ceil(4 * work.k / work.n)
+        passes = _passes(work, None, matrices=matrices)
         return _reasons(device, self.precision, dgate, work, passes, terms=2)
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up) -> Results:

@@ -338,7 +338,16 @@ class _Forward:
         bias = None
         if biases[0] is not None:
             bias = jnp.concatenate([b.reshape(-1) for b in biases])
-        y = reference.linear.preactivation(x, w, bias, precision=self.options.precision)
+        y, _ = reference.linear.layer(
+            x.reshape(-1, x.shape[-1]),
+            w,
+            bias,
+            None,
+            activation=None,
+            out_dtype=x.dtype,
+            save_preactivation=False,
+            precision=self.options.precision,
+        )
         q_end = math.prod(weights[0].shape[1:])
         ends = [q_end, q_end + math.prod(weights[1].shape[1:])]
         q, k, v = (

@@ -68,6 +68,10 @@ class Speeds:
     """Of an element in such a kernel that evaluates gelu's tanh, or anything that is no slower."""
     xla_slow_activation: float = 3.0e-6
     """Likewise for gelu_erf."""
+    cuda_pass: float = 5.0
+    """Of this package's CUDA kernel over the result of a product, beside its traffic."""
+    cuda_unaligned: float = 2.0
+    """Factor of its traffic where rows begin anywhere in 16 bytes."""
     cublaslt_activation: float = 3.2e-7
     """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
 
@@ -200,6 +204,13 @@ def xla_pass(
     traffic = elements * bytes_of_element * speeds.xla_pass_byte
     of_one = speeds.xla_slow_activation if slow_activation else speeds.xla_activation
     return speeds.xla_pass + max(traffic, elements * activations * of_one)
+
+
+def cuda_pass(rows: int, columns: int, bytes_of_element: int, itemsize: int = 2) -> float:
+    """Microseconds of this package's CUDA kernel with an activation or its derivative."""
+    unaligned = columns * itemsize % 16 != 0
+    traffic = rows * columns * bytes_of_element * H200.memory_byte
+    return H200.cuda_pass + traffic * (H200.cuda_unaligned if unaligned else 1.0)
 
 
 def cublaslt_epilogue(elements: int, activations: int) -> float:
