@@ -527,8 +527,7 @@ class _ShortBackward:
     def write(
         self, cta: _Cta, item: jax.Array, name: str, heads: Heads, results: Any, factor: float
     ) -> None:
-        """Stores a gradient through the memory of this warpgroup's own tiles, no longer read by anyone.
-        """
+        """Stores a gradient through the memory of this warpgroup's own tiles, which is free by now."""
         batch_idx, key_head = self.item_place(cta, item)
         for j in range(self.config.key_tiles):
             tile = cta.wg_idx * self.config.key_tiles + j
