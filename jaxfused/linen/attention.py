@@ -135,7 +135,7 @@ def attention_fn(
                 attn_weights_value_einsum,
             ),
             mask,
-            is_causal=False,  # The mask has it.
+            is_causal=False,  # The mask contains it.
             implementation=implementation,
         )
     output = attend(
@@ -155,10 +155,9 @@ def attention_fn(
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention` with `jaxfused.linen.attention_fn` by default.
 
-    Everything else, decoding with a cache too, is Flax's, so a checkpoint of one loads into the
-    other and gives the same output, but for what `attention_fn` says of itself. Name an
-    implementation by `attention_fn=functools.partial(jaxfused.linen.attention_fn,
-    implementation="cudnn")`.
+    Everything else is Flax's, including decoding with a cache. A checkpoint of one loads into the other
+    and gives the same output, except for the differences of `attention_fn`. To name an implementation,
+    pass `attention_fn=functools.partial(jaxfused.linen.attention_fn, implementation="cudnn")`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -174,4 +173,4 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` under Flax's shorter name, which a parent names it by too."""
+    """`MultiHeadDotProductAttention` under Flax's shorter name, which is also its name in a parent."""

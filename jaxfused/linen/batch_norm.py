@@ -101,7 +101,7 @@ class BatchNorm(linen.BatchNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, channels, self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
+        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
         x = x.astype(common_dtype(x.dtype, result_dtype))
         options: dict[str, Any] = dict(
             epsilon=self.epsilon,
@@ -111,7 +111,8 @@ class BatchNorm(linen.BatchNorm):
         )
         if use_running_average:
             return infer(x, scale, bias, mean.value, var.value, **options).astype(result_dtype)
-        # The axis need not exist while the parameters are made, and the averages stay as they are.
+        # While the parameters are initialised, the mapped axis need not exist and the averages do not
+        # change.
         initializing = self.is_initializing()
         y, new_mean, new_var = train(
             x,

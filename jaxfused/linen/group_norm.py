@@ -87,7 +87,7 @@ class GroupNorm(linen.GroupNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
+        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
         x = x.astype(common_dtype(x.dtype, result_dtype))
         y = normalise(
             x,

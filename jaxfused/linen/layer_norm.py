@@ -117,7 +117,7 @@ class RMSNorm(linen.RMSNorm):
               (\text{scale} + \text{scale\_offset})\Bigr),
               \quad h = x + \text{pre\_bias} + \text{residual}
 
-    What `LayerNorm` says of its differences from Flax holds here too.
+    The differences from Flax are those of `LayerNorm`.
 
     Attributes:
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
@@ -195,7 +195,7 @@ def _why_flax(norm: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -
 
 
 def _widened(x: jax.Array, result_dtype: Any) -> jax.Array:
-    """Linen, unlike NNX, rounds to the result's dtype after the norm, not before it."""
+    """Returns x widened for the norm, since Linen rounds to the result's dtype only after it."""
     return x.astype(common_dtype(x.dtype, result_dtype))
 
 

@@ -130,10 +130,9 @@ def attention_fn(
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` whose `attention_fn` is `jaxfused.nnx.attention_fn` by default.
 
-    Everything else, decoding with a cache too, is Flax's, so a checkpoint of one loads into the
-    other and gives the same output, but for what `attention_fn` says of itself. Name an
-    implementation by `attention_fn=functools.partial(jaxfused.nnx.attention_fn,
-    implementation="cudnn")`.
+    Everything else is Flax's, including decoding with a cache. A checkpoint of one loads into the other
+    and gives the same output, except for the differences of `attention_fn`. To name an implementation,
+    pass `attention_fn=functools.partial(jaxfused.nnx.attention_fn, implementation="cudnn")`.
 
     Example:
       >>> import jax.numpy as jnp

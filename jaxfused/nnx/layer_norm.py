@@ -170,7 +170,7 @@ class RMSNorm(nnx.RMSNorm):
               (\text{scale} + \text{scale\_offset})\Bigr),
               \quad h = x + \text{pre\_bias} + \text{residual}
 
-    What `LayerNorm` says of its differences from Flax holds here too.
+    The differences from Flax are those of `LayerNorm`.
 
     Args:
       num_features: D, the size of the last axis.

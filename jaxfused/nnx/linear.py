@@ -144,7 +144,7 @@ class Linear(nnx.Linear):
 
 
 def affine(layer: nnx.Linear | QuantizedLinear) -> tuple[Kernel, jax.Array | None]:
-    """(kernel, bias) of a linear layer, for an operator that takes them beside others.
+    """Returns (kernel, bias) of a linear layer, for an operator that takes several layers' parameters.
 
     Raises:
       TypeError: a layer of another class, whose own call would be passed over.
