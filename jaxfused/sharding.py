@@ -1,16 +1,17 @@
 """How an operator runs on sharded inputs, in whichever of JAX's ways the caller shards them.
 
-To XLA a kernel is opaque: left alone, it gathers its operands on every device. `per_shard` runs it on
-the shards instead. Where the sharding is known depends on the mesh axes:
+A kernel is opaque to XLA, which by default gathers the kernel's operands on every device. `per_shard`
+runs the kernel on the shards instead. When the sharding is known depends on the mesh axes:
 
 - Auto (`jax.jit` over sharded arrays): when XLA compiles. The kernel becomes a `custom_partitioning`
   with a rule for the Shardy partitioner.
 - Explicit (`jax.jit` too): in the types of the operands. The kernel runs in a `jax.shard_map`.
 - Manual (inside `jax.shard_map` and `jax.pmap`): the operands are the shards.
 
-One case is beyond JAX: Auto axes beside Manual or Explicit ones. XLA gives the partitioning function no
-mesh there, without which the sums over shards cannot be named, and naming one ends in a failed check
-of its compiler. So the operands of a kernel are gathered along those Auto axes, and along no others.
+One case is beyond JAX: Auto axes beside Manual or Explicit ones. There XLA passes no mesh to the
+partitioning function. Sums over shards cannot be expressed without a mesh, and with a mesh of our own a
+check in XLA's compiler fails. The operands of a kernel are therefore gathered along those Auto axes, and
+along no others.
 """
 
 import functools

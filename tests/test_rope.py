@@ -25,7 +25,7 @@ INTERPRETED = (
     Case((2, 4), 2, 2, 96, rotary_dim=64, first=(7, 1000)),
     Case((6,), 8, 0, 64, rotary_dim=32),
 )
-"""Of those that the Pallas kernel takes in float32, small ones."""
+"""Small cases among those that the Pallas kernel supports in float32."""
 
 KERNEL_CASES = (
     *CASES,

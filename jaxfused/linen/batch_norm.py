@@ -25,9 +25,9 @@ class BatchNorm(linen.BatchNorm):
     into the other and gives the same output. Differences:
 
     - No gradient flows into the running averages.
-    - The variance is always the mean of squared deviations, whatever `use_fast_variance` says.
+    - The variance is always the mean of squared deviations, regardless of `use_fast_variance`.
     - Masks, another `axis` than the last, `force_float32_reductions=False` and complex numbers run
-      Flax's code. Together with `residual` or a named kernel they raise.
+      Flax's code. Together with `residual` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".

@@ -24,7 +24,7 @@ class GroupNorm(linen.GroupNorm):
     - The variance is always the mean of squared deviations in float32: neither `use_fast_variance`
       nor `force_float32_reductions` changes that.
     - Masks, `axis_name`, `reduction_axes` and complex numbers run Flax's code. Together with
-      `residual` or a named kernel they raise.
+      `residual` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".

@@ -29,8 +29,8 @@ class LayerNorm(linen.LayerNorm):
     - The variance is always the mean of squared deviations in float32: `use_fast_variance` and
       `force_float32_reductions` name forms that are faster in Flax and less accurate; neither holds
       here.
-    - Masks, `axis_name`, complex numbers, and axes other than the last run Flax's code. Together with
-      `residual`, `pre_bias` or a named kernel they raise.
+    - Masks, `axis_name`, complex numbers, and axes other than the last run Flax's code. Together
+      with `residual`, `pre_bias` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".

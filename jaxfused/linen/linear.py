@@ -24,8 +24,8 @@ class Dense(linen.Dense):
 
     - The product is accumulated and the bias added in float32, and so is the parameters' gradient;
       each is rounded once, where Flax rounds the product, then the sum.
-    - A `dot_general`, `dot_general_cls` or `promote_dtype` of one's own and complex numbers run
-      Flax's code. Together with `residual` or a named kernel they raise.
+    - A `dot_general`, `dot_general_cls` or `promote_dtype` other than Flax's and complex numbers run
+      Flax's code. Together with `residual` or a named kernel such a call raises an error.
     - The kernel may be a `jaxfused.QuantizedKernel`, as `jaxfused.quantize_params` puts it there.
 
     Attributes:

@@ -35,12 +35,13 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values. Its weights are 0 too.
-    - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
-      same weights in every head and batch element, runs Flax's code, and is Flax's default. Pass
-      False for the kernel's dropout.
-    - A `precision` other than the default and complex numbers run Flax's code; `jaxfused.explain`
-      lists it. Together with a named kernel they raise.
+    - The output of a query that may attend to nothing is 0, not the mean of the values, and so are
+      its weights.
+    - Which weights dropout drops depends on `dropout_rng` in another way. `broadcast_dropout`, which
+      is Flax's default and drops the same weights in every head and batch element, runs Flax's code;
+      pass False for the kernel's dropout.
+    - A `precision` other than the default and complex numbers run Flax's code, and
+      `jaxfused.explain` lists the call. Together with a named kernel such a call raises an error.
     - Weights that are sown (`module`) are computed beside the kernel, by XLA.
 
     Args:

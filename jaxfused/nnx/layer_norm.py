@@ -32,8 +32,9 @@ class LayerNorm(nnx.LayerNorm):
       rather than rounded to the result's.
     - The variance is always the mean of squared deviations: `use_fast_variance` names a form that is
       faster in Flax and less accurate; neither holds here.
-    - Masks, `axis_name`, a `promote_dtype` of one's own, complex numbers, and axes other than the last
-      run Flax's code. Together with `residual`, `pre_bias` or a named kernel they raise.
+    - Masks, `axis_name`, a `promote_dtype` other than Flax's, complex numbers, and axes other than
+      the last run Flax's code. Together with `residual`, `pre_bias` or a named kernel such a call
+      raises an error.
 
     Args:
       num_features: D, the size of the last axis.
