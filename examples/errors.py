@@ -1,11 +1,11 @@
-"""What the examples say when they cannot go on. Worker processes import this, so it stays light."""
+"""The errors that end an example. Worker processes import this file, so it imports little."""
 
 import sys
 from collections.abc import Callable
 
 
 class ExampleError(Exception):
-    """The user's input is at fault; the message names the rule, what came, and the remedy."""
+    """The user's input is at fault; the message states the rule, the value received, and the remedy."""
 
 
 class Stopped(Exception):

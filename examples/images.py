@@ -1,7 +1,7 @@
 """Image files and batches, for every example: reading, ordering, background workers.
 
-A batch is a pure function of its step. That is what makes a resumed run see the data of an
-uninterrupted one, whichever worker process makes which batch.
+A batch is a pure function of its step. A resumed run therefore sees the data of an uninterrupted one,
+whichever worker process makes which batch.
 """
 
 import collections
@@ -26,7 +26,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
 def find_images(directory: Path) -> list[Path]:
-    """The image files below `directory`, sorted, so that every machine sees one order."""
+    """Returns the image files below `directory`, sorted, so that every machine sees the same order."""
     return sorted(
         path
         for path in directory.rglob("*")
@@ -51,9 +51,9 @@ def read_image(path: Path, mode: str) -> Image.Image:
 
 
 def read_labels(path: Path) -> np.ndarray:
-    """The numbers of a label image, [H, W], as they are in the file: indices of a palette, not colours.
+    """Returns a label image's numbers, [H, W], as stored in the file: palette indices, not colours.
 
-    Of an image in colour it is the brightest channel, so that 0 is black.
+    For an image in colour, the brightest channel is returned, so that black is 0.
 
     Raises:
       ExampleError: the file is missing, truncated or no image.
@@ -69,7 +69,7 @@ def read_labels(path: Path) -> np.ndarray:
 
 
 def _decode[T](path: Path, convert: Callable[[Image.Image], T]) -> T:
-    """`convert` of the image in a file, upright."""
+    """Returns `convert` of the image in a file, rotated upright."""
     try:
         with Image.open(path) as image:
             return convert(ImageOps.exif_transpose(image))
@@ -87,7 +87,7 @@ def epoch_of(step: int, *, size: int, batch_size: int) -> int:
 
 
 def epoch_indices(step: int, *, size: int, batch_size: int, seed: int) -> np.ndarray:
-    """Which of `size` images make the batch of `step`: a new order every epoch, from the seed."""
+    """Returns which of `size` images make the batch of `step`, in an order drawn anew every epoch."""
     epoch = epoch_of(step, size=size, batch_size=batch_size)
     start = step % (size // batch_size) * batch_size
     return _shuffled(size, seed, epoch)[start : start + batch_size]
@@ -138,7 +138,8 @@ class Loader:
             return
         steps = iter(steps)
         try:
-            # Two more than there are workers: each has one at hand when it finishes its own.
+            # Two batches more than there are workers: each worker has one at hand when it finishes its
+            # own.
             ahead = collections.deque(
                 self._pool.submit(_make, step)
                 for step in itertools.islice(steps, self._workers + 2)
@@ -155,13 +156,13 @@ class Loader:
 
 
 _make_batch: MakeBatch
-"""In a worker process: the function that its loader was made with."""
+"""The function that this worker process's loader was created with."""
 
 
 def _start_worker(make_batch: MakeBatch) -> None:
     global _make_batch
     _make_batch = make_batch
-    # Ctrl-C reaches every process of the terminal; the parent alone decides what follows.
+    # Ctrl-C reaches every process of the terminal; only the parent decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

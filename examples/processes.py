@@ -25,7 +25,7 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Leaves when all processes have come this far; an ExampleError of one is an error of all."""
+    """Waits at the end until all processes have come this far; one's ExampleError is raised in all."""
     error = None
     try:
         yield
@@ -37,7 +37,7 @@ def together() -> Iterator[None]:
 def in_step(
     batches: Iterator[Batch], stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Batch]:
-    """`batches`, for as long as all processes have theirs and none was told to stop.
+    """Yields `batches`, for as long as all processes have theirs and none was told to stop.
 
     Args:
       batches: what this process makes of each batch.
@@ -57,7 +57,7 @@ def in_step(
             yield outcome, _votes(outcome)
 
     pairs = prepared()
-    # Several processes vote one batch ahead, while their devices are busy with the step before.
+    # Several processes vote one batch ahead, while their devices compute the previous step.
     ahead = collections.deque(itertools.islice(pairs, int(jax.process_count() > 1)))
     for pair in pairs:
         ahead.append(pair)
@@ -72,9 +72,10 @@ _READY, _STOPPED, _FAILED = range(3)
 
 
 def _votes(outcome: object) -> jax.Array | None:
-    """How the processes fare, one vote a device; None where there is one process.
+    """Returns the outcome of all processes as one vote for each device; None for a single process.
 
-    All must ask equally often. Asking does not wait for the others, reading the votes does.
+    All processes must call this equally often. The call does not wait for the others; reading the votes
+    does.
     """
     if jax.process_count() == 1:
         return None
@@ -91,7 +92,7 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def _go_on(outcome: object, votes: jax.Array | None) -> None:
-    """Raises this process's own error, or what the votes say of another's."""
+    """Raises this process's own error, or the error that another process's votes report."""
     if isinstance(outcome, Exception):
         raise outcome
     if votes is None:

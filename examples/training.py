@@ -43,22 +43,22 @@ from examples.placement import ONE_DEVICE, OneDevice
 from jaxfused.optim import FusedTransformation
 
 State = dict[str, Any]
-"""What a checkpoint holds: a pytree of arrays for each name ("params", "opt_state", ...)."""
+"""The content of a checkpoint: a pytree of arrays for each name ("params", "opt_state", ...)."""
 
 TrainStep = Callable[[State, Batch, int], tuple[State, dict[str, jax.Array]]]
-"""(state, batch, step) -> (next state, metrics); "loss" is among the metrics."""
+"""A function (state, batch, step) -> (next state, metrics), where metrics contain "loss"."""
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
-# These belong to one call, and config.json does not keep them.
+# These flags belong to one call, and config.json does not keep them.
 _CALL_FLAGS = ("out", "resume", "coordinator", "processes", "process_id", "cpu_devices")
-# These too say where and how a run is carried out; all others define what it computes.
+# These flags, too, only say where and how a run is carried out; all others define what it computes.
 _PLACE_FLAGS = (*_CALL_FLAGS, "workers", "checkpoint_every", "data", "tensor", "fsdp")
 
 
 def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
-    """Adds the flags that every example has; their defaults are the example's to set."""
+    """Adds the flags that every example has; each example may set other defaults."""
     run = parser.add_argument_group("run")
     run.add_argument(
         "--out", type=Path, default=Path(out), help="directory of the run (%(default)s)"
@@ -93,9 +93,9 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; with --resume, those not given are the run's own, and none may differ from it.
+    """Returns the flags. With --resume, those not given are the run's own, and no other may differ.
 
-    "auto" becomes the dtype of this device, so that a run keeps it when it is resumed elsewhere.
+    "auto" becomes the dtype of this device, so that a run keeps its dtype when resumed elsewhere.
     """
     args = parser.parse_args(argv)
     if args.resume:
@@ -116,7 +116,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 
 def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as config.json keeps them."""
+    """Returns the flags in the form that config.json keeps."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
@@ -125,7 +125,7 @@ def saved_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `least`."""
+    """Returns an argparse type: an integer of at least `least`."""
 
     def parse(text: str) -> int:
         try:
@@ -142,14 +142,14 @@ def whole(least: int) -> Callable[[str], int]:
 def number(
     *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
 ) -> Callable[[str], float]:
-    """An argparse type: a finite number with least <= value, above < value < below."""
+    """Returns an argparse type: a finite number with least <= value, above < value < below."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        # Written so that nan fails it too.
+        # The condition is written such that nan fails it too.
         if not (least <= value < below and value > above and math.isfinite(value)):
             limits = [
                 *([f"from {least:g} up"] if least > -math.inf else []),
@@ -165,7 +165,7 @@ def number(
 
 
 def steps_per_epoch(args: argparse.Namespace, train_size: int) -> int:
-    """Full batches in an epoch.
+    """Returns the number of full batches in an epoch.
 
     Raises:
       ExampleError: there is none, or the warm-up is as long as the run.
@@ -191,7 +191,7 @@ def create(
     *inputs: jax.ShapeDtypeStruct,
     placement: OneDevice = ONE_DEVICE,
 ) -> tuple[Any, Any]:
-    """What `build` makes, as its structure and its initial parameters.
+    """Returns the structure and the initial parameters of the model that `build` makes.
 
     Args:
       build: makes the model.
@@ -206,12 +206,12 @@ def create(
         jax.eval_shape(lambda *arrays: build()(*arrays), *inputs)
     except ValueError as error:
         raise ExampleError(str(error)) from error
-    # Compiled as one: operation by operation, each would be compiled alone.
+    # All operations are compiled as one program, since otherwise each would be compiled alone.
     return graphdef, placement.init(lambda: nnx.to_pure_dict(nnx.state(build())))
 
 
 def to_float(images: jax.Array, dtype: str) -> jax.Array:
-    """uint8 to [-1, 1]."""
+    """Maps uint8 to [-1, 1]."""
     return (images.astype(jnp.float32) / 127.5 - 1).astype(dtype)
 
 
@@ -223,9 +223,9 @@ def make_train_step(
     clip_norm: float,
     placement: OneDevice = ONE_DEVICE,
 ) -> TrainStep:
-    """The compiled step of `loss_of(params, batch, key)`, with gradients of at most `clip_norm`.
+    """Returns the compiled step of `loss_of(params, batch, key)`; gradients are cut to `clip_norm`.
 
-    It donates the state, so that parameters are updated in place.
+    The step donates the state, so that parameters are updated in place.
     """
     value_and_grad = placement.value_and_grad(loss_of)
 
@@ -245,7 +245,7 @@ def make_train_step(
 
 
 def make_optimizer(args: argparse.Namespace, epoch_steps: int) -> FusedTransformation:
-    """AdamW with warm-up and cosine decay to zero; `make_train_step` clips the gradients."""
+    """Returns AdamW with warm-up and cosine decay to zero; `make_train_step` clips the gradients."""
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=args.learning_rate,
@@ -256,7 +256,7 @@ def make_optimizer(args: argparse.Namespace, epoch_steps: int) -> FusedTransform
 
 
 def _is_decayed(params: Any) -> Any:
-    """True for the kernels of linear layers and convolutions: no norms, biases or embeddings."""
+    """Returns True for the kernels of linear layers and convolutions, False for all other parameters."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
     )
@@ -279,7 +279,7 @@ class Run:
 
     @classmethod
     def start(cls, directory: Path, config: dict[str, Any]) -> "Run":
-        """Makes the directory; one that holds anything already is left as it is.
+        """Creates the directory; a directory that is not empty is left as it is.
 
         Raises:
           ExampleError: the directory is not empty or cannot be written, or processes see another.
@@ -318,7 +318,7 @@ class Run:
 
     @classmethod
     def load(cls, path: Path) -> "Run":
-        """The run in `path`, which may also name one of its checkpoints, RUN/checkpoints/N.
+        """Returns the run in `path`, which may also name one of its checkpoints, RUN/checkpoints/N.
 
         Raises:
           ExampleError: there is none.
@@ -338,7 +338,7 @@ class Run:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the checkpoint that `restore` reads, or None while there is none."""
+        """Returns the step of the checkpoint that `restore` reads, or None while there is none."""
         if self._step is not None:
             return self._step
         return self._checkpoints().latest_step()
@@ -359,7 +359,7 @@ class Run:
             raise self._cannot_write(error) from error
 
     def restore(self, like: State) -> State:
-        """The newest checkpoint, in the structure, shapes and shardings of `like`.
+        """Returns the newest checkpoint, in the structure, shapes and shardings of `like`.
 
         `like` may leave out names that the checkpoint holds: prediction needs only "params".
 
@@ -406,7 +406,7 @@ class Run:
             file.write(json.dumps({"step": step, **values}) + "\n")
 
     def records(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl; one that a crash cut short is left out."""
+        """Returns the lines of metrics.jsonl, without a line that a crash cut short."""
         if not self._metrics.exists():
             return []
         lines = self._metrics.read_text().splitlines(keepends=True)
@@ -423,7 +423,7 @@ class Run:
 
     @contextlib.contextmanager
     def finished_writes(self) -> Iterator[None]:
-        """Leaves only when all checkpoints are on the disk, also when an error passes through."""
+        """Waits at the end until all checkpoints are on the disk, even if an error is raised."""
         try:
             yield
         finally:
@@ -451,7 +451,7 @@ class Run:
 
 
 def note_other_data(run: Run, fingerprint: str) -> None:
-    """Says so when the data of a resumed run is not what it was started with."""
+    """Prints a note when the data of a resumed run differ from those that it was started with."""
     if fingerprint != run.config["data"]:
         print(
             "note: images were added, removed or renamed since the run was started; it goes on"
@@ -461,13 +461,13 @@ def note_other_data(run: Run, fingerprint: str) -> None:
 
 
 def _flat(tree: Any) -> dict[str, Any]:
-    """A pytree as {"blocks.qkv.kernel": array}: what a checkpoint holds names no Python classes."""
+    """Returns a pytree as {"blocks.qkv.kernel": array}, so that a checkpoint names no Python classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
-    """`array`, by NumPy where each of several processes has one of its own: orbax writes the first."""
+    """Returns `array`, as NumPy if each process has one of its own, of which orbax writes the first."""
     if jax.process_count() > 1 and array.is_fully_addressable:
         return np.array(array)
     return array
@@ -512,7 +512,7 @@ def fit(
     epoch_steps: int,
     evaluate: Callable[[State], dict[str, float]],
 ) -> tuple[State, dict[str, float]]:
-    """Trains from where `run` stands to the end, with progress, evaluations and checkpoints.
+    """Trains from the newest checkpoint to the end, with progress, evaluations and checkpoints.
 
     Args:
       run: a new run, or one to resume; its newest checkpoint takes the place of `state`.
@@ -541,7 +541,7 @@ def fit(
         unit=" images",
         unit_scale=True,
         disable=not processes.is_first(),
-        # A log file wants a line now and then, not ten a second.
+        # A log file needs a line now and then, not ten a second.
         mininterval=0.1 if sys.stderr.isatty() else 10,
     )
     clock = _Clock()
@@ -567,7 +567,7 @@ def fit(
         clock.count(args.batch_size)
 
     def stop(reason: str) -> str:
-        """Saves what there is and says how to go on."""
+        """Saves the state, and returns a message that says how to continue."""
         settle()
         if step != (run.latest_step or 0):
             run.save(step, state)
@@ -584,7 +584,7 @@ def fit(
             except (ExampleError, Stopped) as reason:
                 raise type(reason)(stop(str(reason))) from reason
             state, metrics = train_step(state, batch, step)
-            # Reading the step before, not this one, keeps the device busy.
+            # Reading the metrics of the previous step, rather than this one's, keeps the device busy.
             settle()
             step += 1
             pending = (step, metrics)
@@ -611,7 +611,7 @@ def fit(
 
 
 class _Clock:
-    """Images a second of training proper: without compilation, evaluations and checkpoints."""
+    """Measures images a second of training, without compilation, evaluations and checkpoints."""
 
     def __init__(self) -> None:
         self._images = 0
@@ -620,7 +620,7 @@ class _Clock:
 
     def count(self, images: int) -> None:
         now = time.perf_counter()
-        # The first step compiles; it starts the clock.
+        # The clock starts after the first step, which compiles.
         if self._since is not None:
             self._images += images
             self._seconds += now - self._since

@@ -20,14 +20,14 @@ namespace activation_detail {
 
 constexpr float kSqrtHalf = 0.70710678118654752f;
 constexpr float kInvSqrtTwoPi = 0.39894228040143268f;
-// gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), because 1 + tanh(t) = 2 sigmoid(2 t):
-// one exponential, and no cancellation for negative x.
+// gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), because 1 + tanh(t) = 2 sigmoid(2 t).
+// This form takes one exponential, and nothing cancels for negative x.
 constexpr float kGeluTwo = 1.5957691216057308f;
 constexpr float kGeluCubic = 0.044715f;
 
-// exp(x) and 1 / x as the special function unit has them, one instruction each: what expf and
-// __fdividef do for subnormal numbers costs more than all the rest of an activation. Right to
-// 2^-22, and exp to |x| 2^-24 besides.
+// Computes exp(x) with one instruction of the special function unit, as quick_reciprocal does 1 /
+// x. expf and __fdividef also handle subnormal numbers, which costs more than all the rest of an
+// activation. The relative error is 2^-22, plus |x| 2^-24 for exp.
 __device__ __forceinline__ float quick_exp(float x) {
   float power = 1.4426950408889634f * x;
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(power));
@@ -45,7 +45,7 @@ __device__ __forceinline__ float gelu_tanh_logit(float x) {
   return kGeluTwo * (x + kGeluCubic * x * x * x);
 }
 
-// x < 0 ? 0 : x, so a NaN stays one.
+// Returns x < 0 ? 0 : x, so that a NaN stays a NaN.
 __device__ __forceinline__ float relu(float x) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
@@ -55,8 +55,8 @@ __device__ __forceinline__ float relu(float x) {
 #endif
 }
 
-// gate = sigmoid(x) and rest = 1 - gate, which a subtraction would leave without digits where the
-// gate is near 1.
+// gate = sigmoid(x) and rest = 1 - gate. `rest` is computed on its own, since a subtraction would
+// lose all its digits where the gate is near 1.
 struct Gate {
   float gate;
   float rest;
@@ -70,8 +70,8 @@ struct Gate {
 
 }  // namespace activation_detail
 
-// values[i] = activation(values[i]). The choice is uniform over the grid: one branch for all
-// values.
+// Sets values[i] = activation(values[i]). The activation is the same in the whole grid, so one
+// branch serves all values.
 template <int kSize>
 __device__ __forceinline__ void activate(Activation activation, float (&values)[kSize]) {
   using namespace activation_detail;
@@ -101,7 +101,7 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
   }
 }
 
-// gradient[i] *= activation'(inputs[i]).
+// Sets gradient[i] *= activation'(inputs[i]).
 template <int kSize>
 __device__ __forceinline__ void multiply_derivative(Activation activation,
                                                     const float (&inputs)[kSize],
@@ -144,8 +144,8 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
   }
 }
 
-// values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]): what the two have in
-// common, an exponential mostly, is taken once.
+// Sets values[i] = activation(inputs[i]) and gradient[i] *= activation'(inputs[i]). What the two
+// have in common, mostly an exponential, is computed once.
 template <int kSize>
 __device__ __forceinline__ void activate_with_derivative(Activation activation,
                                                          const float (&inputs)[kSize],

@@ -1,8 +1,8 @@
-// What forward and backward of attention share: who attends to whom, and the way from the products
-// Q K^T to the logits. Logits are in base 2 here, log2(e) times those of the formula.
+// What forward and backward of attention share: who attends to whom, and how products Q K^T become
+// logits. Logits are in base 2 here, which is log2(e) times the logits of the formula.
 //
-// A tile has queries as rows and keys as columns, or, kTransposed, keys as rows and queries as
-// columns. A CTA owns a block of rows and visits blocks of columns.
+// The rows of a tile are queries and its columns keys; with kTransposed, rows are keys and columns
+// queries. A CTA owns a block of rows and visits blocks of columns.
 #pragma once
 
 #include <climits>
@@ -13,18 +13,20 @@
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kInfinity = INFINITY;
-// The log-sum-exp of a row that attends to nothing, as in the reference: -0.7 times the largest.
+// The log-sum-exp of a row that attends to nothing: -0.7 times the largest float32, as in the
+// reference.
 constexpr float kEmptyLse = -2.3819763e38f;
-// The bounds that segments leave are counted in blocks of so many queries and keys.
+// The bounds set by segments are counted in blocks of this many queries and keys.
 constexpr int kSegmentBlock = 32;
 
-// Bounds along queries and keys: [start, stop) may have something, [full_start, full_stop) is free
-// of masked pairs.
+// Bounds along queries or keys: only [start, stop) can contain pairs that attend, and no pair in
+// [full_start, full_stop) is masked.
 struct Bounds {
   int start, full_start, full_stop, stop;
 };
 
-// An operand [B or 1, N or 1, T or 1, S or 1]; an axis of one entry has stride 0. May be absent.
+// An operand [B or 1, N or 1, T or 1, S or 1], which may be absent. Axes of one entry have stride
+// 0.
 struct LogitsOperand {
   const void* data;
   int64_t strides[4];
@@ -36,43 +38,46 @@ struct AttentionArgs {
   const void* v;  // [B, S, K, V]
   int batch, heads, key_heads, query_count, key_count, head_size, value_size;
   float scale;
-  float soft_cap;            // 0 for none
+  float soft_cap;            // 0 means no cap
   int left, right;           // query t attends to t - left <= s <= t + right
-  const int* query_lengths;  // [B]; this one and all that follow may be absent
+  const int* query_lengths;  // [B]; this pointer and all that follow may be null
   const int* key_lengths;
   const int* query_segments;  // [B, T]
   const int* key_segments;    // [B, S]
-  // [B, blocks of queries, 4]: the bounds of keys, in blocks, that segments leave; then transposed.
+  // [B, blocks of queries, 4]: the bounds of keys, in blocks, within which segments meet; then the
+  // same with queries and keys swapped.
   const int4* key_bounds;
   const int4* query_bounds;
   LogitsOperand bias;
-  bool is_bias_float32;           // or of the dtype of q
-  LogitsOperand explicit_mask;    // of bytes, 0 where a query may not attend to a key
+  bool is_bias_float32;           // otherwise the bias has the dtype of q
+  LogitsOperand explicit_mask;    // bytes, 0 where a query may not attend to a key
   const uint32_t* dropout_seeds;  // [2, B, N]
   uint32_t dropout_threshold;
   float keep_probability;
-  int tiles;           // of rows
-  int heads_together;  // that take turns in the order of the CTAs
+  int tiles;           // tiles of rows
+  int heads_together;  // heads whose tiles alternate in the order of CTAs
   bool descending;     // whether later tiles come first
 
-  // Whether position and length say all that there is to say: the common case, for which kernels
-  // are compiled once more, since what an option needs in registers is missing elsewhere.
+  // Whether position and length alone decide who attends to whom, and no other option is given.
+  // Kernels are compiled separately for this common case, since each option takes registers that
+  // are scarce.
   bool is_plain() const {
     return !transforms() && query_segments == nullptr && explicit_mask.data == nullptr &&
            dropout_seeds == nullptr;
   }
-  // Whether something comes between scaled products and logits, so that scaling cannot wait.
+  // Whether an operation comes between scaled products and logits, so that scaling cannot be
+  // postponed.
   __host__ __device__ bool transforms() const {
     return soft_cap != 0.0f || bias.data != nullptr || scale <= 0.0f;
   }
-  // What `to_logits` leaves the products to be multiplied by.
+  // The factor that `to_logits` leaves out and that its caller still has to apply.
   __host__ __device__ float multiplier() const { return transforms() ? 1.0f : scale * kLog2e; }
 };
 
-// Which tile of rows a CTA owns.
+// The tile of rows that a CTA owns.
 struct Owner {
   int batch;
-  int head;  // of queries, or of keys
+  int head;  // query head, or key head if transposed
   int tile;
 
   __device__ Owner(const AttentionArgs& args, int heads) {
@@ -99,7 +104,7 @@ struct Lengths {
   }
 };
 
-// The columns that the rows from `first` to before `end` attend to.
+// Returns the bounds of the columns to which the rows [first, end) attend.
 template <bool kTransposed>
 __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const Lengths& lengths,
                                                 int batch, int first, int end) {
@@ -111,7 +116,7 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   const int last = min(end, rows) - 1;
   Bounds bounds = {max(0, first - left), max(0, last - left), min(columns, first + right + 1),
                    min(columns, last + right + 1)};
-  // Queries beyond their length are left out in other ways, keys beyond it are masked.
+  // Queries beyond their length are excluded in other ways; keys beyond their length are masked.
   if (kTransposed && end > rows) bounds.full_stop = 0;
   const int4* within = kTransposed ? args.query_bounds : args.key_bounds;
   if (within != nullptr) {
@@ -132,14 +137,14 @@ __device__ __forceinline__ Bounds column_bounds(const AttentionArgs& args, const
   return bounds;
 }
 
-// Where the elements of a lane lie, and calls of a function for each of them: element e of row tile
-// i and column tile j.
+// The positions of a lane's elements in a tile, and loops over them: element e of row tile i and
+// column tile j.
 template <bool kTransposed>
 struct Place {
   int batch;
-  int head;    // of queries
-  int row;     // of this lane, in row tile 0
-  int column;  // in column tile 0
+  int head;    // query head
+  int row;     // the lane's row in row tile 0
+  int column;  // the lane's column in column tile 0
 
   __device__ __forceinline__ int row_of(int i, int e) const { return row + 16 * i + e / 2 * 8; }
   __device__ __forceinline__ int column_of(int j, int e) const { return column + 8 * j + e % 2; }
@@ -163,8 +168,8 @@ __device__ __forceinline__ void for_elements(const F& f) {
   }
 }
 
-// The same column by column for an `f` that loads: there are no registers for all loads of a tile
-// at a time.
+// Calls `f` column by column, for an `f` that loads: registers do not suffice for all loads of a
+// tile at once.
 template <int kRowTiles, int kColumnTiles, typename F>
 __device__ __forceinline__ void for_loaded_elements(const F& f) {
 #pragma unroll
@@ -178,8 +183,9 @@ __device__ __forceinline__ void for_loaded_elements(const F& f) {
   }
 }
 
-// The elements of a lane in an operand that broadcasts to the logits. Beyond the ends it gives some
-// other element, for any will do there. Offsets from the lane's first element fit an int.
+// A lane's elements of an operand that broadcasts to the logits. Beyond the ends of an axis some
+// other element is read, whose value has no effect. Offsets from the lane's first element fit an
+// int.
 template <bool kTransposed, typename T>
 class LaneOfLogits {
  public:
@@ -206,14 +212,14 @@ class LaneOfLogits {
   int last_query_, last_key_, query_stride_, key_stride_;
 };
 
-// 1 - 2 / (exp(2 x) + 1): the instruction for tanh is off by 2^-11, more than the logits of
-// bfloat16.
+// Computes tanh as 1 - 2 / (exp(2 x) + 1), because the error of the tanh instruction, 2^-11, is
+// more than the rounding of bfloat16 logits.
 __device__ __forceinline__ float accurate_tanh(float x) {
   return 1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2e)) + 1.0f);
 }
 
-// Makes logits divided by args.multiplier() of products; `use_derivative(i, j, e, factor)` gets
-// the derivative of a capped product.
+// Turns products into logits divided by args.multiplier(). `use_derivative(i, j, e, factor)`
+// receives the derivative of each capped product.
 template <typename T, bool kTransposed, int kRowTiles, int kColumnTiles, typename F>
 __device__ __forceinline__ void to_logits(const AttentionArgs& args,
                                           const Place<kTransposed>& place,
@@ -246,7 +252,7 @@ __device__ __forceinline__ void to_logits(const AttentionArgs& args,
   }
 }
 
-// Puts -inf where the mask forbids.
+// Writes -inf where the mask forbids.
 template <bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengths& lengths,
                                           const Place<kTransposed>& place,
@@ -254,7 +260,7 @@ __device__ __forceinline__ void mask_tile(const AttentionArgs& args, const Lengt
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const int query = place.query(i, j, e), key = place.key(i, j, e);
     const int ahead = key - query;
-    // Without branches.
+    // The conditions are combined by & rather than &&, so that there are no branches.
     const bool allowed = (ahead >= -args.left) & (ahead <= args.right) & (key < lengths.keys) &
                          (query < lengths.queries);
     if (!allowed) x[i][j][e] = -kInfinity;
@@ -287,7 +293,7 @@ __device__ __forceinline__ uint32_t murmur(uint32_t x, uint32_t tweak = 0) {
   return x ^ (x >> 16);
 }
 
-// A bit for each element: whether dropout keeps it. See is_kept.
+// Returns one bit for each element, which says whether dropout keeps the element; see is_kept.
 template <bool kTransposed, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ uint64_t kept(const AttentionArgs& args,
                                          const Place<kTransposed>& place) {
@@ -299,7 +305,8 @@ __device__ __forceinline__ uint64_t kept(const AttentionArgs& args,
   for_elements<kRowTiles, kColumnTiles>([&](int i, int j, int e) {
     const uint32_t query = place.query(i, j, e), key = place.key(i, j, e);
     const uint32_t u = murmur(seeds[0] ^ query), v = murmur(seeds[1] ^ query);
-    // Columns of a lane start at an even one: so the compiler sees what neighbours have in common.
+    // A lane's columns start at an even one. The expression lets the compiler see that neighbours
+    // form a pair.
     const uint32_t pair = kTransposed ? key / 2 : place.column / 2 + 4 * j;
     const bool is_odd = kTransposed ? key % 2 : e % 2;
     const uint32_t x = murmur(u ^ pair, v);

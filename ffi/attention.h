@@ -4,10 +4,11 @@
 #include "attention.cuh"
 #include "handler.h"
 
-// What one block can have on Turing, the least of all GPUs that the kernels run on.
+// The shared memory that one block can have on Turing, which has the least of all supported GPUs.
 constexpr int kLittleSharedMemory = 64 * 1024;
 
-// Sums of two lengths, the offsets within a tile of logits, and the bytes of a row fit an int.
+// Below this length, sums of two lengths, offsets within a tile of logits, and the bytes of a row
+// fit an int.
 constexpr int64_t kMaxLength = int64_t{1} << 24;
 constexpr int64_t kMaxRowValues = int64_t{1} << 30;
 
@@ -27,9 +28,9 @@ struct AttentionOperands {
 
 struct AttentionOptions {
   float scale;
-  float soft_cap;             // 0 for none
-  int64_t left, right;        // -1 for no limit
-  int64_t dropout_threshold;  // of 65536
+  float soft_cap;             // 0 means no cap
+  int64_t left, right;        // -1 means no limit
+  int64_t dropout_threshold;  // in units of 1/65536
 };
 
 inline ffi::Error check_optional(std::string_view name, const ffi::AnyBuffer& buffer,
@@ -39,7 +40,7 @@ inline ffi::Error check_optional(std::string_view name, const ffi::AnyBuffer& bu
   return check_dtype(name, buffer, dtype);
 }
 
-// [B, T, N, size] of the dtype of q.
+// Checks that a buffer is [B, T, N, size] of the dtype of q.
 inline ffi::Error check_like_queries(std::string_view name, const ffi::AnyBuffer& buffer,
                                      const ffi::AnyBuffer& q, int64_t size) {
   const auto like = q.dimensions();
@@ -120,7 +121,7 @@ inline ffi::Error parse_attention(const AttentionOperands& operands,
 
   args->scale = options.scale;
   args->soft_cap = options.soft_cap;
-  // A limit beyond all queries or keys is none, and sums with it do not overflow.
+  // A limit beyond all queries or keys counts as none, so that sums with a limit do not overflow.
   const auto limit = [](int64_t asked, int count) {
     return asked < 0 ? count : static_cast<int>(std::min<int64_t>(asked, count));
   };
@@ -165,15 +166,15 @@ inline ffi::Error parse_attention(const AttentionOperands& operands,
   return ffi::Error::Success();
 }
 
-// Blocks of a launch over args.tiles tiles of `heads` heads.
+// Counts the blocks of a launch over args.tiles tiles of each of `heads` heads.
 inline ffi::Error count_blocks(const AttentionArgs& args, int heads, int64_t* blocks) {
   *blocks = int64_t{args.tiles} * args.batch * heads;
   if (*blocks <= INT32_MAX) return ffi::Error::Success();
   return ffi::Error::InvalidArgument("there are too many sequences and heads for one launch");
 }
 
-// Calls `f` with a value of the type `dtype` and with the head size to compile for, as a constant:
-// three of them keep the library small.
+// Calls `f` with a value of the type `dtype` and with the head size to compile for, as a constant.
+// Only three head sizes are compiled, to keep the library small.
 template <typename F>
 ffi::Error for_dtype_and_head(const AttentionArgs& args, ffi::DataType dtype, const F& f) {
   const auto for_head = [&](auto type) {

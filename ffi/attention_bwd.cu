@@ -1,25 +1,26 @@
-// Backward of attention on tensor cores that any GPU since Turing has: a kernel for the gradients
-// of keys and values, one for that of queries, and one for that of the bias.
+// Backward of attention on the tensor cores that every GPU since Turing has: one kernel for the
+// gradients of keys and values, one for that of queries, and one for that of the bias.
 //
-// The kernel for queries comes first, since it makes what the gradients of a row have in common as
-// exact as the other two need it: rowsum(dout * out) carries the rounding of `out`, and shows where
-// gradients of a row nearly cancel, as in that of a bias that is the same for all keys.
+// The kernel for queries runs first, because it also corrects delta, the part common to the
+// gradients of all logits of a row, to the accuracy that the other two kernels need. rowsum(dout *
+// out) carries the rounding of `out`, which becomes visible where the gradients of a row nearly
+// cancel, as they do for a bias that is the same for all keys.
 //
-// Each makes the probabilities again, so seven products do the work of five; but a CTA owns what it
-// sums up, in registers and in one order: no atomics, no traffic for partial sums, the same bits
-// every time. For keys and values tiles are transposed, so that what a product leaves in registers
-// is the first operand of the next. The CTA of a key head visits the blocks of all query heads that
-// share it.
+// Each kernel recomputes the probabilities, so seven products do the work of five. In return a CTA
+// owns its sums, and adds them up in registers in a fixed order: there are no atomics, no traffic
+// for partial sums, and the bits are the same in every run. For keys and values the tiles are
+// transposed, so that the accumulators of one product are the first operand of the next. The CTA of
+// a key head visits the blocks of all query heads that share it.
 
 #include "attention.h"
 
 namespace {
 
-// Rows of statistics are padded to a multiple of it.
+// The rows of statistics are padded to a multiple of this number.
 constexpr int kStatisticsBlock = 128;
 
-// The log-sum-exp in base 2, +inf for a row that gives nothing; and what is subtracted from dP,
-// which is rowsum(P * dP) - dlse.
+// `lse` is the log-sum-exp in base 2, or +inf for a row that contributes nothing. `delta` is
+// subtracted from dP and equals rowsum(P * dP) - dlse.
 struct Statistics {
   float lse;
   float delta;
@@ -28,22 +29,22 @@ struct Statistics {
 struct BackwardArgs : AttentionArgs {
   const void* dout;              // [B, T, N, V]
   const Statistics* statistics;  // [B, N, T padded]
-  // [B, N, T padded]: what is missing from a row's sum of the gradients of its logits to delta.
+  // [B, N, T padded]: the correction of delta, from the sum of the gradients of a row's logits.
   const float* missing;
-  Statistics* corrected;  // like `statistics`
+  Statistics* corrected;  // in the layout of `statistics`
   int statistics_rows;
   void* dq;
   void* dk;
   void* dv;
-  float* dbias;  // of the bias's shape
+  float* dbias;  // in the shape of the bias
   int bias_shape[4];
   int stages;  // blocks of columns in shared memory, 1 or 2
 };
 
 enum class Gradient { kQuery, kKeyAndValue, kKey, kValue };
 
-// What a warp has in registers: kRowTiles * kHead * (1 or 2 sums), and twice a tile. kFewWarps is
-// for Turing's 64 KB of shared memory.
+// The registers of a warp hold kRowTiles * kHead values for each of 1 or 2 sums, and two tiles of
+// logits. kFewWarps is for Turing, whose blocks have 64 KB of shared memory.
 template <int kHead, Gradient kOf, bool kFewWarps>
 struct BackwardShape {
   static constexpr bool kTransposed = kOf != Gradient::kQuery;
@@ -64,9 +65,9 @@ struct BackwardShape {
   }
 };
 
-// From the products S = Q K^T to the probabilities, and from dP = dO V^T to the gradient of the
-// logits or, kOfProducts, of the scaled products. `statistics_of(j)` gives, for column tile j, a
-// function of (i, e) that gives the Statistics of an element.
+// Turns the products S = Q K^T into probabilities, and dP = dO V^T into the gradient of the logits
+// or, with kOfProducts, of the scaled products. `statistics_of(j)` returns, for column tile j, a
+// function of (i, e) that returns the Statistics of an element.
 template <typename T, bool kPlain, bool kOfProducts, bool kTransposed, int kRowTiles,
           int kColumnTiles, typename F>
 __device__ __forceinline__ void differentiate(const AttentionArgs& args, const Lengths& lengths,
@@ -114,7 +115,7 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const L
 
 // A block of columns that a CTA visits.
 struct Visit {
-  int head;  // of queries
+  int head;  // query head
   int block;
 };
 
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     constexpr int kColumns = Shape::kColumns;
     constexpr int kColumnTiles = kColumns / 8;
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    // Rows that the CTA owns: of Q and dO, or of K and V. Columns that it visits: of the others.
+    // The CTA owns rows either of Q and dO or of K and V, and visits columns of the other two.
     const uint32_t own_smem = shared_address(shared_memory);
     const uint32_t own_other_smem =
         own_smem + (Shape::kOwnTiles - 1) * Tile<kHead>::bytes(Shape::kRows);
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
         }
       }
     }
-    float of_logits[kRowTiles][2] = {};  // sums of gradients, of this lane's columns
-    // The sums of dS and the visited Q or K, and of P and the visited dO.
+    float of_logits[kRowTiles][2] = {};  // sums of the logits' gradients over this lane's columns
+    // The sums of dS times the visited Q or K, and of P times the visited dO.
     float acc[kOf == Gradient::kValue ? 1 : kRowTiles][kHead / 8][4] = {};
     float acc_other[kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue ? kRowTiles : 1]
                    [kHead / 8][4] = {};
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
     const auto advance = [&](Visit& one) {
       ++one.block;
-      // A CTA of queries has one head.
+      // The CTA of a block of queries has one head only.
       if (kTransposed && one.block == stop) one = {one.head + 1, start};
     };
     for (int step = 0; step < visits; ++step, advance(visit)) {
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
       }
     }
 
-    // Rows that a lane has read for its warp are now overwritten by other lanes of it.
+    // Rows that a lane has read for its warp are now overwritten by other lanes of the warp.
     __syncwarp();
 
     const auto store = [&](void* gradient, int size, uint32_t by_way_of, float factor,
@@ -307,7 +308,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
           const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
           const int64_t place =
               (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
-          // Below a cap what has been summed up is no longer the gradient of logits.
+          // With a cap, the sums are of the gradients of products, not of logits, so delta is not
+          // corrected.
           const float delta =
               args.soft_cap == 0.0f ? sum + args.missing[place] : of_rows[i][half].delta;
           if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};
@@ -326,8 +328,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
 
 // --- bias ----------------------------------------------------------------------------------------
 
-// A CTA owns a tile of the gradient of the bias, and sums up over all that the bias is the same
-// for.
+// A CTA owns a tile of the gradient of the bias, and sums over all logits to which this tile is
+// broadcast.
 template <int kHead>
 struct BiasShape {
   static constexpr int kWarps = 4;
@@ -350,8 +352,8 @@ __global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
     const uint32_t k_smem = do_smem + Tile<kHead>::bytes(kRows);
     const uint32_t v_smem = k_smem + Tile<kHead>::bytes(kColumns);
 
-    // Along an axis of the logits: the CTA's own index, or all of them where the bias has one
-    // entry.
+    // Along each axis of the logits, the CTA visits its own index, or all indices if the bias has
+    // one entry there.
     const int counts[4] = {args.batch, args.heads, divide_up(args.query_count, kRows),
                            divide_up(args.key_count, kColumns)};
     int begin[4], end[4];
@@ -422,7 +424,8 @@ __global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
       }
     }
 
-    // The tile as a matrix in shared memory, of which rows and columns are summed up as needed.
+    // The tile is written as a matrix to shared memory, whose rows and columns are then summed as
+    // needed.
     __syncthreads();
     auto* matrix = reinterpret_cast<float*>(shared_memory);
     for_elements<1, kColumnTiles>([&](int, int j, int e) {
@@ -470,7 +473,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   static_assert(kTransposed || kStatisticsBlock % Shape::kRows == 0);
   const int heads = kTransposed ? args.key_heads : args.heads;
   args.tiles = divide_up(kTransposed ? args.key_count : args.query_count, Shape::kRows);
-  // The first keys and the last queries have the most to visit, unless a window is on both sides.
+  // The first keys and the last queries have the most to visit, unless a window limits both sides.
   const bool is_uneven = args.right < args.key_count;
   args.descending = is_uneven && !kTransposed;
   args.heads_together = is_uneven ? 8 : 1;
@@ -479,7 +482,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
   const auto kernel = args.is_plain() ? attention_backward<T, kHead, kOf, true, kFewWarps>
                                       : attention_backward<T, kHead, kOf, false, kFewWarps>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  // A second stage, unless it costs a multiprocessor its second block.
+  // A second stage is used unless it leaves the multiprocessor with one block instead of two.
   int resident[2] = {};
   for (const int stages : {1, 2}) {
     const int shared_bytes = Shape::shared_bytes(stages);
@@ -519,7 +522,8 @@ ffi::Error launch_gradients(BackwardArgs args, const Device& device, cudaStream_
     RETURN_IF_ERROR((launch_bias_gradient<T, kHead>(args, device, stream)));
   }
   if constexpr (kHead == 256) {
-    // The two sums of a key together would not fit into registers.
+    // The sums for keys and for values together would not fit into registers, so each has its own
+    // launch.
     RETURN_IF_ERROR(launch(std::integral_constant<Gradient, Gradient::kValue>{}));
     return launch(std::integral_constant<Gradient, Gradient::kKey>{});
   } else {

@@ -1,8 +1,9 @@
-// Forward of attention on tensor cores that any GPU since Turing has, in one pass over the keys.
+// Forward of attention on the tensor cores that every GPU since Turing has, in one pass over the
+// keys.
 //
-// A CTA owns a block of queries of one head and visits the blocks of keys that they attend to. K
-// and V have room for one block each: while the tensor cores are busy with the one, the copies of
-// the other are under way, and two CTAs of a multiprocessor fill each other's gaps.
+// A CTA owns a block of queries of one head and visits the blocks of keys that they attend to.
+// Shared memory has room for one block of K and one of V: while the tensor cores use the one, the
+// other is being copied. The two CTAs of a multiprocessor fill each other's idle time.
 
 #include "attention.h"
 
@@ -15,8 +16,8 @@ struct ForwardArgs : AttentionArgs {
   int key_stages;      // blocks of K in shared memory, 1 or 2
 };
 
-// A warp has 32 rows where there are registers for it: then what it reads of K and V serves two
-// row tiles, and shared memory keeps up with the tensor cores.
+// A warp has 32 rows if registers suffice. Then each read of K and V serves two row tiles, and
+// shared memory keeps up with the tensor cores.
 template <int kHead, bool kPlain>
 struct ForwardShape {
   static constexpr int kWarps = 4;
@@ -30,17 +31,17 @@ struct ForwardShape {
   }
 };
 
-// The maximum that is subtracted follows the true one only where it is this far behind, in base 2:
-// that is rare, and what is summed up stays below 2^8 times what it would be.
+// The subtracted maximum is updated only when it lags behind the true maximum by this much, in base
+// 2. Updates are then rare, and sums stay below 2^8 times what they would be otherwise.
 constexpr float kMaximumLag = 8.0f;
 
-// The softmax of a lane's rows so far.
+// The running softmax of a lane's rows.
 template <int kRowTiles>
 struct Softmax {
-  float maximum[kRowTiles][2];  // in units of the logits that are passed in
-  float total[kRowTiles][2];    // of this lane's columns
+  float maximum[kRowTiles][2];  // in the units of the logits that are passed in
+  float total[kRowTiles][2];    // sums over this lane's columns
 
-  // Makes exponentials of logits / multiplier, and scales `acc` as the maximum demands.
+  // Computes the exponentials of logits / multiplier, and rescales `acc` when the maximum changes.
   template <int kColumnTiles, int kAccTiles>
   __device__ __forceinline__ void take(float (&x)[kRowTiles][kColumnTiles][4], float multiplier,
                                        float (&acc)[kRowTiles][kAccTiles][4]) {
@@ -95,7 +96,7 @@ struct Softmax {
     }
   }
 
-  // -inf - -inf has no value, and any finite number serves a row of -inf.
+  // A row whose maximum is -inf gets a finite maximum instead, since -inf - (-inf) is NaN.
   static __device__ __forceinline__ float finite(float x) { return x == -kInfinity ? 0.0f : x; }
 };
 
@@ -230,7 +231,7 @@ template <typename T, int kHead, bool kPlain>
 ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
   using Shape = ForwardShape<kHead, kPlain>;
   args.tiles = divide_up(args.query_count, Shape::kRows);
-  // The last queries have the most keys to attend to, unless a window cuts the first ones off.
+  // The last queries have the most keys to attend to, unless a window excludes the first keys.
   args.descending = args.right < args.key_count;
   args.heads_together = args.descending ? 8 : 1;
   int64_t blocks = 0;

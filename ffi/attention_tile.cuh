@@ -1,9 +1,9 @@
 // Tiles of attention in shared memory, [rows, kHead] of 16 bits, and the products of a warp with
 // them.
 //
-// A tile's row is cut into chunks of 16 bytes, and chunk c of row r lies at place c ^ (r % 8): so
-// the 8 rows that ldmatrix reads at a time are in different banks, and so are those that are
-// written. What of a row lies beyond the real head size is zero.
+// A row of a tile consists of chunks of 16 bytes, and chunk c of row r is stored at place c ^ (r %
+// 8). In this way the 8 rows that ldmatrix reads at a time are in different banks, and so are rows
+// that are written. Columns beyond the real head size are zero.
 #pragma once
 
 #include "mma.cuh"
@@ -22,9 +22,9 @@ struct Tile {
     return tile + row * kStride + ((chunk ^ (row & 7)) << 4);
   }
 
-  // Where this lane begins to read A, or B transposed, of which the tile's rows are the rows, 16 by
-  // 16; and where it begins to read B of which they are the columns. Step `k` of 16 columns of the
-  // tile is at ^ (k << 5), and 16 rows further down at + 16 * kStride.
+  // The address at which this lane starts to read A, or B transposed, whose rows are the tile's
+  // rows, in blocks of 16 by 16; the next function is for B whose columns are the tile's rows. Step
+  // `k` of 16 tile columns is at ^ (k << 5), and the next 16 rows are at + 16 * kStride.
   static __device__ __forceinline__ uint32_t lane_of_rows(uint32_t tile) {
     const int lane = threadIdx.x % kLanes;
     return address(tile, lane & 15, lane >> 4);
@@ -35,25 +35,25 @@ struct Tile {
   }
 };
 
-// One head of an operand [length, heads, size], from its first row on.
+// One head of an operand [length, heads, size], starting at its first row.
 template <typename T>
 struct Head {
   T* data;
-  int stride;  // of a row, in values
+  int stride;  // distance of two rows, in values
   int rows;
   int size;
 
-  // `column` of any row, also of one that is not there.
+  // The address of `column` in any row, which may lie beyond the last row.
   __device__ __forceinline__ T* at(int row, int column) const {
-    constexpr int kBytes =
-        sizeof(T);  // One multiplication, with a product that fits an int inside.
+    // The address takes one multiplication, since the bytes of a row fit an int.
+    constexpr int kBytes = sizeof(T);
     using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
     return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data + column) +
                                 int64_t{row} * (stride * kBytes));
   }
 };
 
-// Starts to copy kRows rows from `first` on; rows that the head does not have are zeros.
+// Starts copying kRows rows from `first` on; rows beyond the end of the head are filled with zeros.
 template <int kHead, int kRows, int kThreads, typename T>
 __device__ __forceinline__ void load_tile(uint32_t tile, const Head<const T>& head, int first) {
   constexpr int kChunks = Tile<kHead>::kChunks;
@@ -70,8 +70,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Head<const T>& he
   }
 }
 
-// acc[rows of the warp, columns] += a[rows, kHead] b[columns, kHead]^T. `a` and `b` are addresses
-// of lanes.
+// Adds a[rows, kHead] b[columns, kHead]^T to acc[rows of the warp, columns]. `a` and `b` are this
+// lane's addresses.
 template <typename T, int kHead, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][kColumnTiles][4],
                                                        uint32_t a, uint32_t b) {
@@ -94,8 +94,8 @@ __device__ __forceinline__ void add_product_transposed(float (&acc)[kRowTiles][k
   }
 }
 
-// acc[rows of the warp, kHead] += a[rows, columns] b[columns, kHead], with `a` rounded from where a
-// product has left it.
+// Adds a[rows, columns] b[columns, kHead] to acc[rows of the warp, kHead]. `a` is rounded from the
+// registers in which a product has left it.
 template <typename T, int kHead, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void add_product(float (&acc)[kRowTiles][kHead / 8][4],
                                             const uint32_t (&a)[kRowTiles][kColumnTiles / 2][4],
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_product(float (&acc)[kRowTiles][kHead / 8][4
   }
 }
 
-// What a product has left as the first operand of the next.
+// The accumulators of one product, rounded, as the first operand of the next product.
 template <typename T, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void round_to_operand(const float (&x)[kRowTiles][kColumnTiles][4],
                                                  uint32_t (&a)[kRowTiles][kColumnTiles / 2][4]) {
@@ -132,9 +132,9 @@ __device__ __forceinline__ void round_to_operand(const float (&x)[kRowTiles][kCo
   }
 }
 
-// Writes the warp's rows of acc * factor[row], and 0 for a factor 0 whatever acc is, by way of rows
-// of `tile` that nobody else uses any more. `first` is the warp's first row in the head, and
-// `tile_row` in the tile.
+// Writes the warp's rows of acc * factor[row], and 0 where the factor is 0 whatever acc is. The
+// rows pass through rows of `tile` that no other warp uses any more. `first` is the warp's first
+// row in the head, and `tile_row` its first row in the tile.
 template <typename T, int kHead, int kRowTiles>
 __device__ __forceinline__ void store_rows(const Head<T>& head, int first, uint32_t tile,
                                            int tile_row,

@@ -1,9 +1,10 @@
-// What stands around a matrix product that XLA takes: a bias, an activation or a gated one, the
-// residual stream; and backwards the activation's derivative and the gradient of the bias.
+// The operations around a matrix product that XLA computes: a bias, an activation or a gated one,
+// and the residual. The backward multiplies by the activation's derivative and sums the bias
+// gradient.
 //
 // A thread owns a vector of columns, keeps their biases and their sums of gradients in registers,
-// and walks down the rows. A block leaves one partial sum a column; they are added up afterwards,
-// always in the same order.
+// and walks down the rows. A block leaves one partial sum for each column; these are added up
+// afterwards, always in the same order.
 
 #include "activation.cuh"
 #include "handler.h"
@@ -13,32 +14,32 @@
 namespace {
 
 constexpr int kThreads = 256;
-// Rows of a thread whose loads are in flight together.
+// The number of rows of a thread whose loads are in flight together.
 template <bool kGated>
 constexpr int kForwardRows = kGated ? 2 : 4;
 constexpr int kBackwardRows = 2;
 
-// One of the two operands of a gated activation, or the only one of a plain one.
+// One of the two operands of a gated activation, or the only operand of a plain one.
 struct Branch {
-  const void* in;   // the product; backwards the preactivation: [rows, features]
-  Parameter bias;   // backwards it is in the preactivation
-  void* out;        // the preactivation, nullptr: not wanted; backwards its gradient
-  float* partials;  // [blocks along the rows, features], nullptr: not wanted
+  const void* in;   // [rows, features]: the product, or in the backward the preactivation
+  Parameter bias;   // absent in the backward, whose input contains the bias
+  void* out;        // the preactivation, or nullptr; in the backward its gradient
+  float* partials;  // [blocks along the rows, features], or nullptr
 };
 
 struct BiasActivationArgs {
   Branch gate;
-  Branch up;             // of a gated activation
-  const void* residual;  // nullptr: none
+  Branch up;             // used by gated activations only
+  const void* residual;  // or nullptr
   const void* dy;
-  void* y;  // backwards: nullptr if it is not wanted again
+  void* y;  // in the backward nullptr unless y is wanted again
   int rows;
   int features;
-  int lanes;  // threads side by side in a row
+  int lanes;  // adjacent threads that share a row
   Activation activation;
 };
 
-// kVec values of a row that may be wider than those beside them: 16 bytes a memory instruction.
+// kVec values of a row whose dtype may be wider than the product's, accessed 16 bytes at a time.
 template <typename O, int kVec>
 struct Values {
   static constexpr int kPart = sizeof(O) * kVec > 16 ? kVec / 2 : kVec;
@@ -87,8 +88,8 @@ __device__ __forceinline__ void store_values(void* address, int64_t place,
   packed.store(address, place);
 }
 
-// The preactivation: the product with its bias, rounded to the product's dtype, so that the
-// activation reads the very numbers that its derivative will.
+// Returns the preactivation: the product plus the bias, rounded to the product's dtype, so that the
+// activation is applied to the same numbers as its derivative in the backward.
 template <typename T, int kVec>
 __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
                                               const float (&bias)[kVec], void* out, int64_t place,
@@ -102,11 +103,11 @@ __device__ __forceinline__ void preactivation(const Vector<T, kVec>& product,
   unpack(rounded, z);
 }
 
-// Where a thread stands: the column of its vector, and the rows it walks over.
+// The column of a thread's vector, and the rows that the thread walks over.
 struct Walk {
   int column;
-  int line;   // of the block
-  int lines;  // of a block
+  int line;   // the thread's line in its block
+  int lines;  // the lines of a block
   int first;
   int step;
 
@@ -118,8 +119,8 @@ struct Walk {
         step(gridDim.y * lines) {}
 };
 
-// The frequent activations are compiled on their own: a choice at run time costs registers for the
-// greediest of them, gelu_erf.
+// Frequent activations are compiled separately: a choice at run time costs every activation the
+// registers of the one that needs most, gelu_erf.
 enum class Known { kAny, kGeluTanh, kSilu };
 
 template <Known kKnown>
@@ -180,13 +181,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Adds up what the lines of a block hold for each column, in the order of the lines.
+// Adds up, for each column, what the lines of a block hold, in the order of the lines.
 template <int kVec>
 __device__ __forceinline__ void write_partials(const Walk& walk, int lanes, int features,
                                                const float (&sums)[kVec], float* partials) {
   __shared__ float shared[kThreads * kVec];
   const int lane = threadIdx.x % lanes;
-  // A line's values of one i lie side by side, so that a warp meets every bank once.
+  // The values of a line with the same i are adjacent, so that a warp accesses every bank once.
 #pragma unroll
   for (int i = 0; i < kVec; ++i) shared[(walk.line * kVec + i) * lanes + lane] = sums[i];
   __syncthreads();
@@ -292,7 +293,7 @@ Kernel kernel_of(int vec, Activation activation, bool gated, bool backward) {
   }
 }
 
-// `blocks`: along the rows; 0 for as many as there is work for.
+// `blocks` is the number of blocks along the rows, or 0 for as many as there is work for.
 template <typename T, typename O>
 ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream_t stream) {
   constexpr int kFullVec = 16 / sizeof(T);
@@ -303,7 +304,7 @@ ffi::Error launch(BiasActivationArgs args, int blocks, bool backward, cudaStream
   args.lanes = 1;
   while (args.lanes < kWarpSize && args.lanes * vec < args.features) args.lanes *= 2;
   const int columns = divide_up(args.features, args.lanes * vec);
-  // Small blocks: the last ones to run leave little of the GPU idle.
+  // Blocks are small, so that the last blocks to run leave little of the GPU idle.
   const bool gated = args.up.in != nullptr;
   const int forward_rows = gated ? kForwardRows<true> : kForwardRows<false>;
   const int rows = kThreads / args.lanes * (backward ? kBackwardRows : forward_rows);
@@ -326,7 +327,7 @@ ffi::Error launch(const BiasActivationArgs& args, int blocks, Dtype dtype, Dtype
               : launch<__half, __half>(args, blocks, backward, stream);
 }
 
-// Fills in what both directions have, and checks it: `in` and `up` are products or preactivations.
+// Checks and stores what both directions have; `in` and `up` are products or preactivations.
 ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string_view activation,
                  BiasActivationArgs* args) {
   if (!parse_activation(activation, &args->activation)) {
@@ -346,7 +347,7 @@ ffi::Error parse(const ffi::AnyBuffer& in, const ffi::AnyBuffer& up, std::string
   return ffi::Error::Success();
 }
 
-// The same for the results that are laid out as `in` and `up` are.
+// Checks and stores the results that have the layout of `in` and `up`.
 ffi::Error parse_out(const ffi::AnyBuffer& out, const ffi::AnyBuffer& up_out,
                      const ffi::AnyBuffer& in, BiasActivationArgs* args) {
   RETURN_IF_ERROR(check_like("the first result beside y", out, in));
@@ -358,7 +359,7 @@ ffi::Error parse_out(const ffi::AnyBuffer& out, const ffi::AnyBuffer& up_out,
   return ffi::Error::Success();
 }
 
-// A [rows, features] matrix beside `in`, of its dtype or float32.
+// Checks a [rows, features] matrix that has the dtype of `in` or float32.
 ffi::Error check_beside(std::string_view name, const ffi::AnyBuffer& buffer,
                         const ffi::AnyBuffer& in, const BiasActivationArgs& args) {
   RETURN_IF_ERROR(check_shape(name, buffer, {args.rows, args.features}));

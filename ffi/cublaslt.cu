@@ -16,7 +16,8 @@ struct Opened {
   std::string error;
 
   Opened() {
-    // By its name alone: the process has it already, because jaxfused/cuda/cublaslt.py opens it.
+    // The name alone suffices: jaxfused/cuda/cublaslt.py has already opened the library in this
+    // process.
     void* library = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
       error = dlerror();
@@ -40,8 +41,8 @@ const CublasLt* cublaslt(std::string* error) {
 
 #endif
 
-// The name of the library that the handlers need, for jaxfused/cuda/cublaslt.py to open; empty
-// where jaxfused was built without its header.
+// Returns the name of the library that the handlers need, which jaxfused/cuda/cublaslt.py opens.
+// The name is empty if jaxfused was built without cuBLASLt's header.
 extern "C" __attribute__((visibility("default"))) const char* jaxfused_cublaslt_name() {
 #if JAXFUSED_HAS_CUBLASLT
   return kName;

@@ -1,15 +1,15 @@
-// cuBLASLt, opened at run time: the library that JAX's CUDA plugin brings is not linked, so that
-// libjaxfused.so also loads where there is none.
+// cuBLASLt, opened at run time. The library comes with JAX's CUDA plugin and is not linked, so that
+// libjaxfused.so also loads on a machine without it.
 #pragma once
 
 #include <string>
 
-// The header of the toolkit or of the nvidia-cublas wheel; see CMakeLists.txt.
+// The header comes from the CUDA toolkit or from the nvidia-cublas wheel; see CMakeLists.txt.
 #if __has_include(<cublasLt.h>)
 #include <cublasLt.h>
 #define JAXFUSED_HAS_CUBLASLT 1
 
-// Every function that is called, under the name it has without its prefix.
+// Every function of cuBLASLt that the handlers call, named without the prefix cublasLt.
 #define JAXFUSED_CUBLASLT_FUNCTIONS(X) \
   X(Create)                            \
   X(GetStatusString)                   \
@@ -31,7 +31,7 @@ struct CublasLt {
 #undef JAXFUSED_DECLARE
 };
 
-// The functions, or nullptr with a reason in *error. The first call opens the library.
+// Returns the functions, or nullptr with a reason in *error. The first call opens the library.
 const CublasLt* cublaslt(std::string* error);
 #else
 #define JAXFUSED_HAS_CUBLASLT 0

@@ -1,22 +1,23 @@
-// Rows that do not start at multiples of 16 bytes, by blocks that copy neighbouring rows as one
-// piece of memory. So many rows that the piece does start there are a tile: it goes through shared
-// memory in vectors, whatever the width, and there lane l of a warp has the columns l, l + 32, ...
-// of each row.
+// Rows that do not start at multiples of 16 bytes. A tile consists of as many neighbouring rows as
+// make a piece of memory that starts at such a multiple. A block copies a tile through shared
+// memory in vectors, whatever the width of the rows; in shared memory, lane l of a warp owns the
+// columns l, l + 32, ... of each row.
 #pragma once
 
 #include "rows.cuh"
 
 constexpr int kFlatThreads = 256;
-constexpr int kFlatVectors = 4;  // of a tile, that a thread copies
+constexpr int kFlatVectors = 4;  // vectors of a tile that a thread copies
 constexpr int kMostFlatFeatures = 1024;
-// With sums over the rows of its columns, a lane has registers for half as many of them.
+// When a kernel also sums columns over the rows, a lane has registers for half as many columns.
 constexpr int kMostFlatSums = 512;
 
-// Rows whose bytes are whole vectors, and the tile of as many of them as the threads can copy.
+// The least number of rows whose bytes are whole vectors, and the tile of as many such rows as the
+// threads can copy.
 template <typename T>
 constexpr int kFlatRows = 16 / sizeof(T);
 
-// A tile starts after whole vectors, so its rows are a multiple of kFlatRows. Small problems are
+// Every tile starts at a whole vector, so its rows are a multiple of kFlatRows. Small problems are
 // spread over all multiprocessors before tiles grow.
 template <typename T>
 inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
@@ -31,7 +32,7 @@ inline int flat_tile_bytes(int tile_rows, int features) {
   return round_up(tile_rows * features * static_cast<int>(sizeof(T)), 16);
 }
 
-// `count` values from a multiple of 16 bytes on, on their way from memory to shared memory.
+// A copy of `count` values, starting at a multiple of 16 bytes, from global to shared memory.
 template <typename T>
 class FlatLoad {
   static constexpr int kVec = 16 / sizeof(T);
@@ -62,7 +63,7 @@ class FlatLoad {
   Vector<T, kVec> parts_[kFlatVectors];
 };
 
-// The way back.
+// Copies a tile from shared memory back to global memory.
 template <typename T>
 __device__ __forceinline__ void store_flat(const T* shared, int count, T* global) {
   constexpr int kVec = 16 / sizeof(T);
@@ -73,7 +74,8 @@ __device__ __forceinline__ void store_flat(const T* shared, int count, T* global
   if (rest < count) global[rest] = shared[rest];
 }
 
-// A parameter as float32 in shared memory: its values plus `offset`, or `absent`.
+// Loads a parameter as float32 into shared memory: its values plus `offset`, or `absent` if there
+// is no parameter.
 __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, int features,
                                                     float absent, float offset, float* shared) {
   for (int column = threadIdx.x; column < features; column += kFlatThreads) {
@@ -86,7 +88,7 @@ __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, 
   }
 }
 
-// A lane's columns of a row: values[i] is column lane + 32 i, and 0 beyond the row.
+// A lane's columns of a row: values[i] is column lane + 32 i, or 0 beyond the end of the row.
 struct FlatColumns {
   int features;
   int lane;
@@ -122,7 +124,7 @@ struct FlatColumns {
 
 template <int kSteps>
 __device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
-  // Four chains of additions.
+  // The additions form four independent chains.
   float parts[4] = {};
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) parts[i % 4] += values[i];
@@ -131,8 +133,8 @@ __device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
   return sum[0];
 }
 
-// Writes totals[column] = the sum over the block's warps of `values`. `shared` has room for
-// features floats of each warp; call it between barriers.
+// Writes totals[column] = the sum of `values` over the block's warps. `shared` has room for
+// `features` floats of each warp. The call stands between two barriers.
 template <int kSteps>
 __device__ __forceinline__ void add_over_warps(const FlatColumns& column,
                                                const float (&values)[kSteps], float* shared,
@@ -148,7 +150,7 @@ __device__ __forceinline__ void add_over_warps(const FlatColumns& column,
   }
 }
 
-// Calls `f` with the number of columns of a lane as a constant.
+// Calls `f` with the number of a lane's columns as a compile-time constant.
 template <int kMostFeatures, typename F>
 inline auto with_flat_steps(int features, const F& f) {
   const int steps = divide_up(features, kWarpSize);

@@ -49,8 +49,8 @@ inline ffi::Error current_device(Device* device) {
   return ffi::Error::Success();
 }
 
-// Lets the blocks of `kernel` have all the shared memory that the device has for one: the same
-// value in every call, so that calls from several threads do not disturb each other.
+// Allows the blocks of `kernel` all the shared memory that the device has for one block. The value
+// is the same in every call, so that calls from several threads do not disturb each other.
 template <typename Args>
 ffi::Error allow_shared_memory(void (*kernel)(Args), const Device& device) {
   return check_cuda(
@@ -63,10 +63,10 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;  // blocks
+  int cluster = 1;  // blocks in a cluster
 };
 
-// Launches kernel(args).
+// Launches `kernel` with `args`.
 template <typename Args>
 ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& launch,
                          cudaStream_t stream) {
@@ -84,7 +84,7 @@ ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& l
   return check_cuda(cudaGetLastError(), "kernel launch");
 }
 
-// How many blocks of a launch a multiprocessor runs at a time; 1 at least.
+// Computes how many blocks of a launch a multiprocessor runs at a time, at least 1.
 template <typename Args>
 ffi::Error resident_blocks(void (*kernel)(Args), const Launch& launch, int* blocks) {
   RETURN_IF_ERROR(check_cuda(
@@ -111,7 +111,7 @@ inline std::optional<Dtype> dtype_of(const ffi::AnyBuffer& buffer) {
 // An absent operand travels as a buffer without elements.
 inline bool is_absent(const ffi::AnyBuffer& buffer) { return buffer.element_count() == 0; }
 
-// The data of a buffer, or nullptr for an absent one.
+// Returns the data of a buffer, or nullptr for an absent one.
 template <typename T = void>
 T* data_or_null(const ffi::AnyBuffer& buffer) {
   return is_absent(buffer) ? nullptr : static_cast<T*>(buffer.untyped_data());
@@ -142,7 +142,7 @@ inline ffi::Error check_dtype(std::string_view name, const ffi::AnyBuffer& buffe
   return ffi::Error::InvalidArgument(std::string(name) + " has another dtype than is needed");
 }
 
-// Whether every pointer (nullptr is absent) allows 16-byte accesses.
+// Whether every pointer allows 16-byte accesses; nullptr stands for an absent operand.
 inline bool are_aligned(std::initializer_list<const void*> pointers) {
   for (const void* pointer : pointers) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16 != 0) return false;

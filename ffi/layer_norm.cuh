@@ -7,7 +7,8 @@
 #include "operands.h"
 #include "rows.cuh"
 
-// Threads a row of the kernels that read a row more than once, because one team cannot hold it.
+// The threads for each row in the kernels that read a row more than once, because one team cannot
+// hold it.
 constexpr int kWideThreads = 512;
 
 struct NormOptions {
@@ -19,15 +20,15 @@ struct NormOptions {
   Activation activation;
 };
 
-// What happens around the norm. The frequent chains are compiled on their own, because a choice at
-// run time costs registers even where nothing is chosen.
+// What is applied around the norm. Frequent combinations are compiled separately, because a choice
+// at run time costs registers even where nothing is chosen.
 enum class Chain {
   kPlain,    // nothing
-  kRelu,     // before it additions and a relu, each if any
+  kRelu,     // additions and a relu before the norm, each optional
   kGeneral,  // any activation, before or after
 };
 
-// `adds`: whether anything is added to the input.
+// Returns the chain for the options; `adds` says whether anything is added to the input.
 inline Chain chain_of(const NormOptions& options, bool adds) {
   if (options.activation != Activation::kNone) return Chain::kGeneral;
   if (options.pre_activation == Activation::kRelu) return Chain::kRelu;
@@ -35,7 +36,7 @@ inline Chain chain_of(const NormOptions& options, bool adds) {
   return adds ? Chain::kRelu : Chain::kPlain;
 }
 
-// The options with what the chain says about them as constants.
+// Returns the options, with everything that the chain implies replaced by constants.
 template <Chain kChain>
 __device__ __forceinline__ NormOptions known_options(const NormOptions& options) {
   NormOptions known = options;

@@ -1,9 +1,9 @@
-// What the library says about itself before any of its handlers is registered.
+// What the library states about itself before any of its handlers is registered.
 
 #include "xla/ffi/api/c_api.h"
 
-// The version of the XLA FFI that the handlers were built against. A runtime of an older version
-// would refuse every one of them; jaxfused/cuda/library.py asks first.
+// Returns the version of the XLA FFI that the handlers were built against. A runtime of an older
+// version would reject all of them, so jaxfused/cuda/library.py asks first.
 extern "C" __attribute__((visibility("default"))) void jaxfused_xla_ffi_version(int* major,
                                                                                 int* minor) {
   *major = XLA_FFI_API_MAJOR;

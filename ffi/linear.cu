@@ -1,12 +1,12 @@
-// y = activation(x w + bias), and the residual where there is no activation, by cuBLASLt, whose
-// kernels do all of it to the product on its way out.
+// y = activation(x w + bias), plus a residual if there is no activation, by cuBLASLt, whose kernels
+// apply all of it in the epilogue of the product.
 //
-// Its other epilogues lose to a pass of our own (H200, bfloat16 [16384, 3072] out of 768 features):
-// gelu's derivative with the gradient of the bias takes 447 us, where the product takes 101 and
-// bias_activation.cu 107; the gradient of a bias beside that of a weight adds 40 us, a sum 28.
+// cuBLASLt's epilogues for the backward are not used, because a separate pass (bias_activation.cu)
+// is faster than gelu's derivative with the bias gradient, and a separate sum is faster than the
+// bias gradient beside the weight gradient.
 //
-// cuBLASLt thinks in columns where XLA thinks in rows, so it is asked for the transposed product:
-// y^T = w^T x^T, of which every matrix lies in memory as XLA has it.
+// cuBLASLt stores matrices by columns and XLA by rows, so the call computes the transposed product
+// y^T = w^T x^T, in which every matrix lies in memory as XLA has it.
 
 #include <array>
 #include <map>
@@ -24,7 +24,7 @@ ffi::Error check_status(const CublasLt& lt, cublasStatus_t status, const char* w
   return ffi::Error::Internal(std::string(what) + ": " + lt.GetStatusString(status));
 }
 
-// A descriptor of cuBLASLt's, destroyed with the variable.
+// Owns a descriptor of cuBLASLt, and destroys it at the end of the scope.
 template <typename Handle>
 struct Owned {
   using Destroy = cublasStatus_t (*)(Handle);
@@ -39,17 +39,18 @@ struct Owned {
   Handle handle = nullptr;
 };
 
-// How many algorithms the heuristic is asked for, and how many waves of 128x128 tiles are many.
+// How many algorithms the heuristic is asked for, and from how many waves of 128x128 tiles a
+// product counts as large.
 constexpr int kProposals = 16;
 constexpr float kManyWaves = 16.0f;
 
-// A call, in XLA's terms. What is absent is nullptr.
+// A product in XLA's terms. Pointers to absent operands are nullptr.
 struct Product {
-  int64_t rows, features, hidden;  // of x; and the width of w
+  int64_t rows, features, hidden;  // rows and features of x, and columns of w
   bool transpose_w;                // w is [hidden, features]
   const void *x, *w, *bias, *residual;
   void *y, *preactivation;
-  cudaDataType_t type;  // of all
+  cudaDataType_t type;  // of all matrices
   bool gelu;
   void* workspace;
   size_t workspace_bytes;
@@ -63,14 +64,15 @@ struct Product {
   }
 };
 
-// The largest power of two up to 256 that divides the address: what an algorithm may count on.
+// Returns the largest power of two, up to 256, that divides the address: the alignment that an
+// algorithm may assume.
 uint32_t alignment(const void* address) {
   const auto value = reinterpret_cast<uintptr_t>(address) | 256;
   return static_cast<uint32_t>(value & -value);
 }
 
-// One handle a device and one algorithm a kind of product, for as long as the process lives: the
-// same call always runs the same kernel.
+// One handle for each device and one algorithm for each kind of product, kept for the life of the
+// process, so that the same call always runs the same kernel.
 class Algorithms {
  public:
   ffi::Error handle(const CublasLt& lt, int device, cublasLtHandle_t* handle) {
@@ -161,7 +163,7 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
     };
     const auto workspace = static_cast<uint64_t>(product.workspace_bytes);
     RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace));
-    // Partial sums in float32, added in a fixed order.
+    // Partial sums are in float32 and added in a fixed order.
     const uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
     RETURN_IF_ERROR(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reductions));
     constexpr cublasLtMatmulPreferenceAttributes_t kAlignments[] = {
@@ -178,10 +180,10 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                                proposals.data(), &found),
                      "cublasLtMatmulAlgoGetHeuristic"));
     if (found == 0) return ffi::Error::Internal("cuBLASLt has no algorithm for this product");
-    // The heuristic overlooks how much an epilogue costs. With tiles of 128x128 each of two warp
-    // groups has its own, and one computes while the other finishes: with gelu 112 us instead of
-    // 125 for [16384, 768] x [768, 3072] on an H200, and 1174 instead of 1234 for [8192, 4096] x
-    // [4096, 14336]. Not where tiles are few, nor where the preactivation is written too.
+    // The heuristic ignores the cost of an epilogue. With tiles of 128x128, each of two warpgroups
+    // has a tile of its own, and one computes while the other finishes its epilogue, which is
+    // faster. The exceptions are products of few tiles, and products that also write the
+    // preactivation.
     *algorithm = proposals[0].algo;
     for (int i = 0; product.preactivation == nullptr && i < found; ++i) {
       uint32_t tile = 0;

@@ -1,4 +1,4 @@
-// Matrix products of a warp on tensor cores: the instructions, and nothing that knows of attention.
+// Matrix products of a warp on tensor cores: the instructions alone, independent of attention.
 //
 // An instruction gives D[16, 8] += A[16, 16] B[16, 8]. With g = lane / 4 and q = lane % 4, a lane
 // has
@@ -16,7 +16,7 @@
 
 #include "ptx.cuh"
 
-// Whether the GPU that this is compiled for multiplies values of type T.
+// Whether the GPU that this is compiled for multiplies values of type T on tensor cores.
 template <typename T>
 constexpr bool kHasProducts =
 #if __CUDA_ARCH__ >= 800
@@ -25,7 +25,7 @@ constexpr bool kHasProducts =
     std::is_same_v<T, __half>;
 #endif
 
-// Whether its blocks have 64 KB of shared memory at most.
+// Whether the blocks of the GPU that this is compiled for have at most 64 KB of shared memory.
 constexpr bool kHasLittleSharedMemory =
 #if __CUDA_ARCH__ >= 800
     false;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 #endif
 }
 
-// Loads four matrices of 8 rows of 16 bytes: lane 8 i + r says where row r of matrix i is, and lane
-// 4 r + q gets the 4 bytes q of row r of each.
+// Loads four matrices of 8 rows of 16 bytes. Lane 8 i + r holds the address of row r of matrix i,
+// and lane 4 r + q receives bytes 4 q to 4 q + 3 of row r of each matrix.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -70,7 +70,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t 
                : "memory");
 }
 
-// The same transposed: lane 4 r + q gets the values 2q and 2q + 1 of column r of each.
+// Loads four matrices transposed: lane 4 r + q receives the values 2q and 2q + 1 of column r of
+// each.
 __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -78,7 +79,8 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_
                : "memory");
 }
 
-// Copies 16 bytes from global memory to a shared address, or zeros; see async_copy of ptx.cuh.
+// Copies 16 bytes from global memory to a shared address, or writes zeros there; see async_copy of
+// ptx.cuh.
 __device__ __forceinline__ void async_copy_or_zero(uint32_t shared, const void* global,
                                                    bool exists) {
 #if __CUDA_ARCH__ >= 800
@@ -113,14 +115,15 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   return value;
 }
 
-// Off by 2 units in the last place at most, and 0 below the least normal number.
+// Computes exp2 with an error of at most 2 units in the last place; results below the least normal
+// number are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Two values, rounded, in one register.
+// Rounds two values into one register.
 template <typename T>
 __device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
   if constexpr (std::is_same_v<T, __half>) {

@@ -1,11 +1,11 @@
-// Checks of operands over rows: matrices [rows, features] of one dtype, and vectors [features] of
-// any.
+// Checks of operands over rows: matrices [rows, features] of one common dtype, and vectors
+// [features] of any dtype.
 #pragma once
 
 #include "handler.h"
 #include "rows.cuh"
 
-// Leaves room in an int for the steps that a kernel looks ahead.
+// The limit on rows leaves room in an int for the steps that a kernel looks ahead.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 inline ffi::Error parse_parameter(std::string_view name, const ffi::AnyBuffer& buffer,

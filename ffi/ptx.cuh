@@ -1,10 +1,10 @@
-// The instructions that C++ has no name for: asynchronous copies and barriers over part of a block.
+// Instructions that C++ has no name for: asynchronous copies, and barriers over a part of a block.
 #pragma once
 
 #include <cstdint>
 
-// Copies kBytes from global to shared memory, behind the thread's back where the GPU can (sm_80 and
-// later, 4 bytes or more): the copy is complete once async_copies_wait says so. Elsewhere it is
+// Copies kBytes from global to shared memory. Where the GPU can (sm_80 and later, 4 bytes or more),
+// the copy is asynchronous and complete once async_copies_wait has returned. Elsewhere the copy is
 // complete on return.
 template <int kBytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global) {
@@ -30,17 +30,17 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   }
 }
 
-// Ends a group of this thread's copies; an empty group is a group too.
+// Ends a group of this thread's copies; an empty group counts as a group too.
 __device__ __forceinline__ void async_copies_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most `pending` of this thread's newest groups (0 to 2) are still under way.
+// Waits until at most the `pending` newest groups of this thread (0 to 2) are still in flight.
 __device__ __forceinline__ void async_copies_wait(int pending) {
 #if __CUDA_ARCH__ >= 800
-  switch (pending) {  // the instruction takes a constant
+  switch (pending) {  // the instruction takes only a constant
     case 0:
       asm volatile("cp.async.wait_group 0;" ::: "memory");
       break;
@@ -53,7 +53,8 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
 #endif
 }
 
-// A barrier of its own (id 1 to 15; 0 is __syncthreads) for `threads` threads, whole warps.
+// A barrier for `threads` threads, which are whole warps. `id` is 1 to 15, since 0 is
+// __syncthreads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -66,7 +67,7 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 #define JAXFUSED_SM90(...)  // never called: see kHasBulkCopies
 #endif
 
-// Whether the GPU that this is compiled for has what follows.
+// Whether the GPU that this is compiled for has bulk copies and clusters.
 #if __CUDA_ARCH__ >= 900
 constexpr bool kHasBulkCopies = true;
 #else
@@ -77,13 +78,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// A barrier whose phases end when one thread has arrived and the bytes it announced are there.
+// Initialises a barrier whose phase ends when one thread has arrived and the bytes it announced
+// have been copied.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
   JAXFUSED_SM90(asm volatile(
       "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"));
 }
 
-// Makes the barriers that this thread has set up known to the copies.
+// Makes the barriers that this thread has initialised visible to the copies.
 __device__ __forceinline__ void mbarrier_init_fence() {
   JAXFUSED_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory");
                 asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
@@ -95,7 +97,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
       "r"(bytes) : "memory"));
 }
 
-// Waits for the end of the phase of this parity.
+// Waits until the phase of this parity has ended.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   JAXFUSED_SM90(
       asm volatile("{\n"
@@ -107,14 +109,14 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
                    "r"(parity) : "memory"));
 }
 
-// For a copy: L2 gives up all other lines before these.
+// A cache policy for a copy: L2 evicts all other lines before those that the copy reads.
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy = 0;
   JAXFUSED_SM90(asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
   return policy;
 }
 
-// Copies `bytes`, a multiple of 16, between addresses that are multiples of 16.
+// Copies `bytes` bytes; `bytes` and both addresses are multiples of 16.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier, uint64_t policy) {
   JAXFUSED_SM90(asm volatile(
@@ -126,14 +128,14 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
 // --- sm_90 and later: clusters of blocks
 // -----------------------------------------------------------
 
-// The block's place in its cluster.
+// Returns the block's rank in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank = 0;
   JAXFUSED_SM90(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)));
   return rank;
 }
 
-// Where block `rank` of the cluster has what this block has at `shared`.
+// Returns the address at which block `rank` of the cluster holds what this block holds at `shared`.
 __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t rank) {
   uint32_t address = 0;
   JAXFUSED_SM90(
@@ -142,13 +144,13 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
   return address;
 }
 
-// A barrier for all threads of a cluster.
+// Waits for all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.release.aligned;" :: : "memory");
                 asm volatile("barrier.cluster.wait.acquire.aligned;" :: : "memory"));
 }
 
-// Stores to a cluster address, and tells a barrier of the same block that its 4 bytes are there.
+// Stores a float to a cluster address, and reports its 4 bytes to a barrier of the same block.
 __device__ __forceinline__ void cluster_store(uint32_t address, float value, uint32_t barrier) {
   JAXFUSED_SM90(asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
@@ -156,7 +158,7 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float value, uin
       "f"(value), "r"(barrier) : "memory"));
 }
 
-// The float at a cluster address.
+// Loads the float at a cluster address.
 __device__ __forceinline__ float cluster_load(uint32_t address) {
   float value = 0.0f;
   JAXFUSED_SM90(asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address)));

@@ -1,17 +1,18 @@
-// Rows of several matrices on their way in: what bounds the bytes in flight is shared memory, not
-// registers or occupancy.
+// A ring of buffers through which the rows of several matrices are loaded. The bytes in flight are
+// limited by shared memory, and not by registers or occupancy.
 #pragma once
 
 #include "rows.cuh"
 
-constexpr int kMaxStages = 3;  // async_copies_wait knows no more
-// What keeps the memory of a multiprocessor busy. More is slower.
+constexpr int kMaxStages = 3;  // the most groups that async_copies_wait can distinguish
+// The bytes in flight that keep the memory system busy for one multiprocessor. With more, kernels
+// are slower.
 constexpr int kBytesInFlight = 64 * 1024;
 
 constexpr int kRingBarriers = kMaxStages * kMaxTeamWarps;
 
-// The ring of one unit of `walk`. Where the GPU has bulk copies and rows allow them, one thread of
-// a unit copies whole rows; elsewhere every thread copies its own columns.
+// The ring of one unit of `walk`. Where the GPU has bulk copies and the rows are suitably aligned,
+// one thread of a unit copies whole rows; elsewhere every thread copies its own columns.
 template <typename T, int kVec, int kVectors, int kMaxStreams, bool kShifted = false>
 class RowRing {
   using Columns = ::Columns<kVec, kVectors, kShifted>;
@@ -19,9 +20,9 @@ class RowRing {
  public:
   static constexpr bool kBulk = kHasBulkCopies && kVec * sizeof(T) == 16;
 
-  // `barriers` are kRingBarriers of the block. `sources` are one to kMaxStreams matrices, nullptr
-  // behind the last; their rows are `stride` apart. `shared` holds, for each stage and stream, a
-  // row for each team. All threads of a block synchronise before the first wait.
+  // `barriers` points to the block's kRingBarriers barriers. `sources` holds one to kMaxStreams
+  // matrices, and nullptr after the last; their rows are `stride` apart. `shared` holds a row for
+  // each team in each stage and stream. All threads of the block synchronise before the first wait.
   __device__ RowRing(uint64_t* barriers, void* shared, const void* const* sources, int stride,
                      int stages, const Team& team, const Columns& column, const RowWalk& walk)
       : stride_(stride),
@@ -35,7 +36,7 @@ class RowRing {
       sources_[stream] = sources[stream];
       if (sources[stream] != nullptr) streams_ = stream + 1;
     }
-    // A unit's rows lie together, its streams and stages too.
+    // The rows of a unit are adjacent in shared memory, and so are its streams and stages.
     slot_values_ = slot_values(walk.height, column.features(), kVec, kShifted);
     slots_ = static_cast<T*>(shared) +
              static_cast<int64_t>(walk.unit) * stages * streams_ * slot_values_;
@@ -54,7 +55,7 @@ class RowRing {
     phase_ = 0;
   }
 
-  // Waits for the oldest stage; `read` then reads it until the next fetch.
+  // Waits for the oldest stage. `read` returns values of this stage until the next fetch.
   __device__ __forceinline__ void wait() {
     if constexpr (kBulk) {
       mbarrier_wait(barriers_ + stage_, phase_);
@@ -63,15 +64,15 @@ class RowRing {
     }
   }
 
-  // Columns past the last read as zeros, which add nothing to a sum; but what shares a vector with
-  // a shifted row reads as anything.
+  // Columns beyond the last are read as zeros, which add nothing to a sum. Values that share a
+  // vector with a shifted row but belong to its neighbours are arbitrary.
   __device__ __forceinline__ Vector<T, kVec> read(int stream, int v) const {
     if (!column_.has(v)) return {};
     return load_vector<T, kVec>(line(stream) + column_(v));
   }
 
-  // Starts the copies of the next rows into the oldest stage. All of the unit have read it, and
-  // have synchronised since.
+  // Starts the copies of the next rows into the oldest stage. All threads of the unit must have
+  // read this stage and must have synchronised since.
   __device__ __forceinline__ void fetch() {
     if (next_ < walk_.end) copy_in();
     if constexpr (!kBulk) async_copies_commit();
@@ -87,7 +88,7 @@ class RowRing {
     return slots_ + (stage_ * streams_ + stream) * slot_values_;
   }
 
-  // Where the team's row starts in the slot.
+  // The address in the slot at which the team's row starts.
   __device__ __forceinline__ T* line(int stream) const {
     return slot(stream) + first_shift_ + walk_.line * column_.features();
   }
@@ -95,8 +96,8 @@ class RowRing {
   __device__ __forceinline__ void copy_in() {
     if constexpr (kBulk) {
       if (!leads_) return;
-      // While what comes in stays in L2, the results leave it in longer runs: 2 to 4 % of the time
-      // of a norm, at no cost to a kernel behind it that reads them.
+      // If the inputs stay in L2, the results are evicted from it in longer runs, which makes a
+      // norm a little faster. A following kernel that reads the results does not become slower.
       const uint64_t policy = evict_last_policy();
       const int rows = min(walk_.height, walk_.end - next_);
       const uint32_t bytes = round_up(first_shift_ + rows * column_.features(), kVec) * sizeof(T);

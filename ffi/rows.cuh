@@ -1,16 +1,18 @@
 // How kernels over the rows of a [rows, features] matrix spread it over threads.
 //
-// A team of threads owns a row, a block holds several teams, and the grid is persistent: each team
-// walks over the rows in steps of what the whole grid holds. Thread `rank` of a team owns the same
-// columns in every row, kVectors vectors of kVec values:
+// A team of threads owns a row, a block holds several teams, and the grid is persistent: in each
+// step, the teams of the whole grid take as many rows as there are teams, and then move on to the
+// next rows. Thread `rank` of a team owns the same columns in every row, kVectors vectors of kVec
+// values:
 //
 //     column(v) = (v * team.size + rank) * kVec - shift,    v = 0 .. kVectors - 1
 //
-// so that a team reads a row in whole lines, and what belongs to columns stays with a thread. The
-// shift is 0 where every row starts at a multiple of 16 bytes. Elsewhere (kShifted) it is what lies
-// between that multiple and the row's start, so that all accesses are still aligned vectors: the
-// first and the last vector of a row hold values of its neighbours too, which the kernels mask. A
-// team takes only rows of one shift, so that its columns stay the same.
+// In this way a team reads a row in whole cache lines, and per-column values stay with one thread.
+// The shift is 0 where every row starts at a multiple of 16 bytes. Elsewhere (kShifted) the shift
+// is the distance from the last such multiple to the row's start, so that all accesses are still
+// aligned vectors. The first and the last vector of a row then also hold values of the neighbouring
+// rows, which the kernels mask. A team takes only rows of one shift, so that its columns stay the
+// same.
 #pragma once
 
 #include <algorithm>
@@ -24,26 +26,26 @@
 // A thread holds 8, 16, 24 or 32 values of a row.
 constexpr int kElementStep = 8;
 constexpr int kElementChoices = 4;
-// Up to so many values, the loads of all parameters are under way at a time; beyond it they would
-// take registers that there are not.
+// Up to this many values a thread, the loads of all parameters are in flight together. With more
+// values, registers would not suffice for that.
 constexpr int kTogetherElements = 16;
 
 struct Device {
   int multiprocessors;
-  int shared_bytes;  // that one block can have
+  int shared_bytes;  // the most that one block can have
   int l2_bytes;
   int clusters;  // whether blocks can be launched in clusters
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
 
-// A [features] vector in a dtype of its own; without data it is absent.
+// A [features] vector with a dtype of its own; it is absent if it has no data.
 struct Parameter {
   const void* data;
   Dtype dtype;
 };
 
-// kSize values of the array `data` of type T.
+// Loads kSize values from the array `data` of type T.
 template <typename T, int kSize>
 __device__ __forceinline__ void load_as_float(const void* data, int column, float (&out)[kSize]) {
   constexpr int kPart = kSize * sizeof(T) <= 16 ? kSize : 16 / sizeof(T);
@@ -76,7 +78,7 @@ __device__ __forceinline__ void load_parameter(const Parameter& parameter, int c
             [&](auto type) { load_as_float<decltype(type)>(parameter.data, column, out); });
 }
 
-// What the norm multiplies by: scale + offset, or 1 without a scale.
+// The factor of the norm: scale + offset, or 1 without a scale.
 template <int kSize>
 __device__ __forceinline__ void load_scale(const Parameter& scale, float offset, int column,
                                            float (&out)[kSize]) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void load_or_zero(const Parameter& parameter, int col
   }
 }
 
-// A short tree instead of a long chain of dependent additions.
+// Sums the values by a short tree instead of a long chain of dependent additions.
 template <int kSize>
 __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
   float partial[kSize];
@@ -115,8 +117,8 @@ __device__ __forceinline__ float sum_of(const float (&values)[kSize]) {
   return partial[0];
 }
 
-// The columns of a thread, the same in every row, within the `features` from `first` on that are
-// the team's.
+// The columns that a thread owns in every row, within the `features` columns from `first` on that
+// belong to the team.
 template <int kVec, int kVectors, bool kShifted = false>
 class Columns {
  public:
@@ -127,32 +129,33 @@ class Columns {
     return (v * team_.size + team_.rank) * kVec - (kShifted ? shift_ : 0);
   }
 
-  // Whether the row has any of the columns from column(v) on: choose_spread leaves only the last
-  // kElementStep values in doubt.
+  // Whether column(v) and thus a part of vector v lies within the row. Only the last kElementStep
+  // values need this test, since choose_spread guarantees the others.
   __device__ __forceinline__ bool has(int v) const {
     if ((v + 1) * kVec <= kVec * kVectors - kElementStep) return true;
     return (*this)(v) < features_;
   }
 
-  // Whether value `i` of vector `v` is the row's own.
+  // Whether value `i` of vector `v` belongs to the row itself.
   __device__ __forceinline__ bool owns(int v, int i) const {
     const int column = (*this)(v) + i;
     return !kShifted || (column >= 0 && column < features_);
   }
 
-  // Whether all values of a vector that the row `has` are its own.
+  // Whether all values of vector `v`, which the row `has`, belong to the row itself.
   __device__ __forceinline__ bool owns_all(int v) const {
     return !kShifted || ((*this)(v) >= 0 && (*this)(v) + kVec <= features_);
   }
 
-  // Makes zeros of what belongs to the row's neighbours.
+  // Replaces values that belong to neighbouring rows by zeros.
   __device__ __forceinline__ void mask(int v, float (&values)[kVec]) const {
     if (owns_all(v)) return;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] = owns(v, i) ? values[i] : 0.0f;
   }
 
-  // Writes what is the row's own of a vector that it `has`; `row` is where the row starts.
+  // Writes those values of vector `v`, which the row `has`, that belong to the row; `row` is the
+  // row's start.
   template <typename T>
   __device__ __forceinline__ void store(T* row, int v, const Vector<T, kVec>& vector) const {
     if (owns_all(v)) {
@@ -161,7 +164,7 @@ class Columns {
       store_own(row, v, vector);
     }
   }
-  // The same for what is used once: it leaves the caches first.
+  // Writes values that are used only once, so that they leave the caches first.
   template <typename T>
   __device__ __forceinline__ void store_once(T* row, int v, const Vector<T, kVec>& vector) const {
     if (owns_all(v)) {
@@ -173,12 +176,12 @@ class Columns {
 
   __device__ __forceinline__ int features() const { return features_; }
 
-  // Where the team's features start in a matrix with rows of `features`.
+  // The start of the team's features in a matrix with rows of `features`.
   __device__ __forceinline__ int64_t start(int row, int features) const {
     return static_cast<int64_t>(row) * features + first_;
   }
 
-  // column(v) in a vector of all features.
+  // The index of column(v) among all features, of which the team may own a part.
   __device__ __forceinline__ int of_all(int v) const { return first_ + (*this)(v); }
 
  private:
@@ -202,14 +205,14 @@ class Columns {
   int shift_;
 };
 
-// What lies between the multiple of kVec values before a row's start and the start.
+// The number of values between a row's start and the last multiple of kVec values before it.
 template <int kVec, bool kShifted>
 __device__ __forceinline__ int shift_of(int row, int features) {
   return kShifted ? static_cast<int>(static_cast<int64_t>(row) * features % kVec) : 0;
 }
 
-// A parameter at the columns of a thread, as it lies in memory: loads of several parameters are
-// under way together until the first of them is asked for its values.
+// A parameter at the columns of a thread, in the dtype of memory. The loads of several parameters
+// are in flight together until the values of the first are requested.
 template <int kVec, int kVectors, bool kShifted>
 class ParameterLoad {
   using Columns = ::Columns<kVec, kVectors, kShifted>;
@@ -225,14 +228,14 @@ class ParameterLoad {
     }
   }
 
-  // The values plus `offset`; `absent` where there is no parameter or no column.
+  // Returns the values plus `offset`, or `absent` where there is no parameter or no column.
   __device__ __forceinline__ void values(float absent, float offset,
                                          float (&out)[kVectors][kVec]) const {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) values(v, absent, offset, out[v]);
   }
 
-  // The same of vector `v` alone.
+  // Returns the values of vector `v` alone, plus `offset`, or `absent`.
   __device__ __forceinline__ void values(int v, float absent, float offset,
                                          float (&out)[kVec]) const {
 #pragma unroll
@@ -268,7 +271,7 @@ class ParameterLoad {
     }
   }
 
-  // The words hold a value each where columns are shifted, else as many as they have room for.
+  // With shifted columns each word holds one value, otherwise as many values as it has room for.
   template <typename T>
   __device__ __forceinline__ static void convert(T, const uint32_t (&words)[kVec],
                                                  float (&out)[kVec]) {
@@ -291,20 +294,20 @@ class ParameterLoad {
   uint32_t words_[kVectors][kVec];
 };
 
-// Floats of shared memory that a thread's values of one parameter take: a few more than there are,
-// so that a warp reads them without bank conflicts.
+// The floats of shared memory for a thread's values of one parameter. There are a few more floats
+// than values, so that a warp reads them without bank conflicts.
 __host__ __device__ constexpr int shared_values(int elements, int vec) {
   return elements + (vec < 4 ? vec : 4);
 }
 
-// A thread's values of a parameter in float32: in registers, or in shared memory, where the teams
-// of a block have one copy.
+// A thread's values of a parameter in float32: in registers, or in shared memory, where all teams
+// of a block use one copy.
 template <int kVec, int kVectors, bool kInRegisters>
 class ColumnValues {
   static constexpr int kPart = kVec < 4 ? kVec : 4;
 
  public:
-  // Takes shared_values floats a thread of a team of `shared`, unless there are registers.
+  // Unless registers are used, takes shared_values floats for each thread of a team from `shared`.
   __device__ ColumnValues(float*& shared, const Team& team) {
     if constexpr (!kInRegisters) {
       constexpr int kStride = shared_values(kVec * kVectors, kVec);
@@ -314,7 +317,7 @@ class ColumnValues {
     }
   }
 
-  // All threads call it, and synchronise before the first read.
+  // Writes the values. All threads call this function, and synchronise before the first read.
   __device__ __forceinline__ void write(const float (&values)[kVectors][kVec]) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -353,7 +356,7 @@ class ColumnValues {
   float registers_[kInRegisters ? kVectors : 1][kVec];
 };
 
-// Puts a parameter at the columns of a thread, plus `offset`, into `target`.
+// Loads a parameter at the columns of a thread, plus `offset`, into `target`.
 template <int kVec, int kVectors, bool kShifted, bool kInRegisters>
 __device__ __forceinline__ void write_columns(
     const ParameterLoad<kVec, kVectors, kShifted>& parameter, float absent, float offset,
@@ -363,8 +366,9 @@ __device__ __forceinline__ void write_columns(
   target.write(values);
 }
 
-// The sum of load(0) .. load(count - 1), in float64: so a long chain of additions is as accurate as
-// a tree, and takes little code, which a kernel that runs it once has to fetch first.
+// Returns load(0) + ... + load(count - 1), summed in float64. A chain of additions is then as
+// accurate as a tree, and takes little code, which matters since a kernel that runs code once has
+// to fetch it first.
 template <int kSize, typename Load>
 __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Load& load) {
   double sums[kSize] = {};
@@ -380,15 +384,15 @@ __device__ __forceinline__ Vector<float, kSize> accurate_sum(int count, const Lo
   return rounded;
 }
 
-// Writes totals[column] = the sum over the block's teams of `values`, which are not needed any
-// more. `shared` has room for features floats of each team; call it between barriers.
+// Writes totals[column] = the sum of `values` over the block's teams; `values` are overwritten.
+// `shared` has room for `features` floats of each team. The call stands between two barriers.
 template <int kVec, int kVectors, bool kShifted>
 __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], const Team& team,
                                                const Columns<kVec, kVectors, kShifted>& column,
                                                float* shared, float* totals) {
   constexpr int kPart = kShifted ? 1 : kVec < 4 ? kVec : 4;
   using Part = Vector<float, kPart>;
-  // The teams of a warp have the same columns, unless their shifts differ: their sum is one part.
+  // Unless shifts differ, the teams of a warp own the same columns, and their sum is one part.
   int teams_of_part = 1;
   if constexpr (!kShifted) {
     for (int offset = team.size; offset < kWarpSize; offset *= 2) {
@@ -432,12 +436,12 @@ __device__ __forceinline__ void add_over_teams(float (&values)[kVectors][kVec], 
   }
 }
 
-// The rows that a unit, one team or several neighbouring ones of a block, takes: `height`
-// neighbouring rows a step, one for each of its teams.
+// The rows that a unit takes, which is one team or several neighbouring teams of a block: `height`
+// neighbouring rows in each step, one for each of its teams.
 struct RowWalk {
   int height;
-  int unit;  // of the block
-  int line;  // which of the rows is the team's
+  int unit;  // index of the unit in its block
+  int line;  // index of the team's row among the unit's rows
   int first;
   int step;
   int end;
@@ -453,13 +457,13 @@ struct RowWalk {
 
 // --- launch --------------------------------------------------------------------------------------
 
-// How a row is spread over threads; elements 0 where it is too long to be held by one team.
+// How a row is distributed over threads. `elements` is 0 if the row is too long for one team.
 struct Spread {
   int elements;   // per thread
   int team_size;  // threads per row
 
   int padded() const { return elements * team_size; }
-  // Floats of shared memory for `count` parameters.
+  // The floats of shared memory that `count` parameters take.
   int parameters(int count, int vec) const {
     return count * team_size * shared_values(elements, vec);
   }
@@ -473,17 +477,18 @@ __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Room for `rows` neighbouring rows, from the multiple of `vec` values before the first on.
+// The room for `rows` neighbouring rows, counted from the last multiple of `vec` values before
+// them.
 __host__ __device__ constexpr int slot_values(int rows, int features, int vec, bool shifted) {
   return shifted ? round_up(rows * features + vec - 1, vec) : rows * features;
 }
 
-// How many steps of a walk take it from a row to one of the same shift, where a step is `rows`.
+// The number of steps of `rows` rows after which a walk reaches a row of the same shift.
 inline int steps_of_one_shift(int rows, int features, int vec) {
   return vec / std::gcd(vec, static_cast<int>(int64_t{rows} * features % vec));
 }
 
-// The most threads of a block for each choice of elements, which is what registers allow.
+// For each choice of elements, the most threads of a block for which registers suffice.
 using ThreadLimits = std::array<int, kElementChoices>;
 
 constexpr int threads_limit(const ThreadLimits& limits, int elements) {
@@ -492,11 +497,12 @@ constexpr int threads_limit(const ThreadLimits& limits, int elements) {
 
 enum class Ties { kFewerThreads, kMoreThreads };
 
-// A row that a warp holds with kElementStep values a thread leaves a choice between many threads,
-// which have it soonest, and many values a thread, which take the fewest instructions a row.
+// A row that a warp holds with kElementStep values a thread can be spread over many threads, which
+// complete it soonest, or given to few threads with many values, which takes the fewest
+// instructions.
 enum class Narrow { kManyThreads, kManyValues };
 
-// Beyond it a thread's values of a narrow row and their sums would no longer find registers.
+// With more values of a narrow row, a thread's registers would not hold the values and their sums.
 constexpr int kMostNarrowElements = 3 * kElementStep;
 
 constexpr int power_of_two_from(int value) {
@@ -505,22 +511,22 @@ constexpr int power_of_two_from(int value) {
   return power;
 }
 
-// With many values a thread: the spread that leaves the fewest threads idle, and of equals the one
-// with the most values.
+// With many values a thread: returns the spread with the fewest idle threads and, among equals, the
+// one with the most values a thread.
 inline Spread choose_narrow_spread(int values, int most_elements) {
   Spread best = {};
   for (int elements = kElementStep; elements <= most_elements; elements += kElementStep) {
     const Spread spread{elements, power_of_two_from(divide_up(values, elements))};
-    // Columns::has relies on it.
+    // Columns::has relies on this condition.
     if (values < spread.team_size * (elements - kElementStep)) continue;
     if (best.elements == 0 || spread.padded() <= best.padded()) best = spread;
   }
   return best;
 }
 
-// Rows of up to 1,024 features go to one warp or less, which needs no barrier; longer ones to the
-// team that wastes the fewest threads; `ties` decides between equals. Where rows are shifted, a
-// team holds whatever their shift is.
+// Gives rows of up to 1,024 features to one warp or less, which needs no barrier, and longer rows
+// to the team that leaves the fewest threads idle; `ties` decides between equals. Where rows are
+// shifted, a team has room for a row with any shift.
 inline Spread choose_spread(int features, int vec, bool shifted, int most_elements,
                             const ThreadLimits& limits, Ties ties, Narrow narrow) {
   Spread best = {};
@@ -545,8 +551,8 @@ inline Spread choose_spread(int features, int vec, bool shifted, int most_elemen
   return best;
 }
 
-// The threads of a block: as many teams as `limit` threads allow, but few rows are spread over all
-// multiprocessors before blocks grow.
+// Returns the threads of a block: as many teams as `limit` threads allow, except that few rows are
+// first spread over all multiprocessors.
 inline int choose_threads(const Spread& spread, int64_t rows, int limit, const Device& device) {
   const int least = std::max(spread.team_size, kWarpSize);
   const int64_t teams = divide_up(rows, device.multiprocessors);

@@ -9,14 +9,15 @@ constexpr int kMaxTeamWarps = 16;
 
 struct Team {
   int size;
-  int index;  // of the team in its block
-  int rank;   // of the thread in its team
+  int index;  // index of the team in its block
+  int rank;   // rank of the thread in its team
 
   __device__ explicit Team(int team_size)
       : size(team_size), index(threadIdx.x / team_size), rank(threadIdx.x % team_size) {}
 };
 
-// values[i] = the sum over the lanes that differ in the bits below `size`, a power of two.
+// Sets values[i] = the sum over the lanes whose indices differ only in the bits below `size`, a
+// power of two.
 template <int kValues>
 __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues]) {
   const auto add = [&](int offset) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ void add_over_lanes(int size, float (&values)[kValues
   }
 }
 
-// Sums of the places that the `warps` of a team have written, a group of places for each value.
+// Sums what the `warps` warps of a team have written; each value has a group of places, one a warp.
 // Places without a warp are zero.
 template <int kValues>
 __device__ __forceinline__ void add_places(const float* places, int warps,
@@ -50,16 +51,17 @@ __device__ __forceinline__ void add_places(const float* places, int warps,
   }
 }
 
-// Sums over a team, one or two at once. Every thread gets the same bits, from run to run too: the
-// order of the additions is fixed.
+// Sums over a team, of one or two values at once. The order of the additions is fixed, so every
+// thread gets the same bits in every run.
 class TeamSum {
-  // Floats of one turn: a block has half as many teams of two warps or more as it has warps.
+  // The floats used in one turn: among the warps of a block there can be at most half as many teams
+  // of two or more warps.
   static constexpr int kTurn = 2 * kMaxTeamWarps * kMaxTeamWarps / 2;
 
  public:
   static constexpr int kScratch = 2 * kTurn;
 
-  // All threads of a block call it and, before the first sum, `start`.
+  // All threads of a block construct the object and call `start` before the first sum.
   __device__ TeamSum(const Team& team, float* scratch) : team_(team), scratch_(scratch) {
     if (team.size <= kWarpSize) return;
     for (int i = threadIdx.x; i < kScratch; i += blockDim.x) scratch[i] = 0.0f;
@@ -72,8 +74,9 @@ class TeamSum {
     static_assert(kValues <= 2);
     add_over_lanes(team_.size, values);
     if (team_.size <= kWarpSize) return;
-    // The turns alternate, so one barrier a sum is enough: a warp that writes a place again has
-    // passed the barrier of the sum between, and so has everyone who read that place.
+    // Turns alternate between two buffers, so that one barrier for each sum suffices: a warp that
+    // writes a place again has passed the barrier of the sum in between, and so has every reader of
+    // that place.
     float* own = scratch_ + turn_ * kTurn + team_.index * 2 * kMaxTeamWarps;
     turn_ ^= 1;
     if (threadIdx.x % kWarpSize == 0) {
@@ -92,8 +95,8 @@ class TeamSum {
   int turn_ = 0;
 };
 
-// The same for a team that is a cluster of two blocks, of up to half of kMaxTeamWarps each. A warp
-// stores its sums in both blocks, and the barrier of a turn counts the bytes.
+// Sums over a team that is a cluster of two blocks, each with at most half of kMaxTeamWarps warps.
+// A warp stores its sums in both blocks, and the barrier of a turn counts the bytes stored.
 class PairSum {
   static constexpr int kTurn = 2 * kMaxTeamWarps;
 
@@ -116,7 +119,8 @@ class PairSum {
     const uint32_t warps = half_.size / kWarpSize;
     float* own = places_ + turn_ * kTurn;
     uint64_t* barrier = barriers_ + turn_;
-    // The barrier has been waited for in the turn before last; its phase cannot end before this.
+    // The previous phase of this barrier was awaited two turns ago, and the next phase cannot end
+    // before this arrival.
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, 2 * warps * kValues * sizeof(float));
     const uint32_t lane = threadIdx.x % kWarpSize;
     if (lane < 2 * kValues) {

@@ -9,14 +9,15 @@
 #include <cstdint>
 #include <type_traits>
 
-// Values of 16 bits come in pairs, so that each pair, and not each value, takes a register.
+// Values of 16 bits are stored in pairs, so that a pair takes one register instead of two.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize) Vector {
   using Value = std::conditional_t<sizeof(T) == 2 && kSize % 2 == 0, uint32_t, T>;
   Value values[sizeof(T) * kSize / sizeof(Value)];
 };
 
-// One memory instruction for any vector of up to 16 bytes: nvcc does not promise that for a struct.
+// Loads a vector of up to 16 bytes with one memory instruction, which nvcc does not guarantee for a
+// struct.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load_vector(const void* address) {
   using V = Vector<T, kSize>;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void store_vector(void* address, const Vector<T, kSiz
   }
 }
 
-// The same for what is used once: it leaves the caches first.
+// Loads or stores values that are used only once, so that they leave the caches first.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load_streaming(const void* address) {
   using V = Vector<T, kSize>;
@@ -101,7 +102,7 @@ __device__ __forceinline__ void pack(const float (&in)[kSize], Vector<float, kSi
   for (int i = 0; i < kSize; ++i) vector.values[i] = in[i];
 }
 
-// Two values a conversion: one instruction where the GPU has it.
+// Converts two values at a time, with one instruction where the GPU has such an instruction.
 template <int kSize>
 __device__ __forceinline__ void pack(const float (&in)[kSize],
                                      Vector<__nv_bfloat16, kSize>& vector) {

@@ -1,4 +1,4 @@
-"""`python -m jaxfused`: what of jaxfused runs on this machine, and why the rest does not."""
+"""`python -m jaxfused`: which parts of jaxfused run on this machine, and why the others do not."""
 
 import importlib.metadata
 import inspect
@@ -14,13 +14,13 @@ from jaxfused import cuda, dispatch
 
 
 class Example(NamedTuple):
-    """A call of an operator as a ViT-B/16 at 224 pixels has it, or another model for what it lacks."""
+    """A call of an operator with the shapes of ViT-B/16 at 224 pixels, or of a model that has it."""
 
     call: Callable[..., Any]
     shapes: tuple[Any, ...]
-    """Of what the call is differentiated by."""
+    """The shapes of the arguments that the call is differentiated by."""
     others: tuple[Any, ...] = ()
-    """Of arguments that have no gradient."""
+    """The shapes of the arguments that have no gradient."""
 
 
 def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -69,18 +69,18 @@ EXAMPLES: dict[str, Example] = {
         jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),
 }
-"""One for every public function that takes `implementation`."""
+"""One example for each public function that takes `implementation`."""
 
 
 def operators(device: dispatch.Device) -> Iterator[tuple[str, jaxfused.Explanation]]:
-    """Every public function that takes `implementation`, and what runs its example on `device`."""
+    """Yields each public function that takes `implementation`, and what runs its example on `device`."""
     for name, function in sorted(vars(jaxfused).items()):
         if inspect.isfunction(function) and "implementation" in _parameters(function):
             yield name, _explanation(EXAMPLES[name], device)
 
 
 def _explanation(example: Example, device: dispatch.Device) -> jaxfused.Explanation:
-    """Of the call and its gradient."""
+    """Explains the call and its gradient."""
 
     def value_and_gradients(primals, others):
         results, vjp = jax.vjp(lambda *primals: example.call(*primals, *others), *primals)
@@ -95,7 +95,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def describe(device: dispatch.Device) -> str:
-    """The device in one line."""
+    """Returns a description of the device in one line."""
     if device.compute_capability is None:
         return f"{device.name} ({device.platform})"
     major, minor = device.compute_capability
@@ -103,7 +103,7 @@ def describe(device: dispatch.Device) -> str:
 
 
 def versions() -> str:
-    """The packages that decide what runs, with their versions."""
+    """Returns the packages that decide what runs, with their versions."""
     names = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "optax", "numpy")
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     found = [f"{name} {installed[name]}" for name in names if name in installed]
@@ -111,7 +111,7 @@ def versions() -> str:
 
 
 def report(device: dispatch.Device) -> str:
-    """All that the command prints: for each operator its stages at one shape, forward and backward."""
+    """Returns all that the command prints: each operator's stages at one shape, forward and backward."""
     lines = [
         f"versions      {versions()}",
         f"device        {describe(device)}",

@@ -1,8 +1,8 @@
 """Which implementation of an operator runs, and the reason why another one does not.
 
-An operator hands `choose` one reason per implementation, in order of preference: None where the
-implementation can run, a sentence where it cannot. Nothing else decides: no environment variable, no
-registry, no state.
+An operator gives `choose` one reason for each implementation, in order of preference: None if the
+implementation can run, or a sentence that says why it cannot. Nothing else decides: no environment
+variable, no registry, no state.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ Implementation = Literal["pallas", "cuda", "xla"]
 
 @dataclass(frozen=True)
 class Device:
-    """What an operator needs to know of the device that it will run on."""
+    """The properties, which operators depend on, of the device that a call will run on."""
 
     platform: str
     name: str
     compute_capability: tuple[int, int] | None
     """(major, minor) of an NVIDIA GPU, None for everything else."""
     multiprocessors: int
-    """Streaming multiprocessors of a GPU, 0 elsewhere."""
+    """The number of streaming multiprocessors of a GPU, or 0 for other devices."""
 
 
 _assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assumed", default=None)
@@ -33,7 +33,7 @@ _assumed: contextvars.ContextVar[Device | None] = contextvars.ContextVar("assume
 
 @contextlib.contextmanager
 def assume(device: Device) -> Iterator[None]:
-    """Inside of it operators are traced as for `device`, which need not be there."""
+    """Within this context operators are traced as for `device`, which need not be present."""
     token = _assumed.set(device)
     try:
         yield
@@ -42,10 +42,10 @@ def assume(device: Device) -> Iterator[None]:
 
 
 def current_device(*arrays: object) -> Device:
-    """The device on which an operation over `arrays` will run.
+    """Returns the device on which an operation over `arrays` will run.
 
-    Concrete arrays say where they are. Under a transformation they do not, and JAX's default device
-    (`jax.default_device`, then the default backend) is taken.
+    Concrete arrays are on a known device. Traced arrays are not, and JAX's default device is returned
+    (`jax.default_device`, then the default backend).
     """
     assumed = _assumed.get()
     if assumed is not None:
@@ -68,12 +68,12 @@ def _describe(device: jax.Device) -> Device:
 
 
 def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The reasons with one implementation ahead of the others."""
+    """Returns the reasons, with implementation `first` moved ahead of the others."""
     return {first: reasons[first], **reasons}
 
 
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> str:
-    """The implementation to run: the named one, or the first of `reasons` that can.
+    """Returns the implementation to run: the named one, or the first of `reasons` that can run.
 
     Args:
       op: the operator's public name, for the message.
@@ -104,26 +104,26 @@ def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None
 
 
 class Choice(NamedTuple):
-    """Which implementation runs a stage of an operator at one place of a program."""
+    """The implementation that runs a stage of an operator at one place of a program."""
 
     stage: str
-    """The operator and its stage: "layer_norm forward"."""
+    """The operator and its stage, such as "layer_norm forward"."""
     operands: Sequence[jax.ShapeDtypeStruct | None]
-    """As the kernel sees them: after `jax.vmap`, on the shard."""
+    """The operands that the kernel sees: after `jax.vmap`, on the shard."""
     implementation: str
     reasons: Mapping[str, str | None]
-    """For each implementation, fastest first, None or why it cannot run."""
+    """For each implementation, fastest first: None, or why it cannot run."""
     by_partitioner: bool = False
-    """Whether XLA asked, for a shard of an operation that it has partitioned."""
+    """Whether the choice was made while XLA partitioned the operation, for one shard of it."""
 
 
 class Fallback(NamedTuple):
-    """A call of a module that Flax's own code serves at one place of a program."""
+    """A call of a module at one place of a program that Flax's own code serves."""
 
     module: str
-    """The module's public name: "jaxfused.nnx.LayerNorm"."""
+    """The module's public name, such as "jaxfused.nnx.LayerNorm"."""
     reason: str
-    """Which argument no operator can serve: "a mask is given"."""
+    """The argument that no operator can serve, such as "a mask is given"."""
 
     def __str__(self) -> str:
         return f"{self.module} runs Flax's own code because {self.reason}"
@@ -134,14 +134,14 @@ _fallback_recordings: list[list[Fallback]] = []
 
 
 def record(choice: Choice) -> None:
-    """Tells those who listen what was chosen; see `recorded`."""
+    """Adds a choice to the lists of all active `recorded` contexts."""
     for recording in _recordings:
         recording.append(choice)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Choice]]:
-    """Inside of it the list fills with the choices of all that is traced."""
+    """Within this context, all choices made during tracing are added to the yielded list."""
     recording: list[Choice] = []
     _recordings.append(recording)
     try:
@@ -151,14 +151,14 @@ def recorded() -> Iterator[list[Choice]]:
 
 
 def note_fallback(module: str, reason: str) -> None:
-    """Tells those who listen that Flax's own code serves a call; see `recorded_fallbacks`."""
+    """Adds a call that Flax's own code serves to the lists of all active `recorded_fallbacks`."""
     for recording in _fallback_recordings:
         recording.append(Fallback(module, reason))
 
 
 @contextlib.contextmanager
 def recorded_fallbacks() -> Iterator[list[Fallback]]:
-    """Inside of it the list fills with the modules' calls that Flax's own code serves."""
+    """Within this context, module calls that Flax's own code serves are added to the yielded list."""
     recording: list[Fallback] = []
     _fallback_recordings.append(recording)
     try:

@@ -15,13 +15,13 @@ from jaxfused import dispatch
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str` of it is the report."""
+    """The result of `explain`, whose `str` is the report."""
 
     device: dispatch.Device
     calls: tuple[tuple[dispatch.Choice, int], ...]
-    """Each stage of an operator with what runs it, and how often the program has it."""
+    """Each stage of an operator with its choice, and how often the program contains it."""
     fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
-    """Each module's call that Flax's own code serves, with the reason, and how often."""
+    """Each call of a module that Flax's own code serves, with the reason, and how often it occurs."""
 
     def __str__(self) -> str:
         lines = [f"on {self.device.name}:"]
@@ -47,7 +47,7 @@ class Explanation:
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Says for every call of an operator in `f(*args, **kwargs)` what runs each of its stages.
+    """Reports for each call of an operator in `f(*args, **kwargs)` what runs each of its stages.
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
     those that a kernel sees: after `jax.vmap`, on one device's shard. To see the stages of gradients,
@@ -95,13 +95,13 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def _traced_anew() -> Iterator[None]:
-    """Inside of it nothing that JAX has traced before is taken from its caches."""
+    """Within this context JAX traces everything anew instead of taking it from its caches."""
     with set_xla_metadata(jaxfused_explain=str(next(_numbers))):
         yield
 
 
 def _is_split_by_xla(*trees: Any) -> bool:
-    """Whether some array is sharded over Auto axes, where shards are known when XLA compiles."""
+    """Whether some array is sharded over Auto axes, whose shards are known only when XLA compiles."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees)]
     return any(
         isinstance(sharding, jax.sharding.NamedSharding)
@@ -112,7 +112,7 @@ def _is_split_by_xla(*trees: Any) -> bool:
 
 
 class _Key:
-    """A choice, equal to others that say the same."""
+    """A hashable form of a choice, equal to that of every choice with the same content."""
 
     def __init__(self, choice: dispatch.Choice):
         self.choice = choice

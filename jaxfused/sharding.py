@@ -1,16 +1,17 @@
 """How an operator runs on sharded inputs, in whichever of JAX's ways the caller shards them.
 
-To XLA a kernel is opaque: left alone, it gathers its operands on every device. `per_shard` runs it on
-the shards instead. Where the sharding is known depends on the mesh axes:
+A kernel is opaque to XLA, which by default gathers the kernel's operands on every device. `per_shard`
+runs the kernel on the shards instead. When the sharding is known depends on the mesh axes:
 
 - Auto (`jax.jit` over sharded arrays): when XLA compiles. The kernel becomes a `custom_partitioning`
   with a rule for the Shardy partitioner.
 - Explicit (`jax.jit` too): in the types of the operands. The kernel runs in a `jax.shard_map`.
 - Manual (inside `jax.shard_map` and `jax.pmap`): the operands are the shards.
 
-One case is beyond JAX: Auto axes beside Manual or Explicit ones. XLA gives the partitioning function no
-mesh there, without which the sums over shards cannot be named, and naming one ends in a failed check
-of its compiler. So the operands of a kernel are gathered along those Auto axes, and along no others.
+One case is beyond JAX: Auto axes beside Manual or Explicit ones. There XLA passes no mesh to the
+partitioning function. Sums over shards cannot be expressed without a mesh, and with a mesh of our own a
+check in XLA's compiler fails. The operands of a kernel are therefore gathered along those Auto axes, and
+along no others.
 """
 
 import functools
@@ -27,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Places = Mapping[str, tuple[str, ...]]
-"""The mesh axes that split each axis of an operation; axes that are whole are not in it."""
+"""The mesh axes that split each axis of an operation; an axis that is not split is not listed."""
 
 
 def per_shard(
@@ -109,14 +110,14 @@ def per_shard(
 
 
 def leading_axes(count: int) -> str:
-    """Letters for `count` leading axes, in upper case, which leaves lower case to the operator."""
+    """Returns letters for `count` leading axes, in upper case; lower case is left to the operator."""
     return string.ascii_uppercase[:count]
 
 
 def align(
     operands: Sequence[jax.Array | None], *, operand_axes: Sequence[str], whole: str = ""
 ) -> tuple[jax.Array | None, ...]:
-    """The operands, sharded alike wherever types say how: what comes before an operator's custom_vjp.
+    """Returns the operands with one sharding where their types state it, ahead of a custom_vjp.
 
     A custom_vjp must give gradients of the very types of its operands. This step has a gradient by
     JAX's own rules: it brings them back to the sharding of the caller's arrays and, in a
@@ -150,14 +151,14 @@ def align(
 def is_explicit(*operands: jax.Array) -> bool:
     """Whether the operands' types say how they are sharded.
 
-    Then jax.numpy wants to be told of a sum over what is split; `per_shard` knows it.
+    If they do, jax.numpy has to be told the sharding of a sum over a split axis, which `per_shard` does.
     """
     return bool(_mesh(operands).explicit_axes)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static in a call of `per_shard`; the axes of absent operands are None."""
+    """The static part of a call of `per_shard`; the axes of absent operands are None."""
 
     f: Callable[..., tuple[jax.Array | None, ...]]
     operand_axes: tuple[str | None, ...]
@@ -174,14 +175,15 @@ class _Call:
         return tuple(letters for letters in self.result_axes if letters is not None)
 
     def on_shards(self, places: Places, *shards: jax.Array) -> tuple[jax.Array, ...]:
-        """The results that are there, from the shards of the operands that are there."""
+        """Returns the results that are not None, from the shards of the operands that are not None."""
         varying = _varying(shards)
         remaining = iter(_vary(shards, varying))
         results = self.f(
             *(None if letters is None else next(remaining) for letters in self.operand_axes)
         )
         present = [result for result in results if result is not None]
-        # A kernel's results do not say by themselves that they vary as its operands do.
+        # A kernel's results do not state that they vary over the mesh axes of its operands, so this adds
+        # it.
         return tuple(
             lax.psum(
                 result,
@@ -193,7 +195,7 @@ class _Call:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The call as XLA is to partition it."""
+    """Runs the call in the form that XLA partitions."""
 
     def partition(mesh: Mesh, operands: Any, results: Any):
         del results
@@ -222,7 +224,7 @@ def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(call.present_operands)} -> {rule(call.present_results)}",
-        # In the order of the rule, as its check wants them.
+        # The factors are in the order of the rule, which JAX checks.
         need_replication_factors=tuple(
             letter
             for letter in dict.fromkeys("".join(call.present_operands + call.present_results))
@@ -239,13 +241,13 @@ def _places(
     mesh_shape: Mapping[str, int],
     whole: str,
 ) -> Places:
-    """Where each letter is split: as in the first operand that splits it in a way that is possible."""
+    """Returns the mesh axes of each letter: those of the first operand that can be split so."""
     places: dict[str, tuple[str, ...]] = {}
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):
         for entry, size, letter in zip(spec, shape, letters, strict=False):
             names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             taken = set().union(*places.values())
-            # XLA pads a shard that does not come out even, and sums would count the padding.
+            # XLA pads shards of uneven sizes, and sums would include the padding.
             even = size % math.prod(mesh_shape[name] for name in names) == 0
             if names and even and letter not in {*whole, *places} and taken.isdisjoint(names):
                 places[letter] = names
@@ -253,7 +255,7 @@ def _places(
 
 
 def _explicit_places(operands: Sequence[jax.Array], axes: Sequence[str], whole: str) -> Places:
-    """`_places` by the types of the operands, which name Explicit axes only."""
+    """Computes `_places` from the types of the operands, which name Explicit axes only."""
     return _places(
         [jax.typeof(operand).sharding.spec for operand in operands],
         [operand.shape for operand in operands],
@@ -268,13 +270,13 @@ def _spec(letters: str, places: Places) -> P:
 
 
 def _mesh(operands: Sequence[jax.Array]) -> AbstractMesh:
-    """The mesh of the operands' types: of the first that has one, as constants have none."""
+    """Returns the mesh of the first operand whose type has one, since constants have none."""
     meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
     return next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
 
 
 def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
-    """The Manual axes along which any operand varies, where `jax.shard_map` keeps account of them."""
+    """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
     return frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in operands))
 
 

@@ -1,4 +1,4 @@
-"""Holds an operator and its gradients against a plain jax.numpy statement in float64."""
+"""Compares an operator and its gradients with a plain jax.numpy statement in float64."""
 
 import jax
 import jax.numpy as jnp

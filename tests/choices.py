@@ -1,4 +1,4 @@
-"""What runs the stages of an operator, asked as a user would ask."""
+"""What runs the stages of an operator, asked through the public interface."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import jaxfused
 
 
 def why_not(f: Callable[..., Any], *args: Any) -> str | None:
-    """None if the implementation that `f` names can run, forward and backward, else the sentence."""
+    """Returns None if the implementation that `f` names can run, forward and backward, else why not."""
 
     def value_and_gradients(*args):
         results, vjp = jax.vjp(f, *args)
@@ -26,12 +26,12 @@ def why_not(f: Callable[..., Any], *args: Any) -> str | None:
 
 
 def skip_where_it_cannot_run(f: Callable[..., Any], *args: Any) -> None:
-    """Skips with the very sentence that a user would be told."""
+    """Skips the test with the sentence that a user would read."""
     reason = why_not(f, *args)
     if reason is not None:
         pytest.skip(reason)
 
 
 def chosen(f: Callable[..., Any], *args: Any) -> dict[str, str]:
-    """What runs each stage of `f`."""
+    """Returns the implementation that runs each stage of `f`."""
     return {choice.stage: choice.implementation for choice, _ in jaxfused.explain(f, *args).calls}

@@ -1,4 +1,4 @@
-"""Fixtures of every level: a GPU where one is needed, a simulated Hopper where none is."""
+"""Fixtures for tests on every level: a real GPU, or a simulated Hopper where none is needed."""
 
 import gc
 import os
@@ -28,12 +28,12 @@ HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 
 
 def pytest_collection_modifyitems(items):
-    """What takes long starts first, so that at the end no process waits for the other's last test."""
+    """Tests that take long start first, so that at the end no process waits for another's last test."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish():
-    """What is imported by now stays: the garbage collector need not visit it each time."""
+    """Objects imported by now live on, so the garbage collector need not visit them each time."""
     gc.collect()
     gc.freeze()
 
@@ -50,7 +50,7 @@ DIGITS_FLAGS += ("--checkpoint-every", "2")
 
 @pytest.fixture(scope="session")
 def digits_run(tmp_path_factory):
-    """What a short training of the ViT leaves, once for all who look at it."""
+    """The directory of one short training of the ViT, shared by all tests that read it."""
     # Imported here: the tests of operators need no checkpoints and no pictures.
     from examples.vit import train
 
@@ -61,14 +61,14 @@ def digits_run(tmp_path_factory):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Operators believe that they run on a Hopper GPU: for lowering without one."""
+    """Operators assume a Hopper GPU, so that they can be lowered for one without having it."""
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
     return HOPPER
 
 
 @pytest.fixture
 def interpreted_hopper(hopper, monkeypatch):
-    """As `hopper`, and Pallas kernels run in Mosaic's interpreter on the CPU."""
+    """Like `hopper`, and Pallas kernels run in Mosaic's interpreter on the CPU."""
     mosaic_interpreter.share_unions(monkeypatch)
     with plgpu.force_gpu_interpret_mode():
         yield hopper
@@ -76,7 +76,7 @@ def interpreted_hopper(hopper, monkeypatch):
 
 @pytest.fixture
 def race_detector(hopper, capfd, monkeypatch):
-    """As `interpreted_hopper`, and the test fails if threads of a kernel race."""
+    """Like `interpreted_hopper`, and the test fails if threads of a kernel race."""
     mosaic_interpreter.share_unions(monkeypatch)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield hopper

@@ -13,7 +13,7 @@ def parametrize(
     quick: slice | Iterable[int],
     ids: Callable[[Any], str] = str,
 ) -> pytest.MarkDecorator:
-    """As `pytest.mark.parametrize`; what is not in `quick` is marked `exhaustive`.
+    """Works like `pytest.mark.parametrize`, and marks what is not in `quick` as `exhaustive`.
 
     Args:
       names: of one argument, or of several as a tuple.

@@ -1,4 +1,4 @@
-"""Batches for the tests of worker processes: each process imports this file, and no JAX for it."""
+"""Batches for the tests of worker processes, each of which imports this file, which avoids JAX."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a function launches on a GPU, read from the program that JAX lowers it to on any machine."""
+"""The kernels that a function launches on a GPU, read from the program that JAX lowers it to."""
 
 import re
 from collections.abc import Callable
@@ -14,23 +14,23 @@ _MOSAIC = re.compile(r"\\00(?!stable_mosaic_gpu)(\w+)_mosaic_gpu\\00")
 
 
 def lowered(f: Callable, *args: Any) -> str:
-    """The program that `f` is for CUDA, lowered without a GPU. The arguments may be shapes."""
+    """Returns the program of `f` for CUDA, lowered without a GPU; the arguments may be shapes."""
     checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in library.TARGETS]
     export = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=checks)
     return export(*args).mlir_module()
 
 
 def kernels(f: Callable, *args: Any) -> list[str]:
-    """The kernels that `f` launches on a GPU, in the order of the program.
+    """Returns the kernels that `f` launches on a GPU, in the order of the program.
 
-    A Pallas kernel goes by its `kernel_name`, another call by its target. A product or a sum that is
-    left to XLA is no kernel here.
+    A Pallas kernel is listed by its `kernel_name`, another call by its target. Products and sums that
+    are left to XLA do not count as kernels here.
     """
     return kernels_in(lowered(f, *args))
 
 
 def kernels_in(program: str) -> list[str]:
-    """The same for a program that has been lowered."""
+    """Returns the kernels of a program that has been lowered already."""
     found = []
     for line in program.splitlines():
         if (call := _CALL.search(line)) is None:

@@ -1,4 +1,4 @@
-"""What the tests of jaxfused.optim train: a small tree with leaves of every kind, by Optax."""
+"""What the tests of jaxfused.optim train with Optax: a small tree with leaves of every kind."""
 
 import chex
 import jax
@@ -8,7 +8,7 @@ import optax
 
 
 def make_params(dtype=jnp.float32):
-    """Matrix and scalar of `dtype`, odd vector and empty leaf of float32, None, masked."""
+    """Returns a tree with leaves of many shapes and dtypes, an empty leaf, None and a masked node."""
     w, b, s = jax.random.split(jax.random.key(0), 3)
     return {
         "dense": {"w": jax.random.normal(w, (5, 7), dtype), "b": jax.random.normal(b, (33,))},
@@ -17,13 +17,13 @@ def make_params(dtype=jnp.float32):
 
 
 def make_grads(params, step=0):
-    """Gradients of the parameters' dtypes that depend on nothing but the step."""
+    """Returns gradients in the parameters' dtypes that depend on nothing but the step."""
     rng = np.random.default_rng(step)
     return jax.tree.map(lambda p: np.asarray(rng.normal(size=p.shape)).astype(p.dtype), params)
 
 
 def optax_step(tx):
-    """`step` as users of Optax write it: update, then apply_updates."""
+    """Takes a step as users of Optax write it: update, then apply_updates."""
 
     @jax.jit
     def step(grads, state, params):

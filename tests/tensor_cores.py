@@ -1,4 +1,4 @@
-"""Products of plain jax.numpy with operands as the tensor cores of the machine at hand take them."""
+"""Products in plain jax.numpy whose operands are rounded as this machine's tensor cores round them."""
 
 import jax
 import jax.numpy as jnp

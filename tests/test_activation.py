@@ -1,4 +1,4 @@
-"""The activations of the kernels against float64, in both precisions and where x is extreme."""
+"""The activations of the kernels against float64, in both precisions and at extreme x."""
 
 import jax
 import jax.numpy as jnp

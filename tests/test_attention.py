@@ -22,7 +22,7 @@ EVERYTHING = CASES[-1]
 
 
 def who_attends(case):
-    """The mask [B, N, T, S], pair by pair."""
+    """Returns the mask [B, N, T, S], computed pair by pair."""
     options = case.options()
     explicit = np.broadcast_to(
         options.get("mask", True), (case.batch, case.heads, case.queries, case.keys)
@@ -45,7 +45,7 @@ def who_attends(case):
 
 
 def plain_attention(case, allowed, kept=None, rate=0.0):
-    """As one writes it with jax.numpy: repeated heads, one softmax in float32, a sink as a column."""
+    """Attention as one writes it in jax.numpy: repeated heads, a float32 softmax, a sink as a column."""
 
     def f(query, key, value, bias, sinks):
         dtype = query.dtype
@@ -140,7 +140,7 @@ def test_without_batch():
 
 
 def test_the_gradient_of_the_residual_is_that_of_jax():
-    """None flows into it, or a swap of the functions would change gradients in silence."""
+    """The residual gets no gradient; else, swapping the functions would change gradients in silence."""
     qkv = np.random.default_rng(0).normal(size=(3, 2, 5, 2, 8)).astype(np.float32)
 
     def gradient(function, **options):
@@ -331,7 +331,7 @@ H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 
 
 def cudnn(length=192, keys=None, head_size=64, value_size=None, dtype=jnp.bfloat16, **options):
-    """Why cuDNN cannot take a call on the device that is assumed, as the error says it."""
+    """Returns why cuDNN cannot take a call on the assumed device, as the error states it."""
     query = jnp.ones((1, length, 2, head_size), dtype)
     key = jnp.ones((1, keys or length, 2, head_size), dtype)
     value = jnp.ones((*key.shape[:3], value_size or head_size), dtype)

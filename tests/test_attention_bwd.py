@@ -119,7 +119,7 @@ def test_other_configs_lower(size, query_config, key_config):
     ("queries", "keys", "head_size", "value_size"), [(197, 333, 72, 80), (1, 301, 128, 64)]
 )
 def test_matrices_are_not_copied_to_fit(queries, keys, head_size, value_size):
-    """Whatever their lengths and head sizes: only statistics of queries are filled up."""
+    """Only the statistics of queries are padded, whatever the lengths and head sizes are."""
     query, key, value, dout = (
         jax.ShapeDtypeStruct((2, *sizes), jnp.bfloat16)
         for sizes in (
@@ -192,7 +192,7 @@ def problem(batch, queries, keys, heads, key_heads, head_size, value_size, dtype
 
 
 def truth(query, key, value, dout, bias, sinks, mask, words, logits):
-    """out, lse [B, N, T] and the gradients by the reference in float32, from the rounded inputs."""
+    """Returns out, lse [B, N, T] and the gradients of the float32 reference on the rounded inputs."""
 
     # One program: in the interpreter's tests, compiling it operation by operation took a quarter.
     @jax.jit
@@ -217,13 +217,13 @@ def truth(query, key, value, dout, bias, sinks, mask, words, logits):
 
 
 def distance(actual, expected):
-    """The relative error in the Euclidean norm."""
+    """Returns the relative error in the Euclidean norm."""
     difference = np.asarray(actual, np.float64) - np.asarray(expected, np.float64)
     return np.linalg.norm(difference) / np.linalg.norm(np.asarray(expected, np.float64))
 
 
 def assert_close(actual, expected, tolerance, name):
-    """The error is within `tolerance` of the truth in the Euclidean norm, or of 1 where it is less."""
+    """Asserts an error within `tolerance` of the truth's Euclidean norm, or of 1 where that is less."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert np.linalg.norm(actual - expected) <= tolerance * max(np.linalg.norm(expected), 1), name
 
@@ -256,7 +256,7 @@ def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_c
 
 
 def every_option(names, shape):
-    """(mask, operands, words) of the reference and the kernels with the options of these names."""
+    """Returns (mask, operands, words) for the reference and the kernels, given the options by name."""
     batch, queries, keys, heads = shape
     rng = np.random.default_rng(7)
     words = jnp.asarray(rng.integers(2**32, size=2), jnp.uint32) if "dropout" in names else None
@@ -347,7 +347,7 @@ def block_mask(mask, queries, keys):
 def test_accurate_without_races_in_the_interpreter(
     race_detector, monkeypatch, counts, sizes, names, config
 ):
-    """Over several tiles of one CTA, some of them without visits, so that barriers are used again."""
+    """One CTA has several tiles, some without visits, so that barriers are used again."""
     mosaic_interpreter.complete(monkeypatch)
     names = names.split()
     batch, heads, key_heads = 2 if "key_lengths" in names else 1, 2, 1

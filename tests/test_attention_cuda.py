@@ -1,4 +1,4 @@
-"""dot_product_attention by the CUDA kernels: limits, lowering, and on a GPU values and refusals."""
+"""dot_product_attention by the CUDA kernels: limits, lowering, and on a GPU values and rejections."""
 
 import chex
 import jax
@@ -32,7 +32,7 @@ MORE_CASES = (
 
 
 def random_case(seed):
-    """`any_case`, with a head size that may be any of the kernels'."""
+    """Draws `any_case`, with any of the head sizes that the kernels support."""
     case, has_dropout = any_case(seed)
     rng = np.random.default_rng(1000 + seed)
     if rng.random() < 0.3:
@@ -42,7 +42,7 @@ def random_case(seed):
 
 @pytest.fixture
 def built(monkeypatch):
-    """The kernels count as built: lowering needs their names alone."""
+    """The kernels are treated as built, because lowering needs only their names."""
     monkeypatch.setattr(library, "why_unavailable", lambda: None)
     monkeypatch.setattr(library, "register", lambda: None)
 

@@ -47,7 +47,7 @@ def allowed_pairs(query_count, key_count, is_causal, window, lengths):
 
 
 def block_mask_of(change, counts):
-    """(the mask, its lengths within `counts`)."""
+    """Draws (a mask, lengths within `counts`)."""
     lengths = change["lengths"]
     mask = BlockMask(
         *counts,
@@ -94,7 +94,7 @@ def test_blocks_are_the_same_when_traced(change):
 
 @pytest.mark.parametrize("change", MASKS, ids=str)
 def test_kernels_may_leave_masking_out(change):
-    """Where `is_always_full` and `right_partial_blocks` say that a kernel needs less."""
+    """`is_always_full` and `right_partial_blocks` say correctly where a kernel needs less masking."""
     for counts, (rows, columns) in itertools.product(COUNTS, ((4, 8), (8, 4), (8, 8), (8, 6))):
         mask, lengths = block_mask_of(change, counts)
         for first in range(0, lengths[0], rows):
@@ -207,7 +207,7 @@ def window_of(case):
 
 
 def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None):
-    """The forward kernel as a function of (query, key, value, bias, sinks)."""
+    """Returns the forward kernel as a function of (query, key, value, bias, sinks)."""
     options = case.options()
     explicit = matrix(options.get("mask"))
 
@@ -254,7 +254,7 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None):
 
 
 def plain(case, dropout_rate=0.0):
-    """The reference as such a function."""
+    """Returns the reference as a function of (query, key, value, bias, sinks)."""
     options = case.options()
     explicit = matrix(options.get("mask"))
 
@@ -379,7 +379,7 @@ RAGGED = (
     quick=(0, 8, 11),
 )
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
-    """Over several tiles of one CTA, so that memory and barriers are used again."""
+    """One CTA has several tiles, so that memory and barriers are used again."""
     mosaic_interpreter.complete(monkeypatch)
     assert_as_accurate(case, "float16", config=config, multiprocessors=1)
 
@@ -415,7 +415,7 @@ def test_same_bits_twice(case):
 
 
 def random_case(seed):
-    """Any shape with any of the options, and whether it has dropout."""
+    """Draws any shape with any of the options, and whether it has dropout."""
     rng = np.random.default_rng(seed)
 
     def maybe(value, otherwise=None):
@@ -459,7 +459,7 @@ RANDOM_SEEDS = range(24)
 
 
 def operator(case, implementation, **more):
-    """dot_product_attention and its log-sum-exp, with 0 where that is EMPTY_LSE."""
+    """Returns dot_product_attention and its log-sum-exp, with 0 in the place of EMPTY_LSE."""
     options = case.options()
 
     def f(query, key, value, bias, sinks):
@@ -512,7 +512,7 @@ def test_the_gradient_of_random_cases_lowers(hopper, seed):
     quick=(1,),
 )
 def test_the_gradient_of_a_bias_alike_for_all_keys(interpreted_hopper, monkeypatch, case):
-    """Which is 0 without a sink and without a use of the log-sum-exp."""
+    """This gradient is 0 without a sink and without a use of the log-sum-exp."""
     mosaic_interpreter.complete(monkeypatch)
 
     def output(implementation):

@@ -96,7 +96,7 @@ def scale_of(case: Case) -> float:
 
 
 def plain(case: Case, dropout_rate: float = 0.0):
-    """The reference as a function of what has gradients; its log-sum-exp is [B, T, N]."""
+    """Returns the reference as a function of the differentiable arrays; its log-sum-exp is [B, T, N]."""
 
     def f(query, key, value, bias, sinks):
         if bias is not None:
@@ -129,7 +129,7 @@ def kernels(
     forward_config: ShortForwardConfig | None = None,
     backward_config: ShortBackwardConfig | None = None,
 ):
-    """The kernels as such a function."""
+    """Returns the kernels as a function of the differentiable arrays."""
     mask = mask_of(case)
     explicit = mask.explicit
     if explicit is not None:
@@ -231,7 +231,7 @@ def why_unsupported(case: Case, **more):
 
 
 def packed_and_separate(key_heads: int):
-    """What both ways return for (packed, dout), with the same names for the same things."""
+    """Returns the results of both ways for (packed, dout), under the same names."""
     mask = BlockMask(197, 197)
     shared = dict(logits=Logits(scale=0.125, mask=mask), multiprocessors=132)
 
@@ -314,7 +314,7 @@ def test_says_why_not(change, reason):
 @pytest.mark.gpu
 @pytest.mark.parametrize("beyond", [EMPTY_LSE, 0.0, -1e30, 1e30])
 def test_what_is_saved_beyond_the_queries_does_not_count(beyond):
-    """Whatever finite numbers another implementation's forward has left there."""
+    """The entries hold whatever finite numbers another implementation's forward has left there."""
     case = Case("beyond", 5, 9, heads=1, key_heads=1, head_size=16, batch=1)
     query, key, value, *_ = case.arrays(jnp.float16)
     shared = dict(logits=Logits(scale=0.25, mask=BlockMask(5, 9)), multiprocessors=1)
@@ -348,7 +348,7 @@ def test_drops_what_the_reference_drops(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [VIT, SHAPES[0], SHAPES[-2], HEADS[-2], OPTIONS[-1]], ids=str)
 def test_gives_the_same_bits_twice_and_in_every_config(case):
-    """Also with more heads than workers, where one multiprocessor's memory is used again."""
+    """There may be more heads than workers, so that a multiprocessor's memory is used again."""
     args = [None if a is None else jnp.asarray(a) for a in case.arrays(jnp.bfloat16)]
     f = kernels(case)
     cotangents = cotangents_of(f, args)
@@ -381,7 +381,7 @@ def test_one_array_gives_the_same_bits(key_heads):
 
 @pytest.mark.gpu
 def test_sequences_do_not_touch_each_other():
-    """What lies beyond a sequence's end in memory is another's beginning."""
+    """The memory beyond a sequence's end belongs to the next sequence."""
     case = Case("neighbours", 197, 197, head_size=64, batch=3)
     args = case.arrays(jnp.bfloat16)
     f = kernels(case)

@@ -48,7 +48,7 @@ ALL_CASES = CASES | PRODUCT_CASES
 
 
 def result_of(case, times, **rows):
-    """What the runner would save for `case` if these were the times."""
+    """Returns what the runner would save for `case` if these were the times."""
     rows |= {
         name: {"microseconds": time, "least": 0.99 * time, "most": 1.01 * time}
         for name, time in times.items()
@@ -99,7 +99,7 @@ def test_case_agrees_with_its_truth(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_case_counts_each_operand_once(name):
-    """Forward: inputs and outputs. Backward: what it reads again (h, dy, scale) and its outputs."""
+    """The forward counts inputs and outputs, the backward its inputs (h, dy, scale) and outputs."""
     case = CASES[name]
     inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
     outputs = jax.eval_shape(case.jax["reference"], *inputs)
@@ -465,7 +465,7 @@ def test_flops_of_loops_and_convolutions():
 
 @pytest.fixture(scope="module")
 def steps_section():
-    """What the command would save, on a CPU, where cuDNN's attention fails and CUPTI is not."""
+    """Returns what the command would save on a CPU, where cuDNN's attention and CUPTI are missing."""
     rows = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_ROUND_MILLISECONDS", 30.0)
@@ -574,7 +574,7 @@ def test_memory_is_the_allocators_or_in_brackets_the_plan():
 
 
 def test_torch_that_fails_says_why():
-    """Where timm is not installed, and where it is too."""
+    """The result is the same whether timm is installed or not."""
     reason = end_to_end._run_torch("no_such_model", 1)["failed"]
     assert "timm" in reason or "no_such_model" in reason
 

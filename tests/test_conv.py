@@ -15,7 +15,7 @@ from tests.transforms import assert_transforms
 
 
 def plain_conv(x, w, bias, residual, *, activation=None, strides=1, padding="SAME", **groups):
-    """As one writes it, where all of it runs in x's dtype."""
+    """The convolution as one writes it, with all arithmetic in x's dtype."""
     y = jax.lax.conv_general_dilated(
         x,
         w.astype(x.dtype),
@@ -46,7 +46,7 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
 
 
 def naive_conv(x, w, *, strides, padding, kernel_dilation, input_dilation, groups):
-    """Loops over the weights of a kernel along one axis, in float64."""
+    """Loops in float64 over the weights of a kernel along one axis."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     spread = np.zeros((x.shape[0], (x.shape[1] - 1) * input_dilation + 1, x.shape[2]))
     spread[:, ::input_dilation] = x

@@ -17,7 +17,7 @@ from tests.transforms import assert_transforms
 def plain_cross_entropy(
     logits, labels, weights, *, label_smoothing=0.0, z_loss=0.0, ignore_index=None, reduction="mean"
 ):
-    """As one writes it with jax.numpy, where all of it but the result runs in the dtype of logits."""
+    """The loss as one writes it in jax.numpy, with all arithmetic in the dtype of the logits."""
     counts = jnp.ones(logits.shape[:-1], logits.dtype)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         if ignore_index is not None:

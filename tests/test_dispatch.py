@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said where the named one cannot."""
+"""Which implementation runs, and what the error says where a named one cannot run."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What Flax's modules take, these take too, where the rules of an operator are narrower."""
+"""Whatever Flax's modules accept, these accept too, even where the operators' rules are narrower."""
 
 import flax.linen
 import flax.nnx
@@ -18,7 +18,7 @@ KEY = jax.random.key(7)
 
 
 def nnx_call(package, name, sizes, *inputs, call=None, **arguments):
-    """(the result, the variables after the call) of an nnx module."""
+    """Returns (the result, the variables after the call) of an nnx module."""
     module = getattr(package, name)(*sizes, rngs=flax.nnx.Rngs(0), **arguments)
     y = module(*inputs, **(call or {}))
     return y, flax.nnx.to_pure_dict(flax.nnx.state(module))
@@ -39,7 +39,7 @@ def assert_same(actual, expected):
 
 
 def assert_same_modules(name, sizes, linen_name, linen, *inputs, **arguments):
-    """Both modules give Flax's results, dtypes and variables."""
+    """Asserts that both modules give Flax's results, dtypes and variables."""
     both = (
         lambda of: nnx_call(of.nnx, name, sizes, *inputs, **arguments),
         lambda of: linen_call(of.linen, linen_name, *inputs, **linen, **arguments),
@@ -175,7 +175,7 @@ def test_rates_that_are_no_fractions_are_refused(rate):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sowing_the_weights_changes_nothing(is_causal):
-    """Nor the output of queries that may attend to nothing: it is 0, and so are their weights."""
+    """The output is the same, also for queries that may attend to nothing: it is 0 there."""
     x = normal(0, B, T, D)
     mask = jnp.ones((B, 1, T, T)).at[0, :, 2].set(0).at[1, :, 1, :2].set(0)
     masked = np.zeros((B, 1, T), bool)

@@ -61,7 +61,7 @@ def test_on_four_devices(selection):
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """The metrics of two steps and an evaluation on one device."""
+    """Returns the metrics of two steps and an evaluation on one device."""
     out = tmp_path_factory.mktemp("runs") / "one"
     train.main([*TWO_STEPS, "--out", str(out)])
     return metrics(out)
@@ -72,7 +72,7 @@ def metrics(run):
 
 
 def assert_same_numbers(run, wanted):
-    """Both losses, both norms of the gradients, and what the parameters say after both steps."""
+    """Compares both losses, both gradient norms, and the parameters after both steps."""
     actual = metrics(run)
     assert [r.keys() for r in actual] == [r.keys() for r in wanted]
     for mine, theirs in zip(actual, wanted, strict=True):
@@ -81,7 +81,7 @@ def assert_same_numbers(run, wanted):
 
 @on_four_devices
 def test_a_mesh_of_data_and_tensor_with_fsdp_resumes_on_another(one_device, tmp_path):
-    """The checkpoint after the first step knows nothing of the devices that wrote it."""
+    """The checkpoint after the first step does not depend on the devices that wrote it."""
     flags = [*TWO_STEPS, "--out", str(tmp_path)]
 
     def stop(*args):

@@ -22,7 +22,7 @@ from examples.unet.tiles import axis_tiles, predict_rows
 
 
 def plain_logits(params, images, *, groups):
-    """The U-Net of the paper, with group norm and SiLU, from the parameters of a `UNet`."""
+    """The U-Net of the paper, with group norm and SiLU, using the parameters of a `UNet`."""
 
     def layer(x, p):
         x = jax.lax.conv_general_dilated(
@@ -64,7 +64,7 @@ def plain_logits(params, images, *, groups):
 
 
 def random_model(**options):
-    """A model's structure, and parameters from NumPy: nothing is compiled for them."""
+    """Returns a model's structure, and parameters made by NumPy, so that nothing has to be compiled."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: UNet(**options, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
 
@@ -132,7 +132,7 @@ def test_weights_are_smooth_and_small_where_a_tile_knows_least():
 
 
 def tiled(image, function, *, tile, overlap, batch_size=3):
-    """`predict_rows`, put together, with a check of what it asks `function` for."""
+    """Returns the rows of `predict_rows` as one array, and checks what is asked of `function`."""
 
     def checked(tiles):
         assert tiles.shape == (batch_size, tile, tile, image.shape[2]) and tiles.dtype == np.uint8
@@ -144,7 +144,7 @@ def tiled(image, function, *, tile, overlap, batch_size=3):
 
 
 def blurred(tiles):
-    """The mean over 5 x 5 pixels, with zeros outside, as a convolution sees a tile."""
+    """Returns the mean over 5 x 5 pixels, with zeros outside, like a convolution within a tile."""
     padded = np.pad(tiles[..., 0] / np.float32(255), ((0, 0), (2, 2), (2, 2)))
     return np.lib.stride_tricks.sliding_window_view(padded, (5, 5), (1, 2)).mean((-1, -2))
 
@@ -220,7 +220,7 @@ def held_out():
 
 
 def model_of(run_directory):
-    """Whole images or tiles, uint8 [N, H, W, 1], to probabilities."""
+    """Maps whole images or tiles, uint8 [N, H, W, 1], to probabilities."""
     run = Run.load(run_directory)
     flags = argparse.Namespace(**run.config["flags"])
     graphdef, params = train.create(flags, channels=1, size=flags.crop)
@@ -272,7 +272,7 @@ def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkey
 
 
 def test_seams_do_not_show(short_run):
-    """A tile's group norms see the tile alone, so that tiled and whole differ; not at the seams."""
+    """Group norms see one tile only, so tiled and whole predictions differ, but not at the seams."""
     image, mask, function = held_out()["image"], held_out()["mask"], model_of(short_run)
     whole = function(image[None])[0]
     blended, butted = (
@@ -280,7 +280,7 @@ def test_seams_do_not_show(short_run):
     )
 
     def step_over_seams(probabilities, stride):
-        """How large the step to the next row is where a tile starts, in steps elsewhere."""
+        """Returns the jump between rows at the start of a tile, divided by the jump elsewhere."""
         steps = np.abs(np.diff(probabilities, axis=0)).mean(axis=1)
         return steps[stride - 1 :: stride].mean() / steps.mean()
 

@@ -21,7 +21,7 @@ from tests.conftest import DIGITS_FLAGS
 
 
 class PlainBlock(nnx.Module):
-    """The block as its paper draws it, with Flax's own layers."""
+    """The block as its paper draws it, built from Flax's own layers."""
 
     def __init__(self, size, rngs):
         width, heads = size.width, size.heads
@@ -37,7 +37,7 @@ class PlainBlock(nnx.Module):
 
 
 def plain_logits(params, size, images, pool):
-    """What the parameters of a `VisionTransformer` compute in `PlainBlock`s, one after the other."""
+    """Computes a `VisionTransformer`'s function with `PlainBlock`s, one after the other."""
     x = patchify(images, size.patch) @ params["embed"]["kernel"] + params["embed"]["bias"]
     if pool == "token":
         x = jnp.concatenate([jnp.tile(params["class_token"], (len(x), 1, 1)), x], axis=1)
@@ -76,7 +76,7 @@ SMALL = ViTSize(patch=2, depth=3, width=12, heads=3, hidden=20)
 
 
 def small(seed=0, **options):
-    """A small model whose parameters are all random, the zeros of the initial head included."""
+    """Returns a small model whose parameters are all random, including the head, which starts at 0."""
     model = VisionTransformer(
         SMALL, image_size=6, channels=2, classes=5, rngs=nnx.Rngs(seed), **options
     )
@@ -271,7 +271,7 @@ def test_jitter_moves_digits_a_little_and_invents_no_brightness():
 
 @pytest.fixture(scope="module")
 def digit_folder(tmp_path_factory):
-    """DIR/CLASS/*.png of zeros, ones and twos, 20 each."""
+    """Writes DIR/CLASS/*.png with 20 images each of zeros, ones and twos."""
     root = tmp_path_factory.mktemp("folder")
     digits = vit_data.digits(batch_size=8, seed=0, image_size=16, held_out=0.5)
     for label, name in enumerate(("zero", "one", "two")):
@@ -381,7 +381,7 @@ def test_bad_folders_are_named(digit_folder, tmp_path):
 
 
 def test_commands_refuse_bad_input_in_one_sentence_and_leave_nothing(tmp_path):
-    """As a user sees it: exit code 2, no traceback, no directory."""
+    """The user sees exit code 2, no traceback, and no directory."""
     out = tmp_path / "run"
 
     def refused(*argv):

@@ -1,4 +1,4 @@
-"""examples/vit/quantize: what the table says of a trained network, and what it refuses."""
+"""examples/vit/quantize: what the table says of a trained network, and what is rejected."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from examples.vit import quantize
 
 @pytest.fixture(scope="module")
 def table(digits_run):
-    """(bytes, accuracy, images/s) by name, as printed."""
+    """Returns (bytes, accuracy, images/s) by name, as printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "_SECONDS", 0.02)
         lines = []
@@ -38,7 +38,7 @@ def test_the_table_has_a_row_for_each_format(table):
 
 
 def test_sizes_are_those_of_the_arrays(table):
-    """Of 77 thousand parameters in float32, the kernels shrink to a byte or half of one."""
+    """The kernels of 77 thousand float32 parameters shrink to one byte a weight, or half a byte."""
     megabytes = {name: size for name, (size, *_) in table.items()}
     assert megabytes["float"] == pytest.approx(0.31, abs=0.005)
     kernels = 4 * (48 * 144 + 48 * 48 + 2 * 48 * 96) + 4 * 48 + 48 * 10
@@ -60,7 +60,7 @@ def test_accuracy_is_the_runs_and_survives_fewer_bits(digits_run, table):
 
 
 class Constant(nnx.Module):
-    """Says class 3 whatever it sees."""
+    """A model that predicts class 3 for every image."""
 
     def __init__(self):
         self.logits = nnx.Param(jax.nn.one_hot(3, 10))

@@ -1,4 +1,4 @@
-"""The CUDA library: it builds, holds what the table promises, and says why it cannot be used."""
+"""The CUDA library: it builds, contains all targets of the table, and says why it cannot be used."""
 
 import ctypes
 import functools
@@ -31,7 +31,7 @@ NO_MEAN = dict(
 
 @pytest.fixture(scope="session")
 def library_path(tmp_path_factory) -> Path:
-    """The library that `make test` has built, else one built for one architecture."""
+    """Returns the library that `make test` has built, else builds one for one architecture."""
     if library.PATH.exists():
         return library.PATH
     if shutil.which("nvcc") is None:
@@ -53,7 +53,7 @@ def library_path(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def loadable(library_path, monkeypatch):
-    """Whatever calls the kernels finds the library of `library_path`."""
+    """All calls of the kernels use the library of `library_path`."""
     monkeypatch.setattr(library, "PATH", library_path)
     forget()
     yield library_path
@@ -296,7 +296,7 @@ BF16 = "bfloat16"
 def test_the_handlers_of_linear_and_rope_refuse_what_does_not_fit(
     target, operands, results, attributes, message
 ):
-    """Shapes are float32 where no dtype stands beside them."""
+    """Shapes without a dtype beside them are float32."""
 
     def described(shape):
         with_dtype = len(shape) == 2 and isinstance(shape[1], str)
@@ -510,7 +510,7 @@ def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
     ],
 )
 def test_bias_activation(activation, gated, wide, shape, dtype):
-    """Values and gradients; `wide` for float32 around a product of another dtype."""
+    """Compares values and gradients; `wide` is for float32 around a product of another dtype."""
     rows, features = shape
     rng = np.random.default_rng(0)
 

@@ -15,7 +15,7 @@ from tests.transforms import assert_transforms
 
 
 def plain_group_norm(x, scale, bias, residual, *, num_groups, activation=None, epsilon=1e-6):
-    """As one writes it with jax.numpy, where all of it runs in x's dtype."""
+    """The norm as one writes it in jax.numpy, with all arithmetic in x's dtype."""
     images = jnp.moveaxis(x.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups), -2, 1)
     axes = tuple(range(2, images.ndim))
     mean, var = images.mean(axes, keepdims=True), images.var(axes, keepdims=True)

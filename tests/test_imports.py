@@ -1,4 +1,4 @@
-"""The arrows of the design, read from the import statements: each layer knows only those below it."""
+"""The design's arrows, read from the import statements: a layer imports only layers below it."""
 
 import ast
 from pathlib import Path
@@ -43,7 +43,7 @@ OURS = ("jaxfused", "pallas_kernels", "examples", "benchmarks", "tests")
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names that a file imports, with `from a import b` as a.b."""
+    """Returns the dotted names that a file imports, with `from a import b` as a.b."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -80,7 +80,7 @@ def test_the_packages_use_public_jax_and_no_triton(folder):
 
 
 def test_no_import_is_tried():
-    """A missing dependency is an error where it is needed, not a silent other path."""
+    """A missing dependency raises an error where it is needed, and selects no other path in silence."""
     for folder in ("jaxfused", "pallas_kernels"):
         for path in files(folder):
             for node in ast.walk(ast.parse(path.read_text())):

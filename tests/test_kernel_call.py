@@ -1,4 +1,4 @@
-"""The one way from an operator to its kernels: what is chosen, on which shapes, lowered how often."""
+"""The one way from an operator to its kernels: what is chosen, for which shapes, and lowered once."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ def h200():
 
 
 def kernels_lowered(f, *args) -> int:
-    """How many kernels the lowered text of a jitted function holds, called once or many times."""
+    """Returns how many kernels the lowered text of a jitted function holds, however often called."""
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return len(re.findall(r"custom_call @mosaic_gpu", text))
 
@@ -104,7 +104,7 @@ def test_a_kernel_is_lowered_once_on_many_devices(h200, manual):
 
 
 def test_a_layer_is_traced_once(h200):
-    """Of equal kernels with equal shapes, also across calls of `jax.jit`."""
+    """Equal kernels with equal shapes are lowered once, also across calls of `jax.jit`."""
     traces = []
 
     class Counted(linear.Layer):
@@ -121,7 +121,7 @@ def test_a_layer_is_traced_once(h200):
 
 
 def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
-    """In modules of their own, each of which XLA asks for at one place of the program."""
+    """XLA requests a module for each place of the program, and the lowered text is reused in it."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jnp.ones((64, D), BF16)
     forward = layer_norm._Forward(
@@ -154,7 +154,7 @@ def test_jit_of_an_operator_traces_once():
 
 
 def test_the_choice_is_made_on_the_rows_of_a_whole_batch(h200):
-    """Of single rows under `jax.vmap` the kernel sees them all."""
+    """The kernel sees all rows that `jax.vmap` maps over, not single rows."""
     x = jax.ShapeDtypeStruct((64, 768), BF16)
     norm = functools.partial(jaxfused.layer_norm, implementation="pallas")
     assert why_not(jax.vmap(norm), x) is None
@@ -163,7 +163,7 @@ def test_the_choice_is_made_on_the_rows_of_a_whole_batch(h200):
 @pytest.mark.parametrize("rows", (0, 8, 16, 24, 40))
 @pytest.mark.parametrize("features", (768, 257))
 def test_shards_of_any_size_have_an_implementation(h200, rows, features):
-    """Eight devices with 0, 1, 2, 3 and 5 rows each, by the kernels' own limits."""
+    """Eight devices have 0, 1, 2, 3 and 5 rows each, limited by the kernels' own rules."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((rows, features), BF16, sharding=sharding)
@@ -214,7 +214,7 @@ def test_explain_says_what_runs_after_the_function_was_traced_before(h200):
 
 
 def kernels_and_operands():
-    """Every kernel of every operator, with operands as its operator hands them over."""
+    """Yields every kernel of every operator, with the operands that its operator passes."""
     x, w, b = jnp.ones((64, D), BF16), jnp.ones((D, F), BF16), jnp.ones(F, BF16)
     h, dy = jnp.ones((64, F), BF16), jnp.ones((64, D), BF16)
     statistic, vector = jnp.ones(64), jnp.ones(D, BF16)
@@ -283,7 +283,7 @@ KERNELS = list(kernels_and_operands())
     ("kernel", "operands"), KERNELS, ids=[kernel.name.replace(" ", "_") for kernel, _ in KERNELS]
 )
 def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operands):
-    """So that the forward of one may be followed by the backward of another."""
+    """Lengths agree, so that the forward of one may be followed by the backward of another."""
 
     def of(implementation):
         return jax.eval_shape(lambda *args: kernel.run(implementation, H200, *args), *operands)
@@ -299,7 +299,7 @@ def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operand
 @pytest.mark.parametrize("residual", (False, True))
 @pytest.mark.parametrize("op", (jaxfused.layer_norm, jaxfused.rms_norm))
 def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, op, residual):
-    """The stages that stand beside kernels, where no kernel takes the shapes."""
+    """Single stages run in XLA beside kernels, where no kernel supports the shapes."""
     monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
     keys = jax.random.split(jax.random.key(0), 6)
     x, stream, dy, dstream = (jax.random.normal(key, (3, 5, 24)) for key in keys[:4])
@@ -392,7 +392,7 @@ def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkey
 
 
 def empty_calls():
-    """Calls of every operator with an axis of size 0."""
+    """Yields calls of every operator with an axis of size 0."""
     for b, t, s in ((0, 5, 5), (2, 0, 5), (2, 0, 0), (0, 0, 0)):
         q, k = jnp.ones((b, t, 4, 16), BF16), jnp.ones((b, s, 2, 16), BF16)
         yield jaxfused.dot_product_attention, (q, k, k)

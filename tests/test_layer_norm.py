@@ -65,7 +65,7 @@ def expectation(case: Case, dtype: str) -> tuple[Inputs, Results, Results]:
 
 
 def check(case: Case, dtype: str, implementation: str) -> None:
-    """Holds every result and gradient of one implementation against the truth."""
+    """Compares every result and gradient of one implementation with the truth."""
     inputs, plain, truth = expectation(case, dtype)
     inputs = jax.device_put(inputs, jax.devices()[0])
     actual = jax.jit(functools.partial(case.results, implementation=implementation))(inputs)
@@ -81,7 +81,7 @@ def check(case: Case, dtype: str, implementation: str) -> None:
 
 
 def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
-    """The definition, in NumPy and float64 alone."""
+    """The definition, written in NumPy and float64."""
     erf = np.vectorize(math.erf, otypes=[np.float64])
     activations = {
         None: lambda x: x,
@@ -204,7 +204,7 @@ each_transformed = pytest.mark.parametrize("case", TRANSFORMED, ids=lambda case:
 
 
 def same(actual, expected):
-    """Equal to rounding: another order of summation is all that may differ."""
+    """Results are equal up to rounding, since only the order of summation may differ."""
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -223,7 +223,7 @@ def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inpu
 
 
 def check_vmap(case: Case, batched: set[str], implementation: str) -> None:
-    """Per-example results and gradients of a vmapped call are those of the entries one by one."""
+    """Per-example results and gradients of a vmapped call equal those of the entries one by one."""
     stacked, axes, entries = batch_of(case, batched)
     results = functools.partial(case.results, implementation=implementation)
     actual = jax.jit(jax.vmap(results, in_axes=(axes,)))(stacked)
@@ -351,7 +351,7 @@ def test_no_rows(shape, implementation):
 @each_implementation
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_large_mean_or_small_values(size, implementation):
-    """The variance is that of the deviations: a large mean costs no digits, a small one no rows."""
+    """The variance is that of the deviations, so neither a large nor a small mean costs accuracy."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32) * min(size, 1.0)
     y = jaxfused.layer_norm(x + size * (size > 1), epsilon=0.0, implementation=implementation)
     shifted = np.asarray(x + size * (size > 1), np.float64)
@@ -486,7 +486,7 @@ def test_pallas_vmap_in_the_interpreter(batched):
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_vmap_over_few_rows_in_the_interpreter():
-    """Per-example gradients where no example fills the tiles that it takes."""
+    """Per-example gradients are right where no example fills the tiles that it takes."""
     check_vmap(Case("", (5, 64), residual=True, pre_bias=True), {*ROWS}, "pallas")
 
 
@@ -599,7 +599,7 @@ def test_pallas_traces_every_candidate(shape, residual):
     residual=st.booleans(),
 )
 def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
-    """Each is a time, and more rows by far take longer."""
+    """Each prediction is a positive time, and many more rows take longer."""
     dtype = jnp.dtype(dtype)
 
     def expected(rows):
@@ -710,7 +710,7 @@ LARGE = (
 @pytest.mark.parametrize("implementation", (*KERNELS, None))
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_large_on_gpu(case, implementation):
-    """At full size, the same bits twice; the truth is computed on the GPU, and rows are sampled."""
+    """At full size, two runs give the same bits; the truth is computed on the GPU for sampled rows."""
     if implementation is not None:
         skip_unless_supported(case, "bfloat16", implementation)
     shapes, tree = jax.tree.flatten(case.shapes("bfloat16"))
@@ -754,7 +754,7 @@ def test_same_bits_twice_on_gpu(name, implementation):
 @on_gpu
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_random_shapes_on_gpu(implementation):
-    """Sizes that no table names: results against "xla", for what the kernel says it supports."""
+    """Sizes that no table lists give the results of "xla", wherever the kernel supports them."""
     random = np.random.default_rng(0)
     tried = 0
     for _ in range(24):

@@ -27,7 +27,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def assert_near(actual, expected, ulps=4):
-    """Equal but for rounding: Flax's variance is a difference of two means, ours is not."""
+    """Asserts equality up to rounding: Flax's variance is a difference of two means, ours is not."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     largest = float(np.abs(np.asarray(expected, np.float64)).max(initial=0))
     np.testing.assert_allclose(

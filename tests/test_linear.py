@@ -19,7 +19,7 @@ from tests.transforms import assert_transforms
 
 
 def plain_linear(x, w, bias, residual, activation):
-    """As one writes it with jax.numpy, where all of it runs in x's dtype."""
+    """The layer as one writes it in jax.numpy, with all arithmetic in x's dtype."""
     y = product(x, w.astype(x.dtype))
     y = y if bias is None else y + bias.astype(x.dtype)
     y = activate(activation, y)
@@ -207,7 +207,7 @@ def test_pallas_accurate_in_the_interpreter(case, dtype):
 
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_vmap_in_the_interpreter():
-    """Over the rows alone, which takes one product, and over the weights too."""
+    """The sum runs over the rows alone, which takes one product, or over the weights too."""
     case = KERNEL_CASES[0]
     x, w, bias, _ = case.arguments(jnp.bfloat16)
 
@@ -243,7 +243,7 @@ def stand_in_forward(
 
 @pytest.fixture
 def gradient_calls(hopper, monkeypatch):
-    """The kernels of implementation "cuda" stood in for by jax.numpy; notes what they differentiate."""
+    """Replaces the kernels of implementation "cuda" by jax.numpy, and notes what is differentiated."""
     noted = []
 
     def backward(dy, z, up_z, *, activation, want_y, want_sums):

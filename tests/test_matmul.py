@@ -95,7 +95,7 @@ class Case:
         )
 
     def expected(self, a, b, bias, residual, dtype, narrow):
-        """The same by jax.numpy, with arithmetic in `dtype`, and `narrow` for what is rounded."""
+        """The same product in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
         a_transposed, b_transposed = (letter == "T" for letter in self.order)
         if dtype == jnp.float64:
             a, b = jax.tree.map(lambda x: x.astype(dtype), (a, b))

@@ -1,4 +1,4 @@
-"""nnx = linen = Flax for each module: parameters, outputs and gradients, held by float64."""
+"""nnx = linen = Flax for each module: parameters, outputs and gradients, compared in float64."""
 
 import chex
 import flax.linen
@@ -20,13 +20,13 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def random_like(tree, seed=0):
-    """The tree with random leaves, so that biases are not 0 and scales not 1."""
+    """Returns the tree with random leaves, so that biases are not 0 and scales not 1."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([0.5 * normal(seed + i, *a.shape) for i, a in enumerate(leaves)])
 
 
 def nnx_apply(module):
-    """`f(params, *inputs)` of an nnx module, with Linen's tree of parameters."""
+    """Returns `f(params, *inputs)` of an nnx module, with Linen's tree of parameters."""
     graphdef, params, rest = flax.nnx.split(module, flax.nnx.Param, ...)
 
     def f(values, *inputs, **options):
@@ -50,7 +50,7 @@ def assert_same_trees(actual, expected):
 
 
 def shared_params(nnx, linen, *inputs):
-    """Random parameters in the tree that both modules have."""
+    """Returns random parameters in the tree that both modules have."""
     params = params_of(nnx)
     shapes = jax.eval_shape(linen.init, jax.random.key(0), *inputs)["params"]
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, params)
@@ -72,7 +72,7 @@ def assert_same(nnx, linen, stock, params, *inputs, **options):
 
 
 def modules(name, stock_name, *nnx_sizes, linen, **arguments):
-    """(nnx module, linen module, stock linen module); the nnx one begins like Flax's."""
+    """Returns (nnx module, linen module, stock linen module); the nnx one starts as Flax's does."""
     ours = getattr(jaxfused.nnx, name)(*nnx_sizes, rngs=flax.nnx.Rngs(3), **arguments)
     stock = getattr(flax.nnx, name)(*nnx_sizes, rngs=flax.nnx.Rngs(3), **arguments)
     assert_same_trees(params_of(ours), params_of(stock))
@@ -206,7 +206,7 @@ def test_transformer_block():
 
 
 def plain_modern_block(params, x):
-    """Llama's block with grouped heads, and with queries and keys normed."""
+    """Llama's block with grouped heads, and with normalised queries and keys."""
 
     def norm(scale, x):
         return linen_apply(flax.linen.RMSNorm())({"scale": scale}, x)
@@ -271,7 +271,7 @@ def test_group_norm(groups):
 
 
 def batch_norm_calls(nnx, linen, stock):
-    """Each as `f(params, statistics, x, training, ...)`: y and the next statistics."""
+    """Yields functions `f(params, statistics, x, training, ...)` with y and the next statistics."""
     graphdef, params_state, stats_state = flax.nnx.split(nnx, flax.nnx.Param, flax.nnx.BatchStat)
 
     def of_nnx(params, statistics, x, training, **options):

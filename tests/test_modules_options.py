@@ -1,4 +1,4 @@
-"""What modules do beside their one call: dtypes, dropout, caches, and what only Flax's code can do."""
+"""Options of the modules: dtypes, dropout, caches, and calls that only Flax's code can serve."""
 
 import functools
 
@@ -340,7 +340,7 @@ def test_dropping_branches(kind):
 
 
 def test_blocks_pass_the_stream_on():
-    """A stack in the form of (branch, stream) is the stack of whole blocks; jit and scan take it."""
+    """A stack of blocks in the form (branch, stream) equals a stack of whole blocks, in jit and scan."""
 
     @flax.nnx.vmap
     def stack(rngs):

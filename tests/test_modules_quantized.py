@@ -1,4 +1,4 @@
-"""Quantised layers of nnx and linen are each other, and near the layers that they were made of."""
+"""Quantised layers of nnx and linen agree, and are close to the layers that they were made from."""
 
 import chex
 import flax.linen
@@ -19,7 +19,7 @@ FORMATS = ("int8", "int4", "float8_e4m3fn", "float8_e5m2")
 
 
 def dequantized(tree):
-    """The tree with floats in place of what is quantised."""
+    """Returns the tree with floats in the place of quantised kernels."""
     return jax.tree.map(
         lambda leaf: (
             leaf.array.dequantize() if isinstance(leaf, jaxfused.QuantizedKernel) else leaf

@@ -29,12 +29,12 @@ optimizers = pytest.mark.parametrize("name, options", OPTIMIZERS.items())
 
 
 def copy_of(tree):
-    """What a test still wants to read after a step has donated the tree."""
+    """Copies a tree that a test still reads after a step has donated it."""
     return jax.tree.map(np.array, tree)
 
 
 def assert_close(actual, expected):
-    """For programs that XLA fuses differently: a few roundings of numbers of the order of 1."""
+    """Asserts equality up to a few roundings, for programs that XLA fuses differently."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
@@ -94,7 +94,7 @@ def test_the_norm_of_float16_gradients_does_not_overflow():
 
 
 def test_dtypes_stay():
-    """Where Optax lets float32 gradients widen bfloat16 moments, an in-place step cannot."""
+    """Optax lets float32 gradients widen bfloat16 moments, which an in-place step cannot do."""
     tx = optim.adamw(0.1)
     params = make_params(jnp.bfloat16)
     state = tx.init(params)

@@ -44,7 +44,7 @@ def fused_qkv(case, implementation=None):
 
 
 def plain_qkv(case):
-    """Three projections, each by its own columns, as three Dense layers would take them."""
+    """Computes three projections, each from its own columns, as three Dense layers would."""
     cos, sin = tables(case)
     size = case.head_size
 
@@ -366,7 +366,7 @@ def test_accurate_on_gpu(case, dtype):
     ids=str,
 )
 def test_every_tile_on_gpu(case):
-    """Several tiles a warpgroup, rows beyond the last, and the same bits twice."""
+    """A warpgroup has several tiles and rows beyond the last, and two runs give the same bits."""
     args = case.arguments(jnp.bfloat16)
     ours = jax.jit(fused_qkv(case, "pallas"))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)

@@ -16,7 +16,7 @@ from tests.transforms import assert_transforms
 
 
 def naive_quantize(x, dtype, *, axis=-2, group_size=None, per_tensor=False, symmetric=True):
-    """(integers or float8, dequantised), group by group, in float64 but for the float32 scales."""
+    """Returns (integers or float8, dequantised), group by group, in float64 with float32 scales."""
     x = np.asarray(x, np.float64)
     moved = x.reshape(-1, 1) if per_tensor else np.moveaxis(x, axis, 0)
     values, dequantized = np.zeros_like(moved), np.zeros_like(moved)

@@ -12,7 +12,7 @@ from tests.transforms import assert_transforms
 
 
 def plain_matmul(x, w, bias, residual, activation):
-    """As one writes it with the dequantised weights, where all of it runs in x's dtype."""
+    """The product as one writes it with dequantised weights, with all arithmetic in x's dtype."""
     y = x @ w.astype(x.dtype)
     y = activate(activation, y if bias is None else y + bias)
     return y if residual is None else y + residual

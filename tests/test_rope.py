@@ -25,7 +25,7 @@ INTERPRETED = (
     Case((2, 4), 2, 2, 96, rotary_dim=64, first=(7, 1000)),
     Case((6,), 8, 0, 64, rotary_dim=32),
 )
-"""Of those that the Pallas kernel takes in float32, small ones."""
+"""Small cases among those that the Pallas kernel supports in float32."""
 
 KERNEL_CASES = (
     *CASES,
@@ -56,14 +56,14 @@ each_implementation = pytest.mark.parametrize(
 
 
 def pairs(case):
-    """The features (a, b) of each pair."""
+    """Returns the features (a, b) of each pair."""
     rotary_dim = case.rotary_dim or case.head_size
     i = np.arange(rotary_dim // 2)
     return (2 * i, 2 * i + 1) if case.interleaved else (i, i + rotary_dim // 2)
 
 
 def rotations(case, theta=10_000.0):
-    """The matrices [..., T, H, H] in float64 that rope multiplies every head by."""
+    """Returns the matrices [..., T, H, H] in float64 that rope multiplies every head by."""
     a, b = pairs(case)
     angles = np.asarray(case.positions(), np.float64)[..., None] * theta ** (
         -np.arange(len(a)) / len(a)
@@ -113,7 +113,7 @@ def test_is_a_rotation_and_its_gradient_the_inverse(case):
 
 
 def check(case, dtype, implementation):
-    """Values and gradients of q and k against a rotation that is stated pair by pair."""
+    """Compares values and gradients of q and k with a rotation that is stated pair by pair."""
     rotary_dim = case.rotary_dim or case.head_size
     cos, sin = jaxfused.rope_tables(case.positions(), rotary_dim)
     a, b = pairs(case)

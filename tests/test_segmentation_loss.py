@@ -24,7 +24,7 @@ def plain_loss(
     ignore_index=None,
     reduction="mean",
 ):
-    """Image by image, where all of it but the result runs in the dtype of logits."""
+    """The loss image by image, with all arithmetic but the result in the dtype of the logits."""
     dtype = logits.dtype
     if logits.ndim == labels.ndim:
         logits = jnp.stack([jnp.zeros_like(logits), logits], axis=-1)

@@ -136,7 +136,7 @@ def specs(rows: P, parameters: P = SHARED) -> Inputs:
 
 
 def loss_and_gradients(implementation, inputs):
-    """(y, gradients of a scalar by x, residual, scale, bias, pre_bias)."""
+    """Returns (y, gradients of a scalar by x, residual, scale, bias, pre_bias)."""
 
     def loss(x, residual, scale, bias, pre_bias):
         y, h = jaxfused.layer_norm(
@@ -172,7 +172,7 @@ def place(mesh, specs, arrays):
 
 
 def results_and_text(f, *args):
-    """What `f`, compiled once, returns, and its program."""
+    """Returns what `f`, compiled once, returns, and its program."""
     compiled = jax.jit(f).lower(*args).compile()
     return compiled(*args), compiled.as_text()
 
@@ -182,7 +182,7 @@ def count(collective: str, text: str) -> int:
 
 
 def check(f, arguments, *, gathers: bool = False, shape=(4, 8, 64)):
-    """The numbers of one device, parameters summed in one step, and gathers only where allowed."""
+    """Asserts one device's numbers, one sum for all parameters, and gathers only where allowed."""
     results, text = results_and_text(f, arguments)
     assert (count("all-gather", text) > 0) == gathers
     for actual, wanted in zip(results, expected(shape), strict=True):
@@ -191,7 +191,7 @@ def check(f, arguments, *, gathers: bool = False, shape=(4, 8, 64)):
 
 
 def manual(mesh, names, check_vma):
-    """Loss and gradients inside a shard_map over `names`."""
+    """Returns loss and gradients, computed inside a shard_map over `names`."""
     rows, shared = P(*names), P()
 
     def shard(inputs):
@@ -563,7 +563,7 @@ def test_equal_functions_compile_once(monkeypatch):
 @pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
 @pytest.mark.parametrize("implementation", ("pallas", "cuda"))
 def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual):
-    """The real kernels, on the shards of eight GPUs that are not there."""
+    """The real kernels are lowered for the shards of eight GPUs that need not be present."""
     missing = jaxfused.cuda.library.why_unavailable() if implementation == "cuda" else None
     if missing is not None:
         pytest.skip(missing)

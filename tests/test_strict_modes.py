@@ -41,7 +41,7 @@ def normal(seed, *shape, dtype="float32"):
 
 
 def gradients(f, *args):
-    """`f` and its gradient to every argument that is a float array."""
+    """Computes `f` and its gradient to every argument that is a float array."""
 
     def loss(*args):
         leaves = jax.tree.leaves(f(*args))

@@ -1,4 +1,4 @@
-"""The sweep, the fuzz and the compile benchmark at sizes for a CPU: what they draw, judge and print."""
+"""The sweep, the fuzz and the compile benchmark at CPU sizes: what they draw, judge and print."""
 
 import dataclasses
 import itertools
@@ -38,7 +38,7 @@ def test_sweep_draws_cases_that_fit_and_can_be_pasted(operator):
 
 @pytest.mark.parametrize("operator", configs.OPERATORS)
 def test_sweep_has_each_case_in_every_form(operator):
-    """Ours, the forms of stock and the peers give results and gradients of the same shapes."""
+    """Our function, stock's forms and the peers give results and gradients of the same shapes."""
     for index in range(3):
         config = configs.drawn(operator, 1, index).tiny()
         written = programs.of(config)
@@ -201,7 +201,7 @@ def test_report_counts_the_fastest_form_and_half_a_microsecond():
 
 
 def test_kernels_are_split_at_markers(monkeypatch):
-    """Two programs in turn: the kernels of each between markers, the median over rounds."""
+    """Two programs take turns; the kernels of each lie between markers, and the median is taken."""
     milliseconds = itertools.count(1)
 
     def measure(f, *, aggregate, iterations):
@@ -263,7 +263,7 @@ OPTIONS = {"operator": "relu", "data": 3, "vmap": None, "vmap_size": 1, "gradien
 
 
 def verdict(monkeypatch, function, **more):
-    """Of a case whose `function` is (x, bias, is_ours)."""
+    """Returns the verdict on a case whose `function` is (x, bias, is_ours)."""
 
     def run(operands, constants, how):
         del constants

@@ -1,4 +1,4 @@
-"""Operators called compiled and not, on arrays of the host and of the device: the same numbers."""
+"""Operators give the same numbers compiled or not, on arrays of the host or of the device."""
 
 import functools
 

@@ -16,7 +16,7 @@ ULPS = 1.0
 
 
 def ulp(magnitude: float, dtype: jnp.dtype) -> float:
-    """The distance between neighbouring numbers of `dtype` at `magnitude`."""
+    """Returns the distance between neighbouring numbers of `dtype` at `magnitude`."""
     info = jnp.finfo(dtype)
     exponent = np.floor(np.log2(max(magnitude, float(info.smallest_normal))))
     return float(2.0 ** (exponent - info.nmant))

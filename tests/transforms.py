@@ -1,4 +1,4 @@
-"""What every operator has to bear: jit, vmap, checkpoint, scan and donation."""
+"""The transformations that every operator must support: jit, vmap, checkpoint, scan and donation."""
 
 import warnings
 

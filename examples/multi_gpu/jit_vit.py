@@ -35,11 +35,11 @@ COLUMNS = ("qkv", "up")
 """Layers whose outputs are split over `tensor`: features of the MLP; of qkv, where all queries come
 first, parts that XLA exchanges for heads."""
 ROWS = ("project", "down")
-"""Layers whose inputs arrive split so; a sum over `tensor` completes their outputs."""
+"""Layers whose inputs arrive split in this way; a sum over `tensor` completes their outputs."""
 
 
 class GatheredParam(nnx.Param):
-    """A matrix of which each device holds a part, and that a layer reads as a whole."""
+    """A matrix that is stored in parts, one on each device, and gathered when a layer reads it."""
 
     whole: NamedSharding
 
@@ -48,7 +48,7 @@ class GatheredParam(nnx.Param):
 
 
 class OnMesh(OneDevice):
-    """Batches split over `data`, parameters as `spec` says.
+    """Splits batches over `data`, and parameters as `spec` says.
 
     Args:
       size: of the model.
@@ -80,7 +80,7 @@ class OnMesh(OneDevice):
         return f"{axes} {super().__str__()}" + ", fsdp" * self.fsdp
 
     def _tensor_spec(self, layer: str, name: str, rank: int) -> P:
-        """How a parameter is split while it is used."""
+        """Returns how a parameter is split while it is used."""
         axes: list[str | None] = [None] * rank
         if layer in COLUMNS:
             axes[-1] = "tensor"
@@ -89,7 +89,7 @@ class OnMesh(OneDevice):
         return P(*axes)
 
     def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
-        """How a parameter is stored, or an optimizer moment, which has its parameter's name."""
+        """Returns how a parameter is stored, or an optimizer moment under its parameter's name."""
         axes = list(self._tensor_spec(layer, name, len(shape)))
         if self.fsdp and name == "kernel":
             free = [
@@ -102,7 +102,7 @@ class OnMesh(OneDevice):
         return P(*axes)
 
     def shardings(self, tree: Any) -> Any:
-        """The sharding of each leaf of parameters, or of a state made of them."""
+        """Returns the sharding of each leaf of parameters, or of a state made of them."""
 
         def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
             names = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -125,7 +125,8 @@ class OnMesh(OneDevice):
         if self.fsdp:
             for path, layer in nnx.iter_modules(model):
                 if isinstance(layer, nnx.Linear):
-                    # Left to itself, XLA would split activations as the matrices are split.
+                    # Without this constraint XLA would split activations in the way that the matrices
+                    # are split.
                     whole = NamedSharding(self.mesh, self._tensor_spec(path[-1], "kernel", 2))
                     layer.kernel = GatheredParam(layer.kernel.get_raw_value(), whole=whole)
         return model
@@ -149,14 +150,14 @@ class OnMesh(OneDevice):
         return lambda params, images: compiled(params, self._whole(images))
 
     def _whole(self, rows: Any) -> Any:
-        """The batch as one array on all devices, of which this process has `rows`."""
+        """Returns the batch as one array on all devices, of which this process has `rows`."""
         return jax.tree.map(
             lambda array: jax.make_array_from_process_local_data(self.batch, array), rows
         )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     parser = train.make_parser("examples.multi_gpu.jit_vit", out="runs/jit_vit")
     mesh = parser.add_argument_group("mesh")
     mesh.add_argument(

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other and their devices: from arguments alone."""
+"""How the processes of a run find each other and their devices, from arguments alone."""
 
 import argparse
 import socket
@@ -11,11 +11,11 @@ from examples.errors import ExampleError
 from examples.training import whole
 
 _SECONDS = 120
-"""How long a process waits for the others."""
+"""The seconds that a process waits for the others."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds what `start` reads."""
+    """Adds the flags that `start` reads."""
     group = parser.add_argument_group(
         "processes",
         "One process drives all GPUs of its host. For several hosts, start the same command on each"
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Sets JAX up as the flags say; nothing may have asked it for its devices before.
+    """Sets JAX up as the flags say; JAX must not have been asked for its devices before.
 
     Raises:
       ExampleError: the flags contradict each other, or the processes do not find each other.
@@ -55,7 +55,7 @@ def start(args: argparse.Namespace) -> None:
             f" but got {', '.join(str(flag) for flag in given)}; pass all three."
         )
     host, port = args.coordinator.rsplit(":", 1)
-    # JAX aborts the process, with a trace of its C++, where these fail.
+    # If these checks failed inside JAX, it would abort the process with a C++ stack trace.
     if args.process_id == 0:
         _check_free(int(port))
         print(

@@ -23,7 +23,7 @@ AXIS = "devices"
 
 
 class DataParallel(OneDevice):
-    """The model whole on every device, the batch split over all devices of all processes."""
+    """Keeps the whole model on every device, and splits the batch over all devices of all processes."""
 
     def __str__(self) -> str:
         return f"{jax.device_count()} x {super().__str__()}"
@@ -38,13 +38,13 @@ class DataParallel(OneDevice):
         return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
 
     def init(self, f: Callable[..., Any], *args: Any) -> Any:
-        # A copy on each device of this process: what `pmap` makes of an argument without an axis.
+        # Each device of this process has a copy, as `pmap` gives it for an argument without an axis.
         copies = NamedSharding(Mesh(jax.local_devices(), AXIS), P())
         return jax.jit(f, out_shardings=copies)(*args)
 
     def value_and_grad(self, loss_of: Callable[..., jax.Array]) -> Callable[..., Any]:
         def mean(params: Any, batch: Batch, key: jax.Array) -> Any:
-            # Each device drops out by bits of its own.
+            # Each device draws dropout bits of its own.
             key = jax.random.fold_in(key, lax.axis_index(AXIS))
             return lax.pmean(jax.value_and_grad(loss_of)(params, batch, key), AXIS)
 
@@ -67,12 +67,12 @@ class DataParallel(OneDevice):
 
 
 def _split(array: Any) -> Any:
-    """[B, ...] to [devices of this process, B / devices, ...]."""
+    """Reshapes [B, ...] to [devices of this process, B / devices, ...]."""
     return array.reshape(jax.local_device_count(), -1, *array.shape[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     parser = train.make_parser("examples.multi_gpu.pmap_vit", out="runs/pmap_vit")
     launch.add_flags(parser)
     launch.start(parser.parse_args(argv))

@@ -1,7 +1,7 @@
-"""Images with masks: the nuclei that come with this example, or a folder of one's own.
+"""Images with masks: the nuclei that come with this example, or a user's own folder.
 
-Both end in a `Data`. Images are uint8, [H, W, C]; masks are uint8, [H, W], 1 for the foreground.
-Worker processes import this module, so it does without JAX.
+Both sources return a `Data`. Images are uint8, [H, W, C]; masks are uint8, [H, W], 1 for the foreground.
+Worker processes import this module, so it does not import JAX.
 """
 
 import functools
@@ -56,7 +56,7 @@ class Crops:
 
     @property
     def size(self) -> int:
-        """Crops in an epoch."""
+        """The number of crops in an epoch."""
         return self.images * self.crops
 
     def __call__(self, step: int) -> Batch:
@@ -78,7 +78,7 @@ class Crops:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Whole images to judge by: `held_out(i)` is image i with its mask."""
+    """Whole images for evaluation: `held_out(i)` is image i with its mask."""
 
     read: ReadPair
     images: int
@@ -90,19 +90,19 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Data:
-    """Images with masks, split into those to train on and those to judge by."""
+    """Images with masks, split into those for training and those for evaluation."""
 
     channels: int
     train_size: int
-    """Crops in an epoch."""
+    """The number of crops in an epoch."""
     train_batch: MakeBatch
     held_out: HeldOut
     fingerprint: str
-    """Changes when images are added, removed or renamed."""
+    """A string that changes when images are added, removed or renamed."""
 
 
 def _held_out_count(size: int, share: float) -> int:
-    """How many of `size` to hold out: not none, and not all."""
+    """Returns how many of `size` images to hold out: at least one, and not all."""
     return min(max(1, round(share * size)), size - 1)
 
 
@@ -110,7 +110,7 @@ def _held_out_count(size: int, share: float) -> int:
 
 
 def random_crop(image: np.ndarray, mask: np.ndarray, crop: int, rng: np.random.Generator) -> Pair:
-    """A square of `crop` pixels from anywhere; an image smaller than that is mirrored at its edges."""
+    """Returns a random square of `crop` pixels; a smaller image is mirrored at its edges."""
     missing = [(0, max(0, crop - size)) for size in mask.shape]
     image = np.pad(image, [*missing, (0, 0)], mode="symmetric")
     mask = np.pad(mask, missing, mode="symmetric")
@@ -120,14 +120,14 @@ def random_crop(image: np.ndarray, mask: np.ndarray, crop: int, rng: np.random.G
 
 
 def turned(image: np.ndarray, mask: np.ndarray, rng: np.random.Generator) -> Pair:
-    """One of the eight ways to lay a square on the table."""
+    """Returns the pair in a random one of the eight orientations of a square."""
     quarters = rng.integers(4)
     image, mask = np.rot90(image, quarters), np.rot90(mask, quarters)
     return (image[:, ::-1], mask[:, ::-1]) if rng.random() < 0.5 else (image, mask)
 
 
 def relit(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Another exposure, black level and contrast curve, and a little noise."""
+    """Returns the image with another exposure, black level and contrast curve, and a little noise."""
     light = (image / np.float32(255)) ** np.float32(np.exp(rng.uniform(-0.3, 0.3)))
     light = light * rng.uniform(0.6, 1.5) + rng.uniform(-0.05, 0.05)
     noise = rng.uniform(0, 0.02) * rng.standard_normal(image.shape, np.float32)
@@ -174,7 +174,7 @@ def folder(
     turn: bool,
     held_out: float,
 ) -> Data:
-    """DIR/images and DIR/masks, with files of the same names; the suffixes may differ.
+    """Reads DIR/images and DIR/masks, with files of the same names; the suffixes may differ.
 
     The background is black, or label 0, in a mask; everything else is foreground.
 
@@ -211,7 +211,7 @@ def folder(
                 f"a mask must be stored without loss, but {mask} is a JPEG, whose background is not"
                 " black everywhere; save the masks as PNG."
             )
-    # The seed is a constant and not the run's, so that runs of different seeds can be compared.
+    # The seed is a constant rather than the run's, so that runs of different seeds can be compared.
     order = np.random.default_rng(0).permutation(len(pairs))
     count = _held_out_count(len(pairs), held_out)
     test, train = ([pairs[i] for i in np.sort(part)] for part in (order[:count], order[count:]))
@@ -234,7 +234,7 @@ def folder(
 
 
 def _by_name(directory: Path) -> dict[str, Path]:
-    """The image files below `directory`, by their path in it without the suffix."""
+    """Returns the image files below `directory` by their path in it, without the suffix."""
     if not directory.is_dir():
         raise ExampleError(
             f"--data must name a folder with images/ and masks/ in it, but {directory} is"
@@ -253,7 +253,7 @@ def _by_name(directory: Path) -> dict[str, Path]:
 
 
 def _read_pair(paths: list[tuple[Path, Path]], mode: str, index: int) -> Pair:
-    """Image `index` in the Pillow mode "L" or "RGB", and its mask."""
+    """Returns image `index` in the Pillow mode "L" or "RGB", and its mask."""
     image_path, mask_path = paths[index]
     image = np.asarray(read_image(image_path, mode))
     mask = read_labels(mask_path) > 0

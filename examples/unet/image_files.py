@@ -80,7 +80,7 @@ def write_rows(path: Path, shape: tuple[int, int], blocks: Iterable[np.ndarray])
 
 
 def check_output(path: Path) -> None:
-    """Raises an ExampleError where `write_rows` could not write to `path`."""
+    """Raises an ExampleError if `write_rows` cannot write to `path`."""
     if path.suffix.lower() not in _ENCODERS:
         raise ExampleError(
             f"the output is written as {' or '.join(_ENCODERS)}, but OUT is {path}; pass a path"
@@ -102,14 +102,14 @@ def _npy(shape: tuple[int, int], blocks: Iterable[np.ndarray]) -> Iterator[bytes
 
 
 def _png(shape: tuple[int, int], blocks: Iterable[np.ndarray]) -> Iterator[bytes]:
-    """Source: https://www.w3.org/TR/png-3/."""
+    """Yields the bytes of a PNG. Source: https://www.w3.org/TR/png-3/."""
     height, width = shape
     yield b"\x89PNG\r\n\x1a\n"
-    # Eight bits, grey, and the defaults of compression, filter and interlace.
+    # The header says: eight bits, grey, and the default compression, filter and interlace.
     yield _png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     deflate = zlib.compressobj()
     for block in blocks:
-        # Each row starts with its filter: 0, none.
+        # Each row starts with the number of its filter, which is 0 for none.
         yield _png_chunk(b"IDAT", deflate.compress(np.pad(block, ((0, 0), (1, 0))).tobytes()))
     yield _png_chunk(b"IDAT", deflate.flush())
     yield _png_chunk(b"IEND", b"")

@@ -14,10 +14,10 @@ import jaxfused.nnx
 
 
 class UNet(nnx.Module):
-    """Images to one logit a pixel: how likely it is foreground.
+    """Maps images to one logit for each pixel, which says how likely the pixel is foreground.
 
-    Each level halves the image and doubles the channels; on the way back up each is joined by what
-    the level above had seen before it was halved.
+    Each level halves the image and doubles the channels. On the way back up, the features of each level
+    are joined with those that this level had before it was halved.
 
     Args:
       base: channels of the first level.
@@ -68,7 +68,7 @@ class UNet(nnx.Module):
         self.head = linear(base, 1)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits, [B, H, W] in float32, of `images`, [B, H, W, channels].
+        """Returns logits, [B, H, W] in float32, of `images`, [B, H, W, channels].
 
         Raises:
           ValueError: H or W cannot be halved `levels` - 1 times.
@@ -92,7 +92,7 @@ class UNet(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Twice convolution, group norm and SiLU."""
+    """Applies convolution, group norm and SiLU, twice."""
 
     def __init__(
         self,
@@ -117,12 +117,12 @@ class Block(nnx.Module):
         self.second = layer(width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, H, W, before] to [B, H, W, width]."""
+        """Maps [B, H, W, before] to [B, H, W, width]."""
         return self.second(self.first(x))
 
 
 def depth_to_space(x: jax.Array) -> jax.Array:
-    """[B, H, W, 4 C] to [B, 2 H, 2 W, C]: the channels of a pixel become a square of four pixels."""
+    """Maps [B, H, W, 4 C] to [B, 2 H, 2 W, C]: a pixel's channels become a square of four pixels."""
     batch, height, width, channels = x.shape
     squares = x.reshape(batch, height, width, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
     return squares.reshape(batch, 2 * height, 2 * width, channels // 4)

@@ -1,4 +1,4 @@
-"""A picture of held-out images: what went in, the truth, and what the model says."""
+"""A picture of held-out images: the input, the truth, and the model's prediction."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from examples.images import Batch
 
 PICTURED = 4
-"""The images of a picture at most."""
+"""The greatest number of images in a picture."""
 
 _FOUND, _MISSED, _INVENTED = "white", "tab:red", "tab:blue"
 
@@ -48,13 +48,13 @@ def save_picture(path: Path, predictions: Sequence[tuple[Batch, np.ndarray]]) ->
 
 
 def stretched(image: np.ndarray) -> np.ndarray:
-    """An image with its darkest and brightest hundredth as black and white: faint cells show."""
+    """Returns an image whose darkest and brightest hundredth are black and white: faint cells show."""
     low, high = np.percentile(image, (1, 99))
     return ((image - low) / max(high - low, 1)).clip(0, 1)
 
 
 def verdict(prediction: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """A mask in colour, [H, W, 3], that shows where it differs from the truth."""
+    """Returns a mask in colour, [H, W, 3], that shows where the prediction differs from the truth."""
     picture = np.zeros((*truth.shape, 3))
     picture[prediction & truth] = to_rgb(_FOUND)
     picture[~prediction & truth] = to_rgb(_MISSED)

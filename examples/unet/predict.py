@@ -19,7 +19,7 @@ from examples.unet.train import create, make_predict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.unet.predict",
         description=__doc__,
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
 
-    # The files come first: a wrong path should not have to wait for the model.
+    # The files are checked first, so that a wrong path is reported before the model is loaded.
     check_output(args.output)
     run = Run.load(args.checkpoint)
     if "levels" not in run.config["flags"]:

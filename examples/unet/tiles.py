@@ -1,7 +1,7 @@
 """Prediction of images of any size, tile by tile, without visible seams and without holding them.
 
-Tiles overlap, and where they do, their predictions are blended with weights that fall off smoothly
-towards a tile's edge, where it knows least of what surrounds a pixel.
+Tiles overlap, and in the overlaps their predictions are blended. The weights fall off smoothly towards a
+tile's edge, where the model sees least of a pixel's surroundings.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 PredictTiles = Callable[[np.ndarray], np.ndarray]
-"""Tiles, uint8 [N, tile, tile, C], to the probability of the foreground, [N, tile, tile]."""
+"""Maps tiles, uint8 [N, tile, tile, C], to foreground probabilities, [N, tile, tile]."""
 
 
 def predict_rows(
@@ -21,10 +21,10 @@ def predict_rows(
     overlap: int,
     batch_size: int,
 ) -> Iterator[np.ndarray]:
-    """The probabilities of an image, top to bottom, some rows at a time.
+    """Yields the probabilities of an image from top to bottom, some rows at a time.
 
-    Memory is that of one row of tiles. The image is read once, a tile at a time, so it may be a
-    memory-mapped file.
+    The memory needed is that of one row of tiles. The image is read once, a tile at a time, so it may be
+    a memory-mapped file.
 
     Args:
       image: uint8 [H, W, C], of any size; one smaller than a tile is mirrored at its edges.
@@ -43,7 +43,7 @@ def predict_rows(
     for (top, row_weights), (next_top, _) in itertools.pairwise([*rows, (height, None)]):
         for group in itertools.batched(columns, batch_size):
             tiles = [_tile(image, top, left, tile) for left, _ in group]
-            # The last call repeats a tile, so that all calls have one shape.
+            # The last call repeats a tile, so that all calls have the same shape.
             tiles += tiles[-1:] * (batch_size - len(tiles))
             predictions = np.asarray(predict(np.stack(tiles)))
             for (left, weights), prediction in zip(group, predictions, strict=False):
@@ -57,10 +57,10 @@ def predict_rows(
 
 
 def axis_tiles(length: int, tile: int, overlap: int) -> list[tuple[int, np.ndarray]]:
-    """Tiles that cover an axis: where each starts, and its weights; at each pixel they sum to 1.
+    """Returns the tiles that cover an axis: the start of each, and its weights, which sum to 1.
 
-    The ramps of two neighbours are sin² and cos², whose sum is 1. The last tile ends with the axis
-    and may overlap more; there the division by the sum is what makes it 1.
+    The ramps of two neighbours are sin² and cos², whose sum is 1. The last tile ends with the axis and
+    may overlap more; the division by the sum makes the weights sum to 1 there too.
     """
     if length <= tile:
         return [(0, np.ones(length, np.float32))]

@@ -59,7 +59,7 @@ _FOLDER_DEFAULTS = dict(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     args = _flags(argv)
     data = _load(args)
     epoch_steps = training.steps_per_epoch(args, data.train_size)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     predict = make_predict(graphdef, dtype=args.dtype)
 
     def segmented(state: State, batch: Batch) -> np.ndarray:
-        """The probabilities of a whole image, as `examples.unet.predict` computes them."""
+        """Returns the probabilities of a whole image, as `examples.unet.predict` computes them."""
         rows = predict_rows(
             batch["image"],
             lambda tiles: predict(state["params"], tiles),
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def create(flags: argparse.Namespace, *, channels: int, size: int) -> tuple[nnx.GraphDef, dict]:
-    """The model of a run's flags, for squares of `size` pixels: structure, initial parameters."""
+    """Returns structure and initial parameters of a run's model, for squares of `size` pixels."""
 
     def build() -> UNet:
         return UNet(
@@ -140,7 +140,7 @@ def create(flags: argparse.Namespace, *, channels: int, size: int) -> tuple[nnx.
 
 
 def make_predict(graphdef: nnx.GraphDef, *, dtype: str) -> Callable[[dict, np.ndarray], jax.Array]:
-    """(params, uint8 images) -> probability of the foreground at each pixel, jitted."""
+    """Returns a jitted function (params, uint8 images) -> foreground probability at each pixel."""
 
     @jax.jit
     def predict(params: dict, images: jax.Array) -> jax.Array:

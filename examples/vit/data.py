@@ -1,8 +1,8 @@
 """The two sources of labelled images: scikit-learn's handwritten digits and a folder of classes.
 
-Both end in a `Data`. Images are uint8, [B, H, W, C]. `rows` are the images of each batch that are
-wanted: a process of several makes its part only, and that is the same as in the whole batch. Worker
-processes import this module, so it does without JAX.
+Both return a `Data`. Images are uint8, [B, H, W, C]. `rows` are the images of each batch that a process
+makes: each of several processes makes its own part, with the same images as in the whole batch. Worker
+processes import this module, so it does not import JAX.
 """
 
 import functools
@@ -28,7 +28,7 @@ from examples.images import (
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Images to judge by, one at a time or as batches: `held_out(i)` is batch i."""
+    """Images for evaluation, one at a time or in batches: `held_out(i)` is batch i."""
 
     image: Callable[[int], np.ndarray]
     labels: np.ndarray
@@ -41,7 +41,7 @@ class HeldOut:
         return range(-(-len(self.labels) // self.batch_size))
 
     def __call__(self, batch: int) -> Batch:
-        # The last batch repeats the last image, so that all batches have one shape.
+        # The last batch repeats the last image, so that all batches have the same shape.
         first = batch * self.batch_size
         indices = np.minimum(np.arange(first, first + self.batch_size), len(self.labels) - 1)
         indices = indices[self.rows]
@@ -50,7 +50,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Data:
-    """Labelled images, split into those to train on and those to judge by."""
+    """Labelled images, split into those for training and those for evaluation."""
 
     classes: tuple[str, ...]
     channels: int
@@ -59,7 +59,7 @@ class Data:
     """The batch of a training step: "image", augmented, and "label"."""
     held_out: HeldOut
     fingerprint: str
-    """Changes when images are added, removed or renamed."""
+    """A string that changes when images are added, removed or renamed."""
 
 
 def split(labels: np.ndarray, held_out: float) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +88,7 @@ def digits(
     Source: Alpaydin, Kaynak, "Optical Recognition of Handwritten Digits", 1998,
     https://doi.org/10.24432/C50P49
     """
-    from sklearn.datasets import load_digits  # takes a second that worker processes need not spend
+    from sklearn.datasets import load_digits  # takes a second, which worker processes save
 
     loaded = load_digits()
     images = np.round(loaded.images * (255 / 16)).astype(np.uint8)
@@ -124,7 +124,7 @@ class _DigitsTrain:
             step, size=len(self.labels), batch_size=self.batch_size, seed=self.seed
         )
         rng = np.random.default_rng([self.seed, step, 1])
-        # The random numbers are drawn for the whole batch, and its pixels are few.
+        # The random numbers are drawn for the whole batch, so all of its few pixels are processed.
         images = jitter(self.images[indices], rng)
         return dict(image=images[self.rows], label=self.labels[indices][self.rows])
 
@@ -234,7 +234,7 @@ def folder(
 
 
 def _labelled(root: Path) -> tuple[tuple[str, ...], list[Path], np.ndarray]:
-    """(class names, paths, labels) of the folders in `root`."""
+    """Returns (class names, paths, labels) of the folders in `root`."""
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     if len(folders) < 2:
         raise ExampleError(
@@ -288,7 +288,7 @@ class _FolderTrain:
 def random_crop(
     width: int, height: int, least: float, rng: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """A box (left, top, right, bottom) of random area, shape (3:4 to 4:3) and place.
+    """Returns a box (left, top, right, bottom) of random area, shape (3:4 to 4:3) and place.
 
     Source: Szegedy et al., "Going deeper with convolutions", 2014, section 6,
     https://arxiv.org/abs/1409.4842
@@ -307,7 +307,7 @@ def _held_out_image(paths: list[Path], image_size: int, index: int) -> np.ndarra
 
 
 def centre_crop(image: Image.Image, image_size: int) -> np.ndarray:
-    """The largest centred square, resized."""
+    """Returns the largest centred square, resized."""
     side = min(image.size)
     left, top = (image.width - side) / 2, (image.height - side) / 2
     box = (left, top, left + side, top + side)

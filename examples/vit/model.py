@@ -18,7 +18,7 @@ from flax import nnx
 import jaxfused.nnx
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(query, key, value), all [B, T, heads, width / heads], to what the queries read, of that shape."""
+"""Maps (query, key, value), all [B, T, heads, width / heads], to an output of the same shape."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ViTSize:
     width: int
     heads: int
     hidden: int
-    """Features inside the MLP."""
+    """The number of features inside the MLP."""
 
 
 # digits: what learns 8 x 8 pixels in a minute on two CPU cores.
@@ -51,7 +51,7 @@ MODELS = {
 
 
 class VisionTransformer(nnx.Module):
-    """Images to logits.
+    """Maps images to logits.
 
     Args:
       size: one of `MODELS`.
@@ -119,7 +119,7 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # One stack of all blocks: a tenth of the arrays for the optimizer, and a loop can run them.
+        # All blocks are one stack, so that the optimizer has far fewer arrays and a loop can run them.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(size, dropout=dropout, dtype=dtype, attention=attention, rngs=rngs)
@@ -131,7 +131,7 @@ class VisionTransformer(nnx.Module):
         )
 
     def __call__(self, images: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Logits, [B, classes] in float32, of `images`, [B, image_size, image_size, channels].
+        """Returns logits, [B, classes] in float32, of `images` [B, image_size, image_size, channels].
 
         A `key` turns on dropout and stochastic depth; without one the model is deterministic.
         """
@@ -203,12 +203,13 @@ class Block(nnx.Module):
         key: jax.Array | None,
         drop_path: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """The next `(delta, stream)`, both [B, T, width]."""
+        """Returns the next `(delta, stream)`, both [B, T, width]."""
         keys = (None, None) if key is None else jax.random.split(key)
         y, stream = self.norm1(delta, residual=stream)
         attended = self._attention(y)
         if key is None and isinstance(self.project, jaxfused.nnx.Linear):
-            # The norm adds the projection's bias with the stream, and sums up its gradient with its own.
+            # The norm adds the projection's bias with the stream, and sums its gradient with its own
+            # ones.
             delta = jaxfused.linear(attended, self.project.kernel[...])
             y, stream = self.norm2(delta, residual=stream, pre_bias=self.project.bias[...])
         else:
@@ -236,12 +237,12 @@ class Block(nnx.Module):
         dropout_key, path_key = jax.random.split(key)
         branch = self.dropout(branch, deterministic=False, rngs=dropout_key)
         keep = jax.random.bernoulli(path_key, 1 - drop_path, (len(branch), 1, 1))
-        # The division keeps the expectation, so that nothing changes in scale without a key.
+        # The division keeps the expectation, so that the scale is the same as without a key.
         return jnp.where(keep, branch / (1 - drop_path).astype(branch.dtype), 0)
 
 
 def patchify(images: jax.Array, patch: int) -> jax.Array:
-    """[B, H, W, C] to [B, H/patch * W/patch, patch * patch * C], row by row."""
+    """Maps [B, H, W, C] to [B, H/patch * W/patch, patch * patch * C], row by row."""
     batch, height, width, channels = images.shape
     grid = images.reshape(batch, height // patch, patch, width // patch, patch, channels).transpose(
         0, 1, 3, 2, 4, 5
@@ -250,7 +251,7 @@ def patchify(images: jax.Array, patch: int) -> jax.Array:
 
 
 def count_parameters(size: ViTSize, *, image_size: int, channels: int, classes: int) -> int:
-    """How many parameters the model has; nothing is computed or stored."""
+    """Returns how many parameters the model has; nothing is computed or stored."""
     model = nnx.eval_shape(
         lambda: VisionTransformer(
             size, image_size=image_size, channels=channels, classes=classes, rngs=nnx.Rngs(0)

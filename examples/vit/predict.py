@@ -1,4 +1,4 @@
-"""Names what is in images: `python -m examples.vit.predict CHECKPOINT IMAGE...`."""
+"""Prints the classes of images: `python -m examples.vit.predict CHECKPOINT IMAGE...`."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from examples.vit.train import create, make_predict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.vit.predict", description=__doc__.splitlines()[0]
     )
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = Run.load(args.checkpoint)
     config = run.config
     flags = argparse.Namespace(**config["flags"])
-    # Images are read first: a wrong path should not have to wait for the model.
+    # Images are read first, so that a wrong path is reported before the model is loaded.
     images = [read_image(path, "L" if config["channels"] == 1 else "RGB") for path in args.images]
     if args.invert:
         images = [ImageOps.invert(image) for image in images]

@@ -21,7 +21,8 @@ from examples.training import Run
 from examples.vit.data import HeldOut
 from examples.vit.train import check_classes, create, load_data, make_predict
 
-# int8 and fp8 multiply in their dtype, so inputs are quantised too; int4 weights become floats again.
+# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights become floats
+# again.
 RULES = {
     "float": [],
     "int8": [jaxfused.QuantizationRule("", "int8", input_dtype="int8")],
@@ -30,7 +31,7 @@ RULES = {
 }
 
 _SECONDS = 1.0
-"""How long one timing lasts; there are three."""
+"""The seconds that one timing lasts; there are three."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command; `argv` replaces the command line."""
+    """Runs the command; `argv` replaces the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.vit.quantize", description=__doc__.splitlines()[0]
     )

@@ -1,7 +1,7 @@
 """dot_product_attention by the CUDA kernels of ffi/attention_fwd.cu and ffi/attention_bwd.cu.
 
-They run wherever tensor cores multiply 16-bit values into float32, from Turing on. Their products are
-those of any GPU since then, which Hopper and later have faster ones than.
+These kernels run on every GPU whose tensor cores multiply 16-bit values into float32, from Turing on.
+They use the tensor-core instructions of Turing and Ampere; Hopper and later have faster ones.
 """
 
 from collections.abc import Collection
@@ -15,14 +15,14 @@ import numpy as np
 from jaxfused.cuda import library
 
 SEGMENT_BLOCK = 32
-"""The bounds that segments leave come for so many queries or keys, and count in so many."""
+"""The number of queries or keys in a block; bounds set by segments are given per block, in blocks."""
 _STATISTICS_BLOCK = 128
 _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
 _LOG2E = float(np.log2(np.e))
 _EMPTY_LSE = -0.7 * float(np.finfo(np.float32).max)
-"""What the kernels give for a query that attends to nothing, as the reference does."""
+"""The log-sum-exp that the kernels return for a query that attends to nothing, as in the reference."""
 
 
 class Operands(NamedTuple):
@@ -31,35 +31,37 @@ class Operands(NamedTuple):
     bias: jax.Array | None = None
     """[B or 1, N or 1, T or 1, S or 1], any float dtype."""
     explicit: jax.Array | None = None
-    """The same of int8, 1 where a query may attend to a key."""
+    """[B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
     query_lengths: jax.Array | None = None
-    """[B] int32, as key_lengths."""
+    """[B] int32, in the same form as key_lengths."""
     key_lengths: jax.Array | None = None
     query_segments: jax.Array | None = None
-    """[B, T] int32, with key_segments [B, S] and the two bounds."""
+    """[B, T] int32; given together with key_segments [B, S] and the two bounds."""
     key_segments: jax.Array | None = None
     key_bounds: jax.Array | None = None
-    """[B, T / SEGMENT_BLOCK rounded up, 4] int32: of blocks of keys, for blocks of queries, the first
-    that is needed, the first and the end of a run that is needed whole, the end of what is needed."""
+    """[B, T / SEGMENT_BLOCK rounded up, 4] int32, in blocks of keys for each block of queries: the first
+    block that is visited, the first and the end of a run that needs no masking, and the end of what is
+    visited.
+    """
     query_bounds: jax.Array | None = None
-    """[B, S / SEGMENT_BLOCK rounded up, 4]: the transposed."""
+    """[B, S / SEGMENT_BLOCK rounded up, 4] int32: the same, in blocks of queries for blocks of keys."""
     dropout_seeds: jax.Array | None = None
-    """[2, B, N] uint32: what the counter of dropout starts from."""
+    """[2, B, N] uint32: the start of the counters that dropout's random bits are computed from."""
     sinks: jax.Array | None = None
     """[N] float32."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is static."""
+    """The static options of a call."""
 
     scale: float
     soft_cap: float | None = None
     left: int | None = None
-    """Query t attends to keys s >= t - left, and below to s <= t + right; None is without limit."""
+    """With `right`: query t attends to t - left <= s <= t + right; None means no limit."""
     right: int | None = None
     dropout_threshold: int = 0
-    """Of 65536."""
+    """The dropout rate in units of 1/65536."""
 
     def attributes(self) -> dict[str, Any]:
         return dict(
@@ -81,9 +83,9 @@ def why_unsupported(
     value_size: int,
     used: Collection[str] = (),
 ) -> str | None:
-    """None where forward and backward can run, else the reason.
+    """Returns None where forward and backward can run, else the reason.
 
-    `used` names optional arguments as `jaxfused.ops.attention.implementations` does.
+    `used` names the optional arguments of the call as `jaxfused.ops.attention.implementations` does.
     """
     reason = library.why_unfit(compute_capability)
     if reason is not None:
@@ -116,11 +118,12 @@ def forward(
     *,
     saved_length: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H], key [B, S, K, H], value [B, S, K, V].
+    """Returns (out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H] and key, value [B, S, K, ...].
 
-    lse is the natural logarithm in float32, with the sink; where nothing is summed up, and for
-    queries from their length on, sink or not, it is the reference's EMPTY_LSE, and out is 0. R is
-    `saved_length`, T without it; entries from T on are EMPTY_LSE.
+    lse is the natural logarithm of the sum of exponentials, in float32, including the sink. Where a
+    query attends to nothing, and from the query length on (with a sink or without), lse is the
+    reference's EMPTY_LSE and out is 0. R is `saved_length`, or T without it; entries from T on are
+    EMPTY_LSE.
     """
     library.register()
     batch, query_count, heads, _ = query.shape
@@ -156,17 +159,17 @@ def backward(
     dlse: jax.Array,
     options: Options,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned.
+    """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what `forward` returned.
 
-    lse is [B, N, R] with any R from T up, and dlse [B, N, T]. dbias has the bias's shape, dsinks is
-    [N], both float32, or None without the operand.
+    lse is [B, N, R] with any R of at least T, and dlse is [B, N, T]. dbias has the shape of the bias and
+    dsinks is [N]; both are float32, and each is None without its operand.
     """
     library.register()
     query_count = query.shape[1]
     dlse = dlse.astype(jnp.float32)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
-    # Empty rows, and those that fill the last block up, have weights 2^-inf.
+    # Empty rows, and rows that pad the last block, have weights of 2^-inf = 0.
     lse = lse[:, :, :query_count]
     lse = jnp.where(lse < -1e38, jnp.inf, lse)
     sink_weight = 0.0 if operands.sinks is None else jnp.exp(operands.sinks[:, None] - lse)
@@ -203,7 +206,7 @@ def backward(
 
 
 def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:
-    """The optional arrays that both handlers take, in their order."""
+    """Returns the optional arrays that both handlers take, in the handlers' order."""
     bias = operands.bias
     if bias is not None and bias.dtype not in (jnp.float32, query.dtype):
         bias = bias.astype(jnp.float32)
@@ -222,8 +225,9 @@ def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:
 
 
 def _absent(query: jax.Array) -> jax.Array:
-    """An operand that is not there travels without elements.
+    """Returns an array without elements, which stands for an absent operand.
 
-    It is made like `query`, because in a `jax.shard_map` all operands must vary over the same axes.
+    The array is derived from `query`, because all operands in a `jax.shard_map` must vary over the same
+    axes.
     """
     return jnp.zeros_like(query, shape=(0,), dtype=jnp.float32)

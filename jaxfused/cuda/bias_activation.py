@@ -1,6 +1,7 @@
-"""What stands around a matrix product that XLA takes, by the kernels of ffi/bias_activation.cu.
+"""The operations around a matrix product that XLA computes, by the kernels of ffi/bias_activation.cu.
 
-An activation is plain, of one product, or gated: then it is multiplied by a second, `up`.
+A plain activation is applied to one product. A gated activation is also multiplied by a second product,
+`up`.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def why_unsupported(*, compute_capability: tuple[int, int] | None, dtype: Any) -> str | None:
-    """None where forward and backward can run, else the reason."""
+    """Returns None where forward and backward can run, else the reason."""
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -34,14 +35,14 @@ def forward(
     out_dtype: Any,
     save_preactivation: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(y, z, up_z) of rows [M, F]: y = activation(z), times up_z if there is one, plus the residual.
+    """Returns (y, z, up_z) for rows [M, F]: y = activation(z) [* up_z] [+ residual].
 
-    z = product + bias and up_z = up + up_bias are there with `save_preactivation`, in the product's
-    dtype; the activation reads them so rounded. `out_dtype` is the product's or float32, and the
-    residual's.
+    z = product + bias and up_z = up + up_bias are returned if `save_preactivation`, in the product's
+    dtype. The activation is applied to these rounded values. `out_dtype` is the product's dtype or
+    float32; the residual has the same dtype.
     """
     library.register()
-    # Without a bias the product is the preactivation.
+    # Without a bias the product itself is the preactivation.
     writes_z = save_preactivation and (bias is not None or up_bias is not None)
     call = jax.ffi.ffi_call(
         "jaxfused_bias_activation",
@@ -69,10 +70,11 @@ def backward(
     want_y: bool,
     want_sums: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dz, dup_z, y, sums), the first three of z's dtype, of `forward` without residual.
+    """Returns (dz, dup_z, y, sums) for `forward` without a residual; the first three have z's dtype.
 
-    `y` is what forward returned, if `want_y`. With `want_sums`, `sums` are those of dz and dup_z over
-    the rows, which are the gradients of the biases: float32 [1 or 2, F]. dy is of z's dtype or float32.
+    `y` is the result of the forward, if `want_y`. With `want_sums`, `sums` are the sums of dz and dup_z
+    over the rows, which are the gradients of the biases, in float32 [1 or 2, F]. dy has z's dtype or
+    float32.
     """
     library.register()
     rows, features = z.shape
@@ -96,7 +98,7 @@ def backward(
 
 
 def _blocks(rows: int) -> int:
-    """Partial sums of a column: one for 128 rows, which is 1 part in 64 of what a row costs."""
+    """Returns the number of partial sums of a column, one for 128 rows, so that they cost little."""
     return max(1, min(-(-rows // 128), 4096))
 
 
@@ -105,14 +107,15 @@ def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeS
 
 
 def _vector(bias: jax.Array | None) -> jax.Array | None:
-    """A bias in a dtype that the kernels read."""
+    """Returns a bias in a dtype that the kernels read."""
     return bias if bias is None or bias.dtype in DTYPES else bias.astype(jnp.float32)
 
 
 def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:
-    """The arrays as a handler takes them: one that is absent travels without elements.
+    """Returns the arrays in the form that a handler takes; an absent one becomes an empty array.
 
-    It is made like another operand, because in a `jax.shard_map` all must vary over the same axes.
+    The empty array is derived from `like`, because all operands in a `jax.shard_map` must vary over the
+    same axes.
     """
     absent = jnp.zeros_like(like, shape=(0,))
     return [absent if a is None else a for a in arrays]

@@ -1,6 +1,7 @@
-"""cuBLASLt, which jaxfused does not link: found in the nvidia-cublas wheel of JAX's CUDA plugin.
+"""cuBLASLt, which jaxfused does not link but finds in the nvidia-cublas wheel of JAX's CUDA plugin.
 
-The handlers of ffi/ look it up by its name alone. Opened here, it is known by that name.
+The handlers of ffi/ look the library up by its file name alone, which succeeds once this module has
+opened it.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from jaxfused.cuda import library
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """None where the handlers find cuBLASLt, else the reason. The first call opens it."""
+    """Returns None where the handlers find cuBLASLt, else the reason; the first call opens it."""
     reason = library.why_unavailable()
     if reason is not None:
         return reason
@@ -33,7 +34,7 @@ def why_unavailable() -> str | None:
 
 
 def _in_wheels(name: str) -> list[str]:
-    """Where NVIDIA's wheels have the library: nvidia/cu13/lib, or nvidia/cublas/lib before."""
+    """Returns where NVIDIA's wheels have the library: nvidia/cu13/lib, or formerly nvidia/cublas/lib."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else spec.submodule_search_locations or []
     return [str(path) for root in roots for path in sorted(Path(root).glob(f"*/lib/{name}"))]

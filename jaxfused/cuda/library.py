@@ -1,8 +1,8 @@
-"""The shared library that holds the CUDA kernels: found, loaded and registered on first use.
+"""The shared library of the CUDA kernels, which is found, loaded and registered on first use.
 
-It is built from ffi/ when jaxfused is installed where nvcc is. It knows nothing of Python, so one file
-serves every Python version, and every jaxlib whose XLA FFI is not older than the one it was built
-against.
+The library is built from ffi/ when jaxfused is installed on a machine with nvcc. It does not depend on
+Python, so one file serves every Python version, and every jaxlib whose XLA FFI is not older than the one
+that the library was built against.
 """
 
 import ctypes
@@ -25,11 +25,11 @@ TARGETS = (
     "jaxfused_linear",
     "jaxfused_rope",
 )
-"""Every handler in the library; the target is registered under the name of its symbol."""
+"""The symbol of every handler in the library, under which its FFI target is registered."""
 
 
 def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
-    """None for a GPU that the kernels are compiled for, else the reason."""
+    """Returns None for a GPU that the kernels are compiled for, else the reason."""
     if compute_capability is None:
         return "it needs an NVIDIA GPU"
     if compute_capability < (7, 5):
@@ -40,13 +40,13 @@ def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """None where the kernels can be called, else the reason."""
+    """Returns None where the kernels can be called, else the reason."""
     loaded = _load(PATH)
     return loaded if isinstance(loaded, str) else None
 
 
 def cublaslt_name() -> str:
-    """The file name of the cuBLASLt that the kernels open; empty if they were built without it."""
+    """Returns the file name of the cuBLASLt that the kernels open, or "" if built without cuBLASLt."""
     loaded = _load(PATH)
     assert not isinstance(loaded, str), loaded
     loaded.jaxfused_cublaslt_name.restype = ctypes.c_char_p
@@ -69,7 +69,7 @@ def register() -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL | str:
-    """The library, or why it cannot be used."""
+    """Returns the library, or why it cannot be used."""
     if not path.exists():
         return (
             "jaxfused was installed without its CUDA library, because there was no nvcc; install it"
@@ -96,7 +96,7 @@ def _missing_target(library: ctypes.CDLL) -> str | None:
 
 
 def running_ffi_version() -> tuple[int, int]:
-    """(major, minor) of the XLA FFI in the installed jaxlib, which ships the header that states it."""
+    """Returns (major, minor) of the XLA FFI in the installed jaxlib, read from jaxlib's header."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
         int(re.findall(rf"^#define XLA_FFI_API_{part} (\d+)$", header, re.MULTILINE)[0])

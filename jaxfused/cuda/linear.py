@@ -1,8 +1,8 @@
-"""linear where the Pallas kernel does not serve: XLA's product, and one pass of ours around it.
+"""linear where the Pallas kernel does not serve: XLA's product, and one pass of our own around it.
 
-Where cuBLASLt has the epilogue, it takes the product and the epilogue at once (ffi/linear.cu).
-Everywhere else XLA takes the product and ffi/bias_activation.cu does the rest, forward and backward; so
-nothing but the driver is needed, and no shape is refused.
+If cuBLASLt has the epilogue, it computes the product and the epilogue at once (ffi/linear.cu). Otherwise
+XLA computes the product and ffi/bias_activation.cu does the rest, forward and backward. That needs
+nothing but the driver and supports every shape.
 
 All functions are over rows: x [M, D], w [D, F], bias [F], residual, y and z [M, F].
 """
@@ -16,7 +16,7 @@ import numpy as np
 from jaxfused.cuda import bias_activation, cublaslt
 
 WORKSPACE_BYTES = 32 * 2**20
-"""What NVIDIA recommends for cuBLASLt on Hopper."""
+"""The size of workspace that NVIDIA recommends for cuBLASLt on Hopper."""
 
 why_unsupported = bias_activation.why_unsupported
 
@@ -32,9 +32,9 @@ def forward(
     out_dtype: Any,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z): y = activation(z) + residual, and with `save_preactivation` z = x w + bias in x's dtype.
+    """Returns (y, z): y = activation(z) + residual and, if `save_preactivation`, z = x w + bias.
 
-    w has x's dtype.
+    z has x's dtype, and so must w.
     """
     if bias is None and residual is None and activation is None and not save_preactivation:
         return product(x, w, "md,df->mf", out_dtype, precision), None
@@ -46,10 +46,10 @@ def forward(
         out_dtype=out_dtype,
     ):
         return _cublaslt(x, w, bias, residual, activation=activation, saves=save_preactivation)
-    # The residual is added by the kernel that makes y, in y's dtype.
+    # The kernel that computes y adds the residual, in y's dtype.
     dtypes = {jnp.dtype(out_dtype)} | ({residual.dtype} if residual is not None else set())
     dtype = x.dtype if dtypes == {x.dtype} else jnp.dtype(jnp.float32)
-    # z is of x's dtype, and read so by the activation.
+    # z has x's dtype, and the activation is applied to z in this dtype.
     has_z = save_preactivation or activation is not None
     y, z, _ = bias_activation.forward(
         product(x, w, "md,df->mf", x.dtype if has_z else dtype, precision),
@@ -65,7 +65,7 @@ def forward(
 
 
 def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision: Any) -> jax.Array:
-    """Dx [M, D] + dy w^T, of dy [M, F] and w [D, F]: what another product adds to the gradient of x."""
+    """Returns dx [M, D] + dy w^T for dy [M, F] and w [D, F]: another product's part of x's gradient."""
     if in_one_product(
         dtype=dy.dtype,
         w_shape=w.shape,
@@ -80,7 +80,7 @@ def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision:
 def activation_gradient(
     dy: jax.Array, z: jax.Array, *, activation: str, sum_rows: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Of y = activation(z) and dy [M, F]: dz in z's dtype, and dz summed over the rows in float32."""
+    """Returns dz in z's dtype and its row sums in float32, for y = activation(z) and dy [M, F]."""
     dz, _, _, sums = bias_activation.backward(
         dy if dy.dtype == z.dtype else dy.astype(jnp.float32),
         z,
@@ -95,7 +95,7 @@ def activation_gradient(
 def product(
     a: jax.Array, b: jax.Array, subscripts: str, out_dtype: Any, precision: Any
 ) -> jax.Array:
-    """XLA's product of two matrices of one dtype, accumulated in float32 and rounded once."""
+    """Returns XLA's product of two matrices of one dtype, accumulated in float32 and rounded once."""
     leaving = a.dtype if jnp.dtype(out_dtype) == a.dtype else jnp.float32
     y = jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=leaving)
     return y.astype(out_dtype)
@@ -109,7 +109,7 @@ def in_one_product(
     residual_dtype: Any = None,
     out_dtype: Any = None,
 ) -> bool:
-    """Whether cuBLASLt has the epilogue, for operands of `dtype`, and is there."""
+    """Whether cuBLASLt is available and has the epilogue for operands of `dtype`."""
     others = {jnp.dtype(other) for other in (residual_dtype, out_dtype) if other is not None}
     return (
         dtype in (jnp.bfloat16, jnp.float16)
@@ -130,7 +130,7 @@ def _cublaslt(
     saves: bool = False,
     transpose_w: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, preactivation), the second with `saves`; `transpose_w` for w [F, D]."""
+    """Returns (y, preactivation), the second if `saves`; with `transpose_w`, w is [F, D]."""
     cublaslt.library.register()
     result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0 if transpose_w else 1]), x.dtype)
     absent = jnp.zeros_like(x, shape=(0,))
@@ -145,7 +145,7 @@ def _cublaslt(
     y, preactivation, _ = call(
         x,
         w,
-        # It takes no float32 bias beside them.
+        # cuBLASLt accepts no float32 bias beside 16-bit operands.
         absent if bias is None else bias.astype(x.dtype),
         absent if residual is None else residual,
         activation=activation or "none",

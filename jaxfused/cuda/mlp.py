@@ -1,7 +1,7 @@
-"""What mlp and gated_mlp need besides jaxfused/cuda/linear.py: the gated unit, and both gradients.
+"""The parts of mlp and gated_mlp beyond jaxfused/cuda/linear.py: the gated unit, and both gradients.
 
-A backward makes the hidden layer h again in the pass that multiplies by the activation's derivative
-and sums up the gradients of the biases: it reads preactivations and dh, and writes gradients and h.
+A backward recomputes the hidden layer h in the same pass that multiplies by the activation's derivative
+and sums the gradients of the biases. This pass reads preactivations and dh, and writes gradients and h.
 
 All functions are over rows: x [M, D], w [D, F], z and h [M, F], dy [M, E]. Weights have x's dtype.
 """
@@ -24,7 +24,7 @@ def hidden_gradient(
     sum_rows: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Of dy [M, E], w2 [F, E] and z [M, F]: dz, activation(z), and dz summed over the rows."""
+    """Returns dz, activation(z), and dz summed over the rows, for dy [M, E], w2 [F, E] and z [M, F]."""
     dh = product(dy, w2, "me,fe->mf", z.dtype, precision)
     dz, _, h, sums = bias_activation.backward(
         dh, z, None, activation=activation, want_y=activation is not None, want_sums=sum_rows
@@ -43,9 +43,9 @@ def gated_forward(
     save_preactivations: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(activation(gate) * up, gate, up) of x [M, D], the latter two if they are to be saved.
+    """Returns (activation(gate) * up, gate, up) for x [M, D]; the latter two only if they are saved.
 
-    Without `w_up`, w_gate [D, 2 F] and b_gate [2 F] hold both.
+    Without `w_up`, w_gate [D, 2 F] and b_gate [2 F] hold the weights and biases of both.
     """
     if w_up is None:
         w_gate, w_up = jnp.split(w_gate, 2, axis=1)
@@ -74,9 +74,10 @@ def gated_hidden_gradient(
     returns_hidden: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and row sums of the former two.
+    """Returns dgate, dup, activation(gate) * up, and the row sums of dgate and dup.
 
-    The third if it `returns_hidden`, and the sums if they are wanted.
+    dy is [M, E] and w_down [F, E]. The third result is None unless `returns_hidden`, and the sums are
+    None unless they are wanted.
     """
     dgate, dup, h, sums = bias_activation.backward(
         product(dy, w_down, "me,fe->mf", gate.dtype, precision),
@@ -100,7 +101,7 @@ def gated_input_gradient(
     *,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """The sum dgate @ w_gate^T + dup @ w_up^T; the first is rounded before the second is added."""
+    """Returns dgate @ w_gate^T + dup @ w_up^T; the first product is rounded before the addition."""
     if w_up is None:
         w_gate, w_up = jnp.split(w_gate, 2, axis=1)
     dx = product(dgate, w_gate, "mf,df->md", dgate.dtype, precision)

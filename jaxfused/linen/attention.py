@@ -41,14 +41,16 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values. Its weights are 0 too.
+    - The output of a query that may attend to nothing is 0, not the mean of the values, and so are
+      its weights.
     - The softmax is always in float32; `force_fp32_for_softmax` makes the result float32 too, as in
       Flax.
-    - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
-      same weights in every head and batch element, runs Flax's code, and is Flax's default. Pass
-      False for the kernel's dropout.
-    - A `precision` other than the default, products of one's own and complex numbers run Flax's
-      code; `jaxfused.explain` lists it. Together with a named kernel they raise.
+    - Which weights dropout drops depends on `dropout_rng` in another way. `broadcast_dropout`, which
+      is Flax's default and drops the same weights in every head and batch element, runs Flax's code;
+      pass False for the kernel's dropout.
+    - A `precision` other than the default, products other than Flax's and complex numbers run Flax's
+      code, and `jaxfused.explain` lists the call. Together with a named kernel such a call raises an
+      error.
     - Weights that are sown (`module`) are computed beside the kernel, by XLA.
 
     Args:
@@ -134,7 +136,7 @@ def attention_fn(
                 attn_weights_value_einsum,
             ),
             mask,
-            is_causal=False,  # The mask has it.
+            is_causal=False,  # The mask contains it.
             implementation=implementation,
         )
     output = attend(
@@ -154,10 +156,9 @@ def attention_fn(
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention` with `jaxfused.linen.attention_fn` by default.
 
-    Everything else, decoding with a cache too, is Flax's, so a checkpoint of one loads into the
-    other and gives the same output, but for what `attention_fn` says of itself. Name an
-    implementation by `attention_fn=functools.partial(jaxfused.linen.attention_fn,
-    implementation="cudnn")`.
+    Everything else is Flax's, including decoding with a cache. A checkpoint of one loads into the other
+    and gives the same output, except for the differences of `attention_fn`. To name an implementation,
+    pass `attention_fn=functools.partial(jaxfused.linen.attention_fn, implementation="cudnn")`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -173,4 +174,4 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """`MultiHeadDotProductAttention` under Flax's shorter name, which a parent names it by too."""
+    """`MultiHeadDotProductAttention` under Flax's shorter name, which is also its name in a parent."""

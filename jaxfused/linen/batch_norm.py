@@ -25,9 +25,9 @@ class BatchNorm(linen.BatchNorm):
     into the other and gives the same output. Differences:
 
     - No gradient flows into the running averages.
-    - The variance is always the mean of squared deviations, whatever `use_fast_variance` says.
+    - The variance is always the mean of squared deviations, regardless of `use_fast_variance`.
     - Masks, another `axis` than the last, `force_float32_reductions=False` and complex numbers run
-      Flax's code. Together with `residual` or a named kernel they raise.
+      Flax's code. Together with `residual` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -101,7 +101,7 @@ class BatchNorm(linen.BatchNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, channels, self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
+        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
         x = x.astype(common_dtype(x.dtype, result_dtype))
         options: dict[str, Any] = dict(
             epsilon=self.epsilon,
@@ -111,7 +111,8 @@ class BatchNorm(linen.BatchNorm):
         )
         if use_running_average:
             return infer(x, scale, bias, mean.value, var.value, **options).astype(result_dtype)
-        # The axis need not exist while the parameters are made, and the averages stay as they are.
+        # While the parameters are initialised, the mapped axis need not exist and the averages do not
+        # change.
         initializing = self.is_initializing()
         y, new_mean, new_var = train(
             x,

@@ -21,9 +21,9 @@ class Conv(linen.Conv):
 
     - Bias, residual and activation are applied in float32 and the result is rounded then, where
       Flax rounds after every step.
-    - A mask, a `conv_general_dilated`, `conv_general_dilated_cls` or `promote_dtype` of one's own and
-      complex numbers run Flax's code; `jaxfused.explain` lists it. Together with `residual` or a named
-      kernel they raise.
+    - A mask, a `conv_general_dilated`, `conv_general_dilated_cls` or `promote_dtype` other than
+      Flax's and complex numbers run Flax's code, and `jaxfused.explain` lists the call. Together
+      with `residual` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".

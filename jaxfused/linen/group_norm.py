@@ -24,7 +24,7 @@ class GroupNorm(linen.GroupNorm):
     - The variance is always the mean of squared deviations in float32: neither `use_fast_variance`
       nor `force_float32_reductions` changes that.
     - Masks, `axis_name`, `reduction_axes` and complex numbers run Flax's code. Together with
-      `residual` or a named kernel they raise.
+      `residual` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -87,7 +87,7 @@ class GroupNorm(linen.GroupNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
         result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        # Linen, unlike NNX, rounds to the result's dtype after the norm, not before it.
+        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
         x = x.astype(common_dtype(x.dtype, result_dtype))
         y = normalise(
             x,

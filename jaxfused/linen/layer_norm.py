@@ -29,8 +29,8 @@ class LayerNorm(linen.LayerNorm):
     - The variance is always the mean of squared deviations in float32: `use_fast_variance` and
       `force_float32_reductions` name forms that are faster in Flax and less accurate; neither holds
       here.
-    - Masks, `axis_name`, complex numbers, and axes other than the last run Flax's code. Together with
-      `residual`, `pre_bias` or a named kernel they raise.
+    - Masks, `axis_name`, complex numbers, and axes other than the last run Flax's code. Together
+      with `residual`, `pre_bias` or a named kernel such a call raises an error.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -117,7 +117,7 @@ class RMSNorm(linen.RMSNorm):
               (\text{scale} + \text{scale\_offset})\Bigr),
               \quad h = x + \text{pre\_bias} + \text{residual}
 
-    What `LayerNorm` says of its differences from Flax holds here too.
+    The differences from Flax are those of `LayerNorm`.
 
     Attributes:
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
@@ -195,7 +195,7 @@ def _why_flax(norm: LayerNorm | RMSNorm, x: jax.Array, mask: jax.Array | None) -
 
 
 def _widened(x: jax.Array, result_dtype: Any) -> jax.Array:
-    """Linen, unlike NNX, rounds to the result's dtype after the norm, not before it."""
+    """Returns x widened for the norm, since Linen rounds to the result's dtype only after it."""
     return x.astype(common_dtype(x.dtype, result_dtype))
 
 

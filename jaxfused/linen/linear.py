@@ -24,8 +24,8 @@ class Dense(linen.Dense):
 
     - The product is accumulated and the bias added in float32, and so is the parameters' gradient;
       each is rounded once, where Flax rounds the product, then the sum.
-    - A `dot_general`, `dot_general_cls` or `promote_dtype` of one's own and complex numbers run
-      Flax's code. Together with `residual` or a named kernel they raise.
+    - A `dot_general`, `dot_general_cls` or `promote_dtype` other than Flax's and complex numbers run
+      Flax's code. Together with `residual` or a named kernel such a call raises an error.
     - The kernel may be a `jaxfused.QuantizedKernel`, as `jaxfused.quantize_params` puts it there.
 
     Attributes:
@@ -90,7 +90,7 @@ class Dense(linen.Dense):
 
 
 class Affine(linen.Module):
-    """The parameters of a `flax.linen.Dense` for an operator that takes them beside others.
+    """The parameters of a `flax.linen.Dense`, for an operator that takes several layers' parameters.
 
     Attributes:
       features: F.
@@ -115,12 +115,12 @@ class Affine(linen.Module):
 
     @linen.compact
     def __call__(self, in_features: int) -> tuple[Kernel, jax.Array | None]:
-        """(kernel [in_features, F], bias [F] or None)."""
+        """Returns (kernel [in_features, F], bias [F] or None)."""
         return _parameters(self, in_features)
 
 
 def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]:
-    """Kernel and bias of a `Dense` or `Affine`; the kernel may be given quantised."""
+    """Returns the kernel and bias of a `Dense` or `Affine`; the kernel may be quantised."""
     shape = (in_features, layer.features)
     kernel = layer.get_variable("params", "kernel")
     if not isinstance(kernel, QuantizedKernel):

@@ -16,8 +16,8 @@ class QuantizedDense(linen.Module):
 
     .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
 
-    Its parameters are those that `jaxfused.quantize_params` makes of a `Dense`. Gradients go to x
-    and to the bias.
+    The parameters are those that `jaxfused.quantize_params` computes from a `Dense`. Gradients are
+    computed for x and for the bias.
 
     Attributes:
       features: F.

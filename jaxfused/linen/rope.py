@@ -47,7 +47,7 @@ class RotaryEmbedding(linen.Module):
         positions: jax.Array | None = None,
         offset: int | jax.Array = 0,
     ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Rotates q [..., T, N, H] and k [..., T, K, H] where it is given, as `jaxfused.rope`."""
+        """Rotates q [..., T, N, H] and, if given, k [..., T, K, H], as `jaxfused.rope` does."""
         return ops.rope.rope(
             q,
             k,
@@ -61,6 +61,6 @@ class RotaryEmbedding(linen.Module):
         )
 
     def tables(self, positions: jax.Array, head_size: int) -> tuple[jax.Array, jax.Array]:
-        """The cosines and sines that turn heads of `head_size` features, as `rope_tables`."""
+        """Returns cosines and sines that rotate heads of `head_size` features; see `rope_tables`."""
         rotary_dim = head_size if self.rotary_dim is None else self.rotary_dim
         return ops.rope.rope_tables(positions, rotary_dim, theta=self.theta, scaling=self.scaling)

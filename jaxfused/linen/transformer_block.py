@@ -35,9 +35,9 @@ class TransformerBlock(linen.Module):
         h &= x + W_\text{project} \, \text{attention}(\text{norm}_1(x)) \\
         y &= h + \text{mlp}(\text{norm}_2(h))
 
-    Called with `residual`, the block takes and gives the stream as this package's norms do:
-    `x, residual = block(x, residual=residual)` leaves the last sum to the norm of the next block
-    (at the end to `norm(x, residual=residual)`), so that each sum is made where it is read.
+    Called with `residual`, the block takes and returns the stream as this package's norms do: `x,
+    residual = block(x, residual=residual)` leaves the last sum to the norm of the next block, or after
+    the last block to `norm(x, residual=residual)`, so that each sum is computed where it is read.
 
     Parameters: `norm1` and `norm2`; `qkv` [D, (N + 2 K) H], the columns of the query heads, then
     those of the key heads, then those of the value heads; `project`; `mlp` with `up` and `down`, and
@@ -141,7 +141,7 @@ class TransformerBlock(linen.Module):
 
         def drop(branch: jax.Array) -> jax.Array:
             branch = linen.Dropout(self.dropout_rate)(branch, deterministic=False)
-            # One choice for all positions and features of an example.
+            # The choice is the same for all positions and features of an example.
             drop_path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-2, -1))
             return drop_path(branch, deterministic=False)
 

@@ -1,4 +1,4 @@
-"""What the hooks `attention_fn` of nnx and linen share: which calls the operator serves, and how."""
+"""What the `attention_fn` of nnx and of linen share: which calls the operator serves, and how."""
 
 import math
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from jaxfused.semantics.mask import Mask
 
 
 def check_rate(name: str, rate: Any) -> None:
-    """A dropout rate is a fraction, and not all."""
-    # Written such that NaN is refused too.
+    """Checks that a dropout rate is at least 0 and less than 1."""
+    # The comparison is written such that NaN is rejected too.
     if not 0.0 <= rate < 1.0:
         raise ValueError(
             f"{name}: dropout_rate must be in the range [0, 1), as it is the fraction to drop, but it is"
@@ -26,9 +26,9 @@ def check_rate(name: str, rate: Any) -> None:
 def why_flax(
     dtype: Any, *, precision: Any, dropout_is_active: bool = False, broadcast_dropout: bool = False
 ) -> str | None:
-    """None where the operator can serve a call, else why it takes Flax's own code.
+    """Returns None where the operator can serve a call, else why Flax's own code runs.
 
-    Weights that are sown are those before dropout, which does not count for them.
+    Sown weights are those before dropout, so active dropout is no obstacle for them.
 
     Args:
       dtype: of query, key and value once promoted.
@@ -48,7 +48,7 @@ def run_flax(
     is_causal: bool,
     implementation: str | None,
 ) -> jax.Array:
-    """Flax's own attention, with 0 where a query may attend to nothing, as the operator has it.
+    """Runs Flax's own attention, with 0 where a query may attend to nothing, as in the operator.
 
     Args:
       name: of the hook.
@@ -65,7 +65,7 @@ def run_flax(
         square = jnp.tril(jnp.ones(mask.shape[-2:], bool))
         allowed = allowed & square.reshape((1,) * (allowed.ndim - 2) + square.shape)
     attends = jnp.any(allowed, axis=-1).swapaxes(-1, -2)[..., None]
-    # The mask may have fewer axes than the output, and 1 in the place of any.
+    # The mask may have fewer axes than the output, and any of its axes may have length 1.
     attends = attends.reshape((1,) * (output.ndim - attends.ndim) + attends.shape)
     return jnp.where(attends, output, jnp.zeros_like(output))
 
@@ -83,7 +83,7 @@ def attend(
     dropout_key: jax.Array | None = None,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
-    """The operator over any number of batch axes, with Flax's masks of any dtype.
+    """Runs the operator over any number of batch axes, with Flax's masks of any dtype.
 
     Args:
       query: [..., T, N, H].
@@ -120,10 +120,10 @@ def attention_weights(
     *,
     is_causal: bool,
 ) -> jax.Array:
-    """The probabilities before dropout, [..., N, T, S] in the query's dtype: what Flax's modules sow.
+    """Returns the probabilities before dropout, [..., N, T, S] in the query's dtype, for sowing.
 
-    They are those of the operator, 0 where a query may attend to nothing. The arguments are
-    `attend`'s.
+    These are the operator's probabilities, 0 where a query may attend to nothing. The arguments are
+    those of `attend`.
     """
     batch, (queries, heads) = query.shape[:-3], query.shape[-3:-1]
 
@@ -150,7 +150,7 @@ def attention_weights(
 
 
 def _fold(batch: tuple[int, ...], array: jax.Array, kept: int = 3) -> jax.Array:
-    """The array with its axes before the last `kept` as one; axes of 1 may broadcast."""
+    """Returns the array with all axes before its last `kept` merged into one."""
     if len(batch) <= 1 or array.ndim <= kept:
         return array
     array = jnp.broadcast_to(array, (*batch, *array.shape[-kept:]))

@@ -22,7 +22,7 @@ def infer(
     residual: jax.Array | None,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """The operator with the running averages."""
+    """Runs the operator with the running averages."""
     y = ops.batch_norm.batch_norm(
         x,
         floating(scale, x.dtype),
@@ -53,7 +53,7 @@ def train(
     residual: jax.Array | None,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The operator with the batch's statistics, and the running averages that they move."""
+    """Runs the operator with the batch's statistics, and returns the updated running averages too."""
     y, batch_mean, batch_var = ops.batch_norm.batch_norm(
         x,
         floating(scale, x.dtype),

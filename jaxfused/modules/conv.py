@@ -14,7 +14,7 @@ Norm = Literal["batch_norm", "group_norm"]
 
 
 def check_norm(norm: str) -> None:
-    """`norm` names one of the norms that may follow a convolution."""
+    """Checks that `norm` names one of the norms that may follow a convolution."""
     if norm not in ("batch_norm", "group_norm"):
         raise ValueError(
             f"ConvNormAct: norm={norm!r} is not known; pass 'batch_norm' or 'group_norm'."
@@ -36,7 +36,7 @@ def convolve(
     implementation: Implementation | None,
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
-    """The operator with any number of batch axes, and None for 1, as Flax's `Conv` has it."""
+    """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`."""
     batch = x.shape[: x.ndim - kernel.ndim + 1]
 
     def fold(array: jax.Array) -> jax.Array:

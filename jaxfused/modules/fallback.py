@@ -11,12 +11,12 @@ from jaxfused.semantics.activation import activate
 
 
 def why_given(**given: bool) -> str | None:
-    """Why Flax's code serves a call: the first of these arguments that is given, None without one."""
+    """Names the first of these arguments that is given, as the reason for Flax's code, or None."""
     return next((f"{name} is given" for name, is_given in given.items() if is_given), None)
 
 
 def why_complex(*dtypes: Any) -> str | None:
-    """Why Flax's code serves a call: the first of these dtypes that is complex, None without one."""
+    """Names the first of these dtypes that is complex, as the reason for Flax's code, or None."""
     for dtype in dtypes:
         if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
             return f"{jnp.dtype(dtype)} is not real"
@@ -24,14 +24,14 @@ def why_complex(*dtypes: Any) -> str | None:
 
 
 def is_default(precision: jax.lax.PrecisionLike) -> bool:
-    """Whether a precision is what JAX takes where none is given: None or DEFAULT, of both operands."""
+    """Whether a precision is the one that JAX uses by default: None or DEFAULT, for both operands."""
     if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return precision == jax.lax.DotAlgorithmPreset.DEFAULT
     if isinstance(precision, tuple | list):
         return all(is_default(part) for part in precision)
     try:
         return precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
-    except ValueError:  # The name of an algorithm, or of nothing.
+    except ValueError:  # The string names an algorithm or is invalid.
         return False
 
 
@@ -46,7 +46,7 @@ def call_flax(
     activation: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Flax's `module` and the activation after it, or ValueError where only the operator can serve.
+    """Runs Flax's `module` and the activation after it; raises where only the operator can serve.
 
     Args:
       name: of the module, "jaxfused.nnx.Linear".

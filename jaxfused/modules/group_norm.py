@@ -19,7 +19,7 @@ def normalise(
     residual: jax.Array | None,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """The operator, which wants a batch axis; as in Flax a vector of channels is normalised alone."""
+    """Runs the operator, adding a batch axis to a vector of channels, which Flax normalises alone."""
     has_batch = x.ndim != 1
     if not has_batch:
         x, residual = x[None], None if residual is None else residual[None]

@@ -1,7 +1,8 @@
-"""Which calls of a Flax norm the operator serves; Flax's own code takes the rest.
+"""Which calls of a Flax norm the operator serves; Flax's own code runs the others.
 
-Flax's norms reduce over any axes and across devices, take masks and complex numbers. The operator does
-not, so such a call runs `super().__call__`, and what only the operator can do raises.
+Flax's norms reduce over any axes and across devices, and accept masks and complex numbers. The operator
+does not, so such a call runs `super().__call__`. It raises an error if it also needs what only the
+operator can do.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ def why_flax(
     reduction_axes: Any,
     feature_axes: Any,
 ) -> str | None:
-    """None where the operator can serve a call, else why it takes Flax's own code.
+    """Returns None where the operator can serve a call, else why Flax's own code runs.
 
     Args:
       x: what the norm was called with.

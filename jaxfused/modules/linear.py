@@ -1,4 +1,4 @@
-"""One linear layer for every module: with a kernel of floats, or a quantised one in its place."""
+"""One linear layer for all modules, whose kernel is either an array of floats or quantised."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from jaxfused.quantization.quantized_array import QuantizedArray
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedKernel:
-    """What stands for the kernel [D, F] of a linear layer once it is quantised.
+    """The replacement for the kernel [D, F] of a linear layer once the kernel is quantised.
 
     Attributes:
       array: of shape [..., D, F], as `jaxfused.quantize` makes it.
@@ -37,7 +37,7 @@ Kernel = jax.Array | QuantizedKernel
 
 
 def promoted(x: jax.Array, *parameters: Kernel | None, dtype: Any) -> jax.Array:
-    """X in `dtype`, or in what it and the parameters that are floats promote to, as in Flax."""
+    """Returns x in `dtype`, or in the dtype to which x and the float parameters promote, as in Flax."""
     floats = [p for p in parameters if isinstance(p, jax.Array)]
     return x.astype(canonicalize_dtype(x, *floats, dtype=dtype))
 
@@ -52,7 +52,7 @@ def linear(
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`jaxfused.linear`, or `jaxfused.quantized_matmul` with a result of the same dtype."""
+    """Runs `jaxfused.linear`, or `jaxfused.quantized_matmul` with a result of the same dtype."""
     bias = floating(bias, x.dtype)
     if not isinstance(kernel, QuantizedKernel):
         return ops.linear.linear(

@@ -26,7 +26,7 @@ def mlp(
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """`jaxfused.mlp` of the (kernel, bias) of both layers."""
+    """Runs `jaxfused.mlp` on the (kernel, bias) of both layers."""
     x = promoted(x, *up, *down, dtype=dtype)
     (w1, b1), (w2, b2) = (tuple(floating(p, x.dtype) for p in layer) for layer in (up, down))
     if not (isinstance(w1, QuantizedKernel) or isinstance(w2, QuantizedKernel)):
@@ -64,7 +64,7 @@ def gated_mlp(
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> jax.Array:
-    """`jaxfused.gated_mlp` of the (kernel, bias) of the three layers."""
+    """Runs `jaxfused.gated_mlp` on the (kernel, bias) of the three layers."""
     x = promoted(x, *gate, *up, *down, dtype=dtype)
     (w_gate, b_gate), (w_up, b_up), (w_down, b_down) = (
         tuple(floating(p, x.dtype) for p in layer) for layer in (gate, up, down)
@@ -98,5 +98,5 @@ def gated_mlp(
 
 
 def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The layers, keeping their inputs alone for the backward where that is asked for."""
+    """Returns `layers` such that only their inputs are kept for the backward if `save` says so."""
     return jax.checkpoint(layers) if save == "inputs" else layers

@@ -1,4 +1,4 @@
-"""What Flax's promotion of dtypes asks of parameters that operators take in a dtype of their own."""
+"""How Flax promotes the dtypes of parameters, where operators accept parameters of other dtypes."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import jax.numpy as jnp
 
 
 def floating(parameter: Any, dtype: Any) -> Any:
-    """A parameter of integers in the dtype of the computation, to which Flax promotes it.
+    """Returns an integer parameter in the dtype of the computation, to which Flax promotes it.
 
-    Every other parameter is returned as it is, None too: operators take any float dtype, and sum up
-    the parameter's gradient in float32.
+    Every other parameter, including None, is returned as it is: operators accept any float dtype, and
+    sum the parameter's gradient in float32.
     """
     if not jnp.issubdtype(getattr(parameter, "dtype", jnp.float32), jnp.integer):
         return parameter

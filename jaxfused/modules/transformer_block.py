@@ -1,4 +1,4 @@
-"""What a TransformerBlock does between its first norm and its second."""
+"""What a TransformerBlock computes between its first norm and its second."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,7 +18,7 @@ Norm = Literal["layer_norm", "rms_norm"]
 
 
 def check_norm(norm: str) -> None:
-    """`norm` names one of the norms of a block."""
+    """Checks that `norm` names one of the norms of a block."""
     if norm not in ("layer_norm", "rms_norm"):
         raise ValueError(
             f"TransformerBlock: norm={norm!r} is not known; pass 'layer_norm' or 'rms_norm'."
@@ -26,9 +26,9 @@ def check_norm(norm: str) -> None:
 
 
 def check_rates(**rates: float) -> None:
-    """Each rate is a fraction of what is dropped."""
+    """Checks that each rate, the fraction to be dropped, is between 0 and 1."""
     for name, rate in rates.items():
-        # Written such that NaN is refused too.
+        # The comparison is written such that NaN is rejected too.
         if not 0.0 <= rate <= 1.0:
             raise ValueError(
                 f"TransformerBlock: {name} must be in the range [0, 1], as it is the fraction to drop,"
@@ -37,7 +37,7 @@ def check_rates(**rates: float) -> None:
 
 
 def head_size(features: int, num_heads: int, head_dim: int | None) -> int:
-    """The size of a head: what was asked for, or the features shared among the heads."""
+    """Returns the size of a head: the one requested, or the features divided by the number of heads."""
     if head_dim is not None:
         return head_dim
     if features % num_heads:
@@ -54,9 +54,9 @@ def normalise(
     residual: jax.Array | None,
     pre_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The norm of x + pre_bias + residual, and that sum: the residual stream.
+    """Returns the norm of x + pre_bias + residual, and that sum, which is the residual stream.
 
-    Without a residual x is the stream, and has its bias.
+    Without a residual, x is the stream and already contains the bias.
     """
     if residual is None:
         assert pre_bias is None
@@ -157,11 +157,11 @@ def project(
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The output projection of the attention, and the bias that is still to be added to it.
+    """Returns the output projection of the attention, and the bias that is still to be added to it.
 
-    The norm that follows adds the bias where it adds the stream, and sums up its gradient in the same
-    pass as those of its own parameters. With `drops` the bias is added here: it is dropped with the
-    rest of the branch.
+    The norm that follows adds the bias together with the stream, and sums the bias's gradient in the
+    same pass as the gradients of its own parameters. With `drops`, the bias is added here, because it is
+    dropped with the rest of the branch.
     """
     branch = linear(
         promoted(attended, kernel, bias, dtype=dtype),

@@ -35,12 +35,13 @@ def attention_fn(
 
     over the keys that the mask allows. Differences from Flax:
 
-    - A query that may attend to nothing gets 0, not the mean of the values. Its weights are 0 too.
-    - Which weights dropout drops depends on `dropout_rng` in another way; `broadcast_dropout`, the
-      same weights in every head and batch element, runs Flax's code, and is Flax's default. Pass
-      False for the kernel's dropout.
-    - A `precision` other than the default and complex numbers run Flax's code; `jaxfused.explain`
-      lists it. Together with a named kernel they raise.
+    - The output of a query that may attend to nothing is 0, not the mean of the values, and so are
+      its weights.
+    - Which weights dropout drops depends on `dropout_rng` in another way. `broadcast_dropout`, which
+      is Flax's default and drops the same weights in every head and batch element, runs Flax's code;
+      pass False for the kernel's dropout.
+    - A `precision` other than the default and complex numbers run Flax's code, and
+      `jaxfused.explain` lists the call. Together with a named kernel such a call raises an error.
     - Weights that are sown (`module`) are computed beside the kernel, by XLA.
 
     Args:
@@ -130,10 +131,9 @@ def attention_fn(
 class MultiHeadAttention(nnx.MultiHeadAttention):
     """`flax.nnx.MultiHeadAttention` whose `attention_fn` is `jaxfused.nnx.attention_fn` by default.
 
-    Everything else, decoding with a cache too, is Flax's, so a checkpoint of one loads into the
-    other and gives the same output, but for what `attention_fn` says of itself. Name an
-    implementation by `attention_fn=functools.partial(jaxfused.nnx.attention_fn,
-    implementation="cudnn")`.
+    Everything else is Flax's, including decoding with a cache. A checkpoint of one loads into the other
+    and gives the same output, except for the differences of `attention_fn`. To name an implementation,
+    pass `attention_fn=functools.partial(jaxfused.nnx.attention_fn, implementation="cudnn")`.
 
     Example:
       >>> import jax.numpy as jnp

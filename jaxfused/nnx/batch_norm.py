@@ -29,9 +29,9 @@ class BatchNorm(nnx.BatchNorm):
 
     - Scale, bias and running averages enter in the dtype in which they are stored. No gradient
       flows into the running averages.
-    - The variance is always the mean of squared deviations, whatever `use_fast_variance` says.
-    - Masks, another `axis` than the last, a `promote_dtype` of one's own and complex numbers run
-      Flax's code. Together with `residual` or a named kernel they raise.
+    - The variance is always the mean of squared deviations, regardless of `use_fast_variance`.
+    - Masks, another `axis` than the last, a `promote_dtype` other than Flax's and complex numbers
+      run Flax's code. Together with `residual` or a named kernel such a call raises an error.
 
     Args:
       num_features: C.

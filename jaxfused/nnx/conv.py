@@ -34,9 +34,9 @@ class Conv(nnx.Conv):
 
     - Bias, residual and activation are applied in float32 and the result is rounded then, where
       Flax rounds after every step.
-    - A mask, a `conv_general_dilated`, `promote_dtype` or `preferred_element_type` of one's own,
-      `out_sharding` and complex numbers run Flax's code; `jaxfused.explain` lists it. Together with
-      `residual` or a named kernel they raise.
+    - A mask, a `conv_general_dilated`, `promote_dtype` or `preferred_element_type` other than
+      Flax's, `out_sharding` and complex numbers run Flax's code, and `jaxfused.explain` lists the
+      call. Together with `residual` or a named kernel such a call raises an error.
 
     Args:
       in_features: I.

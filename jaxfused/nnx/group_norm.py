@@ -26,9 +26,9 @@ class GroupNorm(nnx.GroupNorm):
     loads into the other and gives the same output. Differences:
 
     - Scale and bias enter in the dtype in which they are stored.
-    - The variance is always the mean of squared deviations, whatever `use_fast_variance` says.
-    - Masks, `axis_name`, `reduction_axes`, a `promote_dtype` of one's own and complex numbers run
-      Flax's code. Together with `residual` or a named kernel they raise.
+    - The variance is always the mean of squared deviations, regardless of `use_fast_variance`.
+    - Masks, `axis_name`, `reduction_axes`, a `promote_dtype` other than Flax's and complex numbers
+      run Flax's code. Together with `residual` or a named kernel such a call raises an error.
 
     Args:
       num_features: C.

@@ -32,8 +32,9 @@ class LayerNorm(nnx.LayerNorm):
       rather than rounded to the result's.
     - The variance is always the mean of squared deviations: `use_fast_variance` names a form that is
       faster in Flax and less accurate; neither holds here.
-    - Masks, `axis_name`, a `promote_dtype` of one's own, complex numbers, and axes other than the last
-      run Flax's code. Together with `residual`, `pre_bias` or a named kernel they raise.
+    - Masks, `axis_name`, a `promote_dtype` other than Flax's, complex numbers, and axes other than
+      the last run Flax's code. Together with `residual`, `pre_bias` or a named kernel such a call
+      raises an error.
 
     Args:
       num_features: D, the size of the last axis.
@@ -170,7 +171,7 @@ class RMSNorm(nnx.RMSNorm):
               (\text{scale} + \text{scale\_offset})\Bigr),
               \quad h = x + \text{pre\_bias} + \text{residual}
 
-    What `LayerNorm` says of its differences from Flax holds here too.
+    The differences from Flax are those of `LayerNorm`.
 
     Args:
       num_features: D, the size of the last axis.

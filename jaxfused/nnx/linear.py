@@ -27,8 +27,9 @@ class Linear(nnx.Linear):
 
     - The product is accumulated and the bias added in float32, and so is the parameters' gradient;
       each is rounded once, where Flax rounds the product, then the sum.
-    - A `dot_general`, `promote_dtype` or `preferred_element_type` of one's own, `out_sharding` and
-      complex numbers run Flax's code. Together with `residual` or a named kernel they raise.
+    - A `dot_general`, `promote_dtype` or `preferred_element_type` other than Flax's, `out_sharding`
+      and complex numbers run Flax's code. Together with `residual` or a named kernel such a call
+      raises an error.
 
     Args:
       in_features: D.
@@ -144,7 +145,7 @@ class Linear(nnx.Linear):
 
 
 def affine(layer: nnx.Linear | QuantizedLinear) -> tuple[Kernel, jax.Array | None]:
-    """(kernel, bias) of a linear layer, for an operator that takes them beside others.
+    """Returns (kernel, bias) of a linear layer, for an operator that takes several layers' parameters.
 
     Raises:
       TypeError: a layer of another class, whose own call would be passed over.

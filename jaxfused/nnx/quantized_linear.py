@@ -12,7 +12,7 @@ from jaxfused.quantization.quantize import quantize
 
 
 class Frozen(nnx.Variable):
-    """A variable that is not trained: `nnx.grad` and optimizers over `nnx.Param` leave it out."""
+    """A variable that is not trained: `nnx.grad` and optimizers over `nnx.Param` ignore it."""
 
 
 class QuantizedLinear(nnx.Module):
@@ -20,8 +20,8 @@ class QuantizedLinear(nnx.Module):
 
     .. math:: y = \text{activation}(x \cdot \text{kernel} + \text{bias}) + \text{residual}
 
-    `jaxfused.quantize_params` makes it of the linear layers of a trained module. Gradients go to x
-    and to the bias.
+    `jaxfused.quantize_params` creates this layer from the linear layers of a trained module. Gradients
+    are computed for x and for the bias.
 
     Args:
       in_features: D.

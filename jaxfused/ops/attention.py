@@ -190,7 +190,7 @@ def dot_product_attention(
 
 
 def _takes_reference(implementation, device, query, scale) -> bool:
-    """Whether the call is plain jax.numpy; a scale that is an array is no constant of a kernel."""
+    """Whether the call is plain jax.numpy, as for a scale that is an array: kernels need a constant."""
     op = "dot_product_attention"
     if isinstance(scale, jax.Array) and implementation != "xla":
         why = "scale must be a Python float, as it is a constant of the kernels"
@@ -284,7 +284,7 @@ def _window(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """The array as int32 of `shape`; a leading axis of 1 may be left out, as in 3-D queries."""
+    """Returns the array as int32 of `shape`; its leading axis of 1 may be missing, as in 3-D queries."""
     if array is None:
         return None
     array = jnp.asarray(array)
@@ -300,7 +300,7 @@ def _integers(name: str, array: Any, shape: tuple[int, ...]) -> jax.Array | None
 
 
 def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array with 4 axes, each of them 1 or that of `shape`."""
+    """Returns the array with 4 axes, each of which has length 1 or that of `shape`."""
     fits = array.ndim <= 4 and all(
         size in (1, full) for size, full in zip(array.shape[::-1], shape[::-1], strict=False)
     )
@@ -313,7 +313,7 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
 
 
 def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
-    """The two words that `jaxfused.semantics.dropout.keep` takes, or None where nothing is dropped."""
+    """Returns the two words that `semantics.dropout.keep` takes, or None if nothing is dropped."""
     check_constant("dot_product_attention", "dropout_rate", rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(
@@ -333,9 +333,13 @@ def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
 # --- kernels and their gradient -------------------------------------------------------------------
 
 
+_FEW_QUERIES = 64
+"""Up to so many queries XLA may be faster; with more, its logits take too much memory."""
+
+
 @dataclass(frozen=True)
 class _Options:
-    """What is static in a call of the kernels."""
+    """The static options of a call of the kernels."""
 
     is_causal: bool
     window: tuple[int, int] | None
@@ -343,8 +347,39 @@ class _Options:
     soft_cap: float | None
     dropout_rate: float
 
+    def xla_is_faster_forward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
+        """Whether so few queries attend to so many keys that XLA's passes over the logits cost less.
+
+        The kernels give the keys of a head to one multiprocessor, of which few then have work. Times are
+        estimates in microseconds; benchmarks/LAB.md says what they were fitted to.
+        """
+        batch, queries, key_heads, groups, head_size = arrays.query.shape
+        keys = self.visited_keys(queries, arrays.key.shape[1])
+        if queries > _FEW_QUERIES or device.multiprocessors == 0:
+            return False
+        heads = batch * key_heads * groups
+        by_kernel = 3 + -(-heads // device.multiprocessors) * max(
+            1.35, keys * (0.014 + 4e-5 * head_size)
+        )
+        read = batch * keys * key_heads * (head_size + arrays.value.shape[3]) * 2
+        by_xla = 8 + read / 1.2e6 + heads * queries * keys * 12 / 3e6
+        return by_xla < by_kernel
+
+    def xla_is_faster_backward(self, arrays: "_Arrays") -> bool:
+        """The same of the backward, whose kernels give 64 queries to each step."""
+        queries = arrays.query.shape[1]
+        return queries <= 16 and self.visited_keys(queries, arrays.key.shape[1]) >= 64
+
+    def visited_keys(self, queries: int, keys: int) -> int:
+        """How many keys some of the queries may attend to by their positions."""
+        if self.is_causal:
+            keys = min(keys, queries)
+        if self.window is not None:
+            keys = min(keys, queries + sum(self.window))
+        return keys
+
     def logits(self, query: jax.Array, key: jax.Array, operands: Operands) -> Logits:
-        """The options as the kernels take them."""
+        """Returns the options in the form that the Pallas kernels take."""
         mask = BlockMask(
             query_count=query.shape[1],
             key_count=key.shape[1],
@@ -368,7 +403,7 @@ class _Options:
 def _for_cuda(
     logits: Logits, operands: Operands
 ) -> tuple[cuda_attention.Operands, cuda_attention.Options]:
-    """The same as the CUDA kernels take them."""
+    """Returns operands and options in the form that the CUDA kernels take."""
     queries, keys = operands.query_segments, operands.key_segments
     bounds = {}
     if queries is not None and keys is not None:
@@ -389,9 +424,9 @@ def _for_cuda(
 
 
 class _Arrays(NamedTuple):
-    """The operands with query heads [N] as [K, G], for they are sharded as their key heads are.
+    """The operands, with query heads [N] as [K, G] so that they are sharded like their key heads.
 
-    The arrays, or None; the same of their cotangents.
+    The fields are arrays or None. The same class holds the cotangents of these arrays.
     """
 
     query: Any
@@ -401,7 +436,7 @@ class _Arrays(NamedTuple):
     value: Any
     """[B, S, K, V]"""
     bias: Any = None
-    """[B or 1, K or 1, G or 1, T or 1, S or 1], as `explicit`, which is int8."""
+    """[B or 1, K or 1, G or 1, T or 1, S or 1]; `explicit` has the same axes and is int8."""
     sinks: Any = None
     """[K, G]"""
     query_lengths: Any = None
@@ -413,12 +448,12 @@ class _Arrays(NamedTuple):
     """[2, B, K, G]"""
 
     def axes(self) -> tuple[str, ...]:
-        """The letters of each operand for `sharding`."""
+        """Returns the letters of each operand's axes for `sharding`."""
         bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
         return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "bt", "bs", explicit, "zbkg")
 
     def ungrouped(self) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
-        """As the kernels take them, with query heads [N]."""
+        """Returns the arrays in the form that the kernels take, with query heads [N]."""
         batch, query_count, key_heads, groups, head_size = self.query.shape
         heads = key_heads * groups
 
@@ -444,11 +479,11 @@ class _Arrays(NamedTuple):
 
 
 _WHOLE = "tshvrgzBKGTS"
-"""Axes that a device needs all of: everything but batch and key heads."""
+"""The axes that every device needs whole, which are all but the batch and the key heads."""
 
 
 def _axes_of_logits(array: jax.Array | None) -> str:
-    """The letters of [B, K, G, T, S], others where the array has one entry for all."""
+    """Returns the letters of [B, K, G, T, S], with other letters for axes of length 1."""
     if array is None:
         return "BKGTS"
     return "".join(
@@ -458,7 +493,7 @@ def _axes_of_logits(array: jax.Array | None) -> str:
 
 
 def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: Mask, dropout_words):
-    """(output [B, T, N, V], lse [B, T, N]) by the kernels."""
+    """Returns (output [B, T, N, V], lse [B, T, N]), computed by the kernels."""
     batch, query_count, heads, head_size = query.shape
     key_heads = key.shape[2]
     groups = heads // key_heads
@@ -490,7 +525,7 @@ def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: M
     output = output.reshape(batch, query_count, heads, value.shape[-1])
     lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
-        # The kernels leave queries beyond the length out altogether, with their sinks.
+        # The kernels skip queries beyond the length entirely, including their sinks.
         within = jnp.arange(query_count)[None] < mask.query_lengths[:, None]
         lse = jnp.where(within[..., None], lse, sinks.astype(lse.dtype)[None, None])
     return output, lse
@@ -501,7 +536,7 @@ class _Residuals(NamedTuple):
     output: jax.Array
     """[B, T, K, G, V]"""
     lse: jax.Array
-    """[B, K, G, R], R = `saved_length(T)`; what it holds from T on is no query's."""
+    """[B, K, G, R] with R = `saved_length(T)`; entries from T on belong to no query."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -533,7 +568,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 @dataclass(frozen=True)
 class _Forward:
-    """(output [B, T, K, G, V], lse [B, K, G, R]) of _Arrays."""
+    """The forward stage: (output [B, T, K, G, V], lse [B, K, G, R]) from the operands of _Arrays."""
 
     options: _Options
 
@@ -545,7 +580,10 @@ class _Forward:
         return Axes(_Arrays(*operands).axes(), ("btkgv", "bkgr"), _WHOLE)
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
-        return _reasons(device, _Arrays(*operands))
+        arrays = _Arrays(*operands)
+        return _xla_first_if(
+            self.options.xla_is_faster_forward(device, arrays), _reasons(device, arrays)
+        )
 
     def run(self, implementation, device, *operands) -> Results:
         arrays = _Arrays(*operands)
@@ -578,9 +616,10 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Backward:
-    """(dquery, dkey, dvalue, dbias, dsinks), the last two None without the operand.
+    """The backward stage: (dquery, dkey, dvalue, dbias, dsinks).
 
-    Of the output, the log-sum-exp, their cotangents, and _Arrays.
+    The last two are None where the operand is absent. The operands are the output, the log-sum-exp, the
+    cotangents of both, and _Arrays.
     """
 
     options: _Options
@@ -599,7 +638,8 @@ class _Backward:
         return Axes(("btkgv", "bkgr", "btkgv", "bkgr", *axes), results, _WHOLE)
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
-        return _reasons(device, _Arrays(*operands[4:]))
+        arrays = _Arrays(*operands[4:])
+        return _xla_first_if(self.options.xla_is_faster_backward(arrays), _reasons(device, arrays))
 
     def run(self, implementation, device, output, lse, doutput, dlse, *operands) -> Results:
         arrays = _Arrays(*operands)
@@ -635,7 +675,7 @@ class _Backward:
         return self._as_operands(arrays, *gradients)
 
     def _as_operands(self, arrays: _Arrays, dquery, dkey, dvalue, dbias, dsinks) -> Results:
-        """The gradients in the shapes of the arrays; those of bias and sinks stay float32."""
+        """Returns the gradients in the shapes of the arrays; those of bias and sinks stay float32."""
         return (
             dquery.reshape(arrays.query.shape),
             dkey,
@@ -648,8 +688,12 @@ class _Backward:
         return _over_batch(self, call, axis_size, in_batched, operands, 4)
 
 
+def _xla_first_if(is_faster: bool, reasons: Mapping[str, str | None]) -> Mapping[str, str | None]:
+    return dispatch.preferring("xla", reasons) if is_faster else reasons
+
+
 def _reasons(device: dispatch.Device, arrays: _Arrays) -> Mapping[str, str | None]:
-    """Why an implementation cannot run, forward and backward."""
+    """Returns for each implementation why it cannot run, forward and backward, or None if it can."""
     call = dict(
         compute_capability=device.compute_capability,
         dtype=arrays.query.dtype,
@@ -666,7 +710,7 @@ def _reasons(device: dispatch.Device, arrays: _Arrays) -> Mapping[str, str | Non
 
 
 def _grouped(arrays: _Arrays, output: jax.Array, lse: jax.Array) -> Results:
-    """[B, T, N, V] and [B, N, R] as [B, T, K, G, V] and [B, K, G, R]."""
+    """Reshapes [B, T, N, V] and [B, N, R] to [B, T, K, G, V] and [B, K, G, R]."""
     shape = arrays.query.shape[:4]
     batch, _, key_heads, groups = shape
     lse = lse.reshape(batch, key_heads, groups, lse.shape[-1])
@@ -674,7 +718,7 @@ def _grouped(arrays: _Arrays, output: jax.Array, lse: jax.Array) -> Results:
 
 
 def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
-    """The forward in plain jax.numpy as a function of what has gradients: q, k, v, bias and sinks."""
+    """Returns the jax.numpy forward as a function of the differentiable q, k, v, bias and sinks."""
     query, _, _, operands = arrays.ungrouped()
     query_count = query.shape[1]
     mask = Mask(
@@ -708,9 +752,10 @@ def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
 
 
 def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) -> Results | None:
-    """The kernel over a batch of operands, of which those from `first` on are _Arrays.
+    """Runs the kernel over a batch of operands, of which those from `first` on are _Arrays.
 
-    The batch becomes a part of the axis B that they have, unless there are operands without one.
+    The batch is merged into the axis B of the operands, which is possible unless one of them has no such
+    axis.
     """
     arrays = _Arrays(*operands[first:])
     shared = (arrays.bias, arrays.sinks, arrays.explicit, arrays.dropout_seeds)
@@ -727,9 +772,9 @@ def _over_batch(kernel, call, axis_size: int, in_batched, operands, first: int) 
 
 
 def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str | None:
-    """None, or which limit of jax.nn.dot_product_attention(implementation="cudnn") is exceeded.
+    """Returns None, or the limit of jax.nn.dot_product_attention(implementation="cudnn") exceeded.
 
-    `used` names optional arguments that are given and that it does not have, or not their gradient.
+    `used` names the given optional arguments that cuDNN does not have or whose gradient it lacks.
     """
     capability = device.compute_capability
     if capability is None or capability < (8, 0):
@@ -742,7 +787,7 @@ def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str |
         return f"cuDNN needs a head size that is a multiple of 8 up to {largest}, not {head_size}"
     if value.shape[-1] != head_size:
         return f"cuDNN is called with one head size, not {head_size} and {value.shape[-1]}"
-    # The gradient to queries came out wrong at 198 tokens (H200, jax 0.11.2).
+    # cuDNN computed a wrong gradient of the queries at 198 tokens (H200, jax 0.11.2).
     if query_length % 32 or key_length % 32:
         return (
             "cuDNN's gradient is trusted at lengths that are multiples of 32,"
@@ -760,13 +805,14 @@ def _why_cudnn_unsupported(device, query, key, value, mask: Mask, used) -> str |
 
 
 def _cudnn(query, key, value, bias, mask: Mask, scale) -> jax.Array:
-    """Calls cuDNN, and puts 0 where a query attends to nothing.
+    """Calls cuDNN, and writes 0 where a query attends to nothing.
 
-    cuDNN itself gives such a query the mean of the values, or NaN where its sequence has no keys.
+    By itself cuDNN returns the mean of the values for such a query, or NaN where its sequence has no
+    keys.
     """
     is_causal, window = mask.is_causal, mask.window
     if window is not None:
-        # Nothing to the right is what causal means, and all that cuDNN's window knows.
+        # A causal mask is a window that ends at the query itself, and cuDNN has no other windows.
         is_causal, window = True, (window[0], 0)
     logits_shape = (query.shape[1], key.shape[1])
     if bias is not None:

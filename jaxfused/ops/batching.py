@@ -1,7 +1,7 @@
 """`jax.vmap` over kernels that have no batching rule of their own.
 
-A kernel over rows of any leading shape takes a batch as one more leading axis; where an operand that
-all rows share is batched too (the scale of a norm, say) the batch entries run one after another.
+A kernel over rows of any leading shape takes a batch as one more leading axis. If an operand that all
+rows share is batched too, such as the scale of a norm, the batch entries run one after another.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 
 def is_batched(in_batched: Any) -> bool:
-    """Whether any leaf of one operand's `in_batched` tree is batched; an absent operand is not."""
+    """Whether any leaf of an operand's `in_batched` tree is batched; an absent one has no leaves."""
     return any(jax.tree.leaves(in_batched))
 
 
 def batch_all(
     axis_size: int, in_batched: Sequence[Any], arrays: Sequence[jax.Array | None]
 ) -> list[Any]:
-    """The arrays with the batch as first axis; one that is not batched is repeated along it."""
+    """Returns the arrays with the batch as first axis; arrays without a batch are repeated along it."""
     return [
         array
         if array is None or is_batched(batched)
@@ -29,7 +29,7 @@ def batch_all(
 
 
 def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[Any]) -> Any:
-    """Runs `f` over the batch in sequence; every output comes back batched."""
+    """Runs `f` over the batch entries in sequence; every output comes back batched."""
     batched = [is_batched(b) for b in in_batched]
 
     def entry(batched_args: list[Any]) -> Any:

@@ -1,8 +1,8 @@
 """softmax_cross_entropy and linear_softmax_cross_entropy: validation, choice, gradient, reduction.
 
-Both are one loss a token with a custom_vjp, and the reduction after it. What is saved for the backward
-decides how much memory a language model needs: the logits as they are for the one, no logits at all
-for the other, and two numbers a token for both.
+Each operator is a custom_vjp that returns one loss for each token, followed by the reduction. The
+residuals for the backward determine how much memory a language model needs: the first operator saves its
+logits, the second saves no logits at all, and both save two numbers for each token.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxfused.reference.promotion import common_dtype
 Reduction = Literal["mean", "sum", "none"]
 
 _CHUNK_LOGITS = 2**24
-"""Logits that linear_softmax_cross_entropy holds at once by default: 64 MiB of float32."""
+"""The logits that linear_softmax_cross_entropy holds at once by default: 64 MiB of float32."""
 
 
 def softmax_cross_entropy(
@@ -174,7 +174,7 @@ def linear_softmax_cross_entropy(
 
 
 def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Options) -> jax.Array:
-    """Labels that fit logits of `shape`, whose integers can hold any class and `ignore_index`."""
+    """Returns labels that fit logits of `shape`, in a dtype that holds any class and `ignore_index`."""
     if is_soft(labels):
         check_shape(op, "labels", labels, shape, f"soft labels go with logits of shape {shape}")
         if options.ignore_index is not None:
@@ -212,7 +212,7 @@ def _check_options(
 
 
 def check_reduction(op: str, reduction: str) -> None:
-    """`reduction` is one of those that losses know."""
+    """Checks that `reduction` is one of the reductions that losses have."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(
             f"{op}: reduction={reduction!r} is not known; pass 'mean', 'sum' or 'none'."
@@ -220,7 +220,7 @@ def check_reduction(op: str, reduction: str) -> None:
 
 
 def _default_chunk_size(rows: int, features: int) -> int:
-    """Tokens a chunk: equal chunks, so that the last one needs next to no filling."""
+    """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
     chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
     return max(1, math.ceil(rows / chunks))
 

@@ -78,7 +78,7 @@ def group_norm(
 
 
 def _validate(x, scale, bias, residual, num_groups, group_size) -> int:
-    """The number of groups, once every argument fits."""
+    """Checks every argument, and returns the number of groups."""
     op = "group_norm"
     check_floating(op, dict(x=x, scale=scale, bias=bias, residual=residual))
     if x.ndim < 2 or x.shape[-1] == 0:

@@ -1,15 +1,15 @@
 """The one way from an operator to its kernels.
 
-An operator's custom_vjp hands each of its stages (its forward, its backward, ...) to a `Runner`.
-What happens then is the same for all of them, from the outside in:
+An operator's custom_vjp hands each of its stages (its forward, its backward, ...) to a `Runner`. The
+Runner treats all of them alike, from the outside in:
 
 1. `jax.vmap`: the batch is folded into axes that the kernel has, or its entries run one by one.
 2. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds.
-3. Choice: which implementation runs is decided by the shapes that it will see, on that shard. What a
-   stage takes and returns is the same for all implementations, XLA's included, so that each stage of
-   an operator chooses for itself.
-4. Lowering: the chosen kernel stands behind a `jax.jit` whose identity depends on the kernel, its
-   options and its shapes alone. However often a program has it, it is traced and lowered once.
+3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs. The
+   operands and results of a stage are the same for all implementations, XLA's included, so that each
+   stage of an operator chooses for itself.
+4. Lowering: the chosen kernel stands behind a `jax.jit` whose identity depends only on the kernel, its
+   options and its shapes. However often a program calls the kernel, it is traced and lowered once.
 """
 
 import functools
@@ -30,7 +30,7 @@ Operands = Sequence[jax.Array | None]
 Results = tuple[jax.Array | None, ...]
 
 ROWS = "."
-"""Stands for the leading axes of an array in the letters of a kernel, which sees them as one axis."""
+"""Stands, in a kernel's letters, for all leading axes of an array, which the kernel sees as one."""
 
 
 class Axes(NamedTuple):
@@ -38,58 +38,62 @@ class Axes(NamedTuple):
 
     operands: Sequence[str]
     results: Sequence[str | None]
-    """None for a result that is None."""
+    """The letters of each result, or None for a result that is None."""
     whole: str = ""
-    """Letters that must not be split over devices."""
+    """The letters of axes that must not be split over devices."""
 
 
 class Kernel(Protocol):
     """A stage of an operator, whatever implements it.
 
-    It is a frozen dataclass of what is static: kernels that are equal compute the same. Operands may
-    be None, and so may results.
+    A kernel is a frozen dataclass of its static parameters, and equal kernels compute the same function.
+    Operands and results may be None.
     """
 
     @property
     def name(self) -> str:
-        """The operator and its stage: "layer_norm forward"."""
+        """The operator and its stage, such as "layer_norm forward"."""
 
     @property
     def axes(self) -> Callable[..., Axes]:
-        """`axes(*operands)`: the letters of operands and results; only rank and absence may count."""
+        """The function `axes(*operands)`, which returns the letters of operands and results.
+
+        The letters may depend only on the rank of the operands and on which of them are None.
+        """
 
     @property
     def reasons(self) -> Callable[..., Mapping[str, str | None]]:
-        """`reasons(device, *operands)`: why each implementation cannot run these very operands.
+        """The function `reasons(device, *operands)`: why each implementation cannot run these operands.
 
-        Fastest first; None for one that can. The rows of the operands are one axis here, as in `run`.
-        XLA always can; an implementation that leaves this stage to XLA is not listed.
+        The implementations are ordered from the fastest on, and the reason is None for one that can run.
+        The rows of the operands are one axis here, as in `run`. XLA can always run; an implementation
+        that leaves this stage to XLA is not listed.
         """
 
     @property
     def run(self) -> Callable[..., Results]:
-        """`run(implementation, device, *operands)`: the results, by an implementation that can run."""
+        """The function `run(implementation, device, *operands)`, which computes the results."""
 
     @property
     def batched(self) -> Callable[..., Results | None]:
-        """`batched(call, axis_size, in_batched, *operands)`: the batched results under `jax.vmap`.
+        """The function `batched(call, axis_size, in_batched, *operands)`, the rule for `jax.vmap`.
 
-        None where the entries of the batch have to run one by one. `call(kernel, *operands)` runs a
-        kernel on operands that have taken the batch in.
+        It returns None where the entries of the batch have to run one by one. `call(kernel,
+        *operands)` runs a kernel on operands into which the batch has been merged.
         """
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs the kernels of an operator, by the implementation that its caller named or by the fastest."""
+    """Runs an operator's kernels, by the implementation that the caller named or by the fastest one."""
 
     implementation: str | None
-    """The name, or None."""
+    """The name of the implementation, or None for the fastest."""
     device: dispatch.Device
     """The device that the operator will run on."""
 
     def __call__(self, kernel: Kernel, *operands: jax.Array | None) -> Any:
-        """The results of a kernel; the operands are arrays of any rank, or None.
+        """Runs a kernel and returns its results; the operands are arrays of any rank, or None.
 
         Raises:
           ValueError: the named implementation cannot run the shapes that the kernel sees.
@@ -110,9 +114,9 @@ def takes_reference(
 ) -> bool:
     """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
-    That is settled before the operator's custom_vjp, so that forward-mode differentiation works
-    wherever no kernel can run: on this platform, or for the dtype of `x`; and where the operator
-    leaves the call to XLA, for which `why_xla` gives the reason.
+    This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
+    no kernel can run: on this platform, for the dtype of `x`, or where the operator leaves the call to
+    XLA, for which `why_xla` gives the reason.
     """
     if x.dtype not in _KERNEL_DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
@@ -133,7 +137,7 @@ def takes_reference(
 
 
 def reference_only(op: str, implementation: str | None, x: jax.Array) -> None:
-    """Checks the name of an implementation of an operator that has no kernels yet."""
+    """Checks the implementation named for an operator that has no kernels yet."""
     reasons = {
         "pallas": f"there is no Pallas kernel of {op} yet",
         "cuda": f"there is no CUDA kernel of {op} yet",
@@ -157,9 +161,9 @@ def batched_rows(
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """`Kernel.batched` of a kernel over rows: the batch becomes one more leading axis of the rows.
+    """Implements `Kernel.batched` for a kernel over rows: the batch becomes one more leading axis.
 
-    Not where the batch reaches an operand that the rows share, or where rows are summed up.
+    Returns None where the batch reaches an operand that the rows share, or where rows are summed.
     """
     axes = kernel.axes(*operands)
     over_rows = [ROWS in letters for letters in axes.operands]
@@ -182,13 +186,13 @@ def batched_rows(
 
 @dataclass(frozen=True)
 class _Call:
-    """All that is static in a call."""
+    """The static part of a call."""
 
     kernel: Kernel
     runner: Runner
 
     def batchable(self, *operands: jax.Array | None) -> Results:
-        """The call with a rule for `jax.vmap`."""
+        """Runs the call with a rule for `jax.vmap`."""
 
         @custom_vmap
         def call(*operands):
@@ -231,7 +235,7 @@ class _OnShard:
 
     call: _Call
     in_own_module: bool
-    """Whether this is lowered into a module of its own, in which no `jax.jit` is found again."""
+    """Whether the call is lowered into a module of its own, without reusing cached `jax.jit`s."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
         call = self.call
@@ -252,7 +256,7 @@ class _OnShard:
 
     def _choose(self, operands: Operands) -> str:
         call = self.call
-        # Without elements there is nothing for a kernel to do, and an empty launch is an error in CUDA.
+        # Without elements a kernel has nothing to do, and CUDA rejects an empty launch.
         if any(operand is not None and operand.size == 0 for operand in operands):
             return "xla"
         reasons = call.kernel.reasons(call.runner.device, *operands)
@@ -270,7 +274,7 @@ class _OnShard:
 
 
 def _row_axes(operands: Operands, axes: Axes) -> int:
-    """How many axes `ROWS` stands for."""
+    """Returns the number of axes that `ROWS` stands for."""
     return next(
         (
             operand.ndim - (len(letters) - 1)
@@ -284,7 +288,7 @@ def _row_axes(operands: Operands, axes: Axes) -> int:
 def _flatten_rows(
     operands: Operands, axes: Sequence[str]
 ) -> tuple[tuple[int, ...], list[jax.Array | None]]:
-    """The shape of the rows, and the operands with one axis in the place of those."""
+    """Returns the shape of the rows, and the operands with the rows' axes merged into one."""
     rows: tuple[int, ...] = ()
     flat = []
     for operand, letters in zip(operands, axes, strict=True):
@@ -308,7 +312,7 @@ def _lowered(
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
-    """`kernel.run`, lowered once for all places of a program that have it."""
+    """Runs `kernel.run`, lowered once for all places of a program that call it."""
     return _jitted(kernel.name)(kernel, implementation, device, *operands)
 
 
@@ -318,9 +322,9 @@ def _run(
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
-    """`kernel.run` under JAX's defaults, whatever its user has asked JAX to refuse or to widen.
+    """Runs `kernel.run` under JAX's defaults, whatever promotions the user has forbidden or widened.
 
-    A kernel's indices are 32 bits wide, and what its arithmetic promotes it means to promote.
+    A kernel's indices are 32 bits wide, and where its arithmetic promotes dtypes, that is intended.
     """
     with (
         jax.numpy_rank_promotion("allow"),
@@ -332,7 +336,7 @@ def _run(
 
 @functools.cache
 def _jitted(name: str) -> Callable[..., Results]:
-    """`kernel.run` behind a `jax.jit` that profiles know by the kernel's name."""
+    """Returns `kernel.run` behind a `jax.jit` that carries the kernel's name in profiles."""
 
     def run(kernel, implementation, device, *operands):
         return _run(kernel, implementation, device, *operands)
@@ -347,11 +351,11 @@ def _lowered_by_export(
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
-    """The same in a module of its own, as XLA asks for one at each place that it partitions.
+    """Runs the kernel in a module of its own, which XLA requests at each place that it partitions.
 
-    The lowered text is kept and put into each of these modules.
+    The lowered text is kept and inserted into each of these modules.
     """
-    # Only kernels take long to lower; and the interpreter's callbacks cannot be exported.
+    # The reference is lowered quickly, and the interpreter's callbacks cannot be exported.
     if implementation == "xla" or jax.default_backend() != "gpu":
         return _lowered(kernel, implementation, device, *operands)
     present = [operand for operand in operands if operand is not None]

@@ -22,7 +22,7 @@ def quantized_matmul(
     out_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""A linear layer with quantised weights, and quantised inputs where they are given so.
+    r"""A linear layer with quantised weights and, optionally, quantised inputs.
 
     .. math::
         y = \text{activation}(x w + \text{bias}) + \text{residual}
@@ -101,7 +101,7 @@ def _check_quantized(op: str, name: str, array: Any, axis: int, remedy: str) -> 
 
 
 def _check_sums_fit(op: str, x: jax.Array | QuantizedArray, w: QuantizedArray) -> None:
-    """Products of integers are summed in int32, which must not wrap around."""
+    """Checks that int32 can hold the sums of integer products without wrapping around."""
     if not (isinstance(x, QuantizedArray) and {x.dtype, w.dtype} <= {"int8", "int4"}):
         return
     largest = 1

@@ -99,7 +99,7 @@ def segmentation_loss(
 
 
 def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | None) -> jax.Array:
-    """Labels that fit the logits; integers can hold any class and `ignore_index`."""
+    """Returns labels that fit the logits, in a dtype that holds any class and `ignore_index`."""
     op = "segmentation_loss"
     binary = logits.ndim == labels.ndim
     if (

@@ -1,4 +1,4 @@
-"""The checks that every operator makes of its arguments, each worded once: rule, value, remedy."""
+"""The checks that operators make of their arguments, worded once each: rule, value, remedy."""
 
 from collections.abc import Mapping
 from numbers import Integral
@@ -10,7 +10,7 @@ from jaxfused.semantics.activation import ACTIVATIONS
 
 
 def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
-    """Every array that is there has a floating-point dtype."""
+    """Checks that every array that is given has a floating-point dtype."""
     for name, array in arrays.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(
@@ -22,7 +22,7 @@ def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
 def check_shape(
     op: str, name: str, array: jax.Array | None, shape: tuple[int, ...], rule: str
 ) -> None:
-    """`array` has this shape, where it is there; `rule` says what the shape follows from."""
+    """Checks that `array`, if given, has this shape; `rule` says what the shape follows from."""
     if array is not None and array.shape != shape:
         raise ValueError(
             f"{op}: {name} has shape {array.shape}, but {rule}; pass {name} of shape {shape}."
@@ -30,14 +30,14 @@ def check_shape(
 
 
 def check_activation(op: str, activation: str | None, name: str = "activation") -> None:
-    """`activation` is None or the name of one."""
+    """Checks that `activation` is None or the name of an activation."""
     if activation is not None and activation not in ACTIVATIONS:
         names = ", ".join(repr(n) for n in ACTIVATIONS)
         raise ValueError(f"{op}: {name}={activation!r} is not known; pass None or one of {names}.")
 
 
 def check_constant(op: str, name: str, value: object) -> None:
-    """`value` is a Python number, because a kernel is compiled for it."""
+    """Checks that `value` is a Python number, because a kernel is compiled for it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(
             f"{op}: {name} is {value!r}, but it is a constant of the kernel; pass a Python float."
@@ -45,7 +45,7 @@ def check_constant(op: str, name: str, value: object) -> None:
 
 
 def check_count(op: str, name: str, value: object) -> None:
-    """`value` is a whole number from 1 up."""
+    """Checks that `value` is a whole number, 1 or more."""
     if not isinstance(value, Integral) or int(value) < 1:
         raise ValueError(
             f"{op}: {name} is {value!r}, but it counts something; pass an int of 1 or more."

@@ -1,7 +1,7 @@
-"""One step in place: what stands before an optimizer's update and after it, as one function.
+"""One step in place: an optimizer's update and what comes before and after it, as one function.
 
-Before: unscaling, the test for NaN and Inf, clipping. After: the write, the average of the
-parameters, their low-precision copy, the loss scale.
+Before the update come unscaling, the test for NaN and Inf, and clipping. After the update come the
+write, the average of the parameters, their low-precision copy, and the loss scale.
 """
 
 import functools
@@ -14,29 +14,29 @@ import optax
 
 from jaxfused.reference.promotion import accumulator_dtype
 
-LARGEST_LOSS_SCALE = 2.0**127  # The next power of two is infinite in float32.
+LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepState:
-    """What `step` keeps from step to step besides the parameters; made by `init_step`.
+    """The state that `step` keeps from step to step besides the parameters; made by `init_step`.
 
     A pytree: it goes through jit, scan, sharding and checkpoints. What was not asked for is None.
     """
 
     optimizer: optax.OptState
-    """Optax's own state: `optax.adamw(...).update` takes it as it is."""
+    """Optax's own state, which `optax.adamw(...).update` accepts as it is."""
     ema: Any
-    """The average of the parameters, in float32 at least."""
+    """The average of the parameters, in float32 or a wider dtype."""
     compute: Any
-    """The parameters in the compute dtype."""
+    """The copy of the parameters in the compute dtype."""
     loss_scale: jax.Array | None
-    """float32 scalar: multiply the loss by it."""
+    """The float32 scalar that the loss is to be multiplied by."""
     good_steps: jax.Array | None
-    """int32 scalar: finite steps since the loss scale last changed."""
+    """The int32 number of finite steps since the loss scale last changed."""
     skipped: jax.Array
-    """int32 scalar: steps skipped so far because a gradient was not finite."""
+    """The int32 number of steps skipped so far because a gradient was not finite."""
     ema_decay: float | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
 
@@ -50,7 +50,7 @@ def init(
     loss_scale: float | None,
     growth_interval: int,
 ) -> StepState:
-    """`FusedTransformation.init_step`, where the arguments are described."""
+    """Implements `FusedTransformation.init_step`, where the arguments are described."""
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(
             f"init_step: ema_decay is {ema_decay}, but an average needs a decay in [0, 1);"
@@ -67,8 +67,8 @@ def init(
             " after one good step or more; pass 2000."
         )
 
-    # Copies, even where the dtype stays: `step` donates params and state, and one buffer cannot be
-    # donated twice.
+    # The arrays are copied even where the dtype stays the same: `step` donates params and state, and one
+    # buffer cannot be donated twice.
     def copy(dtype_of):
         return jax.tree.map(lambda p: jnp.array(p, dtype_of(p), copy=True), params)
 
@@ -93,7 +93,7 @@ def step(
     max_norm: float | jax.Array | None,
     skip_nonfinite: bool,
 ) -> tuple[optax.Params, Any]:
-    """`FusedTransformation.step`, where the arguments are described."""
+    """Implements `FusedTransformation.step`, where the arguments are described."""
     if isinstance(max_norm, (int, float)) and not max_norm > 0:
         raise ValueError(
             f"step: max_norm is {max_norm}, but gradients can only be clipped to a positive norm;"
@@ -106,7 +106,7 @@ def step(
     jax.jit,
     static_argnames=("tx", "skip_nonfinite"),
     donate_argnames=("state", "params"),
-    keep_unused=True,  # The old compute copy is not read, but its buffer is wanted for the new one.
+    keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
 )
 def _step(tx, grads, state, params, max_norm, skip_nonfinite):
     kept = state if isinstance(state, StepState) else None
@@ -177,7 +177,7 @@ def _all_finite(grads: optax.Updates) -> jax.Array:
 
 
 def _clip(grads: optax.Updates, max_norm: float | jax.Array) -> optax.Updates:
-    """`optax.clip_by_global_norm`, in float32: the square of 256 overflows float16."""
+    """Applies `optax.clip_by_global_norm` in float32, since float16 cannot hold the square of 256."""
     norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads))
     return jax.tree.map(
         lambda g: jnp.where(norm < max_norm, g, (g / norm * max_norm).astype(g.dtype)), grads
@@ -205,5 +205,5 @@ def _check_gradients(grads: optax.Updates, params: optax.Params) -> None:
 
 
 def _shapes(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
-    """Where each leaf is, and its shape."""
+    """Returns the path and the shape of each leaf."""
     return {(jax.tree_util.keystr(k), jnp.shape(x)) for k, x in jax.tree.leaves_with_path(tree)}

@@ -1,9 +1,8 @@
 """An optimizer as one formula per leaf: Optax's transformation, whose `step` also writes.
 
-Optax chains transformations, each of which walks over the whole tree. Here an optimizer is a
-`Rule`, what becomes of one leaf, and the few things that every optimizer does around it: weight
-decay, a trust ratio, the learning rate. `update` and `step` run that one formula; the state is
-Optax's own.
+Optax chains transformations, each of which walks over the whole tree. Here an optimizer is a `Rule`,
+which is the formula for one leaf, and the few operations that all optimizers do around it: weight decay,
+a trust ratio, the learning rate. `update` and `step` run the same formula; the state is Optax's own.
 """
 
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from jaxfused.optim import stepping
 
 Moments = tuple[jax.Array, ...]
 LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
-"""(gradient, moments) -> (direction, moments), for one leaf."""
+"""A function (gradient, moments) -> (direction, moments) for one leaf."""
 Rule = Callable[[Any], LeafRule]
-"""The number of this step, from 1 up, -> the rule for its leaves, which share what depends on it.
+"""A function from the number of the step, from 1 up, to the rule that all leaves then share.
 
 What the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
 differently when each leaf computes the scalar anew, and the numbers would no longer be Optax's.
@@ -30,9 +29,10 @@ differently when each leaf computes the scalar anew, and the numbers would no lo
 class FusedTransformation(optax.GradientTransformationExtraArgs):
     """An `optax.GradientTransformation` that can also write parameters, by `step`.
 
-    It is the pair `(init, update)` that Optax asks for, so it goes wherever one goes:
+    As the pair `(init, update)` that Optax expects, it can be used wherever such a pair can: in
     `optax.chain`, `optax.multi_transform`, `optax.MultiSteps`, `optax.inject_hyperparams`, Flax's
-    `TrainState` and `nnx.Optimizer`. What those return is their own: it has no `step`.
+    `TrainState` and `nnx.Optimizer`. The transformations that these return are Optax's and have no
+    `step`.
     """
 
     def step(
@@ -159,7 +159,7 @@ def fuse(
     mask: Any = None,
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> FusedTransformation:
-    """The transformation that runs `rule` on every leaf.
+    """Returns the transformation that runs `rule` on every leaf.
 
     Args:
       rule: the optimizer's formula for one leaf.
@@ -186,8 +186,8 @@ class _Recipe:
     def update(
         self, updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        del extra_args  # Optax hands every member of a chain what one of them asked for.
-        # Optax's numbers come of JAX's default promotion, and hold where the user asks for another.
+        del extra_args  # Optax passes an argument meant for one member of a chain to all.
+        # Optax's numbers result from JAX's standard promotion, even if the user has chosen another one.
         with jax.numpy_dtype_promotion("standard"):
             return self._update(updates, state, params)
 
@@ -230,7 +230,7 @@ class _Recipe:
             moments[name] = treedef.unflatten([leaf_moments[i] for _, leaf_moments in results])
         if count is not None:
             moments["count"] = count
-        # All that the rest of the state holds are the counts of schedules.
+        # The rest of the state holds only the counts of schedules.
         schedules = jax.tree.map(optax.safe_increment, state[1:])
         new_state = (type(state[0])(**moments), *schedules)
         return treedef.unflatten([u for u, _ in results]), new_state
@@ -243,22 +243,23 @@ class _Recipe:
             return [False] * len(leaves)
         if self.mask is None:
             return [True] * len(leaves)
-        # A module can be a mask and callable; only of a function every leaf, itself, is callable.
+        # A module may be both a mask and callable, so a mask counts as a function only if its one leaf,
+        # the mask itself, is callable.
         is_function = all(map(callable, jax.tree.leaves(self.mask) or [None]))
         mask = self.mask(updates) if is_function else self.mask
         return treedef.flatten_up_to(jax.tree.broadcast(mask, updates))
 
 
 def stored(new: jax.Array, old: jax.Array, dtype: Any) -> jax.Array:
-    """A moment as Optax stores it: in the dtype asked for; without one, as wide as it came out."""
+    """Returns a moment in the dtype in which Optax stores it: the one requested, or else as computed."""
     return new if dtype is None else new.astype(old.dtype)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure, where None is a leaf: a parameter that has no gradient."""
+    """Returns leaves and structure; None counts as a leaf, that of a parameter without a gradient."""
     return jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def _at(value: optax.ScalarOrSchedule, state: Any) -> Any:
-    """A hyperparameter at this step: a constant, or a schedule at the count that `state` holds."""
+    """Returns a hyperparameter at this step: a constant, or a schedule at the count in `state`."""
     return value(*jax.tree.leaves(state)) if callable(value) else value

@@ -1,4 +1,4 @@
-"""batch_norm in plain jax.numpy, and its folding into the weights before it."""
+"""batch_norm in plain jax.numpy, and its folding into the weights of the layer before it."""
 
 from collections.abc import Hashable, Sequence
 
@@ -17,10 +17,11 @@ def batch_statistics(
     axis_name: Hashable | tuple[Hashable, ...] | None,
     axis_index_groups: Sequence[Sequence[int]] | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [C] of [..., C], over all devices along `axis_name`.
+    """Returns mean and variance [C] of [..., C], over all devices along `axis_name`.
 
-    The variance is the mean of squared deviations from the mean of all devices: two collectives of C
-    numbers, where a difference of two means would need one but lose the digits.
+    The variance is the mean of squared deviations from the mean over all devices. That takes two
+    collectives of C numbers. The difference mean(x^2) - mean(x)^2 would take one, but cancellation would
+    cost its accuracy.
     """
     axes = tuple(range(x.ndim - 1))
 
@@ -68,7 +69,7 @@ def norm(
 
 
 def channel_factor(scale: jax.Array | None, var: jax.Array, epsilon: float) -> jax.Array:
-    """What batch_norm multiplies each channel by, in `var`'s dtype."""
+    """Returns the factor by which batch_norm multiplies each channel, in `var`'s dtype."""
     factor = jax.lax.rsqrt(var + epsilon)
     return factor if scale is None else factor * scale.astype(var.dtype)
 
@@ -83,7 +84,7 @@ def fold(
     *,
     epsilon: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights [..., C] and bias [C] that give what batch_norm gives after `w` and `bias`."""
+    """Returns weights [..., C] and bias [C] that do the work of batch_norm after `w` and `bias`."""
     compute_dtype = accumulator_dtype(w.dtype)
     factor = channel_factor(norm_scale, var.astype(compute_dtype), epsilon)
     shift = -mean.astype(compute_dtype)

@@ -56,7 +56,7 @@ def _pad(
     kernel: tuple[int, ...],
     kernel_dilation: tuple[int, ...],
 ) -> tuple[jax.Array, str | Sequence[tuple[int, int]]]:
-    """What to convolve, and how XLA is to pad it: it knows no CIRCULAR, REFLECT or CAUSAL."""
+    """Returns the array to convolve and XLA's padding, which cannot be CIRCULAR, REFLECT or CAUSAL."""
     if padding not in ("CIRCULAR", "REFLECT", "CAUSAL"):
         return x, padding
     reach = [(k - 1) * d for k, d in zip(kernel, kernel_dilation, strict=True)]

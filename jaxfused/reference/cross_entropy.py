@@ -1,7 +1,7 @@
 """The cross-entropy of one token and its gradient, and both over the logits of a linear layer.
 
-The formula stands here once: softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss
-are built of it.
+The formula is stated here once; softmax_cross_entropy, linear_softmax_cross_entropy and
+segmentation_loss are built from it.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ class Options:
 
 
 class Normalizer(NamedTuple):
-    """What turns logits into log-probabilities, [...] each.
+    """The two numbers [...] that turn logits into log-probabilities.
 
-    Two numbers and not their sum, because the difference of a large logit and a large sum has few
-    digits left.
+    They are kept apart instead of added, because subtracting a sum with a large maximum from a large
+    logit would leave few correct digits.
     """
 
     maximum: jax.Array
@@ -43,21 +43,22 @@ class Normalizer(NamedTuple):
 
 
 def is_soft(labels: jax.Array) -> bool:
-    """Whether labels are a distribution over the classes, not one class a token."""
+    """Whether labels are distributions over the classes, rather than one class for each token."""
     return jnp.issubdtype(labels.dtype, jnp.floating)
 
 
 def counted(labels: jax.Array, options: Options) -> jax.Array:
-    """Which tokens count, [...]: all but those whose label is `ignore_index`."""
+    """Returns which tokens count, [...]: all but those whose label is `ignore_index`."""
     if options.ignore_index is None or is_soft(labels):
         return jnp.ones(labels.shape[: labels.ndim - is_soft(labels)], bool)
     return labels != options.ignore_index
 
 
 def _classes(labels: jax.Array, options: Options) -> jax.Array:
-    """Labels that are classes, with the first class for tokens that do not count.
+    """Returns the labels as classes, with the first class for tokens that do not count.
 
-    Whatever those get is replaced by 0, and must not be NaN before that: `jax_debug_nans` looks for it.
+    The losses of such tokens are replaced by 0 later. They must not be NaN before that, because
+    `jax_debug_nans` would report them.
     """
     return jnp.where(counted(labels, options), labels, 0)
 
@@ -65,9 +66,9 @@ def _classes(labels: jax.Array, options: Options) -> jax.Array:
 def token_losses(
     logits: jax.Array, labels: jax.Array, options: Options
 ) -> tuple[jax.Array, Normalizer]:
-    """Returns the losses [...] of logits [..., V], and what normalises the logits.
+    """Returns the losses [...] of logits [..., V], and the normalizer of the logits.
 
-    The loss of a token that does not count is 0, and that of a class that does not exist NaN.
+    The loss of a token that does not count is 0, and the loss for a class that does not exist is NaN.
     """
     logits = logits.astype(accumulator_dtype(logits.dtype))
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
@@ -77,7 +78,7 @@ def token_losses(
     if is_soft(labels):
         losses = -_weighted_sum(labels.astype(logits.dtype), log_probabilities)
     else:
-        # A class that is not there, also one that would count from the end, gives NaN.
+        # A class that does not exist gives NaN, including negative ones, which would index from the end.
         classes = _classes(labels, options)
         classes = jnp.where(classes < 0, logits.shape[-1], classes)[..., None]
         losses = -jnp.take_along_axis(log_probabilities, classes, -1, mode="fill")[..., 0]
@@ -106,7 +107,7 @@ def token_gradients(
         classes = _classes(labels, options)
         targets = jax.nn.one_hot(classes, features, dtype=logits.dtype)
         missing = (classes < 0) | (classes >= features)
-        # A NaN that is written as such would be found by `jax_debug_nans` where nothing is missing.
+        # A literal NaN would be reported by `jax_debug_nans` even where no class is missing.
         total = jnp.sqrt(jnp.where(missing, -1.0, 1.0).astype(logits.dtype))
     if smoothing:
         targets = (1.0 - smoothing) * targets + smoothing / features
@@ -137,7 +138,7 @@ def linear_token_losses(
     options: Options,
     chunk_size: int,
 ) -> tuple[jax.Array, Normalizer]:
-    """`token_losses` [N] of the logits x @ w + bias, of which `chunk_size` rows exist at a time."""
+    """Returns `token_losses` [N] of x @ w + bias, of which `chunk_size` rows exist at a time."""
 
     def losses_of_chunk(_, chunk):
         x, labels = chunk
@@ -157,10 +158,10 @@ def linear_token_gradients(
     options: Options,
     chunk_size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (dx, dw, dbias, dlabels); the logits are made again, `chunk_size` rows at a time.
+    """Returns (dx, dw, dbias, dlabels); the logits are recomputed, `chunk_size` rows at a time.
 
     dw and dbias are summed over the chunks in float32. The gradient of the logits is rounded to x's
-    dtype for the two products that it enters, as the gradient of any linear layer is.
+    dtype for the two products in which it is used, as in the gradient of any linear layer.
     """
     compute_dtype = accumulator_dtype(x.dtype)
 
@@ -184,7 +185,7 @@ def linear_token_gradients(
 
 
 def _split(rows, chunk_size: int):
-    """[N, ...] to [chunks, chunk_size, ...]; rows of zeros fill the last chunk."""
+    """Reshapes [N, ...] to [chunks, chunk_size, ...]; rows of zeros fill the last chunk."""
 
     def split(a):
         filling = -len(a) % chunk_size
@@ -195,15 +196,15 @@ def _split(rows, chunk_size: int):
 
 
 def _join(chunks, rows: int):
-    """[chunks, chunk_size, ...] to [N, ...] without the rows that filled the last chunk."""
+    """Reshapes [chunks, chunk_size, ...] to [N, ...], without the rows that filled the last chunk."""
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:rows], chunks)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Sum over the last axis, in which a weight of 0 silences an infinite value."""
+    """Returns the weighted sum over the last axis; a weight of 0 cancels even an infinite value."""
     return jnp.sum(jnp.where(weights == 0, 0.0, weights * values), axis=-1)
 
 
 def binary_token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The cross-entropy of the two classes with logits 0 and `logits`, the second of share `targets`."""
+    """Returns the cross-entropy of classes with logits 0 and `logits`, the latter's share `targets`."""
     return jax.nn.softplus(logits) - targets * logits

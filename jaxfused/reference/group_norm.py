@@ -1,4 +1,4 @@
-"""group_norm in plain jax.numpy: the truth that the kernels are judged by."""
+"""group_norm in plain jax.numpy: the truth against which the kernels are tested."""
 
 import functools
 
@@ -15,7 +15,7 @@ STATISTICS = "jaxfused_statistics"
 save_statistics = functools.partial(
     jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(STATISTICS)
 )
-"""A norm whose backward keeps the inputs and statistics: not x, centred and normalised, in float32."""
+"""Wraps a norm so that its backward keeps the inputs and statistics, not the normalised x in float32."""
 
 
 def norm(

@@ -99,9 +99,23 @@ def layer(
             return y if bias is None else y + along_last_axis(bias, y), None
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype), None
-    z = preactivation(x, w, bias, precision=precision)
+    z = narrow_preactivation(x, w, bias, precision=precision)
     y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
     return add_residual(y, residual, out_dtype), z if save_preactivation else None
+
+
+def narrow_preactivation(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
+) -> jax.Array:
+    """Returns what `preactivation` does, for a caller who states its gradient.
+
+    A bias of x's dtype is added in it: then XLA has the product add it before the one rounding, where
+    a sum of its own would round twice and turn the sign of some preactivations next to 0.
+    """
+    if bias is None or bias.dtype != x.dtype:
+        return preactivation(x, w, bias, precision=precision)
+    y = product("md,df->mf", x, w, out_dtype=x.dtype, precision=precision)
+    return y + along_last_axis(bias, y)
 
 
 def activation_gradient(activation: str | None, dy: jax.Array, z: jax.Array) -> jax.Array:

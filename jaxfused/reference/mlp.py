@@ -1,6 +1,6 @@
 """mlp and gated_mlp in plain jax.numpy: the truth for the kernels, and `implementation="xla"`.
 
-Either is one `jax.checkpoint`: its policy says what the backward keeps besides the inputs.
+Each of the two is one `jax.checkpoint`, whose policy says what the backward keeps besides the inputs.
 """
 
 from typing import Any
@@ -8,7 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.reference.linear import add_residual, affine, preactivation, save_preactivation
+from jaxfused.reference.linear import (
+    add_residual,
+    affine,
+    narrow_preactivation,
+    preactivation,
+    save_preactivation,
+)
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate
@@ -33,7 +39,7 @@ def mlp(
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """act(x @ w1 + b1) @ w2 + b2 + residual, in `out_dtype`."""
+    """Returns act(x @ w1 + b1) @ w2 + b2 + residual, in `out_dtype`."""
 
     def f(x, w1, b1, w2, b2, residual):
         z = preactivation(x, w1, b1, precision=precision)
@@ -59,9 +65,10 @@ def gated_mlp(
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down + residual, in `out_dtype`.
+    """Returns (act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down + residual.
 
-    Without `w_up`, w_gate and b_gate hold both: the gate's features, then the others.
+    The result is in `out_dtype`. Without `w_up`, w_gate and b_gate hold both: the gate's features, then
+    the others.
     """
 
     def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
@@ -82,14 +89,14 @@ def gated_mlp(
 
 # --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
 #
-# Of rows x [M, D], dy [M, E], z, gate and up [M, F], and of weights w1 [D, F] and w2 [F, E].
+# The shapes are: rows x [M, D], dy [M, E], z, gate and up [M, F]; weights w1 [D, F] and w2 [F, E].
 
 
 def hidden_and_slope(
     x: jax.Array, w1: jax.Array, b1: jax.Array | None, *, activation: str | None, precision: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The activation of x @ w1 + b1 and its derivative there, both in x's dtype."""
-    z = preactivation(x, w1, b1, precision=precision)
+    """Returns the activation of x @ w1 + b1 and its derivative there, both in x's dtype."""
+    z = narrow_preactivation(x, w1, b1, precision=precision)
     h, slope = _value_and_slope(activation, z)
     return h.astype(x.dtype), slope.astype(x.dtype)
 
@@ -97,7 +104,7 @@ def hidden_and_slope(
 def hidden_gradient_by_slope(
     dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool, precision: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The gradient dz from the activation's derivative [M, F], and its sum over the rows."""
+    """Returns dz from the activation's derivative [M, F], and the sum of dz over the rows."""
     dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
     return dz.astype(slope.dtype), _sum_over_rows(dz) if sum_rows else None
 
@@ -111,7 +118,7 @@ def hidden_gradient(
     sum_rows: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dz, activation(z), and dz summed over the rows."""
+    """Returns dz, activation(z), and dz summed over the rows."""
     h, slope = _value_and_slope(activation, z)
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     return dz.astype(z.dtype), h.astype(z.dtype), _sum_over_rows(dz) if sum_rows else None
@@ -128,12 +135,12 @@ def gated_unit(
     save_preactivations: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(activation(gate) * up, gate, up), the latter two if they are to be saved."""
-    gate = preactivation(x, w_gate, b_gate, precision=precision)
+    """Returns (activation(gate) * up, gate, up), the latter two only if they are to be saved."""
+    gate = narrow_preactivation(x, w_gate, b_gate, precision=precision)
     if w_up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     else:
-        up = preactivation(x, w_up, b_up, precision=precision)
+        up = narrow_preactivation(x, w_up, b_up, precision=precision)
     wide = accumulator_dtype(x.dtype)
     h = (activate(activation, gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
     return (h, gate, up) if save_preactivations else (h, None, None)
@@ -150,7 +157,7 @@ def gated_hidden_gradient(
     returns_hidden: bool,
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """dgate, dup, activation(gate) * up if it is wanted, and dgate and dup summed over the rows."""
+    """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows."""
     activated, slope = _value_and_slope(activation, gate)
     wide_up = up.astype(jnp.float32)
     dh = _gradient_of_hidden(dy, w_down, precision)
@@ -171,11 +178,12 @@ def gated_input_gradient(
     *,
     precision: Any,
 ) -> tuple[jax.Array]:
-    """The sum dgate @ w_gate^T + dup @ w_up^T; w_gate holds both where there is no w_up."""
+    """Returns dgate @ w_gate^T + dup @ w_up^T; w_gate holds both weights where there is no w_up."""
     if w_up is None:
         both = jnp.concatenate([dgate, dup], axis=-1)
         return (product("mf,df->md", both, w_gate, out_dtype=dgate.dtype, precision=precision),)
-    # Rounded before they are added: XLA has the second product add to the first one's result then.
+    # Both products are rounded before they are added, which lets XLA add the second one to the result of
+    # the first in the same kernel.
     of_gate, of_up = (
         product("mf,df->md", d, w, out_dtype=d.dtype, precision=precision)
         for d, w in ((dgate, w_gate), (dup, w_up))
@@ -184,13 +192,13 @@ def gated_input_gradient(
 
 
 def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:
-    """The product dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
+    """Returns dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
     dh = product("me,fe->mf", dy, w2, out_dtype=dy.dtype, precision=precision)
     return dh.astype(jnp.float32)
 
 
 def _value_and_slope(activation: str | None, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The activation and its derivative, element by element and in float32."""
+    """Returns the activation and its derivative, element by element, in float32."""
     z = z.astype(jnp.float32)
     if activation is None:
         return z, jnp.ones_like(z)

@@ -1,9 +1,9 @@
 """The matrix product of every reference: narrow operands, wide accumulators, also in the gradient.
 
-`jnp.einsum` of 16-bit operands with float32 results gets this right going forward; its gradient
-then multiplies a float32 cotangent by a 16-bit operand, which costs a float32 product, and rounds
-the gradient of a float32 weight to 16 bits if the weight was cast first. Stating the gradient
-avoids both.
+The forward of `jnp.einsum` with 16-bit operands and float32 results is right. Its gradient, however,
+multiplies a float32 cotangent by a 16-bit operand, which costs a float32 product, and rounds the
+gradient of a float32 weight to 16 bits if the weight was cast first. Stating the gradient here avoids
+both.
 """
 
 import functools
@@ -50,7 +50,7 @@ def product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _rounding_product(subscripts, dtype, out_dtype, precision, a, b):
-    # What leaves the accumulators is of the operands' dtype or as wide as they are.
+    # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
     return jnp.einsum(
         subscripts,

@@ -1,4 +1,4 @@
-"""quantized_matmul in plain JAX: the truth that the kernels are judged by."""
+"""quantized_matmul in plain JAX: the truth against which the kernels are tested."""
 
 import functools
 from typing import Any
@@ -33,7 +33,8 @@ def matmul(
             z = frozen_product(x.dtype, x, w)
         z = z if bias is None else z + along_last_axis(bias, z)
         if activation is not None:
-            # As in linear, the activation reads its argument in x's dtype, where x has one.
+            # As in linear, the activation is applied to its argument in x's dtype, if x is not
+            # quantised.
             dtype = z.dtype if isinstance(x, QuantizedArray) else x.dtype
             z = checkpoint_name(z.astype(dtype), PREACTIVATION)
             z = activate(activation, z.astype(accumulator_dtype(dtype)))
@@ -46,8 +47,8 @@ def matmul(
 def frozen_product(dtype: Any, x: jax.Array, w: QuantizedArray) -> jax.Array:
     """Returns x @ w in float32, with w dequantised to `dtype`, which is x's.
 
-    The gradient goes to x alone, and is taken with w dequantised again: a backward that kept the
-    dequantised weights would keep what quantisation saved.
+    Only x gets a gradient, and the backward dequantises w again: keeping the dequantised weights for it
+    would take the memory that quantisation has saved.
     """
     return _wide_matmul(x, w.dequantize(dtype))
 
@@ -71,8 +72,8 @@ def _wide_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     """Returns x @ w in float32.
 
-    With one scale a row of x and a column of w (or one for all) the product is of the values
-    themselves: integers are summed in int32, float8 in float32, and the scales multiply the sum.
+    With one scale for each row of x and each column of w (or one for all), the stored values themselves
+    are multiplied: integers are summed in int32, float8 in float32, and the scales multiply the sum.
     Groups, and integers with float8, are dequantised to float32 first.
     """
     a, b = x.unpacked(), w.unpacked()
@@ -83,7 +84,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
         total = _float8_matmul(a, b)
         return total * x.scale * along_last_axis(w.scale[0], total)
     total = _int8_matmul(a, b)
-    # The sum of (a - zx) (b - zw), without leaving int8 for the product.
+    # This computes the sum of (a - zx) (b - zw) from a product in int8.
     if x.zero_point is not None:
         columns = jnp.sum(b, axis=0, dtype=jnp.int32)
         total = total - x.zero_point.astype(jnp.int32) * along_last_axis(columns, total)
@@ -97,12 +98,13 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of [..., D] and [D, F] in int32, taken of multiples of 16 in every axis.
+    """Returns the product of [..., D] and [D, F] in int32, with every axis padded to a multiple of 16.
 
-    Some of the int8 kernels that XLA tries on a GPU give twice the product (jax 0.11.2, an H200). Its
-    autotuning sorts them out where cuBLAS can take the product, of such sizes; [5, 17] x [17, 3] came
-    out doubled. Without autotuning (--xla_gpu_autotune_level=0) every int8 product of JAX does, unless
-    --xla_gpu_enable_triton_gemm=false leaves those kernels out. Zeros add nothing to a sum.
+    Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
+    XLA's autotuning rejects these kernels only where cuBLAS can compute the product as well, which it
+    can at multiples of 16; [5, 17] x [17, 3] was doubled. Without autotuning
+    (--xla_gpu_autotune_level=0) every int8 product of JAX is doubled, unless
+    --xla_gpu_enable_triton_gemm=false excludes those kernels. The padding adds only zeros to the sums.
     """
     rows = a.reshape(-1, a.shape[-1])
     padded = [jnp.pad(matrix, [(0, -size % 16) for size in matrix.shape]) for matrix in (rows, b)]
@@ -111,10 +113,10 @@ def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product in float32, of operands in bfloat16, which holds every value of float8.
+    """Returns the product in float32, with operands in bfloat16, which represents every float8 exactly.
 
-    Where XLA sees float8 under a scale it may take cuBLASLt's scaled product: NaN for [3, 9] x [9, 7]
-    on an H200 with jax 0.11.2.
+    If XLA sees float8 under a scale, it may call cuBLASLt's scaled product, which returned NaN for [3,
+    9] x [9, 7] on an H200 with jax 0.11.2.
     """
     a, b = lax.optimization_barrier((a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)))
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)

@@ -22,7 +22,7 @@ def image_losses(
     smooth: float,
     ignore_index: int | None,
 ) -> jax.Array:
-    """Returns one loss an image, [B], of logits [B, ...] (binary) or [B, ..., C]."""
+    """Returns one loss for each image, [B], from logits [B, ...] (binary) or [B, ..., C]."""
     logits = logits.astype(accumulator_dtype(logits.dtype))
     if logits.ndim == labels.ndim:
         counts = jnp.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index

@@ -34,9 +34,9 @@ def why_unsupported(
     value_size: int,
     used: Collection[str] = (),
 ) -> str | None:
-    """None where forward and backward can run, else the rule that stands in the way.
+    """Returns None where forward and backward can run, else the rule that rejects the call.
 
-    `used` names optional arguments as `jaxfused.ops.attention.implementations` does.
+    `used` names the optional arguments of the call as `jaxfused.ops.attention.implementations` does.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -54,7 +54,7 @@ def why_unsupported(
 
 
 ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig
-"""The type of the config says which kernels run."""
+"""The config of either family of kernels; its type decides which kernels run."""
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig
 
 
@@ -86,11 +86,11 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, R]) of query [B, T, N, H], key and value [B, S, K, ...].
+    """Returns (out [B, T, N, V], lse [B, N, R]) for query [B, T, N, H], and key and value [B, S, K, .].
 
-    lse is the natural logarithm in float32, with the sink; EMPTY_LSE where nothing is summed up, and
-    for queries from their length on, sink or not; out is 0 there. R is `logits.saved_length(T)`.
-    Without a config the first of `forward_candidates` is taken.
+    lse is the natural logarithm of the sum of exponentials, in float32, including the sink. Where a
+    query attends to nothing, and from the query length on (with a sink or without), lse is EMPTY_LSE and
+    out is 0. R is `logits.saved_length(T)`. Without a config the first of `forward_candidates` is taken.
     """
     if config is None:
         shape = Shape.of(query, key, value)
@@ -117,10 +117,11 @@ def backward(
     multiprocessors: int,
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """(dquery, dkey, dvalue, dbias, dsinks) from what `forward` returned.
+    """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what `forward` returned.
 
-    lse is [B, N, R], dlse [B, N, T] or None. dbias has the bias's shape, dsinks is [N], both float32,
-    or None without the operand. Without a config the first of `backward_candidates` is taken.
+    lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias and dsinks is [N]; both
+    are float32, and each is None where its operand is absent. Without a config the first of
+    `backward_candidates` is taken.
     """
     if config is None:
         shape = Shape.of(query, key, value)
@@ -142,7 +143,7 @@ def backward(
 
 
 def _is_short(shape: Shape, dtype: Any) -> bool:
-    """Whether the kernels for few keys can run: 256 keys or fewer."""
+    """Returns whether the kernels for few keys, 256 at most, can run."""
     reason = attention_short.why_unsupported(
         compute_capability=(9, 0),
         dtype=dtype,

@@ -1,8 +1,9 @@
-"""Backward of attention on Hopper: what all of its kernels need, and their calls.
+"""Backward of attention on Hopper: what all of its kernels share, and the calls of these kernels.
 
-backward_dq and backward_dkv take seven products for a pair of blocks. One kernel takes five,
-but its CTAs wait for each other to add up dQ in one order, and rely on being started in order, which
-nobody promises; where they did wait, a step was slower by far.
+backward_dq and backward_dkv together compute seven matrix products for each pair of a query block and a
+key block. A single kernel would compute five, but its CTAs would have to wait for each other so that dQ
+is added up in one fixed order, and would depend on the order in which the hardware starts CTAs, which
+CUDA does not guarantee. Where CTAs did wait for each other, a step was much slower.
 """
 
 from dataclasses import dataclass
@@ -56,15 +57,15 @@ def backward(
     multiprocessors: int,
     config: BackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-    """(dquery, dkey, dvalue, dbias, dsinks) from what the forward returned.
+    """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what the forward returned.
 
-    query [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] float32 is the natural
-    logarithm, R = saved_length(T). dbias and dsinks are float32, or None without the operand.
+    query is [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] in float32 is the natural
+    logarithm, with R = saved_length(T). dbias and dsinks are float32, or None without the operand.
     """
     config = config or candidates(Shape.of(query, key, value), logits)[0]
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
-    # Kernels read whole blocks of what is known of each query.
+    # Kernels read the numbers of each query, its log-sum-exp and delta, in whole blocks.
     blocks = (BIAS_GRADIENT_TILE[0], config.queries.query_block, config.keys.query_block)
     length = max(ceil_to(delta.shape[2], block) for block in blocks)
     fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))

@@ -1,8 +1,9 @@
-"""Gradient of attention's bias on Hopper: the logits' gradient, summed over what the bias shares.
+"""Gradient of attention's bias on Hopper: the logits' gradient, summed over the bias's broadcast axes.
 
-A CTA owns a tile of the bias and goes over all batch entries, heads and, where the bias has one row,
-tiles of queries that share it. It computes their logits' gradients again, which costs two products
-more, and holds the sum in registers: a gradient of the size of the logits is never written.
+A CTA owns a tile of the bias and visits every tile of logits that this tile is broadcast to: all batch
+entries and heads that share it and, where the bias has a single row, all tiles of queries. The CTA
+recomputes the gradient of these logits, at the cost of two more products, and keeps the sum in
+registers, so that no array of the size of the logits is ever written.
 """
 
 import functools
@@ -22,7 +23,7 @@ from pallas_kernels.attention.memory import Columns, Heads, Matrix
 from pallas_kernels.attention.shape import Shape
 
 BIAS_GRADIENT_TILE = (64, 128)
-"""Queries and keys of a tile."""
+"""The number of queries and the number of keys in a tile."""
 
 
 def bias_gradient(
@@ -36,9 +37,10 @@ def bias_gradient(
     *,
     logits: Logits,
 ) -> jax.Array:
-    """float32, of the bias's shape, which differs between keys: see backward_rows for others.
+    """Returns the gradient in float32 and in the bias's shape, for a bias that differs between keys.
 
-    lse2 and delta are [B, N, T filled up to whole tiles].
+    `backward_rows` serves a bias that is the same for all keys. lse2 and delta are [B, N, T padded to
+    whole tiles].
     """
     shape = Shape.of(query, key, value)
     bias_shape = operands.bias.shape
@@ -81,7 +83,7 @@ def bias_gradient(
 
 
 class _References(NamedTuple):
-    """What a CTA reads and writes."""
+    """The references to all arrays and buffers that a CTA reads and writes."""
 
     arrays: tuple[Any, ...]
     """Q, K, V and dO in global memory."""
@@ -90,18 +92,18 @@ class _References(NamedTuple):
     operands: Operands
     dbias: Any
     scratch: dict[str, Any]
-    """Shared memory by name, and the barrier of its copies."""
+    """The buffers of shared memory by name, and the barrier on which their copies arrive."""
 
 
 @dataclass(frozen=True)
 class _BiasGradient:
-    """The kernel: what is static, what the shared memory holds, and what a CTA does."""
+    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
 
     shape: Shape
     dtype: Any
     logits: Logits
     shared: tuple[int, ...]
-    """How many batch entries, heads and tiles of queries share an element of the bias."""
+    """The numbers of batch entries, of heads and of query tiles that share an element of the bias."""
     head: Columns
     value: Columns
 
@@ -133,7 +135,7 @@ class _BiasGradient:
         )
 
     def add(self, refs: _References, own_idx: list[Any], step: jax.Array, total: jax.Array) -> Any:
-        """The sum with the gradient of one more tile of logits that share the tile of the bias."""
+        """Returns `total` plus the gradient of one more tile of logits that shares this bias tile."""
         *other_idx, s = own_idx
         place: list[Any] = []
         for index, count in zip(reversed(other_idx), reversed(self.shared), strict=True):
@@ -155,7 +157,7 @@ class _BiasGradient:
         return total + p * (dp - self.of_rows(refs.delta, tile))
 
     def copy(self, refs: _References, tile: Tile) -> None:
-        """Copies the matrices of a tile of logits, and waits for them."""
+        """Copies the matrices that belong to a tile of logits to shared memory, and waits for them."""
         key_head = lax.div(tile.head, self.shape.group)
         q_gmem, k_gmem, v_gmem, do_gmem = refs.arrays
         full = refs.scratch["full"]
@@ -169,7 +171,7 @@ class _BiasGradient:
         plgpu.barrier_wait(full)
 
     def products(self, refs: _References, s_acc: Any, dp_acc: Any) -> tuple[jax.Array, jax.Array]:
-        """S = Q K^T and dP = dO V^T."""
+        """Returns S = Q K^T and dP = dO V^T."""
         names = ("q_smem", "k_smem", "do_smem", "v_smem")
         q, k, do, v = (Matrix.of(refs.scratch[name]) for name in names)
         memory.multiply_transposed(s_acc, q, k)
@@ -177,7 +179,7 @@ class _BiasGradient:
         return s_acc[...], dp_acc[...]
 
     def of_rows(self, gmem: Any, tile: Tile) -> jax.Array:
-        """A number for each query of a tile, for all of its keys."""
+        """Loads one number for each query of a tile and broadcasts it over the tile's keys."""
         values = plgpu.load(
             gmem.at[tile.batch, tile.head, pl.ds(tile.query_start, BIAS_GRADIENT_TILE[0])],
             layout=plgpu.Layout.WGMMA.reduce(1),

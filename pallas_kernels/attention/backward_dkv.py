@@ -1,11 +1,13 @@
-"""Gradients of attention's keys and values on Hopper, without that of the queries.
+"""Gradients of attention's keys and values on Hopper; another kernel computes that of the queries.
 
-A tile of keys stays in shared memory, dK and dV stay in registers, and blocks of queries stream past.
-Tiles are transposed, keys by queries, so that P^T and dS^T leave the registers they were computed in
-only as operands of the next products: warpgroups neither wait for nor write to each other.
+A tile of keys stays in shared memory, its dK and dV stay in registers, and blocks of queries stream
+past. The tiles of logits are transposed, with keys as rows and queries as columns, so that P^T and dS^T
+are operands of the next products in the very registers in which they were computed: warpgroups neither
+wait for each other nor write for each other.
 
-With wide heads dK and dV of 64 keys fill the registers of two warpgroups. There one computes S^T, P^T
-and dV, and hands P^T to the other, which computes dP^T, dS^T and dK: four products, two for each.
+With wide heads, dK and dV of 64 keys fill the registers of two warpgroups. In that case one warpgroup
+computes S^T, P^T and dV and hands P^T to the other, which computes dP^T, dS^T and dK. Each of them
+computes two of the four products.
 """
 
 import functools
@@ -29,31 +31,38 @@ from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _PROBABILITY_SLOTS = 2
-"""Tiles of P^T that are on their way from one warpgroup to the other, with split roles."""
+"""The number of tiles of P^T on their way from one warpgroup to the other when roles are split."""
 
 
 @dataclass(frozen=True)
 class KeyGradientConfig:
-    """How the work is cut: a tile of 64 keys a warpgroup against blocks of queries."""
+    """How the work is divided: each warpgroup owns 64 keys of a tile and visits blocks of queries."""
 
     warpgroups: int = 2
     query_block: int = 64
     query_stages: int = 2
-    """Blocks of Q in shared memory."""
+    """The number of blocks of Q that shared memory holds."""
     dout_stages: int = 2
-    """Blocks of dO in shared memory."""
+    """The number of blocks of dO that shared memory holds."""
     splits_roles: bool = False
-    """For wide heads: the two warpgroups have the same keys, one has dV and the other dK."""
+    """Whether the two warpgroups own the same keys, one computing dV and the other dK, for wide heads.
+    """
     tile_stages: int = 2
-    """Tiles of K and V in shared memory: with 2 those of the next tile are there when it starts."""
+    """The number of tiles of K and V that shared memory holds; with 2 the next tile's are copied early.
+    """
     heads_together: int = 4
-    """Key heads whose tiles are next to each other, for their Q and dO to stay in the L2 cache."""
+    """The number of key heads whose tiles run next to each other, so that Q and dO stay in the L2
+    cache.
+    """
     multiplies_early: bool = True
-    """Whether dP^T is multiplied during the exponentials of P^T, or after them, when the registers of
-    S^T are free; then blocks may have more queries. Not with split roles."""
+    """Whether dP^T is multiplied while the exponentials of P^T are computed. Otherwise it is multiplied
+    afterwards, in the registers that S^T has left free, which allows blocks of more queries. Split
+    roles do not use this option.
+    """
     keeps_keys: bool = False
-    """Whether K is an operand in registers, which shared memory need not be read for. Not with split
-    roles."""
+    """Whether K is held in registers as an operand, which saves reading it from shared memory. Split
+    roles do not use this option.
+    """
 
     def __post_init__(self):
         if self.warpgroups not in (1, 2, 3):
@@ -73,16 +82,16 @@ class KeyGradientConfig:
 
     @property
     def key_parts(self) -> int:
-        """How many times 64 keys a tile has."""
+        """The number of groups of 64 keys in a tile."""
         return self.key_block // WGMMA_ROWS
 
     @property
     def key_slots(self) -> int:
-        """Slots of shared memory for 64 keys."""
+        """The number of slots of shared memory that hold 64 keys each."""
         return self.tile_stages * self.key_parts
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Those of queries and keys, and those of values and cotangents."""
+        """Returns the layout of Q and K, and the layout of V and dO."""
         lengths = (shape.query_count, shape.key_count)
         head, value = (
             Columns.of(size, lengths, self.query_block)
@@ -91,7 +100,7 @@ class KeyGradientConfig:
         return head, value
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Of the matrices and vectors, with what is left for barriers."""
+        """Returns the bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         rows, keys = self.query_block, self.key_slots * WGMMA_ROWS
         count = head.bytes(self.query_stages * rows) + value.bytes(self.dout_stages * rows)
@@ -106,15 +115,16 @@ class KeyGradientConfig:
 
 
 _WIDEST_WITH_MANY_QUERIES = 80
-"""Up to this head size registers hold both gradients of 64 keys beside tiles of 128 queries."""
+"""The largest head size at which registers hold dK and dV of 64 keys beside tiles of 128 queries."""
 
 
 def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
-    """The configs worth trying, all of them legal, the best guess first.
+    """Returns the configs worth trying, all of them legal, the best guess first.
 
-    Products of S^T and dP^T read both operands from shared memory, whose bandwidth they are short of
-    where a block has few queries. So the guess has 128 where registers allow it; beyond, more queries
-    or K in registers are to be had only with products one after the other, or in narrower swizzles.
+    The products S^T and dP^T read both operands from shared memory, whose bandwidth limits them when a
+    block has few queries. The guess therefore has blocks of 128 queries where registers allow them.
+    With wider heads, larger blocks or K in registers are possible only if the products run one after
+    the other, or with narrower swizzles.
     """
     widest = max(shape.head_size, shape.value_size)
     visits_all_queries = logits.mask.reach() == (None, None)
@@ -157,7 +167,7 @@ def key_gradients(
     multiprocessors: int,
     config: KeyGradientConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dkey, dvalue); lse2 and delta [B, N, T filled up to whole blocks]."""
+    """Returns (dkey, dvalue); lse2 and delta are [B, N, T padded to whole blocks]."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     rows, block, mask = config.query_block, config.key_block, logits.mask
@@ -183,19 +193,19 @@ def key_gradients(
 
 
 class _Visit(NamedTuple):
-    """A block of queries, while a warpgroup adds what it gives to its keys' gradients."""
+    """A block of queries whose contribution a warpgroup adds to the gradients of its keys."""
 
     step: jax.Array
-    """How many blocks the CTA has been through before."""
+    """The number of blocks that the CTA has processed before this one."""
     tile: TransposedTile
     is_partial: Any
-    """Whether the mask leaves some of it."""
+    """Whether the mask forbids some elements of the block."""
     key_length: Any
 
 
 @dataclass(frozen=True)
 class _KeyGradients:
-    """What both kernels have in common: what is static, shared memory, and the producer."""
+    """What both kernels have in common: static parameters, shared memory, and the producer."""
 
     shape: Shape
     dtype: Any
@@ -230,16 +240,16 @@ class _KeyGradients:
         )
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring]:
-        """Of Q, with the log-sum-exp beside it, and of dO with delta."""
+        """Returns the ring of Q with the log-sum-exp, and the ring of dO with delta."""
         return cta.ring("q", self.config.query_stages), cta.ring("do", self.config.dout_stages)
 
     def keys(self, cta: Cta) -> Ring:
-        """Of K, 64 keys a slot, with V beside it."""
+        """Returns the ring of K and V, which has 64 keys in a slot."""
         memory = (cta.memory[name] for name in ("k_smem", "kv_full", "kv_free"))
         return Ring(*memory, self.config.key_slots)
 
     def key_slot(self, tile_idx: Any, part: Any) -> jax.Array:
-        """The slot of 64 keys, which are part of a tile."""
+        """Returns the slot of the 64 keys that are part number `part` of a tile."""
         stage = lax.rem(tile_idx, jnp.int32(self.config.tile_stages))
         return stage * self.config.key_parts + part
 
@@ -266,7 +276,7 @@ class _KeyGradients:
             values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
-        """Copies what the keys of a tile visit, from step `first` on; returns the step after it."""
+        """Copies the queries that a tile of keys visits, from step `first` on; returns the next step."""
         at = cta.place(tile_idx)
         following = tile_idx + 1
         copies_ahead = self.config.tile_stages > 1
@@ -279,7 +289,7 @@ class _KeyGradients:
 
         def copy_pair(head_idx, i, step):
             if copies_ahead:
-                # Not before the first blocks of queries: these are needed earlier.
+                # The first blocks of queries are needed earlier, so they are copied first.
                 copy_next_keys(step == first + self.config.query_stages)
             self.copy_queries(cta, at, head_idx, i, step)
             return step + 1
@@ -295,7 +305,7 @@ class _KeyGradients:
         return end
 
     def copy_queries(self, cta: Cta, at: KeyPlace, head_idx: Any, i: Any, step: Any) -> None:
-        """Copies Q and dO of block i of the queries, and the numbers that each query has."""
+        """Copies Q and dO of block i of the queries, with the log-sum-exp and delta of each query."""
         queries, douts = self.rings(cta)
         q_gmem, _, _, do_gmem, lse_gmem, delta_gmem = cta.arrays
         start = i * self.config.query_block
@@ -315,7 +325,7 @@ class _KeyGradients:
     # --- what consumers share ---------------------------------------------------------------------
 
     def begin(self, cta: Cta, part: Any) -> None:
-        """At the start of a warpgroup which has this part of the keys of each tile."""
+        """Prepares a warpgroup that owns part number `part` of the keys of each tile."""
         plgpu.set_max_registers(registers(self.config.warpgroups)[0], action="increase")
         keys = self.keys(cta)
         for stage in range(self.config.tile_stages):
@@ -324,13 +334,16 @@ class _KeyGradients:
             ring.release_all()
 
     def own(self, cta: Cta) -> jax.Array:
-        """The index of the warpgroup, unknown before the loop: addresses occupy registers."""
+        """Returns the warpgroup's index as a value that the compiler does not know before the loop.
+
+        Addresses computed from a known index before the loop would occupy registers throughout it.
+        """
         return lax.optimization_barrier(cta.wg_idx)
 
     def all_visits(
         self, cta: Cta, at: KeyPlace, step: jax.Array, visit: Callable[[_Visit], None]
     ) -> jax.Array:
-        """Visits every block of queries that the mask leaves; the step after them."""
+        """Calls `visit` for each block of queries that the mask leaves; returns the step after them."""
         blocks, rows, group = at.blocks, self.config.query_block, self.shape.group
 
         def of_block(g, first, i, _):
@@ -358,8 +371,9 @@ class _KeyGradients:
         return queries.slot(visit.step), douts.slot(visit.step)
 
     def release(self, cta: Cta, visit: _Visit) -> None:
-        """Gives the slots of a visit back to the producer."""
-        # Copies come after what threads have read, the log-sum-exp and delta.
+        """Gives the slots of a visited block back to the producer."""
+        # The fence orders the producer's next copies after this thread's reads of log-sum-exp and
+        # delta.
         plgpu.commit_smem()
         for ring, slot in zip(self.rings(cta), self.slots(cta, visit), strict=True):
             ring.release(slot)
@@ -367,7 +381,7 @@ class _KeyGradients:
     def probabilities(
         self, cta: Cta, visit: _Visit, products: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """P^T, and the derivative of the cap or None."""
+        """Returns P^T, and the derivative of the soft cap or None without a cap."""
         logits, is_partial = self.logits, visit.is_partial
         if logits.mask.is_always_full(self.config.query_block, self.config.key_block):
             is_partial = False
@@ -387,15 +401,16 @@ class _KeyGradients:
         return plgpu.ACC((WGMMA_ROWS, self.config.query_block), jnp.float32)
 
     def write_key(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dkey: list[Any]) -> None:
-        """Stores dK of 64 keys, those within the array, through the memory of the keys."""
-        # Without a cap the scale is left for the end, where there is less to multiply.
+        """Stores dK of 64 keys, as far as they lie within the array, through the shared memory of K."""
+        # Without a cap, the scale is multiplied into dK once at the end instead of into every tile of
+        # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
         matrix = Matrix.of(cta.memory["k_smem"], slot)
         matrix.store([block * scale for block in dkey])
         matrix.write(Heads(cta.results[0]), at.batch_idx, start, at.key_head_idx)
 
     def write_value(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dvalue: list[Any]) -> None:
-        """Stores dV of 64 keys, as `write_key`."""
+        """Stores dV of 64 keys, in the same way as `write_key`."""
         factor = 1 / self.logits.keep_probability
         matrix = Matrix.of(cta.memory["v_smem"], slot)
         matrix.store([block * factor for block in dvalue])
@@ -404,7 +419,7 @@ class _KeyGradients:
 
 @dataclass(frozen=True)
 class _BothGradients(_KeyGradients):
-    """Each warpgroup has 64 keys, and both gradients of theirs in its registers."""
+    """The kernel in which each warpgroup owns 64 keys and holds both their gradients in registers."""
 
     def consumers(self) -> tuple[Role, ...]:
         return (Role(range(self.config.warpgroups), self.consume),)
@@ -449,7 +464,7 @@ class _BothGradients(_KeyGradients):
         dv_accs: list[Any],
         visit: _Visit,
     ) -> None:
-        """Adds what a block of queries gives to both gradients."""
+        """Adds the contribution of a block of queries to both gradients."""
         queries, _ = self.rings(cta)
         q_slot, _ = self.slots(cta, visit)
         gradient = functools.partial(self.logits_gradient, cta, tile_idx, kept_keys, visit, dv_accs)
@@ -458,8 +473,8 @@ class _BothGradients(_KeyGradients):
         else:
             ds = gradient(None, None)
         memory.multiply(dk_accs, ds.astype(self.dtype), queries.matrix(q_slot))
-        # Left in flight, they would occupy the registers of P and dS: the other warpgroup has the
-        # tensor cores meanwhile.
+        # Waits for the products here: in flight, they would keep the registers of P and dS occupied.
+        # The other warpgroup uses the tensor cores meanwhile.
         memory.load_accumulators(dk_accs)
         self.release(cta, visit)
 
@@ -473,9 +488,9 @@ class _BothGradients(_KeyGradients):
         s_acc: Any,
         dp_acc: Any,
     ) -> jax.Array:
-        """dS^T of a visit; adds what it gives to dV.
+        """Returns dS^T of a visit, and adds the contribution of the visit to dV.
 
-        Without accumulators for them, S^T and dP^T are multiplied one after the other.
+        Without accumulators of their own, S^T and dP^T are multiplied one after the other.
         """
         queries, douts = self.rings(cta)
         q_slot, do_slot = self.slots(cta, visit)
@@ -503,7 +518,8 @@ class _BothGradients(_KeyGradients):
             memory.multiply_transposed(dp_acc, values(own_slot()), dout)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
         p, derivative = self.probabilities(cta, visit, products)
-        # Rounded, as dV needs it: more registers than that are not left.
+        # P is rounded here to the dtype that the product for dV needs, since registers do not suffice
+        # for P in float32.
         p = lax.optimization_barrier(p.astype(self.dtype))
         kept = None
         if self.logits.dropout_rate > 0:
@@ -528,7 +544,7 @@ class _BothGradients(_KeyGradients):
 
 @dataclass(frozen=True)
 class _SplitGradients(_KeyGradients):
-    """Two warpgroups have the same 64 keys, one the gradient of the values and one that of the keys."""
+    """The kernel in which two warpgroups own the same 64 keys; one computes dV and the other dK."""
 
     def consumers(self) -> tuple[Role, ...]:
         return (
@@ -585,7 +601,7 @@ class _SplitGradients(_KeyGradients):
         return end
 
     def visit_of_values(self, cta: Cta, slot: jax.Array, accs: list[Any], visit: _Visit) -> None:
-        """Adds what a block of queries gives to dV, and hands on what dS^T is a multiple of."""
+        """Adds the contribution of a block of queries to dV, and hands P^T to the other warpgroup."""
         queries, douts = self.rings(cta)
         q_slot, do_slot = self.slots(cta, visit)
         ring = self.probability_ring(cta)
@@ -612,7 +628,7 @@ class _SplitGradients(_KeyGradients):
         self.release(cta, visit)
 
     def visit_of_keys(self, cta: Cta, slot: jax.Array, accs: list[Any], visit: _Visit) -> None:
-        """Adds what a block of queries gives to dK, with what the other warpgroup hands on."""
+        """Adds the contribution of a block of queries to dK, using P^T from the other warpgroup."""
         queries, douts = self.rings(cta)
         q_slot, do_slot = self.slots(cta, visit)
         ring = self.probability_ring(cta)

@@ -1,9 +1,9 @@
-"""Gradient of attention's queries on Hopper, by a kernel of its own.
+"""Gradient of attention's queries on Hopper, computed by a kernel of its own.
 
-As in the forward, a consumer holds 64 queries and K and V stream past it; it multiplies S = Q K^T and
-dP = dO V^T again, and adds dS K to dQ in its registers. That is two products more in all than where
-the kernel of dK and dV adds up dQ too, but nobody waits for another CTA, dQ is never in memory in
-float32, and sums have one order by themselves.
+As in the forward, a consumer holds 64 queries while K and V stream past. The consumer computes S = Q
+K^T and dP = dO V^T again, and adds dS K to dQ in its registers. In total that is two products more than
+if the kernel of dK and dV also summed dQ. In return no CTA waits for another, dQ is never in memory in
+float32, and every sum has a fixed order.
 """
 
 import functools
@@ -28,25 +28,25 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 @dataclass(frozen=True)
 class QueryGradientConfig:
-    """How the work is cut: a tile of 64 queries a consumer against blocks of keys."""
+    """How the work is divided: each consumer owns 64 queries of a tile and visits blocks of keys."""
 
     consumers: int = 2
     key_block: int = 128
     key_stages: int = 2
-    """Blocks of K in shared memory."""
+    """The number of blocks of K that shared memory holds."""
     value_stages: int = 2
-    """Blocks of V in shared memory."""
+    """The number of blocks of V that shared memory holds."""
     separate_output: bool = True
-    """Whether dQ has shared memory of its own, or goes where Q was."""
+    """Whether dQ has shared memory of its own; otherwise it overwrites Q."""
     heads_together: int = 4
-    """Heads whose tiles are next to each other, for their K and V to stay in the L2 cache."""
+    """The number of heads whose tiles run next to each other, so that K and V stay in the L2 cache."""
 
     @property
     def query_block(self) -> int:
         return self.consumers * WGMMA_ROWS
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Those of queries and keys, and those of values and cotangents."""
+        """Returns the layout of Q and K, and the layout of V and dO."""
         lengths = (shape.query_count, shape.key_count)
         return (
             Columns.of(shape.head_size, lengths, self.key_block),
@@ -54,7 +54,7 @@ class QueryGradientConfig:
         )
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Of the matrices, with what is left for barriers."""
+        """Returns the bytes of shared memory that the matrices take, with a reserve for barriers."""
         head, value = self.columns(shape)
         outputs = 2 if self.separate_output else 1
         count = outputs * head.bytes(self.query_block) + value.bytes(self.query_block)
@@ -112,7 +112,7 @@ def query_gradient(
     multiprocessors: int,
     config: QueryGradientConfig | None = None,
 ) -> jax.Array:
-    """The gradient, [B, T, N, H]; lse2 and delta [B, N, T filled up to whole tiles]."""
+    """Returns dQ [B, T, N, H]; lse2 and delta are [B, N, T padded to whole tiles]."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     rows, block, mask = config.query_block, config.key_block, logits.mask
@@ -139,22 +139,22 @@ def query_gradient(
 
 
 class _Rows(NamedTuple):
-    """What a consumer works on: 64 queries of a tile, and the blocks of keys that they visit."""
+    """The work of a consumer: 64 queries of a tile, and the blocks of keys that they visit."""
 
     at: Place
     start: jax.Array
-    """The first query."""
+    """The index of the first query."""
     visits: Visits
     step: jax.Array
-    """How many blocks the CTA has been through before the first visit."""
+    """The number of blocks that the CTA has processed before the first visit."""
     lse2: jax.Array
-    """The log-sum-exp in base 2 of each row."""
+    """The log-sum-exp of each row, in base 2."""
     delta: jax.Array
 
 
 @dataclass(frozen=True)
 class _QueryGradient:
-    """The kernel: what is static, what the shared memory holds, and the two roles."""
+    """The kernel: its static parameters, its layout of shared memory, and its two roles."""
 
     shape: Shape
     dtype: Any
@@ -185,7 +185,7 @@ class _QueryGradient:
         return memory
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
-        """Of Q and, beside it, dO, which has a slot for each consumer, of K and of V."""
+        """Returns the rings of Q (with dO), of K and of V; the first has a slot for each consumer."""
         config = self.config
         return (
             cta.ring("q", config.consumers),
@@ -203,7 +203,7 @@ class _QueryGradient:
             ring.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies what a tile needs, and returns the step of the next."""
+        """Copies all operands of a tile, and returns the step of the next tile."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads, do_heads = map(Heads, cta.arrays[:4])
@@ -220,7 +220,7 @@ class _QueryGradient:
             for ring, heads in ((keys, k_heads), (values, v_heads)):
                 ring.fill(ring.slot(step + i), heads, at.batch_idx, start, key_head)
 
-        # The first consumer starts as soon as its own queries are there.
+        # The first consumer's queries are copied first, so that it can start as soon as they arrive.
         copy_queries(0)
         copy_pair(0, None)
         for consumer in range(1, self.config.consumers):
@@ -276,25 +276,26 @@ class _QueryGradient:
             ring.release(slot)
 
     def visit(self, cta: Cta, rows: _Rows, dq_accs: list[Any], i: jax.Array) -> None:
-        """Adds what the block of a visit gives to the gradient."""
+        """Adds the contribution of the visited block of keys to the gradient."""
         _, keys, values = self.rings(cta)
         k_slot, v_slot = keys.slot(rows.step + i), values.slot(rows.step + i)
         acc = plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
         products = functools.partial(self.logits_gradient, cta, rows, i, k_slot, v_slot)
         ds = pl.run_scoped(products, acc, acc)
         memory.multiply(dq_accs, ds, keys.matrix(k_slot))
-        # Left in flight, it would occupy the registers of dS: the other consumer has the tensor cores
-        # meanwhile.
+        # Waits for the product here: in flight, it would keep the registers of dS occupied. The other
+        # consumer uses the tensor cores meanwhile.
         memory.load_accumulators(dq_accs)
         keys.release(k_slot)
 
     def logits_gradient(
         self, cta: Cta, rows: _Rows, i: Any, k_slot: Any, v_slot: Any, s_acc: Any, dp_acc: Any
     ) -> jax.Array:
-        """The gradient dS of the logits in the block of a visit, rounded."""
+        """Returns dS, the logits' gradient in the visited block, rounded to the operands' dtype."""
         queries, keys, values = self.rings(cta)
         at, logits, block = rows.at, self.logits, self.config.key_block
-        # The index is unknown before the loop, so that addresses do not occupy registers there.
+        # The barrier keeps the compiler from computing addresses before the loop, where they would
+        # occupy registers throughout it.
         own = lax.optimization_barrier(cta.wg_idx)
         dout = Matrix.of(cta.memory["do_smem"], own)
         keys.wait(k_slot)
@@ -320,14 +321,15 @@ class _QueryGradient:
         return ds.astype(self.dtype)
 
     def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
-        """Stores the gradient of the tile's rows, those within the array."""
+        """Stores the gradient of the tile's rows, as far as they lie within the array."""
         queries, _, _ = self.rings(cta)
         at = rows.at
         if self.config.separate_output:
             queries.release(cta.wg_idx)
             # The copy of the previous tile may still be reading this shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        # Without a cap the scale is left for the end, where there is less to multiply.
+        # Without a cap, the scale is multiplied into dQ once at the end instead of into every tile of
+        # dS.
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
         matrix = Matrix.of(cta.memory.get("dq_smem", cta.memory["q_smem"]), cta.wg_idx)
         matrix.store([block * scale for block in dquery])
@@ -338,5 +340,5 @@ class _QueryGradient:
 
 
 def _across(vector: jax.Array, columns: int) -> jax.Array:
-    """A number for each row, for all of so many columns."""
+    """Broadcasts one number for each row over `columns` columns."""
     return lax.broadcast_in_dim(vector, (vector.shape[0], columns), [0])

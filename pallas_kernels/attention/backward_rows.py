@@ -1,7 +1,8 @@
-"""Backward of attention, query by query: what its kernels need of each, and what needs no kernel.
+"""The part of attention's backward that treats each query on its own.
 
-Let D = sum(out * dout) of a query, and p the probability that its sink takes, 0 without one. Then
-delta = D - dlse is what the gradients of its logits have in common, dL_s = P_s (dP_s - delta).
+It computes the numbers that the kernels need of each query, and the gradients that need no kernel. Let
+D = sum(out * dout) of a query, and p the probability of its sink, which is 0 without a sink. Then delta
+= D - dlse is common to the gradients of all its logits: dL_s = P_s (dP_s - delta).
 """
 
 import jax
@@ -13,9 +14,9 @@ from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands
 def row_statistics(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp in base 2 and delta, both [B, N, T] float32, from lse [B, N, R].
+    """Returns the log-sum-exp in base 2 and delta, both [B, N, T] in float32, from lse [B, N, R].
 
-    Queries that attend to nothing have a log-sum-exp of inf, which makes all probabilities 0.
+    Queries that attend to nothing get a log-sum-exp of inf, which makes all their probabilities 0.
     """
     delta = jnp.einsum("btnv,btnv->bnt", out.astype(jnp.float32), dout.astype(jnp.float32))
     if dlse is not None:
@@ -27,12 +28,13 @@ def row_statistics(
 def row_gradients(
     operands: Operands, lse2: jax.Array, delta: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(dbias, dsinks) of a bias that is the same for all keys of a query, and of sinks; else None.
+    """Returns (dbias, dsinks) for sinks, and for a bias that is the same for all keys; else None.
 
-    A sink is a logit whose probability has no value to give, so its dP is 0. Such a bias moves the
-    log-sum-exp by 1 - p and the output by p times itself, which is p D + (1 - p) dlse. A sum of dL
-    over the keys is that and some of the error that delta has from an output in 16 bits, too much
-    where without a sink nothing but dlse is due.
+    A sink is a logit whose probability is multiplied by no value, so its dP is 0. A bias that all keys
+    of a query share changes the log-sum-exp by 1 - p and the output by p times the output, so its
+    gradient is p D + (1 - p) dlse. The sum of dL over the keys is the same number in exact arithmetic,
+    but it also contains the error of delta, whose output was rounded to 16 bits. That error is too
+    large without a sink, where the gradient is just dlse.
     """
     bias, sinks = operands.bias, operands.sinks
     rows = jnp.zeros_like(delta) if dlse is None else jnp.where(jnp.isinf(lse2), 0.0, dlse)

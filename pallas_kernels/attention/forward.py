@@ -1,9 +1,9 @@
 """Attention on Hopper, forward: flash attention with a producer and one to three consumers.
 
-The producer copies Q, K and V by TMA; each consumer holds 64 queries. A consumer issues Q K^T of a
-block together with P V of the one before, and takes exponentials as soon as the first is done, so
-that the tensor cores have its second product, and those of the other consumers, meanwhile. CTAs are
-persistent: the copies of the next tile run during the end of this one.
+The producer copies Q, K and V by TMA; each consumer owns 64 queries. A consumer issues Q K^T of a block
+together with P V of the previous block, and computes exponentials as soon as Q K^T is done. Meanwhile
+the tensor cores work on its P V and on the products of the other consumers. CTAs are persistent: the
+copies of the next tile run during the end of the current one.
 """
 
 import functools
@@ -34,26 +34,27 @@ from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
-"""Where the running maximum starts: finite, so that its difference to -inf is not NaN."""
+"""The initial running maximum, which is finite so that its difference to -inf is not NaN."""
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
-"""How a number for each row of a tile lies in registers."""
+"""The register layout of one number for each row of a tile."""
 
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """How the work is cut: a tile of 64 queries a consumer against blocks of keys."""
+    """How the work is divided: each consumer owns 64 queries of a tile and visits blocks of keys."""
 
     consumers: int = 2
     key_block: int = 128
     stages: int = 2
-    """Blocks of K, and of V, in shared memory."""
+    """The number of blocks of K, and also of V, that shared memory holds."""
     takes_turns: bool = False
-    """Whether consumers issue products in turns, so that they take exponentials in turns too."""
+    """Whether consumers issue their products in turns, and thereby compute their exponentials in turns.
+    """
     separate_output: bool = True
-    """Whether the output has shared memory of its own, or goes where Q was if it is as wide."""
+    """Whether the output has shared memory of its own; otherwise it overwrites Q if it is as wide."""
     heads_together: int = 1
-    """Heads whose tiles are next to each other, for their K and V to stay in the L2 cache."""
+    """The number of heads whose tiles run next to each other, so that K and V stay in the L2 cache."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -70,7 +71,7 @@ class ForwardConfig:
         return self.consumers * WGMMA_ROWS
 
     def columns(self, shape: Shape) -> tuple[Columns, Columns]:
-        """Those of queries and keys, and those of values and output."""
+        """Returns the layout of Q and K, and the layout of V and the output."""
         lengths = (shape.query_count, shape.key_count)
         return (
             Columns.of(shape.head_size, lengths),
@@ -78,12 +79,12 @@ class ForwardConfig:
         )
 
     def has_own_output(self, shape: Shape) -> bool:
-        """Whether the output has shared memory of its own: also where Q's is laid out otherwise."""
+        """Whether the output has shared memory of its own, as it must where Q has another layout."""
         head, value = self.columns(shape)
         return self.separate_output or head != value
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Of Q, K, V and the output, with what is left for barriers."""
+        """Returns the bytes of shared memory, with a reserve for barriers."""
         head, value = self.columns(shape)
         count = head.bytes(self.query_block)
         count += self.stages * (head.bytes(self.key_block) + value.bytes(self.key_block))
@@ -96,16 +97,17 @@ class ForwardConfig:
 
 
 _CACHED_BYTES = 2**24
-"""Of K and V that CTAs work on at a time: a share of the L2 cache that leaves room for the rest."""
+"""The bytes of K and V that CTAs use at a time: a part of the L2 cache that leaves room for the rest."""
 
 
 def candidates(shape: Shape, logits: Logits) -> tuple[ForwardConfig, ...]:
-    """The configs worth trying, all of them legal, the best guess first.
+    """Returns the configs worth trying, all of them legal, the best guess first.
 
-    Tensor cores idle least where several consumers take exponentials while another multiplies, so
-    there are as many as have room for their tiles in registers; then blocks are as large as fit.
+    Tensor cores idle least when several consumers compute exponentials while another multiplies. The
+    guess therefore has as many consumers as registers have room for their tiles, and then the largest
+    blocks that fit.
     """
-    del logits  # What an element of a tile takes does not change the guess.
+    del logits  # The guess is the same whatever is done to each logit.
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
         configs = (
@@ -154,7 +156,7 @@ def forward(
     multiprocessors: int,
     config: ForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, R]), see pallas_kernels.attention.attention."""
+    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does."""
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     rows, block, mask = config.query_block, config.key_block, logits.mask
@@ -180,28 +182,28 @@ def forward(
 
 
 class _Rows(NamedTuple):
-    """What a consumer works on: 64 queries of a tile, and the blocks of keys that they visit."""
+    """The work of a consumer: 64 queries of a tile, and the blocks of keys that they visit."""
 
     at: Place
     start: jax.Array
-    """The first query."""
+    """The index of the first query."""
     visits: Visits
     step: jax.Array
-    """How many blocks the CTA has been through before the first visit."""
+    """The number of blocks that the CTA has processed before the first visit."""
 
 
 class _Softmax(NamedTuple):
-    """The softmax of 64 rows so far, in the units of `Logits.logits` times its multiplier."""
+    """The running softmax of 64 rows, in the units of `Logits.logits` times its multiplier."""
 
     maximum: jax.Array
-    """Of each row."""
+    """The running maximum of each row."""
     total: jax.Array
-    """[64, 8], summed over columns 8 apart, which lie within a thread."""
+    """The running sums [64, 8]: each is over the columns 8 apart, which lie within one thread."""
 
 
 @dataclass(frozen=True)
 class _Forward:
-    """The kernel: what is static, what the shared memory holds, and the two roles."""
+    """The kernel: its static parameters, its layout of shared memory, and its two roles."""
 
     shape: Shape
     dtype: Any
@@ -240,7 +242,7 @@ class _Forward:
         )
 
     def rings(self, cta: Cta) -> tuple[Ring, Ring, Ring]:
-        """Of Q, which has a slot for each consumer, of K and of V."""
+        """Returns the rings of Q, which has a slot for each consumer, of K and of V."""
         stages = self.config.stages
         return cta.ring("q", self.config.consumers), cta.ring("k", stages), cta.ring("v", stages)
 
@@ -256,7 +258,7 @@ class _Forward:
         queries.drain()
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, step: jax.Array) -> jax.Array:
-        """Copies what a tile needs, and returns the step of the next."""
+        """Copies all operands of a tile, and returns the step of the next tile."""
         at = cta.place(tile_idx)
         queries, keys, values = self.rings(cta)
         q_heads, k_heads, v_heads = map(Heads, cta.arrays)
@@ -272,7 +274,7 @@ class _Forward:
 
         count = at.stop - at.first
         last = at.stop - 1
-        # The first consumer starts as soon as its own queries are there.
+        # The first consumer's queries are copied first, so that it can start as soon as they arrive.
         copy_queries(0)
         copy_block(keys, k_heads, last, keys.slot(step))
         for consumer in range(1, self.config.consumers):
@@ -342,7 +344,7 @@ class _Forward:
         values.release(slot)
 
     def is_masked(self, visits: Visits, i: int | jax.Array) -> bool | jax.Array:
-        """Whether the block of a visit is masked, as a Python bool where that is known."""
+        """Returns whether the visited block needs masking, as a Python bool where that is static."""
         mask, block = self.logits.mask, self.config.key_block
         if isinstance(i, int):
             assert i == 0
@@ -356,7 +358,7 @@ class _Forward:
     def weights(
         self, cta: Cta, rows: _Rows, i: int | jax.Array, products: jax.Array, softmax: _Softmax
     ) -> tuple[jax.Array, _Softmax, jax.Array]:
-        """The weights of visit i, the softmax with it, and what earlier sums are to be scaled by."""
+        """Returns the weights of visit i, the new softmax, and the factor that rescales earlier sums."""
         at, logits, block = rows.at, self.logits, self.config.key_block
         key_start = (rows.visits.last - i) * block
         tile = Tile(at.batch_idx, at.head_idx, rows.start, key_start, (WGMMA_ROWS, block))
@@ -366,7 +368,8 @@ class _Forward:
         maximum = jnp.maximum(softmax.maximum, scaled)
         decay = jnp.exp2(softmax.maximum - maximum)
         weights = jnp.exp2(_times(x, logits.multiplier) - _across(maximum, products.shape))
-        # Sums of columns 8 apart stay within a thread; across threads only at the end.
+        # Columns 8 apart lie within one thread, so they are summed here; sums across threads come at
+        # the end.
         total = softmax.total * _across(decay, softmax.total.shape)
         total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in range(0, block, 8)])
         if logits.dropout_rate > 0:
@@ -377,7 +380,7 @@ class _Forward:
         return plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
 
     def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, _Softmax]:
-        """The weights of the first block, and the softmax over it alone."""
+        """Returns the weights of the first block, and the softmax over this block alone."""
         queries, keys, _ = self.rings(cta)
         queries.wait(cta.wg_idx)
         slot = keys.slot(rows.step)
@@ -397,7 +400,7 @@ class _Forward:
         return weights, softmax
 
     def visit(self, cta: Cta, rows: _Rows, i: jax.Array, carry: Any) -> Any:
-        """Adds the values of visit i - 1 to the output, and takes the softmax of visit i."""
+        """Adds the weighted values of visit i - 1 to the output, and computes the softmax of visit i."""
         out, weights, softmax = carry
         queries, keys, values = self.rings(cta)
         k_slot = keys.slot(rows.step + i)
@@ -427,7 +430,7 @@ class _Forward:
     def last_product(
         self, cta: Cta, rows: _Rows, out: list[jax.Array], weights: jax.Array, softmax: _Softmax
     ) -> tuple[list[jax.Array], _Softmax]:
-        """Adds the values of the last visit to the output; the totals of rows are summed up."""
+        """Adds the weighted values of the last visit to the output, and completes each row's sum."""
         queries, _, values = self.rings(cta)
         total = jnp.sum(softmax.total, axis=1)
         if "out_smem" in cta.memory:
@@ -448,7 +451,7 @@ class _Forward:
     def normalized(
         self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: _Softmax
     ) -> tuple[list[jax.Array], jax.Array]:
-        """The output and the log-sum-exp, with the sink; those of rows without keys."""
+        """Returns output and log-sum-exp with the sink, and the defined results of rows without keys."""
         (maximum, total), at = softmax, rows.at
         if self.logits.has_sinks:
             sink = cta.operands.sinks[at.head_idx] * LOG2E
@@ -467,7 +470,7 @@ class _Forward:
         return [block * _across(inverse, block.shape) for block in out], lse
 
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
-        """Stores the results of the tile's rows, those within the arrays."""
+        """Stores the results of the tile's rows, as far as they lie within the arrays."""
         queries, _, _ = self.rings(cta)
         out_gmem, lse_gmem = cta.results
         at = rows.at
@@ -480,7 +483,8 @@ class _Forward:
         def write_lse():
             lse_gmem[at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS)] = lse
 
-        # Registers are written without a test for the end, so rows beyond it are not written at all.
+        # Stores from registers are not cut at the array's end, so rows beyond the end are left out
+        # here.
         length = lse_gmem.shape[2]
         if length < self.tiles.count * self.tiles.rows:
             pl.when(rows.start < length)(write_lse)
@@ -492,7 +496,7 @@ class _Forward:
 
 
 def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number for each row, for all of its columns."""
+    """Broadcasts one number for each row over the columns of `shape`."""
     return lax.broadcast_in_dim(vector, shape, [0])
 
 

@@ -1,6 +1,7 @@
-"""From the products Q K^T of a tile to its logits and back: what forward and backward share.
+"""From the products Q K^T of a tile to its logits, and back: what forward and backward share.
 
-Logits are in base 2 here, log2(e) times those of the formula, since exp2 is what the hardware has.
+Logits are in base 2 here, which is log2(e) times the logits of the formula, because the hardware
+computes exp2.
 """
 
 import math
@@ -17,10 +18,10 @@ from pallas_kernels.attention.mask import BlockMask, Index
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The log-sum-exp of a row that attends to nothing, as in the reference."""
+"""The log-sum-exp of a row that attends to nothing, equal to the reference's."""
 
 _SAVED_ROWS = 64
-"""A warpgroup writes the log-sum-exp of so many queries at a time."""
+"""The number of queries whose log-sum-exp a warpgroup writes at a time."""
 
 
 def saved_length(query_count: int) -> int:
@@ -41,7 +42,7 @@ class Operands(NamedTuple):
     sinks: Any = None
     """[N] float32."""
     query_lengths: Any = None
-    """[B] int32, as key_lengths."""
+    """[B] int32, in the same form as key_lengths."""
     key_lengths: Any = None
     query_segments: Any = None
     """[B, T] int32, with key_segments [B, S]."""
@@ -49,17 +50,17 @@ class Operands(NamedTuple):
     explicit: Any = None
     """[B or 1, N or 1, T or 1, S or 1] int8, 1 where a query may attend to a key."""
     dropout_seeds: Any = None
-    """[2, B, N] uint32, from the function of this name."""
+    """[2, B, N] uint32, as the function `dropout_seeds` returns them."""
 
     def lengths(self, mask: BlockMask, batch_idx: Index) -> tuple[Index, Index]:
-        """(queries, keys) of a batch entry."""
+        """Returns (number of queries, number of keys) of a batch entry."""
         return (
             mask.query_count if self.query_lengths is None else self.query_lengths[batch_idx],
             mask.key_count if self.key_lengths is None else self.key_lengths[batch_idx],
         )
 
     def padded(self, query_block: int, key_block: int) -> "Operands":
-        """With T and S filled up to whole blocks, as loads into registers are not cut at the end."""
+        """Returns the operands with T and S padded to whole blocks, since register loads are not cut."""
 
         def pad(array, axes: dict[int, int]):
             widths = [(0, 0)] * array.ndim
@@ -68,7 +69,7 @@ class Operands(NamedTuple):
             return array if not any(w for _, w in widths) else jnp.pad(array, widths)
 
         def pad_logits(array):
-            """An axis of 1 is shared by all queries or keys of [.., T, S], and stays as it is."""
+            """Pads the last two axes, except an axis of length 1, which all queries or keys share."""
             if array is None:
                 return None
             blocks = {2: query_block, 3: key_block}
@@ -85,7 +86,7 @@ class Operands(NamedTuple):
         )
 
     def transposed(self) -> "Operands":
-        """With the last two axes of bias and explicit mask swapped, as a `TransposedTile` loads them."""
+        """Returns the operands for `TransposedTile`: bias and explicit mask with swapped last axes."""
 
         def swap(array):
             return None if array is None else array.swapaxes(2, 3)
@@ -95,7 +96,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a tile of logits lies. Rows are queries, or with `transposed` keys."""
+    """The place of a tile of logits. Its rows are queries, or keys if `transposed`."""
 
     batch: Index
     head: Index
@@ -111,10 +112,11 @@ class Tile:
         return 1 if self.transposed else 0
 
     def index(self, axis: int) -> jax.Array:
-        """The queries (axis 0) or keys (axis 1) of the elements, as an int32 tile."""
+        """Returns the query index (axis 0) or key index (axis 1) of each element, as an int32 tile."""
         start = self.query_start if axis == 0 else self.key_start
         dimension = axis ^ self.query_axis
-        # A vector that is broadcast, since whole tiles of numbers occupy registers in a window's mask.
+        # A vector is made and then broadcast: whole tiles of indices would occupy registers in a
+        # window's mask.
         numbers = plgpu.broadcasted_iota(
             jnp.int32,
             self.shape[dimension : dimension + 1],
@@ -124,7 +126,7 @@ class Tile:
         return lax.broadcast_in_dim(start + numbers, self.shape, [dimension])
 
     def vector(self, ref, axis: int) -> jax.Array:
-        """[B or 1, T or S] along the queries (axis 0) or keys (axis 1), broadcast to the tile."""
+        """Loads a part of [B or 1, T or S] along queries (axis 0) or keys (axis 1) for a whole tile."""
         dimension = axis ^ self.query_axis
         start = self.query_start if axis == 0 else self.key_start
         values = plgpu.load(
@@ -135,7 +137,7 @@ class Tile:
         return lax.broadcast_in_dim(values, self.shape, [dimension])
 
     def matrix(self, ref) -> jax.Array:
-        """[B or 1, N or 1, T or 1, S or 1], broadcast to the tile; only with rows as queries."""
+        """Loads a part of [B or 1, N or 1, T or 1, S or 1] for the whole tile; rows must be queries."""
         assert not self.transposed
         b = self.batch if ref.shape[0] > 1 else 0
         n = self.head if ref.shape[1] > 1 else 0
@@ -158,7 +160,7 @@ class Tile:
 
 
 class TransposedTile(Tile):
-    """Keys by queries. Bias and explicit mask come with their last two axes swapped."""
+    """A tile with keys as rows; bias and explicit mask come with their last two axes swapped."""
 
     def matrix(self, ref) -> jax.Array:
         return Tile(self.batch, self.head, self.key_start, self.query_start, self.shape).matrix(ref)
@@ -170,7 +172,7 @@ class TransposedTile(Tile):
 
 @dataclass(frozen=True)
 class Logits:
-    """All that is static between the products and the values: scale, cap, bias, mask, dropout."""
+    """All static parameters between the products and the weights: scale, cap, bias, mask and dropout."""
 
     scale: float
     mask: BlockMask
@@ -181,12 +183,12 @@ class Logits:
 
     @property
     def needs_registers(self) -> bool:
-        """Whether an element of a tile takes so many that tiles should be smaller."""
+        """Whether computing a logit takes so many registers that tiles should be smaller."""
         return self.soft_cap is not None or self.dropout_rate > 0
 
     @property
     def multiplier(self) -> float:
-        """What `products` are still to be multiplied by, in the same step as the subtraction."""
+        """The factor left out of `logits`, which is applied together with the subtraction."""
         if self.soft_cap is None and not self.has_bias and self.scale > 0:
             return self.scale * LOG2E
         return 1.0
@@ -194,7 +196,7 @@ class Logits:
     def logits(
         self, products: jax.Array, tile: Tile, operands: Operands, key_length: Index, masked: bool
     ) -> jax.Array:
-        """The logits in base 2 divided by `multiplier`; -inf where the mask, if `masked`, forbids."""
+        """Returns the logits in base 2 divided by `multiplier`, -inf where the mask, if any, forbids."""
         x = products
         if self.multiplier == 1.0:
             x = self.capped(x) * LOG2E
@@ -212,10 +214,10 @@ class Logits:
         key_length: Index,
         is_partial: bool | jax.Array,
     ) -> jax.Array:
-        """`logits`, masked only where the block is partial, which may be known in the kernel alone.
+        """Returns `logits`, masked only if the block is partial, which may be known only at run time.
 
-        One loop with a branch: with a loop for each kind ptxas runs out of registers and has products
-        wait for each other.
+        The loop over blocks contains this branch. With a separate loop for each kind of block, ptxas
+        runs out of registers and makes the products wait for each other.
         """
 
         def of(masked):
@@ -232,13 +234,13 @@ class Logits:
         return lax.cond(is_partial, of(True), of(False), products)
 
     def capped(self, products: jax.Array) -> jax.Array:
-        """The logits before bias and mask, in base e."""
+        """Returns the logits before bias and mask, in base e."""
         if self.soft_cap is None:
             return products * self.scale
         return self.soft_cap * _tanh(products * (self.scale / self.soft_cap))
 
     def derivative_of_capped(self, products: jax.Array) -> jax.Array | float:
-        """The factor from the gradient of the logits to that of the products."""
+        """Returns the factor that turns the gradient of the logits into that of the products."""
         if self.soft_cap is None:
             return self.scale
         tanh = _tanh(products * (self.scale / self.soft_cap))
@@ -252,10 +254,10 @@ class Logits:
         kept: jax.Array | None,
         derivative: jax.Array | None,
     ) -> jax.Array:
-        """The gradient of the products, without a cap divided by `scale`.
+        """Returns the gradient of the products, divided by `scale` if there is no cap.
 
-        dp is the gradient of the dropped probabilities; kept are those after dropout, and derivative
-        is that of the cap, None without it.
+        dp is the gradient with respect to the probabilities after dropout, `kept` are these
+        probabilities, and `derivative` is that of the cap, or None without a cap.
         """
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))
@@ -263,7 +265,7 @@ class Logits:
         return ds if derivative is None else ds * derivative
 
     def masked(self, x: jax.Array, tile: Tile, operands: Operands, key_length: Index) -> jax.Array:
-        """x, and -inf where the mask forbids."""
+        """Returns x, with -inf where the mask forbids an element."""
         allowed = self.mask.allowed(tile.index, key_length)
         if allowed is not None:
             x = jnp.where(allowed, x, -jnp.inf)
@@ -285,7 +287,7 @@ class Logits:
         return 1.0 - self.dropout_threshold / 65536
 
     def dropped(self, probabilities: jax.Array, tile: Tile, operands: Operands) -> jax.Array:
-        """0 where dropout drops, not yet divided by keep_probability."""
+        """Returns the probabilities with dropped ones set to 0, not yet divided by keep_probability."""
         query = tile.index(0).astype(jnp.uint32)
         key = tile.index(1).astype(jnp.uint32)
         u, v = (_murmur(operands.dropout_seeds[i, tile.batch, tile.head] ^ query) for i in range(2))
@@ -295,17 +297,17 @@ class Logits:
 
 
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
-    """[2, B, N] from the two words of a call: what of dropout does not depend on query and key.
+    """Returns [2, B, N] from the two words of a call: the seed of each batch entry and head.
 
-    They are an operand, not computed in the kernel, because a shard of the batch or the heads does
-    not know its own place.
+    The seeds are an operand rather than computed in the kernel because a shard of the batch or of the
+    heads does not know its own place.
     """
     row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
     return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """By an exponential, since the instruction for it is off by 2^-11: more than bfloat16's logits."""
+    """Computes tanh by an exponential: the tanh instruction errs by more than bfloat16's rounding."""
     return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2E)) + 1.0)
 
 

@@ -1,8 +1,9 @@
-"""Who attends to whom, as the attention kernels need it: in blocks.
+"""Which queries attend to which keys, in the form that the attention kernels need: blocks.
 
-One compile-time description says for a block of queries which blocks of keys are empty (skipped),
-full (no masking at all) and partial (masked element by element), and the transposed for the backward.
-Another pattern is another field here with its bounds and its elements; the kernels stay as they are.
+For a block of queries, one compile-time description says which blocks of keys are empty (skipped), full
+(not masked at all) and partial (masked element by element); for the backward it says the same for a
+block of keys. To support another pattern, a field is added here with its bounds and its elements, and
+the kernels stay as they are.
 """
 
 from collections.abc import Callable
@@ -17,9 +18,9 @@ Index = int | jax.Array
 
 
 class Blocks(NamedTuple):
-    """Blocks [start, stop) are visited; those of [full_start, full_stop) need no masking.
+    """The blocks [start, stop) are visited, and those of [full_start, full_stop) need no masking.
 
-    start <= full_start <= full_stop <= stop, so three loops visit all of them in order.
+    Since start <= full_start <= full_stop <= stop, three loops visit all of the blocks in order.
     """
 
     start: Index
@@ -30,11 +31,11 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockMask:
-    """What of the mask is known when a kernel is compiled.
+    """The part of the mask that is known when a kernel is compiled.
 
-    Position and lengths allow each query one interval of keys whose ends do not decrease with the
-    query. Segments and an explicit mask then take elements away; what they do to whole blocks is
-    data, and comes as bounds `within` which a kernel keeps: see `segment_blocks`.
+    Position and lengths allow each query one interval of keys, whose ends do not decrease from one query
+    to the next. Segments and an explicit mask remove further elements. Which blocks they empty is known
+    only at run time and reaches the kernel as the bounds `within`; see `segment_blocks`.
     """
 
     query_count: int
@@ -49,11 +50,11 @@ class BlockMask:
 
     @property
     def has_left_edge(self) -> bool:
-        """Whether the first visited blocks may be partial: otherwise full_start is start."""
+        """Whether the first visited blocks may be partial; if not, full_start equals start."""
         return self.window is not None or self.has_segments or self.has_explicit
 
     def is_always_full(self, query_block: int, key_block: int) -> bool:
-        """Whether no block ever is partial, so that a kernel needs no masked version of its step."""
+        """Whether every visited block is full, so that a kernel needs no masked version of its step."""
         del query_block  # Rows beyond the last query are cut when they are written.
         return not (
             self.is_causal
@@ -63,9 +64,9 @@ class BlockMask:
         )
 
     def right_partial_blocks(self, rows: int, key_block: int) -> int:
-        """At most how many blocks at the right end of `rows` queries are partial.
+        """Returns the greatest number of partial blocks at the right end of `rows` queries.
 
-        The rows start at a multiple of their number.
+        The first of these queries is at a multiple of `rows`.
         """
         if self.has_segments or self.has_explicit:
             return -(-self.key_count // key_block)
@@ -79,7 +80,7 @@ class BlockMask:
         )
 
     def reach(self) -> tuple[int | None, int | None]:
-        """(left, right): query t attends to t - left <= s <= t + right, None where unlimited."""
+        """Returns (left, right): query t attends to t - left <= s <= t + right; None means no limit."""
         left, right = (None, None) if self.window is None else self.window
         if self.is_causal:
             right = 0
@@ -93,11 +94,12 @@ class BlockMask:
         key_length: Index,
         within: Blocks | None = None,
     ) -> Blocks:
-        """The blocks of `block` keys for the queries of [queries[0], queries[1]).
+        """Returns the blocks of `block` keys for the queries [queries[0], queries[1]).
 
-        Lengths are those of the batch entry, query_count and key_count where there are none. Queries
-        from query_length on attend to nothing but are not masked one by one, since it costs less to
-        put their result right at the end: full blocks are full for the queries within the length.
+        The lengths are those of the batch entry, or query_count and key_count where there are none.
+        Queries from query_length on attend to nothing but are not masked element by element, because it
+        costs less to overwrite their results at the end. A block is therefore full if the queries within
+        the length may attend to all of its keys.
         """
         first, end = queries
         left, right = self.reach()
@@ -119,16 +121,18 @@ class BlockMask:
         key_length: Index,
         within: Blocks | None = None,
     ) -> Blocks:
-        """The blocks of `block` queries for the keys of [keys[0], keys[1]): `key_blocks` transposed.
+        """Returns the blocks of `block` queries for the keys [keys[0], keys[1]): the transposed case.
 
-        Queries from query_length on are not visited, or count as full, for their log-sum-exp and
-        cotangents make them give nothing; keys from key_length on make a block partial.
+        Queries from query_length on are either not visited or in blocks that count as full, since their
+        log-sum-exp and cotangents make their contribution 0. Keys from key_length on make a block
+        partial.
         """
         first, end = keys
         left, right = self.reach()
         last = _min(end, key_length) - 1
         start, full_start = 0, 0
-        # A last block of queries that is cut short is full for those within the length.
+        # A last block of queries that is cut short counts as full if the queries within the length allow
+        # it.
         stop, full_stop = query_length, _up(query_length, block) * block
         if right is not None:
             start, full_start = _max(0, first - right), _max(0, end - 1 - right)
@@ -147,7 +151,7 @@ class BlockMask:
         block: int,
         within: Blocks | None,
     ) -> Blocks:
-        """Bounds in elements to bounds in blocks: partial ones are visited, but are not full."""
+        """Turns bounds in elements into bounds in blocks; partial blocks are visited but not full."""
         bounds = Blocks(
             _down(start, block), _up(full_start, block), _down(full_stop, block), _up(stop, block)
         )
@@ -167,10 +171,10 @@ class BlockMask:
         return Blocks(first, full_first, full_last, last)
 
     def allowed(self, index: Callable[[int], jax.Array], key_length: Index) -> jax.Array | None:
-        """Whether position and length allow the elements of a tile; without any limit None.
+        """Whether position and length allow each element of a tile; None if neither limits anything.
 
-        index(0) gives the queries and index(1) the keys of the elements, and is called for those that
-        are compared alone. Segments and the explicit mask are for whoever can load them.
+        index(0) returns the query and index(1) the key of each element; each is called only if a
+        comparison needs it. Segments and the explicit mask are left to the caller, who can load them.
         """
         left, right = self.reach()
         key = index(1)
@@ -192,10 +196,11 @@ class BlockMask:
 def segment_blocks(
     query_segments: jax.Array, key_segments: jax.Array, query_block: int, key_block: int
 ) -> jax.Array:
-    """[B, blocks of queries, 4]: the `Blocks` of keys in which segments leave anything, or all.
+    """Returns [B, blocks of queries, 4]: for each block the `Blocks` of keys that its segments reach.
 
-    From the least and the greatest segment of each block, so with segments in order, as they are in
-    packed sequences, it is exact; out of order it visits more. Swap the arguments for the transposed.
+    The bounds come from the least and the greatest segment of each block. They are exact where segments
+    are in ascending order, as in packed sequences; otherwise more blocks are visited than necessary. The
+    transposed bounds result from swapping the arguments.
     """
 
     def extremes(segments, block):
@@ -212,18 +217,18 @@ def segment_blocks(
     start = jnp.min(jnp.where(meets, block, count - 1), axis=2)
     stop = jnp.max(jnp.where(meets, block + 1, 0), axis=2)
     full_start = jnp.min(jnp.where(same, block, count), axis=2)
-    # Up to the first block after it that is not the same throughout.
+    # full_stop is the first block from full_start on that is not of one and the same segment.
     after = ~same & (block >= full_start[..., None])
     full_stop = jnp.min(jnp.where(after, block, count), axis=2)
     return jnp.stack([start, full_start, full_stop, stop], axis=2).astype(jnp.int32)
 
 
 def _divides(x: int, y: int) -> bool:
-    """Whether one is a multiple of the other."""
+    """Whether one of the numbers is a multiple of the other."""
     return x % y == 0 or y % x == 0
 
 
-# Bounds are Python numbers where all that they depend on is, and traced ones otherwise.
+# A bound is a Python number if everything that it depends on is one, and a traced number otherwise.
 
 
 def _min(x: Index, y: Index) -> Index:

@@ -1,8 +1,8 @@
-"""The frame of the kernels for any number of keys: persistent CTAs, a warpgroup that copies, others.
+"""The frame of the kernels for any number of keys: persistent CTAs with a producer and consumers.
 
 A CTA stays on its multiprocessor and works through a list of tiles. Its last warpgroup, the producer,
-fills slots of shared memory by TMA; the consumers multiply what is in them, and give them back.
-Barriers in pairs say which slots are full and which are free.
+fills slots of shared memory by TMA. The consumers multiply the contents of the slots and give the slots
+back. For each slot, one barrier says that it is full and another that it is free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,34 +22,34 @@ from pallas_kernels.attention.tiles import KeyTiles, QueryTiles
 
 
 def registers(consumers: int) -> tuple[int, int]:
-    """Registers of a thread of a consumer and of the producer, from 64 Ki a multiprocessor."""
+    """Returns the registers of a consumer's and of a producer's thread, out of 64 Ki in all."""
     return {1: (232, 40), 2: (240, 24), 3: (160, 32)}[consumers]
 
 
 class Cta(NamedTuple):
-    """What a warpgroup sees of its CTA, as references and traced numbers."""
+    """The view that a warpgroup has of its CTA, as references and traced numbers."""
 
     arrays: tuple[Any, ...]
     """The kernel's arrays in global memory."""
     results: tuple[Any, ...]
-    """What it writes there."""
+    """The arrays in global memory that the kernel writes."""
     operands: Operands
     memory: Mapping[str, Any]
-    """Shared memory and barriers, by name."""
+    """The buffers of shared memory and the barriers, by name."""
     wg_idx: jax.Array
     tile_count: jax.Array
-    """How many tiles this CTA works through."""
+    """The number of tiles that this CTA works through."""
     place: Callable[[Any], Any]
-    """Where its tile of an index lies: see `tiles`."""
+    """Maps the index of a tile of this CTA to the tile's place; see `tiles`."""
 
     def ring(self, name: str, slots: int) -> "Ring":
-        """Of shared memory and barriers called `name`_smem, `name`_full and `name`_free."""
+        """Returns the ring with memory `name`_smem and the barriers `name`_full and `name`_free."""
         memory = (self.memory[f"{name}_{part}"] for part in ("smem", "full", "free"))
         return Ring(*memory, slots)
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory that the producer fills in turn, and that consumers give back."""
+    """Slots of shared memory that the producer fills in turn and that consumers give back."""
 
     memory: Any
     full: Any
@@ -57,37 +57,37 @@ class Ring(NamedTuple):
     slots: int
 
     def slot(self, step: Any) -> jax.Array:
-        """The slot of what is filled as number `step`."""
+        """Returns the slot that is filled in step number `step`."""
         return lax.rem(step, jnp.int32(self.slots))
 
     def matrix(self, slot: Any) -> Matrix:
         return Matrix.of(self.memory, slot)
 
     def fill(self, slot: Any, heads: Heads, batch: Any, start: Any, head: Any) -> None:
-        """For the producer: waits until the slot is free, and starts the copies to it."""
+        """Waits until the slot is free, and starts the copies into it; the producer calls this."""
         plgpu.barrier_wait(self.free.at[slot])
         self.matrix(slot).fill(heads, batch, start, head, self.full.at[slot])
 
     def wait(self, slot: Any) -> None:
-        """Until the slot is full."""
+        """Waits until the slot is full."""
         plgpu.barrier_wait(self.full.at[slot])
 
     def release(self, slot: Any) -> None:
         plgpu.barrier_arrive(self.free.at[slot])
 
     def release_all(self) -> None:
-        """Slots are free at the start."""
+        """Marks all slots as free, as they are at the start."""
         for slot in range(self.slots):
             self.release(slot)
 
     def drain(self) -> None:
-        """For the producer at its end: the interpreter wants every arrival to be waited for."""
+        """Waits for the arrivals still due at the producer's end, as the interpreter demands."""
         for slot in range(self.slots):
             plgpu.barrier_wait(self.free.at[slot])
 
 
 class Role(NamedTuple):
-    """What some warpgroups of every CTA do."""
+    """The work of some of the warpgroups of every CTA."""
 
     warpgroups: range
     run: Callable[[Cta], None]
@@ -101,12 +101,12 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class PersistentKernel:
-    """All that is static in the launch of such a kernel."""
+    """All that is static in the launch of a persistent kernel."""
 
     name: str
     tiles: QueryTiles | KeyTiles
     schedule: np.ndarray
-    """The tiles of each CTA, see `tiles.schedule`."""
+    """The tiles of each CTA; see `tiles.schedule`."""
     roles: Sequence[Role]
     memory: Mapping[str, Any]
     results: Sequence[jax.ShapeDtypeStruct]
@@ -114,7 +114,7 @@ class PersistentKernel:
     def __call__(
         self, arrays: Sequence[jax.Array], operands: Operands, segment_bounds: jax.Array | None
     ) -> Sequence[jax.Array]:
-        """The results; operands are filled up to whole blocks, the bounds those of the segments."""
+        """Returns the results, given operands padded to whole blocks and the bounds by segments."""
         optional = {name: x for name, x in operands._asdict().items() if x is not None}
         bounds = [] if segment_bounds is None else [segment_bounds]
 

@@ -6,7 +6,7 @@ import jax
 
 
 class Shape(NamedTuple):
-    """B, T, S, N, K, H, V."""
+    """The sizes B, T, S, N, K, H and V of a call, in this order."""
 
     batch: int
     query_count: int
@@ -18,18 +18,18 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, query: jax.Array, key: jax.Array, value: jax.Array) -> "Shape":
-        """That of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V]."""
+        """Returns the sizes of query [B, T, N, H], key [B, S, K, H] and value [B, S, K, V]."""
         batch, query_count, heads, head_size = query.shape
         key_count, key_heads, value_size = value.shape[1:]
         return cls(batch, query_count, key_count, heads, key_heads, head_size, value_size)
 
     @classmethod
     def of_packed(cls, packed: jax.Array, key_heads: int) -> "Shape":
-        """That of one array [B, T, N + 2 K, H]."""
+        """Returns the sizes of one array [B, T, N + 2 K, H] that holds query, key and value heads."""
         batch, count, all_heads, size = packed.shape
         return cls(batch, count, count, all_heads - 2 * key_heads, key_heads, size, size)
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """The number of query heads that share a key head."""
         return self.heads // self.key_heads

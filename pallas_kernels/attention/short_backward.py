@@ -1,11 +1,11 @@
-"""Attention on Hopper, backward for S <= 256: one kernel, a head's keys on one multiprocessor.
+"""Attention on Hopper, backward for S <= 256: one kernel with all keys of a head on a multiprocessor.
 
-Since a CTA holds all keys of a head, dQ of 64 queries is complete when it is computed: nothing is
-added up in global memory, and the bits are the same in every run. Two warpgroups hold dK and dV of
-up to 128 keys each in registers and pass over the queries, 64 at a time, with keys as rows: P^T and
-dS^T are then in registers where dV = P^T dO and dK = dS^T Q need them. dS^T also goes through shared
-memory to a third warpgroup, which computes dQ = dS K, the sums of out dO over each row that dS needs,
-and copies what comes next.
+Since a CTA holds all keys of a head, dQ of 64 queries is complete when it is computed: nothing is summed
+in global memory, and the bits are the same in every run. Two warpgroups hold dK and dV of up to 128 keys
+each in registers and pass over the queries, 64 at a time. Their tiles of logits have keys as rows, so
+that P^T and dS^T are in the registers where dV = P^T dO and dK = dS^T Q need them. dS^T also goes
+through shared memory to a third warpgroup, which computes dQ = dS K, computes the sum of out * dO over
+each row, which dS needs, and copies the operands of the next steps.
 """
 
 import functools
@@ -28,20 +28,20 @@ from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 @dataclass(frozen=True)
 class ShortBackwardConfig:
-    """How a head is cut, and how much is copied ahead."""
+    """How a head is divided over warpgroups, and how much is copied ahead."""
 
     warpgroups: int
-    """Those that compute dK and dV; one more copies and computes dQ."""
+    """The number of warpgroups that compute dK and dV; one more copies and computes dQ."""
     key_tiles: int
-    """Tiles of 64 keys of each of them."""
+    """The number of tiles of 64 keys that each of these warpgroups holds."""
     key_slots: int
-    """Heads whose keys and values are in shared memory: 2 to copy the next head's in time."""
+    """The number of heads whose K and V are in shared memory; with 2, the next head's arrive in time."""
     query_slots: int = 2
-    """Steps whose queries are in shared memory."""
+    """The number of steps whose queries are in shared memory."""
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 keys of all warpgroups."""
+        """The number of tiles of 64 keys that all warpgroups hold together."""
         return self.warpgroups * self.key_tiles
 
     @property
@@ -50,19 +50,19 @@ class ShortBackwardConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread that computes dK and dV, and of the warpgroup beside them.
+        """The registers of a thread that computes dK and dV, and of a thread of the remaining warpgroup.
 
         All warpgroups together have what the compiler gave them at the start: 168 for each of 3.
         """
         return {1: (240, 128), 2: (216, 72)}[self.warpgroups]
 
     def accumulator_columns(self, head_size: int, value_size: int) -> int:
-        """Columns of dK and dV that a warpgroup holds in registers."""
+        """Returns the number of columns of dK and dV that a warpgroup holds in registers."""
         head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
         return self.key_tiles * (head.width + value.width)
 
     def fits(self, head_size: int, value_size: int) -> bool:
-        """Whether shared memory suffices."""
+        """Returns whether shared memory suffices."""
         head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
         keys, queries = self.key_slots * self.keys, self.query_slots * WGMMA_ROWS
         count = head.bytes(keys) + value.bytes(keys)
@@ -72,9 +72,9 @@ class ShortBackwardConfig:
 
 
 def default_config(key_count: int) -> ShortBackwardConfig:
-    """The best guess without measurements for so many keys; with large heads it may not fit.
+    """Returns the best guess without measurements; with large heads it may not fit.
 
-    With one slot of keys there is no number of a slot that changes from head to head, and occupies
+    With a single slot of keys, no slot index changes from head to head. Such an index would take
     registers that dK and dV need.
     """
     tiles = -(-key_count // WGMMA_ROWS)
@@ -111,11 +111,11 @@ def backward(
     multiprocessors: int,
     config: ShortBackwardConfig | None = None,
 ) -> Gradients:
-    """(dquery, dkey, dvalue, dbias, dsinks), see pallas_kernels.attention.attention.
+    """Returns (dquery, dkey, dvalue, dbias, dsinks) as pallas_kernels.attention.attention.backward does.
 
-    lse is [B, N, R] as `forward` returned it. With a bias that differs between keys the
-    gradient of the logits passes through global memory, [B, N, S, T] in float32, and XLA adds it up
-    over the bias's broadcast axes.
+    lse is [B, N, R] as `forward` returned it. If the bias differs between keys, the gradient of the
+    logits passes through global memory as [B, N, S, T] in float32, and XLA sums it over the bias's
+    broadcast axes.
     """
     (dquery, dkey, dvalue), dbias, dsinks = _run(
         (query, key, value),
@@ -142,7 +142,7 @@ def backward_packed(
     multiprocessors: int,
     config: ShortBackwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(dpacked, dbias, dsinks) of `forward_packed`."""
+    """Returns (dpacked, dbias, dsinks), the gradients of `forward_packed`."""
     (dpacked,), dbias, dsinks = _run(
         (packed,),
         Shape.of_packed(packed, key_heads),
@@ -231,7 +231,7 @@ def _run(
 
 
 class _Cta(NamedTuple):
-    """What a warpgroup sees of its CTA, as references and traced numbers."""
+    """The view that a warpgroup has of its CTA, as references and traced numbers."""
 
     heads: tuple[Heads, Heads, Heads]
     """Q, K and V in global memory."""
@@ -241,15 +241,15 @@ class _Cta(NamedTuple):
     dlse: Any
     operands: Operands
     gradients: tuple[Heads, Heads, Heads]
-    """dQ, dK and dV there."""
+    """dQ, dK and dV in global memory."""
     dlogits: Any
-    """The logits' gradient, keys by queries, or None."""
+    """The gradient of the logits, with keys as rows and queries as columns, or None."""
     shared: dict[str, Any]
-    """Shared memory and barriers, by name."""
+    """The buffers of shared memory and the barriers, by name."""
     wg_idx: jax.Array
     cta_idx: jax.Array
     items: jax.Array
-    """How many items the CTA works through."""
+    """The number of items that the CTA works through."""
 
     def arrive(self, barrier: str, slot: Any = None) -> None:
         plgpu.barrier_arrive(self._barrier(barrier, slot))
@@ -266,19 +266,19 @@ class _Cta(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the queries of a step lie."""
+    """The place of the queries of a step."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
     start: jax.Array
-    """The first query."""
+    """The index of the first query."""
 
 
 @dataclass(frozen=True)
 class _ShortBackward:
-    """The kernel: what is static, what the shared memory holds, and what the warpgroups do.
+    """The kernel: its static parameters, its layout of shared memory, and the work of the warpgroups.
 
-    An item is a key head of a batch entry; its steps are over the queries of its group, 64 at a time.
+    An item is a key head of a batch entry. Its steps go over the queries of its group, 64 at a time.
     """
 
     shape: Shape
@@ -299,17 +299,17 @@ class _ShortBackward:
 
     @property
     def chunks(self) -> int:
-        """Steps of one query head."""
+        """The number of steps that one query head takes."""
         return -(-self.shape.query_count // WGMMA_ROWS)
 
     @property
     def steps(self) -> int:
-        """Steps of an item."""
+        """The number of steps that an item takes."""
         return self.shape.group * self.chunks
 
     @property
     def scale(self) -> float:
-        """What dQ and dK are still to be multiplied by: a cap has a slope that contains the scale."""
+        """The factor still missing from dQ and dK: 1 with a cap, whose slope contains the scale."""
         return self.logits.scale if self.logits.soft_cap is None else 1.0
 
     def logits_gradient(self) -> jax.ShapeDtypeStruct:
@@ -348,18 +348,18 @@ class _ShortBackward:
         pl.when(cta.wg_idx < helper)(lambda: self.add_up_keys(cta))
 
     def items_of(self, cta_idx: jax.Array) -> jax.Array:
-        """How many items a CTA works through."""
+        """Returns the number of items that a CTA works through."""
         items = self.shape.batch * self.shape.key_heads
         return lax.div(items - cta_idx + (self.ctas - 1), jnp.int32(self.ctas))
 
     def item_place(self, cta: _Cta, item: Any) -> tuple[jax.Array, jax.Array]:
-        """(batch, key head) of an item of the CTA."""
+        """Returns (batch, key head) of an item of the CTA."""
         number = cta.cta_idx + item * self.ctas
         key_heads = jnp.int32(self.shape.key_heads)
         return lax.div(number, key_heads), lax.rem(number, key_heads)
 
     def place(self, cta: _Cta, step: Any) -> _Place:
-        """Of a step of the CTA, counted over all of its items."""
+        """Returns the place of a step of the CTA; steps are counted over all of its items."""
         batch_idx, key_head = self.item_place(cta, lax.div(step, jnp.int32(self.steps)))
         within = lax.rem(step, jnp.int32(self.steps))
         group = lax.div(within, jnp.int32(self.chunks))
@@ -395,11 +395,12 @@ class _ShortBackward:
                 lax.rem(step, jnp.int32(self.steps)),
             )
             pl.when(within == self.steps - 1)(lambda: cta.arrive("key_read"))
-            # With one slot the next keys come when this head is done, else during it.
+            # With one slot the next keys are copied when this head is done, otherwise while it is
+            # processed.
             copies = within == (0 if self.config.key_slots > 1 else self.steps - 1)
             pl.when(copies & (item + 1 < cta.items))(lambda: self.copy_keys(cta, item + 1))
 
-        # Every arrival is waited for, so that none comes when the CTA has ended.
+        # The producer waits for every arrival, so that none happens after the CTA has ended.
         for slot in range(self.config.query_slots):
             cta.wait("query_free", slot)
         if self.config.key_slots == 1:
@@ -407,7 +408,7 @@ class _ShortBackward:
         plgpu.wait_smem_to_gmem(0)
 
     def copy_queries(self, cta: _Cta, step: Any) -> None:
-        """Copies all that a step needs of its queries."""
+        """Copies all operands that a step needs of its queries."""
         batch_idx, head_idx, start = self.place(cta, step)
         slot = self.query_slot(step)
         cta.wait("query_free", slot)
@@ -432,7 +433,7 @@ class _ShortBackward:
                 cta.matrix(name, slot, tile).fill(heads, batch_idx, start, key_head, full)
 
     def prepare_rows(self, cta: _Cta, step: Any) -> None:
-        """What dK and dV need of each query of a step: sum(out dout) - dlse and the log-sum-exp."""
+        """Computes what dS needs of each query: sum(out * dout) - dlse, and the log-sum-exp."""
         slot = self.query_slot(step)
         rows = plgpu.Layout.WGMMA.reduce(1)
         lse_smem, dlse_smem, delta_smem, lse2_smem = cta.shared["rows_smem"]
@@ -447,7 +448,7 @@ class _ShortBackward:
             delta -= plgpu.load(dlse_smem.at[slot], layout=rows)
         delta_smem.at[slot][...] = delta
         lse = plgpu.load(lse_smem.at[slot], layout=rows)
-        # exp2 of anything less infinity is 0: such queries attend to nothing.
+        # An infinite log-sum-exp makes every weight exp2(x - inf) = 0: such queries attend to nothing.
         is_empty = lse <= EMPTY_LSE
         if self.shape.query_count % WGMMA_ROWS:
             start = self.place(cta, step).start
@@ -457,7 +458,7 @@ class _ShortBackward:
         cta.arrive("rows_full", slot)
 
     def multiply_queries(self, cta: _Cta, step: Any) -> None:
-        """Computes dQ = dS K of a step."""
+        """Computes dQ = dS K for the queries of a step."""
         batch_idx, head_idx, start = self.place(cta, step)
         slot = self.key_slot(lax.div(step, jnp.int32(self.steps)))
         cta.wait("ds_full")
@@ -492,7 +493,7 @@ class _ShortBackward:
         plgpu.wait_smem_to_gmem(0)
 
     def of_item(self, cta: _Cta, item: jax.Array) -> None:
-        """Computes dK and dV of this warpgroup's tiles of an item."""
+        """Computes dK and dV for this warpgroup's tiles of an item."""
         slot = self.key_slot(item)
         cta.wait("key_full", slot)
 
@@ -519,14 +520,14 @@ class _ShortBackward:
             cta.arrive("key_free", slot)
 
     def free_keys_before(self, cta: _Cta, item: jax.Array) -> None:
-        """Gives back the memory of the last item's keys, which its results have left long ago."""
+        """Gives back the memory of the previous item's keys, whose results have long been copied."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         cta.arrive("key_free", self.key_slot(item - 1))
 
     def write(
         self, cta: _Cta, item: jax.Array, name: str, heads: Heads, results: Any, factor: float
     ) -> None:
-        """Stores a gradient through the memory of this warpgroup's own tiles, which nobody reads."""
+        """Stores a gradient through the memory of this warpgroup's own tiles, which is free by now."""
         batch_idx, key_head = self.item_place(cta, item)
         for j in range(self.config.key_tiles):
             tile = cta.wg_idx * self.config.key_tiles + j
@@ -535,13 +536,14 @@ class _ShortBackward:
             staged.write(heads, batch_idx, tile * WGMMA_ROWS, key_head)
 
     def accumulate(self, cta: _Cta, item: Any, within: Any, dv_accs: Any, dk_accs: Any) -> None:
-        """Adds what the queries of a step give to dK and dV, and passes dS on."""
+        """Adds the contribution of a step's queries to dK and dV, and passes dS on."""
         step = item * self.steps + within
         slot = self.query_slot(step)
         key_length = self.key_length(cta, step)
         cta.wait("query_full", slot)
-        # One tile after the other: the registers hold dK and dV of all, but P of one. The index is
-        # unknown before the loop, so that addresses do not occupy registers there.
+        # Tiles are processed one after the other, because registers hold dK and dV of all tiles but P of
+        # one only. The barrier keeps the compiler from computing addresses before the loop, where they
+        # would occupy registers throughout it.
         first_tile = lax.optimization_barrier(cta.wg_idx) * self.config.key_tiles
         for j in range(self.config.key_tiles):
             accs = (dv_accs[j], dk_accs[j])
@@ -567,7 +569,7 @@ class _ShortBackward:
         dv_accs: Any,
         dk_accs: Any,
     ) -> None:
-        """Adds what the queries of a step give to 64 keys; `is_first` of a warpgroup's tiles."""
+        """Adds a step's contribution to 64 keys; `is_first` marks a warpgroup's first tile."""
         batch_idx, head_idx, start = self.place(cta, step)
         slot, logits, operands = self.query_slot(step), self.logits, cta.operands
         q, do = cta.matrix("q", slot), cta.matrix("do", slot)
@@ -591,8 +593,8 @@ class _ShortBackward:
         x = logits.logits(s, logits_tile, operands, key_length, masked)
         p = jnp.exp2(x * logits.multiplier - lse2)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
-        # From here on P is rounded, and the barrier keeps the compiler from going back to it in
-        # float32: with those registers all products would wait for each other.
+        # From here on P is rounded. Without the barrier the compiler would keep P in float32, and for
+        # lack of registers all products would wait for each other.
         p = lax.optimization_barrier(p.astype(self.dtype))
         kept = p if kept is None else lax.optimization_barrier(kept.astype(self.dtype))
 

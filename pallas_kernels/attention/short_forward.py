@@ -1,9 +1,9 @@
 """Attention on Hopper, forward for S <= 256: whole rows of the softmax at once.
 
-A head's keys and values stay in shared memory, a warpgroup takes its queries 64 at a time, and a
-row of logits lies in registers as a whole: one maximum, one sum, nothing rescaled. The warpgroups of
-a CTA work on heads of their own and never wait for each other; while one waits for memory, another
-multiplies and the third takes exponentials.
+A head's keys and values stay in shared memory, and a warpgroup processes the head's queries 64 at a
+time. Since a whole row of logits is in registers, the softmax takes one maximum and one sum, and nothing
+is rescaled. The warpgroups of a CTA work on different heads and never wait for each other; while one
+waits for memory, another multiplies and the third computes exponentials.
 """
 
 import functools
@@ -37,25 +37,25 @@ from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
 _QUERY_SLOTS = 3
-"""Tiles of a worker: one on its way in, one in use, one whose results are on their way out."""
+"""The query tiles of a worker: one being copied in, one in use, and one whose results are copied out."""
 
 _VECTOR = plgpu.Layout.WGMMA.reduce(1)
-"""How a number for each row of a tile lies in registers."""
+"""The register layout of one number for each row of a tile."""
 
 
 @dataclass(frozen=True)
 class ShortForwardConfig:
-    """How heads are spread over the chip."""
+    """How heads are distributed over the chip."""
 
     workers: int
-    """Warpgroups of a CTA."""
+    """The number of warpgroups of a CTA."""
     tiles: int
-    """Tiles of queries for which a worker loads keys and values."""
+    """The number of query tiles for which a worker loads keys and values once."""
     ctas_per_multiprocessor: int
 
 
 def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
-    """How many warpgroups of a multiprocessor can have a head each in shared memory."""
+    """Returns how many warpgroups of a multiprocessor can have a head each in shared memory."""
     head, value = (Columns.in_wide_blocks(size) for size in (head_size, value_size))
     count = head.bytes(ceil_to(key_count, 8)) + value.bytes(ceil_to(key_count, WGMMA_ROWS))
     count += head.bytes(_QUERY_SLOTS * WGMMA_ROWS)
@@ -64,10 +64,10 @@ def workers_that_fit(key_count: int, head_size: int, value_size: int) -> int:
 
 
 def candidates(shape: Shape, multiprocessors: int) -> tuple[ShortForwardConfig, ...]:
-    """The configs worth trying, all of them legal, the best guess first.
+    """Returns the configs worth trying, all of them legal, the best guess first.
 
-    Two CTAs of one worker have more registers a thread than one CTA of two. A second tile of queries
-    saves loading its keys and values again, where there are workers enough without it.
+    Two CTAs of one worker have more registers a thread than one CTA of two workers. A second tile of
+    queries saves loading keys and values again, if there are enough workers without it.
     """
     room = workers_that_fit(shape.key_count, shape.head_size, shape.value_size)
     ctas = min(2, room)
@@ -104,7 +104,7 @@ def forward(
     multiprocessors: int,
     config: ShortForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, V], lse [B, N, R] float32), see pallas_kernels.attention.attention."""
+    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does."""
     shape = Shape.of(query, key, value)
     return _run((query, key, value), shape, operands, logits, multiprocessors, config)
 
@@ -118,9 +118,9 @@ def forward_packed(
     multiprocessors: int,
     config: ShortForwardConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `forward`, of [B, T, N + 2 K, H]: the heads of queries, keys and values of one projection.
+    """Runs `forward` on [B, T, N + 2 K, H], the query, key and value heads of one projection.
 
-    Slices of such an array would be copied before a kernel.
+    If the array were split into three, XLA would copy the slices before the kernel.
     """
     shape = Shape.of_packed(packed, key_heads)
     return _run((packed,), shape, operands, logits, multiprocessors, config)
@@ -136,8 +136,8 @@ def _run(
 ) -> tuple[jax.Array, jax.Array]:
     config = config or default_config(shape, multiprocessors)
     kernel = _ShortForward(shape, arrays[0].dtype, logits, config, multiprocessors)
-    # A worker's last tiles may lie beyond the queries. Copies fill and write nothing there, but loads
-    # of bias and explicit mask into registers need something to read.
+    # A worker's last tiles may lie beyond the queries. TMA copies read and write nothing there, but
+    # loads of bias and explicit mask into registers must find memory to read.
     operands = operands.padded(config.tiles * WGMMA_ROWS, kernel.key_rows)
     optional = {name: x for name, x in operands._asdict().items() if x is not None}
 
@@ -162,20 +162,20 @@ def _run(
 
 
 class _Worker(NamedTuple):
-    """A warpgroup, which works through tiles of its own: its references and its number."""
+    """A warpgroup that works through tiles of its own: its references and its numbers."""
 
     heads: tuple[Heads, Heads, Heads]
     """Q, K and V in global memory."""
     operands: Operands
     results: tuple[Any, Any]
-    """The output and the log-sum-exp there."""
+    """The output and the log-sum-exp in global memory."""
     shared: dict[str, Any]
-    """Shared memory and barriers of all workers, by name."""
+    """The buffers of shared memory and the barriers of all workers, by name."""
     wg_idx: jax.Array
     idx: jax.Array
-    """Its number among all workers of the chip."""
+    """The number of this worker among all workers of the chip."""
     steps: jax.Array
-    """How many tiles it works through."""
+    """The number of tiles that this worker works through."""
 
     def keys(self) -> Matrix:
         return Matrix.of(self.shared["k_smem"], self.wg_idx)
@@ -187,32 +187,32 @@ class _Worker(NamedTuple):
         return Matrix.of(self.shared["q_smem"], self.wg_idx, lax.rem(step, jnp.int32(_QUERY_SLOTS)))
 
     def output(self, step: Any) -> Matrix:
-        """Where the output of a step goes before it is copied: in the place of the queries."""
+        """Returns the buffer from which a step's output is copied, which is that of its queries."""
         if self.shared["out_smem"]:
             return Matrix.of(self.shared["out_smem"], self.wg_idx)
         return self.queries(step)
 
     def full(self, name: str) -> Any:
-        """The barrier of copies to "q", "k" or "v"."""
+        """Returns the barrier on which the copies to "q", "k" or "v" arrive."""
         return self.shared[f"{name}_full"].at[self.wg_idx]
 
 
 class _Place(NamedTuple):
-    """Where the tile of a step lies."""
+    """The place of the tile of a step."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
     start: jax.Array
-    """The first query."""
+    """The index of the first query."""
 
 
 _Part = tuple[Tile, jax.Array]
-"""Up to 64 columns of a tile's rows."""
+"""Up to 64 columns of a tile of logits, and where they lie."""
 
 
 @dataclass(frozen=True)
 class _ShortForward:
-    """The kernel: what is static, what the shared memory holds, and what a worker does."""
+    """The kernel: its static parameters, its layout of shared memory, and the work of a worker."""
 
     shape: Shape
     dtype: Any
@@ -230,17 +230,17 @@ class _ShortForward:
 
     @property
     def key_rows(self) -> int:
-        """Columns of the logits."""
+        """The number of key rows in shared memory, and so of columns of the logits."""
         return ceil_to(self.shape.key_count, 8)
 
     @property
     def parts(self) -> int:
-        """Into how many parts the queries of a head are cut."""
+        """The number of parts into which the queries of a head are cut."""
         return -(-self.shape.query_count // (self.config.tiles * WGMMA_ROWS))
 
     @property
     def items(self) -> int:
-        """Parts of all heads: a worker loads keys and values for each of its own."""
+        """The number of parts of all heads; a worker loads keys and values once for each part."""
         return self.shape.batch * self.shape.heads * self.parts
 
     @property
@@ -327,7 +327,7 @@ class _ShortForward:
         lengths = worker.operands.lengths(self.logits.mask, at.batch_idx)
 
         plgpu.barrier_wait(worker.full("q"))
-        # What was written two steps ago from this memory has left it, see `write`.
+        # The copy of the results that this memory held two steps ago is complete; see `write`.
         pl.when(has_next)(lambda: self.copy_queries(worker, step + 1))
         pl.when(is_first)(lambda: plgpu.barrier_wait(worker.full("k")))
 
@@ -356,10 +356,10 @@ class _ShortForward:
     def logits_parts(
         self, worker: _Worker, at: _Place, key_length: Any, products: jax.Array
     ) -> list[_Part]:
-        """The logits, 64 columns at a time.
+        """Returns the logits, 64 columns at a time.
 
-        So few float32 weights are live at once, only the parts with masked elements are masked, and
-        an element's place costs no division.
+        In this way few float32 weights are live at once, only the parts with masked elements are masked,
+        and finding an element's place takes no division.
         """
         key_count, operands = self.shape.key_count, worker.operands
         masks_anywhere = not self.logits.mask.is_always_full(WGMMA_ROWS, 1)
@@ -374,14 +374,15 @@ class _ShortForward:
     def softmax(
         self, worker: _Worker, at: _Place, parts: list[_Part]
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-        """(weights of each part, the maximum of each row, the sum of its weights)."""
+        """Returns (the weights of each part, the maximum of each row, the sum of its weights)."""
         logits, operands = self.logits, worker.operands
         maximum = functools.reduce(jnp.maximum, [jnp.max(part, axis=1) for _, part in parts])
         maximum = maximum * logits.multiplier
         if logits.has_sinks:
             sink = operands.sinks[at.head_idx] * LOG2E
             maximum = jnp.maximum(maximum, sink)
-        # Any finite number serves a row of -inf: it only has to keep -inf - maximum from NaN.
+        # For a row of -inf any finite maximum will do: it only has to keep -inf - maximum from being
+        # NaN.
         maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
         total: Any = 0.0
         weights = []
@@ -410,12 +411,13 @@ class _ShortForward:
         maximum: jax.Array,
         total: jax.Array,
     ) -> None:
-        """Stores output and log-sum-exp of a tile, and starts their copies."""
+        """Stores output and log-sum-exp of a tile in shared memory, and starts their copies."""
         empty = total == 0.0
         if worker.operands.query_lengths is not None:
             row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_VECTOR)
             empty = empty | (at.start + row >= query_length)
-        # The copies of the last step's results, which have had all of this step's time.
+        # Waits for the copies of the previous step's results, which had the whole of this step to
+        # finish.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         lse_smem = worker.shared["lse_smem"].at[worker.wg_idx]
         lse = (maximum + jnp.log2(total)) * (1 / LOG2E)
@@ -427,8 +429,9 @@ class _ShortForward:
         out_gmem, lse_gmem = worker.results
         output.write(Heads(out_gmem), at.batch_idx, at.start, at.head_idx)
 
-        # A part of the queries may end with a tile that begins beyond the last one. Its copy would not
-        # be cut at the end of the head's numbers but reach those of the next head.
+        # A part of the queries may end with a tile that begins beyond the last query. The copy of its
+        # log-sum-exp would not be cut at the end of the head but would overwrite numbers of the next
+        # head.
         @pl.when(at.start < self.shape.query_count)
         def _():
             rows = pl.ds(at.start, WGMMA_ROWS)
@@ -436,5 +439,5 @@ class _ShortForward:
 
 
 def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A number for each row, for all of its columns."""
+    """Broadcasts one number for each row over the columns of `shape`."""
     return lax.broadcast_in_dim(vector, shape, [0])

@@ -1,7 +1,7 @@
 """Tiles: which of them a persistent CTA computes, and which blocks of the other side they visit.
 
-Tiles of queries, past which keys stream, in the forward and the kernel of dQ; and tiles of keys, past
-which queries stream, in the kernel of dK and dV.
+The forward and the kernel of dQ have tiles of queries, past which keys stream. The kernel of dK and dV
+has tiles of keys, past which queries stream.
 """
 
 import functools
@@ -20,33 +20,33 @@ from pallas_kernels.attention.mask import BlockMask, Blocks, Index
 
 
 class Place(NamedTuple):
-    """Where a tile lies and what it visits."""
+    """The place of a tile, and the blocks that it visits."""
 
     batch_idx: jax.Array
     head_idx: jax.Array
     start: jax.Array
-    """The first query."""
+    """The index of the first query."""
     query_length: Index
     key_length: Index
     key_blocks: Callable[[Index, Index], Blocks]
-    """Of a range of its queries."""
+    """Maps a range of the tile's queries to the blocks of keys that they visit."""
     first: jax.Array
-    """Blocks of keys [first, stop) are visited, from the last to the first."""
+    """The blocks of keys [first, stop) are visited, from the last to the first."""
     stop: jax.Array
 
 
 class Visits(NamedTuple):
-    """The blocks of keys that a consumer's rows of a tile visit: visit i is to block last - i.
+    """The blocks of keys that a consumer's rows of a tile visit; visit i is to block last - i.
 
-    Where the tile's rows reach different keys, the first blocks of the tile are for others alone.
+    If the rows of the tile reach different keys, the tile's first blocks concern other consumers alone.
     """
 
     skipped: jax.Array
-    """Blocks of the tile before the first visit."""
+    """The number of the tile's blocks that come before the first visit."""
     count: jax.Array
     last: jax.Array
     full_first: jax.Array
-    """Visits [full_first, full_stop) are to blocks that need no masking."""
+    """The visits [full_first, full_stop) are to blocks that need no masking."""
     full_stop: jax.Array
 
     def is_partial(self, visit: Index) -> jax.Array:
@@ -60,16 +60,16 @@ class QueryTiles:
     mask: BlockMask
     heads: int
     rows: int
-    """Queries of a tile."""
+    """The number of queries in a tile."""
     key_block: int
 
     @property
     def count(self) -> int:
-        """Tiles of one head."""
+        """The number of tiles of one head."""
         return -(-self.mask.query_count // self.rows)
 
     def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """[CTA, 1 + rounds], see `schedule`, where tiles with more blocks take longer."""
+        """Returns [CTA, 1 + rounds], see `schedule`; tiles with more blocks are taken to cost more."""
         costs = []
         for i in range(self.count):
             blocks = self.mask.key_blocks(
@@ -78,12 +78,12 @@ class QueryTiles:
                 self.mask.query_count,
                 self.mask.key_count,
             )
-            # The ends of a tile take about as long as one block of 128 keys.
+            # Starting and ending a tile takes about as long as one block of 128 keys.
             costs.append((blocks.stop - blocks.start) * self.key_block + 128)
         return schedule(tuple(costs), batch * self.heads, heads_together, multiprocessors)
 
     def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> Place:
-        """Of a tile by its number, (batch * heads + head) * count + tile, in a kernel.
+        """Returns the place of the tile with number (batch * heads + head) * count + tile, in a kernel.
 
         bounds_gmem is the table of `segment_blocks`, or None.
         """
@@ -102,14 +102,15 @@ class QueryTiles:
 
         start = tile_idx * self.rows
         blocks = key_blocks(start, start + self.rows)
-        # A tile without keys passes through a kernel like others, over one block of none.
+        # A tile that visits no keys still goes through the kernel's loop once, over one fully masked
+        # block.
         key_blocks_count = -(-mask.key_count // block)
         first = lax.min(jnp.int32(blocks.start), jnp.int32(key_blocks_count - 1))
         stop = lax.clamp(first + 1, jnp.int32(blocks.stop), jnp.int32(key_blocks_count))
         return Place(batch_idx, head_idx, start, query_length, key_length, key_blocks, first, stop)
 
     def visits(self, at: Place, start: jax.Array, rows: int) -> Visits:
-        """Of the `rows` queries from `start` on, which are some of the tile at `at`."""
+        """Returns the visits of the `rows` queries from `start` on, which belong to the tile at `at`."""
         own = at.key_blocks(start, start + rows)
         stop = at.stop
         if self.mask.reach()[1] is not None:
@@ -124,15 +125,15 @@ class QueryTiles:
 
 
 class KeyPlace(NamedTuple):
-    """Where a tile of keys lies and what it visits."""
+    """The place of a tile of keys, and the blocks that it visits."""
 
     batch_idx: jax.Array
     key_head_idx: jax.Array
     start: jax.Array
-    """The first key."""
+    """The index of the first key."""
     key_length: Index
     blocks: Blocks
-    """Of queries, visited in order, those of one query head after those of another."""
+    """The blocks of queries, visited in order for one query head after the other."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +143,18 @@ class KeyTiles:
     mask: BlockMask
     key_heads: int
     group: int
-    """Query heads that share a key head."""
+    """The number of query heads that share a key head."""
     rows: int
-    """Keys of a tile."""
+    """The number of keys in a tile."""
     query_block: int
 
     @property
     def count(self) -> int:
-        """Tiles of one key head."""
+        """The number of tiles of one key head."""
         return -(-self.mask.key_count // self.rows)
 
     def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """[CTA, 1 + rounds], see `schedule`, where tiles with more visits take longer."""
+        """Returns [CTA, 1 + rounds], see `schedule`; tiles with more visits are taken to cost more."""
         costs = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(
@@ -162,12 +163,12 @@ class KeyTiles:
                 self.mask.query_count,
                 self.mask.key_count,
             )
-            # The ends of a tile take about as long as a visit to 128 queries.
+            # Starting and ending a tile takes about as long as a visit to 128 queries.
             costs.append((blocks.stop - blocks.start) * self.group * self.query_block + 128)
         return schedule(tuple(costs), batch * self.key_heads, heads_together, multiprocessors)
 
     def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> KeyPlace:
-        """Of a tile by its number, (batch * key heads + key head) * count + tile, in a kernel.
+        """Returns the place of tile number (batch * key heads + key head) * count + tile, in a kernel.
 
         bounds_gmem is the table of `segment_blocks` with its arguments swapped, or None.
         """
@@ -191,11 +192,11 @@ class KeyTiles:
 def schedule(
     costs: tuple[int, ...], heads: int, heads_together: int, multiprocessors: int
 ) -> np.ndarray:
-    """[CTA, 1 + rounds] int32: how many tiles each CTA computes, and which in which order.
+    """Returns [CTA, 1 + rounds] int32: the number of tiles of each CTA, and then the tiles in order.
 
-    Groups of heads in turn, in each the tiles that cost most first, each for the CTA that has least
-    to do so far: what a queue would do, but the same in every run. A tile's number is
-    head * len(costs) + tile.
+    Groups of heads follow each other. Within a group, the tiles that cost most come first, and each goes
+    to the CTA with the least work so far. A queue would do the same, but this order is the same in every
+    run. A tile's number is head * len(costs) + tile.
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     ctas = min(multiprocessors, heads * len(costs))
