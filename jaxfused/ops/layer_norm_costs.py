@@ -55,24 +55,27 @@ _FORWARD = {
     "pallas, a row for each warp": _Kernel(1.5, 0.254, 0.0126),
     "pallas, a row for each CTA": _Kernel(1.4, 0.261),
     "cuda, few rows": _Kernel(2.0, 0.54, 0.07),
-    "cuda, narrow": _Kernel(2.0, 0.2425, 0.055),
+    "cuda, narrow": _Kernel(2.4, 0.282),
     "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
     "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
-    "cuda, odd": _Kernel(3.5, 0.235, 0.84),
-    "cuda, odd and narrow": _Kernel(2.2, 0.3, 0.1),
+    "cuda, odd": _Kernel(7.7, 0.317),
+    "cuda, odd and narrow": _Kernel(3.3, 0.649, 0.045),
+    "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
-    "xla, with statistics": _Kernel(2.5, 0.65),
+    "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
+    "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
+    "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
 }
 _BACKWARD = {
     "pallas, a row for each warp": _Kernel(3.6, 0.264, 0.003),
     "pallas, a row for each CTA": _Kernel(3.6, 0.27),
     "pallas, beyond the registers": _Kernel(3.6, 0.31),
-    "cuda, few rows": _Kernel(2.6, 0.55, 0.45),
-    "cuda, narrow": _Kernel(6.6, 0.24, 0.095),
-    "cuda, a row for each warp": _Kernel(5.0, 0.297, 0.06),
-    "cuda, a row for several warps": _Kernel(5.7, 0.27, 0.47),
-    "cuda, odd": _Kernel(6.4, 0.277, 0.92),
-    "cuda, odd and narrow": _Kernel(5.5, 0.32, 0.3),
+    "cuda, few rows": _Kernel(2.4, 0.417, 0.49),
+    "cuda, narrow": _Kernel(9.2, 0.258),
+    "cuda, a row for each warp": _Kernel(9.6, 0.202, 0.159),
+    "cuda, a row for several warps": _Kernel(6.6, 0.237, 0.4),
+    "cuda, odd": _Kernel(10.0, 0.213, 0.698),
+    "cuda, odd and narrow": _Kernel(8.0, 0.4),
     "xla": _Kernel(8.0, 0.75),
 }
 _SECOND_KERNEL = 2.3
@@ -81,8 +84,6 @@ _EXCHANGE = 0.28
 """For a thousand rows: what CUDA's warps take to exchange a row's sum, once more with a mean."""
 _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
-_UNALIGNED_XLA = 2.7
-"""How much longer XLA takes for what it reads where rows do not start at multiples of 16 bytes."""
 _RESIDUAL_XLA = 1.6
 """How much longer XLA takes for what it reads where it splits a norm after a residual in two."""
 
@@ -91,13 +92,15 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     """Of the forward, by an implementation that can run."""
     megabytes = norm.megabytes(4 if norm.residual else 2)
     if implementation == "xla":
-        kernel = _FORWARD["xla, with statistics" if saves_statistics else "xla"]
-        if norm.features <= 2048:
+        if norm.aligned:
+            name = "xla, with statistics" if saves_statistics else "xla"
+        else:
+            name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
+        if name == "xla" and norm.features <= 2048:
             # It computes with columns up to a power of two.
             megabytes *= math.sqrt(_power_of_two(norm.features) / norm.features)
         megabytes *= _RESIDUAL_XLA if norm.residual else 1.0
-        megabytes *= 1.0 if norm.aligned else _UNALIGNED_XLA
-        return kernel.microseconds(megabytes, norm.rows)
+        return _FORWARD[name].microseconds(megabytes, norm.rows)
     matrices = 2 if norm.residual else 1
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":
@@ -105,6 +108,8 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         return _FORWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows, most_odd=1024)
+    if name == "cuda, odd" and norm.features > 4096:
+        name = "cuda, odd and wide"
     microseconds = _FORWARD[name].microseconds(megabytes, norm.rows)
     if name == "cuda, a row for several warps" and norm.subtract_mean:
         microseconds += _EXCHANGE * norm.rows / 1000
