@@ -185,7 +185,7 @@ CONFIGS = (
     ForwardConfig(takes_turns=True),
     ForwardConfig(consumers=1, key_block=64, separate_output=False),
     ForwardConfig(consumers=3, key_block=64, stages=3, separate_output=False, heads_together=5),
-    ForwardConfig(key_block=112, stages=3, separate_output=False),
+    ForwardConfig(key_block=112, stages=2, separate_output=False),
 )
 DROPOUT_WORDS = np.array([3, 2**31 + 5], np.uint32)
 DROPOUT_RATE = 0.2
