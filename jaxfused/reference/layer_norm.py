@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
-from jaxfused.semantics.activation import activate
+from jaxfused.semantics.activation import activate, value_and_slope
 
 
 def norm(
@@ -108,7 +108,7 @@ def gradient(
     total = h.astype(wide)
     if pre_bias is not None and dnext_residual is None:
         total = total + along_last_axis(pre_bias, total)
-    u, slope_of_pre_activation = _value_and_slope(pre_activation, total)
+    u, slope_of_pre_activation = value_and_slope(pre_activation, total)
     if mean is not None:
         u = u - mean[:, None]
     normalised = u * rstd[:, None]
@@ -118,7 +118,7 @@ def gradient(
         z = normalised if gain is None else normalised * gain
         if bias is not None:
             z = z + along_last_axis(bias, z)
-        dz = dz * _value_and_slope(activation, z)[1]
+        dz = dz * value_and_slope(activation, z)[1]
     dnormalised = dz if gain is None else dz * gain
     dh = dnormalised - normalised * jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
     if subtract_mean:
@@ -138,10 +138,3 @@ def gradient(
         sum_over_rows(dz, bias),
         sum_over_rows(dh, pre_bias),
     )
-
-
-def _value_and_slope(activation: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The activation and its derivative, element by element."""
-    if activation is None:
-        return x, jnp.ones_like(x)
-    return jax.jvp(lambda x: activate(activation, x), (x,), (jnp.ones_like(x),))

@@ -17,7 +17,7 @@ from jaxfused.reference.linear import (
 )
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
-from jaxfused.semantics.activation import activate
+from jaxfused.semantics.activation import activate, value_and_slope
 
 SAVE_POLICIES = {
     "hidden": save_preactivation,
@@ -97,7 +97,7 @@ def hidden_and_slope(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the activation of x @ w1 + b1 and its derivative there, both in x's dtype."""
     z = narrow_preactivation(x, w1, b1, precision=precision)
-    h, slope = _value_and_slope(activation, z)
+    h, slope = value_and_slope(activation, z.astype(jnp.float32))
     return h.astype(x.dtype), slope.astype(x.dtype)
 
 
@@ -119,7 +119,7 @@ def hidden_gradient(
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dz, activation(z), and dz summed over the rows."""
-    h, slope = _value_and_slope(activation, z)
+    h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     return dz.astype(z.dtype), h.astype(z.dtype), _sum_over_rows(dz) if sum_rows else None
 
@@ -158,7 +158,7 @@ def gated_hidden_gradient(
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows."""
-    activated, slope = _value_and_slope(activation, gate)
+    activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
     wide_up = up.astype(jnp.float32)
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
@@ -195,14 +195,6 @@ def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Arr
     """Returns dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
     dh = product("me,fe->mf", dy, w2, out_dtype=dy.dtype, precision=precision)
     return dh.astype(jnp.float32)
-
-
-def _value_and_slope(activation: str | None, z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the activation and its derivative, element by element, in float32."""
-    z = z.astype(jnp.float32)
-    if activation is None:
-        return z, jnp.ones_like(z)
-    return jax.jvp(lambda z: activate(activation, z), (z,), (jnp.ones_like(z),))
 
 
 def _sum_over_rows(values: jax.Array) -> jax.Array:

@@ -22,3 +22,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def activate(name: str | None, x: jax.Array) -> jax.Array:
     """Applies the activation called `name`; None is the identity."""
     return x if name is None else ACTIVATIONS[name](x)
+
+
+def value_and_slope(name: str | None, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the activation called `name` and its derivative, element by element."""
+    if name is None:
+        return x, jnp.ones_like(x)
+    return jax.jvp(lambda x: activate(name, x), (x,), (jnp.ones_like(x),))
