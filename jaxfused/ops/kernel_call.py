@@ -155,13 +155,13 @@ def _shapes(operands: Operands) -> tuple[jax.ShapeDtypeStruct | None, ...]:
 
 
 def batched_rows(
-    call: Callable[..., Results],
     kernel: Kernel,
+    call: Callable[..., Results],
     axis_size: int,
     in_batched: Sequence[Any],
     *operands: jax.Array | None,
 ) -> Results | None:
-    """Implements `Kernel.batched` for a kernel over rows: the batch becomes one more leading axis.
+    """The method `Kernel.batched` of a kernel over rows: the batch becomes one more leading axis.
 
     Returns None where the batch reaches an operand that the rows share, or where rows are summed.
     """

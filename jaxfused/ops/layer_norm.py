@@ -300,8 +300,7 @@ class _Forward:
             *operands, **keywords, multiprocessors=device.multiprocessors
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)

@@ -341,8 +341,7 @@ class Layer:
             return cuda.linear.forward(*operands, **keywords, precision=self.precision)
         return reference.linear.layer(*operands, **keywords, precision=self.precision)
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)
@@ -384,8 +383,7 @@ class _ActivationGradient:
         dz = reference.linear.activation_gradient(self.activation, dy, z)
         return dz.astype(z.dtype), sum_rows(dz, jnp.float32) if self.has_bias else None
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 def product_reasons(

@@ -465,8 +465,7 @@ class _HiddenAndSlope:
             *operands, activation=self.activation, precision=self.precision
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)
@@ -501,8 +500,7 @@ class _HiddenGradientBySlope:
             *operands, sum_rows=self.sums_rows, precision=self.precision
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)
@@ -544,8 +542,7 @@ class _HiddenGradient:
             **_product_keywords(implementation, device, self.precision),
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)
@@ -605,8 +602,7 @@ class _GatedUnit:
             **_product_keywords(implementation, device, self.precision),
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)
@@ -666,8 +662,7 @@ class _GatedHiddenGradient:
             **_product_keywords(implementation, device, self.precision),
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 @dataclass(frozen=True)
@@ -706,8 +701,7 @@ class _GatedInputGradient:
             **_product_keywords(implementation, device, self.precision),
         )
 
-    def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
-        return batched_rows(call, self, axis_size, in_batched, *operands)
+    batched = batched_rows
 
 
 def _work(
