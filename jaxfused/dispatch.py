@@ -147,7 +147,7 @@ def recorded() -> Iterator[list[Choice]]:
     try:
         yield recording
     finally:
-        _recordings.remove(recording)
+        _recordings[:] = [r for r in _recordings if r is not recording]
 
 
 def note_fallback(module: str, reason: str) -> None:
