@@ -101,7 +101,7 @@ def per_shard(
             in_specs=tuple(_spec(letters, places) for letters in call.present_operands),
             out_specs=tuple(_spec(letters, places) for letters in call.present_results),
         )(*present)
-    elif mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
+    elif is_in_one_piece(*present):
         results = call.on_shards({}, *present)
     else:
         results = _partitioned(call, *present)
@@ -154,6 +154,15 @@ def is_explicit(*operands: jax.Array) -> bool:
     If they do, jax.numpy has to be told the sharding of a sum over a split axis, which `per_shard` does.
     """
     return bool(_mesh(operands).explicit_axes)
+
+
+def is_in_one_piece(*operands: jax.Array) -> bool:
+    """Whether each operand is certain to be on one device: a whole array, or a shard of one."""
+    mesh = _mesh(operands)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        return False
+    return bool(mesh.manual_axes) or max(jax.device_count(), mesh.size) == 1
 
 
 @dataclass(frozen=True)

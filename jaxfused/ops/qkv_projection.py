@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.linear import check_affine, weight_gradient
+from jaxfused.ops.linear import check_affine, sum_rows, weight_gradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
@@ -148,7 +148,7 @@ def qkv_projection(
     ends = (heads * head_size, (heads + key_heads) * head_size)
 
     def split(columns):
-        parts = jnp.split(columns, ends, axis=-1)
+        parts = _split(ends, columns)
         return [
             p.reshape(*p.shape[:-1], key_heads, p.shape[-1] // (key_heads * head_size), head_size)
             for p in parts
@@ -167,6 +167,8 @@ def qkv_projection(
 
 _HEADS = ("ngh", "nkh", "nkh")
 """The letters of queries, keys and values: groups that share keys, heads of a group, features."""
+_XLA_ALIGNMENT = 8
+"""XLA pads an operand of a 16-bit product whose summed axis is not a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -249,25 +251,64 @@ def _qkv_projection_bwd(run: Runner, options: _Options, saved: _Residuals, cotan
         dq, dk, dscales, dtables = vjp((dq, dk))
     dys = (dq, dk, dv)
     (dx,) = run(_InputGradient(options), *dys, *weights)
-
-    def gradient_of_weight(w, dy):
-        # XLA merges products that share an operand into one, for which it has the slower generator.
-        mine, dy = jax.lax.optimization_barrier(
-            (x, dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])))
-        )
-        return weight_gradient(mine, dy, w.dtype, options.precision).reshape(w.shape)
-
-    dweights = [gradient_of_weight(w, dy) for w, dy in zip(weights, dys, strict=True)]
-    dbiases = [
-        None
-        if bias is None
-        else jnp.sum(dy, axis=range(dy.ndim - 3), dtype=jnp.float32).astype(bias.dtype)
-        for bias, dy in zip(biases, dys, strict=True)
-    ]
+    dweights, dbiases = _parameter_gradients(run, options, x, weights, biases, dys)
     return dx, *dweights, *dbiases, *dscales, *dtables
 
 
 _qkv_projection.defvjp(_qkv_projection_fwd, _qkv_projection_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _split(ends: tuple[int, ...], columns: jax.Array) -> Sequence[jax.Array]:
+    """`jnp.split` along the last axis, whose gradient is written once instead of padded and added."""
+    return jnp.split(columns, ends, axis=-1)
+
+
+_split.defvjp(
+    lambda ends, columns: (jnp.split(columns, ends, axis=-1), None),
+    lambda ends, _, parts: (jnp.concatenate(parts, axis=-1),),
+)
+
+
+def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys):
+    """The gradients of the weights [D, n, heads, H] and of the biases, which may all be None."""
+    flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
+    ends = (flat[0].shape[-1], flat[0].shape[-1] + flat[1].shape[-1])
+    if _takes_one_product(run, x, weights):
+        dy = jnp.concatenate(flat, axis=-1)
+        dw = weight_gradient(x, dy, weights[0].dtype, options.precision)
+        dws = jnp.split(dw, ends, axis=-1)
+        dbs = None if biases[0] is None else jnp.split(sum_rows(dy, biases[0].dtype), ends)
+    else:
+        # XLA would merge products that share an operand into one. It keeps apart what has operands of
+        # its own.
+        pairs = [jax.lax.optimization_barrier((x, dy)) for dy in flat]
+        dws = [weight_gradient(x, dy, weights[0].dtype, options.precision) for x, dy in pairs]
+        dbs = None if biases[0] is None else [sum_rows(dy, biases[0].dtype) for dy in flat]
+    dweights = [dw.reshape(w.shape) for dw, w in zip(dws, weights, strict=True)]
+    if dbs is None:
+        return dweights, [None] * 3
+    return dweights, [db.reshape(b.shape) for db, b in zip(dbs, biases, strict=True)]
+
+
+def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+    """Whether the weights' gradients are one product, of cotangents that lie side by side.
+
+    Where devices may split the heads, what lies side by side would have to be exchanged.
+    """
+    if not sharding.is_in_one_piece(x, *weights):
+        return False
+    rows, features = math.prod(x.shape[:-1]), x.shape[-1]
+    widths = [math.prod(w.shape[1:]) for w in weights]
+    reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
+    if dispatch.choose("qkv_projection", run.implementation, reasons) == "xla":
+        return True  # The input gradient needs them side by side as well.
+    if rows % _XLA_ALIGNMENT:
+        return True  # XLA pads the rows of both operands of each product.
+    together = cost.xla_pass(rows * sum(widths), 2 * x.dtype.itemsize)
+    works = [cost.Work(features, width, rows) for width in (sum(widths), *widths)]
+    one, *three = (xla_time(run.device, work, Passes()) for work in works)
+    return together + one < sum(three)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -464,11 +505,12 @@ def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
     work = cost.Work(math.prod(x.shape[:-1]), x.shape[-1], columns, k_last=True)
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
-    # XLA first puts the cotangents side by side.
+    # XLA first puts the cotangents side by side; for the kernel it copies the weights apart.
     moved = 2 * x.dtype.itemsize
     times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * columns, moved)}
     if reasons["pallas"] is None:
-        times["pallas"] = predicted_time(work, device.multiprocessors)
+        copies = sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
+        times["pallas"] = predicted_time(work, device.multiprocessors) + copies
     return fastest_first(reasons, times)
 
 
