@@ -479,6 +479,9 @@ __global__ void __launch_bounds__(kWideThreads)
   }
 }
 
+constexpr int kColumnThreads = 128;
+constexpr int kFewestWideRows = 8;  // of a block, where there are blocks enough
+
 // dx and the sums over rows, a thread a vector of columns.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWideThreads)
@@ -519,8 +522,14 @@ __global__ void __launch_bounds__(kWideThreads)
     float* gradient = args.gradients[parameter];
     if (gradient == nullptr) continue;
     gradient += static_cast<int64_t>(blockIdx.x) * args.features + column;
+    constexpr int kStored = kVec % 4 == 0 ? 4 : 1;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) gradient[i] = gradients[parameter][i];
+    for (int i = 0; i < kVec; i += kStored) {
+      Vector<float, kStored> stored;
+#pragma unroll
+      for (int j = 0; j < kStored; ++j) stored.values[j] = gradients[parameter][i + j];
+      store_vector(gradient + i, stored);
+    }
   }
 }
 
@@ -973,14 +982,21 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
   }
   const bool wide = teams == 0 && !flat;
   if (wide) launch.cluster = 1;
+  const bool wide_vectors = aligned && !shifted;
+  const int wide_column_blocks =
+      divide_up(args.features, kColumnThreads * (wide_vectors ? kVec : 1));
   if (flat) {
     args.teams = std::min(flat_tile_rows<T>(int64_t{args.rows} * segments, args.features, device),
                           kMostFlatTileRows);
     args.segment_blocks =
         std::clamp(2 * device.multiprocessors / segments, 1, divide_up(args.rows, args.teams));
-  } else if (wide || !shifted) {
-    args.segment_blocks =
-        std::min(divide_up(args.rows, wide ? 1 : teams), blocks_of_segment(launch.cluster));
+  } else if (wide) {
+    // Each block leaves sums of its own, which take longer than the rows where a block has few of them.
+    const int enough = divide_up(2 * device.multiprocessors, segments * wide_column_blocks);
+    args.segment_blocks = std::min({args.rows, blocks_of_segment(1),
+                                    std::max(divide_up(args.rows, kFewestWideRows), enough)});
+  } else if (!shifted) {
+    args.segment_blocks = std::min(divide_up(args.rows, teams), blocks_of_segment(launch.cluster));
   }
   const int blocks = segments * args.segment_blocks;
 
@@ -1004,17 +1020,14 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     const auto terms = memory.Allocate(static_cast<size_t>(rows) * sizeof(float2), 16);
     if (!terms) return ffi::Error::Internal("layer_norm: no memory for the sums of each row");
     args.row_terms = static_cast<float2*>(*terms);
-    const bool vectors = aligned && !shifted;
-    const auto terms_kernel = vectors ? backward_row_terms<T, kVec> : backward_row_terms<T, 1>;
-    const auto columns_kernel = vectors ? backward_columns<T, kVec> : backward_columns<T, 1>;
+    const auto terms_kernel = wide_vectors ? backward_row_terms<T, kVec> : backward_row_terms<T, 1>;
+    const auto columns_kernel = wide_vectors ? backward_columns<T, kVec> : backward_columns<T, 1>;
     RETURN_IF_ERROR(launch_kernel(terms_kernel, args,
                                   {dim3(std::min(rows, 2 * device.multiprocessors)), kWideThreads,
                                    TeamSum::kScratch * sizeof(float)},
                                   stream));
-    constexpr int kThreads = 128;
-    const int column_blocks = divide_up(args.features, kThreads * (vectors ? kVec : 1));
-    RETURN_IF_ERROR(
-        launch_kernel(columns_kernel, args, {dim3(blocks, column_blocks), kThreads, 0}, stream));
+    RETURN_IF_ERROR(launch_kernel(
+        columns_kernel, args, {dim3(blocks, wide_column_blocks), kColumnThreads, 0}, stream));
   } else if (flat) {
     RETURN_IF_ERROR(launch_flat_rows<T>(args, stream));
   } else {

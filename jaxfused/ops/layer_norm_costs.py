@@ -62,6 +62,7 @@ _FORWARD = {
     "cuda, odd and narrow": _Kernel(3.3, 0.649, 0.045),
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
+    "xla, mean square": _Kernel(1.2, 0.32),
     "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
     "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
     "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
@@ -76,6 +77,7 @@ _BACKWARD = {
     "cuda, a row for several warps": _Kernel(6.6, 0.237, 0.4),
     "cuda, odd": _Kernel(10.0, 0.213, 0.698),
     "cuda, odd and narrow": _Kernel(8.0, 0.4),
+    "cuda, beyond shared memory": _Kernel(14.0, 0.5),
     "xla": _Kernel(8.0, 0.75),
 }
 _SECOND_KERNEL = 2.3
@@ -84,6 +86,12 @@ _EXCHANGE = 0.28
 """For a thousand rows: what CUDA's warps take to exchange a row's sum, once more with a mean."""
 _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
+_SINGLE_CTA_ROW = 0.037
+"""Of each row in a backward of a single CTA."""
+_NARROW_FEATURES = 256
+"""Fewer of them, if they are no power of two, take XLA longer than its padding explains."""
+_WIDEST_FEATURES = 8192
+"""A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _RESIDUAL_XLA = 1.6
 """How much longer XLA takes for what it reads where it splits a norm after a residual in two."""
 
@@ -97,8 +105,12 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         else:
             name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
         if name == "xla" and norm.features <= 2048:
-            # It computes with columns up to a power of two.
-            megabytes *= math.sqrt(_power_of_two(norm.features) / norm.features)
+            # It computes with columns up to a power of two, and is slower still with few of them.
+            padding = _power_of_two(norm.features) / norm.features
+            narrow = norm.subtract_mean and norm.features < _NARROW_FEATURES
+            megabytes *= padding**4 if narrow else math.sqrt(padding)
+        if name == "xla" and not (norm.subtract_mean or norm.residual):
+            name = "xla, mean square"
         megabytes *= _RESIDUAL_XLA if norm.residual else 1.0
         return _FORWARD[name].microseconds(megabytes, norm.rows)
     matrices = 2 if norm.residual else 1
@@ -127,12 +139,16 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         config = pallas_layer_norm.backward_candidates(*shape)[0]
         tiles = RowTiles.plan(config, norm.rows, norm.features, norm.segments, norm.multiprocessors)
         if tiles.ctas == norm.segments:
-            return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows) - _SECOND_KERNEL
+            one_kernel = _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
+            return one_kernel - _SECOND_KERNEL + _SINGLE_CTA_ROW * norm.rows / norm.segments
         # The sums of each CTA, in float32, are written and read.
         megabytes += 2 * norm.parameters * tiles.ctas * norm.features * 4 / 1e6
         return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
-    microseconds = _BACKWARD[_cuda(norm, few_rows, most_odd=512)].microseconds(megabytes, norm.rows)
+    name = _cuda(norm, few_rows, most_odd=512)
+    if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
+        name = "cuda, beyond shared memory"
+    microseconds = _BACKWARD[name].microseconds(megabytes, norm.rows)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
 

@@ -32,6 +32,7 @@ from jaxfused.ops.linear import (
 )
 from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
+from jaxfused.reference.product import unshared
 from pallas_kernels.product import cost
 from pallas_kernels.product import mlp as pallas_mlp
 
@@ -396,7 +397,7 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
             db_gate, db_up = jnp.concatenate([db_gate, db_up]), None
     else:
         dw_gate = weight_gradient(x, dgate, w_gate.dtype, options.precision)
-        dw_up = weight_gradient(x, dup, w_up.dtype, options.precision)
+        dw_up = weight_gradient(*unshared(x, dup), w_up.dtype, options.precision)
     return (
         dx,
         dw_gate,
@@ -419,7 +420,8 @@ def _stacked_weight_gradient(x, dgate, dup, dtype, options: _Options) -> jax.Arr
     if cotangents <= halves:
         both = jnp.concatenate([dgate, dup], axis=-1)
         return weight_gradient(x, both, dtype, options.precision)
-    dws = [weight_gradient(x, d, dtype, options.precision) for d in (dgate, dup)]
+    pairs = ((x, dgate), unshared(x, dup))
+    dws = [weight_gradient(x, d, dtype, options.precision) for x, d in pairs]
     return jnp.concatenate(dws, axis=-1)
 
 

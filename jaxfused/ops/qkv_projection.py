@@ -17,7 +17,7 @@ from jaxfused.ops.linear import check_affine, sum_rows, weight_gradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
-from jaxfused.reference.product import product
+from jaxfused.reference.product import product, unshared
 from pallas_kernels.product import cost
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
 from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
@@ -167,8 +167,8 @@ def qkv_projection(
 
 _HEADS = ("ngh", "nkh", "nkh")
 """The letters of queries, keys and values: groups that share keys, heads of a group, features."""
-_XLA_ALIGNMENT = 8
-"""XLA pads an operand of a 16-bit product whose summed axis is not a multiple of this."""
+_XLA_SPLIT_ROWS = 256
+"""XLA adds up the rows in parts where a product has few tiles; it pads what is no multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -280,10 +280,8 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
         dws = jnp.split(dw, ends, axis=-1)
         dbs = None if biases[0] is None else jnp.split(sum_rows(dy, biases[0].dtype), ends)
     else:
-        # XLA would merge products that share an operand into one. It keeps apart what has operands of
-        # its own.
-        pairs = [jax.lax.optimization_barrier((x, dy)) for dy in flat]
-        dws = [weight_gradient(x, dy, weights[0].dtype, options.precision) for x, dy in pairs]
+        pairs = ((x, flat[0]), *(unshared(x, dy) for dy in flat[1:]))
+        dws = [weight_gradient(*pair, weights[0].dtype, options.precision) for pair in pairs]
         dbs = None if biases[0] is None else [sum_rows(dy, biases[0].dtype) for dy in flat]
     dweights = [dw.reshape(w.shape) for dw, w in zip(dws, weights, strict=True)]
     if dbs is None:
@@ -303,7 +301,7 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
     reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
     if dispatch.choose("qkv_projection", run.implementation, reasons) == "xla":
         return True  # The input gradient needs them side by side as well.
-    if rows % _XLA_ALIGNMENT:
+    if rows % _XLA_SPLIT_ROWS:
         return True  # XLA pads the rows of both operands of each product.
     together = cost.xla_pass(rows * sum(widths), 2 * x.dtype.itemsize)
     works = [cost.Work(features, width, rows) for width in (sum(widths), *widths)]

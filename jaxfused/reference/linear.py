@@ -100,7 +100,9 @@ def layer(
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype), None
     z = narrow_preactivation(x, w, bias, precision=precision)
-    y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+    # No dtype is too narrow for relu, which XLA then has its product evaluate.
+    narrow = activation == "relu" and residual is None
+    y = activate(activation, z if narrow else z.astype(accumulator_dtype(x.dtype)))
     return add_residual(y, residual, out_dtype), z if save_preactivation else None
 
 

@@ -15,7 +15,7 @@ from jaxfused.reference.linear import (
     preactivation,
     save_preactivation,
 )
-from jaxfused.reference.product import product
+from jaxfused.reference.product import product, unshared
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
 
@@ -140,7 +140,7 @@ def gated_unit(
     if w_up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     else:
-        up = narrow_preactivation(x, w_up, b_up, precision=precision)
+        up = narrow_preactivation(*unshared(x, w_up), b_up, precision=precision)
     wide = accumulator_dtype(x.dtype)
     h = (activate(activation, gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
     return (h, gate, up) if save_preactivations else (h, None, None)

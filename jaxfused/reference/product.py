@@ -7,6 +7,7 @@ both.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -46,6 +47,21 @@ def product(
     if a.dtype == b.dtype == dtype == out_dtype == accumulator_dtype(dtype):
         return jnp.einsum(subscripts, a, b, precision=precision)
     return _rounding_product(subscripts, dtype, out_dtype, precision, a, b)
+
+
+_FEW_ROWS = 64
+"""Up to it a product takes as long as reading its weights, and two merged ones start only once."""
+
+
+def unshared(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns x [..., D] and what it is multiplied by, in a product that XLA does not merge with others.
+
+    XLA merges products that share an operand into one of concatenated operands, and slices its result.
+    Unless there are few rows, the copies take longer than the merging saves.
+    """
+    if math.prod(x.shape[:-1]) <= _FEW_ROWS:
+        return x, other
+    return jax.lax.optimization_barrier((x, other))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
