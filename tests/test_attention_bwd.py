@@ -16,7 +16,7 @@ from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_bias import bias_gradient
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig
+from pallas_kernels.attention.backward_dkv import KeyGradientConfig, group_shares
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
 from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import (
@@ -377,6 +377,26 @@ def test_accurate_without_races_in_the_interpreter(
         assert_close(a, e, 2.0**-9, name)
 
 
+@parametrize("sizes", [(64, 40), (256, 256)], quick=(0,))
+def test_shares_of_a_group_add_up(interpreted_hopper, monkeypatch, sizes):
+    """Few tiles of keys leave CTAs idle, so that each query head of a group has tiles of its own."""
+    mosaic_interpreter.complete(monkeypatch)
+    counts, heads, key_heads = (130, 70), 6, 2
+    query, key, value, dout = problem(1, *counts, heads, key_heads, *sizes, jnp.float16)
+    mask, operands, _ = every_option(["causal", "bias"], (1, *counts, heads))
+    logits = logits_of(block_mask(mask, *counts), operands)
+    shape = Shape.of(query, key, value)
+    assert group_shares(shape, KeyGradientConfig(query_block=64), 132) == 3
+    given = (query, key, value, dout, operands.bias, None, mask, None, logits)
+    out, lse, expected = truth(*given)
+    backward = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132)
+    actual = jax.jit(backward)(
+        query, key, value, operands, np.asarray(out, query.dtype), lse, dout, None
+    )
+    for name, a, e in zip(("query", "key", "value"), actual, expected, strict=False):
+        assert_close(a, e, 2.0**-9, name)
+
+
 def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16):
     batch, heads, key_heads = 2, 4, 2
     query, key, value, dout = problem(batch, *counts, heads, key_heads, *sizes, dtype)
@@ -427,7 +447,9 @@ def test_gradients(sizes, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("counts", [(1, 300), (300, 1), (1, 1), (5, 3), (64, 128), (2000, 2100)])
+@pytest.mark.parametrize(
+    "counts", [(1, 300), (300, 1), (1, 1), (5, 3), (64, 128), (300, 64), (2000, 2100)]
+)
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_of_any_number_of_queries_and_keys(counts, size):
     assert_gradients(counts, (size, size), ["causal"], dtype=jnp.float16)

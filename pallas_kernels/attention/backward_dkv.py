@@ -114,6 +114,8 @@ class KeyGradientConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
+_FEWEST_SHARED_VISITS = 4
+"""Fewer visits to blocks of queries take a tile less time than adding up the gradients of shares."""
 _WIDEST_WITH_MANY_QUERIES = 80
 """The largest head size at which registers hold dK and dV of 64 keys beside tiles of 128 queries."""
 
@@ -171,10 +173,12 @@ def key_gradients(
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     rows, block, mask = config.query_block, config.key_block, logits.mask
+    shares = group_shares(shape, config, multiprocessors)
+    shape = shape._replace(key_heads=shape.key_heads * shares)
     head, columns = config.columns(shape)
     tiles = KeyTiles(mask, shape.key_heads, shape.group, block, rows)
     kind = _SplitGradients if config.splits_roles else _BothGradients
-    kernel = kind(shape, query.dtype, logits, config, tiles, head, columns)
+    kernel = kind(shape, query.dtype, logits, config, tiles, head, columns, shares)
     bounds = None
     if mask.has_segments:
         bounds = segment_blocks(operands.key_segments, operands.query_segments, block, rows)
@@ -185,11 +189,37 @@ def key_gradients(
         schedule=tiles.schedule(shape.batch, config.heads_together, multiprocessors),
         roles=(producer, *kernel.consumers()),
         memory=kernel.memory(),
-        results=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)),
+        results=tuple(
+            jax.ShapeDtypeStruct((*x.shape[:2], shape.key_heads, x.shape[3]), x.dtype)
+            for x in (key, value)
+        ),
     )
     arrays = (query, key, value, dout, lse2, delta)
     dkey, dvalue = launch(arrays, operands.padded(rows, block).transposed(), bounds)
-    return dkey, dvalue
+    return _sum_of_shares(dkey, shares), _sum_of_shares(dvalue, shares)
+
+
+def group_shares(shape: Shape, config: KeyGradientConfig, multiprocessors: int) -> int:
+    """Returns in how many shares the query heads of a key head are divided among CTAs.
+
+    A tile of keys visits the queries of all heads that share it. Where such tiles leave multiprocessors
+    idle, each share of the heads has a tile of its own, whose gradients are added up afterwards.
+    """
+    tiles = shape.batch * shape.key_heads * -(-shape.key_count // config.key_block)
+    visits = shape.group * -(-shape.query_count // config.query_block)
+    if 2 * tiles > multiprocessors or visits < _FEWEST_SHARED_VISITS:
+        return 1
+    divisors = [n for n in range(1, shape.group + 1) if shape.group % n == 0]
+    return next((n for n in divisors if n * tiles >= multiprocessors), shape.group)
+
+
+def _sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:
+    """Returns [B, S, K, .] from [B, S, K * shares, .], in the same dtype."""
+    if shares == 1:
+        return gradient
+    batch, count, heads, size = gradient.shape
+    apart = gradient.reshape(batch, count, heads // shares, shares, size)
+    return jnp.sum(apart, axis=3, dtype=jnp.float32).astype(gradient.dtype)
 
 
 class _Visit(NamedTuple):
@@ -208,12 +238,15 @@ class _KeyGradients:
     """What both kernels have in common: static parameters, shared memory, and the producer."""
 
     shape: Shape
+    """The sizes, with each share of a group counted as a key head of its own."""
     dtype: Any
     logits: Logits
     config: KeyGradientConfig
     tiles: KeyTiles
     head: Columns
     value: Columns
+    shares: int
+    """The number of shares of each group, see `group_shares`."""
 
     def consumers(self) -> tuple[Role, ...]:
         raise NotImplementedError
@@ -267,13 +300,14 @@ class _KeyGradients:
         """Copies the keys and values of a tile."""
         at = cta.place(tile_idx)
         _, k_heads, v_heads = map(Heads, cta.arrays[:3])
+        key_head_idx = lax.div(at.key_head_idx, jnp.int32(self.shares))
         ring = self.keys(cta)
         for part in range(self.config.key_parts):
             slot = self.key_slot(tile_idx, part)
             start = at.start + part * WGMMA_ROWS
-            ring.fill(slot, k_heads, at.batch_idx, start, at.key_head_idx)
+            ring.fill(slot, k_heads, at.batch_idx, start, key_head_idx)
             values = Matrix.of(cta.memory["v_smem"], slot)
-            values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
+            values.fill(v_heads, at.batch_idx, start, key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
         """Copies the queries that a tile of keys visits, from step `first` on; returns the next step."""
