@@ -124,29 +124,24 @@ def candidates(shape: Shape, logits: Logits) -> tuple[KeyGradientConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
     The products S^T and dP^T read both operands from shared memory, whose bandwidth limits them when a
-    block has few queries. The guess therefore has blocks of 128 queries where registers allow them.
-    With wider heads, larger blocks or K in registers are possible only if the products run one after
-    the other, or with narrower swizzles.
+    block has few queries. The guess therefore has blocks of 128 queries where registers allow them. With
+    wider heads it has K in registers instead, which leaves room for one of the two products at a time.
     """
     widest = max(shape.head_size, shape.value_size)
     visits_all_queries = logits.mask.reach() == (None, None)
     few = KeyGradientConfig(query_stages=3 if visits_all_queries else 2)
     many = KeyGradientConfig(query_block=128)
+    kept = replace(few, multiplies_early=False, keeps_keys=True)
     if widest > 2 * SWIZZLED_COLUMNS:
-        guess = KeyGradientConfig(splits_roles=True, tile_stages=1)
-        configs = [guess]
-    elif widest <= _WIDEST_WITH_MANY_QUERIES and not logits.needs_registers:
-        guess = many
-        configs = [many, replace(many, tile_stages=1), few]
-    else:
-        guess = few
+        configs = [KeyGradientConfig(splits_roles=True, tile_stages=1)]
+    elif logits.needs_registers:
         configs = [few, replace(few, query_stages=5 - few.query_stages)]
-        if not logits.needs_registers:
-            late = replace(few, multiplies_early=False)
-            configs += [
-                replace(late, query_block=96, query_stages=2, tile_stages=1),
-                replace(late, keeps_keys=True),
-            ]
+    elif widest <= _WIDEST_WITH_MANY_QUERIES:
+        configs = [many, replace(many, tile_stages=1), replace(many, keeps_keys=True), few]
+    else:
+        late = replace(kept, keeps_keys=False, query_block=96, query_stages=2, tile_stages=1)
+        configs = [kept, replace(kept, query_stages=5 - few.query_stages), late, few]
+    guess = configs[0]
     configs += [replace(guess, heads_together=heads) for heads in (1, 16)]
     return tuple(config for config in configs if config.fits(shape))
 

@@ -593,10 +593,11 @@ class _ShortBackward:
         x = logits.logits(s, logits_tile, operands, key_length, masked)
         p = jnp.exp2(x * logits.multiplier - lse2)
         kept = logits.dropped(p, logits_tile, operands) if logits.dropout_rate > 0 else None
-        # From here on P is rounded. Without the barrier the compiler would keep P in float32, and for
-        # lack of registers all products would wait for each other.
-        p = lax.optimization_barrier(p.astype(self.dtype))
-        kept = p if kept is None else lax.optimization_barrier(kept.astype(self.dtype))
+        # From here on P is rounded, but for the gradient of a bias. Without the barrier the compiler
+        # would keep P in float32, and for lack of registers all products would wait for each other.
+        rounded = lax.optimization_barrier(p.astype(self.dtype))
+        weights = rounded if cta.dlogits is None else p
+        kept = rounded if kept is None else lax.optimization_barrier(kept.astype(self.dtype))
 
         def value_products(dp_acc):
             memory.multiply(dv_accs, kept, do)
@@ -610,7 +611,7 @@ class _ShortBackward:
         if is_first:
             cta.wait("ds_free")
         delta = logits_tile.along_queries(delta_smem.at[slot])
-        ds = p.astype(jnp.float32) * (dp - delta)
+        ds = weights.astype(jnp.float32) * (dp - delta)
         if cta.dlogits is not None:
             keys, queries = pl.ds(tile * WGMMA_ROWS, WGMMA_ROWS), pl.ds(start, WGMMA_ROWS)
             cta.dlogits.at[batch_idx, head_idx, keys, queries][...] = ds
