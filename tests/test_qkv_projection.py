@@ -179,6 +179,21 @@ def test_pallas_accurate_in_the_interpreter(case, dtype):
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_stages_in_xla_on_one_device_are_three_products(monkeypatch, case):
+    """The weights' gradients are one product there, as the input gradient and the forward are."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    args = case.arguments(jnp.dtype("bfloat16"))
+    assert_values_and_gradients(fused_qkv(case), plain_qkv(case), *args)
+
+    def loss(*args):
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in fused_qkv(case)(*args))
+
+    text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).as_text()
+    assert text.count("stablehlo.dot_general") == 3
+
+
 def near(actual, expected):
     chex.assert_trees_all_close(actual, expected, rtol=0.02, atol=0.1)
 
