@@ -101,8 +101,8 @@ def layer(
         return add_residual(y, residual, out_dtype), None
     z = narrow_preactivation(x, w, bias, precision=precision)
     # No dtype is too narrow for relu, which XLA then has its product evaluate.
-    narrow = activation == "relu" and residual is None
-    y = activate(activation, z if narrow else z.astype(accumulator_dtype(x.dtype)))
+    keeps_dtype = activation == "relu" and residual is None
+    y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
     return add_residual(y, residual, out_dtype), z if save_preactivation else None
 
 
