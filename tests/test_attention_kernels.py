@@ -206,8 +206,8 @@ def window_of(case):
     return (case.window, case.window) if isinstance(case.window, int) else case.window
 
 
-def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None):
-    """Returns the forward kernel as a function of (query, key, value, bias, sinks)."""
+def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=attention_fwd.forward):
+    """Returns a forward kernel as a function of (query, key, value, bias, sinks)."""
     options = case.options()
     explicit = matrix(options.get("mask"))
 
@@ -246,7 +246,7 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None):
         arrays = operands._replace(
             bias=matrix(bias), sinks=None if sinks is None else sinks.astype(jnp.float32)
         )
-        return attention_fwd.forward(
+        return forward(
             query, key, value, arrays, logits=logits, multiprocessors=multiprocessors, config=config
         )
 
