@@ -1,7 +1,7 @@
 """Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
 
-`forward` and `backward` hold the kernels for any number of keys, `short` those for few. They share
-`mask` (which blocks of keys a block of queries visits), `logits` (from products to logits and back)
+`forward` and `backward` hold the kernels for any number of keys, `short` those for few keys, and
+`split_keys` those for few queries. They share `mask` (which blocks of keys a block of queries visits), `logits` (from products to logits and back)
 and `memory` (matrices in shared memory).
 """
 
@@ -15,11 +15,18 @@ from pallas_kernels import hopper
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention import short as attention_short
-from pallas_kernels.attention import short_backward, short_forward
+from pallas_kernels.attention import (
+    short_backward,
+    short_forward,
+    split_keys,
+    split_keys_backward,
+)
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
+from pallas_kernels.attention.split_keys import SplitForwardConfig
+from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig
 
 _LARGEST_HEAD_SIZE = 256
 
@@ -53,9 +60,9 @@ def why_unsupported(
     return None
 
 
-ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig
-"""The config of either family of kernels; its type decides which kernels run."""
-BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig
+ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardConfig
+"""The config of a family of kernels; its type decides which kernels run."""
+BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
 
 def forward_candidates(
@@ -97,7 +104,11 @@ def forward(
         config = forward_candidates(
             shape, query.dtype, logits=logits, multiprocessors=multiprocessors
         )[0]
-    run: Any = short_forward if isinstance(config, ShortForwardConfig) else attention_fwd
+    run: Any = attention_fwd
+    if isinstance(config, ShortForwardConfig):
+        run = short_forward
+    elif isinstance(config, SplitForwardConfig):
+        run = split_keys
     return run.forward(
         query, key, value, operands, logits=logits, multiprocessors=multiprocessors, config=config
     )
@@ -126,7 +137,11 @@ def backward(
     if config is None:
         shape = Shape.of(query, key, value)
         config = backward_candidates(shape, query.dtype, logits=logits)[0]
-    run: Any = short_backward if isinstance(config, ShortBackwardConfig) else attention_bwd
+    run: Any = attention_bwd
+    if isinstance(config, ShortBackwardConfig):
+        run = short_backward
+    elif isinstance(config, SplitBackwardConfig):
+        run = split_keys_backward
     return run.backward(
         query,
         key,
