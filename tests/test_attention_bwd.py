@@ -468,8 +468,9 @@ SIZES = (8, 40, 64, 72, 80, 96, 128, 136, 192, 256)
 def test_candidates_are_legal_and_differ(counts, head_size, value_size, soft_cap):
     shape = Shape(2, *counts, 4, 2, head_size, value_size)
     logits = logits_of(BlockMask(*counts, is_causal=True), Operands(), soft_cap=soft_cap)
-    forward = attention.forward_candidates(shape, jnp.bfloat16, logits=logits, multiprocessors=132)
-    backward = attention.backward_candidates(shape, jnp.bfloat16, logits=logits)
+    options = dict(logits=logits, multiprocessors=132)
+    forward = attention.forward_candidates(shape, jnp.bfloat16, **options)
+    backward = attention.backward_candidates(shape, jnp.bfloat16, **options)
     for configs in (forward, backward):
         assert len(set(configs)) == len(configs) >= 1
     longs = [config for config in forward if isinstance(config, ForwardConfig)]
@@ -495,7 +496,7 @@ def test_all_candidates_lower(head_size):
         f = functools.partial(attention.forward, **options, config=config)
         assert kernels(f, query, key, key, Operands()) == ["attention_forward"]
     lse = jax.ShapeDtypeStruct((2, 4, saved_length(1001)), jnp.float32)
-    for config in attention.backward_candidates(shape, jnp.bfloat16, logits=logits):
+    for config in attention.backward_candidates(shape, jnp.bfloat16, **options):
         f = functools.partial(attention.backward, **options, config=config)
         launched = kernels(f, query, key, key, Operands(), dout, lse, dout, None)
         assert launched == ["attention_query_gradient", "attention_key_gradient"]

@@ -1,11 +1,12 @@
 """Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
 
 `forward` and `backward` hold the kernels for any number of keys, `short` those for few keys, and
-`split_keys` those for few queries. They share `mask` (which blocks of keys a block of queries visits), `logits` (from products to logits and back)
-and `memory` (matrices in shared memory).
+`split_keys` those for few queries. They share `mask` (which blocks of keys a block of queries visits),
+`logits` (from products to logits and back) and `memory` (matrices in shared memory). `estimate` says
+which of them is expected to be fastest.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -13,14 +14,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.attention import backward as attention_bwd
-from pallas_kernels.attention import forward as attention_fwd
-from pallas_kernels.attention import short as attention_short
 from pallas_kernels.attention import (
+    estimate,
     short_backward,
     short_forward,
     split_keys,
     split_keys_backward,
 )
+from pallas_kernels.attention import forward as attention_fwd
+from pallas_kernels.attention import short as attention_short
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
@@ -69,18 +71,42 @@ def forward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[ForwardConfig, ...]:
     """The configs of the forward worth trying, all of them legal, the best guess first."""
-    longs = attention_fwd.candidates(shape, logits)
-    if not _is_short(shape, dtype):
-        return longs
-    return (*short_forward.candidates(shape, multiprocessors), longs[0])
+    families: list[tuple[ForwardConfig, ...]] = [
+        attention_fwd.candidates(shape, logits),
+        split_keys.candidates(shape, logits, multiprocessors),
+    ]
+    if _is_short(shape, dtype):
+        families.append(short_forward.candidates(shape, multiprocessors))
+
+    def microseconds(family: tuple[ForwardConfig, ...]) -> float:
+        return estimate.forward(shape, logits, family[0], multiprocessors)
+
+    return _by_family(families, microseconds)
 
 
-def backward_candidates(shape: Shape, dtype: Any, *, logits: Logits) -> tuple[BackwardConfig, ...]:
+def backward_candidates(
+    shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
+) -> tuple[BackwardConfig, ...]:
     """The configs of the backward worth trying, all of them legal, the best guess first."""
-    longs = attention_bwd.candidates(shape, logits)
-    if not _is_short(shape, dtype):
-        return longs
-    return (*short_backward.candidates(shape), longs[0])
+    families: list[tuple[BackwardConfig, ...]] = [
+        attention_bwd.candidates(shape, logits),
+        split_keys_backward.candidates(shape, logits, multiprocessors),
+    ]
+    if _is_short(shape, dtype):
+        families.append(short_backward.candidates(shape))
+
+    def microseconds(family: tuple[BackwardConfig, ...]) -> float:
+        return estimate.backward(shape, logits, family[0], multiprocessors)
+
+    return _by_family(families, microseconds)
+
+
+def _by_family[Config](
+    families: Sequence[tuple[Config, ...]], microseconds: Callable[[tuple[Config, ...]], float]
+) -> tuple[Config, ...]:
+    """Returns the configs of the family that is expected to be fastest, and the first of each other."""
+    first, *others = sorted(filter(None, families), key=microseconds)
+    return (*first, *(family[0] for family in others))
 
 
 def forward(
@@ -136,7 +162,9 @@ def backward(
     """
     if config is None:
         shape = Shape.of(query, key, value)
-        config = backward_candidates(shape, query.dtype, logits=logits)[0]
+        config = backward_candidates(
+            shape, query.dtype, logits=logits, multiprocessors=multiprocessors
+        )[0]
     run: Any = attention_bwd
     if isinstance(config, ShortBackwardConfig):
         run = short_backward

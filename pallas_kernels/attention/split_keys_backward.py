@@ -40,8 +40,8 @@ from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY
 _KEY_BLOCK = 64
 """The keys of a block, which are the rows of a tile."""
 
-_MOST_COLUMNS = 128
-"""The columns of dK or dV for which there are registers beside the sum of dQ."""
+_MOST_COLUMNS = 192
+"""The columns of dQ, and of dK or dV, for which there are registers together."""
 
 
 @dataclass(frozen=True)
@@ -347,21 +347,36 @@ class _SplitBackward:
         # The queries arrive once; waiting for them again in later visits would never end.
         pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
 
-        def logits_gradient(s_acc, dp_acc):
+        def logits_products(s_acc):
             plgpu.barrier_wait(cta.full("k", slot))
             memory.multiply_transposed(s_acc, keys, queries)
+
+        def probability_products(dp_acc):
             plgpu.barrier_wait(cta.full("v", slot))
             memory.multiply_transposed(dp_acc, values, dout)
+
+        def both_products(s_acc, dp_acc):
+            logits_products(s_acc)
+            probability_products(dp_acc)
             products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
-            p, kept, derivative = self.probabilities(cta, part, i, products)
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            lse_tile = self.tile(part, i)
-            delta = lse_tile.along_queries(cta.shared["delta_smem"])
-            ds = self.logits.gradient(p, dp, delta, kept, derivative)
-            return p if kept is None else kept, ds.astype(self.dtype)
+            probabilities = self.probabilities(cta, part, i, products)
+            return probabilities, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+
+        def one_product(multiply, acc):
+            multiply(acc)
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
         square = plgpu.ACC((_KEY_BLOCK, WGMMA_ROWS), jnp.float32)
-        kept, ds = pl.run_scoped(logits_gradient, square, square)
+        if self.head.width < _MOST_COLUMNS:
+            (p, kept, derivative), dp = pl.run_scoped(both_products, square, square)
+        else:
+            # Beside the sum of dQ there are registers for one product at a time.
+            products = pl.run_scoped(functools.partial(one_product, logits_products), square)
+            p, kept, derivative = self.probabilities(cta, part, i, products)
+            dp = pl.run_scoped(functools.partial(one_product, probability_products), square)
+        delta = self.tile(part, i).along_queries(cta.shared["delta_smem"])
+        ds = self.logits.gradient(p, dp, delta, kept, derivative).astype(self.dtype)
+        kept = p if kept is None else kept
         ds_smem = cta.shared["ds_smem"]
         ds_smem[...] = ds
         plgpu.commit_smem()
@@ -426,8 +441,7 @@ class _SplitBackward:
         """
         columns = self.head if result == 1 else self.value
         start = (part.first + i) * _KEY_BLOCK
-        blocks = []
-        for group in _groups(columns.widths):
+        for group in _groups(columns.widths, _MOST_COLUMNS - self.head.width):
             accs = [plgpu.ACC((_KEY_BLOCK, columns.widths[j]), jnp.float32) for j in group]
             part_of_right = Matrix(*(tuple(refs[j] for j in group) for refs in right))
 
@@ -435,10 +449,9 @@ class _SplitBackward:
                 memory.multiply(accs, left, part_of_right)
                 return memory.load_accumulators(accs)
 
-            blocks += [
-                (block * factor).astype(self.dtype) for block in pl.run_scoped(product, accs)
-            ]
-        place.store(blocks)
+            for j, block in zip(group, pl.run_scoped(product, accs), strict=True):
+                place.operands[j][...] = (block * factor).astype(self.dtype)
+        plgpu.commit_smem()
         place.write(Heads(cta.results[result]), part.batch_idx, start, part.key_head)
 
     def write_queries(self, cta: _Cta, part: _Part, dquery: list[jax.Array]) -> None:
@@ -488,11 +501,12 @@ def _with_sums(block: Any, width: int) -> Any:
     return plgpu.RefUnion(*block.refs, *sums[0].refs)
 
 
-def _groups(widths: tuple[int, ...]) -> list[list[int]]:
-    """Returns consecutive blocks of columns, with no more columns together than registers allow."""
-    groups: list[list[int]] = [[]]
+def _groups(widths: tuple[int, ...], most: int) -> list[list[int]]:
+    """Returns consecutive blocks of columns, of one block or of `most` columns together at most."""
+    groups: list[list[int]] = []
     for j, width in enumerate(widths):
-        if groups[-1] and sum(widths[k] for k in groups[-1]) + width > _MOST_COLUMNS:
-            groups.append([])
-        groups[-1].append(j)
+        if groups and sum(widths[k] for k in groups[-1]) + width <= most:
+            groups[-1].append(j)
+        else:
+            groups.append([j])
     return groups
