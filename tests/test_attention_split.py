@@ -183,6 +183,8 @@ SHAPES = (
     Shape(1, 16, 999, 2, 2, 256, 256),
     Shape(1, 16, 999, 2, 2, 32, 96),
     Shape(1, 3, 1, 2, 2, 8, 8),
+    Shape(1, 33, 999, 6, 2, 128, 128),
+    Shape(1, 200, 999, 2, 2, 64, 72),
 )
 
 
@@ -249,13 +251,15 @@ def test_backward_lowers(shape):
             split_keys_backward.backward, logits=logits, multiprocessors=132, config=config
         )
         launched = kernels(f, query, key, value, Operands(), dout, lse, dout, None)
-        assert launched == ["attention_split_backward"]
+        if split_keys_backward.is_fused(shape):
+            assert launched == ["attention_split_backward"]
+        else:
+            assert launched == ["attention_split_query_gradient", "attention_key_gradient"]
 
 
-def test_backward_refuses():
-    shape = Shape(1, 33, 500, 4, 2, 64, 64)
-    assert "at most 64 rows, got 66" in split_keys_backward.why_unsupported(shape)
-    assert split_keys_backward.candidates(shape, logits_of(BlockMask(33, 500), Operands()), 4) == ()
+def test_backward_config_refuses():
+    with pytest.raises(ValueError, match="splits"):
+        SplitBackwardConfig(0)
     with pytest.raises(ValueError, match="stages"):
         SplitBackwardConfig(1, stages=1)
 
@@ -271,6 +275,8 @@ SMALL_SHAPES = (
     (Shape(1, 6, 130, 4, 2, 16, 16), "explicit bias"),
     (Shape(2, 3, 130, 4, 2, 16, 16), "dropout cap sinks"),
     (Shape(1, 3, 5, 4, 2, 16, 16), ""),
+    (Shape(1, 40, 130, 4, 2, 16, 16), "causal"),
+    (Shape(2, 70, 130, 2, 2, 72, 16), "query_lengths key_lengths dropout"),
 )
 
 

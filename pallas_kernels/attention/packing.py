@@ -36,6 +36,11 @@ class Packing:
         """The number of rows of a key head."""
         return self.group * self.query_count
 
+    @property
+    def tiles(self) -> int:
+        """The number of tiles of rows of a key head."""
+        return -(-self.rows // WGMMA_ROWS)
+
     def queries(self, array: jax.Array) -> jax.Array:
         """Returns [B, T, N, H] as an array whose axes 1 and 3 are the rows of a matrix; see `place`.
 

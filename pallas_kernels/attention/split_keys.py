@@ -114,7 +114,7 @@ def _numbers_of_splits(
     shape: Shape, logits: Logits, config: SplitForwardConfig, multiprocessors: int
 ) -> list[int]:
     """Returns the numbers of splits worth trying, the best guess first."""
-    tasks = shape.batch * shape.key_heads * -(-Packing.of(shape).rows // WGMMA_ROWS)
+    tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles
     places = config.ctas_per_multiprocessor * max(1, multiprocessors)
     blocks = -(-visited_keys(shape, logits) // config.key_block)
     most = max(1, min(MOST_SPLITS, blocks))
@@ -220,13 +220,8 @@ class _SplitForward:
         return _columns_of_output(self.shape)
 
     @property
-    def tiles(self) -> int:
-        """The number of tiles of rows of a key head."""
-        return -(-self.packing.rows // WGMMA_ROWS)
-
-    @property
     def ctas(self) -> int:
-        return self.shape.batch * self.shape.key_heads * self.tiles * self.config.splits
+        return self.shape.batch * self.shape.key_heads * self.packing.tiles * self.config.splits
 
     def memory(self) -> dict[str, Any]:
         block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
@@ -251,7 +246,7 @@ class _SplitForward:
     def part(self, cta: _Cta) -> _Part:
         """Returns this CTA's task; those that read the same keys follow each other."""
         splits, key_heads = jnp.int32(self.config.splits), jnp.int32(self.shape.key_heads)
-        number, tiles = lax.axis_index("cta"), jnp.int32(self.tiles)
+        number, tiles = lax.axis_index("cta"), jnp.int32(self.packing.tiles)
         start = lax.rem(number, tiles) * WGMMA_ROWS
         number = lax.div(number, tiles)
         split = lax.rem(number, splits)

@@ -3,12 +3,13 @@
 Where the queries of all heads that share a key head are at most 64 rows (`packing`), each block of keys
 meets all of its queries at once: dK and dV of the block are complete after one visit, and only dQ is a
 sum over blocks. A CTA visits one part of the blocks, keeps its sum of dQ in registers, and writes it in
-float32 at the end; the parts are then added in their order. Per visit there are five products, which
-all take S^T or its gradient, with keys as rows, from the registers in which it was computed, but dQ,
-which reads it from shared memory.
+float32 at the end; the parts are then added in their order. With more rows this kernel computes only
+dQ, and that of `backward_dkv` the other gradients.
 
-The gradients of a block leave through the memory of its keys and values. Two CTAs on a multiprocessor
-take turns with the tensor cores.
+Per visit there are five products. All take S^T or its gradient, with keys as rows, from the registers
+in which it was computed, but the product for dQ, which reads it from shared memory. The gradients of a
+block leave through the memory of its keys and values. Two CTAs on a multiprocessor take turns with the
+tensor cores.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import memory
+from pallas_kernels.attention import backward_dkv, memory
 from pallas_kernels.attention.backward import prepare
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import Index
@@ -81,20 +82,15 @@ def _columns(shape: Shape) -> tuple[Columns, Columns]:
     return Columns.in_wide_blocks(shape.head_size), Columns.in_blocks(shape.value_size)
 
 
-def why_unsupported(shape: Shape) -> str | None:
-    """Returns None where the kernel can run, else the rule that rejects the sizes."""
-    rows = Packing.of(shape).rows
-    if rows > WGMMA_ROWS:
-        return f"the queries of a key head must be at most {WGMMA_ROWS} rows, got {rows}"
-    return None
+def is_fused(shape: Shape) -> bool:
+    """Whether one kernel computes all gradients, which takes all rows of a key head in one tile."""
+    return Packing.of(shape).rows <= WGMMA_ROWS
 
 
 def candidates(
     shape: Shape, logits: Logits, multiprocessors: int
 ) -> tuple[SplitBackwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first."""
-    if why_unsupported(shape) is not None:
-        return ()
     result = []
     for options in (
         dict(stages=3),
@@ -105,7 +101,7 @@ def candidates(
         config = SplitBackwardConfig(1, **options)
         if not config.fits(shape):
             continue
-        tasks = shape.batch * shape.key_heads
+        tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles
         places = config.ctas_per_multiprocessor * max(1, multiprocessors)
         blocks = -(-visited_keys(shape, logits) // _KEY_BLOCK)
         # Starting and ending a CTA takes about as long as so many blocks.
@@ -136,9 +132,44 @@ def backward(
     """Returns what pallas_kernels.attention.attention.backward does, of the same arguments."""
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
+    keys = backward_dkv.default_config(shape, logits)
     lse2, delta, dbias, dsinks = prepare(
-        query, key, value, operands, out, lse, dout, dlse, logits=logits
+        query,
+        key,
+        value,
+        operands,
+        out,
+        lse,
+        dout,
+        dlse,
+        logits=logits,
+        blocks=() if is_fused(shape) else (keys.query_block,),
     )
+    results = _split(query, key, value, operands, lse2, delta, dout, logits=logits, config=config)
+    if is_fused(shape):
+        dquery, dkey, dvalue = results
+    else:
+        (dquery,) = results
+        arrays = (query, key, value, operands, lse2, delta, dout)
+        options = dict(logits=logits, multiprocessors=multiprocessors)
+        dkey, dvalue = backward_dkv.key_gradients(*arrays, **options, config=keys)
+    return dquery, dkey, dvalue, dbias, dsinks
+
+
+def _split(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    lse2: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    *,
+    logits: Logits,
+    config: SplitBackwardConfig,
+) -> tuple[jax.Array, ...]:
+    """Returns (dquery, dkey, dvalue), or only dquery if there are several tiles of rows."""
+    shape = Shape.of(query, key, value)
     packing = Packing.of(shape)
     queries = slice(0, shape.query_count)
     lse2 = packing.padded(packing.of_queries(lse2[..., queries]), jnp.inf)
@@ -150,11 +181,12 @@ def backward(
     arrays = (packing.queries(query), key, value, packing.queries(dout), lse2, delta)
 
     def run(*refs, **shared):
-        *refs, dq_gmem, dk_gmem, dv_gmem = refs
+        refs, results = refs[: -len(kernel.results())], refs[-len(kernel.results()) :]
         ops = Operands(**dict(zip(optional, refs[len(arrays) :], strict=True)))
-        kernel(_Cta(tuple(refs[: len(arrays)]), ops, (dq_gmem, dk_gmem, dv_gmem), shared))
+        kernel(_Cta(refs[: len(arrays)], ops, results, shared))
 
-    dqs, dkey, dvalue = plgpu.kernel(
+    name = "attention_split_backward" if kernel.is_fused else "attention_split_query_gradient"
+    dqs, *others = plgpu.kernel(
         run,
         out_type=kernel.results(),
         scratch_types=kernel.memory(),
@@ -162,13 +194,13 @@ def backward(
         grid_names=("cta",),
         num_threads=1,
         thread_name="wg",
-        kernel_name="attention_split_backward",
+        kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*arrays, *optional.values())
     # XLA adds the parts in one kernel, in an order that depends on the shape alone.
     dqs = dqs.reshape(shape.batch, shape.key_heads, config.splits, *dqs.shape[1:2], -1)
     dquery = (jnp.sum(dqs, axis=2) * kernel.scale).astype(query.dtype)
-    return packing.unpacked(dquery), dkey, dvalue, dbias, dsinks
+    return packing.unpacked(dquery), *others
 
 
 class _Cta(NamedTuple):
@@ -177,8 +209,8 @@ class _Cta(NamedTuple):
     arrays: tuple[Any, ...]
     """Q in rows, K, V, dO in rows, the log-sum-exp and delta of each row, in global memory."""
     operands: Operands
-    results: tuple[Any, Any, Any]
-    """The parts of dQ, and dK and dV, in global memory."""
+    results: tuple[Any, ...]
+    """The parts of dQ, and if the kernel is fused dK and dV, in global memory."""
     shared: dict[str, Any]
     """The buffers of shared memory and the barriers, by name."""
 
@@ -197,13 +229,15 @@ class _Part(NamedTuple):
     batch_idx: jax.Array
     key_head: jax.Array
     split: jax.Array
+    start: jax.Array
+    """The index of the first row."""
     first: jax.Array
     """The blocks of keys [first, first + count) are visited in order."""
     count: jax.Array
     skipped: tuple[jax.Array, jax.Array]
     """The blocks that no query reaches, of which this CTA writes those from one number to another."""
     blocks: tuple[Index, Index, Index, Index]
-    """The `Blocks` of keys that all queries visit."""
+    """The `Blocks` of keys that the queries visit."""
     key_length: Index
 
 
@@ -226,8 +260,13 @@ class _SplitBackward:
         return _columns(self.shape)[1]
 
     @property
+    def is_fused(self) -> bool:
+        return is_fused(self.shape)
+
+    @property
     def ctas(self) -> int:
-        return self.shape.batch * self.shape.key_heads * self.config.splits
+        tasks = self.shape.batch * self.shape.key_heads * self.packing.tiles
+        return tasks * self.config.splits
 
     @property
     def scale(self) -> float:
@@ -257,19 +296,23 @@ class _SplitBackward:
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         batch, _, key_count, _, key_heads, head_size, value_size = self.shape
         dqs = (batch * key_heads * self.config.splits, self.packing.rows, 1, head_size)
+        of_queries = (jax.ShapeDtypeStruct(dqs, jnp.float32),)
+        if not self.is_fused:
+            return of_queries
         return (
-            jax.ShapeDtypeStruct(dqs, jnp.float32),
+            *of_queries,
             jax.ShapeDtypeStruct((batch, key_count, key_heads, head_size), self.dtype),
             jax.ShapeDtypeStruct((batch, key_count, key_heads, value_size), self.dtype),
         )
 
     def part(self, cta: _Cta) -> _Part:
         splits, key_heads = jnp.int32(self.config.splits), jnp.int32(self.shape.key_heads)
-        number = lax.axis_index("cta")
+        number, tiles = lax.axis_index("cta"), jnp.int32(self.packing.tiles)
+        start, number = lax.rem(number, tiles) * WGMMA_ROWS, lax.div(number, tiles)
         split, number = lax.rem(number, splits), lax.div(number, splits)
         key_head, batch_idx = lax.rem(number, key_heads), lax.div(number, key_heads)
         query_length, key_length = cta.operands.lengths(self.logits.mask, batch_idx)
-        queries = (0, self.shape.query_count)
+        queries = self.packing.query_range(start, WGMMA_ROWS)
         blocks = self.logits.mask.key_blocks(queries, _KEY_BLOCK, query_length, key_length)
         # The blocks that are visited and those that are not are each shared out evenly.
         visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
@@ -283,6 +326,7 @@ class _SplitBackward:
             batch_idx,
             key_head,
             split,
+            start,
             first,
             blocks.start + share(visited, split + 1) - first,
             (share(skipped, split), share(skipped, split + 1)),
@@ -302,8 +346,9 @@ class _SplitBackward:
 
         dquery = pl.run_scoped(all_visits, self.head.accumulators())
         self.write_queries(cta, part, dquery)
-        first, stop = part.skipped
-        pl.when(stop > first)(lambda: self.write_zeros(cta, part))
+        if self.is_fused:
+            first, stop = part.skipped
+            pl.when(stop > first)(lambda: self.write_zeros(cta, part))
         plgpu.wait_smem_to_gmem(0)
 
     # --- copies -----------------------------------------------------------------------------------
@@ -314,9 +359,11 @@ class _SplitBackward:
         q_gmem, _, _, do_gmem, lse_gmem, delta_gmem = cta.arrays
         full = cta.shared["q_full"]
         for name, gmem in (("q", q_gmem), ("do", do_gmem)):
-            Matrix.of(cta.shared[f"{name}_smem"]).fill(Heads(gmem), batch_idx, 0, head_idx, full)
+            Matrix.of(cta.shared[f"{name}_smem"]).fill(
+                Heads(gmem), batch_idx, part.start, head_idx, full
+            )
         for name, gmem in (("lse", lse_gmem), ("delta", delta_gmem)):
-            rows = gmem.at[part.batch_idx, part.key_head]
+            rows = gmem.at[part.batch_idx, part.key_head, pl.ds(part.start, WGMMA_ROWS)]
             plgpu.copy_gmem_to_smem(rows, cta.shared[f"{name}_smem"], full)
         for i in range(self.config.stages):
             self.copy_block(cta, part, i)
@@ -381,21 +428,25 @@ class _SplitBackward:
         ds_smem[...] = ds
         plgpu.commit_smem()
         memory.multiply(dq_accs, ds_smem.transpose((1, 0)), keys)
-        self.write(cta, part, i, values, 2, kept, dout, 1.0 / self.logits.keep_probability)
-        # The products that read the keys are done, so that dK may take their place.
+        if self.is_fused:
+            factor = 1.0 / self.logits.keep_probability
+            self.write(cta, part, i, values, 2, kept, dout, factor)
+        # The product that reads the keys is done, so that dK or other keys may take their place.
         memory.load_accumulators(dq_accs)
+        if not self.is_fused:
+            self.copy_block(cta, part, i + self.config.stages)
+            return
         self.write(cta, part, i, keys, 1, ds, queries, self.scale)
         # The gradients of the previous visit have left by now, and the next copies may take their
         # place.
         plgpu.wait_smem_to_gmem(self.head.count + self.value.count, wait_read_only=True)
-        previous = i - 1 + self.config.stages
-        pl.when(i > 0)(lambda: self.copy_block(cta, part, previous))
+        pl.when(i > 0)(lambda: self.copy_block(cta, part, i - 1 + self.config.stages))
 
     def tile(self, part: _Part, i: jax.Array) -> TransposedPackedTile:
         return TransposedPackedTile(
             part.batch_idx,
             part.key_head,
-            0,
+            part.start,
             (part.first + i) * _KEY_BLOCK,
             (_KEY_BLOCK, WGMMA_ROWS),
             transposed=True,
@@ -473,7 +524,7 @@ class _SplitBackward:
             for first in range(0, block.shape[1], width)
         ]
         place.store(pieces)
-        place.write(Heads(cta.results[0]), number + part.split, number * 0, number * 0)
+        place.write(Heads(cta.results[0]), number + part.split, part.start, number * 0)
 
     def write_zeros(self, cta: _Cta, part: _Part) -> None:
         """Writes the gradients of the blocks of keys that no query reaches."""
