@@ -6,7 +6,7 @@
 which of them is expected to be fastest.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -67,46 +67,54 @@ ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardC
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
 
+_FEW_QUERIES = 64
+"""With fewer queries a tile of the other kernels has idle rows."""
+_GAIN = 0.9
+"""The splitting kernels come first where they are expected to take at most this part of the time."""
+
+
 def forward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[ForwardConfig, ...]:
     """The configs of the forward worth trying, all of them legal, the best guess first."""
-    families: list[tuple[ForwardConfig, ...]] = [
-        attention_fwd.candidates(shape, logits),
-        split_keys.candidates(shape, logits, multiprocessors),
-    ]
+    longs = attention_fwd.candidates(shape, logits)
+    whole: tuple[ForwardConfig, ...] = longs
     if _is_short(shape, dtype):
-        families.append(short_forward.candidates(shape, multiprocessors))
-
-    def microseconds(family: tuple[ForwardConfig, ...]) -> float:
-        return estimate.forward(shape, logits, family[0], multiprocessors)
-
-    return _by_family(families, microseconds)
+        whole = (*short_forward.candidates(shape, multiprocessors), longs[0])
+    splits = split_keys.candidates(shape, logits, multiprocessors)
+    expected = (
+        estimate.forward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
+    )
+    if _splits_first(shape, multiprocessors, *expected):
+        return (*splits, whole[0])
+    return (*whole, splits[0])
 
 
 def backward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[BackwardConfig, ...]:
     """The configs of the backward worth trying, all of them legal, the best guess first."""
-    families: list[tuple[BackwardConfig, ...]] = [
-        attention_bwd.candidates(shape, logits),
-        split_keys_backward.candidates(shape, logits, multiprocessors),
-    ]
+    longs = attention_bwd.candidates(shape, logits)
+    whole: tuple[BackwardConfig, ...] = longs
     if _is_short(shape, dtype):
-        families.append(short_backward.candidates(shape))
+        whole = (*short_backward.candidates(shape), longs[0])
+    splits = split_keys_backward.candidates(shape, logits, multiprocessors)
+    expected = (
+        estimate.backward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
+    )
+    if _splits_first(shape, multiprocessors, *expected):
+        return (*splits, whole[0])
+    return (*whole, splits[0])
 
-    def microseconds(family: tuple[BackwardConfig, ...]) -> float:
-        return estimate.backward(shape, logits, family[0], multiprocessors)
 
-    return _by_family(families, microseconds)
+def _splits_first(shape: Shape, multiprocessors: int, whole_time: float, split_time: float) -> bool:
+    """Whether kernels that split the keys come before those that leave them whole.
 
-
-def _by_family[Config](
-    families: Sequence[tuple[Config, ...]], microseconds: Callable[[tuple[Config, ...]], float]
-) -> tuple[Config, ...]:
-    """Returns the configs of the family that is expected to be fastest, and the first of each other."""
-    first, *others = sorted(filter(None, families), key=microseconds)
-    return (*first, *(family[0] for family in others))
+    Only where queries are few do they read less or give work to more multiprocessors.
+    """
+    tiles = shape.batch * shape.heads * -(-shape.query_count // _FEW_QUERIES)
+    are_few = shape.query_count < _FEW_QUERIES or tiles < 2 * multiprocessors
+    return are_few and split_time < _GAIN * whole_time
 
 
 def forward(
