@@ -29,6 +29,8 @@ from pallas_kernels.attention.logits import (
 )
 from pallas_kernels.attention.mask import BlockMask
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.split_keys import SplitForwardConfig
+from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig
 from pallas_kernels.attention.tiles import KeyTiles
 from tests import mosaic_interpreter
 from tests.cases.normal import normal
@@ -468,10 +470,15 @@ SIZES = (8, 40, 64, 72, 80, 96, 128, 136, 192, 256)
 def test_candidates_are_legal_and_differ(counts, head_size, value_size, soft_cap):
     shape = Shape(2, *counts, 4, 2, head_size, value_size)
     logits = logits_of(BlockMask(*counts, is_causal=True), Operands(), soft_cap=soft_cap)
-    forward = attention.forward_candidates(shape, jnp.bfloat16, logits=logits, multiprocessors=132)
-    backward = attention.backward_candidates(shape, jnp.bfloat16, logits=logits)
+    options = dict(logits=logits, multiprocessors=132)
+    forward = attention.forward_candidates(shape, jnp.bfloat16, **options)
+    backward = attention.backward_candidates(shape, jnp.bfloat16, **options)
     for configs in (forward, backward):
         assert len(set(configs)) == len(configs) >= 1
+    splits = [
+        c for c in (*forward, *backward) if isinstance(c, SplitForwardConfig | SplitBackwardConfig)
+    ]
+    assert splits and all(config.fits(shape) for config in splits)
     longs = [config for config in forward if isinstance(config, ForwardConfig)]
     longs += [
         part
@@ -493,9 +500,15 @@ def test_all_candidates_lower(head_size):
     options = dict(logits=logits, multiprocessors=132)
     for config in attention.forward_candidates(shape, jnp.bfloat16, **options):
         f = functools.partial(attention.forward, **options, config=config)
-        assert kernels(f, query, key, key, Operands()) == ["attention_forward"]
+        expected = ["attention_forward"]
+        if isinstance(config, SplitForwardConfig):
+            expected = ["attention_split_forward", "attention_merge_splits"]
+        assert kernels(f, query, key, key, Operands()) == expected
     lse = jax.ShapeDtypeStruct((2, 4, saved_length(1001)), jnp.float32)
-    for config in attention.backward_candidates(shape, jnp.bfloat16, logits=logits):
+    for config in attention.backward_candidates(shape, jnp.bfloat16, **options):
         f = functools.partial(attention.backward, **options, config=config)
         launched = kernels(f, query, key, key, Operands(), dout, lse, dout, None)
-        assert launched == ["attention_query_gradient", "attention_key_gradient"]
+        of_queries = "attention_query_gradient"
+        if isinstance(config, SplitBackwardConfig):
+            of_queries = "attention_split_query_gradient"
+        assert launched == [of_queries, "attention_key_gradient"]

@@ -16,8 +16,11 @@ from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.semantics.mask import Mask
 from pallas_kernels.attention import attention as pallas_attention
+from pallas_kernels.attention import estimate
+from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits, Operands, dropout_seeds, saved_length
 from pallas_kernels.attention.mask import BlockMask, segment_blocks
+from pallas_kernels.attention.shape import Shape
 
 AttentionImplementation = dispatch.Implementation | Literal["cudnn"]
 
@@ -337,6 +340,10 @@ _FEW_QUERIES = 64
 """Up to so many queries XLA may be faster; with more, its logits take too much memory."""
 
 
+_LIKE_CUDA = ForwardConfig(consumers=1)
+"""The CUDA kernels are taken to be as fast as the Pallas kernel with this config."""
+
+
 @dataclass(frozen=True)
 class _Options:
     """The static options of a call of the kernels."""
@@ -350,25 +357,54 @@ class _Options:
     def xla_is_faster_forward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
         """Whether so few queries attend to so many keys that XLA's passes over the logits cost less.
 
-        The kernels give the keys of a head to one multiprocessor, of which few then have work. Times are
-        estimates in microseconds; benchmarks/LAB.md says what they were fitted to.
+        Times are estimates in microseconds; benchmarks/LAB.md says what they were fitted to.
         """
-        batch, queries, key_heads, groups, head_size = arrays.query.shape
-        keys = self.visited_keys(queries, arrays.key.shape[1])
+        batch, queries, key_heads, groups, _ = arrays.query.shape
         if queries > _FEW_QUERIES or device.multiprocessors == 0:
             return False
+        keys = self.visited_keys(queries, arrays.key.shape[1])
         heads = batch * key_heads * groups
-        by_kernel = 3 + -(-heads // device.multiprocessors) * max(
-            1.35, keys * (0.014 + 4e-5 * head_size)
-        )
-        read = batch * keys * key_heads * (head_size + arrays.value.shape[3]) * 2
-        by_xla = 8 + read / 1.2e6 + heads * queries * keys * 12 / 3e6
-        return by_xla < by_kernel
+        by_xla = 8 + self._bytes_of_keys(arrays) / 1.2e6 + heads * queries * keys * 12 / 3e6
+        shape, logits, runs_pallas = self._for_estimate(device, arrays)
+        config: pallas_attention.ForwardConfig = _LIKE_CUDA
+        if runs_pallas:
+            config = pallas_attention.forward_candidates(
+                shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
+            )[0]
+        return by_xla < estimate.forward(shape, logits, config, device.multiprocessors)
 
-    def xla_is_faster_backward(self, arrays: "_Arrays") -> bool:
-        """The same of the backward, whose kernels give 64 queries to each step."""
-        queries = arrays.query.shape[1]
-        return queries <= 16 and self.visited_keys(queries, arrays.key.shape[1]) >= 64
+    def xla_is_faster_backward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
+        """The same of the backward."""
+        batch, queries, key_heads, groups, _ = arrays.query.shape
+        if queries > _FEW_QUERIES or device.multiprocessors == 0:
+            return False
+        keys = self.visited_keys(queries, arrays.key.shape[1])
+        shape, logits, runs_pallas = self._for_estimate(device, arrays)
+        if not runs_pallas:
+            return queries <= 16 and keys >= 64
+        heads = batch * key_heads * groups
+        by_xla = 20 + self._bytes_of_keys(arrays) / 0.8e6 + heads * queries * keys * 24 / 3e6
+        config = pallas_attention.backward_candidates(
+            shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
+        )[0]
+        return by_xla < estimate.backward(shape, logits, config, device.multiprocessors)
+
+    def _bytes_of_keys(self, arrays: "_Arrays") -> float:
+        """Returns the bytes of the keys and values that are visited, in 16 bits."""
+        batch, queries, key_heads, _, head_size = arrays.query.shape
+        keys = self.visited_keys(queries, arrays.key.shape[1])
+        return 2.0 * batch * keys * key_heads * (head_size + arrays.value.shape[3])
+
+    def _for_estimate(
+        self, device: dispatch.Device, arrays: "_Arrays"
+    ) -> tuple[Shape, Logits, bool]:
+        """Returns what an estimate takes, and whether the Pallas kernels can run."""
+        batch, queries, key_heads, groups, head_size = arrays.query.shape
+        keys, _, value_size = arrays.value.shape[1:]
+        shape = Shape(batch, queries, keys, key_heads * groups, key_heads, head_size, value_size)
+        # For its options it matters only which operands there are.
+        logits = self.logits(arrays.query, arrays.key, Operands(*arrays[3:]))
+        return shape, logits, _reasons(device, arrays)["pallas"] is None
 
     def visited_keys(self, queries: int, keys: int) -> int:
         """How many keys some of the queries may attend to by their positions."""
@@ -639,7 +675,9 @@ class _Backward:
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         arrays = _Arrays(*operands[4:])
-        return _xla_first_if(self.options.xla_is_faster_backward(arrays), _reasons(device, arrays))
+        return _xla_first_if(
+            self.options.xla_is_faster_backward(device, arrays), _reasons(device, arrays)
+        )
 
     def run(self, implementation, device, output, lse, doutput, dlse, *operands) -> Results:
         arrays = _Arrays(*operands)

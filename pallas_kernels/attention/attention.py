@@ -1,8 +1,9 @@
 """Attention on Hopper: what the kernels support, which of them runs, and the one call of each.
 
-`forward` and `backward` hold the kernels for any number of keys, `short` those for few. They share
-`mask` (which blocks of keys a block of queries visits), `logits` (from products to logits and back)
-and `memory` (matrices in shared memory).
+`forward` and `backward` hold the kernels for any number of keys, `short` those for few keys, and
+`split_keys` those for few queries. They share `mask` (which blocks of keys a block of queries visits),
+`logits` (from products to logits and back) and `memory` (matrices in shared memory). `estimate` says
+which of them is expected to be fastest.
 """
 
 from collections.abc import Collection
@@ -13,13 +14,21 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.attention import backward as attention_bwd
+from pallas_kernels.attention import (
+    estimate,
+    short_backward,
+    short_forward,
+    split_keys,
+    split_keys_backward,
+)
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention import short as attention_short
-from pallas_kernels.attention import short_backward, short_forward
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
+from pallas_kernels.attention.split_keys import SplitForwardConfig
+from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig
 
 _LARGEST_HEAD_SIZE = 256
 
@@ -53,9 +62,15 @@ def why_unsupported(
     return None
 
 
-ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig
-"""The config of either family of kernels; its type decides which kernels run."""
-BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig
+ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardConfig
+"""The config of a family of kernels; its type decides which kernels run."""
+BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
+
+
+_FEW_QUERIES = 64
+"""With fewer queries a tile of the other kernels has idle rows."""
+_GAIN = 0.9
+"""The splitting kernels come first where they are expected to take at most this part of the time."""
 
 
 def forward_candidates(
@@ -63,17 +78,43 @@ def forward_candidates(
 ) -> tuple[ForwardConfig, ...]:
     """The configs of the forward worth trying, all of them legal, the best guess first."""
     longs = attention_fwd.candidates(shape, logits)
-    if not _is_short(shape, dtype):
-        return longs
-    return (*short_forward.candidates(shape, multiprocessors), longs[0])
+    whole: tuple[ForwardConfig, ...] = longs
+    if _is_short(shape, dtype):
+        whole = (*short_forward.candidates(shape, multiprocessors), longs[0])
+    splits = split_keys.candidates(shape, logits, multiprocessors)
+    expected = (
+        estimate.forward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
+    )
+    if _splits_first(shape, multiprocessors, *expected):
+        return (*splits, whole[0])
+    return (*whole, splits[0])
 
 
-def backward_candidates(shape: Shape, dtype: Any, *, logits: Logits) -> tuple[BackwardConfig, ...]:
+def backward_candidates(
+    shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
+) -> tuple[BackwardConfig, ...]:
     """The configs of the backward worth trying, all of them legal, the best guess first."""
     longs = attention_bwd.candidates(shape, logits)
-    if not _is_short(shape, dtype):
-        return longs
-    return (*short_backward.candidates(shape), longs[0])
+    whole: tuple[BackwardConfig, ...] = longs
+    if _is_short(shape, dtype):
+        whole = (*short_backward.candidates(shape), longs[0])
+    splits = split_keys_backward.candidates(shape, logits, multiprocessors)
+    expected = (
+        estimate.backward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
+    )
+    if _splits_first(shape, multiprocessors, *expected):
+        return (*splits, whole[0])
+    return (*whole, splits[0])
+
+
+def _splits_first(shape: Shape, multiprocessors: int, whole_time: float, split_time: float) -> bool:
+    """Whether kernels that split the keys come before those that leave them whole.
+
+    Only where queries are few do they read less or give work to more multiprocessors.
+    """
+    tiles = shape.batch * shape.heads * -(-shape.query_count // _FEW_QUERIES)
+    are_few = shape.query_count < _FEW_QUERIES or tiles < 2 * multiprocessors
+    return are_few and split_time < _GAIN * whole_time
 
 
 def forward(
@@ -97,7 +138,11 @@ def forward(
         config = forward_candidates(
             shape, query.dtype, logits=logits, multiprocessors=multiprocessors
         )[0]
-    run: Any = short_forward if isinstance(config, ShortForwardConfig) else attention_fwd
+    run: Any = attention_fwd
+    if isinstance(config, ShortForwardConfig):
+        run = short_forward
+    elif isinstance(config, SplitForwardConfig):
+        run = split_keys
     return run.forward(
         query, key, value, operands, logits=logits, multiprocessors=multiprocessors, config=config
     )
@@ -125,8 +170,14 @@ def backward(
     """
     if config is None:
         shape = Shape.of(query, key, value)
-        config = backward_candidates(shape, query.dtype, logits=logits)[0]
-    run: Any = short_backward if isinstance(config, ShortBackwardConfig) else attention_bwd
+        config = backward_candidates(
+            shape, query.dtype, logits=logits, multiprocessors=multiprocessors
+        )[0]
+    run: Any = attention_bwd
+    if isinstance(config, ShortBackwardConfig):
+        run = short_backward
+    elif isinstance(config, SplitBackwardConfig):
+        run = split_keys_backward
     return run.backward(
         query,
         key,

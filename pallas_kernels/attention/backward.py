@@ -63,17 +63,40 @@ def backward(
     logarithm, with R = saved_length(T). dbias and dsinks are float32, or None without the operand.
     """
     config = config or candidates(Shape.of(query, key, value), logits)[0]
-    lse2, delta = row_statistics(out, lse, dout, dlse)
-    dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
-    # Kernels read the numbers of each query, its log-sum-exp and delta, in whole blocks.
-    blocks = (BIAS_GRADIENT_TILE[0], config.queries.query_block, config.keys.query_block)
-    length = max(ceil_to(delta.shape[2], block) for block in blocks)
-    fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
-    lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
-    if operands.bias is not None and dbias is None:
-        dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)
+    blocks = (config.queries.query_block, config.keys.query_block)
+    lse2, delta, dbias, dsinks = prepare(
+        query, key, value, operands, out, lse, dout, dlse, logits=logits, blocks=blocks
+    )
     arrays = (query, key, value, operands, lse2, delta, dout)
     options = dict(logits=logits, multiprocessors=multiprocessors)
     dquery = query_gradient(*arrays, **options, config=config.queries)
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
     return dquery, dkey, dvalue, dbias, dsinks
+
+
+def prepare(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    *,
+    logits: Logits,
+    blocks: tuple[int, ...] = (),
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns (log-sum-exp in base 2, delta, dbias, dsinks), what each backward starts with.
+
+    Kernels read the numbers of each query, its log-sum-exp and delta, in whole blocks, so both are
+    padded to multiples of `blocks`.
+    """
+    lse2, delta = row_statistics(out, lse, dout, dlse)
+    dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
+    length = max(ceil_to(delta.shape[2], block) for block in (BIAS_GRADIENT_TILE[0], *blocks))
+    fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
+    lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
+    if operands.bias is not None and dbias is None:
+        dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)
+    return lse2, delta, dbias, dsinks

@@ -7,7 +7,6 @@ copies of the next tile run during the end of the current one.
 """
 
 import functools
-import operator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,14 +29,9 @@ from pallas_kernels.attention.mask import segment_blocks
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.softmax import VECTOR, Softmax, Weighing, Weighted, across
 from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
-
-_LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
-"""The initial running maximum, which is finite so that its difference to -inf is not NaN."""
-
-_VECTOR = plgpu.Layout.WGMMA.reduce(1)
-"""The register layout of one number for each row of a tile."""
 
 
 @dataclass(frozen=True)
@@ -190,15 +184,6 @@ class _Rows(NamedTuple):
     visits: Visits
     step: jax.Array
     """The number of blocks that the CTA has processed before the first visit."""
-
-
-class _Softmax(NamedTuple):
-    """The running softmax of 64 rows, in the units of `Logits.logits` times its multiplier."""
-
-    maximum: jax.Array
-    """The running maximum of each row."""
-    total: jax.Array
-    """The running sums [64, 8]: each is over the columns 8 apart, which lie within one thread."""
 
 
 @dataclass(frozen=True)
@@ -356,30 +341,21 @@ class _Forward:
         return visits.is_partial(i)
 
     def weights(
-        self, cta: Cta, rows: _Rows, i: int | jax.Array, products: jax.Array, softmax: _Softmax
-    ) -> tuple[jax.Array, _Softmax, jax.Array]:
-        """Returns the weights of visit i, the new softmax, and the factor that rescales earlier sums."""
-        at, logits, block = rows.at, self.logits, self.config.key_block
+        self, cta: Cta, rows: _Rows, i: int | jax.Array, products: jax.Array, softmax: Softmax
+    ) -> Weighted:
+        """Adds the block of visit i to the softmax."""
+        block = self.config.key_block
         key_start = (rows.visits.last - i) * block
+        at = rows.at
         tile = Tile(at.batch_idx, at.head_idx, rows.start, key_start, (WGMMA_ROWS, block))
         is_partial = self.is_masked(rows.visits, i)
-        x = logits.logits_if_masked(products, tile, cta.operands, at.key_length, is_partial)
-        scaled = _times(jnp.max(x, axis=1), logits.multiplier)
-        maximum = jnp.maximum(softmax.maximum, scaled)
-        decay = jnp.exp2(softmax.maximum - maximum)
-        weights = jnp.exp2(_times(x, logits.multiplier) - _across(maximum, products.shape))
-        # Columns 8 apart lie within one thread, so they are summed here; sums across threads come at
-        # the end.
-        total = softmax.total * _across(decay, softmax.total.shape)
-        total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in range(0, block, 8)])
-        if logits.dropout_rate > 0:
-            weights = logits.dropped(weights, tile, cta.operands)
-        return weights.astype(self.dtype), _Softmax(maximum, total), decay
+        weighing = Weighing(self.logits, self.dtype)
+        return weighing(products, tile, cta.operands, at.key_length, is_partial, softmax)
 
     def logits_accumulator(self) -> Any:
         return plgpu.ACC((WGMMA_ROWS, self.config.key_block), jnp.float32)
 
-    def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, _Softmax]:
+    def first_visit(self, cta: Cta, rows: _Rows) -> tuple[jax.Array, Softmax]:
         """Returns the weights of the first block, and the softmax over this block alone."""
         queries, keys, _ = self.rings(cta)
         queries.wait(cta.wg_idx)
@@ -394,9 +370,7 @@ class _Forward:
 
         products = pl.run_scoped(first_products, self.logits_accumulator())
         keys.release(slot)
-        lowest = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), _LOWEST, jnp.float32), _VECTOR)
-        total = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
-        weights, softmax, _ = self.weights(cta, rows, 0, products, _Softmax(lowest, total))
+        weights, softmax, _ = self.weights(cta, rows, 0, products, Softmax.start())
         return weights, softmax
 
     def visit(self, cta: Cta, rows: _Rows, i: jax.Array, carry: Any) -> Any:
@@ -425,11 +399,11 @@ class _Forward:
         new_out, new_weights, new_softmax, decay = pl.run_scoped(
             both_products, self.logits_accumulator(), self.value.accumulators()
         )
-        return [block * _across(decay, block.shape) for block in new_out], new_weights, new_softmax
+        return [block * across(decay, block.shape) for block in new_out], new_weights, new_softmax
 
     def last_product(
-        self, cta: Cta, rows: _Rows, out: list[jax.Array], weights: jax.Array, softmax: _Softmax
-    ) -> tuple[list[jax.Array], _Softmax]:
+        self, cta: Cta, rows: _Rows, out: list[jax.Array], weights: jax.Array, softmax: Softmax
+    ) -> tuple[list[jax.Array], Softmax]:
         """Adds the weighted values of the last visit to the output, and completes each row's sum."""
         queries, _, values = self.rings(cta)
         total = jnp.sum(softmax.total, axis=1)
@@ -446,10 +420,10 @@ class _Forward:
 
         out = pl.run_scoped(product, self.value.accumulators())
         values.release(slot)
-        return out, _Softmax(softmax.maximum, total)
+        return out, Softmax(softmax.maximum, total)
 
     def normalized(
-        self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: _Softmax
+        self, cta: Cta, rows: _Rows, out: list[jax.Array], softmax: Softmax
     ) -> tuple[list[jax.Array], jax.Array]:
         """Returns output and log-sum-exp with the sink, and the defined results of rows without keys."""
         (maximum, total), at = softmax, rows.at
@@ -459,15 +433,15 @@ class _Forward:
             decay = jnp.exp2(maximum - new_maximum)
             total = total * decay + jnp.exp2(sink - new_maximum)
             maximum = new_maximum
-            out = [block * _across(decay, block.shape) for block in out]
+            out = [block * across(decay, block.shape) for block in out]
         empty = total == 0.0
         if cta.operands.query_lengths is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_VECTOR)
+            row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=VECTOR)
             empty = empty | (rows.start + row >= at.query_length)
         lse = jnp.where(empty, EMPTY_LSE, (maximum + jnp.log2(total)) * (1 / LOG2E))
         numerator = 1.0 / self.logits.keep_probability
         inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
-        return [block * _across(inverse, block.shape) for block in out], lse
+        return [block * across(inverse, block.shape) for block in out], lse
 
     def write(self, cta: Cta, rows: _Rows, out: list[jax.Array], lse: jax.Array) -> None:
         """Stores the results of the tile's rows, as far as they lie within the arrays."""
@@ -493,12 +467,3 @@ class _Forward:
         if "out_smem" not in cta.memory:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             queries.release(cta.wg_idx)
-
-
-def _across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts one number for each row over the columns of `shape`."""
-    return lax.broadcast_in_dim(vector, shape, [0])
-
-
-def _times(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1.0 else x * factor

@@ -125,6 +125,10 @@ class Tile:
         )
         return lax.broadcast_in_dim(start + numbers, self.shape, [dimension])
 
+    def seed(self, ref, word: int) -> jax.Array:
+        """Returns one of the two seeds of dropout, from the array of `dropout_seeds`."""
+        return ref[word, self.batch, self.head]
+
     def vector(self, ref, axis: int) -> jax.Array:
         """Loads a part of [B or 1, T or S] along queries (axis 0) or keys (axis 1) for a whole tile."""
         dimension = axis ^ self.query_axis
@@ -290,7 +294,7 @@ class Logits:
         """Returns the probabilities with dropped ones set to 0, not yet divided by keep_probability."""
         query = tile.index(0).astype(jnp.uint32)
         key = tile.index(1).astype(jnp.uint32)
-        u, v = (_murmur(operands.dropout_seeds[i, tile.batch, tile.head] ^ query) for i in range(2))
+        u, v = (_murmur(tile.seed(operands.dropout_seeds, i) ^ query) for i in range(2))
         x = _murmur(u ^ (key >> 1), v)
         half = jnp.where((key & 1) == 0, x & jnp.uint32(0xFFFF), x >> 16)
         return jnp.where(half >= jnp.uint32(self.dropout_threshold), probabilities, 0.0)

@@ -1,0 +1,126 @@
+"""How long the attention kernels take: an estimate, by which the families of kernels are ordered.
+
+It counts what each kernel gives to a multiprocessor, one task after the other. The numbers in
+microseconds are those of an H200; benchmarks/LAB.md says what they were fitted to. Between kernels that
+take about as long, either choice is good.
+"""
+
+from pallas_kernels.attention import backward_dkv
+from pallas_kernels.attention.backward import BackwardConfig
+from pallas_kernels.attention.backward_dkv import KeyGradientConfig
+from pallas_kernels.attention.forward import ForwardConfig
+from pallas_kernels.attention.logits import Logits
+from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
+from pallas_kernels.attention.packing import Packing
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.short_backward import ShortBackwardConfig
+from pallas_kernels.attention.short_forward import ShortForwardConfig
+from pallas_kernels.attention.split_keys import SplitForwardConfig, visited_keys
+from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig, is_fused
+
+_LAUNCH = 3.0
+"""A kernel's start and end."""
+_BYTES = 3.8e6
+"""The bytes that memory moves."""
+_CACHED_BYTES = 5.5e6
+"""The bytes that the L2 cache delivers."""
+
+
+def forward(
+    shape: Shape,
+    logits: Logits,
+    config: ForwardConfig | ShortForwardConfig | SplitForwardConfig,
+    multiprocessors: int,
+) -> float:
+    """Returns the microseconds of a forward."""
+    keys = visited_keys(shape, logits)
+    if isinstance(config, SplitForwardConfig):
+        return _split_forward(shape, keys, config, multiprocessors)
+    rows = config.query_block if isinstance(config, ForwardConfig) else WGMMA_ROWS
+    tasks = shape.batch * shape.heads * -(-shape.query_count // rows)
+    rounds = -(-tasks // max(1, multiprocessors))
+    return _LAUNCH + rounds * max(1.35, keys * (0.014 + 4e-5 * shape.head_size))
+
+
+def _split_forward(
+    shape: Shape, keys: int, config: SplitForwardConfig, multiprocessors: int
+) -> float:
+    tiles = Packing.of(shape).tiles
+    tasks = shape.batch * shape.key_heads * tiles * config.splits
+    places = config.ctas_per_multiprocessor * max(1, multiprocessors)
+    blocks = -(-keys // (config.key_block * config.splits))
+    widest = max(shape.head_size, shape.value_size)
+    per_block = (0.45 + 0.0025 * widest) * config.key_block / 64
+    by_tasks = -(-tasks // places) * (1.5 + blocks * per_block)
+    read = _bytes_of_keys(shape, keys)
+    by_memory = max(read / _BYTES, read * tiles / _CACHED_BYTES)
+    # Each part writes its output in float32, and the kernel that merges the parts reads it.
+    parts = 8 * tasks * min(WGMMA_ROWS, Packing.of(shape).rows) * shape.value_size
+    merged = shape.batch * shape.heads * -(-shape.query_count // 4)
+    by_merging = _LAUNCH + merged / (16 * max(1, multiprocessors))
+    return _LAUNCH + max(by_tasks, by_memory) + parts / _CACHED_BYTES + by_merging
+
+
+def backward(
+    shape: Shape,
+    logits: Logits,
+    config: BackwardConfig | ShortBackwardConfig | SplitBackwardConfig,
+    multiprocessors: int,
+) -> float:
+    """Returns the microseconds of a backward, without what all backwards have in common."""
+    keys = visited_keys(shape, logits)
+    multiprocessors = max(1, multiprocessors)
+    queries = shape.query_count
+    if isinstance(config, SplitBackwardConfig):
+        return _split_backward(shape, logits, config, multiprocessors)
+    if isinstance(config, ShortBackwardConfig):
+        steps = shape.heads * -(-queries // WGMMA_ROWS) * -(-shape.key_count // WGMMA_ROWS)
+        rounds = shape.batch * steps / multiprocessors
+        return _LAUNCH + max(1.0, rounds) * (1.0 + 0.012 * shape.head_size)
+    tasks = shape.batch * shape.heads * -(-queries // config.queries.query_block)
+    for_queries = -(-tasks // multiprocessors) * keys * _per_key(shape)
+    for_queries = max(for_queries, _bytes_of_keys(shape, keys) / _BYTES)
+    return 2 * _LAUNCH + for_queries + _key_gradients(shape, keys, config.keys, multiprocessors)
+
+
+def _key_gradients(
+    shape: Shape, keys: int, config: KeyGradientConfig, multiprocessors: int
+) -> float:
+    tasks = shape.batch * shape.key_heads * -(-keys // config.key_block)
+    visits = shape.group * ceil_to(shape.query_count, config.query_block)
+    per_task = 2.0 + visits * _per_key(shape) * config.key_block / 128
+    by_memory = 2 * _bytes_of_keys(shape, shape.key_count) / _BYTES
+    return max(-(-tasks // multiprocessors) * per_task, by_memory)
+
+
+def _per_key(shape: Shape) -> float:
+    """Returns the microseconds of 128 rows for each number of the other side."""
+    return 0.008 + 1.2e-4 * shape.head_size
+
+
+def _split_backward(
+    shape: Shape, logits: Logits, config: SplitBackwardConfig, multiprocessors: int
+) -> float:
+    keys, packing = visited_keys(shape, logits), Packing.of(shape)
+    tasks = shape.batch * shape.key_heads * packing.tiles * config.splits
+    places = config.ctas_per_multiprocessor * multiprocessors
+    blocks = -(-keys // (WGMMA_ROWS * config.splits))
+    widest = max(shape.head_size, shape.value_size)
+    per_block = 0.9 + 0.006 * widest
+    by_memory = _bytes_of_keys(shape, keys) / _BYTES
+    others = 0.0
+    if is_fused(shape):
+        by_memory += _bytes_of_keys(shape, shape.key_count) / _BYTES
+    else:
+        per_block *= 0.6
+        others = _LAUNCH + _key_gradients(
+            shape, keys, backward_dkv.default_config(shape, logits), multiprocessors
+        )
+    by_tasks = -(-tasks // places) * (2.5 + blocks * per_block)
+    rows = min(WGMMA_ROWS, packing.rows)
+    parts = 8 * tasks * rows * shape.head_size / _CACHED_BYTES
+    return 2 * _LAUNCH + max(by_tasks, by_memory) + parts + others
+
+
+def _bytes_of_keys(shape: Shape, keys: int) -> float:
+    return 2.0 * shape.batch * shape.key_heads * keys * (shape.head_size + shape.value_size)

@@ -1,0 +1,213 @@
+"""Merges attention over parts of the keys into attention over all of them, on Hopper.
+
+The output over all keys is the mean of the parts' outputs, weighted by their sums of exponentials. A CTA
+merges four neighbouring queries of a head, each in one warp. One copy brings all that it reads, so that
+it waits for memory once. The parts are added in their order, whatever order they were computed in.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands, saved_length
+from pallas_kernels.attention.memory import ceil_to
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.hopper import LANES, WARPS
+from pallas_kernels.store import store_unoptimized
+
+MOST_SPLITS = 96
+"""The number of parts whose outputs for four queries, 128 columns at a time, fit in shared memory."""
+
+_WIDEST = 128
+"""The number of columns that a CTA merges at most."""
+
+
+def merge(
+    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does.
+
+    outs is [B * K, parts, rows, V] in float32 with the rows of `packing`, and lses, in base 2, is
+    [B * K, parts, rows rounded up]; a part that reaches no keys of a row has EMPTY_LSE and the output 0.
+    """
+    kernel = _Merge(shape, dtype, outs.shape[1])
+    optional = {
+        name: array
+        for name, array in (
+            ("sinks", operands.sinks),
+            ("query_lengths", operands.query_lengths),
+        )
+        if array is not None
+    }
+
+    def run(outs_gmem, lses_gmem, *refs, **shared):
+        *refs, out_gmem, lse_gmem = refs
+        ops = Operands(**dict(zip(optional, refs, strict=True)))
+        kernel(outs_gmem, lses_gmem, ops, out_gmem, lse_gmem, **shared)
+
+    out, lse = plgpu.kernel(
+        run,
+        out_type=kernel.results(),
+        scratch_types=kernel.memory(),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name="attention_merge_splits",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(outs, lses, *optional.values())
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+
+    shape: Shape
+    dtype: Any
+    splits: int
+
+    @property
+    def columns(self) -> int:
+        """The number of columns that a CTA merges."""
+        return _WIDEST if self.shape.value_size > _WIDEST // 2 else _WIDEST // 2
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.shape.value_size // self.columns)
+
+    @property
+    def quads(self) -> int:
+        """The number of CTAs that share the queries of a head."""
+        return -(-self.shape.query_count // WARPS)
+
+    @property
+    def ctas(self) -> int:
+        return self.shape.batch * self.shape.heads * self.quads * self.chunks
+
+    def memory(self) -> dict[str, Any]:
+        columns = self.columns
+        return dict(
+            outs_smem=plgpu.SMEM((self.splits, WARPS, columns), jnp.float32),
+            # A copy brings a multiple of 128 bytes.
+            lses_smem=plgpu.SMEM((ceil_to(self.splits, 8), WARPS), jnp.float32),
+            out_smem=plgpu.SMEM((WARPS, columns), self.dtype),
+            full=plgpu.Barrier(num_arrivals=2),
+        )
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        batch, query_count, _, heads, _, _, value_size = self.shape
+        return (
+            jax.ShapeDtypeStruct((batch, query_count, heads, value_size), self.dtype),
+            jax.ShapeDtypeStruct((batch, heads, saved_length(query_count)), jnp.float32),
+        )
+
+    def __call__(
+        self,
+        outs_gmem: Any,
+        lses_gmem: Any,
+        operands: Operands,
+        out_gmem: Any,
+        lse_gmem: Any,
+        *,
+        outs_smem: Any,
+        lses_smem: Any,
+        out_smem: Any,
+        full: Any,
+    ) -> None:
+        shape = self.shape
+        number, chunks, quads = lax.axis_index("cta"), jnp.int32(self.chunks), jnp.int32(self.quads)
+        chunk = lax.rem(number, chunks)
+        number = lax.div(number, chunks)
+        quad = lax.rem(number, quads)
+        number = lax.div(number, quads)
+        head, batch = (
+            lax.rem(number, jnp.int32(shape.heads)),
+            lax.div(number, jnp.int32(shape.heads)),
+        )
+        group, start = jnp.int32(shape.group), quad * WARPS
+        pair = batch * shape.key_heads + lax.div(head, group)
+        # Rows beyond the last query are those of the next head or zeros, and are not used.
+        rows = pl.ds(lax.rem(head, group) * shape.query_count + start, WARPS)
+        # Places that are traced may lie beyond the end of an array.
+        every = pl.ds(chunk * 0, self.splits)
+        columns = pl.ds(chunk * self.columns, self.columns)
+        plgpu.copy_gmem_to_smem(outs_gmem.at[pair, every, rows, columns], outs_smem, full)
+        every = pl.ds(chunk * 0, lses_smem.shape[0])
+        plgpu.copy_gmem_to_smem(lses_gmem.at[pair, every, rows], lses_smem, full)
+        plgpu.barrier_wait(full)
+
+        layout = self.layout()
+        row_layout = layout.reduce(1)
+        lses = [plgpu.load(lses_smem.at[i], layout=row_layout) for i in range(self.splits)]
+        total, lse2 = self.normalizer(lses, operands, batch, head, start, row_layout)
+        out = jnp.zeros((WARPS, self.columns), jnp.float32)
+        out = plgpu.layout_cast(out, layout)
+        for i, part_lse in enumerate(lses):
+            weight = jnp.exp2(part_lse - total)
+            part = plgpu.load(outs_smem.at[i], layout=layout)
+            out += part * lax.broadcast_in_dim(weight, part.shape, [0])
+        out_smem[...] = out.astype(self.dtype)
+        plgpu.commit_smem()
+        place = (batch, pl.ds(start, WARPS), head, columns)
+        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[place])
+
+        @pl.when(chunk == 0)
+        def _():
+            lse = jnp.where(lse2 == EMPTY_LSE, EMPTY_LSE, lse2 * (1 / LOG2E))
+            store_unoptimized(lse_gmem.at[batch, head, pl.ds(start, WARPS)], lse)
+
+        @pl.when((chunk == 0) & (quad == self.quads - 1))
+        def _():
+            nothing = jnp.full((WARPS,), EMPTY_LSE, jnp.float32)
+            nothing = plgpu.layout_cast(nothing, row_layout)
+            for i in range(self.quads * WARPS, saved_length(shape.query_count), WARPS):
+                store_unoptimized(lse_gmem.at[batch, head, pl.ds(i, WARPS)], nothing)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def layout(self) -> Any:
+        """Returns the registers of a tile: each row in one warp, with a lane's columns together."""
+        vector = self.columns // LANES
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((WARPS, self.columns), (vector,))),
+            warp_dims=(-3,),
+            lane_dims=(-2,),
+            vector_dim=-1,
+        )
+
+    def normalizer(
+        self,
+        lses: list[jax.Array],
+        operands: Operands,
+        batch: jax.Array,
+        head: jax.Array,
+        start: jax.Array,
+        layout: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what is subtracted from the parts' log-sum-exp, and the log-sum-exp itself.
+
+        Rows that give 0 subtract infinity.
+        """
+        maximum = lses[0]
+        for lse in lses[1:]:
+            maximum = jnp.maximum(maximum, lse)
+        if operands.sinks is not None:
+            sink = operands.sinks[head] * LOG2E
+            maximum = jnp.maximum(maximum, sink)
+        total: Any = 0.0
+        for lse in lses:
+            total += jnp.exp2(lse - maximum)
+        if operands.sinks is not None:
+            total += jnp.exp2(sink - maximum)
+        empty = maximum <= EMPTY_LSE
+        if operands.query_lengths is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, (WARPS,), 0, layout=layout)
+            empty = empty | (start + row >= operands.query_lengths[batch])
+        lse2 = maximum + jnp.log2(total)
+        return jnp.where(empty, jnp.inf, lse2), jnp.where(empty, EMPTY_LSE, lse2)

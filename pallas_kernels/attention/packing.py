@@ -1,0 +1,171 @@
+"""The queries of all heads that share a key head, as the rows of one matrix.
+
+Where queries are few, a tile of 64 rows has room for those of several query heads, and the keys and
+values that these heads share are read once for all of them. Row g * T + t of a key head is query t of
+its g-th query head.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.logits import Operands, Tile, TransposedTile
+from pallas_kernels.attention.mask import Index
+from pallas_kernels.attention.memory import WGMMA_ROWS
+from pallas_kernels.attention.shape import Shape
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How arrays over queries [B, T, N, ...] become arrays over rows, for the sizes of a call."""
+
+    key_heads: int
+    group: int
+    query_count: int
+
+    @classmethod
+    def of(cls, shape: Shape) -> "Packing":
+        return cls(shape.key_heads, shape.group, shape.query_count)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a key head."""
+        return self.group * self.query_count
+
+    @property
+    def tiles(self) -> int:
+        """The number of tiles of rows of a key head."""
+        return -(-self.rows // WGMMA_ROWS)
+
+    def queries(self, array: jax.Array) -> jax.Array:
+        """Returns [B, T, N, H] as an array whose axes 1 and 3 are the rows of a matrix; see `place`.
+
+        Where a key head has one query head, or where there is one query, this moves nothing.
+        """
+        if self.group == 1:
+            return array
+        batch, _, _, size = array.shape
+        heads = array.reshape(batch, self.query_count, self.key_heads, self.group, size)
+        return heads.transpose(0, 2, 3, 1, 4).reshape(-1, self.rows, 1, size)
+
+    def unpacked(self, rows: jax.Array) -> jax.Array:
+        """Returns [B, T, N, H] from rows [B, K, rows, H]."""
+        batch, _, _, size = rows.shape
+        heads = rows.reshape(batch, self.key_heads, self.group, self.query_count, size)
+        return heads.transpose(0, 3, 1, 2, 4).reshape(batch, self.query_count, -1, size)
+
+    def place(self, batch_idx: jax.Array, key_head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the indices on axes 0 and 2 at which `queries` holds the rows of a key head."""
+        if self.group == 1:
+            return batch_idx, key_head
+        return batch_idx * self.key_heads + key_head, batch_idx * 0
+
+    def of_queries(self, array: jax.Array) -> jax.Array:
+        """Returns [.., N, T] as [.., K, rows]."""
+        return array.reshape(*array.shape[:-2], self.key_heads, self.rows)
+
+    def padded(self, rows: jax.Array, fill: float = 0) -> jax.Array:
+        """Returns [.., rows] with as many numbers more as complete the last tile."""
+        missing = -rows.shape[-1] % WGMMA_ROWS
+        return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)], constant_values=fill)
+
+    def operands(self, operands: Operands) -> Operands:
+        """Returns the operands for `PackedTile`, whose head is a key head.
+
+        Sinks and the lengths of queries are left as they are, since they concern whole rows.
+        """
+
+        def pack(array):
+            return None if array is None else self._matrix(array)
+
+        segments, seeds = operands.query_segments, operands.dropout_seeds
+        if seeds is not None:
+            each_query = jnp.broadcast_to(seeds[..., None], (*seeds.shape, self.query_count))
+            seeds = self.padded(self.of_queries(each_query))
+        return operands._replace(
+            bias=pack(operands.bias),
+            explicit=pack(operands.explicit),
+            query_segments=None if segments is None else jnp.tile(segments, (1, self.group)),
+            dropout_seeds=seeds,
+        )
+
+    def _matrix(self, array: jax.Array) -> jax.Array:
+        """Returns [B or 1, N or 1, T or 1, S or 1] as [B or 1, K or 1, rows or 1, S or 1]."""
+        batch, heads, queries, keys = array.shape
+        if self.group == 1 or heads == queries == 1:
+            return array
+        key_heads = 1 if heads == 1 else self.key_heads
+        array = array.reshape(batch, key_heads, heads // key_heads, queries, keys)
+        shape = (batch, key_heads, self.group, self.query_count, keys)
+        return jnp.broadcast_to(array, shape).reshape(batch, key_heads, self.rows, keys)
+
+    def query_range(self, start: Index, count: int) -> tuple[Index, Index]:
+        """Returns a range that holds the queries of `count` rows from `start` on."""
+        if self.group == 1:
+            return start, start + count
+        return 0, self.query_count
+
+    def query(self, row: jax.Array) -> jax.Array:
+        """Returns the query of each row."""
+        if self.query_count == 1:
+            return row * 0
+        return row if self.group == 1 else lax.rem(row, jnp.int32(self.query_count))
+
+
+@dataclass(frozen=True)
+class PackedTile(Tile):
+    """A tile of logits whose rows are those of a key head; `query_start` is the first row."""
+
+    packing: Packing | None = None
+
+    def index(self, axis: int) -> jax.Array:
+        """Returns the query index (axis 0) or key index (axis 1) of each element, as an int32 tile."""
+        if axis == 1:
+            return super().index(1)
+        return lax.broadcast_in_dim(self._query(), self.shape, [0])
+
+    def _query(self) -> jax.Array:
+        assert self.packing is not None
+        layout = self.layout.reduce(1)
+        row = plgpu.broadcasted_iota(jnp.int32, self.shape[:1], 0, layout=layout)
+        return self.packing.query(self.query_start + row)
+
+    def seed(self, ref, word: int) -> jax.Array:
+        """Returns one of the two seeds of dropout of each element, from seeds of each row."""
+        rows = pl.ds(self.query_start, self.shape[0])
+        seeds = plgpu.load(
+            ref.at[word, self.batch, self.head, rows],
+            layout=self.layout.reduce(1),
+            optimized=False,
+        )
+        return lax.broadcast_in_dim(seeds, self.shape, [0])
+
+
+@dataclass(frozen=True)
+class TransposedPackedTile(TransposedTile):
+    """A tile of logits whose columns are the rows of a key head; `query_start` is the first of them."""
+
+    packing: Packing | None = None
+
+    def index(self, axis: int) -> jax.Array:
+        """Returns the query index (axis 0) or key index (axis 1) of each element, as an int32 tile."""
+        if axis == 1:
+            return super().index(1)
+        assert self.packing is not None
+        layout = self.layout.reduce(0)
+        row = plgpu.broadcasted_iota(jnp.int32, self.shape[1:], 0, layout=layout)
+        return lax.broadcast_in_dim(self.packing.query(self.query_start + row), self.shape, [1])
+
+    def seed(self, ref, word: int) -> jax.Array:
+        """Returns one of the two seeds of dropout of each element, from seeds of each row."""
+        rows = pl.ds(self.query_start, self.shape[1])
+        seeds = plgpu.load(
+            ref.at[word, self.batch, self.head, rows],
+            layout=self.layout.reduce(0),
+            optimized=False,
+        )
+        return lax.broadcast_in_dim(seeds, self.shape, [1])

@@ -1,0 +1,89 @@
+"""The running softmax of the forward kernels, whose rows see their keys one block at a time."""
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.logits import Logits, Operands, Tile
+from pallas_kernels.attention.mask import Index
+from pallas_kernels.attention.memory import WGMMA_ROWS
+
+_LOWEST = -0.5 * float(jnp.finfo(jnp.float32).max)
+"""The initial running maximum, which is finite so that its difference to -inf is not NaN."""
+
+VECTOR = plgpu.Layout.WGMMA.reduce(1)
+"""The register layout of one number for each row of a tile."""
+
+
+class Softmax(NamedTuple):
+    """The running softmax of 64 rows, in the units of `Logits.logits` times its multiplier."""
+
+    maximum: jax.Array
+    """The running maximum of each row."""
+    total: jax.Array
+    """The running sums [64, 8]: each is over the columns 8 apart, which lie within one thread."""
+
+    @classmethod
+    def start(cls) -> "Softmax":
+        """Returns the softmax over no keys."""
+        lowest = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), _LOWEST, jnp.float32), VECTOR)
+        total = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+        return cls(lowest, total)
+
+
+class Weighted(NamedTuple):
+    """What a block of keys adds to a running softmax."""
+
+    weights: jax.Array
+    """The weights of the block's values, in the dtype of the operands."""
+    softmax: Softmax
+    decay: jax.Array
+    """The factor that rescales what was summed before."""
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """The static parameters between the products of a block of keys and the weights of its values."""
+
+    logits: Logits
+    dtype: Any
+
+    def __call__(
+        self,
+        products: jax.Array,
+        tile: Tile,
+        operands: Operands,
+        key_length: Index,
+        is_partial: bool | jax.Array,
+        softmax: Softmax,
+    ) -> Weighted:
+        """Adds a block, which needs masking if it `is_partial`, to the running softmax."""
+        logits = self.logits
+        x = logits.logits_if_masked(products, tile, operands, key_length, is_partial)
+        scaled = _times(jnp.max(x, axis=1), logits.multiplier)
+        maximum = jnp.maximum(softmax.maximum, scaled)
+        decay = jnp.exp2(softmax.maximum - maximum)
+        weights = jnp.exp2(_times(x, logits.multiplier) - across(maximum, products.shape))
+        # Columns 8 apart lie within one thread, so they are summed here; sums across threads come at
+        # the end.
+        total = softmax.total * across(decay, softmax.total.shape)
+        columns = range(0, products.shape[1], 8)
+        total += functools.reduce(operator.add, [weights[:, c : c + 8] for c in columns])
+        if logits.dropout_rate > 0:
+            weights = logits.dropped(weights, tile, operands)
+        return Weighted(weights.astype(self.dtype), Softmax(maximum, total), decay)
+
+
+def across(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Broadcasts one number for each row over the columns of `shape`."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * factor

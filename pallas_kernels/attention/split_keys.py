@@ -1,0 +1,387 @@
+"""Attention on Hopper, forward for few queries: the keys of a head are split over CTAs.
+
+Where queries are few, whole heads are too few tasks for all multiprocessors, and the time is that of
+reading the keys and values. The rows of a CTA are the queries of all heads that share a key head
+(`packing`), and its keys are one of the parts into which the visited blocks of keys are split. It
+writes the output over this part alone and its log-sum-exp, in float32; a second kernel (`merge_splits`)
+merges the parts in a fixed order.
+
+A CTA is one warpgroup, which starts its own copies as soon as a slot of shared memory is free. Two CTAs
+on a multiprocessor take turns with the tensor cores, and together keep enough copies in flight.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import memory
+from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
+from pallas_kernels.attention.mask import Index
+from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
+from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge
+from pallas_kernels.attention.packing import PackedTile, Packing
+from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.softmax import Softmax, Weighing, across
+from pallas_kernels.hopper import ALLOCATION_BYTES, BARRIER_BYTES, SHARED_MEMORY_BYTES
+
+
+@dataclass(frozen=True)
+class SplitForwardConfig:
+    """How the work is divided: each CTA has 64 rows and one part of the keys."""
+
+    splits: int
+    """The number of parts into which the blocks of keys are split."""
+    key_block: int = 64
+    stages: int = 2
+    """The number of blocks of K, and also of V, that shared memory holds."""
+    ctas_per_multiprocessor: int = 2
+
+    def __post_init__(self):
+        if not 1 <= self.splits <= MOST_SPLITS:
+            raise ValueError(f"splits must be from 1 to {MOST_SPLITS}, got {self.splits}")
+        if self.key_block not in (64, 128):
+            raise ValueError(f"key_block must be 64 or 128, got {self.key_block}")
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+    def columns(self, shape: Shape) -> tuple[Columns, Columns]:
+        """Returns the layout of Q and K, and the layout of V."""
+        lengths = (Packing.of(shape).rows, shape.key_count)
+        return (
+            Columns.of(shape.head_size, lengths),
+            Columns.of(shape.value_size, (shape.key_count,), self.key_block),
+        )
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Returns the bytes of shared memory, with a reserve for barriers."""
+        head, value = self.columns(shape)
+        count = head.bytes(WGMMA_ROWS + self.stages * self.key_block)
+        count += value.bytes(self.stages * self.key_block)
+        return count + 2 * _columns_of_output(shape).bytes(WGMMA_ROWS) + BARRIER_BYTES
+
+    def fits(self, shape: Shape) -> bool:
+        # Each CTA of a multiprocessor takes one unit of allocation besides what it may use.
+        room = (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // self.ctas_per_multiprocessor
+        return self.shared_bytes(shape) <= room - ALLOCATION_BYTES
+
+
+def _columns_of_output(shape: Shape) -> Columns:
+    """Returns the layout of the output in float32, of which half as many columns fill a swizzle."""
+    return Columns.in_blocks(shape.value_size, memory.SWIZZLED_COLUMNS // 2)
+
+
+def visited_keys(shape: Shape, logits: Logits) -> int:
+    """Returns how many keys some query attends to by its position."""
+    blocks = logits.mask.key_blocks((0, shape.query_count), 1, shape.query_count, shape.key_count)
+    return max(1, int(blocks.stop) - int(blocks.start))
+
+
+def candidates(
+    shape: Shape, logits: Logits, multiprocessors: int
+) -> tuple[SplitForwardConfig, ...]:
+    """Returns the configs worth trying, all of them legal, the best guess first.
+
+    The guess has as many parts as give each CTA's place on the chip one task, which takes the time of
+    one CTA. Where there are more tasks than places without any split, it has the number of parts that
+    leaves the fewest places idle in the last round.
+    """
+    widest = max(shape.head_size, shape.value_size)
+    shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
+    if widest <= memory.SWIZZLED_COLUMNS:
+        three = dict(stages=2, ctas_per_multiprocessor=3)
+        shapes = [dict(stages=3), three, dict(stages=2, key_block=128), *shapes]
+    elif widest > 2 * memory.SWIZZLED_COLUMNS:
+        shapes = [dict(stages=2, ctas_per_multiprocessor=1)]
+        shapes.insert(0, dict(stages=3, ctas_per_multiprocessor=1))
+    result = []
+    for options in shapes:
+        config = SplitForwardConfig(1, **options)
+        if not config.fits(shape):
+            continue
+        counts = _numbers_of_splits(shape, logits, config, multiprocessors)
+        # Other numbers of parts are worth a trial with the first options only.
+        for splits in counts[:1] if result else counts:
+            result.append(SplitForwardConfig(splits, **options))
+    return tuple(result)
+
+
+def _numbers_of_splits(
+    shape: Shape, logits: Logits, config: SplitForwardConfig, multiprocessors: int
+) -> list[int]:
+    """Returns the numbers of splits worth trying, the best guess first."""
+    tasks = shape.batch * shape.key_heads * Packing.of(shape).tiles
+    places = config.ctas_per_multiprocessor * max(1, multiprocessors)
+    blocks = -(-visited_keys(shape, logits) // config.key_block)
+    most = max(1, min(MOST_SPLITS, blocks))
+    # Starting and ending a CTA takes about as long as so many blocks.
+    fixed = 3
+
+    def cost(splits: int) -> int:
+        return -(-tasks * splits // places) * (-(-blocks // splits) + fixed)
+
+    best = min(range(1, most + 1), key=cost)
+    others = (best * 2, max(1, best // 2), 1)
+    return list(dict.fromkeys([best, *(n for n in others if n <= most)]))
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    operands: Operands,
+    *,
+    logits: Logits,
+    multiprocessors: int,
+    config: SplitForwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does."""
+    shape = Shape.of(query, key, value)
+    config = config or candidates(shape, logits, multiprocessors)[0]
+    packing = Packing.of(shape)
+    kernel = _SplitForward(shape, query.dtype, logits, config, packing, *config.columns(shape))
+    packed = packing.operands(operands).padded(WGMMA_ROWS, config.key_block)
+    packed = packed._replace(sinks=None, query_lengths=operands.query_lengths)
+    optional = {name: x for name, x in packed._asdict().items() if x is not None}
+
+    def run(q_gmem, k_gmem, v_gmem, *refs, **shared):
+        *refs, out_gmem, lse_gmem = refs
+        ops = Operands(**dict(zip(optional, refs, strict=True)))
+        heads = (Heads(q_gmem), Heads(k_gmem), Heads(v_gmem))
+        kernel(_Cta(heads, ops, (out_gmem, lse_gmem), shared))
+
+    parts = plgpu.kernel(
+        run,
+        out_type=kernel.results(),
+        scratch_types=kernel.memory(),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+        kernel_name="attention_split_forward",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(packing.queries(query), key, value, *optional.values())
+    outs, lses = parts
+    outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
+    return merge(outs, lses, operands, shape, query.dtype)
+
+
+class _Cta(NamedTuple):
+    """A CTA's references."""
+
+    heads: tuple[Heads, Heads, Heads]
+    """Q in rows, K and V in global memory."""
+    operands: Operands
+    results: tuple[Any, Any]
+    """The outputs of all parts and their log-sum-exp in global memory."""
+    shared: dict[str, Any]
+    """The buffers of shared memory and the barriers, by name."""
+
+    def full(self, name: str, slot: Any) -> Any:
+        """Returns the barrier on which the copies to a slot of "k" or "v" arrive."""
+        return self.shared[f"{name}_full"].at[slot]
+
+
+class _Part(NamedTuple):
+    """The task of a CTA."""
+
+    batch_idx: jax.Array
+    key_head: jax.Array
+    split: jax.Array
+    start: jax.Array
+    """The index of the first row."""
+    first: jax.Array
+    """The blocks of keys [first, first + count) are visited in order."""
+    count: jax.Array
+    full_start: Index
+    """The blocks of keys [full_start, full_stop) need no masking."""
+    full_stop: Index
+    key_length: Index
+
+
+@dataclass(frozen=True)
+class _SplitForward:
+    """The kernel: its static parameters, its layout of shared memory, and the work of a CTA."""
+
+    shape: Shape
+    dtype: Any
+    logits: Logits
+    config: SplitForwardConfig
+    packing: Packing
+    head: Columns
+    value: Columns
+
+    @property
+    def out(self) -> Columns:
+        return _columns_of_output(self.shape)
+
+    @property
+    def ctas(self) -> int:
+        return self.shape.batch * self.shape.key_heads * self.packing.tiles * self.config.splits
+
+    def memory(self) -> dict[str, Any]:
+        block, stages, dtype = self.config.key_block, self.config.stages, self.dtype
+        return dict(
+            q_smem=self.head.memory((), WGMMA_ROWS, dtype),
+            k_smem=self.head.memory((stages,), block, dtype),
+            v_smem=self.value.memory((stages,), block, dtype),
+            out_smem=self.out.memory((), WGMMA_ROWS, jnp.float32),
+            q_full=plgpu.Barrier(num_arrivals=self.head.count),
+            k_full=plgpu.Barrier(num_arrivals=self.head.count, num_barriers=stages),
+            v_full=plgpu.Barrier(num_arrivals=self.value.count, num_barriers=stages),
+        )
+
+    def results(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        pairs, splits = self.shape.batch * self.shape.key_heads, self.config.splits
+        rows = self.packing.rows
+        return (
+            jax.ShapeDtypeStruct((pairs * splits, rows, 1, self.shape.value_size), jnp.float32),
+            jax.ShapeDtypeStruct((pairs, splits, ceil_to(rows, WGMMA_ROWS)), jnp.float32),
+        )
+
+    def part(self, cta: _Cta) -> _Part:
+        """Returns this CTA's task; those that read the same keys follow each other."""
+        splits, key_heads = jnp.int32(self.config.splits), jnp.int32(self.shape.key_heads)
+        number, tiles = lax.axis_index("cta"), jnp.int32(self.packing.tiles)
+        start = lax.rem(number, tiles) * WGMMA_ROWS
+        number = lax.div(number, tiles)
+        split = lax.rem(number, splits)
+        number = lax.div(number, splits)
+        key_head, batch_idx = lax.rem(number, key_heads), lax.div(number, key_heads)
+        mask, block = self.logits.mask, self.config.key_block
+        query_length, key_length = cta.operands.lengths(mask, batch_idx)
+        queries = self.packing.query_range(start, WGMMA_ROWS)
+        blocks = mask.key_blocks(queries, block, query_length, key_length)
+        # The blocks that are visited, whose number may depend on lengths, are shared out evenly.
+        visited = jnp.asarray(blocks.stop - blocks.start, jnp.int32)
+        first = blocks.start + lax.div(visited * split, splits)
+        stop = blocks.start + lax.div(visited * (split + 1), splits)
+        return _Part(
+            batch_idx,
+            key_head,
+            split,
+            start,
+            first,
+            stop - first,
+            blocks.full_start,
+            blocks.full_stop,
+            key_length,
+        )
+
+    def __call__(self, cta: _Cta) -> None:
+        part = self.part(cta)
+        # An empty part has neither copies nor barriers to wait for.
+        pl.when(part.count > 0)(lambda: self.start(cta, part))
+
+        def visit(i, carry):
+            return self.visit(cta, part, i, *carry)
+
+        carry = self.value.zeros(), Softmax.start()
+        self.write(cta, part, *lax.fori_loop(0, part.count, visit, carry))
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def start(self, cta: _Cta, part: _Part) -> None:
+        """Starts the copies of the queries and of the first blocks."""
+        batch_idx, head_idx = self.packing.place(part.batch_idx, part.key_head)
+        queries = Matrix.of(cta.shared["q_smem"])
+        queries.fill(cta.heads[0], batch_idx, part.start, head_idx, cta.shared["q_full"])
+        for i in range(self.config.stages):
+            self.copy("k", cta, part, i)
+            self.copy("v", cta, part, i)
+
+    def copy(self, name: str, cta: _Cta, part: _Part, i: int | jax.Array) -> None:
+        """Starts the copy of the keys or the values of visit i, if there is such a visit."""
+        slot = self.slot(i)
+
+        def copy():
+            heads = cta.heads["qkv".index(name)]
+            start = (part.first + i) * self.config.key_block
+            matrix = self.matrix(name, cta, slot)
+            matrix.fill(heads, part.batch_idx, start, part.key_head, cta.full(name, slot))
+
+        pl.when(i < part.count)(copy)
+
+    def slot(self, i: int | jax.Array) -> int | jax.Array:
+        return i if isinstance(i, int) else lax.rem(i, jnp.int32(self.config.stages))
+
+    def matrix(self, name: str, cta: _Cta, slot: Any) -> Matrix:
+        return Matrix.of(cta.shared[f"{name}_smem"], slot)
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def visit(
+        self, cta: _Cta, part: _Part, i: jax.Array, out: list[jax.Array], softmax: Softmax
+    ) -> tuple[list[jax.Array], Softmax]:
+        """Adds a block of keys to the output and to the softmax."""
+        block, slot = self.config.key_block, self.slot(i)
+        # The queries arrive once; waiting for them again in later visits would never end.
+        pl.when(i == 0)(lambda: plgpu.barrier_wait(cta.shared["q_full"]))
+        plgpu.barrier_wait(cta.full("k", slot))
+
+        def logits_products(acc):
+            queries = Matrix.of(cta.shared["q_smem"])
+            memory.multiply_transposed(acc, queries, self.matrix("k", cta, slot))
+            return acc[...]
+
+        acc = plgpu.ACC((WGMMA_ROWS, block), jnp.float32)
+        products = pl.run_scoped(logits_products, acc)
+        self.copy("k", cta, part, i + self.config.stages)
+
+        number = part.first + i
+        is_partial: bool | jax.Array = False
+        if not self.logits.mask.is_always_full(WGMMA_ROWS, block):
+            is_partial = (number < part.full_start) | (number >= part.full_stop)
+        tile = PackedTile(
+            part.batch_idx,
+            part.key_head,
+            part.start,
+            number * block,
+            (WGMMA_ROWS, block),
+            packing=self.packing,
+        )
+        weighing = Weighing(self.logits, self.dtype)
+        weights, softmax, decay = weighing(
+            products, tile, cta.operands, part.key_length, is_partial, softmax
+        )
+        plgpu.barrier_wait(cta.full("v", slot))
+
+        def value_products(accs):
+            for acc, block in zip(accs, out, strict=True):
+                acc[...] = block * across(decay, block.shape)
+            memory.multiply(accs, weights, self.matrix("v", cta, slot))
+            return memory.load_accumulators(accs)
+
+        out = pl.run_scoped(value_products, self.value.accumulators())
+        self.copy("v", cta, part, i + self.config.stages)
+        return out, softmax
+
+    # --- results ----------------------------------------------------------------------------------
+
+    def write(self, cta: _Cta, part: _Part, out: list[jax.Array], softmax: Softmax) -> None:
+        """Stores the output over this part of the keys, and its log-sum-exp in base 2."""
+        total = jnp.sum(softmax.total, axis=1)
+        empty = total == 0.0
+        lse = jnp.where(empty, EMPTY_LSE, softmax.maximum + jnp.log2(total))
+        numerator = 1.0 / self.logits.keep_probability
+        inverse = jnp.where(empty, 0.0, numerator / jnp.where(empty, 1.0, total))
+        out_gmem, lse_gmem = cta.results
+        pair = part.batch_idx * self.shape.key_heads + part.key_head
+        lse_gmem[pair, part.split, pl.ds(part.start, WGMMA_ROWS)] = lse
+        staged = Matrix.of(cta.shared["out_smem"])
+        staged.store(self.pieces([block * across(inverse, block.shape) for block in out]))
+        number = pair * self.config.splits + part.split
+        staged.write(Heads(out_gmem), number, part.start, pair * 0)
+        plgpu.wait_smem_to_gmem(0)
+
+    def pieces(self, blocks: list[jax.Array]) -> list[jax.Array]:
+        """Cuts the blocks of columns of a product into those of the output's memory."""
+        pieces = []
+        for block in blocks:
+            for first in range(0, block.shape[1], memory.SWIZZLED_COLUMNS // 2):
+                pieces.append(block[:, first : first + memory.SWIZZLED_COLUMNS // 2])
+        return pieces
