@@ -4,13 +4,14 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxfused import dispatch
+from jaxfused.tuning.table import Table, load
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,14 @@ class Explanation:
     """Each stage of an operator with its choice, and how often the program contains it."""
     fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
     """Each call of a module that Flax's own code serves, with the reason, and how often it occurs."""
+    table: Table = field(default_factory=lambda: Table({}))
+    """The table of measured choices for the device."""
 
     def __str__(self) -> str:
         lines = [f"on {self.device.name}:"]
+        if self.table.files:
+            lines.append(f"  measured choices {self.table}:")
+            lines += [f"      {file}" for file in self.table.files]
         if not self.calls:
             lines.append("  no operator of jaxfused was called")
         for choice, count in self.calls:
@@ -34,7 +40,12 @@ class Explanation:
                 if shape is not None
             )
             times = f"{count} x " if count > 1 else ""
-            lines.append(f"  {times}{choice.stage} runs on {choice.implementation!r}: {shapes}")
+            decided = f" ({_SOURCES[choice.source]})" if choice.source else ""
+            lines.append(
+                f"  {times}{choice.stage} runs on {choice.implementation!r}{decided}: {shapes}"
+            )
+            if choice.config is not None:
+                lines.append(f"      by {choice.config}")
             lines += [
                 f"      not {name!r}: {reason or f'{choice.implementation!r} comes first'}"
                 for name, reason in choice.reasons.items()
@@ -46,13 +57,22 @@ class Explanation:
         return "\n".join(lines)
 
 
+_SOURCES = {
+    "named": "as named",
+    "model": "expected to be the fastest",
+    "table": "measured",
+    "neighbour": "measured at near shapes",
+}
+
+
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Reports for each call of an operator in `f(*args, **kwargs)` what runs each of its stages.
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
-    those that a kernel sees: after `jax.vmap`, on one device's shard. To see the stages of gradients,
-    pass a function that takes them, such as a training step. Calls of modules that Flax's own code
-    serves are listed with the argument that no operator can serve.
+    those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what
+    decided, measurements (see `jaxfused.tune`) or expected times, and a config that was measured. To see
+    the stages of gradients, pass a function that takes them, such as a training step. Calls of modules
+    that Flax's own code serves are listed with the argument that no operator can serve.
 
     Args:
       f: any function of JAX arrays, jitted or not.
@@ -71,23 +91,34 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Source: own work.
     """
+    _, choices, fallbacks = traced(f, *args, **kwargs)
+    # Stages that differ in a constant alone look the same, and choose alike.
+    counts = Counter(_Key(choice._replace(kernel=None)) for choice in choices)
+    device = dispatch.current_device()
+    return Explanation(
+        device,
+        tuple((key.choice, count) for key, count in counts.items()),
+        tuple(Counter(fallbacks).items()),
+        load(device),
+    )
+
+
+def traced(
+    f: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[jax.stages.Traced, list[dispatch.Choice], list[dispatch.Fallback]]:
+    """A traced program, what was chosen at each of its places, and what Flax's own code serves."""
     with (
         dispatch.recorded() as choices,
         dispatch.recorded_fallbacks() as fallbacks,
         _traced_anew(),
     ):
-        traced = jax.jit(f).trace(*args, **kwargs)
+        program = jax.jit(f).trace(*args, **kwargs)
         if _is_split_by_xla(args, kwargs):
             choices.clear()
-            traced.lower().compile()
+            program.lower().compile()
             by_partitioner = [choice for choice in choices if choice.by_partitioner]
             choices[:] = by_partitioner or choices
-    counts = Counter(map(_Key, choices))
-    return Explanation(
-        dispatch.current_device(),
-        tuple((key.choice, count) for key, count in counts.items()),
-        tuple(Counter(fallbacks).items()),
-    )
+    return program, choices, fallbacks
 
 
 _numbers = itertools.count()
