@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfused import dispatch
+from jaxfused.ops import kernel_call
 from jaxfused.tuning.table import Table, load
 
 
@@ -91,9 +93,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Source: own work.
     """
-    _, choices, fallbacks = traced(f, *args, **kwargs)
+    choices, fallbacks = traced(f, *args, **kwargs)
     # Stages that differ in a constant alone look the same, and choose alike.
-    counts = Counter(_Key(choice._replace(kernel=None)) for choice in choices)
+    counts = Counter(_Key(choice._replace(kernel=None)) for choice, _ in choices)
     device = dispatch.current_device()
     return Explanation(
         device,
@@ -105,8 +107,11 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def traced(
     f: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[jax.stages.Traced, list[dispatch.Choice], list[dispatch.Fallback]]:
-    """A traced program, what was chosen at each of its places, and what Flax's own code serves."""
+) -> tuple[list[tuple[dispatch.Choice, int]], list[dispatch.Fallback]]:
+    """What is chosen at each place of a program that runs, and what Flax's own code serves.
+
+    A choice comes with the number of times that such a stage runs, as far as loops state theirs.
+    """
     with (
         dispatch.recorded() as choices,
         dispatch.recorded_fallbacks() as fallbacks,
@@ -118,7 +123,45 @@ def traced(
             program.lower().compile()
             by_partitioner = [choice for choice in choices if choice.by_partitioner]
             choices[:] = by_partitioner or choices
-    return program, choices, fallbacks
+    calls = _calls(program.jaxpr.jaxpr)
+    names = {name for name, _, _ in calls}
+    exact = {_call(c)[:2] for c in choices if c.kernel is not None and _call(c) in calls}
+
+    def runs(choice: dispatch.Choice) -> int:
+        if choice.kernel is None or choice.by_partitioner:
+            return 1
+        # To take a gradient JAX also traces forwards that save nothing, and then leaves them out. Calls
+        # that it strips of operands or results that nothing needs have the name alone in common.
+        call = _call(choice)
+        return calls[call] or int(call[0] in names and call[:2] not in exact)
+
+    return [(choice, runs(choice)) for choice in choices if runs(choice)], fallbacks
+
+
+def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
+    """What `_calls` knows a call of the chosen kernel by."""
+    results = choice.kernel.axes(*choice.operands).results
+    return (
+        kernel_call.jitted(choice.stage).__name__,
+        tuple((o.shape, o.dtype) for o in choice.operands if o is not None),
+        sum(letters is not None for letters in results),
+    )
+
+
+def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
+    """How often a program calls each jitted function: its name, operands and number of results."""
+    calls: Counter[tuple[Any, ...]] = Counter()
+    for equation in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in equation.invars]
+        operands = tuple((getattr(a, "shape", ()), getattr(a, "dtype", None)) for a in avals)
+        calls[equation.params.get("name"), operands, len(equation.outvars)] += times
+        inside = times * equation.params.get("length", 1)
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr)
+        ):
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                calls += _calls(getattr(value, "jaxpr", value), inside)
+    return calls
 
 
 _numbers = itertools.count()

@@ -544,6 +544,37 @@ def test_tune_measures_the_shards_that_kernels_see(device):
     assert stage.work.operands[0].shape == (512, 768)
 
 
+def test_tune_and_explain_list_what_runs(device):
+    """JAX traces forwards that save nothing, and runs those that save; a loop runs its body often."""
+
+    def loss(x, scale):
+        def body(x, _):
+            return jaxfused.layer_norm(x, scale), None
+
+        x, _ = jax.lax.scan(body, x, length=12)
+        return jnp.sum(x.astype(jnp.float32))
+
+    gradient, args = jax.grad(loss), (array(4096, 768), array(768))
+    stages = tune(gradient, *args).stages
+    found = [(stage.choice.stage, stage.count) for stage in stages]
+    assert found == [("layer_norm forward", 12), ("layer_norm backward", 12)]
+    assert stages[0].work.kernel.save_statistics
+    assert list(chosen(gradient, *args)) == ["layer_norm forward", "layer_norm backward"]
+    sources = [choice.source for choice, _ in jaxfused.explain(gradient, *args).calls]
+    assert sources == ["table", "table"]
+
+
+def test_what_jax_strips_of_results_is_still_listed(device):
+    """`jax.checkpoint` leaves out what the gradient does not need of a stage that it runs again."""
+
+    def loss(x, w):
+        y = jax.checkpoint(lambda x: jaxfused.mlp(x, w, None, w.T, activation="gelu_tanh"))(x)
+        return jnp.sum(y.astype(jnp.float32))
+
+    found = chosen(jax.grad(loss), array(64, 128), array(128, 256))
+    assert "mlp hidden gradient" in found and "mlp first layer" in found
+
+
 def test_progress_is_lines_without_a_terminal(capsys):
     show = tuner._Progress(60.0, True)
     for elapsed in (1.0, 6.0, 7.0, 12.0):

@@ -79,7 +79,8 @@ class GpuBench:
         if work not in self.inputs:
             seed = jax.ShapeDtypeStruct((), jnp.uint32)
             self.inputs[work] = self._compile(jax.jit(_examples, static_argnums=0), work, seed)
-            results = jax.eval_shape(_in_xla(work), *work.operands)
+            with kernel_call.jax_defaults("xla"):
+                results = jax.eval_shape(_in_xla(work), *work.operands)
             self.errors[work] = self._compile(_largest_error, work, results, results)
         function = kernel_call.jitted(work.kernel.name)
         self.compiled[work, candidate] = self._compile(

@@ -4,14 +4,12 @@ import importlib
 import importlib.util
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfused import dispatch
 from jaxfused.explain import traced
@@ -38,7 +36,7 @@ class TunedStage:
     choice: dispatch.Choice
     """What ran before."""
     count: int
-    """How often the program runs it; more often, where a loop has no fixed number of turns."""
+    """How often the program runs it, as far as its loops say."""
     work: Work
     waiting: list[Candidate]
     """What is not measured, in the order in which it would be."""
@@ -253,16 +251,12 @@ def _stages(
     f: Callable[..., Any], args: Sequence[Any], device: dispatch.Device
 ) -> list[TunedStage]:
     """Each distinct stage of a program where there is something to choose."""
-    program, recorded, _ = traced(f, *args)
-    choices = [choice for choice in recorded if choice.kernel is not None]
-    calls = _calls(program.jaxpr.jaxpr)
-    # To take a gradient JAX also traces forwards that save nothing, which the program does not call.
-    called = {_call(choice)[:-1] for choice in choices if _call(choice) in calls}
     stages: dict[table.Key, TunedStage] = {}
-    for choice in choices:
+    for choice, runs in traced(f, *args)[0]:
+        if choice.kernel is None:
+            continue
         key = table.Key.of(choice.kernel, choice.operands)
-        count = calls[_call(choice)]
-        if key in stages or (not count and _call(choice)[:-1] in called):
+        if key in stages:
             continue
         work = Work(choice.kernel, tuple(choice.operands), device)
         defaults = [
@@ -276,34 +270,8 @@ def _stages(
             choice = choice._replace(config=config)
         first = Candidate(choice.implementation, choice.config)
         order = list(dict.fromkeys([first, *defaults]))
-        stages[key] = TunedStage(choice, max(1, count), work, list(order), order)
+        stages[key] = TunedStage(choice, runs, work, list(order), order)
     return [stage for stage in stages.values() if stage.has_choice(device)]
-
-
-def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
-    """What `_calls` knows a call of the chosen kernel by."""
-    results = choice.kernel.axes(*choice.operands).results
-    return (
-        kernel_call.jitted(choice.stage).__name__,
-        tuple((o.shape, o.dtype) for o in choice.operands if o is not None),
-        sum(letters is not None for letters in results),
-    )
-
-
-def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
-    """How often a program calls each jitted function: its name, operands and number of results."""
-    calls: Counter[tuple[Any, ...]] = Counter()
-    for equation in jaxpr.eqns:
-        avals: list[Any] = [v.aval for v in equation.invars]
-        operands = tuple((getattr(a, "shape", ()), getattr(a, "dtype", None)) for a in avals)
-        calls[equation.params.get("name"), operands, len(equation.outvars)] += times
-        inside = times * equation.params.get("length", 1)
-        for value in jax.tree.leaves(
-            equation.params, is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr)
-        ):
-            if isinstance(value, Jaxpr | ClosedJaxpr):
-                calls += _calls(getattr(value, "jaxpr", value), inside)
-    return calls
 
 
 def _measure(
@@ -320,18 +288,22 @@ def _measure(
     those first that the program spends most time in. A round is compiled in threads while it is lowered
     here, and then measured.
     """
-    reserve, is_first = 0.0, True
+    pace, is_first = 0.0, True
     while any(stage.waiting for stage in stages):
-        entries = []
+        entries, submitted = [], 0
         total = sum(stage.total for stage in stages)
         for stage in sorted(stages, key=lambda stage: -stage.total):
             if not is_first and stage.total < _SHARE * total:
                 stage.waiting.clear()
             batch: list[Candidate] = []
             count = len(stage.waiting) if is_first else _CONFIGS_A_ROUND
-            while stage.waiting and len(batch) < count and clock() < deadline - reserve:
+            while stage.waiting and len(batch) < count:
+                # What is submitted has still to be measured.
+                if clock() + pace * (submitted + 1) >= deadline:
+                    break
                 batch.append(stage.waiting.pop(0))
                 bench.submit(stage.work, batch[-1])
+                submitted += 1
                 show(f"compiling {stage.choice.stage}")
             if batch:
                 entries.append((stage, batch))
@@ -345,7 +317,7 @@ def _measure(
             show(f"measured {stage.choice.stage}")
             if is_first:
                 stage.look_closer(device)
-        reserve, is_first = clock() - lowered, False
+        pace, is_first = (clock() - lowered) / submitted, False
 
 
 class _Progress:
