@@ -44,6 +44,11 @@ class Work:
     operands: tuple[jax.ShapeDtypeStruct | None, ...]
     device: dispatch.Device
 
+    def candidates(self, implementation: str) -> list[Candidate]:
+        """The ways to run it by an implementation, the default first."""
+        configs = kernel_call.configs(self.kernel, implementation, self.device, self.operands)
+        return [Candidate(implementation, config) for config in configs]
+
 
 class Bench(Protocol):
     """What measures candidates; tests have one without a GPU."""

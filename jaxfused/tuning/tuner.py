@@ -13,7 +13,6 @@ import jax
 
 from jaxfused import dispatch
 from jaxfused.explain import traced
-from jaxfused.ops import kernel_call
 from jaxfused.tuning import table
 from jaxfused.tuning.bench import Bench, Candidate, GpuBench, Work
 
@@ -40,19 +39,16 @@ class TunedStage:
     work: Work
     waiting: list[Candidate]
     """What is not measured, in the order in which it would be."""
-    order: list[Candidate] = field(default_factory=list)
+    order: list[Candidate]
     """All that there is, the most promising first: what ran before, then by the cost model."""
     microseconds: dict[Candidate, float] = field(default_factory=dict)
     dropped: dict[Candidate, str] = field(default_factory=dict)
     """What raised, or was wrong, with the reason."""
 
-    def has_choice(self, device: dispatch.Device) -> bool:
+    @property
+    def has_choice(self) -> bool:
         """Whether there is more than one way to run it."""
-        kernel, operands = self.work.kernel, self.work.operands
-        return len(self.order) > 1 or any(
-            len(kernel_call.configs(kernel, candidate.implementation, device, operands)) > 1
-            for candidate in self.order
-        )
+        return len(self.order) > 1 or any(len(self.work.candidates(c[0])) > 1 for c in self.order)
 
     @property
     def before(self) -> float | None:
@@ -102,18 +98,14 @@ class TunedStage:
             elif candidate != reference:
                 self.microseconds[candidate] = scale * result
 
-    def look_closer(self, device: dispatch.Device) -> None:
+    def look_closer(self) -> None:
         """After the implementations' defaults: what waits now are the configs of the fast ones."""
         best = min(self.microseconds.values(), default=0.0)
         fast = {
             c.implementation: time for c, time in self.microseconds.items() if time <= _SLOW * best
         }
         for implementation in sorted(fast, key=fast.__getitem__):
-            configs = kernel_call.configs(
-                self.work.kernel, implementation, device, self.work.operands
-            )
-            candidates = (Candidate(implementation, config) for config in configs)
-            self.waiting += [candidate for candidate in candidates if candidate not in self.order]
+            self.waiting += [c for c in self.work.candidates(implementation) if c not in self.order]
         self.order += self.waiting
 
 
@@ -227,9 +219,7 @@ def run(
     table.check_can_write(file, device)
     show = _Progress(seconds, progress)
     stages = _stages(f, args, device)
-    _measure(
-        stages, bench, device, begin + seconds, clock, lambda text: show(clock() - begin, text)
-    )
+    _measure(stages, bench, begin + seconds, clock, lambda text: show(clock() - begin, text))
     entries = {
         table.Key.of(stage.work.kernel, stage.work.operands): tuple(
             table.Ranked(c.implementation, table.config_text(c.config), stage.microseconds[c])
@@ -259,25 +249,20 @@ def _stages(
         if key in stages:
             continue
         work = Work(choice.kernel, tuple(choice.operands), device)
-        defaults = [
-            Candidate(name, kernel_call.configs(work.kernel, name, device, work.operands)[0])
-            for name, reason in choice.reasons.items()
-            if reason is None
-        ]
+        can_run = [name for name, reason in choice.reasons.items() if reason is None]
+        defaults = [work.candidates(name)[0] for name in can_run]
         # A default is known by its config, whether the table has named it or not.
         if choice.config is None:
-            config = next(c.config for c in defaults if c.implementation == choice.implementation)
-            choice = choice._replace(config=config)
+            choice = choice._replace(config=work.candidates(choice.implementation)[0].config)
         first = Candidate(choice.implementation, choice.config)
         order = list(dict.fromkeys([first, *defaults]))
         stages[key] = TunedStage(choice, runs, work, list(order), order)
-    return [stage for stage in stages.values() if stage.has_choice(device)]
+    return [stage for stage in stages.values() if stage.has_choice]
 
 
 def _measure(
     stages: Sequence[TunedStage],
     bench: Bench,
-    device: dispatch.Device,
     deadline: float,
     clock: Callable[[], float],
     show: Callable[[str], None],
@@ -316,7 +301,7 @@ def _measure(
             stage.add(bench.measure(stage.work, [*reference, *batch]))
             show(f"measured {stage.choice.stage}")
             if is_first:
-                stage.look_closer(device)
+                stage.look_closer()
         pace, is_first = (clock() - lowered) / submitted, False
 
 
