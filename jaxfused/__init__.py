@@ -30,6 +30,8 @@ from jaxfused.semantics.rope_scaling import Llama3Rope as Llama3Rope
 from jaxfused.semantics.rope_scaling import NTKRope as NTKRope
 from jaxfused.semantics.rope_scaling import RopeScaling as RopeScaling
 from jaxfused.semantics.rope_scaling import YarnRope as YarnRope
+from jaxfused.tuning.tuner import TuningReport as TuningReport
+from jaxfused.tuning.tuner import tune as tune
 
 __version__ = "0.1.0"
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel

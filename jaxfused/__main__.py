@@ -1,9 +1,13 @@
-"""`python -m jaxfused`: which parts of jaxfused run on this machine, and why the others do not."""
+"""`python -m jaxfused`: which parts of jaxfused run on this machine, and why the others do not.
+
+`python -m jaxfused tune` measures what is the fastest; see `jaxfused/tuning/command.py`.
+"""
 
 import importlib.metadata
 import inspect
+import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +15,7 @@ import jax.numpy as jnp
 
 import jaxfused
 from jaxfused import cuda, dispatch
+from jaxfused.tuning import command, table
 
 
 class Example(NamedTuple):
@@ -110,12 +115,26 @@ def versions() -> str:
     return ", ".join([f"jaxfused {jaxfused.__version__}", *found])
 
 
+def measured_choices(device: dispatch.Device) -> list[str]:
+    """Returns the lines that name the tables of measured choices."""
+    if device.compute_capability is None:
+        return []
+    measured = table.load(device)
+    lines = [f"measured      {measured}"] if measured.entries else []
+    lines += [f"              {file}" for file in measured.files]
+    path = table.user_path(device)
+    if not path.exists():
+        lines.append(f"              nothing is in {path}; `python -m jaxfused tune` makes it")
+    return ["measured" + lines[0][8:], *lines[1:]]
+
+
 def report(device: dispatch.Device) -> str:
     """Returns all that the command prints: each operator's stages at one shape, forward and backward."""
     lines = [
         f"versions      {versions()}",
         f"device        {describe(device)}",
         f"CUDA library  {cuda.library.why_unavailable() or cuda.library.PATH}",
+        *measured_choices(device),
     ]
     for name, explanation in operators(device):
         shapes = ", ".join(f"{s.dtype}{list(s.shape)}" for s in EXAMPLES[name].shapes)
@@ -131,5 +150,16 @@ def report(device: dispatch.Device) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command and returns its exit status."""
+    if arguments and arguments[0] == "tune":
+        return command.main(arguments[1:])
+    if arguments:
+        print(f"usage: python -m jaxfused [tune PROGRAM]; {arguments[0]!r} is not known")
+        return 2
     print(report(dispatch.current_device()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

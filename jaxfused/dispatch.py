@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -115,6 +115,13 @@ class Choice(NamedTuple):
     """For each implementation, fastest first: None, or why it cannot run."""
     by_partitioner: bool = False
     """Whether the choice was made while XLA partitioned the operation, for one shard of it."""
+    source: Literal["named", "model", "table", "neighbour"] | None = None
+    """What decided: the caller, who named the implementation; the cost model; the table of measured
+    choices, at these shapes or at the nearest ones in it. None where no shape is asked for."""
+    config: Any = None
+    """The config that the table has, or None for the implementation's own default."""
+    kernel: Any = None
+    """The `jaxfused.ops.kernel_call.Kernel` of the stage, or None where the call is plain jax.numpy."""
 
 
 class Fallback(NamedTuple):

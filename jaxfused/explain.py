@@ -4,13 +4,16 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfused import dispatch
+from jaxfused.ops import kernel_call
+from jaxfused.tuning.table import Table, load
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,14 @@ class Explanation:
     """Each stage of an operator with its choice, and how often the program contains it."""
     fallbacks: tuple[tuple[dispatch.Fallback, int], ...] = ()
     """Each call of a module that Flax's own code serves, with the reason, and how often it occurs."""
+    table: Table = field(default_factory=lambda: Table({}))
+    """The table of measured choices for the device."""
 
     def __str__(self) -> str:
         lines = [f"on {self.device.name}:"]
+        if self.table.files:
+            lines.append(f"  measured choices {self.table}:")
+            lines += [f"      {file}" for file in self.table.files]
         if not self.calls:
             lines.append("  no operator of jaxfused was called")
         for choice, count in self.calls:
@@ -34,7 +42,12 @@ class Explanation:
                 if shape is not None
             )
             times = f"{count} x " if count > 1 else ""
-            lines.append(f"  {times}{choice.stage} runs on {choice.implementation!r}: {shapes}")
+            decided = f" ({_SOURCES[choice.source]})" if choice.source else ""
+            lines.append(
+                f"  {times}{choice.stage} runs on {choice.implementation!r}{decided}: {shapes}"
+            )
+            if choice.config is not None:
+                lines.append(f"      by {choice.config}")
             lines += [
                 f"      not {name!r}: {reason or f'{choice.implementation!r} comes first'}"
                 for name, reason in choice.reasons.items()
@@ -46,13 +59,22 @@ class Explanation:
         return "\n".join(lines)
 
 
+_SOURCES = {
+    "named": "as named",
+    "model": "expected to be the fastest",
+    "table": "measured",
+    "neighbour": "measured at near shapes",
+}
+
+
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Reports for each call of an operator in `f(*args, **kwargs)` what runs each of its stages.
 
     The function is traced, and compiled where XLA splits arrays over devices, but not run. Shapes are
-    those that a kernel sees: after `jax.vmap`, on one device's shard. To see the stages of gradients,
-    pass a function that takes them, such as a training step. Calls of modules that Flax's own code
-    serves are listed with the argument that no operator can serve.
+    those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what
+    decided, measurements (see `jaxfused.tune`) or expected times, and a config that was measured. To see
+    the stages of gradients, pass a function that takes them, such as a training step. Calls of modules
+    that Flax's own code serves are listed with the argument that no operator can serve.
 
     Args:
       f: any function of JAX arrays, jitted or not.
@@ -71,23 +93,75 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Source: own work.
     """
+    choices, fallbacks = traced(f, *args, **kwargs)
+    # Stages that differ in a constant alone look the same, and choose alike.
+    counts = Counter(_Key(choice._replace(kernel=None)) for choice, _ in choices)
+    device = dispatch.current_device()
+    return Explanation(
+        device,
+        tuple((key.choice, count) for key, count in counts.items()),
+        tuple(Counter(fallbacks).items()),
+        load(device),
+    )
+
+
+def traced(
+    f: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[list[tuple[dispatch.Choice, int]], list[dispatch.Fallback]]:
+    """What is chosen at each place of a program that runs, and what Flax's own code serves.
+
+    A choice comes with the number of times that such a stage runs, as far as loops state theirs.
+    """
     with (
         dispatch.recorded() as choices,
         dispatch.recorded_fallbacks() as fallbacks,
         _traced_anew(),
     ):
-        traced = jax.jit(f).trace(*args, **kwargs)
+        program = jax.jit(f).trace(*args, **kwargs)
         if _is_split_by_xla(args, kwargs):
             choices.clear()
-            traced.lower().compile()
+            program.lower().compile()
             by_partitioner = [choice for choice in choices if choice.by_partitioner]
             choices[:] = by_partitioner or choices
-    counts = Counter(map(_Key, choices))
-    return Explanation(
-        dispatch.current_device(),
-        tuple((key.choice, count) for key, count in counts.items()),
-        tuple(Counter(fallbacks).items()),
+    calls = _calls(program.jaxpr.jaxpr)
+    names = {name for name, _, _ in calls}
+    exact = {_call(c)[:2] for c in choices if c.kernel is not None and _call(c) in calls}
+
+    def runs(choice: dispatch.Choice) -> int:
+        if choice.kernel is None or choice.by_partitioner:
+            return 1
+        # To take a gradient JAX also traces forwards that save nothing, and then leaves them out. Calls
+        # that it strips of operands or results that nothing needs have the name alone in common.
+        call = _call(choice)
+        return calls[call] or int(call[0] in names and call[:2] not in exact)
+
+    return [(choice, runs(choice)) for choice in choices if runs(choice)], fallbacks
+
+
+def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
+    """What `_calls` knows a call of the chosen kernel by."""
+    results = choice.kernel.axes(*choice.operands).results
+    return (
+        kernel_call.jitted(choice.stage).__name__,
+        tuple((o.shape, o.dtype) for o in choice.operands if o is not None),
+        sum(letters is not None for letters in results),
     )
+
+
+def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
+    """How often a program calls each jitted function: its name, operands and number of results."""
+    calls: Counter[tuple[Any, ...]] = Counter()
+    for equation in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in equation.invars]
+        operands = tuple((getattr(a, "shape", ()), getattr(a, "dtype", None)) for a in avals)
+        calls[equation.params.get("name"), operands, len(equation.outvars)] += times
+        inside = times * equation.params.get("length", 1)
+        for value in jax.tree.leaves(
+            equation.params, is_leaf=lambda leaf: isinstance(leaf, Jaxpr | ClosedJaxpr)
+        ):
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                calls += _calls(getattr(value, "jaxpr", value), inside)
+    return calls
 
 
 _numbers = itertools.count()

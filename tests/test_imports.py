@@ -32,7 +32,15 @@ LAYERS = {
         "jaxfused.reference",
         "jaxfused.semantics",
         "jaxfused.sharding",
+        "jaxfused.tuning.table",
         "pallas_kernels",
+    ),
+    # Operators ask the table; the tuner asks the operators.
+    "jaxfused/tuning": (
+        "jaxfused.__version__",
+        "jaxfused.dispatch",
+        "jaxfused.explain",
+        "jaxfused.ops.kernel_call",
     ),
     "jaxfused/cuda": (),
     "jaxfused/reference": ("jaxfused.quantization.quantized_array", "jaxfused.semantics"),

@@ -131,7 +131,7 @@ def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
     for _ in range(12):
         program = jax.make_jaxpr(
             lambda x: kernel_call._lowered_by_export(
-                forward, "pallas", H200, x, None, None, None, None
+                forward, "pallas", None, H200, x, None, None, None, None
             )[0]
         )(x)
         assert "call_exported" in str(program)
@@ -300,7 +300,7 @@ def test_implementations_return_the_same_shapes_and_dtypes(h200, kernel, operand
 @pytest.mark.parametrize("op", (jaxfused.layer_norm, jaxfused.rms_norm))
 def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, op, residual):
     """Single stages run in XLA beside kernels, where no kernel supports the shapes."""
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
+    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
     keys = jax.random.split(jax.random.key(0), 6)
     x, stream, dy, dstream = (jax.random.normal(key, (3, 5, 24)) for key in keys[:4])
     scale, bias = (jax.random.normal(key, (24,)) for key in keys[4:])
@@ -337,7 +337,7 @@ def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeyp
 @pytest.mark.parametrize("save", ("hidden", "preactivation", "inputs"))
 @pytest.mark.parametrize("gated", (False, True, "stacked"))
 def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, save, gated):
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
+    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
     random = np.random.default_rng(0)
 
     def array(*shape):
@@ -363,7 +363,7 @@ def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypa
 
 @pytest.mark.parametrize("options", ({}, {"is_causal": True}, {"logits_soft_cap": 3.0}), ids=str)
 def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypatch, options):
-    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: "xla")
+    monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
     random = np.random.default_rng(0)
     q, k, v, bias = (
         jnp.asarray(random.standard_normal(shape), jnp.float32)

@@ -53,9 +53,9 @@ def test_on_eight_devices():
 
 
 def stand_in_forward(
-    x, scale, bias, residual, pre_bias, *, save_statistics, multiprocessors, **options
+    x, scale, bias, residual, pre_bias, *, save_statistics, multiprocessors, config, **options
 ):
-    del multiprocessors
+    del multiprocessors, config
 
     def norm(row):
         x, residual = row
@@ -84,9 +84,10 @@ def stand_in_backward(
     *,
     segments,
     multiprocessors,
+    config,
     **options,
 ):
-    del mean, rstd, multiprocessors
+    del mean, rstd, multiprocessors, config
 
     def norm(h, scale, bias, pre_bias):
         # With a residual, h has pre_bias in it; its gradient is then that of h.
@@ -460,8 +461,8 @@ def stand_in_projection(
     return lax.map(project, (x, cos[rows], sin[rows]))
 
 
-def stand_in_input_gradient(dys, weights, *, multiprocessors):
-    del multiprocessors
+def stand_in_input_gradient(dys, weights, *, multiprocessors, config):
+    del multiprocessors, config
     return (lax.map(lambda dys: sum(d @ w.T for d, w in zip(dys, weights, strict=True)), dys),)
 
 

@@ -20,6 +20,7 @@ from benchmarks.fuzz import operators as fuzz_operators
 from benchmarks.fuzz.problem import Operand, Problem
 from benchmarks.sweep import configs, judge, lowering, programs, report
 from examples.vit.model import ViTSize
+from jaxfused.tuning.timing import split_at_markers
 
 # --- the sweep: what is drawn ---------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ def test_kernels_are_split_at_markers(monkeypatch):
     assert samples["b"].microseconds == [7e3, 17e3, 27e3, 37e3]
     assert [name for name, _ in samples["b"].kernels] == ["two", "three"]
     with pytest.raises(RuntimeError, match="2 programs ran, and 1 markers"):
-        timing._split_at_markers([("one", 1.0), ("m", 1.0)], 2)
+        split_at_markers([("one", 1.0), ("m", 1.0)], 2)
 
 
 # --- the fuzz -------------------------------------------------------------------------------------

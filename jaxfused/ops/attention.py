@@ -1,7 +1,7 @@
 """dot_product_attention: validation, choice of implementation, gradient, and the call of cuDNN."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -414,7 +414,7 @@ class _Options:
             keys = min(keys, queries + sum(self.window))
         return keys
 
-    def logits(self, query: jax.Array, key: jax.Array, operands: Operands) -> Logits:
+    def logits(self, query: Any, key: Any, operands: "Operands | _Arrays") -> Logits:
         """Returns the options in the form that the Pallas kernels take."""
         mask = BlockMask(
             query_count=query.shape[1],
@@ -487,6 +487,13 @@ class _Arrays(NamedTuple):
         """Returns the letters of each operand's axes for `sharding`."""
         bias, explicit = _axes_of_logits(self.bias), _axes_of_logits(self.explicit)
         return ("btkgh", "bskh", "bskv", bias, "kg", "b", "b", "bt", "bs", explicit, "zbkg")
+
+    def shape(self) -> Shape:
+        """Returns the sizes in the form that the Pallas kernels take."""
+        batch, query_count, key_heads, groups, head_size = self.query.shape
+        _, key_count, _, value_size = self.value.shape
+        heads = key_heads * groups
+        return Shape(batch, query_count, key_count, heads, key_heads, head_size, value_size)
 
     def ungrouped(self) -> tuple[jax.Array, jax.Array, jax.Array, Operands]:
         """Returns the arrays in the form that the kernels take, with query heads [N]."""
@@ -613,7 +620,7 @@ class _Forward:
         return "dot_product_attention forward"
 
     def axes(self, *operands) -> Axes:
-        return Axes(_Arrays(*operands).axes(), ("btkgv", "bkgr"), _WHOLE)
+        return Axes(_Arrays(*operands).axes(), ("btkgv", "bkgr"), _WHOLE, {"r": "t"})
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         arrays = _Arrays(*operands)
@@ -621,7 +628,22 @@ class _Forward:
             self.options.xla_is_faster_forward(device, arrays), _reasons(device, arrays)
         )
 
-    def run(self, implementation, device, *operands) -> Results:
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        arrays = _Arrays(*operands)
+        if implementation != "pallas":
+            return ()
+        return pallas_attention.forward_candidates(
+            arrays.shape(),
+            arrays.query.dtype,
+            logits=self.options.logits(arrays.query, arrays.key, arrays),
+            multiprocessors=device.multiprocessors,
+        )
+
+    def examples(self, random, device, *operands) -> Sequence[Any]:
+        del device
+        return _examples(random, _Arrays(*operands))
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
         arrays = _Arrays(*operands)
         query, key, value, optional = arrays.ungrouped()
         if implementation == "xla":
@@ -643,6 +665,7 @@ class _Forward:
                 optional,
                 logits=logits,
                 multiprocessors=device.multiprocessors,
+                config=config,
             )
         return _grouped(arrays, output, lse)
 
@@ -679,7 +702,27 @@ class _Backward:
             self.options.xla_is_faster_backward(device, arrays), _reasons(device, arrays)
         )
 
-    def run(self, implementation, device, output, lse, doutput, dlse, *operands) -> Results:
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        del device
+        arrays = _Arrays(*operands[4:])
+        if implementation != "pallas":
+            return ()
+        logits = self.options.logits(arrays.query, arrays.key, arrays)
+        return pallas_attention.backward_candidates(
+            arrays.shape(), arrays.query.dtype, logits=logits
+        )
+
+    def examples(self, random, device, *operands) -> Sequence[Any]:
+        arrays = _examples(random, _Arrays(*operands[4:]))
+        forward = _Forward(self.options)
+        reasons = forward.reasons(device, *arrays)
+        implementation = next(name for name, reason in reasons.items() if reason is None)
+        output, lse = forward.run(implementation, device, *arrays)
+        return output, lse, random(operands[2]), random(operands[3]), *arrays
+
+    def run(
+        self, implementation, device, output, lse, doutput, dlse, *operands, config=None
+    ) -> Results:
         arrays = _Arrays(*operands)
         query, key, value, optional = arrays.ungrouped()
         batch, query_count, heads, _ = query.shape
@@ -709,6 +752,7 @@ class _Backward:
                 *saved,
                 logits=logits,
                 multiprocessors=device.multiprocessors,
+                config=config,
             )
         return self._as_operands(arrays, *gradients)
 
@@ -724,6 +768,29 @@ class _Backward:
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
         return _over_batch(self, call, axis_size, in_batched, operands, 4)
+
+
+def _examples(random: Callable[[Any], Any], arrays: _Arrays) -> _Arrays:
+    """Random arrays in the shapes of `arrays`: of whole length, in four segments, all keys allowed."""
+
+    def segments(ids):
+        if ids is None:
+            return None
+        length = ids.shape[1]
+        return jnp.broadcast_to(4 * jnp.arange(length, dtype=ids.dtype) // length, ids.shape)
+
+    def lengths(counts, array):
+        return None if counts is None else jnp.full_like(counts, array.shape[1])
+
+    random_arrays = _Arrays(*(None if array is None else random(array) for array in arrays))
+    explicit = arrays.explicit
+    return random_arrays._replace(
+        query_lengths=lengths(arrays.query_lengths, arrays.query),
+        key_lengths=lengths(arrays.key_lengths, arrays.key),
+        query_segments=segments(arrays.query_segments),
+        key_segments=segments(arrays.key_segments),
+        explicit=None if explicit is None else jnp.ones_like(explicit),
+    )
 
 
 def _xla_first_if(is_faster: bool, reasons: Mapping[str, str | None]) -> Mapping[str, str | None]:

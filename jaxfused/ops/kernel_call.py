@@ -5,18 +5,21 @@ Runner treats all of them alike, from the outside in:
 
 1. `jax.vmap`: the batch is folded into axes that the kernel has, or its entries run one by one.
 2. Shards: `sharding.per_shard` runs the kernel on the part of the operands that a device holds.
-3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs. The
-   operands and results of a stage are the same for all implementations, XLA's included, so that each
-   stage of an operator chooses for itself.
+3. Choice: the shapes on that shard, which the kernel will see, decide which implementation runs, and by
+   which config: the table of measured choices where it has these shapes or near ones, else the kernel's
+   cost model. The operands and results of a stage are the same for all implementations, XLA's included,
+   so that each stage of an operator chooses for itself.
 4. Lowering: the chosen kernel stands behind a `jax.jit` whose identity depends only on the kernel, its
    options and its shapes. However often a program calls the kernel, it is traced and lowered once.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxfused import cuda, dispatch, sharding
 from jaxfused.ops.batching import batch_all, is_batched, one_by_one
+from jaxfused.tuning import table as tables
 from pallas_kernels import hopper
 
 Operands = Sequence[jax.Array | None]
@@ -41,6 +45,9 @@ class Axes(NamedTuple):
     """The letters of each result, or None for a result that is None."""
     whole: str = ""
     """The letters of axes that must not be split over devices."""
+    padded: Mapping[str, str] = MappingProxyType({})
+    """Letters of results that are padded, each with the letter of an operand whose size is as many
+    entries as mean something."""
 
 
 class Kernel(Protocol):
@@ -72,7 +79,10 @@ class Kernel(Protocol):
 
     @property
     def run(self) -> Callable[..., Results]:
-        """The function `run(implementation, device, *operands)`, which computes the results."""
+        """The function `run(implementation, device, *operands)`, which computes the results.
+
+        That of a kernel which `HasConfigs` takes `config=` too; None stands for the default.
+        """
 
     @property
     def batched(self) -> Callable[..., Results | None]:
@@ -83,14 +93,50 @@ class Kernel(Protocol):
         """
 
 
+@runtime_checkable
+class HasConfigs(Protocol):
+    """A kernel some of whose implementations can run in several ways."""
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, *operands: Any
+    ) -> Sequence[Hashable]:
+        """The configs of an implementation that are legal for these operands, the default one first.
+
+        They are hashable, and made of dataclasses, tuples, numbers and strings. None stands for a
+        default that is not one of the others, and there is nothing to choose where there are none.
+        """
+
+
+@runtime_checkable
+class HasExamples(Protocol):
+    """A kernel whose operands fit together in a way that random numbers do not, such as lengths."""
+
+    def examples(
+        self, random: Callable[..., Any], device: dispatch.Device, *operands: Any
+    ) -> Operands:
+        """Operands to measure the kernel with, of the given shapes and dtypes.
+
+        `random(operand)` returns a random array of an operand's shape and dtype.
+        """
+
+
 @dataclass(frozen=True)
 class Runner:
-    """Runs an operator's kernels, by the implementation that the caller named or by the fastest one."""
+    """Runs an operator's kernels, by the implementation that the caller named or by the fastest one.
+
+    A Runner is a static part of all that JAX traces below an operator, and so the device's table is in
+    the keys of JAX's caches: a gradient chooses by the table that its forward has chosen by.
+    """
 
     implementation: str | None
     """The name of the implementation, or None for the fastest."""
     device: dispatch.Device
     """The device that the operator will run on."""
+    table: tables.Table = field(init=False, repr=False)
+    """The measured choices for the device."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "table", tables.load(self.device))
 
     def __call__(self, kernel: Kernel, *operands: jax.Array | None) -> Any:
         """Runs a kernel and returns its results; the operands are arrays of any rank, or None.
@@ -242,7 +288,7 @@ class _OnShard:
         axes = call.kernel.axes(*operands)
         rows, matrices = _flatten_rows(operands, axes.operands)
         lower = _lowered_by_export if self.in_own_module else _lowered
-        results = lower(call.kernel, self._choose(matrices), call.runner.device, *matrices)
+        results = lower(call.kernel, *self._choose(matrices), call.runner.device, *matrices)
         return tuple(
             result
             if result is None or letters is None or ROWS not in letters
@@ -254,23 +300,62 @@ class _OnShard:
             for result, letters in zip(results, axes.results, strict=True)
         )
 
-    def _choose(self, operands: Operands) -> str:
+    def _choose(self, operands: Operands) -> tuple[str, Hashable]:
+        """Returns the implementation to run, and its config or None for its default one."""
         call = self.call
         # Without elements a kernel has nothing to do, and CUDA rejects an empty launch.
         if any(operand is not None and operand.size == 0 for operand in operands):
-            return "xla"
+            return "xla", None
         reasons = call.kernel.reasons(call.runner.device, *operands)
         named = call.runner.implementation
         if named is not None and named not in reasons:
             named = "xla"
         operator = call.kernel.name.split(" ")[0]
-        chosen = dispatch.choose(operator, named, reasons)
-        dispatch.record(
-            dispatch.Choice(
-                call.kernel.name, _shapes(operands), chosen, dict(reasons), self.in_own_module
-            )
+        choice = dispatch.Choice(
+            call.kernel.name,
+            _shapes(operands),
+            dispatch.choose(operator, named, reasons),
+            dict(reasons),
+            self.in_own_module,
+            source="model" if named is None else "named",
+            kernel=call.kernel,
         )
-        return chosen
+        choice = self._measured(choice, operands, named) or choice
+        dispatch.record(choice)
+        return choice.implementation, choice.config
+
+    def _measured(
+        self, choice: dispatch.Choice, operands: Operands, named: str | None
+    ) -> dispatch.Choice | None:
+        """The choice by the table: of what can run here, and is legal here, the fastest."""
+        kernel, device = self.call.kernel, self.call.runner.device
+        found = self.call.runner.table.find(kernel, operands)
+        for ranked in () if found is None else found.ranking:
+            implementation = ranked.implementation
+            can_run = choice.reasons.get(implementation, "it is not known") is None
+            if not can_run or named not in (None, implementation):
+                continue
+            legal: dict[str | None, Hashable] = {None: None}
+            legal |= {
+                tables.config_text(config): config
+                for config in configs(kernel, implementation, device, operands)
+            }
+            if ranked.config in legal:
+                return choice._replace(
+                    implementation=implementation,
+                    config=legal[ranked.config],
+                    source="table" if found is not None and found.exact else "neighbour",
+                )
+        return None
+
+
+def configs(
+    kernel: Kernel, implementation: str, device: dispatch.Device, operands: Sequence[Any]
+) -> Sequence[Hashable]:
+    """The configs of an implementation, the default one first; None alone if there is no choice."""
+    if not isinstance(kernel, HasConfigs):
+        return (None,)
+    return kernel.configs(implementation, device, *operands) or (None,)
 
 
 def _row_axes(operands: Operands, axes: Axes) -> int:
@@ -309,45 +394,62 @@ def _flatten_rows(
 def _lowered(
     kernel: Kernel,
     implementation: str,
+    config: Hashable,
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
     """Runs `kernel.run`, lowered once for all places of a program that call it."""
-    return _jitted(kernel.name)(kernel, implementation, device, *operands)
+    return jitted(kernel.name)(kernel, implementation, config, device, *operands)
 
 
-def _run(
-    kernel: Kernel,
-    implementation: str,
-    device: dispatch.Device,
-    *operands: jax.Array | None,
-) -> Results:
-    """Runs `kernel.run` under JAX's defaults, whatever promotions the user has forbidden or widened.
+@contextlib.contextmanager
+def jax_defaults(implementation: str) -> Iterator[None]:
+    """Within this context an implementation runs under JAX's defaults.
 
-    A kernel's indices are 32 bits wide, and where its arithmetic promotes dtypes, that is intended.
+    Whatever promotions the user has forbidden or widened: a kernel's indices are 32 bits wide, and where
+    its arithmetic promotes dtypes, that is intended.
     """
     with (
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
         jax.enable_x64(jax.config.jax_enable_x64 and implementation == "xla"),
     ):
-        return kernel.run(implementation, device, *operands)
+        yield
+
+
+def _run(
+    kernel: Kernel,
+    implementation: str,
+    config: Hashable,
+    device: dispatch.Device,
+    *operands: jax.Array | None,
+) -> Results:
+    """Runs `kernel.run` under JAX's defaults."""
+    with jax_defaults(implementation):
+        # Only a kernel with configs takes one.
+        chosen = {} if config is None else {"config": config}
+        return kernel.run(implementation, device, *operands, **chosen)
 
 
 @functools.cache
-def _jitted(name: str) -> Callable[..., Results]:
-    """Returns `kernel.run` behind a `jax.jit` that carries the kernel's name in profiles."""
+def jitted(name: str) -> Any:
+    """Returns the jitted `kernel.run` that carries the kernel's name in profiles.
 
-    def run(kernel, implementation, device, *operands):
-        return _run(kernel, implementation, device, *operands)
+    It is called by (kernel, implementation, config, device, *operands), of which the first four are
+    static.
+    """
+
+    def run(kernel, implementation, config, device, *operands):
+        return _run(kernel, implementation, config, device, *operands)
 
     run.__name__ = run.__qualname__ = "jaxfused_" + name.replace(" ", "_")
-    return jax.jit(run, static_argnums=(0, 1, 2))
+    return jax.jit(run, static_argnums=(0, 1, 2, 3))
 
 
 def _lowered_by_export(
     kernel: Kernel,
     implementation: str,
+    config: Hashable,
     device: dispatch.Device,
     *operands: jax.Array | None,
 ) -> Results:
@@ -357,11 +459,12 @@ def _lowered_by_export(
     """
     # The reference is lowered quickly, and the interpreter's callbacks cannot be exported.
     if implementation == "xla" or jax.default_backend() != "gpu":
-        return _lowered(kernel, implementation, device, *operands)
+        return _lowered(kernel, implementation, config, device, *operands)
     present = [operand for operand in operands if operand is not None]
     exported = _exported(
         cast(Hashable, kernel),
         implementation,
+        config,
         device,
         tuple(None if o is None else (o.shape, jnp.dtype(o.dtype)) for o in operands),
     )
@@ -372,6 +475,7 @@ def _lowered_by_export(
 def _exported(
     kernel: Kernel,
     implementation: str,
+    config: Hashable,
     device: dispatch.Device,
     operands: tuple[tuple[tuple[int, ...], Any] | None, ...],
 ) -> jax.export.Exported:
@@ -380,6 +484,7 @@ def _exported(
         return _run(
             kernel,
             implementation,
+            config,
             device,
             *(None if o is None else next(remaining) for o in operands),
         )

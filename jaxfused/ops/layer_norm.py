@@ -5,7 +5,7 @@ RMSNorm is LayerNorm without the mean, so both are one function to the kernels.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -287,13 +287,24 @@ class _Forward:
             ),
         )
 
-    def run(self, implementation, device, x, residual, scale, bias, pre_bias) -> Results:
+    def configs(self, implementation, device, x, residual, *vectors) -> Sequence[Hashable]:
+        del device
+        if implementation == "xla":
+            return ()
+        kernels = pallas_layer_norm if implementation == "pallas" else cuda.layer_norm
+        matrices = 1 if residual is None else 2
+        shape = (x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize)
+        return kernels.forward_candidates(*shape, matrices, _present(*vectors))
+
+    def run(
+        self, implementation, device, x, residual, scale, bias, pre_bias, config=None
+    ) -> Results:
         operands = (x, scale, bias, residual, pre_bias)
-        keywords = self.options.keywords()
+        keywords: dict[str, Any] = self.options.keywords()
         if implementation == "xla":
             results = reference.layer_norm.norm_and_statistics(*operands, **keywords)
             return results if self.save_statistics else (*results[:2], None, None)
-        keywords["save_statistics"] = self.save_statistics
+        keywords |= dict(save_statistics=self.save_statistics, config=config)
         if implementation == "cuda":
             return cuda.layer_norm.forward(*operands, **keywords)
         return pallas_layer_norm.forward(
@@ -343,7 +354,36 @@ class _Backward:
             lambda implementation: layer_norm_costs.backward_microseconds(implementation, norm),
         )
 
-    def run(self, implementation, device, dy, dnext_residual, h, mean, rstd, *vectors) -> Results:
+    def configs(
+        self, implementation, device, dy, dnext_residual, h, mean, rstd, scale, bias, pre_bias
+    ) -> Sequence[Hashable]:
+        del device, dy, mean, rstd
+        matrices = 2 if dnext_residual is None else 3
+        shape = (h.size // h.shape[-1], h.shape[-1], h.dtype.itemsize)
+        if implementation == "pallas":
+            read = (
+                scale,
+                None if self.options.activation is None else bias,
+                pre_bias if dnext_residual is None else None,
+            )
+            return pallas_layer_norm.backward_candidates(*shape, matrices, _present(*read))
+        if implementation == "cuda":
+            vectors = _present(scale, bias, pre_bias)
+            return cuda.layer_norm.backward_candidates(*shape, matrices, vectors)
+        return ()
+
+    def run(
+        self,
+        implementation,
+        device,
+        dy,
+        dnext_residual,
+        h,
+        mean,
+        rstd,
+        *vectors,
+        config=None,
+    ) -> Results:
         batch = h.shape[: self.batch_axes]
         keywords: dict[str, Any] = dict(segments=math.prod(batch), **self.options.keywords())
         functions: Mapping[str, Callable[..., Any]] = {
@@ -353,6 +393,8 @@ class _Backward:
         }
         if implementation == "pallas":
             keywords["multiprocessors"] = device.multiprocessors
+        if implementation != "xla":
+            keywords["config"] = config
         dx, *gradients = functions[implementation](
             *(None if a is None else a.reshape(-1, a.shape[-1]) for a in (dy, dnext_residual, h)),
             None if mean is None else mean.reshape(-1),
@@ -388,6 +430,10 @@ def _reasons(device, x, residual_dtype, segments=1) -> dict[str, str | None]:
     }
 
 
+def _present(*arrays: Any) -> int:
+    return sum(array is not None for array in arrays)
+
+
 def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm_costs.Norm:
     """What the time of a norm over rows [..., D] depends on."""
     return layer_norm_costs.Norm(
@@ -396,7 +442,7 @@ def _costed(options, device, x, has_residual, vectors, segments=1) -> layer_norm
         itemsize=x.dtype.itemsize,
         residual=has_residual,
         subtract_mean=options.subtract_mean,
-        parameters=sum(vector is not None for vector in vectors),
+        parameters=_present(*vectors),
         general=options.activation is not None or options.pre_activation not in (None, "relu"),
         multiprocessors=device.multiprocessors,
         segments=segments,

@@ -1,9 +1,9 @@
 """linear: validation, choice of implementation, gradient."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +256,22 @@ class _ProductOfShards:
 # --- kernels --------------------------------------------------------------------------------------
 
 
+class _Product(Protocol):
+    """A kernel that is one product with an epilogue in Pallas."""
+
+    def work(self, *operands: Any) -> cost.Work:
+        """The product and its epilogue."""
+
+
+def product_configs(
+    kernel: _Product, implementation: str, device: dispatch.Device, *operands: Any
+) -> Sequence[Hashable]:
+    """The method `HasConfigs.configs` of such a kernel."""
+    if implementation != "pallas":
+        return ()
+    return pallas_matmul.fitting(kernel.work(*operands), device.multiprocessors)
+
+
 @dataclass(frozen=True)
 class Layer:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F].
@@ -285,16 +301,7 @@ class Layer:
             {"x": x.shape[1], "the result": w.shape[1]},
             out_dtype=self.out_dtype,
         )
-        work = cost.Work(
-            x.shape[0],
-            w.shape[1],
-            x.shape[1],
-            itemsize=x.dtype.itemsize,
-            read_bytes=0 if residual is None else residual.dtype.itemsize,
-            written_bytes=jnp.dtype(self.out_dtype).itemsize
-            + (x.dtype.itemsize if self.save_preactivation else 0),
-            activations=int(self.activation is not None),
-        )
+        work = self.work(x, w, bias, residual)
         # It is not measured where there are few tiles.
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
         in_one_product = reasons["cuda"] is None and large
@@ -314,6 +321,19 @@ class Layer:
             cuda_in_one_product=in_one_product,
         )
 
+    def work(self, x, w, bias, residual) -> cost.Work:
+        del bias
+        return cost.Work(
+            x.shape[0],
+            w.shape[1],
+            x.shape[1],
+            itemsize=x.dtype.itemsize,
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=jnp.dtype(self.out_dtype).itemsize
+            + (x.dtype.itemsize if self.save_preactivation else 0),
+            activations=int(self.activation is not None),
+        )
+
     def _passes(self, x, bias, residual) -> Passes:
         """What XLA cannot have its product do."""
         in_product = bias is None or bias.dtype == x.dtype == self.out_dtype
@@ -326,8 +346,8 @@ class Layer:
             slow=self.activation == "gelu_erf",
         )
 
-    def run(self, implementation, device, x, w, bias, residual) -> Results:
-        keywords = dict(
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        keywords: dict[str, Any] = dict(
             activation=self.activation,
             out_dtype=self.out_dtype,
             save_preactivation=self.save_preactivation,
@@ -335,12 +355,13 @@ class Layer:
         operands = (x, w.astype(x.dtype), bias, residual)
         if implementation == "pallas":
             return pallas_linear.forward(
-                *operands, **keywords, multiprocessors=device.multiprocessors
+                *operands, **keywords, multiprocessors=device.multiprocessors, config=config
             )
         if implementation == "cuda":
             return cuda.linear.forward(*operands, **keywords, precision=self.precision)
         return reference.linear.layer(*operands, **keywords, precision=self.precision)
 
+    configs = product_configs
     batched = batched_rows
 
 

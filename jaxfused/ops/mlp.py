@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from jaxfused.ops.linear import (
     check_residual,
     in_order,
     input_gradient,
+    product_configs,
     product_reasons,
     resolve_out_dtype,
     sum_rows,
@@ -451,22 +452,29 @@ class _HiddenAndSlope:
         del operands
         return Axes((ROWS + "d", "df", "f"), (ROWS + "f", ROWS + "f"), whole="d")
 
-    def reasons(self, device, x, w1, b1) -> Mapping[str, str | None]:
+    def work(self, x, w1, b1) -> cost.Work:
         del b1
-        work = _work(x, w1.shape[1], written=2, activations=2)
+        return _work(x, w1.shape[1], written=2, activations=2)
+
+    def reasons(self, device, x, w1, b1) -> Mapping[str, str | None]:
+        work = self.work(x, w1, b1)
         passes = _passes(work, self.activation, evaluations=1)
         return _reasons(device, self.precision, x, work, passes, cuda_kernel=False)
 
-    def run(self, implementation, device, x, w1, b1) -> Results:
+    def run(self, implementation, device, x, w1, b1, config=None) -> Results:
         operands = (x, w1.astype(x.dtype), b1)
         if implementation == "pallas":
             return pallas_mlp.hidden_and_slope(
-                *operands, activation=self.activation, multiprocessors=device.multiprocessors
+                *operands,
+                activation=self.activation,
+                multiprocessors=device.multiprocessors,
+                config=config,
             )
         return reference.mlp.hidden_and_slope(
             *operands, activation=self.activation, precision=self.precision
         )
 
+    configs = product_configs
     batched = batched_rows
 
 
@@ -486,22 +494,29 @@ class _HiddenGradientBySlope:
         sums = "f" if self.sums_rows else None
         return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", sums), whole="e")
 
-    def reasons(self, device, dy, w2, slope) -> Mapping[str, str | None]:
+    def work(self, dy, w2, slope) -> cost.Work:
         del w2
-        work = _work(dy, slope.shape[1], read=1, k_last=True)
+        return _work(dy, slope.shape[1], read=1, k_last=True)
+
+    def reasons(self, device, dy, w2, slope) -> Mapping[str, str | None]:
+        work = self.work(dy, w2, slope)
         passes = _passes(work, None, evaluations=int(self.sums_rows))
         return _reasons(device, self.precision, dy, work, passes, cuda_kernel=False)
 
-    def run(self, implementation, device, dy, w2, slope) -> Results:
+    def run(self, implementation, device, dy, w2, slope, config=None) -> Results:
         operands = (dy, w2.astype(dy.dtype), slope)
         if implementation == "pallas":
             return pallas_mlp.hidden_gradient_by_slope(
-                *operands, sum_rows=self.sums_rows, multiprocessors=device.multiprocessors
+                *operands,
+                sum_rows=self.sums_rows,
+                multiprocessors=device.multiprocessors,
+                config=config,
             )
         return reference.mlp.hidden_gradient_by_slope(
             *operands, sum_rows=self.sums_rows, precision=self.precision
         )
 
+    configs = product_configs
     batched = batched_rows
 
 
@@ -522,14 +537,18 @@ class _HiddenGradient:
         sums = "f" if self.sums_rows else None
         return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", ROWS + "f", sums), whole="e")
 
-    def reasons(self, device, dy, w2, z) -> Mapping[str, str | None]:
+    def work(self, dy, w2, z) -> cost.Work:
         del w2
         activations = 0 if self.activation is None else 2
-        work = _work(dy, z.shape[1], read=1, written=2, activations=activations, k_last=True)
-        passes = _passes(work, self.activation, evaluations=activations + int(self.sums_rows))
+        return _work(dy, z.shape[1], read=1, written=2, activations=activations, k_last=True)
+
+    def reasons(self, device, dy, w2, z) -> Mapping[str, str | None]:
+        work = self.work(dy, w2, z)
+        evaluations = work.activations + int(self.sums_rows)
+        passes = _passes(work, self.activation, evaluations=evaluations)
         return _reasons(device, self.precision, dy, work, passes)
 
-    def run(self, implementation, device, dy, w2, z) -> Results:
+    def run(self, implementation, device, dy, w2, z, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
             "pallas": pallas_mlp.hidden_gradient,
             "cuda": cuda.mlp.hidden_gradient,
@@ -541,9 +560,10 @@ class _HiddenGradient:
             z,
             activation=self.activation,
             sum_rows=self.sums_rows,
-            **_product_keywords(implementation, device, self.precision),
+            **_product_keywords(implementation, device, self.precision, config),
         )
 
+    configs = product_configs
     batched = batched_rows
 
 
@@ -570,11 +590,24 @@ class _GatedUnit:
             (ROWS + "d", "d" + gate_axis, "df", gate_axis, "f"), (ROWS + "f", *saved), whole="dg"
         )
 
-    def reasons(self, device, x, w_gate, w_up, b_gate, b_up) -> Mapping[str, str | None]:
+    def work(self, x, w_gate, w_up, b_gate, b_up) -> cost.Work:
         del b_gate, b_up
         hidden = w_gate.shape[1] // (2 if w_up is None else 1)
         written = 3 if self.saves_preactivations else 1
-        work = replace(_work(x, hidden, written=written, activations=1), products=2)
+        return replace(_work(x, hidden, written=written, activations=1), products=2)
+
+    def configs(self, implementation, device, x, w_gate, w_up, *biases) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_mlp.gated_forward_candidates(
+            self.work(x, w_gate, w_up, *biases),
+            stacked=w_up is None,
+            save_preactivations=self.saves_preactivations,
+            multiprocessors=device.multiprocessors,
+        )
+
+    def reasons(self, device, x, w_gate, w_up, b_gate, b_up) -> Mapping[str, str | None]:
+        work = self.work(x, w_gate, w_up, b_gate, b_up)
         # XLA writes gate and up in any case, and again where they are the halves of one array.
         moved = 3 if w_up is not None or not self.saves_preactivations else 5
         passes = _passes(work, self.activation, evaluations=1, matrices=moved)
@@ -588,7 +621,7 @@ class _GatedUnit:
             )
         return _reasons(device, self.precision, x, work, passes, pallas_time=time)
 
-    def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up) -> Results:
+    def run(self, implementation, device, x, w_gate, w_up, b_gate, b_up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
             "pallas": pallas_mlp.gated_forward,
             "cuda": cuda.mlp.gated_forward,
@@ -601,7 +634,7 @@ class _GatedUnit:
             b_up,
             activation=self.activation,
             save_preactivations=self.saves_preactivations,
-            **_product_keywords(implementation, device, self.precision),
+            **_product_keywords(implementation, device, self.precision, config),
         )
 
     batched = batched_rows
@@ -637,17 +670,21 @@ class _GatedHiddenGradient:
             whole="e",
         )
 
-    def reasons(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
+    def work(self, dy, w_down, gate, up) -> cost.Work:
         del w_down, up
         activations = 0 if self.activation is None else 2
         written = 3 if self.returns_hidden else 2
-        work = _work(
+        return _work(
             dy, gate.shape[1], read=2, written=written, activations=activations, k_last=True
         )
-        passes = _passes(work, self.activation, evaluations=activations + sum(self.sums_rows))
+
+    def reasons(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
+        work = self.work(dy, w_down, gate, up)
+        evaluations = work.activations + sum(self.sums_rows)
+        passes = _passes(work, self.activation, evaluations=evaluations)
         return _reasons(device, self.precision, dy, work, passes)
 
-    def run(self, implementation, device, dy, w_down, gate, up) -> Results:
+    def run(self, implementation, device, dy, w_down, gate, up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
             "pallas": pallas_mlp.gated_hidden_gradient,
             "cuda": cuda.mlp.gated_hidden_gradient,
@@ -661,9 +698,10 @@ class _GatedHiddenGradient:
             activation=self.activation,
             sum_rows=self.sums_rows,
             returns_hidden=self.returns_hidden,
-            **_product_keywords(implementation, device, self.precision),
+            **_product_keywords(implementation, device, self.precision, config),
         )
 
+    configs = product_configs
     batched = batched_rows
 
 
@@ -682,6 +720,11 @@ class _GatedInputGradient:
         gate_axis = _gate_axis(w_up)
         return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole="fg")
 
+    def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
+        del dup, w_up
+        one = _work(dgate, w_gate.shape[0], k_last=True)
+        return replace(one, k=2 * one.k)
+
     def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
         del dup
         work = _work(dgate, w_gate.shape[0], k_last=True)
@@ -690,7 +733,7 @@ class _GatedInputGradient:
         passes = _passes(work, None, matrices=matrices)
         return _reasons(device, self.precision, dgate, work, passes, terms=2)
 
-    def run(self, implementation, device, dgate, dup, w_gate, w_up) -> Results:
+    def run(self, implementation, device, dgate, dup, w_gate, w_up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {
             "pallas": pallas_mlp.gated_input_gradient,
             "cuda": cuda.mlp.gated_input_gradient,
@@ -700,9 +743,10 @@ class _GatedInputGradient:
             dgate,
             dup,
             *_narrow((w_gate, w_up), dgate.dtype),
-            **_product_keywords(implementation, device, self.precision),
+            **_product_keywords(implementation, device, self.precision, config),
         )
 
+    configs = product_configs
     batched = batched_rows
 
 
@@ -766,10 +810,12 @@ def _reasons(
     return in_order(device, x.dtype, reasons, work, passes, terms=terms, pallas_time=pallas_time)
 
 
-def _product_keywords(implementation: str, device: dispatch.Device, precision: Any) -> Any:
+def _product_keywords(
+    implementation: str, device: dispatch.Device, precision: Any, config: Any
+) -> Any:
     """What each implementation of a product is told besides."""
     if implementation == "pallas":
-        return {"multiprocessors": device.multiprocessors}
+        return {"multiprocessors": device.multiprocessors, "config": config}
     return {"precision": precision}
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.product import product, unshared
 from pallas_kernels.product import cost
+from pallas_kernels.product import matmul as pallas_matmul
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
 from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.product.matmul import predicted_time
@@ -332,10 +333,23 @@ class _Forward:
         saved = results[:2] if self.save_projections else (None, None)
         return Axes(_operand_axes(operands), (*results, *saved), self.options.whole)
 
+    def configs(self, implementation, device, x, *parameters) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        norm, rotary_dim = _norm_and_rotation(parameters)
+        return pallas_qkv_projection.fitting(
+            rows=math.prod(x.shape[:-1]),
+            features=x.shape[-1],
+            widths=[math.prod(w.shape[1:]) for w in parameters[:3]],
+            head_size=self.options.head_size,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            multiprocessors=device.multiprocessors,
+        )
+
     def reasons(self, device, x, *parameters) -> Mapping[str, str | None]:
-        q, k, v, *_, q_scale, k_scale, cos, _ = parameters
-        norm = q_scale is not None or k_scale is not None
-        rotary_dim = 0 if cos is None else 2 * cos.shape[-1]
+        q, k, v, *_ = parameters
+        norm, rotary_dim = _norm_and_rotation(parameters)
         reasons = _reasons(
             device,
             x,
@@ -346,7 +360,7 @@ class _Forward:
         )
         return _forward_first(device, x, (q, k, v), reasons, norm=norm, rotary_dim=rotary_dim)
 
-    def run(self, implementation, device, x, *parameters) -> Results:
+    def run(self, implementation, device, x, *parameters, config=None) -> Results:
         *weights, q_bias, k_bias, v_bias, q_scale, k_scale, cos, sin = parameters
         biases = (q_bias, k_bias, v_bias)
         if implementation == "xla":
@@ -365,6 +379,7 @@ class _Forward:
             scale_offset=self.options.scale_offset,
             save_projections=self.save_projections,
             multiprocessors=device.multiprocessors,
+            config=config,
         )
         groups, _, head_size = weights[0].shape[1:]
         return tuple(
@@ -425,12 +440,20 @@ class _InputGradient:
             self.options.whole,
         )
 
+    def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
+        rows, features = math.prod(operands[0].shape[:-3]), operands[3].shape[0]
+        if implementation != "pallas":
+            return ()
+        return pallas_matmul.fitting(
+            _gradient_work(rows, features, operands[3:]), device.multiprocessors
+        )
+
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
         weights = operands[3:]
         return _gradient_first(device, x, weights, _reasons(device, x, weights))
 
-    def run(self, implementation, device, *operands) -> Results:
+    def run(self, implementation, device, *operands, config=None) -> Results:
         rows = math.prod(operands[0].shape[:-3])
         dys = [dy.reshape(rows, math.prod(dy.shape[-3:])) for dy in operands[:3]]
         weights = [
@@ -441,7 +464,7 @@ class _InputGradient:
             dx = product("mf,df->md", dy, w, out_dtype=dy.dtype, precision=self.options.precision)
         else:
             (dx,) = pallas_qkv_projection.input_gradient(
-                dys, weights, multiprocessors=device.multiprocessors
+                dys, weights, multiprocessors=device.multiprocessors, config=config
             )
         return (dx.reshape(*operands[0].shape[:-3], dx.shape[-1]),)
 
@@ -499,17 +522,28 @@ def _forward_first(device, x, weights, reasons, *, norm, rotary_dim) -> Mapping[
 
 def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
     """The reasons of the input gradient, the implementation that is likely fastest first."""
-    columns = sum(math.prod(w.shape[1:]) for w in weights)
-    work = cost.Work(math.prod(x.shape[:-1]), x.shape[-1], columns, k_last=True)
+    work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
     # XLA first puts the cotangents side by side; for the kernel it copies the weights apart.
     moved = 2 * x.dtype.itemsize
-    times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * columns, moved)}
+    times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
     if reasons["pallas"] is None:
         copies = sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
         times["pallas"] = predicted_time(work, device.multiprocessors) + copies
     return fastest_first(reasons, times)
+
+
+def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:
+    columns = sum(math.prod(w.shape[1:]) for w in weights)
+    return cost.Work(rows, features, columns, k_last=True)
+
+
+def _norm_and_rotation(parameters: Sequence[Any]) -> tuple[bool, int]:
+    """Whether there is a norm, and how many features rotate, of the operands of `_Forward` but x."""
+    q_scale, k_scale, cos, _ = parameters[-4:]
+    norm = q_scale is not None or k_scale is not None
+    return norm, 0 if cos is None else 2 * cos.shape[-1]
 
 
 def _is_modelled(device: dispatch.Device, x: jax.Array) -> bool:

@@ -67,11 +67,16 @@ _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 def predicted_time(work: Work, multiprocessors: int) -> float:
     """Microseconds of the product with the config that it takes by default."""
-    return next(
-        cost.kernel(work, config, multiprocessors)
+    return cost.kernel(work, fitting(work, multiprocessors)[0], multiprocessors)
+
+
+def fitting(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Those of `candidates` that fit into shared memory."""
+    return [
+        config
         for config in candidates(work, multiprocessors)
         if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES
-    )
+    ]
 
 
 def _shared_bytes(work: Work, config: MatmulConfig) -> int:

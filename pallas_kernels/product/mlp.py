@@ -12,7 +12,7 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.product import cost, linear
 from pallas_kernels.product.cost import Work
-from pallas_kernels.product.matmul import MatmulConfig, matmul, predicted_time
+from pallas_kernels.product.matmul import MatmulConfig, fitting, matmul, predicted_time
 
 
 def hidden_and_slope(
@@ -145,6 +145,19 @@ def gated_forward_time(
     """Predicted microseconds of `gated_forward` in 16 bits."""
     times = _times(m, hidden, k, 3 if save_preactivations else 1, multiprocessors)
     return times[0] if stacked else min(times)
+
+
+def gated_forward_candidates(
+    work: Work, *, stacked: bool, save_preactivations: bool, multiprocessors: int
+) -> list[MatmulConfig | None]:
+    """Configs of both products of `gated_forward` in one pass over x, the default first.
+
+    None is the default where it takes one product after the other, or chooses otherwise.
+    """
+    outputs = 3 if save_preactivations else 1
+    in_one, in_two = _times(work.m, work.n, work.k, outputs, multiprocessors, work.itemsize)
+    in_one_pass = fitting(work, multiprocessors)
+    return in_one_pass if stacked or in_one <= in_two else [None, *in_one_pass]
 
 
 def _times(

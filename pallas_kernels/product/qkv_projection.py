@@ -27,7 +27,7 @@ from pallas_kernels.product.mainloop import (
     Product,
     TilePlace,
 )
-from pallas_kernels.product.operands import block, swizzled_columns
+from pallas_kernels.product.operands import SWIZZLE_BYTES, block, swizzled_columns
 
 _GRAIN = 16
 """What the columns of an output must be multiples of, and of a head with a norm or a rotation the
@@ -136,6 +136,23 @@ def candidates(
         )
 
     return sorted(configs, key=time)
+
+
+def fitting(*, head_size: int, norm: bool, rotary_dim: int, **shape: Any) -> list[MatmulConfig]:
+    """Those of `candidates`, whose arguments it takes, that fit into shared memory."""
+    heads = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
+
+    def shared_bytes(config: MatmulConfig) -> int:
+        """About what a CTA takes; `_Epilogue.shared_bytes` counts the very allocations."""
+        unit = config.epilogue_columns
+        if norm or rotary_dim:
+            unit = 2 * _STRIP if _splits_heads(**heads) else head_size
+        ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
+        stored = CONSUMERS * config.write_slots * config.tile_m * unit * 2
+        vectors_and_barriers = 4 * 1024
+        return ring + stored + vectors_and_barriers
+
+    return [c for c in candidates(**heads, **shape) if shared_bytes(c) <= SHARED_MEMORY_BYTES]
 
 
 def predicted_time(

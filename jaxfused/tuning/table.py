@@ -1,0 +1,416 @@
+"""Tables of what was measured to be fastest: by device, for a stage of an operator at its shapes.
+
+The tuner writes tables, and a kernel's call asks them before its cost model. Nothing here knows an
+operator: a stage is its name, its static parameters and the shapes and dtypes of its operands, and a
+config is compared by its text with the configs that are legal today.
+
+A device has up to two files of one form: the one that the package ships, and the user's, whose entries
+come first. They are read on first use. A file that is broken, of another device or of another version is
+refused with a sentence, and never used.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxfused import dispatch
+
+FORMAT = 1
+"""The version of the form of a file."""
+
+SHIPPED = Path(__file__).parent / "tables"
+
+FARTHEST = 0.1
+"""How far a neighbour may be: the logarithms to base 2 of the ratios of all sizes, added up.
+
+All sizes together then differ by 7 % at most. Farther away the rounds of tiles over the multiprocessors
+come out differently, and a cost model knows more than a neighbour: benchmarks/LAB.md has the figures.
+"""
+
+_ALIGNMENT = 64
+"""Up to this power of two, the last axes of neighbours' matrices have the same divisor: on it depends
+how wide accesses are, and which instructions a tile takes."""
+
+
+# --- entries --------------------------------------------------------------------------------------
+
+
+class Ranked(NamedTuple):
+    """One way to run a stage, as it was measured."""
+
+    implementation: str
+    config: str | None
+    """The text of the config, as `config_text` writes it; None for the implementation's own default."""
+    microseconds: float
+
+
+class Key(NamedTuple):
+    """What a stage was measured for."""
+
+    kernel: str
+    """The name of the stage, such as "layer_norm forward"."""
+    statics: str
+    """Its static parameters, as JSON."""
+    operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
+    """The dtype and shape of each operand, None for one that is absent."""
+
+    @classmethod
+    def of(cls, kernel: Any, operands: Sequence[Any]) -> "Key":
+        """The key of a kernel at the shapes that it sees."""
+        statics = {
+            field.name: _as_json(getattr(kernel, field.name), exact=False)
+            for field in dataclasses.fields(kernel)
+        }
+        return cls(
+            kernel.name,
+            _canonical(statics),
+            tuple(
+                None if o is None else (np.dtype(o.dtype).name, tuple(o.shape)) for o in operands
+            ),
+        )
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What neighbours share: all but the sizes."""
+        ranks = tuple(None if o is None else (o[0], len(o[1])) for o in self.operands)
+        return self.kernel, self.statics, ranks
+
+
+Entries = Mapping[Key, tuple[Ranked, ...]]
+"""The rankings of all stages, each the fastest first."""
+
+
+def config_text(config: Any) -> str | None:
+    """The text by which a config is written and recognised: JSON of its fields, nested ones too."""
+    return None if config is None else _canonical(_as_json(config, exact=True))
+
+
+def _as_json(value: Any, *, exact: bool) -> Any:
+    """A value of dataclasses, tuples, numbers, strings and dtypes in the types of JSON.
+
+    Unless `exact`, of a float only the sign is kept: an epsilon, a scale or a rate is a constant of the
+    kernel, whose time does not depend on it.
+    """
+    if dataclasses.is_dataclass(value):
+        fields = {
+            field.name: _as_json(getattr(value, field.name), exact=exact)
+            for field in dataclasses.fields(value)
+        }
+        # Configs of two classes may have the same fields.
+        return {"class": type(value).__name__} | fields if exact else fields
+    if isinstance(value, tuple | list):
+        return [_as_json(item, exact=exact) for item in value]
+    if isinstance(value, float) and not exact:
+        return "0.0" if value == 0 else "> 0.0" if value > 0 else "< 0.0"
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, type | np.dtype):
+        return np.dtype(value).name
+    return str(value)
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file that exists for a device."""
+
+    path: Path
+    entries: int
+    refusal: str | None
+    """The sentence that says why the file is not used, or None."""
+
+    def __str__(self) -> str:
+        return self.refusal or f"{self.path} ({self.entries} entries)"
+
+
+class Found(NamedTuple):
+    """A ranking, and whether it was measured at these shapes or at a neighbour's."""
+
+    ranking: tuple[Ranked, ...]
+    exact: bool
+
+
+class Table:
+    """The entries of a device. Two tables are equal if every choice by them is the same."""
+
+    def __init__(self, entries: Entries, files: Sequence[File] = ()):
+        self.entries = dict(entries)
+        self.files = tuple(files)
+        self.digest = _digest(self.entries)
+        """The SHA-256 of all that choices depend on, in hexadecimal digits."""
+        self._families: dict[tuple[Any, ...], list[Key]] = {}
+        for key in self.entries:
+            self._families.setdefault(key.family, []).append(key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        return f"{self.digest[:12]}, {len(self.entries)} entries"
+
+    def find(self, kernel: Any, operands: Sequence[Any]) -> Found | None:
+        """The ranking at these shapes, or at the nearest ones that are near enough, or None."""
+        key = Key.of(kernel, operands)
+        if key in self.entries:
+            return Found(self.entries[key], True)
+        family = self._families.get(key.family)
+        if not family:
+            return None
+        letters = kernel.axes(*operands).operands
+        # Of equally near ones the first by their text, so that the order of entries does not matter.
+        nearest = min(family, key=lambda other: (_distance(letters, key, other), other.operands))
+        if _distance(letters, key, nearest) > FARTHEST:
+            return None
+        return Found(self.entries[nearest], False)
+
+
+def _distance(letters: Sequence[str], one: Key, other: Key) -> float:
+    """How far two keys of a family are apart; an axis, known by its letter, counts once."""
+    apart: dict[str, float] = {}
+    for names, mine, theirs in zip(letters, one.operands, other.operands, strict=True):
+        if mine is None or theirs is None:
+            continue
+        for axis, (name, a, b) in enumerate(zip(names, mine[1], theirs[1], strict=True)):
+            matrix = len(names) > 1
+            if a != b and (
+                min(a, b) <= 1
+                or (
+                    (matrix and axis == len(names) - 1)
+                    and math.gcd(a, _ALIGNMENT) != math.gcd(b, _ALIGNMENT)
+                )
+            ):
+                return math.inf
+            apart[name] = abs(math.log2(a / b)) if a != b else 0.0
+    return sum(apart.values())
+
+
+def _digest(entries: Entries) -> str:
+    content = sorted(
+        (key.kernel, key.statics, _canonical(key.operands), [ranked[:2] for ranked in ranking])
+        for key, ranking in entries.items()
+    )
+    return hashlib.sha256(_canonical(content).encode()).hexdigest()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def file_name(device: dispatch.Device) -> str:
+    """The name of a device's file, such as "nvidia-h200-132.json": its name and multiprocessors."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
+    return f"{slug}-{device.multiprocessors}.json"
+
+
+def user_path(device: dispatch.Device) -> Path:
+    """The user's file of a device, in $XDG_CACHE_HOME/jaxfused/tuning, or ~/.cache/jaxfused/tuning."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "jaxfused" / "tuning" / file_name(device)
+
+
+@functools.cache
+def load(device: dispatch.Device) -> Table:
+    """The table of a device, read once: the shipped file's entries, and before them the user's.
+
+    Where several processes run one program, each of them must get here, and they compare their tables.
+
+    Raises:
+      RuntimeError: the processes have different tables, and would compile different programs.
+    """
+    if device.compute_capability is None:
+        return Table({})
+    entries: dict[Key, tuple[Ranked, ...]] = {}
+    files = []
+    for path in (SHIPPED / file_name(device), user_path(device)):
+        if path.exists():
+            try:
+                found = read(path, device)
+            except Refused as refusal:
+                warnings.warn(str(refusal), stacklevel=2)
+                files.append(File(path, 0, str(refusal)))
+            else:
+                entries |= found
+                files.append(File(path, len(found), None))
+    table = Table(entries, files)
+    _compare_processes(table, device)
+    return table
+
+
+def _compare_processes(table: Table, device: dispatch.Device) -> None:
+    if jax.process_count() == 1:
+        return
+    digest = np.frombuffer(bytes.fromhex(table.digest), np.uint8)
+    # In a thread of its own, which knows nothing of a trace, mesh or default device of this one.
+    with ThreadPoolExecutor(1) as thread:
+        digests = thread.submit(multihost_utils.process_allgather, digest).result()
+    different = [i for i, other in enumerate(digests) if other.tobytes() != digest.tobytes()]
+    if different:
+        raise RuntimeError(
+            "jaxfused: all processes of a program need the same table of measured choices, but that of"
+            f" process {jax.process_index()} is {table.digest[:12]} and that of process"
+            f" {different[0]} is {digests[different[0]].tobytes().hex()[:12]}; copy one"
+            f" {user_path(device)} to all hosts, or delete it on all of them."
+        )
+
+
+class Refused(ValueError):
+    """A file is not what it should be; the message says why, and what to do."""
+
+
+def read(path: Path, device: dispatch.Device) -> dict[Key, tuple[Ranked, ...]]:
+    """The entries of a file.
+
+    Raises:
+      Refused: the file is broken, of another device or of another version.
+    """
+
+    def refused(why: str) -> Refused:
+        return Refused(
+            f"jaxfused: {path} is not used, because {why}; delete it, or move it away, and measure anew"
+            " with `python -m jaxfused tune`."
+        )
+
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise refused(f"it cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise refused("it is no table of measured choices")
+    if content["format"] != FORMAT:
+        raise refused(f"it has format {content['format']!r}, and this version reads {FORMAT}")
+    if _minor(content.get("jaxfused")) != _minor(_version()):
+        raise refused(
+            f"it was written by jaxfused {content.get('jaxfused')}, whose kernels are not those of"
+            f" {_version()}"
+        )
+    header = _header(device)
+    for name in ("device", "compute_capability", "multiprocessors"):
+        if content.get(name) != header[name]:
+            raise refused(
+                f"its {name.replace('_', ' ')} is {content.get(name)!r}, and that of this device is"
+                f" {header[name]!r}"
+            )
+    entries = content.get("entries")
+    if not isinstance(entries, list):
+        raise refused("it has no list of entries")
+    result = {}
+    for number, entry in enumerate(entries):
+        try:
+            key, ranking = _entry(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise refused(
+                f"entry {number} is not a kernel, its statics, operands and ranking ({error!r})"
+            ) from error
+        result[key] = ranking
+    return result
+
+
+def _entry(entry: Any) -> tuple[Key, tuple[Ranked, ...]]:
+    operands = tuple(
+        None if o is None else (_typed(o[0], str), tuple(_typed(size, int) for size in o[1]))
+        for o in _typed(entry["operands"], list)
+    )
+    statics = _canonical(_typed(entry["statics"], dict))
+    ranking = tuple(
+        Ranked(
+            _typed(implementation, str),
+            None if config is None else _canonical(_typed(config, dict)),
+            float(microseconds),
+        )
+        for implementation, config, microseconds in _typed(entry["ranking"], list)
+    )
+    return Key(_typed(entry["kernel"], str), statics, operands), ranking
+
+
+def _typed(value: Any, wanted: type) -> Any:
+    if not isinstance(value, wanted):
+        raise TypeError(f"{value!r} is no {wanted.__name__}")
+    return value
+
+
+def check_can_write(path: Path, device: dispatch.Device) -> None:
+    """Checks that `write` would find no file, or one that it can add to.
+
+    Raises:
+      Refused: there is a file that `read` refuses; whoever saved it may want it back.
+    """
+    if path.exists():
+        read(path, device)
+
+
+def write(path: Path, device: dispatch.Device, entries: Entries) -> None:
+    """Adds entries to a file, or makes it. Whoever reads it meanwhile sees it before or after.
+
+    Raises:
+      Refused: there is a file that `read` refuses; it is left as it is.
+    """
+    kept = read(path, device) if path.exists() else {}
+    lines = [
+        json.dumps(
+            {
+                "kernel": key.kernel,
+                "statics": json.loads(key.statics),
+                "operands": key.operands,
+                "ranking": [
+                    (r.implementation, r.config and json.loads(r.config), round(r.microseconds, 2))
+                    for r in ranking
+                ],
+            }
+        )
+        for key, ranking in (kept | dict(entries)).items()
+    ]
+    # An entry a line, for the eye and for version control.
+    text = json.dumps(_header(device) | {"entries": []})[:-2] + "\n" + ",\n".join(lines) + "\n]}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _header(device: dispatch.Device) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "jaxfused": _version(),
+        "jax": jax.__version__,
+        "device": device.name,
+        "compute_capability": list(device.compute_capability or ()),
+        "multiprocessors": device.multiprocessors,
+    }
+
+
+def _version() -> str:
+    from jaxfused import __version__  # Not yet there while the package itself is imported.
+
+    return __version__
+
+
+def _minor(version: Any) -> list[str]:
+    """The parts of a version that kernels and their configs may change with."""
+    return str(version).split(".")[:2]

@@ -1,0 +1,141 @@
+"""Microseconds of kernels by CUPTI: the one clock of the tuner and of the benchmarks."""
+
+import collections
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+SAMPLES = 12
+"""Calls per measurement; the runner measures each implementation in two rounds."""
+
+COLD_BYTES = 256 * 2**20
+"""Input sets are taken in turn until they hold this much: several times any GPU's L2."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Microseconds of each call, and the kernels it ran (name, median microseconds)."""
+
+    microseconds: list[float]
+    kernels: list[tuple[str, float]]
+
+
+def input_sets(bytes_per_set: int) -> int:
+    """How many input sets to take in turn so that none is still cached when it comes again."""
+    return min(16, max(2, math.ceil(COLD_BYTES / max(1, bytes_per_set))))
+
+
+class InTurn:
+    """Calls a function with one input set after the other, as a jitted one for `measure`.
+
+    `measure` passes the same arguments to every iteration and asks for a jax.stages.Wrapped. This
+    is one by structure; so torch's kernels can be timed by the same clock as JAX's.
+    """
+
+    def __init__(self, call: Callable[..., Any], sets: Sequence[Any]):
+        self._call = call
+        self._sets = itertools.cycle(sets)
+
+    def __call__(self) -> Any:
+        return self._call(*next(self._sets))
+
+    def trace(self) -> Any:
+        raise NotImplementedError
+
+    def lower(self) -> Any:
+        raise NotImplementedError
+
+
+def cupti(call: Callable[..., Any], sets: Sequence[Any], samples: int = SAMPLES) -> Samples:
+    """Kernel time of each call, the sum over its kernels. Copies by the copy engine are not in it.
+
+    `measure` keeps every output alive, so each call writes to memory of its own.
+    """
+    measured = profiler.measure(InTurn(call, sets), aggregate=False, iterations=samples)
+    _, timings = measured()
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    names = [name for name, _ in timings[0]]
+    medians = [1e3 * statistics.median(call[i][1] for call in timings) for i in range(len(names))]
+    totals = [1e3 * sum(milliseconds for _, milliseconds in call) for call in timings]
+    return Samples(totals, list(zip(names, medians, strict=True)))
+
+
+# --- several programs in turn ---------------------------------------------------------------------
+
+_FEWEST_ROUNDS, _MOST_ROUNDS = 4, 24
+
+
+def interleaved(
+    calls: Mapping[str, Callable[..., Any]], sets: Sequence[Any], seconds: float
+) -> dict[str, Samples]:
+    """Kernel times of several programs that take turns, so that clocks and heat serve all alike.
+
+    Each call takes the next input set. A tiny kernel after each call, which no program here has, says
+    where the kernels of one end. Rounds are as many as fit in `seconds`, within limits.
+
+    Raises:
+      RuntimeError: CUPTI saw no kernel, or not the same ones in each round.
+    """
+    turns, flag = itertools.cycle(sets), jnp.zeros(1, jnp.int32)
+    outputs: collections.deque[Any] = collections.deque()
+
+    def take_turns() -> Any:
+        for call in calls.values():
+            outputs.append(call(*next(turns)))
+            last = _marker(flag)
+        # As in `cupti`, outputs stay alive, so that no call writes where the last one wrote; but no
+        # longer than the cache could remember them.
+        while sum(a.nbytes for out in outputs for a in jax.tree.leaves(out)) > 2 * COLD_BYTES:
+            outputs.popleft()
+        return last
+
+    jax.block_until_ready(take_turns())
+    begin = time.perf_counter()
+    jax.block_until_ready(take_turns())
+    rounds = int(seconds / (time.perf_counter() - begin))
+    rounds = min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, rounds))
+    measured = profiler.measure(InTurn(take_turns, [()]), aggregate=False, iterations=rounds)
+    _, timings = measured()
+    if timings is None:
+        raise RuntimeError("CUPTI saw no kernel")
+    by_round = [split_at_markers(timing, len(calls)) for timing in timings]
+    result = {}
+    for index, name in enumerate(calls):
+        of_rounds = [parts[index] for parts in by_round]
+        totals = [1e3 * sum(milliseconds for _, milliseconds in part) for part in of_rounds]
+        medians = [
+            (kernel, 1e3 * statistics.median(part[i][1] for part in of_rounds))
+            for i, (kernel, _) in enumerate(of_rounds[0])
+        ]
+        result[name] = Samples(totals, medians)
+    return result
+
+
+@jax.jit
+def _marker(flag: jax.Array) -> jax.Array:
+    return jax.lax.population_count(flag)
+
+
+def split_at_markers(
+    timings: Sequence[tuple[str, float]], count: int
+) -> list[list[tuple[str, float]]]:
+    """The kernels of each program; the last of all is the marker."""
+    marker = timings[-1][0]
+    parts: list[list[tuple[str, float]]] = [[]]
+    for name, milliseconds in timings:
+        if name == marker:
+            parts.append([])
+        else:
+            parts[-1].append((name, milliseconds))
+    if len(parts) != count + 1:
+        raise RuntimeError(f"{count} programs ran, and {len(parts) - 1} markers {marker!r}")
+    return parts[:-1]
