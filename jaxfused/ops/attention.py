@@ -703,13 +703,14 @@ class _Backward:
         )
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
-        del device
         arrays = _Arrays(*operands[4:])
         if implementation != "pallas":
             return ()
-        logits = self.options.logits(arrays.query, arrays.key, arrays)
         return pallas_attention.backward_candidates(
-            arrays.shape(), arrays.query.dtype, logits=logits
+            arrays.shape(),
+            arrays.query.dtype,
+            logits=self.options.logits(arrays.query, arrays.key, arrays),
+            multiprocessors=device.multiprocessors,
         )
 
     def examples(self, random, device, *operands) -> Sequence[Any]:
