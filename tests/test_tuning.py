@@ -105,6 +105,15 @@ def test_the_users_entries_come_before_the_shipped_ones(device, monkeypatch, tmp
     assert [file.entries for file in table.load(device).files] == [2, 1]
 
 
+@pytest.mark.parametrize("path", sorted(table.SHIPPED.glob("*")), ids=lambda path: path.name)
+def test_a_shipped_table_is_of_this_version_and_named_by_its_device(path):
+    content = json.loads(path.read_text())
+    capability = tuple(content["compute_capability"])
+    owner = dispatch.Device("gpu", content["device"], capability, content["multiprocessors"])
+    assert path.name == table.file_name(owner)
+    assert table.read(path, owner)
+
+
 def test_the_users_file_is_in_the_cache_folder(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert USER_PATH(DEVICE) == Path("/cache/jaxfused/tuning/nvidia-test-1g-132.json")
