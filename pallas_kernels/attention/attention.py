@@ -67,6 +67,12 @@ ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardC
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
 
+SPLITS_RUN = False
+"""Whether calls without a config may run the kernels that split the keys.
+
+They are off since one of them ended in an illegal instruction at head size 256 on an H200
+(benchmarks/LAB.md, 2026-11-22). A config that is passed runs them all the same.
+"""
 _FEW_QUERIES = 64
 """With fewer queries a tile of the other kernels has idle rows."""
 _GAIN = 0.9
@@ -81,6 +87,8 @@ def forward_candidates(
     whole: tuple[ForwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_forward.candidates(shape, multiprocessors), longs[0])
+    if not SPLITS_RUN:
+        return whole
     splits = split_keys.candidates(shape, logits, multiprocessors)
     expected = (
         estimate.forward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
@@ -98,6 +106,8 @@ def backward_candidates(
     whole: tuple[BackwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_backward.candidates(shape), longs[0])
+    if not SPLITS_RUN:
+        return whole
     splits = split_keys_backward.candidates(shape, logits, multiprocessors)
     expected = (
         estimate.backward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
