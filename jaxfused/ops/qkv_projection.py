@@ -168,8 +168,6 @@ def qkv_projection(
 
 _HEADS = ("ngh", "nkh", "nkh")
 """The letters of queries, keys and values: groups that share keys, heads of a group, features."""
-_XLA_SPLIT_ROWS = 256
-"""XLA adds up the rows in parts where a product has few tiles; it pads what is no multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -302,12 +300,19 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
     reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
     if dispatch.choose("qkv_projection", run.implementation, reasons) == "xla":
         return True  # The input gradient needs them side by side as well.
-    if rows % _XLA_SPLIT_ROWS:
-        return True  # XLA pads the rows of both operands of each product.
-    together = cost.xla_pass(rows * sum(widths), 2 * x.dtype.itemsize)
-    works = [cost.Work(features, width, rows) for width in (sum(widths), *widths)]
-    one, *three = (xla_time(run.device, work, Passes()) for work in works)
-    return together + one < sum(three)
+    itemsize = x.dtype.itemsize
+
+    def product_and_pads(columns: int, *padded: int) -> float:
+        """Of the product with so many columns, whose operands may have to be padded first."""
+        work = cost.Work(features, columns, rows)
+        time = xla_time(run.device, work, Passes())
+        if cost.xla_pads(work, run.device.multiprocessors):
+            time += sum(cost.xla_pass(rows * width, 2 * itemsize) for width in padded)
+        return time
+
+    together = cost.xla_pass(rows * sum(widths), 2 * itemsize)
+    three = sum(product_and_pads(width, features, width) for width in widths)
+    return together + product_and_pads(sum(widths), features) < three
 
 
 # --- kernels --------------------------------------------------------------------------------------

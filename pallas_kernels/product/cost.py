@@ -188,6 +188,17 @@ def xla_product(m: int, n: int, k: int, itemsize: int = 2, multiprocessors: int 
     return speeds.xla_launch + best * (speeds.xla_ragged if ragged else 1.0)
 
 
+def xla_pads(work: Work, multiprocessors: int) -> bool:
+    """Whether XLA pads both operands along the sum, which it splits where a product has few tiles."""
+    tiles = math.ceil(work.m / _XLA_TILE) * math.ceil(work.n / _XLA_TILE)
+    splits = 1
+    while 2 * splits * tiles <= multiprocessors:
+        splits *= 2
+    return work.k % (splits * _STEP_BYTES // work.itemsize) != 0
+
+
+_XLA_TILE = 128
+"""Rows and columns of a usual tile."""
 _XLA_TILES = [
     *((128, n) for n in (64, 96, 128, 160, 192, 224, 256)),
     *((n, 128) for n in (64, 96, 160, 192, 224, 256)),
