@@ -83,7 +83,7 @@ def forward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[ForwardConfig, ...]:
     """The configs of the forward worth trying, all of them legal, the best guess first."""
-    longs = attention_fwd.candidates(shape, logits)
+    longs = attention_fwd.candidates(shape, logits, multiprocessors)
     whole: tuple[ForwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_forward.candidates(shape, multiprocessors), longs[0])
@@ -102,7 +102,7 @@ def backward_candidates(
     shape: Shape, dtype: Any, *, logits: Logits, multiprocessors: int
 ) -> tuple[BackwardConfig, ...]:
     """The configs of the backward worth trying, all of them legal, the best guess first."""
-    longs = attention_bwd.candidates(shape, logits)
+    longs = attention_bwd.candidates(shape, logits, multiprocessors)
     whole: tuple[BackwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_backward.candidates(shape), longs[0])

@@ -29,13 +29,13 @@ class BackwardConfig:
     keys: KeyGradientConfig
 
 
-def candidates(shape: Shape, logits: Logits) -> tuple[BackwardConfig, ...]:
+def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[BackwardConfig, ...]:
     """The configs worth trying, all of them legal, the best guess first.
 
     The kernels run one after the other, so what is best for one does not depend on the other: each
     candidate differs from the guess in one of them.
     """
-    queries = backward_dq.candidates(shape, logits)
+    queries = backward_dq.candidates(shape, logits, multiprocessors)
     keys = backward_dkv.candidates(shape, logits)
     return (
         *(BackwardConfig(queries[0], config) for config in keys),
@@ -62,7 +62,7 @@ def backward(
     query is [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] in float32 is the natural
     logarithm, with R = saved_length(T). dbias and dsinks are float32, or None without the operand.
     """
-    config = config or candidates(Shape.of(query, key, value), logits)[0]
+    config = config or candidates(Shape.of(query, key, value), logits, multiprocessors)[0]
     blocks = (config.queries.query_block, config.keys.query_block)
     lse2, delta, dbias, dsinks = prepare(
         query, key, value, operands, out, lse, dout, dlse, logits=logits, blocks=blocks

@@ -66,10 +66,13 @@ class QueryGradientConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-def candidates(shape: Shape, logits: Logits) -> tuple[QueryGradientConfig, ...]:
+def candidates(
+    shape: Shape, logits: Logits, multiprocessors: int
+) -> tuple[QueryGradientConfig, ...]:
     """The configs worth trying, all of them legal, the best guess first.
 
-    The guess has the largest blocks that registers and shared memory hold.
+    The guess has the largest blocks that registers and shared memory hold. Where that leaves half of the
+    multiprocessors idle, it has one consumer instead of two.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -87,16 +90,16 @@ def candidates(shape: Shape, logits: Logits) -> tuple[QueryGradientConfig, ...]:
         configs = (narrow, wide) if logits.needs_registers else (wide, narrow)
         configs += (replace(configs[0], heads_together=16), replace(configs[0], heads_together=1))
     else:
-        configs = (
-            QueryGradientConfig(key_block=64, value_stages=1, separate_output=False),
-            QueryGradientConfig(consumers=1, key_block=64, separate_output=False),
-        )
+        configs = (QueryGradientConfig(key_block=64, value_stages=1, separate_output=False),)
+    one = replace(configs[0], consumers=1, value_stages=max(2, configs[0].value_stages))
+    few_tiles = 2 * shape.query_tiles(configs[0].query_block) <= multiprocessors
+    configs = (one, *configs) if few_tiles else (*configs, one)
     return tuple(config for config in configs if config.fits(shape))
 
 
-def default_config(shape: Shape, logits: Logits) -> QueryGradientConfig:
+def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> QueryGradientConfig:
     """The best guess without measurements."""
-    return candidates(shape, logits)[0]
+    return candidates(shape, logits, multiprocessors)[0]
 
 
 def query_gradient(
@@ -114,7 +117,7 @@ def query_gradient(
 ) -> jax.Array:
     """Returns dQ [B, T, N, H]; lse2 and delta are [B, N, T padded to whole tiles]."""
     shape = Shape.of(query, key, value)
-    config = config or default_config(shape, logits)
+    config = config or default_config(shape, logits, multiprocessors)
     rows, block, mask = config.query_block, config.key_block, logits.mask
     head, columns = config.columns(shape)
     tiles = QueryTiles(mask, shape.heads, rows, block)

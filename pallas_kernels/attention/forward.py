@@ -94,12 +94,12 @@ _CACHED_BYTES = 2**24
 """The bytes of K and V that CTAs use at a time: a part of the L2 cache that leaves room for the rest."""
 
 
-def candidates(shape: Shape, logits: Logits) -> tuple[ForwardConfig, ...]:
+def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[ForwardConfig, ...]:
     """Returns the configs worth trying, all of them legal, the best guess first.
 
     Tensor cores idle least when several consumers compute exponentials while another multiplies. The
     guess therefore has as many consumers as registers have room for their tiles, and then the largest
-    blocks that fit.
+    blocks that fit. Where that leaves half of the multiprocessors idle, it has one consumer.
     """
     del logits  # The guess is the same whatever is done to each logit.
     widest = max(shape.head_size, shape.value_size)
@@ -130,14 +130,16 @@ def candidates(shape: Shape, logits: Logits) -> tuple[ForwardConfig, ...]:
     head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
     together = max(1, _CACHED_BYTES // head_bytes) * shape.group
     legal = [replace(config, heads_together=together) for config in configs if config.fits(shape)]
+    if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
+        legal.sort(key=lambda config: config.consumers > 1)
     if together > shape.group:
         legal.append(replace(legal[0], heads_together=shape.group))
     return tuple(legal)
 
 
-def default_config(shape: Shape, logits: Logits) -> ForwardConfig:
+def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> ForwardConfig:
     """The best guess without measurements."""
-    return candidates(shape, logits)[0]
+    return candidates(shape, logits, multiprocessors)[0]
 
 
 def forward(
@@ -152,7 +154,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, V], lse [B, N, R]) as pallas_kernels.attention.attention.forward does."""
     shape = Shape.of(query, key, value)
-    config = config or default_config(shape, logits)
+    config = config or default_config(shape, logits, multiprocessors)
     rows, block, mask = config.query_block, config.key_block, logits.mask
     head, columns = config.columns(shape)
     tiles = QueryTiles(mask, shape.heads, rows, block)

@@ -33,3 +33,7 @@ class Shape(NamedTuple):
     def group(self) -> int:
         """The number of query heads that share a key head."""
         return self.heads // self.key_heads
+
+    def query_tiles(self, rows: int) -> int:
+        """The number of tiles of so many queries, over all heads."""
+        return self.batch * self.heads * -(-self.query_count // rows)
