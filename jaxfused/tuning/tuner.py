@@ -26,6 +26,8 @@ _SHARE = 0.005
 """A stage that takes less of all stages' time is not worth a second look."""
 _CONFIGS_A_ROUND = 2
 """Of each stage, so that no stage takes the time of another."""
+_RESERVE = 1.3
+"""A round may take so many times as long a candidate as the round before."""
 
 
 @dataclass
@@ -284,7 +286,7 @@ def _measure(
             count = len(stage.waiting) if is_first else _CONFIGS_A_ROUND
             while stage.waiting and len(batch) < count:
                 # What is submitted has still to be measured.
-                if clock() + pace * (submitted + 1) >= deadline:
+                if clock() + _RESERVE * pace * (submitted + 1) >= deadline:
                     break
                 batch.append(stage.waiting.pop(0))
                 bench.submit(stage.work, batch[-1])
