@@ -9,9 +9,11 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch
+from jaxfused.ops.linear import sum_rows
 from jaxfused.semantics.activation import ACTIVATIONS, activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES
+from tests.cases.normal import normal
 from tests.choices import why_not
 from tests.grids import parametrize
 from tests.tensor_cores import product
@@ -301,3 +303,12 @@ def test_pallas_accurate_on_gpu(case, dtype):
 @pytest.mark.parametrize("case", (*CASES, *KERNEL_CASES), ids=str)
 def test_cuda_accurate_on_gpu(case, dtype):
     check_kernel(case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(0, 3), (5, 7), (2, 700, 1024)], ids=str)
+def test_sums_of_rows_are_those_of_float32(shape, dtype):
+    dy = normal(np.random.default_rng(0), jnp.dtype(dtype), *shape)
+    sums = jax.jit(sum_rows, static_argnums=1)(dy, jnp.float32)
+    expected = np.asarray(dy, np.float64).sum(axis=tuple(range(len(shape) - 1)))
+    chex.assert_trees_all_close(sums, expected.astype(np.float32), rtol=1e-5, atol=1e-4)

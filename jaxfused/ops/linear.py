@@ -1,6 +1,7 @@
 """linear: validation, choice of implementation, gradient."""
 
 import functools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -221,8 +222,24 @@ def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> 
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
-    """The gradient of a bias: dy [..., F] summed over all of its rows in float32."""
+    """The gradient of a bias: dy [..., F] summed over all of its rows in float32.
+
+    XLA gives such a sum too few threads where there are few rows, and there takes a product with ones.
+    """
+    rows = math.prod(dy.shape[:-1])
+    few = rows <= _ROWS_OF_SLOW_SUMS and dy.size >= _SIZE_OF_SLOW_SUMS
+    if few and dy.dtype.itemsize == 2 and not sharding.is_explicit(dy):
+        # The barrier keeps XLA from merging it with a product of the weight's gradient.
+        flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
+        ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
+        return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
     return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)
+
+
+_ROWS_OF_SLOW_SUMS = 2**14
+_SIZE_OF_SLOW_SUMS = 2**20
+_TILE_ROWS = 8
+"""The rows of the smallest tile of a product."""
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any, precision: Any) -> jax.Array:
