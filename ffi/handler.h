@@ -66,22 +66,47 @@ struct Launch {
   int cluster = 1;  // blocks in a cluster
 };
 
+// What a launch is to the CUDA runtime; valid as long as the object that holds it.
+class LaunchConfig {
+ public:
+  LaunchConfig(const Launch& launch, cudaStream_t stream) {
+    config_.gridDim = launch.grid;
+    config_.blockDim = dim3(launch.threads);
+    config_.dynamicSmemBytes = launch.shared_bytes;
+    config_.stream = stream;
+    cluster_.id = cudaLaunchAttributeClusterDimension;
+    cluster_.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+    config_.attrs = &cluster_;
+    config_.numAttrs = launch.cluster > 1 ? 1 : 0;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+
+  const cudaLaunchConfig_t* get() const { return &config_; }
+
+ private:
+  cudaLaunchConfig_t config_ = {};
+  cudaLaunchAttribute cluster_ = {};
+};
+
 // Launches `kernel` with `args`.
 template <typename Args>
 ffi::Error launch_kernel(void (*kernel)(Args), const Args& args, const Launch& launch,
                          cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = launch.grid;
-  config.blockDim = dim3(launch.threads);
-  config.dynamicSmemBytes = launch.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = launch.cluster > 1 ? 1 : 0;
-  RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(&config, kernel, args), "cudaLaunchKernelEx"));
+  const LaunchConfig config(launch, stream);
+  RETURN_IF_ERROR(check_cuda(cudaLaunchKernelEx(config.get(), kernel, args), "cudaLaunchKernelEx"));
   return check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+// Computes how many clusters of a launch the GPU runs at a time, at least 1.
+template <typename Args>
+ffi::Error resident_clusters(void (*kernel)(Args), const Launch& launch, cudaStream_t stream,
+                             int* clusters) {
+  const LaunchConfig config(launch, stream);
+  RETURN_IF_ERROR(check_cuda(
+      cudaOccupancyMaxActiveClusters(clusters, reinterpret_cast<const void*>(kernel), config.get()),
+      "cudaOccupancyMaxActiveClusters"));
+  *clusters = std::max(*clusters, 1);
+  return ffi::Error::Success();
 }
 
 // Computes how many blocks of a launch a multiprocessor runs at a time, at least 1.

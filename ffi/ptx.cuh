@@ -158,6 +158,12 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float value, uin
       "f"(value), "r"(barrier) : "memory"));
 }
 
+// Stores a float to a cluster address; a barrier of the cluster makes it visible.
+__device__ __forceinline__ void cluster_write(uint32_t address, float value) {
+  JAXFUSED_SM90(
+      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory"));
+}
+
 // Loads the float at a cluster address.
 __device__ __forceinline__ float cluster_load(uint32_t address) {
   float value = 0.0f;

@@ -16,7 +16,7 @@ from jaxfused import dispatch, reference
 from jaxfused.ops.kernel_call import reference_only
 from jaxfused.ops.linear import check_affine
 from jaxfused.ops.validation import check_constant, check_count, check_floating, check_shape
-from jaxfused.reference.cross_entropy import Normalizer, Options, counted, is_soft
+from jaxfused.reference.cross_entropy import Options, Statistics, counted, is_soft
 from jaxfused.reference.promotion import common_dtype
 
 Reduction = Literal["mean", "sum", "none"]
@@ -246,7 +246,7 @@ def _reduce(
 class _Residuals(NamedTuple):
     logits: jax.Array
     labels: jax.Array
-    normalizer: Normalizer
+    statistics: Statistics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -255,8 +255,8 @@ def _token_losses(options: Options, logits, labels):
 
 
 def _token_losses_fwd(options: Options, logits, labels):
-    losses, normalizer = reference.cross_entropy.token_losses(logits, labels, options)
-    return losses, _Residuals(logits, labels, normalizer)
+    losses, statistics = reference.cross_entropy.token_losses(logits, labels, options)
+    return losses, _Residuals(logits, labels, statistics)
 
 
 def _token_losses_bwd(options: Options, saved: _Residuals, dlosses):
@@ -274,7 +274,7 @@ class _LinearResiduals(NamedTuple):
     w: jax.Array
     bias: jax.Array | None
     labels: jax.Array
-    normalizer: Normalizer
+    statistics: Statistics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -283,10 +283,10 @@ def _linear_token_losses(options: Options, chunk_size: int, x, w, bias, labels):
 
 
 def _linear_token_losses_fwd(options: Options, chunk_size: int, x, w, bias, labels):
-    losses, normalizer = reference.cross_entropy.linear_token_losses(
+    losses, statistics = reference.cross_entropy.linear_token_losses(
         x, w, bias, labels, options, chunk_size
     )
-    return losses, _LinearResiduals(x, w, bias, labels, normalizer)
+    return losses, _LinearResiduals(x, w, bias, labels, statistics)
 
 
 def _linear_token_losses_bwd(options: Options, chunk_size: int, saved: _LinearResiduals, dlosses):

@@ -32,8 +32,8 @@ def image_losses(
     else:
         options = Options(ignore_index=ignore_index)
         counts = counted(labels, options)
-        losses, normalizer = token_losses(logits, labels, options)
-        probabilities = jnp.exp(normalizer.log_probabilities(logits))
+        losses, statistics = token_losses(logits, labels, options)
+        probabilities = jnp.exp(statistics.log_probabilities(logits))
         targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
 
     pixel_weights = counts.astype(logits.dtype)

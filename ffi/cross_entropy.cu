@@ -1,0 +1,1051 @@
+// softmax_cross_entropy: what jaxfused/reference/cross_entropy.py states over a row of logits.
+//
+// A row is summed up in five numbers (see Statistics), of which XLA makes the loss of a token. The
+// gradient of a row follows from these numbers and from the logits:
+//
+//   dlogits = pull softmax(logits) - push target - spread,
+//
+// so a kernel that knows the cotangent of the losses writes it while the row is still at hand:
+// in shared memory, which a cluster of blocks shares for a long row, or in the L2 cache.
+//
+// A row may start anywhere in memory. Threads access vectors that start at multiples of 16 bytes,
+// so the first and the last vector of a row may also hold values of its neighbours.
+
+#include <cfloat>
+#include <climits>
+
+#include "handler.h"
+#include "mma.cuh"
+#include "operands.h"
+#include "ptx.cuh"
+#include "rows.cuh"
+
+namespace {
+
+// Instead of a class: the row does not count, or its class belongs to another device. Every other
+// number that is no class makes the row's results NaN.
+constexpr int kIgnored = -1;
+constexpr int kElsewhere = -2;
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kMaxClusterBlocks = 8;
+constexpr int kMaxThreads = 512;
+constexpr int kWarpRowThreads = 256;  // of a block whose warps have rows of their own
+constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
+// Vectors of a thread whose loads are in flight together, where a row is not in shared memory.
+constexpr int kUnroll = 4;
+// Parts of a row in shared memory, of which the first is used while the others are on their way.
+constexpr int kParts = 3;
+
+// The numbers of a row, in the order of memory. `picked` is the sum of target * (logit - maximum),
+// with the labels as they are given; `mean` is that of (logit - maximum).
+enum Statistic { kMaximum, kLogSum, kPicked, kMean, kTotal, kStatistics };
+
+// The labels: one class for each row, or a distribution over the classes.
+struct Labels {
+  const int* classes;
+  Parameter soft;
+};
+
+struct LossOptions {
+  float smoothing;
+  float z_loss;
+  float cap;  // 0: none
+};
+
+struct LossArgs {
+  const void* logits;
+  Labels labels;
+  LossOptions options;
+  // [rows], the cotangents of the losses; in the backward [rows, 3], those of kLogSum, and the
+  // negative ones of kPicked and of kMean, the latter divided by the classes.
+  const float* coefficients;
+  float* statistics;  // [rows, kStatistics]; read in the backward
+  void* dlogits;
+  int64_t rows;
+  int features;
+  int slice;      // vectors of a row that a block has at most
+  int cluster;    // blocks that share a row
+  bool resident;  // whether a row lies in shared memory
+};
+
+// A row as vectors: those that hold a part of it, and where in the first the row starts.
+template <int kVec>
+struct RowVectors {
+  int64_t first;
+  int shift;
+  int count;
+
+  __device__ RowVectors(int64_t row, int features) {
+    const int64_t start = row * features;
+    first = start / kVec;
+    shift = static_cast<int>(start - first * kVec);
+    count = (shift + features - 1) / kVec + 1;
+  }
+
+  __device__ __forceinline__ int column(int j) const { return j * kVec - shift; }
+
+  __device__ __forceinline__ bool is_inner(int j, int features) const {
+    return kVec == 1 || (column(j) >= 0 && column(j) + kVec <= features);
+  }
+};
+
+// The largest number of vectors that hold a part of one row.
+int most_vectors(int64_t features, int vec) {
+  return static_cast<int>(features % vec == 0 ? features / vec : (features + vec - 2) / vec + 1);
+}
+
+__device__ __forceinline__ float capped(float logit, float cap) { return cap * tanhf(logit / cap); }
+
+// --- sums over a row
+// -------------------------------------------------------------------------------
+
+// Sums over some elements of a row, relative to their own maximum. kGeneral: with what smoothing
+// and soft labels need.
+template <bool kGeneral>
+struct RowSums {
+  enum { kExp, kDistance, kCount, kSoft, kSoftTotal };
+  static constexpr int kSums = kGeneral ? 5 : 1;
+  // Not -inf, from which the distance of a logit of -inf would be NaN.
+  float maximum = -FLT_MAX;
+  float sums[kSums] = {};
+
+  // Makes the sums relative to a larger maximum.
+  __device__ __forceinline__ void raise(float to) {
+    const float distance = maximum - to;
+    sums[kExp] *= exp2_fast(distance * kLog2e);
+    if constexpr (kGeneral) {
+      if (sums[kCount] != 0.0f) sums[kDistance] += sums[kCount] * distance;
+      if (sums[kSoftTotal] != 0.0f) sums[kSoft] += sums[kSoftTotal] * distance;
+    }
+    maximum = to;
+  }
+
+  // Adds logits; those that `owns(i)` denies are not of the row, and -inf.
+  template <int kSize, typename Owns>
+  __device__ __forceinline__ void add(const float (&logits)[kSize], const Owns& owns) {
+    float most = logits[0];
+#pragma unroll
+    for (int i = 1; i < kSize; ++i) most = fmaxf(most, logits[i]);
+    if (most > maximum) raise(most);
+    float exps[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) exps[i] = exp2_fast((logits[i] - maximum) * kLog2e);
+    sums[kExp] += sum_of(exps);
+    if constexpr (kGeneral) {
+      float distances[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        distances[i] = owns(i) ? logits[i] - maximum : 0.0f;
+        sums[kCount] += owns(i) ? 1.0f : 0.0f;
+      }
+      sums[kDistance] += sum_of(distances);
+    }
+  }
+
+  // A share of 0 cancels even an infinite distance.
+  template <int kSize>
+  __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
+                                           const float (&shares)[kSize]) {
+    if constexpr (kGeneral) {
+      float products[kSize];
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        products[i] = shares[i] == 0.0f ? 0.0f : shares[i] * (logits[i] - maximum);
+      }
+      sums[kSoft] += sum_of(products);
+      sums[kSoftTotal] += sum_of(shares);
+    }
+  }
+
+  // Joins the sums of the lanes of a warp.
+  __device__ __forceinline__ void join_lanes() {
+    float most = maximum;
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    }
+    raise(most);
+    add_over_lanes(kWarpSize, sums);
+  }
+};
+
+// Joins the sums of the warps of a block, or of the blocks of a cluster.
+template <bool kGeneral>
+class WarpJoin {
+  static constexpr int kValues = RowSums<kGeneral>::kSums + 1;
+
+ public:
+  static constexpr int kFloats = 2 * kValues * kPlaces;
+
+  __device__ WarpJoin(float* places, int cluster) : places_(places), cluster_(cluster) {
+    // A block of a cluster must have started before others store into its memory.
+    if (cluster > 1) cluster_sync();
+  }
+
+  __device__ __forceinline__ void operator()(RowSums<kGeneral>& row) {
+    row.join_lanes();
+    const int warps = blockDim.x / kWarpSize;
+    const int lane = threadIdx.x % kWarpSize;
+    const int rank = cluster_ > 1 ? cluster_rank() : 0;
+    const int place = rank * warps + threadIdx.x / kWarpSize;
+    // Turns alternate between two halves, so that one barrier suffices: whoever writes a place
+    // again has passed the barrier of the turn in between, and so has every reader of that place.
+    float* own = places_ + turn_ * kValues * kPlaces;
+    turn_ ^= 1;
+    if (cluster_ == 1) {
+      if (lane == 0) write(own + place, row);
+      __syncthreads();
+    } else {
+      if (lane < cluster_) {
+        const uint32_t address = cluster_address(own + place, lane);
+        cluster_write(address, row.maximum);
+#pragma unroll
+        for (int i = 0; i < kValues - 1; ++i) {
+          cluster_write(address + (i + 1) * kPlaces * sizeof(float), row.sums[i]);
+        }
+      }
+      __syncwarp();
+      cluster_sync();
+    }
+    const int used = cluster_ * warps;
+    row = read(own, lane, used);
+    for (int other = lane + kWarpSize; other < used; other += kWarpSize) {
+      RowSums<kGeneral> more = read(own, other, used);
+      const float most = fmaxf(row.maximum, more.maximum);
+      row.raise(most);
+      more.raise(most);
+#pragma unroll
+      for (int i = 0; i < kValues - 1; ++i) row.sums[i] += more.sums[i];
+    }
+    row.join_lanes();
+  }
+
+ private:
+  static __device__ __forceinline__ void write(float* place, const RowSums<kGeneral>& row) {
+    place[0] = row.maximum;
+#pragma unroll
+    for (int i = 0; i < kValues - 1; ++i) place[(i + 1) * kPlaces] = row.sums[i];
+  }
+
+  static __device__ __forceinline__ RowSums<kGeneral> read(const float* own, int place, int used) {
+    RowSums<kGeneral> row;
+    if (place >= used) return row;
+    row.maximum = own[place];
+#pragma unroll
+    for (int i = 0; i < kValues - 1; ++i) row.sums[i] = own[place + (i + 1) * kPlaces];
+    return row;
+  }
+
+  float* places_;
+  int cluster_;
+  int turn_ = 0;
+};
+
+// --- vectors of a row
+// ------------------------------------------------------------------------------
+
+// What a vector of logits means, where it is needed: capped, and without the neighbours' values.
+template <typename T, int kVec, bool kGeneral>
+class RowReader {
+ public:
+  __device__ RowReader(const Labels& labels, float cap, int features,
+                       const RowVectors<kVec>& vectors)
+      : labels_(labels), cap_(kGeneral ? cap : 0.0f), features_(features), vectors_(vectors) {}
+
+  // Adds vector `j` to the sums.
+  __device__ __forceinline__ void add(int j, const Vector<T, kVec>& packed,
+                                      RowSums<kGeneral>& sums) const {
+    float logits[kVec];
+    read(packed, logits);
+    const int column = vectors_.column(j);
+    const bool inner = vectors_.is_inner(j, features_);
+    const auto owns = [&](int i) { return inner || (column + i >= 0 && column + i < features_); };
+    if (!inner) {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) logits[i] = owns(i) ? logits[i] : -INFINITY;
+    }
+    sums.add(logits, owns);
+    if (kGeneral && labels_.soft.data != nullptr) {
+      float labels[kVec];
+      shares(j, labels);
+      sums.add_soft(logits, labels);
+    }
+  }
+
+  // The values of a vector, and with a cap the derivatives of the capped logits.
+  __device__ __forceinline__ void read(const Vector<T, kVec>& packed, float (&logits)[kVec]) const {
+    unpack(packed, logits);
+    if constexpr (kGeneral) {
+      if (cap_ != 0.0f) {
+#pragma unroll
+        for (float& logit : logits) logit = capped(logit, cap_);
+      }
+    }
+  }
+
+  // The labels of vector `j`; those beyond the row are 0.
+  __device__ __forceinline__ void shares(int j, float (&out)[kVec]) const {
+    if (vectors_.is_inner(j, features_)) {
+      load_parameter_at(j, out);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const int column = vectors_.column(j) + i;
+      out[i] = column < 0 || column >= features_ ? 0.0f : soft_label(column);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_parameter_at(int j, float (&out)[kVec]) const {
+    with_type(labels_.soft.dtype, [&](auto type) {
+      using L = decltype(type);
+      load_as_float<L>(static_cast<const L*>(labels_.soft.data) + (vectors_.first + j) * kVec, 0,
+                       out);
+    });
+  }
+
+  __device__ __forceinline__ float soft_label(int column) const {
+    float value[1];
+    with_type(labels_.soft.dtype, [&](auto type) {
+      using L = decltype(type);
+      const int64_t start = vectors_.first * kVec + vectors_.shift;
+      load_as_float<L>(static_cast<const L*>(labels_.soft.data) + start, column, value);
+    });
+    return value[0];
+  }
+
+  Labels labels_;
+  float cap_;
+  int features_;
+  RowVectors<kVec> vectors_;
+};
+
+// The numbers from which the gradient of a row follows.
+struct RowGradient {
+  float maximum;
+  float pull;    // of exp(logit - maximum)
+  float push;    // of the target
+  float spread;  // of each class
+
+  // Of a row whose loss has the cotangent `coefficient`, by the reference's token_gradients.
+  __device__ RowGradient(const LossOptions& options, int features, float coefficient,
+                         float row_maximum, float sum, float total)
+      : maximum(row_maximum) {
+    const float kept = 1.0f - options.smoothing;
+    const float lse = row_maximum + logf(sum);
+    pull = coefficient * (kept * total + options.smoothing + 2.0f * options.z_loss * lse) / sum;
+    push = coefficient * kept;
+    spread = coefficient * options.smoothing / static_cast<float>(features);
+  }
+
+  // Of a row for whose statistics the cotangents are known.
+  __device__ RowGradient(const float* statistics, const float* cotangents)
+      : maximum(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
+    // A shard may have no finite logit: nothing pulls at it, and its log_sum is -inf.
+    const float pulls = cotangents[0];
+    pull = pulls == 0.0f ? 0.0f : pulls * exp2_fast(-statistics[kLogSum] * kLog2e);
+  }
+};
+
+// Stores the values of vector `j` that belong to the row; `out` is where the row's first vector is.
+template <typename T, int kVec>
+__device__ __forceinline__ void store_row_vector(const RowVectors<kVec>& vectors, int features,
+                                                 int j, const float (&values)[kVec], T* out) {
+  T* const place = out + static_cast<int64_t>(j) * kVec;
+  if (vectors.is_inner(j, features)) {
+    Vector<T, kVec> packed;
+    pack(values, packed);
+    store_streaming<T, kVec>(place, packed);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const int column = vectors.column(j) + i;
+    if (column < 0 || column >= features) continue;
+    const float value[1] = {values[i]};
+    Vector<T, 1> packed;
+    pack(value, packed);
+    store_vector(place + i, packed);
+  }
+}
+
+// Writes vector `j` of a row's gradient.
+template <typename T, int kVec, bool kGeneral>
+__device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kGeneral>& reader,
+                                               const RowVectors<kVec>& vectors,
+                                               const LossArgs& args, const RowGradient& row,
+                                               int label, int j, const Vector<T, kVec>& packed,
+                                               T* row_start) {
+  float values[kVec], derivatives[kVec];
+  reader.read(packed, values);
+  const float cap = kGeneral ? args.options.cap : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if constexpr (kGeneral) {
+      if (cap != 0.0f) {
+        const float share = values[i] / cap;
+        derivatives[i] = 1.0f - share * share;
+      }
+    }
+    const float power = exp2_fast((values[i] - row.maximum) * kLog2e);
+    values[i] = fmaf(power, row.pull, -row.spread);
+  }
+  const int column = vectors.column(j);
+  if (kGeneral && args.labels.soft.data != nullptr) {
+    float shares[kVec];
+    reader.shares(j, shares);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] -= row.push * shares[i];
+  } else if (static_cast<unsigned>(label - column) < static_cast<unsigned>(kVec)) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] -= column + i == label ? row.push : 0.0f;
+  }
+  if (kGeneral && cap != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] *= derivatives[i];
+  }
+  store_row_vector(vectors, args.features, j, values, row_start);
+}
+
+// --- forward, with or without the gradient
+// ---------------------------------------------------------
+
+// What a row asks of its team besides its logits; loaded a row ahead.
+struct RowRequest {
+  int label = kIgnored;
+  float coefficient = 0.0f;
+
+  __device__ RowRequest(const LossArgs& args, int64_t row) {
+    if (row >= args.rows) return;
+    label = args.labels.classes == nullptr ? kElsewhere : args.labels.classes[row];
+    if (args.coefficients != nullptr) coefficient = args.coefficients[row];
+  }
+};
+
+__device__ __forceinline__ bool is_missing(int label, int features) {
+  return label >= features || label < kElsewhere;
+}
+
+template <bool kGeneral>
+__device__ __forceinline__ void write_statistics(const RowSums<kGeneral>& sums, bool soft,
+                                                 int label, float label_logit, int features,
+                                                 float* out) {
+  using Sums = RowSums<kGeneral>;
+  const bool ignored = label == kIgnored;
+  float picked = label >= 0 ? label_logit - sums.maximum : 0.0f;
+  float total = label >= 0 ? 1.0f : 0.0f;
+  float mean = 0.0f;
+  if constexpr (kGeneral) {
+    mean = sums.sums[Sums::kDistance] / static_cast<float>(features);
+    if (soft) {
+      picked = sums.sums[Sums::kSoft];
+      total = sums.sums[Sums::kSoftTotal];
+    }
+  }
+  if (is_missing(label, features)) picked = nanf("");
+  out[kMaximum] = ignored ? 0.0f : sums.maximum;
+  out[kLogSum] = ignored ? 0.0f : logf(sums.sums[Sums::kExp]);
+  out[kPicked] = ignored ? 0.0f : picked;
+  out[kMean] = ignored ? 0.0f : mean;
+  out[kTotal] = ignored ? 0.0f : total;
+}
+
+enum class Mode {
+  kStatistics,  // no gradient
+  kTwice,       // reads a row again for its gradient
+  kResident,    // keeps it in shared memory
+};
+
+// Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. A
+// thread owns the same places of shared memory for every row, and only it copies to and reads from
+// them, so that no barrier is needed for it. When it has written the gradient of a vector, the copy
+// of the next row's vector to its place begins.
+template <typename T, int kVec, bool kGeneral, bool kWarp, Mode kMode>
+__global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
+                                  kWarp ? (kGeneral ? 2 : 4)
+                                        : (kMode == Mode::kResident && !kGeneral ? 3 : 2))
+    forward_rows(const __grid_constant__ LossArgs args) {
+  constexpr bool kGradient = kMode != Mode::kStatistics;
+  constexpr bool resident = kMode == Mode::kResident;
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  using Pack = Vector<T, kVec>;
+  const T* const logits = static_cast<const T*>(args.logits);
+  const int threads = kWarp ? kWarpSize : blockDim.x;
+  const int thread = kWarp ? threadIdx.x % kWarpSize : threadIdx.x;
+  const int cluster = kWarp ? 1 : args.cluster;
+  const int rank = cluster > 1 ? cluster_rank() : 0;
+  const int teams = kWarp ? blockDim.x / kWarpSize : 1;
+  const int64_t step = kWarp ? static_cast<int64_t>(gridDim.x) * teams : gridDim.x / cluster;
+  const int64_t first_row = kWarp
+                                ? static_cast<int64_t>(blockIdx.x) * teams + threadIdx.x / kWarpSize
+                                : blockIdx.x / cluster;
+
+  float* const places = reinterpret_cast<float*>(shared_memory);
+  WarpJoin<kGeneral> join_warps(places, cluster);
+  unsigned char* slots = shared_memory + (kWarp ? 0 : WarpJoin<kGeneral>::kFloats * sizeof(float));
+  const int turns = divide_up(args.slice, threads);  // vectors of a thread
+  if (kWarp) slots += static_cast<size_t>(threadIdx.x / kWarpSize) * turns * threads * sizeof(Pack);
+  Pack* const own = reinterpret_cast<Pack*>(slots) + thread;
+
+  // The thread's vector in turn `turn`; -1 beyond the end of the row or of the block's slice.
+  const auto index = [&](const RowVectors<kVec>& vectors, int turn) {
+    const int place = turn * threads + thread;
+    const int j = rank * args.slice + place;
+    return place < args.slice && j < vectors.count ? j : -1;
+  };
+  const auto fetch = [&](const RowVectors<kVec>& vectors, int turn) {
+    if constexpr (sizeof(Pack) == 16) {
+      const int j = index(vectors, turn);
+      if (j < 0) return;
+      async_copy<16>(own + turn * threads, logits + (vectors.first + j) * kVec);
+    }
+  };
+  const auto part_end = [&](int part) { return (part + 1) * turns / kParts; };
+
+  RowRequest request(args, first_row);
+  if (resident && first_row < args.rows) {
+    const RowVectors<kVec> vectors(first_row, args.features);
+    for (int part = 0, turn = 0; part < kParts; ++part) {
+      for (; turn < part_end(part); ++turn) fetch(vectors, turn);
+      async_copies_commit();
+    }
+  }
+
+  for (int64_t row = first_row; row < args.rows; row += step) {
+    const RowVectors<kVec> vectors(row, args.features);
+    const RowReader<T, kVec, kGeneral> reader(args.labels, args.options.cap, args.features,
+                                              vectors);
+    const T* const row_logits = logits + vectors.first * kVec;
+    T* const row_dlogits = static_cast<T*>(args.dlogits) + vectors.first * kVec;
+    const int label = request.label;
+    const float coefficient = request.coefficient;
+    const RowRequest next_request(args, row + step);
+    const bool ignored = label == kIgnored;
+
+    RowSums<kGeneral> sums;
+    float label_logit = 0.0f;
+    if (!ignored) {
+      if (label >= 0 && label < args.features) {
+        float value[1];
+        unpack(load_vector<T, 1>(row_logits + vectors.shift + label), value);
+        label_logit =
+            kGeneral && args.options.cap != 0.0f ? capped(value[0], args.options.cap) : value[0];
+      }
+      if constexpr (resident) {
+        for (int part = 0, turn = 0; part < kParts; ++part) {
+          async_copies_wait(kParts - 1 - part);
+          for (; turn < part_end(part); ++turn) {
+            const int j = index(vectors, turn);
+            if (j >= 0) reader.add(j, own[turn * threads], sums);
+          }
+        }
+      } else {
+        for (int turn = 0; turn < turns; turn += kUnroll) {
+          Pack packed[kUnroll];
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            const int j = index(vectors, turn + u);
+            if (j >= 0) packed[u] = load_vector<T, kVec>(row_logits + int64_t{j} * kVec);
+          }
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            const int j = index(vectors, turn + u);
+            if (j >= 0) reader.add(j, packed[u], sums);
+          }
+        }
+      }
+      if (kWarp) {
+        sums.join_lanes();
+      } else {
+        join_warps(sums);
+      }
+    } else if (resident) {
+      async_copies_wait(0);
+    }
+    if (thread == 0 && rank == 0) {
+      write_statistics(sums, kGeneral && args.labels.soft.data != nullptr, label, label_logit,
+                       args.features, args.statistics + row * kStatistics);
+    }
+
+    if constexpr (kGradient) {
+      float total = 1.0f;
+      if constexpr (kGeneral) {
+        if (args.labels.soft.data != nullptr) total = sums.sums[RowSums<kGeneral>::kSoftTotal];
+      }
+      RowGradient gradient(args.options, args.features, coefficient, sums.maximum,
+                           sums.sums[RowSums<kGeneral>::kExp], total);
+      if (is_missing(label, args.features)) gradient.pull = nanf("");
+      const RowVectors<kVec> next_vectors(row + step, args.features);
+      const bool fetches = resident && row + step < args.rows;
+      const auto write = [&](int j, const Pack& packed) {
+        if (ignored) {
+          const float zeros[kVec] = {};
+          store_row_vector(vectors, args.features, j, zeros, row_dlogits);
+        } else {
+          write_gradient(reader, vectors, args, gradient, label, j, packed, row_dlogits);
+        }
+      };
+      if constexpr (resident) {
+        for (int part = 0, turn = 0; part < kParts; ++part) {
+          for (; turn < part_end(part); ++turn) {
+            const int j = index(vectors, turn);
+            if (j >= 0) write(j, own[turn * threads]);
+            // After the store, which has waited for the place to be read.
+            if (fetches) fetch(next_vectors, turn);
+          }
+          async_copies_commit();
+        }
+      } else {
+        for (int turn = 0; turn < turns; turn += kUnroll) {
+          Pack packed[kUnroll];
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            const int j = index(vectors, turn + u);
+            if (j >= 0 && !ignored) {
+              packed[u] = load_vector<T, kVec>(row_logits + int64_t{j} * kVec);
+            }
+          }
+#pragma unroll
+          for (int u = 0; u < kUnroll; ++u) {
+            const int j = index(vectors, turn + u);
+            if (j >= 0) write(j, packed[u]);
+          }
+        }
+      }
+    }
+    request = next_request;
+  }
+}
+
+// --- backward
+// --------------------------------------------------------------------------------------
+
+constexpr int kBackwardThreads = 256;
+
+// Each team of args.slice threads has a part of a row, a few vectors a thread.
+template <typename T, int kVec, bool kGeneral>
+__global__ void __launch_bounds__(kBackwardThreads)
+    backward_rows(const __grid_constant__ LossArgs args) {
+  const int threads = args.slice;
+  const int teams = kBackwardThreads / threads;
+  const int parts = args.cluster;
+  const int64_t team = static_cast<int64_t>(blockIdx.x) * teams + threadIdx.x / threads;
+  const int64_t row = team / parts;
+  if (row >= args.rows) return;
+  const RowVectors<kVec> vectors(row, args.features);
+  const RowReader<T, kVec, kGeneral> reader(args.labels, args.options.cap, args.features, vectors);
+  const T* const row_logits = static_cast<const T*>(args.logits) + vectors.first * kVec;
+  T* const row_dlogits = static_cast<T*>(args.dlogits) + vectors.first * kVec;
+  const int first = static_cast<int>(team % parts) * kUnroll * threads + threadIdx.x % threads;
+  const int label = args.labels.classes == nullptr ? kElsewhere : args.labels.classes[row];
+  if (label == kIgnored) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const float zeros[kVec] = {};
+      const int j = first + u * threads;
+      if (j < vectors.count) store_row_vector(vectors, args.features, j, zeros, row_dlogits);
+    }
+    return;
+  }
+  Vector<T, kVec> packed[kUnroll];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int j = first + u * threads;
+    if (j < vectors.count) {
+      packed[u] = load_streaming<T, kVec>(row_logits + static_cast<int64_t>(j) * kVec);
+    }
+  }
+  RowGradient gradient(args.statistics + row * kStatistics, args.coefficients + row * 3);
+  if (is_missing(label, args.features)) gradient.pull = nanf("");
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int j = first + u * threads;
+    if (j < vectors.count) {
+      write_gradient(reader, vectors, args, gradient, label, j, packed[u], row_dlogits);
+    }
+  }
+}
+
+// --- rows times factors, in place
+// ------------------------------------------------------------------
+
+struct ScaleArgs {
+  void* x;
+  const float* factors;  // [rows]
+  int64_t rows;
+  int64_t features;
+};
+
+constexpr int kScaleThreads = 256;
+
+// Each block has neighbouring rows. It looks at their factors first, because usually all are 1.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kScaleThreads)
+    scale_rows(const __grid_constant__ ScaleArgs args) {
+  const int64_t values = args.rows * args.features;
+  const int64_t vectors = (values + kVec - 1) / kVec;
+  const int64_t begin = vectors * blockIdx.x / gridDim.x;
+  const int64_t end = vectors * (blockIdx.x + 1) / gridDim.x;
+  if (begin == end) return;
+  const int64_t last_row = (min(end * kVec, values) - 1) / args.features;
+  bool changes = false;
+  for (int64_t row = begin * kVec / args.features + threadIdx.x; row <= last_row;
+       row += kScaleThreads) {
+    changes |= !(args.factors[row] == 1.0f);
+  }
+  if (!__syncthreads_or(changes)) return;
+  T* const x = static_cast<T*>(args.x);
+  int64_t row = -1, row_end = 0;
+  float factor = 1.0f;
+  for (int64_t j = begin + threadIdx.x; j < end; j += kScaleThreads) {
+    const int64_t start = j * kVec;
+    if (start >= row_end) {
+      row = start / args.features;
+      row_end = (row + 1) * args.features;
+      factor = args.factors[row];
+    }
+    if (start + kVec <= row_end) {
+      float part[kVec];
+      Vector<T, kVec> packed = load_vector<T, kVec>(x + start);
+      unpack(packed, part);
+#pragma unroll
+      for (float& value : part) value *= factor;
+      pack(part, packed);
+      store_streaming<T, kVec>(x + start, packed);
+      continue;
+    }
+    for (int64_t place = start; place < min(start + kVec, values); ++place) {
+      if (place >= row_end) {
+        ++row;
+        row_end += args.features;
+        factor = args.factors[row];
+      }
+      float value[1];
+      unpack(load_vector<T, 1>(x + place), value);
+      value[0] *= factor;
+      Vector<T, 1> packed;
+      pack(value, packed);
+      store_vector(x + place, packed);
+    }
+  }
+}
+
+// --- launch
+// ----------------------------------------------------------------------------------------
+
+// How the forward is spread: blocks in a cluster, 0 for the choice made here, or -1 for rows that
+// are read twice instead of kept in shared memory.
+struct ForwardConfig {
+  int cluster;
+  int threads;  // of a block, at most
+};
+
+// A row in shared memory leaves room for other rows beside it, so that some are on their way to and
+// from memory while others are added up.
+constexpr int kRowsInFlight = 3;
+
+// The vectors of a thread whose warp has a row of its own, at most, and those of a thread of a
+// block that keeps a row, where the block can have so many threads.
+constexpr int kWarpVectors = 8;
+constexpr int kKeptVectors = 8;
+
+// The shared memory of a block, which has `slice` vectors of a row.
+template <typename T, int kVec, bool kGeneral>
+int row_bytes(bool keeps, int slice) {
+  constexpr int kFixedBytes = WarpJoin<kGeneral>::kFloats * sizeof(float);
+  return kFixedBytes + (keeps ? slice * kVec * static_cast<int>(sizeof(T)) : 0);
+}
+
+// Chooses the blocks that share a row, which take `bytes(blocks)` each: 0 where it is read twice.
+template <typename Bytes>
+int choose_cluster(const Bytes& bytes, const Device& device) {
+  constexpr int kReserved = 1024;  // that the system takes of each block's shared memory
+  const int most = device.clusters ? kMaxClusterBlocks : 1;
+  const int all = device.shared_bytes + kReserved;
+  for (int cluster = 1; cluster <= most; cluster *= 2) {
+    if (kRowsInFlight * (bytes(cluster) + kReserved) <= all) return cluster;
+  }
+  return (device.clusters ? 1 : 2) * (bytes(most) + kReserved) <= all ? most : 0;
+}
+
+int choose_threads(int vectors, int of_thread, int most) {
+  return std::clamp(round_up(divide_up(vectors, of_thread), kWarpSize), 2 * kWarpSize, most);
+}
+
+// Launches the kernel in which each warp has rows of its own.
+template <typename T, int kVec, bool kGeneral, Mode kMode>
+ffi::Error launch_warp_rows(LossArgs args, const Device& device, cudaStream_t stream) {
+  constexpr int kWarps = kWarpRowThreads / kWarpSize;
+  const int warp_bytes = divide_up(args.slice, kWarpSize) * kWarpSize * kVec * sizeof(T);
+  Launch launch = {dim3(1), kWarpRowThreads, kMode == Mode::kResident ? kWarps * warp_bytes : 0};
+  const auto kernel = forward_rows<T, kVec, kGeneral, true, kMode>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  int resident = 0;
+  RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
+  const int64_t blocks = (args.rows + kWarps - 1) / kWarps;
+  launch.grid = dim3(std::min<int64_t>(blocks, int64_t{resident} * device.multiprocessors));
+  return launch_kernel(kernel, args, launch, stream);
+}
+
+// Launches the kernel in which blocks, or clusters of them, share rows.
+template <typename T, int kVec, bool kGeneral, Mode kMode>
+ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Device& device,
+                             cudaStream_t stream) {
+  constexpr bool kKeeps = kMode == Mode::kResident;
+  const int threads = choose_threads(args.slice, kKeeps ? kKeptVectors : kUnroll, most_threads);
+  Launch launch = {dim3(args.cluster), threads, row_bytes<T, kVec, kGeneral>(kKeeps, args.slice),
+                   args.cluster};
+  const auto kernel = forward_rows<T, kVec, kGeneral, false, kMode>;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  int resident = 0;
+  if (args.cluster > 1) {
+    RETURN_IF_ERROR(resident_clusters(kernel, launch, stream, &resident));
+    resident *= args.cluster;
+  } else {
+    RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
+    resident *= device.multiprocessors;
+  }
+  launch.grid = dim3(std::min<int64_t>(args.rows * args.cluster, resident));
+  return launch_kernel(kernel, args, launch, stream);
+}
+
+template <typename T, int kVec, bool kGeneral>
+ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Device& device,
+                          cudaStream_t stream) {
+  const int vectors = most_vectors(args.features, kVec);
+  const bool gradient = args.dlogits != nullptr;
+  args.cluster = 1;
+  args.slice = vectors;
+  const bool in_warps = vectors <= kWarpVectors * kWarpSize && config.cluster <= 0;
+  if constexpr (kVec * sizeof(T) == 16) {
+    if (gradient && in_warps && config.cluster == 0) {
+      return launch_warp_rows<T, kVec, kGeneral, Mode::kResident>(args, device, stream);
+    }
+    if (gradient && config.cluster >= 0) {
+      const auto bytes = [&](int cluster) {
+        return row_bytes<T, kVec, kGeneral>(true, divide_up(vectors, cluster));
+      };
+      const int cluster = config.cluster > 0 ? config.cluster : choose_cluster(bytes, device);
+      if (cluster > 0) {
+        args.cluster = cluster;
+        args.slice = divide_up(vectors, cluster);
+        if (bytes(cluster) > device.shared_bytes) {
+          return ffi::Error::InvalidArgument("a row of " + std::to_string(args.features) +
+                                             " logits does not fit clusters of " +
+                                             std::to_string(cluster) + " blocks");
+        }
+        return launch_block_rows<T, kVec, kGeneral, Mode::kResident>(args, config.threads, device,
+                                                                     stream);
+      }
+    }
+  }
+  if (in_warps) {
+    return gradient ? launch_warp_rows<T, kVec, kGeneral, Mode::kTwice>(args, device, stream)
+                    : launch_warp_rows<T, kVec, kGeneral, Mode::kStatistics>(args, device, stream);
+  }
+  return gradient ? launch_block_rows<T, kVec, kGeneral, Mode::kTwice>(args, config.threads, device,
+                                                                       stream)
+                  : launch_block_rows<T, kVec, kGeneral, Mode::kStatistics>(args, config.threads,
+                                                                            device, stream);
+}
+
+template <typename T, int kVec, bool kGeneral>
+ffi::Error launch_backward(LossArgs args, cudaStream_t stream) {
+  const int vectors = most_vectors(args.features, kVec);
+  args.slice = kWarpSize;
+  while (args.slice < kBackwardThreads && args.slice * kUnroll < vectors) args.slice *= 2;
+  args.cluster = divide_up(vectors, kUnroll * args.slice);
+  const int teams = kBackwardThreads / args.slice;
+  const int64_t blocks = (args.rows * args.cluster + teams - 1) / teams;
+  if (blocks > INT_MAX) return ffi::Error::InvalidArgument("logits have too many elements");
+  return launch_kernel(backward_rows<T, kVec, kGeneral>, args,
+                       {dim3(static_cast<unsigned>(blocks)), kBackwardThreads, 0}, stream);
+}
+
+// Calls `launch` with a value of the logits' type, the values of a vector and whether the call
+// needs the general kernels, both as compile-time constants.
+template <typename F>
+ffi::Error with_kernel(Dtype dtype, bool aligned, bool general, const F& launch) {
+  const auto of_type = [&](auto type) {
+    constexpr int kVec = 16 / sizeof(type);
+    using One = std::integral_constant<int, 1>;
+    using Full = std::integral_constant<int, kVec>;
+    if (!aligned) return launch(type, One{}, std::true_type{});
+    if (general) return launch(type, Full{}, std::true_type{});
+    return launch(type, Full{}, std::false_type{});
+  };
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return of_type(float{});
+    case Dtype::kBfloat16:
+      return of_type(__nv_bfloat16{});
+    default:
+      return of_type(__half{});
+  }
+}
+
+// --- handlers
+// --------------------------------------------------------------------------------------
+
+ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {
+  if (x.dimensions().size() != 2 || !dtype_of(x)) {
+    return ffi::Error::InvalidArgument(std::string(name) +
+                                       " must be a matrix of float32, bfloat16 or float16");
+  }
+  const int64_t features = x.dimensions()[1], rows = x.dimensions()[0];
+  if (features < 1 || features > kMaxRows) {
+    return ffi::Error::InvalidArgument(std::string(name) + " has " + std::to_string(features) +
+                                       " features; 1 to " + std::to_string(kMaxRows) +
+                                       " are supported");
+  }
+  if (rows > kMaxRows) {
+    return ffi::Error::InvalidArgument(std::string(name) + " has " + std::to_string(rows) +
+                                       " rows; at most " + std::to_string(kMaxRows) +
+                                       " are supported");
+  }
+  return ffi::Error::Success();
+}
+
+// Parses what the forward and the backward share; one of `classes` and `soft` is absent.
+ffi::Error parse_loss(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& classes,
+                      const ffi::AnyBuffer& soft, float cap, LossArgs* args) {
+  RETURN_IF_ERROR(check_matrix("logits", logits));
+  const int64_t rows = logits.dimensions()[0], features = logits.dimensions()[1];
+  args->logits = logits.untyped_data();
+  args->rows = rows;
+  args->features = static_cast<int>(features);
+  args->options.cap = cap;
+  args->labels.soft = {nullptr, Dtype::kFloat32};
+  if (!(cap >= 0.0f)) return ffi::Error::InvalidArgument("soft_cap must not be negative");
+  if (is_absent(soft)) {
+    RETURN_IF_ERROR(check_shape("classes", classes, {rows}));
+    RETURN_IF_ERROR(check_dtype("classes", classes, ffi::DataType::S32));
+    args->labels.classes = static_cast<const int*>(classes.untyped_data());
+    return ffi::Error::Success();
+  }
+  if (!is_absent(classes)) {
+    return ffi::Error::InvalidArgument("labels are classes or soft labels, not both");
+  }
+  RETURN_IF_ERROR(check_shape("soft", soft, {rows, features}));
+  const auto dtype = dtype_of(soft);
+  if (!dtype) return ffi::Error::InvalidArgument("soft must be float32, bfloat16 or float16");
+  args->labels.soft = {soft.untyped_data(), *dtype};
+  return ffi::Error::Success();
+}
+
+ffi::Error cross_entropy_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer classes,
+                                 ffi::AnyBuffer soft, ffi::AnyBuffer coefficients,
+                                 ffi::Result<ffi::AnyBuffer> dlogits,
+                                 ffi::Result<ffi::AnyBuffer> statistics, float label_smoothing,
+                                 float z_loss, float soft_cap, int64_t cluster, int64_t threads) {
+  LossArgs args = {};
+  RETURN_IF_ERROR(parse_loss(logits, classes, soft, soft_cap, &args));
+  RETURN_IF_ERROR(check_float32("statistics", *statistics, {args.rows, kStatistics}));
+  args.statistics = static_cast<float*>(statistics->untyped_data());
+  args.options.smoothing = label_smoothing;
+  args.options.z_loss = z_loss;
+  if (!is_absent(*dlogits)) {
+    RETURN_IF_ERROR(check_like("dlogits", *dlogits, logits));
+    RETURN_IF_ERROR(check_float32("coefficients", coefficients, {args.rows}));
+    args.coefficients = static_cast<const float*>(coefficients.untyped_data());
+    args.dlogits = dlogits->untyped_data();
+  }
+  if (cluster < -1 || cluster > kMaxClusterBlocks || (cluster & (cluster - 1) && cluster > 0)) {
+    return ffi::Error::InvalidArgument("cluster must be -1, 0, 1, 2, 4 or 8");
+  }
+  if (threads < 2 * kWarpSize || threads > kMaxThreads || threads % kWarpSize != 0) {
+    return ffi::Error::InvalidArgument("threads must be a multiple of 32 from 64 to 512");
+  }
+  if (is_absent(logits)) return ffi::Error::Success();
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  if (cluster > 1 && !device.clusters) {
+    return ffi::Error::InvalidArgument("this GPU has no clusters of blocks");
+  }
+  const ForwardConfig config = {static_cast<int>(cluster), static_cast<int>(threads)};
+  const bool general =
+      args.labels.soft.data != nullptr || label_smoothing != 0.0f || soft_cap != 0.0f;
+  return with_kernel(*dtype_of(logits),
+                     are_aligned({args.logits, args.dlogits, args.labels.soft.data}), general,
+                     [&](auto type, auto vec, auto general) {
+                       using T = decltype(type);
+                       return launch_forward<T, vec(), general()>(args, config, device, stream);
+                     });
+}
+
+ffi::Error cross_entropy_backward(cudaStream_t stream, ffi::AnyBuffer logits,
+                                  ffi::AnyBuffer classes, ffi::AnyBuffer soft,
+                                  ffi::AnyBuffer statistics, ffi::AnyBuffer cotangents,
+                                  ffi::Result<ffi::AnyBuffer> dlogits, float soft_cap) {
+  LossArgs args = {};
+  RETURN_IF_ERROR(parse_loss(logits, classes, soft, soft_cap, &args));
+  RETURN_IF_ERROR(check_float32("statistics", statistics, {args.rows, kStatistics}));
+  RETURN_IF_ERROR(check_float32("cotangents", cotangents, {args.rows, 3}));
+  RETURN_IF_ERROR(check_like("dlogits", *dlogits, logits));
+  args.statistics = static_cast<float*>(statistics.untyped_data());
+  args.coefficients = static_cast<const float*>(cotangents.untyped_data());
+  args.dlogits = dlogits->untyped_data();
+  if (is_absent(logits)) return ffi::Error::Success();
+  return with_kernel(
+      *dtype_of(logits), are_aligned({args.logits, args.dlogits, args.labels.soft.data}),
+      args.labels.soft.data != nullptr || soft_cap != 0.0f, [&](auto type, auto vec, auto general) {
+        return launch_backward<decltype(type), vec(), general()>(args, stream);
+      });
+}
+
+ffi::Error scale_rows_in_place(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer factors,
+                               ffi::Result<ffi::AnyBuffer> y) {
+  RETURN_IF_ERROR(check_matrix("x", x));
+  RETURN_IF_ERROR(check_like("y", *y, x));
+  const int64_t rows = x.dimensions()[0], features = x.dimensions()[1];
+  RETURN_IF_ERROR(check_float32("factors", factors, {rows}));
+  if (x.untyped_data() != y->untyped_data()) {
+    return ffi::Error::InvalidArgument("y must be x, in place");
+  }
+  if (is_absent(x)) return ffi::Error::Success();
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  const ScaleArgs args = {x.untyped_data(), static_cast<const float*>(factors.untyped_data()), rows,
+                          features};
+  return with_kernel(*dtype_of(x), are_aligned({args.x}), true, [&](auto type, auto vec, auto) {
+    return launch_kernel(scale_rows<decltype(type), vec()>, args,
+                         {dim3(8 * device.multiprocessors), kScaleThreads, 0}, stream);
+  });
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_cross_entropy_forward, cross_entropy_forward,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // logits
+                   .Arg<ffi::AnyBuffer>()  // classes
+                   .Arg<ffi::AnyBuffer>()  // soft
+                   .Arg<ffi::AnyBuffer>()  // coefficients
+                   .Ret<ffi::AnyBuffer>()  // dlogits
+                   .Ret<ffi::AnyBuffer>()  // statistics
+                   .Attr<float>("label_smoothing")
+                   .Attr<float>("z_loss")
+                   .Attr<float>("soft_cap")
+                   .Attr<int64_t>("cluster")
+                   .Attr<int64_t>("threads"));
+
+DEFINE_HANDLER(jaxfused_cross_entropy_backward, cross_entropy_backward,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // logits
+                   .Arg<ffi::AnyBuffer>()  // classes
+                   .Arg<ffi::AnyBuffer>()  // soft
+                   .Arg<ffi::AnyBuffer>()  // statistics
+                   .Arg<ffi::AnyBuffer>()  // cotangents
+                   .Ret<ffi::AnyBuffer>()  // dlogits
+                   .Attr<float>("soft_cap"));
+
+DEFINE_HANDLER(jaxfused_scale_rows, scale_rows_in_place,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()    // x
+                   .Arg<ffi::AnyBuffer>()    // factors
+                   .Ret<ffi::AnyBuffer>());  // y
