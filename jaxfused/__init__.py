@@ -7,12 +7,14 @@ from jaxfused.ops.attention import dot_product_attention as dot_product_attentio
 from jaxfused.ops.batch_norm import batch_norm as batch_norm
 from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm
 from jaxfused.ops.conv import conv as conv
-from jaxfused.ops.cross_entropy import linear_softmax_cross_entropy as linear_softmax_cross_entropy
 from jaxfused.ops.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from jaxfused.ops.group_norm import group_norm as group_norm
 from jaxfused.ops.layer_norm import layer_norm as layer_norm
 from jaxfused.ops.layer_norm import rms_norm as rms_norm
 from jaxfused.ops.linear import linear as linear
+from jaxfused.ops.linear_cross_entropy import (
+    linear_softmax_cross_entropy as linear_softmax_cross_entropy,
+)
 from jaxfused.ops.mlp import gated_mlp as gated_mlp
 from jaxfused.ops.mlp import mlp as mlp
 from jaxfused.ops.qkv_projection import qkv_projection as qkv_projection

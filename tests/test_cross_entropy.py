@@ -266,8 +266,12 @@ _LOGITS = {"logits": jnp.ones((2, 3)), "labels": jnp.array([0, 1])}
         ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
         ({"z_loss": "1"}, "z_loss is '1'"),
         ({"reduction": "batchmean"}, "reduction='batchmean' is not known"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of softmax_cross_entropy yet"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of softmax_cross_entropy yet"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap is 0.0"),
+        ({"logits_soft_cap": "30"}, "logits_soft_cap is '30'"),
+        ({"cotangent": "one"}, "cotangent='one' is not known"),
+        ({"cotangent": jnp.ones(2)}, r"cotangent has shape \(2,\), but the result has shape \(\)"),
+        ({"implementation": "cuda"}, "'cuda' cannot run here: it needs an NVIDIA GPU"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of softmax_cross_entropy"),
     ],
 )
 def test_errors(change, message):
@@ -285,7 +289,7 @@ def test_errors(change, message):
         ({"labels": jnp.array([0])}, r"labels has shape \(1,\)"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"chunk_size": 2.5}, "chunk_size is 2.5"),
-        ({"implementation": "pallas"}, "no Pallas kernel of linear_softmax_cross_entropy yet"),
+        ({"implementation": "pallas"}, "no Pallas kernel of linear_softmax_cross_entropy"),
     ],
 )
 def test_linear_errors(change, message):

@@ -6,6 +6,7 @@ They serve the GPUs and shapes that the Pallas kernels do not.
 from jaxfused.cuda import (
     attention,
     bias_activation,
+    cross_entropy,
     cublaslt,
     layer_norm,
     library,
@@ -17,6 +18,7 @@ from jaxfused.cuda import (
 __all__ = [
     "attention",
     "bias_activation",
+    "cross_entropy",
     "cublaslt",
     "layer_norm",
     "library",

@@ -20,10 +20,13 @@ TARGETS = (
     "jaxfused_attention_backward",
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
+    "jaxfused_cross_entropy_forward",
+    "jaxfused_cross_entropy_backward",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",
     "jaxfused_linear",
     "jaxfused_rope",
+    "jaxfused_scale_rows",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""
 

@@ -1,28 +1,36 @@
-"""softmax_cross_entropy and linear_softmax_cross_entropy: validation, choice, gradient, reduction.
+"""softmax_cross_entropy: validation, choice, gradient, reduction.
 
-Each operator is a custom_vjp that returns one loss for each token, followed by the reduction. The
-residuals for the backward determine how much memory a language model needs: the first operator saves its
-logits, the second saves no logits at all, and both save two numbers for each token.
+A row of logits is read once for its statistics, from which its loss follows. Its gradient needs the
+logits once more, unless the cotangent of its loss is known beforehand: then the kernel of the forward
+writes the gradient too, while the row is at hand.
 """
 
 import functools
-import math
-from typing import Literal, NamedTuple
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxfused import dispatch, reference
-from jaxfused.ops.kernel_call import reference_only
-from jaxfused.ops.linear import check_affine
-from jaxfused.ops.validation import check_constant, check_count, check_floating, check_shape
-from jaxfused.reference.cross_entropy import Options, Statistics, counted, is_soft
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.reference.cross_entropy import (
+    ELSEWHERE,
+    IGNORED,
+    Options,
+    Pulls,
+    Statistics,
+    classes_of,
+    counted,
+    is_soft,
+    losses_of,
+)
 from jaxfused.reference.promotion import common_dtype
 
 Reduction = Literal["mean", "sum", "none"]
-
-_CHUNK_LOGITS = 2**24
-"""The logits that linear_softmax_cross_entropy holds at once by default: 64 MiB of float32."""
 
 
 def softmax_cross_entropy(
@@ -33,18 +41,22 @@ def softmax_cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int | None = None,
     weights: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
     reduction: Reduction = "mean",
+    cotangent: jax.Array | float | Literal["any"] | None = None,
+    axis_name: Hashable | tuple[Hashable, ...] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
-    r"""Cross-entropy of the softmax of logits, whose backward saves nothing but the logits.
+    r"""Cross-entropy of the softmax of logits, with its gradient in the same pass over them.
 
     .. math::
+        z_{nv} &= \text{cap} \tanh(\text{logits}_{nv} / \text{cap}) \\
         \text{lse}_n &= \log \sum_v e^{z_{nv}} \\
         t_{nv} &= (1 - \text{label\_smoothing})\, q_{nv} + \text{label\_smoothing} / V \\
         \ell_n &= -\sum_v t_{nv} (z_{nv} - \text{lse}_n) + \text{z\_loss} \cdot \text{lse}_n^2
 
-    where q is the distribution that the labels give. Arithmetic is in float32 (float64 for float64
-    logits).
+    where q is the distribution that the labels give, and z the logits themselves without a cap.
+    Arithmetic is in float32 (float64 for float64 logits).
 
     Args:
       logits: [..., V], float32, bfloat16 or float16 (float64 with implementation "xla").
@@ -57,9 +69,21 @@ def softmax_cross_entropy(
         For integer labels.
       weights: [...], multiply the losses; 0 and 1 make a mask, `class_weights[labels]` weighs
         classes. They get a gradient.
+      logits_soft_cap: keeps the logits within (-cap, cap).
       reduction: "mean" (the sum of weighted losses over the sum of the weights of the tokens that
         count; 0 if that is 0), "sum" or "none".
-      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      cotangent: what the result will be multiplied by on its way to the scalar that is
+        differentiated: 1 where it is that scalar or is added to it, the scale of a loss that is
+        scaled; a scalar, or of the result's shape. The forward writes the gradient for it, so that
+        the logits are read once and not twice. Any other cotangent still gets its gradient, for one
+        more pass. "any" says that it is not known, and keeps the logits for the backward. None is 1
+        for a mean or a sum of float32 or bfloat16 logits, and "any" elsewhere: float16 cannot hold
+        the gradients of an unscaled mean.
+      axis_name: the mapped axis (or axes) of `jax.shard_map` or `jax.pmap` over which the classes are
+        spread, as `jax.lax.psum` takes it: each device has the logits (and soft labels) of its
+        classes, in the order of `jax.lax.axis_index`, and all have the labels. The result is the
+        same on all of them. Under `jax.jit` with sharded arrays leave it out.
+      implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
       The loss in float32 (float64 for float64 logits): a scalar, or [...] for reduction "none".
@@ -76,11 +100,12 @@ def softmax_cross_entropy(
       >>> jaxfused.softmax_cross_entropy(logits, jnp.array([0, 0, 1]), reduction="none").shape
       (3,)
 
-    Gradients are of reverse mode, to any order.
+    Gradients are of reverse mode; gradients of gradients need `implementation="xla"`.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2015 (label smoothing),
     https://arxiv.org/abs/1512.00567; Chowdhery et al., "PaLM", 2022 (z-loss),
-    https://arxiv.org/abs/2204.02311
+    https://arxiv.org/abs/2204.02311; Gemma Team, "Gemma 2", 2024 (soft cap),
+    https://arxiv.org/abs/2408.00118
     """
     op = "softmax_cross_entropy"
     logits, labels, weights = jax.tree.map(jnp.asarray, (logits, labels, weights))
@@ -90,87 +115,33 @@ def softmax_cross_entropy(
             f"{op}: logits have shape {logits.shape}, but the last axis holds the classes;"
             " pass logits of shape [..., classes]."
         )
-    options = Options(label_smoothing, z_loss, ignore_index)
+    options = Options(label_smoothing, z_loss, ignore_index, logits_soft_cap)
     labels = check_labels(op, labels, logits.shape, options)
-    _check_options(op, options, weights, logits.shape[:-1], reduction)
-    reference_only(op, implementation, logits)
-    losses = _token_losses(options, logits, labels)
-    return _reduce(losses, counted(labels, options), weights, reduction)
-
-
-def linear_softmax_cross_entropy(
-    x: jax.Array,
-    w: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    ignore_index: int | None = None,
-    weights: jax.Array | None = None,
-    reduction: Reduction = "mean",
-    chunk_size: int | None = None,
-    implementation: dispatch.Implementation | None = None,
-) -> jax.Array:
-    r"""`softmax_cross_entropy(x @ w + bias, labels)` that never holds the logits of all tokens.
-
-    .. math::
-        z = x w + \text{bias}, \qquad \ell_n \text{ as for softmax\_cross\_entropy}
-
-    The logits of a language model are its largest array by far. Here they exist for one chunk of
-    tokens at a time, in float32, and the backward makes them again instead of keeping them: it costs
-    one more product, and keeps two numbers a token.
-
-    Args:
-      x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
-      w: [D, V], of any float dtype; it is rounded to x's for the product, which accumulates in
-        float32. The gradient of w is summed over all tokens in float32.
-      labels: [...] or [..., V], as for `softmax_cross_entropy`.
-      bias: [V].
-      chunk_size: tokens whose logits exist at once; by default as many as make 64 MiB of float32.
-        It changes memory and time, not the result but for rounding.
-
-    The other arguments, the result and the errors are those of `softmax_cross_entropy`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxfused
-      >>> x, w = jnp.ones((6, 4)), jnp.zeros((4, 10))
-      >>> loss, (dx, dw) = jax.value_and_grad(
-      ...     lambda x, w: jaxfused.linear_softmax_cross_entropy(x, w, jnp.arange(6)), (0, 1)
-      ... )(x, w)
-      >>> print(f"{loss:.3f}")
-      2.303
-
-    Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024,
-    https://arxiv.org/abs/2411.09009
-    """
-    op = "linear_softmax_cross_entropy"
-    x, w, labels, bias, weights = jax.tree.map(jnp.asarray, (x, w, labels, bias, weights))
-    check_floating(op, dict(x=x, w=w, bias=bias, weights=weights))
-    check_affine(op, x, "w", w, "bias", bias)
-    features = w.shape[1]
-    if features == 0:
-        raise ValueError(
-            f"{op}: w has shape {w.shape}, but its last axis holds the classes;"
-            " pass w of shape [features, classes]."
+    check_options(op, options, weights, logits.shape[:-1], reduction)
+    expected = check_cotangent(op, cotangent, logits.dtype, reduction, logits.shape[:-1])
+    refuse_pallas(op, implementation)
+    device = dispatch.current_device(logits)
+    is_reference = takes_reference(op, implementation, device, logits)
+    run = None if is_reference else Runner(implementation, device)
+    counts = counted(labels, options)
+    if axis_name is not None:
+        losses = _losses_over_shards(run, options, axis_name, logits, labels)
+        return reduce_losses(losses, counts, weights, reduction)
+    if run is None:
+        return reduce_losses(_token_losses(options, logits, labels), counts, weights, reduction)
+    classes, soft = split_labels(labels, logits.shape[-1], options)
+    if expected is None:
+        losses = losses_of(
+            _aligned_statistics(run, options, logits, classes, soft), counts, options
         )
-    options = Options(label_smoothing, z_loss, ignore_index)
-    leading = x.shape[:-1]
-    labels = check_labels(op, labels, (*leading, features), options)
-    _check_options(op, options, weights, leading, reduction)
-    if chunk_size is not None:
-        check_count(op, "chunk_size", chunk_size)
-    reference_only(op, implementation, x)
-    rows = math.prod(leading)
-    losses = _linear_token_losses(
-        options,
-        chunk_size or _default_chunk_size(rows, features),
-        x.reshape(rows, x.shape[-1]),
-        w,
-        bias,
-        labels.reshape(rows, *labels.shape[len(leading) :]),
+        return reduce_losses(losses, counts, weights, reduction)
+    # As JAX computes the cotangent of each loss, so that the expected one is met to the bit.
+    shares, total = shares_of(counts, weights, reduction)
+    coefficients = jnp.asarray(expected / total, jnp.float32) * shares
+    losses = _losses_ahead(
+        run, options, *_aligned(logits, classes, soft, lax.stop_gradient(coefficients))
     )
-    return _reduce(losses.reshape(leading), counted(labels, options), weights, reduction)
+    return reduce_losses(losses, counts, weights, reduction)
 
 
 def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Options) -> jax.Array:
@@ -193,13 +164,14 @@ def check_labels(op: str, labels: jax.Array, shape: tuple[int, ...], options: Op
     return labels.astype(common_dtype(labels.dtype, jnp.int32))
 
 
-def _check_options(
+def check_options(
     op: str,
     options: Options,
     weights: jax.Array | None,
     leading: tuple[int, ...],
     reduction: str,
 ) -> None:
+    """Checks the options of a cross-entropy whose tokens have the axes `leading`."""
     check_shape(op, "weights", weights, leading, "there is one weight for each token")
     check_constant(op, "label_smoothing", options.label_smoothing)
     check_constant(op, "z_loss", options.z_loss)
@@ -208,6 +180,14 @@ def _check_options(
             f"{op}: label_smoothing is {options.label_smoothing}, but it is a share;"
             " pass a number from 0 to 1."
         )
+    cap = options.logits_soft_cap
+    if cap is not None:
+        check_constant(op, "logits_soft_cap", cap)
+        if cap <= 0.0:
+            raise ValueError(
+                f"{op}: logits_soft_cap is {cap}, but logits are kept below it;"
+                " pass a number greater than 0."
+            )
     check_reduction(op, reduction)
 
 
@@ -219,28 +199,231 @@ def check_reduction(op: str, reduction: str) -> None:
         )
 
 
-def _default_chunk_size(rows: int, features: int) -> int:
-    """Returns the tokens of a chunk: chunks are equal, so that the last one needs little padding."""
-    chunks = max(1, math.ceil(rows * features / _CHUNK_LOGITS))
-    return max(1, math.ceil(rows / chunks))
+def check_cotangent(
+    op: str,
+    cotangent: jax.Array | float | str | None,
+    dtype: Any,
+    reduction: str,
+    leading: tuple[int, ...],
+) -> jax.Array | float | None:
+    """Returns the cotangent to expect of the result, or None where it is not known."""
+    if isinstance(cotangent, str):
+        if cotangent != "any":
+            raise ValueError(
+                f"{op}: cotangent={cotangent!r} is not known; pass a number, an array, 'any' or None."
+            )
+        return None
+    if cotangent is None:
+        return None if reduction == "none" or dtype == jnp.float16 else 1.0
+    cotangent = jnp.asarray(cotangent, jnp.float32)
+    shape = leading if reduction == "none" else ()
+    if cotangent.shape not in ((), shape):
+        raise ValueError(
+            f"{op}: cotangent has shape {cotangent.shape}, but the result has shape {shape};"
+            f" pass a scalar or cotangent of shape {shape}."
+        )
+    return cotangent
 
 
-def _reduce(
+def refuse_pallas(op: str, implementation: str | None) -> None:
+    """Refuses a named implementation that the operator does not have."""
+    if implementation == "pallas":
+        raise ValueError(
+            f"{op}: implementation='pallas' cannot run here: there is no Pallas kernel of {op}."
+            " Pass implementation=None for the fastest one that can."
+        )
+
+
+def reduce_losses(
     losses: jax.Array, counts: jax.Array, weights: jax.Array | None, reduction: str
 ) -> jax.Array:
-    total = counts.astype(losses.dtype)
+    """Returns the sum or the mean of the losses of the tokens that count, or all losses weighted."""
+    shares, total = shares_of(counts, weights, reduction, losses.dtype)
     if weights is not None:
-        weights = weights.astype(losses.dtype)
-        losses, total = losses * weights, total * weights
+        losses = losses * shares
     if reduction == "none":
         return losses
-    if reduction == "sum":
-        return jnp.sum(losses)
-    total = jnp.sum(total)
-    return jnp.sum(losses) / jnp.where(total == 0.0, 1.0, total)
+    return jnp.sum(losses) / total if reduction == "mean" else jnp.sum(losses)
+
+
+def shares_of(
+    counts: jax.Array, weights: jax.Array | None, reduction: str, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array | float]:
+    """Returns what each loss is multiplied by in a sum, and what the sum is divided by."""
+    shares = counts.astype(dtype)
+    if weights is not None:
+        shares = shares * weights.astype(dtype)
+    if reduction != "mean":
+        return shares, 1.0
+    total = jnp.sum(shares)
+    return shares, jnp.where(total == 0.0, 1.0, total)
+
+
+def split_labels(
+    labels: jax.Array, features: int, options: Options
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns (classes, soft labels), of which one is None."""
+    return (None, labels) if is_soft(labels) else (classes_of(labels, features, options), None)
+
+
+def _joined(classes: jax.Array | None, soft: jax.Array | None) -> jax.Array:
+    """Returns the one of classes and soft labels that is not None."""
+    labels = classes if soft is None else soft
+    assert labels is not None
+    return labels
+
+
+def _losses_over_shards(
+    run: Runner | None,
+    options: Options,
+    axis_name: Hashable | tuple[Hashable, ...],
+    logits: jax.Array,
+    labels: jax.Array,
+) -> jax.Array:
+    """Returns the losses of tokens whose classes are spread over the devices along `axis_name`."""
+    shards = lax.psum(1, axis_name)
+    features = logits.shape[-1]
+    if is_soft(labels):
+        classes, soft = None, labels
+    else:
+        everywhere = classes_of(labels, features * shards, options)
+        classes = everywhere - lax.axis_index(axis_name) * features
+        is_here = (classes >= 0) & (classes < features)
+        is_class = (everywhere >= 0) & (everywhere < features * shards)
+        classes = jnp.where(is_here, classes, jnp.where(is_class, ELSEWHERE, features))
+        classes = jnp.where(everywhere == IGNORED, IGNORED, classes)
+        soft = None
+    own = _aligned_statistics(run, options, logits, classes, soft)
+    own_maximum = lax.stop_gradient(own.maximum)
+    maximum = lax.pmax(own_maximum, axis_name)
+    distance = own_maximum - maximum
+    # A shard without a finite logit is infinitely far away, and what it adds is 0.
+    picked = own.picked + jnp.where(own.total == 0.0, 0.0, own.total * distance)
+    statistics = Statistics(
+        maximum,
+        jnp.log(lax.psum(jnp.exp(own.log_sum + distance), axis_name)),
+        lax.psum(picked, axis_name),
+        lax.psum(own.mean + distance, axis_name) / shards,
+        lax.psum(own.total, axis_name),
+    )
+    return losses_of(statistics, counted(labels, options), options)
 
 
 # --- gradient -------------------------------------------------------------------------------------
+
+
+def _aligned(logits, classes, soft, coefficients=None):
+    """Returns the operands with the sharding of the logits' rows, ahead of a custom_vjp."""
+    rows = sharding.leading_axes(logits.ndim - 1)
+    return sharding.align(
+        (logits, classes, soft, coefficients),
+        operand_axes=(rows + "v", rows, rows + "v", rows),
+        whole="v",
+    )
+
+
+def _aligned_statistics(run, options, logits, classes, soft) -> Statistics:
+    logits, classes, soft, _ = _aligned(logits, classes, soft)
+    return _statistics(run, options, logits, classes, soft)
+
+
+class _StatisticsResiduals(NamedTuple):
+    logits: jax.Array
+    classes: jax.Array | None
+    soft: jax.Array | None
+    statistics: Statistics
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _statistics(run: Runner | None, options: Options, logits, classes, soft) -> Statistics:
+    """The statistics of rows, for losses that JAX differentiates; `run` is None for the reference."""
+    if run is None:
+        return reference.cross_entropy.row_statistics(logits, _joined(classes, soft), options)
+    _, statistics = run(_Forward(options), logits, classes, soft, None)
+    return unpacked(statistics)
+
+
+def _statistics_fwd(run: Runner | None, options: Options, logits, classes, soft):
+    statistics = _statistics(run, options, logits, classes, soft)
+    return statistics, _StatisticsResiduals(logits, classes, soft, statistics)
+
+
+def _statistics_bwd(
+    run: Runner | None, options: Options, saved: _StatisticsResiduals, cotangents: Statistics
+):
+    logits, classes, soft, statistics = saved
+    spread = -cotangents.mean / logits.shape[-1]
+    pulls = Pulls(cotangents.log_sum, -cotangents.picked, spread)
+    cap = options.logits_soft_cap
+    if run is None:
+        labels = _joined(classes, soft)
+        dlogits = reference.cross_entropy.row_gradients(logits, labels, statistics, pulls, cap)
+    else:
+        packed = (jnp.stack(statistics, axis=-1), jnp.stack(pulls, axis=-1))
+        (dlogits,) = run(_Backward(cap), logits, classes, soft, *packed)
+    dsoft = None
+    if soft is not None:
+        distances = reference.cross_entropy.capped(logits, cap) - statistics.maximum[..., None]
+        dsoft = cotangents.picked[..., None] * distances + cotangents.total[..., None]
+        dsoft = dsoft.astype(soft.dtype)
+    return dlogits.astype(logits.dtype), None, dsoft
+
+
+_statistics.defvjp(_statistics_fwd, _statistics_bwd)
+
+
+class _AheadResiduals(NamedTuple):
+    dlogits: jax.Array
+    coefficients: jax.Array
+    of_labels: tuple[jax.Array, jax.Array, Statistics] | None
+    """The logits, soft labels and statistics, where soft labels have a gradient too."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _losses_ahead(run: Runner, options: Options, logits, classes, soft, coefficients):
+    """The losses [...], whose cotangents are expected to be `coefficients`."""
+    del coefficients
+    _, statistics = run(_Forward(options), logits, classes, soft, None)
+    return losses_of_rows(statistics, classes, options)
+
+
+def _losses_ahead_fwd(run: Runner, options: Options, logits, classes, soft, coefficients):
+    dlogits, statistics = run(_Forward(options), logits, classes, soft, coefficients)
+    of_labels = None if soft is None else (logits, soft, unpacked(statistics))
+    losses = losses_of_rows(statistics, classes, options)
+    return losses, _AheadResiduals(dlogits, coefficients, of_labels)
+
+
+def _losses_ahead_bwd(run: Runner, options: Options, saved: _AheadResiduals, dlosses):
+    (dlogits,) = run(Scale(), saved.dlogits, corrections(dlosses, saved.coefficients))
+    dsoft = None
+    if saved.of_labels is not None:
+        dsoft = reference.cross_entropy.label_gradients(*saved.of_labels, dlosses, options)
+    return dlogits, None, dsoft, None
+
+
+_losses_ahead.defvjp(_losses_ahead_fwd, _losses_ahead_bwd)
+
+
+def corrections(cotangents: jax.Array, expected: jax.Array) -> jax.Array:
+    """Returns the factors for gradients of what was expected; exactly 1 up to roundings."""
+    expects_none = expected == 0.0
+    factors = jnp.where(expects_none, 1.0, cotangents / jnp.where(expects_none, 1.0, expected))
+    return jnp.where(jnp.abs(factors - 1.0) < 2.0**-21, 1.0, factors)
+
+
+def unpacked(statistics: jax.Array) -> Statistics:
+    """Returns the statistics of rows from the array in which kernels have them."""
+    return Statistics(*jnp.unstack(statistics, axis=-1))
+
+
+def losses_of_rows(statistics: jax.Array, classes: jax.Array | None, options: Options) -> jax.Array:
+    """Returns the losses of rows, from their statistics in one array."""
+    counts = jnp.ones(statistics.shape[:-1], bool) if classes is None else classes != IGNORED
+    return losses_of(unpacked(statistics), counts, options)
+
+
+# --- gradient of the reference --------------------------------------------------------------------
 
 
 class _Residuals(NamedTuple):
@@ -269,28 +452,128 @@ def _token_losses_bwd(options: Options, saved: _Residuals, dlosses):
 _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 
-class _LinearResiduals(NamedTuple):
-    x: jax.Array
-    w: jax.Array
-    bias: jax.Array | None
-    labels: jax.Array
-    statistics: Statistics
+# --- kernels --------------------------------------------------------------------------------------
+
+_FEW_BYTES = 512
+"""Of a row below which XLA's program, in which a thread has several rows, is the faster one."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear_token_losses(options: Options, chunk_size: int, x, w, bias, labels):
-    return reference.cross_entropy.linear_token_losses(x, w, bias, labels, options, chunk_size)[0]
+@dataclass(frozen=True)
+class _Forward:
+    """(dlogits, statistics [N, 5]) of logits [N, V], classes [N] or soft labels, and coefficients [N].
+
+    The gradient is that of the sum of coefficients * losses; without coefficients there is none.
+    """
+
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return "softmax_cross_entropy forward"
+
+    def axes(self, logits, classes, soft, coefficients) -> Axes:
+        row = ROWS + "v"
+        return Axes(
+            (row, ROWS, row, ROWS),
+            (None if coefficients is None else row, ROWS + "s"),
+            whole="vs",
+        )
+
+    def reasons(self, device, logits, classes, soft, coefficients) -> Mapping[str, str | None]:
+        return _reasons(device, logits, soft)
+
+    def run(self, implementation, device, logits, classes, soft, coefficients) -> Results:
+        options = self.options
+        if implementation == "cuda":
+            return cuda.cross_entropy.forward(
+                logits,
+                classes,
+                soft,
+                coefficients,
+                label_smoothing=options.label_smoothing,
+                z_loss=options.z_loss,
+                soft_cap=options.logits_soft_cap,
+            )
+        labels = _joined(classes, soft)
+        statistics = reference.cross_entropy.row_statistics(logits, labels, options)
+        packed = jnp.stack(statistics, axis=-1)
+        if coefficients is None:
+            return None, packed
+        features, cap = logits.shape[-1], options.logits_soft_cap
+        pulls = reference.cross_entropy.pulls_of(statistics, coefficients, features, options)
+        dlogits = reference.cross_entropy.row_gradients(logits, labels, statistics, pulls, cap)
+        return dlogits.astype(logits.dtype), packed
+
+    batched = batched_rows
 
 
-def _linear_token_losses_fwd(options: Options, chunk_size: int, x, w, bias, labels):
-    losses, statistics = reference.cross_entropy.linear_token_losses(
-        x, w, bias, labels, options, chunk_size
+@dataclass(frozen=True)
+class _Backward:
+    """(dlogits,) of logits [N, V], classes or soft labels, statistics [N, 5] and pulls [N, 3]."""
+
+    soft_cap: float | None
+
+    @property
+    def name(self) -> str:
+        return "softmax_cross_entropy backward"
+
+    def axes(self, logits, classes, soft, statistics, pulls) -> Axes:
+        row = ROWS + "v"
+        return Axes((row, ROWS, row, ROWS + "s", ROWS + "p"), (row,), whole="vsp")
+
+    def reasons(self, device, logits, classes, soft, statistics, pulls) -> Mapping[str, str | None]:
+        return _reasons(device, logits, soft)
+
+    def run(self, implementation, device, logits, classes, soft, statistics, pulls) -> Results:
+        if implementation == "cuda":
+            dlogits = cuda.cross_entropy.backward(
+                logits, classes, soft, statistics, pulls, soft_cap=self.soft_cap
+            )
+            return (dlogits,)
+        dlogits = reference.cross_entropy.row_gradients(
+            logits,
+            _joined(classes, soft),
+            unpacked(statistics),
+            Pulls(*jnp.unstack(pulls, axis=-1)),
+            self.soft_cap,
+        )
+        return (dlogits.astype(logits.dtype),)
+
+    batched = batched_rows
+
+
+@dataclass(frozen=True)
+class Scale:
+    """(x * factors,) of x [N, V] and factors [N], in x's place and for nothing where all are 1."""
+
+    @property
+    def name(self) -> str:
+        return "softmax_cross_entropy scale"
+
+    def axes(self, x, factors) -> Axes:
+        return Axes((ROWS + "v", ROWS), (ROWS + "v",), whole="v")
+
+    def reasons(self, device, x, factors) -> Mapping[str, str | None]:
+        return _reasons(device, x, None)
+
+    def run(self, implementation, device, x, factors) -> Results:
+        if implementation == "cuda":
+            return (cuda.cross_entropy.scale_rows(x, factors),)
+        return ((x * factors[:, None]).astype(x.dtype),)
+
+    batched = batched_rows
+
+
+def _reasons(device, logits, soft) -> dict[str, str | None]:
+    """Why an implementation cannot run logits [N, V], forward or backward."""
+    rows, features = logits.shape
+    reason = cuda.cross_entropy.why_unsupported(
+        compute_capability=device.compute_capability,
+        rows=rows,
+        features=features,
+        dtype=logits.dtype,
+        soft_dtype=None if soft is None else soft.dtype,
     )
-    return losses, _LinearResiduals(x, w, bias, labels, statistics)
-
-
-def _linear_token_losses_bwd(options: Options, chunk_size: int, saved: _LinearResiduals, dlosses):
-    return reference.cross_entropy.linear_token_gradients(*saved, dlosses, options, chunk_size)
-
-
-_linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
+    reasons: dict[str, str | None] = {"cuda": reason, "xla": None}
+    is_short = features * logits.dtype.itemsize < _FEW_BYTES
+    return dispatch.preferring("xla", reasons) if is_short else reasons

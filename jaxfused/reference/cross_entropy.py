@@ -1,8 +1,8 @@
 """The cross-entropy of one token and its gradient, and both over the logits of a linear layer.
 
-A row of logits is summed up in a few numbers (`Statistics`), from which its loss follows. They are stated
-here once; softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss are built from them,
-by the kernels as well as here.
+A row of logits is summed up in a few numbers (`Statistics`), from which its loss follows. Both are
+stated here once; softmax_cross_entropy, linear_softmax_cross_entropy and segmentation_loss are built
+from them, where kernels take part as well as here.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def counted(labels: jax.Array, options: Options) -> jax.Array:
 
 
 def classes_of(labels: jax.Array, features: int, options: Options) -> jax.Array:
-    """Returns integer labels as classes from 0, `IGNORED`, or `features` for a class that does not exist."""
+    """Returns integer labels as classes from 0, `IGNORED`, or `features` for one that does not exist."""
     missing = (labels < 0) | (labels >= features)
     classes = jnp.where(missing, features, labels).astype(jnp.int32)
     return jnp.where(counted(labels, options), classes, IGNORED)
@@ -127,9 +127,7 @@ def losses_of(statistics: Statistics, counts: jax.Array, options: Options) -> ja
     return jnp.where(counts, losses, 0.0)
 
 
-def pulls_of(
-    statistics: Statistics, dlosses: jax.Array, features: int, options: Options
-) -> Pulls:
+def pulls_of(statistics: Statistics, dlosses: jax.Array, features: int, options: Options) -> Pulls:
     """Returns the derivative of `sum(dlosses * losses_of(statistics))`."""
     smoothing = options.label_smoothing
     total = (1.0 - smoothing) * statistics.total + smoothing
