@@ -64,9 +64,8 @@ struct LossArgs {
   void* dlogits;
   int64_t rows;
   int features;
-  int slice;      // vectors of a row that a block has at most
-  int cluster;    // blocks that share a row
-  bool resident;  // whether a row lies in shared memory
+  int slice;    // vectors of a row that a block has at most; in the backward threads of a team
+  int cluster;  // blocks that share a row; in the backward teams
 };
 
 // A row as vectors: those that hold a part of it, and where in the first the row starts.
@@ -97,8 +96,7 @@ int most_vectors(int64_t features, int vec) {
 
 __device__ __forceinline__ float capped(float logit, float cap) { return cap * tanhf(logit / cap); }
 
-// --- sums over a row
-// -------------------------------------------------------------------------------
+// --- sums over a row -----------------------------------------------------------------------------
 
 // Sums over some elements of a row, relative to their own maximum. kGeneral: with what smoothing
 // and soft labels need.
@@ -242,8 +240,7 @@ class WarpJoin {
   int turn_ = 0;
 };
 
-// --- vectors of a row
-// ------------------------------------------------------------------------------
+// --- vectors of a row ----------------------------------------------------------------------------
 
 // What a vector of logits means, where it is needed: capped, and without the neighbours' values.
 template <typename T, int kVec, bool kGeneral>
@@ -409,8 +406,7 @@ __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kGeneral
   store_row_vector(vectors, args.features, j, values, row_start);
 }
 
-// --- forward, with or without the gradient
-// ---------------------------------------------------------
+// --- forward, with or without the gradient -------------------------------------------------------
 
 // What a row asks of its team besides its logits; loaded a row ahead.
 struct RowRequest {
@@ -538,7 +534,7 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
           async_copies_wait(kParts - 1 - part);
           for (; turn < part_end(part); ++turn) {
             const int j = index(vectors, turn);
-            if (j >= 0) reader.add(j, own[turn * threads], sums);
+            if (j >= 0) reader.add(j, load_vector<T, kVec>(own + turn * threads), sums);
           }
         }
       } else {
@@ -591,7 +587,7 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
         for (int part = 0, turn = 0; part < kParts; ++part) {
           for (; turn < part_end(part); ++turn) {
             const int j = index(vectors, turn);
-            if (j >= 0) write(j, own[turn * threads]);
+            if (j >= 0) write(j, load_vector<T, kVec>(own + turn * threads));
             // After the store, which has waited for the place to be read.
             if (fetches) fetch(next_vectors, turn);
           }
@@ -619,12 +615,11 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
   }
 }
 
-// --- backward
-// --------------------------------------------------------------------------------------
+// --- backward ------------------------------------------------------------------------------------
 
 constexpr int kBackwardThreads = 256;
 
-// Each team of args.slice threads has a part of a row, a few vectors a thread.
+// Each team of threads has a part of a row, a few vectors a thread.
 template <typename T, int kVec, bool kGeneral>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_rows(const __grid_constant__ LossArgs args) {
@@ -668,8 +663,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   }
 }
 
-// --- rows times factors, in place
-// ------------------------------------------------------------------
+// --- rows times factors, in place ----------------------------------------------------------------
 
 struct ScaleArgs {
   void* x;
@@ -732,8 +726,7 @@ __global__ void __launch_bounds__(kScaleThreads)
   }
 }
 
-// --- launch
-// ----------------------------------------------------------------------------------------
+// --- launch --------------------------------------------------------------------------------------
 
 // How the forward is spread: blocks in a cluster, 0 for the choice made here, or -1 for rows that
 // are read twice instead of kept in shared memory.
@@ -886,8 +879,7 @@ ffi::Error with_kernel(Dtype dtype, bool aligned, bool general, const F& launch)
   }
 }
 
-// --- handlers
-// --------------------------------------------------------------------------------------
+// --- handlers ------------------------------------------------------------------------------------
 
 ffi::Error check_matrix(std::string_view name, const ffi::AnyBuffer& x) {
   if (x.dimensions().size() != 2 || !dtype_of(x)) {
