@@ -1,9 +1,6 @@
 """The paths of the cross-entropies over kernels, which jax.numpy stands in for where there is no GPU."""
 
-import chex
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxfused
@@ -11,7 +8,6 @@ from jaxfused import cuda
 from jaxfused.reference import cross_entropy as reference
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.cross_entropy import CASES
-from tests.lowering import kernels
 from tests.test_cross_entropy import plain_cross_entropy
 from tests.transforms import assert_transforms
 

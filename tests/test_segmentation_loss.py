@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused import cuda, dispatch
+from jaxfused.reference.segmentation_loss import PixelOptions
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.segmentation_loss import CASES
 from tests.transforms import assert_transforms
@@ -21,6 +23,9 @@ def plain_loss(
     cross_entropy_weight=1.0,
     dice_weight=1.0,
     smooth=1.0,
+    tversky_alpha=0.5,
+    tversky_beta=0.5,
+    focal_gamma=0.0,
     ignore_index=None,
     reduction="mean",
 ):
@@ -35,17 +40,20 @@ def plain_loss(
     if ignore_index is not None:
         counts = (labels != ignore_index).astype(dtype)
     counts = counts if weights is None else counts * weights
+
+    def tversky(count, p, t):
+        hits = 2 * jnp.sum(count * p * t) + smooth
+        false_alarms, misses = jnp.sum(count * p * (1 - t)), jnp.sum(count * (1 - p) * t)
+        return hits / (hits + 2 * tversky_alpha * false_alarms + 2 * tversky_beta * misses)
+
     images = []
     for z, label, count in zip(logits, labels, counts, strict=True):
         target = jax.nn.one_hot(label, z.shape[-1], dtype=dtype)
         losses = -jnp.sum(target * jax.nn.log_softmax(z), axis=-1)
+        losses = losses * (1 - jnp.sum(target * jax.nn.softmax(z), axis=-1)) ** focal_gamma
         loss = cross_entropy_weight * jnp.sum(losses * count) / jnp.sum(count)
         p, t = jax.nn.softmax(z)[..., foreground], target[..., foreground]
-        dices = [
-            (2 * jnp.sum(count * p[..., c] * t[..., c]) + smooth)
-            / (jnp.sum(count * p[..., c]) + jnp.sum(count * t[..., c]) + smooth)
-            for c in range(p.shape[-1])
-        ]
+        dices = [tversky(count, p[..., c], t[..., c]) for c in range(p.shape[-1])]
         images.append(loss + dice_weight * (1 - sum(dices) / len(dices)))
     images = jnp.stack(images).astype(jnp.promote_types(dtype, jnp.float32))
     return {"mean": jnp.mean(images), "sum": jnp.sum(images), "none": images}[reduction]
@@ -170,11 +178,76 @@ def test_derivatives_of_both_modes():
         ({"smooth": 0.0}, "smooth is 0.0"),
         ({"dice_weight": "1"}, "dice_weight is '1'"),
         ({"reduction": "batch"}, "reduction='batch' is not known"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of segmentation_loss yet"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of segmentation_loss yet"),
+        ({"implementation": "cuda"}, "'cuda' cannot run here: it needs an NVIDIA GPU"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of segmentation_loss"),
     ],
 )
 def test_errors(change, message):
     arguments = {"logits": jnp.ones((2, 3, 4)), "labels": jnp.ones((2, 3), int)} | change
     with pytest.raises(ValueError, match=f"segmentation_loss: .*{message}"):
         jaxfused.segmentation_loss(**arguments)
+
+
+# --- the path over kernels ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_ins(hopper, monkeypatch):
+    """Kernels are called, and jax.numpy computes what they would."""
+    packed = jaxfused.ops.segmentation_loss._packed_sums
+
+    def forward(logits, labels, weights, *, multiprocessors, **options):
+        assert multiprocessors == hopper.multiprocessors
+        return packed(PixelOptions(**options), logits, labels, weights)
+
+    def backward(logits, labels, weights, cotangents, **options):
+        _, vjp = jax.vjp(lambda z: packed(PixelOptions(**options), z, labels, weights), logits)
+        return vjp(cotangents)[0]
+
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.segmentation_loss, "forward", forward)
+    monkeypatch.setattr(cuda.segmentation_loss, "backward", backward)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_make_the_loss_of_the_reference(stand_ins, case):
+    labels = case.labels()
+    assert_values_and_gradients(
+        lambda z, w: jaxfused.segmentation_loss(z, labels, weights=w, **case.options),
+        lambda z, w: plain_loss(z, labels, w, **case.options),
+        *case.arguments(jnp.float32),
+        cotangents=2,
+    )
+
+
+def test_transforms_of_kernels(stand_ins):
+    case = CASES[2]
+    labels = case.labels()
+    assert_transforms(
+        lambda z, w: jaxfused.segmentation_loss(z, labels, weights=w, **case.options),
+        *case.arguments(jnp.float32),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "float32"])
+def test_kernels_read_labels_as_they_are(stand_ins, dtype):
+    case = CASES[0]
+    logits, labels = case.arguments(jnp.float32)[0], case.labels().astype(dtype)
+    with dispatch.recorded() as choices:
+        loss = jaxfused.segmentation_loss(logits, labels)
+    [choice] = choices
+    assert choice.implementation == "cuda"
+    assert choice.operands[1].dtype == dtype
+    expected = jaxfused.segmentation_loss(logits, labels, implementation="xla")
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_labels_of_a_float_dtype_have_a_gradient(stand_ins):
+    case = CASES[0]
+    logits = case.arguments(jnp.float32)[0]
+    labels = jnp.abs(jnp.sin(logits))
+    ours, plain = (
+        jax.grad(lambda t, i=i: jaxfused.segmentation_loss(logits, t, implementation=i))(labels)
+        for i in ("cuda", "xla")
+    )
+    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-8)

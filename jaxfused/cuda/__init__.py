@@ -13,6 +13,7 @@ from jaxfused.cuda import (
     linear,
     mlp,
     rope,
+    segmentation_loss,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "linear",
     "mlp",
     "rope",
+    "segmentation_loss",
 ]

@@ -27,6 +27,8 @@ TARGETS = (
     "jaxfused_linear",
     "jaxfused_rope",
     "jaxfused_scale_rows",
+    "jaxfused_segmentation_forward",
+    "jaxfused_segmentation_backward",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""
 

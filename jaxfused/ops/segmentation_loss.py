@@ -1,13 +1,24 @@
-"""segmentation_loss: validation and choice of implementation."""
+"""segmentation_loss: validation, choice, gradient.
+
+The loss of an image is made of a few sums over its pixels. Kernels compute the sums, and the gradient to
+the logits from the cotangents of the sums; what lies between is left to JAX.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
-from jaxfused.ops.cross_entropy import Reduction, check_reduction
-from jaxfused.ops.kernel_call import reference_only
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.batching import batch_all
+from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
+from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.promotion import common_dtype
+from jaxfused.reference.segmentation_loss import PixelOptions, Sums
 
 
 def segmentation_loss(
@@ -17,6 +28,9 @@ def segmentation_loss(
     cross_entropy_weight: float = 1.0,
     dice_weight: float = 1.0,
     smooth: float = 1.0,
+    tversky_alpha: float = 0.5,
+    tversky_beta: float = 0.5,
+    focal_gamma: float = 0.0,
     ignore_index: int | None = None,
     weights: jax.Array | None = None,
     reduction: Reduction = "mean",
@@ -25,15 +39,17 @@ def segmentation_loss(
     r"""Cross-entropy plus soft Dice loss of images, as segmentation networks are trained with.
 
     .. math::
-        \text{dice}_{bc} &= \frac{2 \sum_i w_{bi} p_{bic} t_{bic} + \text{smooth}}
-            {\sum_i w_{bi} (p_{bic} + t_{bic}) + \text{smooth}} \\
+        \text{hits}_{bc} &= 2 \sum_i w_{bi} p_{bic} t_{bic} \\
+        \text{dice}_{bc} &= \frac{\text{hits}_{bc} + \text{smooth}}
+            {\text{hits}_{bc} + 2 \alpha \sum_i w_{bi} p_{bic} (1 - t_{bic})
+            + 2 \beta \sum_i w_{bi} (1 - p_{bic}) t_{bic} + \text{smooth}} \\
         \text{loss}_b &= \text{cross\_entropy\_weight} \cdot
             \frac{\sum_i w_{bi} \ell_{bi}}{\sum_i w_{bi}}
             + \text{dice\_weight} \cdot (1 - \operatorname{mean}_c \text{dice}_{bc})
 
     over the pixels i of image b, with p the softmax of the logits (their sigmoid where there is one
-    class), t the label as 0 or 1 and l the pixel's cross-entropy. Arithmetic is in float32 (float64
-    for float64 logits).
+    class), t the label as 0 or 1 and l the pixel's cross-entropy, times
+    (1 - p of its own class)^focal_gamma. Arithmetic is in float32 (float64 for float64 logits).
 
     Args:
       logits: [B, ..., C] for C classes, of which the background is one; or [B, ...] for a binary
@@ -44,10 +60,15 @@ def segmentation_loss(
       dice_weight: of the Dice loss in the sum.
       smooth: is added above and below in Dice, so that a class which is neither there nor predicted
         counts as right. Greater than 0.
+      tversky_alpha: the weight of what is predicted and is not there. 0.5 and 0.5 make the Tversky
+        index the Dice coefficient; a larger beta finds more at the price of false alarms.
+      tversky_beta: the weight of what is there and is not predicted.
+      focal_gamma: turns the cross-entropy into the focal loss, in which pixels that are right count
+        less; 0 for the cross-entropy.
       ignore_index: pixels with this label enter neither part. For integer labels.
       weights: [B, ...], a weight for each pixel in both parts.
       reduction: over the images, "mean", "sum" or "none".
-      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
       The loss in float32 (float64 for float64 logits): a scalar, or [B] for reduction "none". An
@@ -66,32 +87,54 @@ def segmentation_loss(
       1.597
 
     Source: Milletari et al., "V-Net", 2016, https://arxiv.org/abs/1606.04797 (Dice, here with plain
-    sums below); Isensee et al., "nnU-Net", 2018, https://arxiv.org/abs/1809.10486 (the sum of both).
+    sums below); Isensee et al., "nnU-Net", 2018, https://arxiv.org/abs/1809.10486 (the sum of both);
+    Salehi et al., "Tversky loss function", 2017, https://arxiv.org/abs/1706.05721; Lin et al.,
+    "Focal Loss for Dense Object Detection", 2017, https://arxiv.org/abs/1708.02002
     """
     op = "segmentation_loss"
     logits, labels, weights = jax.tree.map(jnp.asarray, (logits, labels, weights))
     check_floating(op, dict(logits=logits, weights=weights))
-    labels = _checked_labels(logits, labels, ignore_index)
+    given, labels = labels, _checked_labels(logits, labels, ignore_index)
     check_shape(op, "weights", weights, labels.shape, f"labels have shape {labels.shape}")
     for name, value in dict(
-        cross_entropy_weight=cross_entropy_weight, dice_weight=dice_weight, smooth=smooth
+        cross_entropy_weight=cross_entropy_weight,
+        dice_weight=dice_weight,
+        smooth=smooth,
+        tversky_alpha=tversky_alpha,
+        tversky_beta=tversky_beta,
+        focal_gamma=focal_gamma,
     ).items():
         check_constant(op, name, value)
+    for name, value in dict(
+        tversky_alpha=tversky_alpha, tversky_beta=tversky_beta, focal_gamma=focal_gamma
+    ).items():
+        if value < 0.0:
+            raise ValueError(f"{op}: {name} is {value}; pass a number that is not negative.")
     if smooth <= 0.0:
         raise ValueError(
             f"{op}: smooth is {smooth}, but it keeps Dice from dividing by zero;"
             " pass a number greater than 0."
         )
     check_reduction(op, reduction)
-    reference_only(op, implementation, logits)
-    losses = reference.segmentation_loss.image_losses(
-        logits,
-        labels,
-        weights,
+    refuse_pallas(op, implementation)
+    options = PixelOptions(ignore_index, focal_gamma)
+    device = dispatch.current_device(logits)
+    if takes_reference(op, implementation, device, logits):
+        sums = reference.segmentation_loss.image_sums(logits, labels, weights, options)
+    else:
+        # Bytes are read as they are.
+        fits = ignore_index is None or 0 <= ignore_index < 256
+        flat = _flat_images(logits, given if given.dtype == jnp.uint8 and fits else labels, weights)
+        sums = _sums(
+            Runner(implementation, device), options, *sharding.align(flat, operand_axes=_AXES)
+        )
+    losses = reference.segmentation_loss.losses_of(
+        sums,
         cross_entropy_weight=cross_entropy_weight,
         dice_weight=dice_weight,
         smooth=smooth,
-        ignore_index=ignore_index,
+        tversky_alpha=tversky_alpha,
+        tversky_beta=tversky_beta,
     )
     if reduction == "none":
         return losses
@@ -129,3 +172,172 @@ def _checked_labels(logits: jax.Array, labels: jax.Array, ignore_index: int | No
             " pass integer labels, or weights that are 0 where a pixel is ignored."
         )
     return labels.astype(common_dtype(labels.dtype, jnp.int32)) if integers else labels
+
+
+def _flat_images(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns logits [B, pixels, C], labels and weights [B, pixels] in dtypes that kernels take."""
+    images, classes = labels.shape[0], 1 if logits.ndim == labels.ndim else logits.shape[-1]
+    pixels = labels.size // max(images, 1)
+    if labels.dtype not in _LABEL_DTYPES:
+        integers = jnp.issubdtype(labels.dtype, jnp.integer)
+        labels = labels.astype(jnp.int32 if integers else jnp.float32)
+    if weights is not None:
+        weights = weights.astype(jnp.float32).reshape(images, pixels)
+    return logits.reshape(images, pixels, classes), labels.reshape(images, pixels), weights
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+_AXES = ("bnc", "bn", "bn")
+_LABEL_DTYPES = (jnp.int32, jnp.uint8, jnp.bool, jnp.float32)
+
+
+class _Residuals(NamedTuple):
+    logits: jax.Array
+    labels: jax.Array
+    weights: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sums(run: Runner, options: PixelOptions, logits, labels, weights) -> Sums:
+    """The sums over the pixels of logits [B, N, C]."""
+    (packed,) = run(_Forward(options), logits, labels, weights)
+    classes = logits.shape[-1]
+    split = [packed[:, 2 + i * classes : 2 + (i + 1) * classes] for i in range(3)]
+    return Sums(packed[:, 0], packed[:, 1], *split)
+
+
+def _sums_fwd(run: Runner, options: PixelOptions, logits, labels, weights):
+    return _sums(run, options, logits, labels, weights), _Residuals(logits, labels, weights)
+
+
+def _sums_bwd(run: Runner, options: PixelOptions, saved: _Residuals, cotangents: Sums):
+    packed = jnp.concatenate(
+        [cotangents.total[:, None], cotangents.losses[:, None], *cotangents[2:]], axis=-1
+    )
+    (dlogits,) = run(_Backward(options), *saved, packed)
+    dlabels = dweights = None
+    if saved.weights is not None or jnp.issubdtype(saved.labels.dtype, jnp.floating):
+        # XLA drops what nobody asks for, and nearly nobody asks for these.
+        dlabels, dweights = _other_gradients(options, saved, cotangents)
+    return dlogits, dlabels, dweights
+
+
+def _other_gradients(options: PixelOptions, saved: _Residuals, cotangents: Sums):
+    """The gradients to labels of a float dtype and to the weights."""
+    logits, labels, weights = saved
+    soft = jnp.issubdtype(labels.dtype, jnp.floating)
+
+    def sums(soft_labels, weights):
+        of_pixels = logits[..., 0] if logits.shape[-1] == 1 else logits
+        own_labels = labels if soft_labels is None else soft_labels
+        return reference.segmentation_loss.image_sums(of_pixels, own_labels, weights, options)
+
+    return jax.vjp(sums, labels if soft else None, weights)[1](cotangents)
+
+
+_sums.defvjp(_sums_fwd, _sums_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(sums [B, 2 + 3 C],) of logits [B, N, C], labels and weights [B, N], in the order of `Sums`."""
+
+    options: PixelOptions
+
+    @property
+    def name(self) -> str:
+        return "segmentation_loss forward"
+
+    def axes(self, logits, labels, weights) -> Axes:
+        return Axes(_AXES, ("bs",), whole="cs")
+
+    def reasons(self, device, logits, labels, weights) -> Mapping[str, str | None]:
+        return _reasons(device, logits)
+
+    def run(self, implementation, device, logits, labels, weights) -> Results:
+        if implementation == "cuda":
+            sums = cuda.segmentation_loss.forward(
+                logits,
+                labels,
+                weights,
+                ignore_index=self.options.ignore_index,
+                focal_gamma=self.options.focal_gamma,
+                multiprocessors=device.multiprocessors,
+            )
+            return (sums,)
+        return (_packed_sums(self.options, logits, labels, weights),)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        return _batched_images(self, call, axis_size, in_batched, operands)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """(dlogits,) of logits [B, N, C], labels, weights and the cotangents of the sums."""
+
+    options: PixelOptions
+
+    @property
+    def name(self) -> str:
+        return "segmentation_loss backward"
+
+    def axes(self, logits, labels, weights, cotangents) -> Axes:
+        return Axes((*_AXES, "bs"), ("bnc",), whole="cs")
+
+    def reasons(self, device, logits, labels, weights, cotangents) -> Mapping[str, str | None]:
+        return _reasons(device, logits)
+
+    def run(self, implementation, device, logits, labels, weights, cotangents) -> Results:
+        if implementation == "cuda":
+            dlogits = cuda.segmentation_loss.backward(
+                logits,
+                labels,
+                weights,
+                cotangents,
+                ignore_index=self.options.ignore_index,
+                focal_gamma=self.options.focal_gamma,
+            )
+            return (dlogits,)
+        _, vjp = jax.vjp(lambda z: _packed_sums(self.options, z, labels, weights), logits)
+        return vjp(cotangents)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        return _batched_images(self, call, axis_size, in_batched, operands)
+
+
+def _packed_sums(options: PixelOptions, logits, labels, weights) -> jax.Array:
+    of_pixels = logits[..., 0] if logits.shape[-1] == 1 else logits
+    labels = labels.astype(jnp.int32) if labels.dtype == jnp.uint8 else labels
+    sums = reference.segmentation_loss.image_sums(of_pixels, labels, weights, options)
+    return jnp.concatenate([sums.total[:, None], sums.losses[:, None], *sums[2:]], axis=-1)
+
+
+def _reasons(device, logits) -> dict[str, str | None]:
+    """Why an implementation cannot run logits [B, N, C], forward or backward."""
+    reason = cuda.segmentation_loss.why_unsupported(
+        compute_capability=device.compute_capability,
+        images=logits.shape[0],
+        pixels=logits.shape[1],
+        classes=logits.shape[2],
+        dtype=logits.dtype,
+    )
+    return {"cuda": reason, "xla": None}
+
+
+def _batched_images(
+    kernel: Any, call: Any, axis_size: int, in_batched: Any, operands: Any
+) -> Results:
+    """The rule for `jax.vmap`: the entries of the batch are more images."""
+    merged = [
+        None if a is None else a.reshape(axis_size * a.shape[1], *a.shape[2:])
+        for a in batch_all(axis_size, in_batched, operands)
+    ]
+    return tuple(
+        result.reshape(axis_size, -1, *result.shape[1:]) for result in call(kernel, *merged)
+    )

@@ -1,4 +1,7 @@
-"""segmentation_loss in plain jax.numpy: cross-entropy and Dice of each image, from one softmax."""
+"""segmentation_loss in plain jax.numpy: sums over the pixels of each image, and losses of the sums."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,46 +9,94 @@ import jax.numpy as jnp
 from jaxfused.reference.cross_entropy import (
     Options,
     binary_token_losses,
-    counted,
     token_losses,
 )
 from jaxfused.reference.promotion import accumulator_dtype
 
 
-def image_losses(
-    logits: jax.Array,
-    labels: jax.Array,
-    weights: jax.Array | None,
-    *,
-    cross_entropy_weight: float,
-    dice_weight: float,
-    smooth: float,
-    ignore_index: int | None,
-) -> jax.Array:
-    """Returns one loss for each image, [B], from logits [B, ...] (binary) or [B, ..., C]."""
+@dataclass(frozen=True)
+class PixelOptions:
+    """The constants of the sums over pixels."""
+
+    ignore_index: int | None = None
+    focal_gamma: float = 0.0
+
+
+class Sums(NamedTuple):
+    """Sums over the pixels of each image that count, times the pixels' weights."""
+
+    total: jax.Array
+    """[B], of the weights."""
+    losses: jax.Array
+    """[B], of the cross-entropies, or focal losses."""
+    overlap: jax.Array
+    """[B, C], of the probabilities of the pixels' own classes."""
+    predicted: jax.Array
+    """[B, C], of the probabilities of all classes."""
+    present: jax.Array
+    """[B, C], of 1 for the pixels' own classes."""
+
+
+def image_sums(
+    logits: jax.Array, labels: jax.Array, weights: jax.Array | None, options: PixelOptions
+) -> Sums:
+    """Returns the sums of logits [B, ...] (binary, C = 1) or [B, ..., C]."""
     logits = logits.astype(accumulator_dtype(logits.dtype))
-    if logits.ndim == labels.ndim:
-        counts = jnp.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
+    binary = logits.ndim == labels.ndim
+    ignored = options.ignore_index
+    counts = jnp.ones(labels.shape, bool) if ignored is None else labels != ignored
+    # What does not count adds 0, even where its logits are NaN.
+    logits = jnp.where(counts if binary else counts[..., None], logits, 0.0)
+    if binary:
         targets = jnp.where(counts, labels.astype(logits.dtype), 0.0)
         losses = binary_token_losses(logits, targets)
-        probabilities, targets = jax.nn.sigmoid(logits)[..., None], targets[..., None]
+        probabilities = jax.nn.sigmoid(logits)[..., None]
+        hits = probabilities[..., 0]
+        misses = hits + targets - 2.0 * hits * targets
+        targets = targets[..., None]
     else:
-        options = Options(ignore_index=ignore_index)
-        counts = counted(labels, options)
-        losses, statistics = token_losses(logits, labels, options)
+        losses, statistics = token_losses(logits, labels, Options(ignore_index=ignored))
         probabilities = jnp.exp(statistics.log_probabilities(logits))
         targets = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+        misses = 1.0 - jnp.exp(-losses)
+    if options.focal_gamma:
+        # The power has no derivative at 0.
+        hits_wholly = misses <= 0.0
+        factors = jnp.where(hits_wholly, 1.0, misses) ** options.focal_gamma
+        losses = jnp.where(hits_wholly, 0.0, factors * losses)
 
     pixel_weights = counts.astype(logits.dtype)
     if weights is not None:
         pixel_weights = pixel_weights * weights.astype(logits.dtype)
     pixels = tuple(range(1, labels.ndim))
-    total = jnp.sum(pixel_weights, pixels)
-    cross_entropy = jnp.sum(pixel_weights * losses, pixels) / jnp.where(total == 0.0, 1.0, total)
 
     def over_pixels(values: jax.Array) -> jax.Array:
         return jnp.sum(pixel_weights[..., None] * values, pixels)
 
-    overlap = 2.0 * over_pixels(probabilities * targets) + smooth
-    dice = jnp.mean(overlap / (over_pixels(probabilities + targets) + smooth), axis=-1)
-    return cross_entropy_weight * cross_entropy + dice_weight * (1.0 - dice)
+    return Sums(
+        jnp.sum(pixel_weights, pixels),
+        jnp.sum(pixel_weights * losses, pixels),
+        over_pixels(probabilities * targets),
+        over_pixels(probabilities),
+        over_pixels(targets),
+    )
+
+
+def losses_of(
+    sums: Sums,
+    *,
+    cross_entropy_weight: float,
+    dice_weight: float,
+    smooth: float,
+    tversky_alpha: float,
+    tversky_beta: float,
+) -> jax.Array:
+    """Returns one loss for each image, [B]."""
+    cross_entropy = sums.losses / jnp.where(sums.total == 0.0, 1.0, sums.total)
+    overlap = 2.0 * sums.overlap
+    # The false alarms are predicted - overlap and the misses present - overlap.
+    below = 2.0 * (tversky_alpha * sums.predicted + tversky_beta * sums.present)
+    if tversky_alpha + tversky_beta != 1.0:
+        below = below + (1.0 - tversky_alpha - tversky_beta) * overlap
+    index = jnp.mean((overlap + smooth) / (below + smooth), axis=-1)
+    return cross_entropy_weight * cross_entropy + dice_weight * (1.0 - index)

@@ -37,4 +37,6 @@ CASES = (
     Case((3, 6, 5), None, weights=True, options={"ignore_index": 255, "dice_weight": 0.5}),
     Case((2, 4, 3, 2), 3, weights=True, options={"smooth": 1e-2, "reduction": "none"}),
     Case((3, 9), 5, options={"ignore_index": -1, "cross_entropy_weight": 2.0}),
+    Case((2, 7, 5), None, options={"focal_gamma": 2.0, "tversky_alpha": 0.3, "tversky_beta": 0.7}),
+    Case((2, 30), 6, weights=True, options={"focal_gamma": 1.5, "tversky_beta": 0.9}),
 )

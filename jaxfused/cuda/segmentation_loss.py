@@ -1,0 +1,107 @@
+"""segmentation_loss by the CUDA kernels of ffi/segmentation_loss.cu.
+
+All functions are over images: logits [B, N, C], labels int32, uint8, bool or float32 [B, N], and weights
+float32 [B, N] or None. The sums float32 [B, 2 + 3 C] are the fields of Sums in
+reference/segmentation_loss.py, one after the other.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+
+MAX_CLASSES = 256
+MAX_IMAGES = 65535
+MAX_PIXELS = 2**30
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+_BLOCKS_OF_MULTIPROCESSOR = 8
+_PIXELS_OF_BLOCK = 1024
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    images: int,
+    pixels: int,
+    classes: int,
+    dtype: Any,
+) -> str | None:
+    """Returns None where forward and backward can run, else the reason."""
+    reason = library.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if dtype not in DTYPES:
+        return f"it takes float32, bfloat16 and float16, and logits have dtype {jnp.dtype(dtype)}"
+    if not 1 <= classes <= MAX_CLASSES:
+        return f"it takes 1 to {MAX_CLASSES} classes, and logits have {classes}"
+    if images > MAX_IMAGES or pixels > MAX_PIXELS:
+        return (
+            f"it takes at most {MAX_IMAGES} images of {MAX_PIXELS} pixels, and logits have {images}"
+            f" of {pixels}"
+        )
+    return library.why_unavailable()
+
+
+def forward(
+    logits: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    *,
+    ignore_index: int | None,
+    focal_gamma: float,
+    multiprocessors: int,
+) -> jax.Array:
+    """Returns the sums of each image; they are added up in an order that depends on shapes alone."""
+    library.register()
+    images, pixels, classes = logits.shape
+    wanted = -(-_BLOCKS_OF_MULTIPROCESSOR * multiprocessors // images)
+    blocks = max(1, min(wanted, -(-pixels // _PIXELS_OF_BLOCK)))
+    partials = jax.ffi.ffi_call(
+        "jaxfused_segmentation_forward",
+        jax.ShapeDtypeStruct((images, blocks, 2 + 3 * classes), jnp.float32),
+    )(logits, labels, _weights(logits, weights), **_attributes(ignore_index, focal_gamma))
+    return jnp.sum(partials, axis=1)
+
+
+def backward(
+    logits: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    cotangents: jax.Array,
+    *,
+    ignore_index: int | None,
+    focal_gamma: float,
+) -> jax.Array:
+    """Returns dlogits for the cotangents of the sums."""
+    library.register()
+    call = jax.ffi.ffi_call(
+        "jaxfused_segmentation_backward", jax.ShapeDtypeStruct(logits.shape, logits.dtype)
+    )
+    return call(
+        logits,
+        labels,
+        _weights(logits, weights),
+        cotangents,
+        **_attributes(ignore_index, focal_gamma),
+    )
+
+
+def _weights(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """Returns the weights; absent ones travel without elements.
+
+    They are made like the logits, because in a `jax.shard_map` all operands must vary over the same
+    axes.
+    """
+    return jnp.zeros_like(logits, shape=(0,), dtype=jnp.float32) if weights is None else weights
+
+
+def _attributes(ignore_index: int | None, focal_gamma: float) -> dict[str, Any]:
+    return dict(
+        ignores=np.bool_(ignore_index is not None),
+        ignore_index=np.int64(ignore_index or 0),
+        focal_gamma=np.float32(focal_gamma),
+    )
