@@ -13,6 +13,7 @@
 
 #include <cfloat>
 #include <climits>
+#include <cmath>
 
 #include "handler.h"
 #include "mma.cuh"
@@ -50,7 +51,15 @@ struct Labels {
 struct LossOptions {
   float smoothing;
   float z_loss;
-  float cap;  // 0: none
+  float cap;          // 0: none
+  float inverse_cap;  // of a cap
+};
+
+// What is compiled separately, because a choice at run time costs registers.
+enum class Form {
+  kPlain,    // classes, and neither smoothing nor a cap
+  kSmooth,   // classes, without a cap
+  kGeneral,  // everything
 };
 
 struct LossArgs {
@@ -94,16 +103,42 @@ int most_vectors(int64_t features, int vec) {
   return static_cast<int>(features % vec == 0 ? features / vec : (features + vec - 2) / vec + 1);
 }
 
-__device__ __forceinline__ float capped(float logit, float cap) { return cap * tanhf(logit / cap); }
+// The logit within (-cap, cap).
+template <typename T>
+__device__ __forceinline__ float capped(float logit, const LossOptions& options) {
+  const float x = logit * options.inverse_cap;
+  if constexpr (sizeof(T) == 2) {
+    // tanh with an error of 2^-23, far less than the rounding of such a logit.
+    return options.cap * (1.0f - __fdividef(2.0f, exp2_fast(x * (2.0f * kLog2e)) + 1.0f));
+  } else {
+    return options.cap * tanhf(x);
+  }
+}
 
-// --- sums over a row -----------------------------------------------------------------------------
+// --- sums over a row
+// -------------------------------------------------------------------------------
 
-// Sums over some elements of a row, relative to their own maximum. kGeneral: with what smoothing
-// and soft labels need.
-template <bool kGeneral>
+// exp(logit - maximum) in two instructions: it is 2^power(logit), but for the factor 2^slip that
+// the rounding of `bias` leaves, which is taken out of the sums and not of each term.
+class Exponent {
+ public:
+  __device__ __forceinline__ explicit Exponent(float maximum) {
+    // A distance of logits this large is either 0 or beyond all exponents.
+    scale = fabsf(maximum) < 1e38f ? kLog2e : 0x1p-10f;
+    bias = -maximum * scale;
+  }
+
+  __device__ __forceinline__ float power(float logit) const { return fmaf(logit, scale, bias); }
+
+  float scale;
+  float bias;
+};
+
+// Sums over some elements of a row, relative to their own maximum.
+template <Form kForm>
 struct RowSums {
   enum { kExp, kDistance, kCount, kSoft, kSoftTotal };
-  static constexpr int kSums = kGeneral ? 5 : 1;
+  static constexpr int kSums = kForm == Form::kPlain ? 1 : kForm == Form::kSmooth ? 3 : 5;
   // Not -inf, from which the distance of a logit of -inf would be NaN.
   float maximum = -FLT_MAX;
   float sums[kSums] = {};
@@ -112,48 +147,13 @@ struct RowSums {
   __device__ __forceinline__ void raise(float to) {
     const float distance = maximum - to;
     sums[kExp] *= exp2_fast(distance * kLog2e);
-    if constexpr (kGeneral) {
+    if constexpr (kForm != Form::kPlain) {
       if (sums[kCount] != 0.0f) sums[kDistance] += sums[kCount] * distance;
+    }
+    if constexpr (kForm == Form::kGeneral) {
       if (sums[kSoftTotal] != 0.0f) sums[kSoft] += sums[kSoftTotal] * distance;
     }
     maximum = to;
-  }
-
-  // Adds logits; those that `owns(i)` denies are not of the row, and -inf.
-  template <int kSize, typename Owns>
-  __device__ __forceinline__ void add(const float (&logits)[kSize], const Owns& owns) {
-    float most = logits[0];
-#pragma unroll
-    for (int i = 1; i < kSize; ++i) most = fmaxf(most, logits[i]);
-    if (most > maximum) raise(most);
-    float exps[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) exps[i] = exp2_fast((logits[i] - maximum) * kLog2e);
-    sums[kExp] += sum_of(exps);
-    if constexpr (kGeneral) {
-      float distances[kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        distances[i] = owns(i) ? logits[i] - maximum : 0.0f;
-        sums[kCount] += owns(i) ? 1.0f : 0.0f;
-      }
-      sums[kDistance] += sum_of(distances);
-    }
-  }
-
-  // A share of 0 cancels even an infinite distance.
-  template <int kSize>
-  __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
-                                           const float (&shares)[kSize]) {
-    if constexpr (kGeneral) {
-      float products[kSize];
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) {
-        products[i] = shares[i] == 0.0f ? 0.0f : shares[i] * (logits[i] - maximum);
-      }
-      sums[kSoft] += sum_of(products);
-      sums[kSoftTotal] += sum_of(shares);
-    }
   }
 
   // Joins the sums of the lanes of a warp.
@@ -168,10 +168,93 @@ struct RowSums {
   }
 };
 
+// Adds logits one vector after the other. In between, the sums of powers and of their exponentials
+// have the slip of their maximum.
+template <Form kForm>
+class RowAdder {
+  using Sums = RowSums<kForm>;
+
+ public:
+  __device__ RowAdder() : exponent_(sums_.maximum) {}
+
+  // Adds logits, of which `most` is the largest; those that `owns(i)` denies are not of the row,
+  // and -inf.
+  template <int kSize, typename Owns>
+  __device__ __forceinline__ void add(float most, const float (&logits)[kSize], bool owns_all,
+                                      const Owns& owns) {
+    if (most > sums_.maximum) {
+      take_out_slip();
+      sums_.raise(most);
+      exponent_ = Exponent(most);
+      put_in_slip();
+    }
+    float powers[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) powers[i] = exponent_.power(logits[i]);
+    if constexpr (kForm != Form::kPlain) {
+      if (owns_all) {
+        sums_.sums[Sums::kDistance] += sum_of(powers);
+        sums_.sums[Sums::kCount] += kSize;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSize; ++i) {
+          if (!owns(i)) continue;
+          sums_.sums[Sums::kDistance] += powers[i];
+          sums_.sums[Sums::kCount] += 1.0f;
+        }
+      }
+    }
+#pragma unroll
+    for (float& power : powers) power = exp2_fast(power);
+    sums_.sums[Sums::kExp] += sum_of(powers);
+  }
+
+  // Adds shares of the logits that have just been added. A share of 0 cancels even an infinite
+  // distance.
+  template <int kSize>
+  __device__ __forceinline__ void add_soft(const float (&logits)[kSize],
+                                           const float (&shares)[kSize]) {
+    float products[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      products[i] = shares[i] == 0.0f ? 0.0f : shares[i] * (logits[i] - sums_.maximum);
+    }
+    sums_.sums[Sums::kSoft] += sum_of(products);
+    sums_.sums[Sums::kSoftTotal] += sum_of(shares);
+  }
+
+  __device__ __forceinline__ Sums finished() {
+    take_out_slip();
+    return sums_;
+  }
+
+ private:
+  __device__ __forceinline__ void take_out_slip() {
+    const float slip = exponent_.power(sums_.maximum);
+    sums_.sums[Sums::kExp] *= exp2_fast(-slip);
+    if constexpr (kForm != Form::kPlain) {
+      const float slips = sums_.sums[Sums::kCount] * slip;
+      sums_.sums[Sums::kDistance] = (sums_.sums[Sums::kDistance] - slips) / exponent_.scale;
+    }
+  }
+
+  __device__ __forceinline__ void put_in_slip() {
+    const float slip = exponent_.power(sums_.maximum);
+    sums_.sums[Sums::kExp] *= exp2_fast(slip);
+    if constexpr (kForm != Form::kPlain) {
+      const float slips = sums_.sums[Sums::kCount] * slip;
+      sums_.sums[Sums::kDistance] = sums_.sums[Sums::kDistance] * exponent_.scale + slips;
+    }
+  }
+
+  Sums sums_;
+  Exponent exponent_;
+};
+
 // Joins the sums of the warps of a block, or of the blocks of a cluster.
-template <bool kGeneral>
+template <Form kForm>
 class WarpJoin {
-  static constexpr int kValues = RowSums<kGeneral>::kSums + 1;
+  static constexpr int kValues = RowSums<kForm>::kSums + 1;
 
  public:
   static constexpr int kFloats = 2 * kValues * kPlaces;
@@ -181,7 +264,7 @@ class WarpJoin {
     if (cluster > 1) cluster_sync();
   }
 
-  __device__ __forceinline__ void operator()(RowSums<kGeneral>& row) {
+  __device__ __forceinline__ void operator()(RowSums<kForm>& row) {
     row.join_lanes();
     const int warps = blockDim.x / kWarpSize;
     const int lane = threadIdx.x % kWarpSize;
@@ -209,7 +292,7 @@ class WarpJoin {
     const int used = cluster_ * warps;
     row = read(own, lane, used);
     for (int other = lane + kWarpSize; other < used; other += kWarpSize) {
-      RowSums<kGeneral> more = read(own, other, used);
+      RowSums<kForm> more = read(own, other, used);
       const float most = fmaxf(row.maximum, more.maximum);
       row.raise(most);
       more.raise(most);
@@ -220,14 +303,14 @@ class WarpJoin {
   }
 
  private:
-  static __device__ __forceinline__ void write(float* place, const RowSums<kGeneral>& row) {
+  static __device__ __forceinline__ void write(float* place, const RowSums<kForm>& row) {
     place[0] = row.maximum;
 #pragma unroll
     for (int i = 0; i < kValues - 1; ++i) place[(i + 1) * kPlaces] = row.sums[i];
   }
 
-  static __device__ __forceinline__ RowSums<kGeneral> read(const float* own, int place, int used) {
-    RowSums<kGeneral> row;
+  static __device__ __forceinline__ RowSums<kForm> read(const float* own, int place, int used) {
+    RowSums<kForm> row;
     if (place >= used) return row;
     row.maximum = own[place];
 #pragma unroll
@@ -242,48 +325,94 @@ class WarpJoin {
 
 // --- vectors of a row ----------------------------------------------------------------------------
 
-// What a vector of logits means, where it is needed: capped, and without the neighbours' values.
-template <typename T, int kVec, bool kGeneral>
+template <int kVec>
+__device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
+  float most = values[0];
+#pragma unroll
+  for (int i = 1; i < kVec; ++i) most = fmaxf(most, values[i]);
+  return most;
+}
+
+// The largest value of a vector; values of 16 bits are compared in pairs.
+template <typename T, int kVec>
+__device__ __forceinline__ float largest_of(const Vector<T, kVec>& packed) {
+  if constexpr (sizeof(T) == 2 && kVec > 1) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Pair most = reinterpret_cast<const Pair&>(packed.values[0]);
+#pragma unroll
+    for (int i = 1; i < kVec / 2; ++i) {
+      most = __hmax2(most, reinterpret_cast<const Pair&>(packed.values[i]));
+    }
+    Vector<T, 2> pair;
+    pair.values[0] = reinterpret_cast<const uint32_t&>(most);
+    float values[2];
+    unpack(pair, values);
+    return fmaxf(values[0], values[1]);
+  } else {
+    float values[kVec];
+    unpack(packed, values);
+    return largest_of(values);
+  }
+}
+
+// What a vector of logits means: capped, with its labels, and without the neighbours' values.
+template <typename T, int kVec, Form kForm>
 class RowReader {
  public:
-  __device__ RowReader(const Labels& labels, float cap, int features,
+  __device__ RowReader(const Labels& labels, const LossOptions& options, int features,
                        const RowVectors<kVec>& vectors)
-      : labels_(labels), cap_(kGeneral ? cap : 0.0f), features_(features), vectors_(vectors) {}
+      : labels_(labels),
+        options_(options),
+        features_(features),
+        is_whole_(kVec == 1 || features % kVec == 0),
+        vectors_(vectors) {}
+
+  // Whether all values of vector `j` are of the row.
+  __device__ __forceinline__ bool is_inner(int j) const {
+    return is_whole_ || vectors_.is_inner(j, features_);
+  }
 
   // Adds vector `j` to the sums.
   __device__ __forceinline__ void add(int j, const Vector<T, kVec>& packed,
-                                      RowSums<kGeneral>& sums) const {
+                                      RowAdder<kForm>& adder) const {
     float logits[kVec];
     read(packed, logits);
     const int column = vectors_.column(j);
-    const bool inner = vectors_.is_inner(j, features_);
+    const bool inner = is_inner(j);
     const auto owns = [&](int i) { return inner || (column + i >= 0 && column + i < features_); };
+    float most;
     if (!inner) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) logits[i] = owns(i) ? logits[i] : -INFINITY;
+      most = largest_of(logits);
+    } else if (kForm == Form::kGeneral) {
+      most = largest_of(logits);
+    } else {
+      most = largest_of(packed);
     }
-    sums.add(logits, owns);
-    if (kGeneral && labels_.soft.data != nullptr) {
+    adder.add(most, logits, inner, owns);
+    if constexpr (kForm == Form::kGeneral) {
+      if (labels_.soft.data == nullptr) return;
       float labels[kVec];
       shares(j, labels);
-      sums.add_soft(logits, labels);
+      adder.add_soft(logits, labels);
     }
   }
 
-  // The values of a vector, and with a cap the derivatives of the capped logits.
+  // Returns the values of a vector, capped.
   __device__ __forceinline__ void read(const Vector<T, kVec>& packed, float (&logits)[kVec]) const {
     unpack(packed, logits);
-    if constexpr (kGeneral) {
-      if (cap_ != 0.0f) {
+    if constexpr (kForm == Form::kGeneral) {
+      if (options_.cap != 0.0f) {
 #pragma unroll
-        for (float& logit : logits) logit = capped(logit, cap_);
+        for (float& logit : logits) logit = capped<T>(logit, options_);
       }
     }
   }
 
   // The labels of vector `j`; those beyond the row are 0.
   __device__ __forceinline__ void shares(int j, float (&out)[kVec]) const {
-    if (vectors_.is_inner(j, features_)) {
+    if (is_inner(j)) {
       load_parameter_at(j, out);
       return;
     }
@@ -314,44 +443,48 @@ class RowReader {
   }
 
   Labels labels_;
-  float cap_;
+  LossOptions options_;
   int features_;
+  bool is_whole_;
   RowVectors<kVec> vectors_;
 };
 
 // The numbers from which the gradient of a row follows.
 struct RowGradient {
-  float maximum;
-  float pull;    // of exp(logit - maximum)
+  Exponent exponent;
+  float pull;    // of 2^power(logit)
   float push;    // of the target
   float spread;  // of each class
 
   // Of a row whose loss has the cotangent `coefficient`, by the reference's token_gradients.
   __device__ RowGradient(const LossOptions& options, int features, float coefficient,
                          float row_maximum, float sum, float total)
-      : maximum(row_maximum) {
+      : exponent(row_maximum) {
     const float kept = 1.0f - options.smoothing;
     const float lse = row_maximum + logf(sum);
-    pull = coefficient * (kept * total + options.smoothing + 2.0f * options.z_loss * lse) / sum;
+    const float by_lse = kept * total + options.smoothing + 2.0f * options.z_loss * lse;
+    pull = coefficient * by_lse / sum * exp2_fast(-exponent.power(row_maximum));
     push = coefficient * kept;
     spread = coefficient * options.smoothing / static_cast<float>(features);
   }
 
   // Of a row for whose statistics the cotangents are known.
   __device__ RowGradient(const float* statistics, const float* cotangents)
-      : maximum(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
+      : exponent(statistics[kMaximum]), push(cotangents[1]), spread(cotangents[2]) {
     // A shard may have no finite logit: nothing pulls at it, and its log_sum is -inf.
-    const float pulls = cotangents[0];
-    pull = pulls == 0.0f ? 0.0f : pulls * exp2_fast(-statistics[kLogSum] * kLog2e);
+    const float slip = exponent.power(statistics[kMaximum]);
+    pull = cotangents[0];
+    if (pull != 0.0f) pull *= exp2_fast(-fmaf(statistics[kLogSum], kLog2e, slip));
   }
 };
 
 // Stores the values of vector `j` that belong to the row; `out` is where the row's first vector is.
-template <typename T, int kVec>
-__device__ __forceinline__ void store_row_vector(const RowVectors<kVec>& vectors, int features,
+template <typename T, int kVec, Form kForm>
+__device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>& reader,
+                                                 const RowVectors<kVec>& vectors, int features,
                                                  int j, const float (&values)[kVec], T* out) {
   T* const place = out + static_cast<int64_t>(j) * kVec;
-  if (vectors.is_inner(j, features)) {
+  if (reader.is_inner(j)) {
     Vector<T, kVec> packed;
     pack(values, packed);
     store_streaming<T, kVec>(place, packed);
@@ -369,25 +502,23 @@ __device__ __forceinline__ void store_row_vector(const RowVectors<kVec>& vectors
 }
 
 // Writes vector `j` of a row's gradient.
-template <typename T, int kVec, bool kGeneral>
-__device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kGeneral>& reader,
+template <typename T, int kVec, Form kForm>
+__device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kForm>& reader,
                                                const RowVectors<kVec>& vectors,
                                                const LossArgs& args, const RowGradient& row,
                                                int label, int j, const Vector<T, kVec>& packed,
                                                T* row_start) {
+  constexpr bool kGeneral = kForm == Form::kGeneral;
+  const bool caps = kGeneral && args.options.cap != 0.0f;
   float values[kVec], derivatives[kVec];
   reader.read(packed, values);
-  const float cap = kGeneral ? args.options.cap : 0.0f;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    if constexpr (kGeneral) {
-      if (cap != 0.0f) {
-        const float share = values[i] / cap;
-        derivatives[i] = 1.0f - share * share;
-      }
+    if (caps) {
+      const float share = values[i] * args.options.inverse_cap;
+      derivatives[i] = fmaf(-share, share, 1.0f);
     }
-    const float power = exp2_fast((values[i] - row.maximum) * kLog2e);
-    values[i] = fmaf(power, row.pull, -row.spread);
+    values[i] = fmaf(exp2_fast(row.exponent.power(values[i])), row.pull, -row.spread);
   }
   const int column = vectors.column(j);
   if (kGeneral && args.labels.soft.data != nullptr) {
@@ -399,11 +530,11 @@ __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kGeneral
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] -= column + i == label ? row.push : 0.0f;
   }
-  if (kGeneral && cap != 0.0f) {
+  if (caps) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] *= derivatives[i];
   }
-  store_row_vector(vectors, args.features, j, values, row_start);
+  store_row_vector(reader, vectors, args.features, j, values, row_start);
 }
 
 // --- forward, with or without the gradient -------------------------------------------------------
@@ -424,17 +555,18 @@ __device__ __forceinline__ bool is_missing(int label, int features) {
   return label >= features || label < kElsewhere;
 }
 
-template <bool kGeneral>
-__device__ __forceinline__ void write_statistics(const RowSums<kGeneral>& sums, bool soft,
-                                                 int label, float label_logit, int features,
-                                                 float* out) {
-  using Sums = RowSums<kGeneral>;
+template <Form kForm>
+__device__ __forceinline__ void write_statistics(const RowSums<kForm>& sums, bool soft, int label,
+                                                 float label_logit, int features, float* out) {
+  using Sums = RowSums<kForm>;
   const bool ignored = label == kIgnored;
   float picked = label >= 0 ? label_logit - sums.maximum : 0.0f;
   float total = label >= 0 ? 1.0f : 0.0f;
   float mean = 0.0f;
-  if constexpr (kGeneral) {
+  if constexpr (kForm != Form::kPlain) {
     mean = sums.sums[Sums::kDistance] / static_cast<float>(features);
+  }
+  if constexpr (kForm == Form::kGeneral) {
     if (soft) {
       picked = sums.sums[Sums::kSoft];
       total = sums.sums[Sums::kSoftTotal];
@@ -458,10 +590,12 @@ enum class Mode {
 // thread owns the same places of shared memory for every row, and only it copies to and reads from
 // them, so that no barrier is needed for it. When it has written the gradient of a vector, the copy
 // of the next row's vector to its place begins.
-template <typename T, int kVec, bool kGeneral, bool kWarp, Mode kMode>
-__global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
-                                  kWarp ? (kGeneral ? 2 : 4)
-                                        : (kMode == Mode::kResident && !kGeneral ? 3 : 2))
+template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
+__global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads, kForm == Form::kGeneral ? 2
+                                                                         : kWarp                 ? 4
+                                                                         : kMode == Mode::kResident
+                                                                             ? 3
+                                                                             : 2)
     forward_rows(const __grid_constant__ LossArgs args) {
   constexpr bool kGradient = kMode != Mode::kStatistics;
   constexpr bool resident = kMode == Mode::kResident;
@@ -479,22 +613,21 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
                                 : blockIdx.x / cluster;
 
   float* const places = reinterpret_cast<float*>(shared_memory);
-  WarpJoin<kGeneral> join_warps(places, cluster);
-  unsigned char* slots = shared_memory + (kWarp ? 0 : WarpJoin<kGeneral>::kFloats * sizeof(float));
+  WarpJoin<kForm> join_warps(places, cluster);
+  unsigned char* slots = shared_memory + (kWarp ? 0 : WarpJoin<kForm>::kFloats * sizeof(float));
   const int turns = divide_up(args.slice, threads);  // vectors of a thread
   if (kWarp) slots += static_cast<size_t>(threadIdx.x / kWarpSize) * turns * threads * sizeof(Pack);
   Pack* const own = reinterpret_cast<Pack*>(slots) + thread;
 
-  // The thread's vector in turn `turn`; -1 beyond the end of the row or of the block's slice.
-  const auto index = [&](const RowVectors<kVec>& vectors, int turn) {
-    const int place = turn * threads + thread;
-    const int j = rank * args.slice + place;
-    return place < args.slice && j < vectors.count ? j : -1;
+  // The thread has the vectors first_j + turn * threads below the end that `ends_at` returns.
+  const int first_j = rank * args.slice + thread;
+  const auto ends_at = [&](const RowVectors<kVec>& vectors) {
+    return min((rank + 1) * args.slice, vectors.count);
   };
-  const auto fetch = [&](const RowVectors<kVec>& vectors, int turn) {
+  const auto fetch = [&](const RowVectors<kVec>& vectors, int end, int turn) {
     if constexpr (sizeof(Pack) == 16) {
-      const int j = index(vectors, turn);
-      if (j < 0) return;
+      const int j = first_j + turn * threads;
+      if (j >= end) return;
       async_copy<16>(own + turn * threads, logits + (vectors.first + j) * kVec);
     }
   };
@@ -503,16 +636,17 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
   RowRequest request(args, first_row);
   if (resident && first_row < args.rows) {
     const RowVectors<kVec> vectors(first_row, args.features);
+    const int end = ends_at(vectors);
     for (int part = 0, turn = 0; part < kParts; ++part) {
-      for (; turn < part_end(part); ++turn) fetch(vectors, turn);
+      for (; turn < part_end(part); ++turn) fetch(vectors, end, turn);
       async_copies_commit();
     }
   }
 
   for (int64_t row = first_row; row < args.rows; row += step) {
     const RowVectors<kVec> vectors(row, args.features);
-    const RowReader<T, kVec, kGeneral> reader(args.labels, args.options.cap, args.features,
-                                              vectors);
+    const int end = ends_at(vectors);
+    const RowReader<T, kVec, kForm> reader(args.labels, args.options, args.features, vectors);
     const T* const row_logits = logits + vectors.first * kVec;
     T* const row_dlogits = static_cast<T*>(args.dlogits) + vectors.first * kVec;
     const int label = request.label;
@@ -520,21 +654,22 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
     const RowRequest next_request(args, row + step);
     const bool ignored = label == kIgnored;
 
-    RowSums<kGeneral> sums;
+    RowSums<kForm> sums;
     float label_logit = 0.0f;
     if (!ignored) {
       if (label >= 0 && label < args.features) {
         float value[1];
         unpack(load_vector<T, 1>(row_logits + vectors.shift + label), value);
-        label_logit =
-            kGeneral && args.options.cap != 0.0f ? capped(value[0], args.options.cap) : value[0];
+        const bool caps = kForm == Form::kGeneral && args.options.cap != 0.0f;
+        label_logit = caps ? capped<T>(value[0], args.options) : value[0];
       }
+      RowAdder<kForm> adder;
       if constexpr (resident) {
         for (int part = 0, turn = 0; part < kParts; ++part) {
           async_copies_wait(kParts - 1 - part);
           for (; turn < part_end(part); ++turn) {
-            const int j = index(vectors, turn);
-            if (j >= 0) reader.add(j, load_vector<T, kVec>(own + turn * threads), sums);
+            const int j = first_j + turn * threads;
+            if (j < end) reader.add(j, load_vector<T, kVec>(own + turn * threads), adder);
           }
         }
       } else {
@@ -542,16 +677,17 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
           Pack packed[kUnroll];
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
-            const int j = index(vectors, turn + u);
-            if (j >= 0) packed[u] = load_vector<T, kVec>(row_logits + int64_t{j} * kVec);
+            const int j = first_j + (turn + u) * threads;
+            if (j < end) packed[u] = load_vector<T, kVec>(row_logits + int64_t{j} * kVec);
           }
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
-            const int j = index(vectors, turn + u);
-            if (j >= 0) reader.add(j, packed[u], sums);
+            const int j = first_j + (turn + u) * threads;
+            if (j < end) reader.add(j, packed[u], adder);
           }
         }
       }
+      sums = adder.finished();
       if (kWarp) {
         sums.join_lanes();
       } else {
@@ -561,24 +697,24 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
       async_copies_wait(0);
     }
     if (thread == 0 && rank == 0) {
-      write_statistics(sums, kGeneral && args.labels.soft.data != nullptr, label, label_logit,
-                       args.features, args.statistics + row * kStatistics);
+      write_statistics(sums, args.labels.soft.data != nullptr, label, label_logit, args.features,
+                       args.statistics + row * kStatistics);
     }
 
     if constexpr (kGradient) {
       float total = 1.0f;
-      if constexpr (kGeneral) {
-        if (args.labels.soft.data != nullptr) total = sums.sums[RowSums<kGeneral>::kSoftTotal];
+      if constexpr (kForm == Form::kGeneral) {
+        if (args.labels.soft.data != nullptr) total = sums.sums[RowSums<kForm>::kSoftTotal];
       }
       RowGradient gradient(args.options, args.features, coefficient, sums.maximum,
-                           sums.sums[RowSums<kGeneral>::kExp], total);
+                           sums.sums[RowSums<kForm>::kExp], total);
       if (is_missing(label, args.features)) gradient.pull = nanf("");
       const RowVectors<kVec> next_vectors(row + step, args.features);
-      const bool fetches = resident && row + step < args.rows;
+      const int next_end = row + step < args.rows ? ends_at(next_vectors) : 0;
       const auto write = [&](int j, const Pack& packed) {
         if (ignored) {
           const float zeros[kVec] = {};
-          store_row_vector(vectors, args.features, j, zeros, row_dlogits);
+          store_row_vector(reader, vectors, args.features, j, zeros, row_dlogits);
         } else {
           write_gradient(reader, vectors, args, gradient, label, j, packed, row_dlogits);
         }
@@ -586,10 +722,10 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
       if constexpr (resident) {
         for (int part = 0, turn = 0; part < kParts; ++part) {
           for (; turn < part_end(part); ++turn) {
-            const int j = index(vectors, turn);
-            if (j >= 0) write(j, load_vector<T, kVec>(own + turn * threads));
+            const int j = first_j + turn * threads;
+            if (j < end) write(j, load_vector<T, kVec>(own + turn * threads));
             // After the store, which has waited for the place to be read.
-            if (fetches) fetch(next_vectors, turn);
+            fetch(next_vectors, next_end, turn);
           }
           async_copies_commit();
         }
@@ -598,15 +734,15 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
           Pack packed[kUnroll];
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
-            const int j = index(vectors, turn + u);
-            if (j >= 0 && !ignored) {
+            const int j = first_j + (turn + u) * threads;
+            if (j < end && !ignored) {
               packed[u] = load_vector<T, kVec>(row_logits + int64_t{j} * kVec);
             }
           }
 #pragma unroll
           for (int u = 0; u < kUnroll; ++u) {
-            const int j = index(vectors, turn + u);
-            if (j >= 0) write(j, packed[u]);
+            const int j = first_j + (turn + u) * threads;
+            if (j < end) write(j, packed[u]);
           }
         }
       }
@@ -620,7 +756,7 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
 constexpr int kBackwardThreads = 256;
 
 // Each team of threads has a part of a row, a few vectors a thread.
-template <typename T, int kVec, bool kGeneral>
+template <typename T, int kVec, Form kForm>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_rows(const __grid_constant__ LossArgs args) {
   const int threads = args.slice;
@@ -630,7 +766,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const int64_t row = team / parts;
   if (row >= args.rows) return;
   const RowVectors<kVec> vectors(row, args.features);
-  const RowReader<T, kVec, kGeneral> reader(args.labels, args.options.cap, args.features, vectors);
+  const RowReader<T, kVec, kForm> reader(args.labels, args.options, args.features, vectors);
   const T* const row_logits = static_cast<const T*>(args.logits) + vectors.first * kVec;
   T* const row_dlogits = static_cast<T*>(args.dlogits) + vectors.first * kVec;
   const int first = static_cast<int>(team % parts) * kUnroll * threads + threadIdx.x % threads;
@@ -640,7 +776,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
     for (int u = 0; u < kUnroll; ++u) {
       const float zeros[kVec] = {};
       const int j = first + u * threads;
-      if (j < vectors.count) store_row_vector(vectors, args.features, j, zeros, row_dlogits);
+      if (j < vectors.count)
+        store_row_vector(reader, vectors, args.features, j, zeros, row_dlogits);
     }
     return;
   }
@@ -693,35 +830,44 @@ __global__ void __launch_bounds__(kScaleThreads)
   T* const x = static_cast<T*>(args.x);
   int64_t row = -1, row_end = 0;
   float factor = 1.0f;
-  for (int64_t j = begin + threadIdx.x; j < end; j += kScaleThreads) {
-    const int64_t start = j * kVec;
-    if (start >= row_end) {
-      row = start / args.features;
-      row_end = (row + 1) * args.features;
-      factor = args.factors[row];
-    }
-    if (start + kVec <= row_end) {
-      float part[kVec];
-      Vector<T, kVec> packed = load_vector<T, kVec>(x + start);
-      unpack(packed, part);
+  // Goes on to the row of a place, where that is another one than the last place's.
+  const auto reach = [&](int64_t place) {
+    if (place < row_end) return;
+    row = place / args.features;
+    row_end = (row + 1) * args.features;
+    factor = args.factors[row];
+  };
+  const int64_t last = min(end * kVec, values);
+  for (int64_t j = begin + threadIdx.x; j < end; j += kUnroll * kScaleThreads) {
+    Vector<T, kVec> packed[kUnroll];
 #pragma unroll
-      for (float& value : part) value *= factor;
-      pack(part, packed);
-      store_streaming<T, kVec>(x + start, packed);
-      continue;
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t start = (j + u * kScaleThreads) * kVec;
+      if (start + kVec <= last) packed[u] = load_vector<T, kVec>(x + start);
     }
-    for (int64_t place = start; place < min(start + kVec, values); ++place) {
-      if (place >= row_end) {
-        ++row;
-        row_end += args.features;
-        factor = args.factors[row];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t start = (j + u * kScaleThreads) * kVec;
+      if (start >= last) break;
+      reach(start);
+      if (start + kVec <= row_end) {
+        float part[kVec];
+        unpack(packed[u], part);
+#pragma unroll
+        for (float& value : part) value *= factor;
+        pack(part, packed[u]);
+        store_streaming<T, kVec>(x + start, packed[u]);
+        continue;
       }
-      float value[1];
-      unpack(load_vector<T, 1>(x + place), value);
-      value[0] *= factor;
-      Vector<T, 1> packed;
-      pack(value, packed);
-      store_vector(x + place, packed);
+      for (int64_t place = start; place < min(start + kVec, values); ++place) {
+        reach(place);
+        float value[1];
+        unpack(load_vector<T, 1>(x + place), value);
+        value[0] *= factor;
+        Vector<T, 1> one;
+        pack(value, one);
+        store_vector(x + place, one);
+      }
     }
   }
 }
@@ -745,9 +891,9 @@ constexpr int kWarpVectors = 8;
 constexpr int kKeptVectors = 8;
 
 // The shared memory of a block, which has `slice` vectors of a row.
-template <typename T, int kVec, bool kGeneral>
+template <typename T, int kVec, Form kForm>
 int row_bytes(bool keeps, int slice) {
-  constexpr int kFixedBytes = WarpJoin<kGeneral>::kFloats * sizeof(float);
+  constexpr int kFixedBytes = WarpJoin<kForm>::kFloats * sizeof(float);
   return kFixedBytes + (keeps ? slice * kVec * static_cast<int>(sizeof(T)) : 0);
 }
 
@@ -768,12 +914,12 @@ int choose_threads(int vectors, int of_thread, int most) {
 }
 
 // Launches the kernel in which each warp has rows of its own.
-template <typename T, int kVec, bool kGeneral, Mode kMode>
+template <typename T, int kVec, Form kForm, Mode kMode>
 ffi::Error launch_warp_rows(LossArgs args, const Device& device, cudaStream_t stream) {
   constexpr int kWarps = kWarpRowThreads / kWarpSize;
   const int warp_bytes = divide_up(args.slice, kWarpSize) * kWarpSize * kVec * sizeof(T);
   Launch launch = {dim3(1), kWarpRowThreads, kMode == Mode::kResident ? kWarps * warp_bytes : 0};
-  const auto kernel = forward_rows<T, kVec, kGeneral, true, kMode>;
+  const auto kernel = forward_rows<T, kVec, kForm, true, kMode>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   int resident = 0;
   RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
@@ -783,14 +929,14 @@ ffi::Error launch_warp_rows(LossArgs args, const Device& device, cudaStream_t st
 }
 
 // Launches the kernel in which blocks, or clusters of them, share rows.
-template <typename T, int kVec, bool kGeneral, Mode kMode>
+template <typename T, int kVec, Form kForm, Mode kMode>
 ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Device& device,
                              cudaStream_t stream) {
   constexpr bool kKeeps = kMode == Mode::kResident;
   const int threads = choose_threads(args.slice, kKeeps ? kKeptVectors : kUnroll, most_threads);
-  Launch launch = {dim3(args.cluster), threads, row_bytes<T, kVec, kGeneral>(kKeeps, args.slice),
+  Launch launch = {dim3(args.cluster), threads, row_bytes<T, kVec, kForm>(kKeeps, args.slice),
                    args.cluster};
-  const auto kernel = forward_rows<T, kVec, kGeneral, false, kMode>;
+  const auto kernel = forward_rows<T, kVec, kForm, false, kMode>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   int resident = 0;
   if (args.cluster > 1) {
@@ -804,9 +950,11 @@ ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Devic
   return launch_kernel(kernel, args, launch, stream);
 }
 
-template <typename T, int kVec, bool kGeneral>
+template <typename T, int kVec, Form kForm>
 ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Device& device,
                           cudaStream_t stream) {
+  // Smoothing has a kernel of its own only where most of its calls go.
+  constexpr Form kOtherForm = kForm == Form::kSmooth ? Form::kGeneral : kForm;
   const int vectors = most_vectors(args.features, kVec);
   const bool gradient = args.dlogits != nullptr;
   args.cluster = 1;
@@ -814,11 +962,11 @@ ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Devi
   const bool in_warps = vectors <= kWarpVectors * kWarpSize && config.cluster <= 0;
   if constexpr (kVec * sizeof(T) == 16) {
     if (gradient && in_warps && config.cluster == 0) {
-      return launch_warp_rows<T, kVec, kGeneral, Mode::kResident>(args, device, stream);
+      return launch_warp_rows<T, kVec, kOtherForm, Mode::kResident>(args, device, stream);
     }
     if (gradient && config.cluster >= 0) {
       const auto bytes = [&](int cluster) {
-        return row_bytes<T, kVec, kGeneral>(true, divide_up(vectors, cluster));
+        return row_bytes<T, kVec, kForm>(true, divide_up(vectors, cluster));
       };
       const int cluster = config.cluster > 0 ? config.cluster : choose_cluster(bytes, device);
       if (cluster > 0) {
@@ -829,22 +977,20 @@ ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Devi
                                              " logits does not fit clusters of " +
                                              std::to_string(cluster) + " blocks");
         }
-        return launch_block_rows<T, kVec, kGeneral, Mode::kResident>(args, config.threads, device,
-                                                                     stream);
+        return launch_block_rows<T, kVec, kForm, Mode::kResident>(args, config.threads, device,
+                                                                  stream);
       }
     }
   }
-  if (in_warps) {
-    return gradient ? launch_warp_rows<T, kVec, kGeneral, Mode::kTwice>(args, device, stream)
-                    : launch_warp_rows<T, kVec, kGeneral, Mode::kStatistics>(args, device, stream);
-  }
-  return gradient ? launch_block_rows<T, kVec, kGeneral, Mode::kTwice>(args, config.threads, device,
-                                                                       stream)
-                  : launch_block_rows<T, kVec, kGeneral, Mode::kStatistics>(args, config.threads,
-                                                                            device, stream);
+  const auto launch = [&](auto mode) {
+    if (in_warps) return launch_warp_rows<T, kVec, kOtherForm, mode()>(args, device, stream);
+    return launch_block_rows<T, kVec, kOtherForm, mode()>(args, config.threads, device, stream);
+  };
+  if (gradient) return launch(std::integral_constant<Mode, Mode::kTwice>{});
+  return launch(std::integral_constant<Mode, Mode::kStatistics>{});
 }
 
-template <typename T, int kVec, bool kGeneral>
+template <typename T, int kVec, Form kForm>
 ffi::Error launch_backward(LossArgs args, cudaStream_t stream) {
   const int vectors = most_vectors(args.features, kVec);
   args.slice = kWarpSize;
@@ -853,21 +999,27 @@ ffi::Error launch_backward(LossArgs args, cudaStream_t stream) {
   const int teams = kBackwardThreads / args.slice;
   const int64_t blocks = (args.rows * args.cluster + teams - 1) / teams;
   if (blocks > INT_MAX) return ffi::Error::InvalidArgument("logits have too many elements");
-  return launch_kernel(backward_rows<T, kVec, kGeneral>, args,
+  return launch_kernel(backward_rows<T, kVec, kForm>, args,
                        {dim3(static_cast<unsigned>(blocks)), kBackwardThreads, 0}, stream);
 }
 
-// Calls `launch` with a value of the logits' type, the values of a vector and whether the call
-// needs the general kernels, both as compile-time constants.
+// Calls `launch` with a value of the logits' type, the values of a vector and the form of the
+// kernel, the latter two as compile-time constants.
 template <typename F>
-ffi::Error with_kernel(Dtype dtype, bool aligned, bool general, const F& launch) {
+ffi::Error with_kernel(Dtype dtype, bool aligned, Form form, const F& launch) {
   const auto of_type = [&](auto type) {
-    constexpr int kVec = 16 / sizeof(type);
     using One = std::integral_constant<int, 1>;
-    using Full = std::integral_constant<int, kVec>;
-    if (!aligned) return launch(type, One{}, std::true_type{});
-    if (general) return launch(type, Full{}, std::true_type{});
-    return launch(type, Full{}, std::false_type{});
+    using Full = std::integral_constant<int, 16 / sizeof(type)>;
+    using General = std::integral_constant<Form, Form::kGeneral>;
+    if (!aligned) return launch(type, One{}, General{});
+    switch (form) {
+      case Form::kPlain:
+        return launch(type, Full{}, std::integral_constant<Form, Form::kPlain>{});
+      case Form::kSmooth:
+        return launch(type, Full{}, std::integral_constant<Form, Form::kSmooth>{});
+      default:
+        return launch(type, Full{}, General{});
+    }
   };
   switch (dtype) {
     case Dtype::kFloat32:
@@ -909,6 +1061,7 @@ ffi::Error parse_loss(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& classe
   args->rows = rows;
   args->features = static_cast<int>(features);
   args->options.cap = cap;
+  args->options.inverse_cap = 1.0f / cap;
   args->labels.soft = {nullptr, Dtype::kFloat32};
   if (!(cap >= 0.0f)) return ffi::Error::InvalidArgument("soft_cap must not be negative");
   if (is_absent(soft)) {
@@ -957,14 +1110,13 @@ ffi::Error cross_entropy_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
     return ffi::Error::InvalidArgument("this GPU has no clusters of blocks");
   }
   const ForwardConfig config = {static_cast<int>(cluster), static_cast<int>(threads)};
-  const bool general =
-      args.labels.soft.data != nullptr || label_smoothing != 0.0f || soft_cap != 0.0f;
-  return with_kernel(*dtype_of(logits),
-                     are_aligned({args.logits, args.dlogits, args.labels.soft.data}), general,
-                     [&](auto type, auto vec, auto general) {
-                       using T = decltype(type);
-                       return launch_forward<T, vec(), general()>(args, config, device, stream);
-                     });
+  const bool general = args.labels.soft.data != nullptr || soft_cap != 0.0f;
+  const Form other = label_smoothing != 0.0f ? Form::kSmooth : Form::kPlain;
+  return with_kernel(
+      *dtype_of(logits), are_aligned({args.logits, args.dlogits, args.labels.soft.data}),
+      general ? Form::kGeneral : other, [&](auto type, auto vec, auto form) {
+        return launch_forward<decltype(type), vec(), form()>(args, config, device, stream);
+      });
 }
 
 ffi::Error cross_entropy_backward(cudaStream_t stream, ffi::AnyBuffer logits,
@@ -980,11 +1132,14 @@ ffi::Error cross_entropy_backward(cudaStream_t stream, ffi::AnyBuffer logits,
   args.coefficients = static_cast<const float*>(cotangents.untyped_data());
   args.dlogits = dlogits->untyped_data();
   if (is_absent(logits)) return ffi::Error::Success();
-  return with_kernel(
-      *dtype_of(logits), are_aligned({args.logits, args.dlogits, args.labels.soft.data}),
-      args.labels.soft.data != nullptr || soft_cap != 0.0f, [&](auto type, auto vec, auto general) {
-        return launch_backward<decltype(type), vec(), general()>(args, stream);
-      });
+  const bool general = args.labels.soft.data != nullptr || soft_cap != 0.0f;
+  return with_kernel(*dtype_of(logits),
+                     are_aligned({args.logits, args.dlogits, args.labels.soft.data}),
+                     general ? Form::kGeneral : Form::kPlain, [&](auto type, auto vec, auto form) {
+                       // A spread needs no other kernel.
+                       constexpr Form kForm = form() == Form::kSmooth ? Form::kPlain : form();
+                       return launch_backward<decltype(type), vec(), kForm>(args, stream);
+                     });
 }
 
 ffi::Error scale_rows_in_place(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer factors,
@@ -1001,10 +1156,11 @@ ffi::Error scale_rows_in_place(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   RETURN_IF_ERROR(current_device(&device));
   const ScaleArgs args = {x.untyped_data(), static_cast<const float*>(factors.untyped_data()), rows,
                           features};
-  return with_kernel(*dtype_of(x), are_aligned({args.x}), true, [&](auto type, auto vec, auto) {
-    return launch_kernel(scale_rows<decltype(type), vec()>, args,
-                         {dim3(8 * device.multiprocessors), kScaleThreads, 0}, stream);
-  });
+  return with_kernel(
+      *dtype_of(x), are_aligned({args.x}), Form::kPlain, [&](auto type, auto vec, auto) {
+        return launch_kernel(scale_rows<decltype(type), vec()>, args,
+                             {dim3(8 * device.multiprocessors), kScaleThreads, 0}, stream);
+      });
 }
 
 }  // namespace

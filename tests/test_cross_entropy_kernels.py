@@ -1,6 +1,10 @@
 """The paths of the cross-entropies over kernels, which jax.numpy stands in for where there is no GPU."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxfused
@@ -8,6 +12,7 @@ from jaxfused import cuda
 from jaxfused.reference import cross_entropy as reference
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.cross_entropy import CASES
+from tests.lowering import kernels, lowered
 from tests.test_cross_entropy import plain_cross_entropy
 from tests.transforms import assert_transforms
 
@@ -35,7 +40,7 @@ def stand_in_backward(logits, classes, soft, statistics, pulls, *, soft_cap, in_
     return reference.row_gradients(logits, labels, statistics, pulls, soft_cap).astype(logits.dtype)
 
 
-def stand_in_scale(x, factors):
+def stand_in_scale_rows(x, factors):
     return (x * factors[:, None]).astype(x.dtype)
 
 
@@ -46,7 +51,7 @@ def stand_ins(hopper, monkeypatch):
     monkeypatch.setattr(jaxfused.ops.cross_entropy, "_FEW_BYTES", 0)
     monkeypatch.setattr(cuda.cross_entropy, "forward", stand_in_forward)
     monkeypatch.setattr(cuda.cross_entropy, "backward", stand_in_backward)
-    monkeypatch.setattr(cuda.cross_entropy, "scale_rows", stand_in_scale)
+    monkeypatch.setattr(cuda.cross_entropy, "scale_rows", stand_in_scale_rows)
 
 
 @pytest.mark.parametrize("cotangent", [None, 0.5, "any"])
@@ -103,3 +108,202 @@ def test_transforms(stand_ins, linear, cotangent):
             lambda z: jaxfused.softmax_cross_entropy(z, labels, **options),
             case.logits(jnp.float32),
         )
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_soft_cap(stand_ins, case):
+    labels, cap = case.labels(jnp.float32), 4.0
+
+    def ours(cotangent, logits):
+        return jaxfused.softmax_cross_entropy(
+            logits, labels, logits_soft_cap=cap, cotangent=cotangent, **case.options
+        )
+
+    def plain(logits):
+        capped = cap * jnp.tanh(logits / cap)
+        return plain_cross_entropy(capped, labels, None, **case.options)
+
+    for cotangent in (None, "any"):
+        assert_values_and_gradients(
+            functools.partial(ours, cotangent), plain, case.logits(jnp.float32), cotangents=2
+        )
+    reference = functools.partial(
+        jaxfused.softmax_cross_entropy, logits_soft_cap=cap, implementation="xla", **case.options
+    )
+    assert_values_and_gradients(
+        lambda z: reference(z, labels), plain, case.logits(jnp.float32), cotangents=2
+    )
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_soft_cap_of_a_linear_layer(stand_ins, linear):
+    case = CASES[1]
+    x, w, bias = case.linear_layer(jnp.float32)
+    labels = case.labels(jnp.float32)
+
+    def ours(x, w, bias, **options):
+        return jaxfused.linear_softmax_cross_entropy(
+            x, w, labels, bias, logits_soft_cap=2.0, chunk_size=8, **options
+        )
+
+    def plain(x, w, bias):
+        return plain_cross_entropy(2.0 * jnp.tanh((x @ w + bias) / 2.0), labels, None)
+
+    options = {} if linear else {"implementation": "xla"}
+    assert_values_and_gradients(functools.partial(ours, **options), plain, x, w, bias, cotangents=2)
+
+
+def test_a_cotangent_for_each_token(stand_ins):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 9)), jnp.float32)
+    labels = jnp.array([1, 8, 0, 3])
+    expected = jnp.array([1.0, -2.0, 0.0, 0.5])
+
+    def vjp(**options):
+        return jax.vjp(
+            lambda z: jaxfused.softmax_cross_entropy(z, labels, reduction="none", **options), logits
+        )[1]
+
+    plain, ahead = vjp(implementation="xla"), vjp(cotangent=expected)
+    np.testing.assert_allclose(*(f(expected)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
+    # A token without an expected gradient has none.
+    others = jnp.array([3.0, 1.0, 0.0, -1.0])
+    np.testing.assert_allclose(*(f(others)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
+
+
+def test_the_expected_cotangent_needs_no_correction(stand_ins, monkeypatch):
+    factors = []
+
+    def scale(x, factor):
+        jax.debug.callback(lambda factor: factors.append(np.asarray(factor)), factor)
+        return stand_in_scale_rows(x, factor)
+
+    monkeypatch.setattr(cuda.cross_entropy, "scale_rows", scale)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(13, 31)), jnp.float32)
+    weights = jnp.linspace(0.0, 3.0, 13)
+
+    def loss(scale, expected, z):
+        return scale * jaxfused.softmax_cross_entropy(
+            z, jnp.arange(13), weights=weights, cotangent=expected
+        )
+
+    for scale_of_loss, expected in ((1.0, None), (1.0, 1.0), (3.0, 3.0), (0.1, 0.1)):
+        jax.jit(jax.grad(functools.partial(loss, scale_of_loss, expected)))(logits)
+    jax.effects_barrier()
+    assert len(factors) == 4
+    assert all((factor == 1.0).all() for factor in factors)
+
+
+# --- lowered --------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD, SCALE = (
+    f"jaxfused_{name}" for name in ("cross_entropy_forward", "cross_entropy_backward", "scale_rows")
+)
+
+
+@pytest.fixture
+def loadable(hopper):
+    if reason := cuda.library.why_unavailable():
+        pytest.skip(reason)
+
+
+def loss_of(dtype="bfloat16", classes=1000, soft=False, **options):
+    logits = jax.ShapeDtypeStruct((6, 5, classes), dtype)
+    labels = logits if soft else jax.ShapeDtypeStruct((6, 5), jnp.int32)
+    return functools.partial(jaxfused.softmax_cross_entropy, **options), logits, labels
+
+
+@pytest.mark.parametrize(
+    ("options", "launched"),
+    [
+        ({}, [FORWARD, SCALE]),
+        (dict(cotangent="any"), [FORWARD, BACKWARD]),
+        (dict(dtype="float16"), [FORWARD, BACKWARD]),
+        (dict(dtype="float16", cotangent=1024.0), [FORWARD, SCALE]),
+        (dict(dtype="float32", classes=100_003, soft=True, logits_soft_cap=30.0), [FORWARD, SCALE]),
+        (dict(classes=10), [SCALE]),
+        (dict(classes=10, implementation="cuda"), [FORWARD, SCALE]),
+        (dict(implementation="xla"), []),
+    ],
+    ids=str,
+)
+def test_what_is_launched(loadable, options, launched):
+    f, *shapes = loss_of(**options)
+    forward = [name for name in launched if name == FORWARD]
+    assert kernels(f, *shapes) == forward
+    assert kernels(jax.value_and_grad(f), *shapes) == launched
+    assert kernels(jax.vmap(f), *shapes) == forward
+
+
+@pytest.mark.parametrize(
+    ("options", "launched"),
+    [
+        (dict(chunk_size=10), [*3 * [FORWARD], *2 * [SCALE]]),
+        (dict(), [FORWARD, *2 * [SCALE]]),
+        (dict(chunk_size=16, cotangent="any"), [*2 * [FORWARD], *2 * [BACKWARD]]),
+        # Of many chunks the first and the last are not in the loop.
+        (dict(chunk_size=2), [*2 * [FORWARD], *2 * [SCALE]]),
+        (dict(chunk_size=4, cotangent="any"), [*8 * [FORWARD], *8 * [BACKWARD]]),
+        (dict(chunk_size=3, cotangent="any"), [*2 * [FORWARD], *2 * [BACKWARD]]),
+    ],
+    ids=str,
+)
+def test_what_a_linear_loss_launches(loadable, options, launched):
+    x = jax.ShapeDtypeStruct((6, 5, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((6, 5), jnp.int32)
+    loss = functools.partial(jaxfused.linear_softmax_cross_entropy, **options)
+    found = kernels(jax.value_and_grad(loss, (0, 1)), x, w, labels)
+    assert sorted(found) == sorted(launched)
+
+
+def test_gradients_take_the_place_of_logits(loadable):
+    """The kernels of a linear loss write in place, and so does the one that scales."""
+    x = jax.ShapeDtypeStruct((30, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((30,), jnp.int32)
+    for cotangent in (None, "any"):
+        loss = functools.partial(jaxfused.linear_softmax_cross_entropy, cotangent=cotangent)
+        text = lowered(jax.grad(loss, (0, 1)), x, w, labels)
+        calls = [line for line in text.splitlines() if "custom_call @jaxfused" in line]
+        gradients = [line for line in calls if "tensor<30x1000xbf16>" in line.split("->")[1]]
+        assert len(gradients) == 1
+        assert all("output_operand_alias<" in line for line in gradients)
+
+
+def test_logits_are_kept_where_the_caller_has_them(loadable):
+    f, *shapes = loss_of()
+    text = lowered(jax.grad(f), *shapes)
+    [forward] = [line for line in text.splitlines() if f"custom_call @{FORWARD}" in line]
+    assert "output_operand_alias<" not in forward
+
+
+def test_errors_of_named_implementations(hopper):
+    logits, labels = jnp.ones((2, 3)), jnp.ones((2, 3))
+    with pytest.raises(ValueError, match="it takes classes, and soft labels were passed"):
+        jaxfused.linear_softmax_cross_entropy(
+            logits, jnp.ones((3, 3)), labels, implementation="cuda"
+        )
+    with pytest.raises(ValueError, match="there is no Pallas kernel of softmax_cross_entropy"):
+        jaxfused.softmax_cross_entropy(logits, labels, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(compute_capability=None), "it needs an NVIDIA GPU"),
+        (dict(compute_capability=(7, 0)), "7.5 or later, and this GPU has 7.0"),
+        (dict(dtype=jnp.float64), "logits have dtype float64"),
+        (dict(soft_dtype=jnp.float64), "labels have dtype float64"),
+        (dict(features=2**30 + 1), "logits have 4 and 1073741825"),
+    ],
+)
+def test_limits(change, reason):
+    good = dict(compute_capability=(8, 0), rows=4, features=768, dtype=jnp.bfloat16)
+    assert reason in cuda.cross_entropy.why_unsupported(**good | change)
+
+
+@pytest.mark.parametrize("change", [dict(cluster=3), dict(threads=48), dict(threads=1024)])
+def test_configs_validate_themselves(change):
+    [name] = change
+    with pytest.raises(ValueError, match=f"ForwardConfig: {name} must be"):
+        cuda.cross_entropy.ForwardConfig(**change)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import ops, reference, sharding
+from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
 
 DEVICES = 8
 on_eight_devices = pytest.mark.skipif(
@@ -559,6 +560,185 @@ def test_equal_functions_compile_once(monkeypatch):
     compiled = len(traces)
     sharding.per_shard(double, (jnp.ones(3),), operand_axes=("m",), result_axes=("m",))
     assert len(traces) == compiled
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def row_by_row(stand_in):
+    """Returns the stand-in in a form that XLA cannot partition."""
+
+    def kernel(*operands, **options):
+        present = [operand for operand in operands if operand is not None]
+
+        def of_row(row):
+            remaining = iter(row)
+            given = (None if o is None else next(remaining)[None] for o in operands)
+            return jax.tree.map(lambda a: a[0], stand_in(*given, **options))
+
+        return lax.map(of_row, present)
+
+    return kernel
+
+
+@pytest.fixture
+def loss_stand_ins(hopper, monkeypatch):
+    monkeypatch.setattr(jaxfused.cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(ops.cross_entropy, "_FEW_BYTES", 0)
+    for name in ("forward", "backward", "scale_rows"):
+        stand_in = getattr(cross_entropy_stand_ins, f"stand_in_{name}")
+        monkeypatch.setattr(jaxfused.cuda.cross_entropy, name, row_by_row(stand_in))
+
+
+CLASSES = 40
+
+
+def losses_and_gradients(implementation, cotangent, logits, labels, weights, **more):
+    def loss(logits, weights):
+        return jaxfused.softmax_cross_entropy(
+            logits,
+            labels,
+            weights=weights,
+            label_smoothing=0.1,
+            z_loss=1e-2,
+            ignore_index=-1,
+            logits_soft_cap=8.0,
+            cotangent=cotangent,
+            implementation=implementation,
+            **more,
+        )
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(logits, weights)
+    return value, *gradients
+
+
+def loss_inputs():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(scale=3.0, size=(4, 8, CLASSES)).astype(np.float32)
+    labels = rng.integers(-1, CLASSES, (4, 8)).astype(np.int32)
+    return logits, labels, rng.random((4, 8)).astype(np.float32)
+
+
+def assert_near(actual, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected
+    )
+
+
+@on_eight_devices
+@pytest.mark.parametrize("cotangent", (None, "any"))
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotangent):
+    mesh = make_mesh(axis_type, axis_type)
+    arguments = [place(mesh, ROWS, a) for a in loss_inputs()]
+    ours = functools.partial(losses_and_gradients, "cuda", cotangent)
+    actual, text = results_and_text(ours, *arguments)
+    assert count("all-gather", text) == 0
+    expected = jax.jit(functools.partial(losses_and_gradients, "xla", cotangent))
+    assert_near(actual, expected(*loss_inputs()))
+
+
+@on_eight_devices
+@pytest.mark.parametrize("implementation", ("cuda", "xla"))
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_cross_entropy_of_classes_spread_over_devices(loss_stand_ins, check_vma, implementation):
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    split = P("data", None, "sequence")
+    shards = jax.shard_map(
+        functools.partial(
+            jaxfused.softmax_cross_entropy,
+            label_smoothing=0.1,
+            z_loss=1e-2,
+            ignore_index=-1,
+            logits_soft_cap=8.0,
+            reduction="none",
+            axis_name="sequence",
+            implementation=implementation,
+        ),
+        mesh=mesh,
+        in_specs=(split, P("data")),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+
+    def loss(logits, labels):
+        losses = shards(logits, labels)
+        return jnp.mean(jnp.sin(losses)), losses
+
+    logits, labels, _ = loss_inputs()
+    labels[1, 1] = CLASSES
+    actual, text = results_and_text(jax.grad(loss, has_aux=True), logits, labels)
+    assert count("all-gather", text) == 0
+
+    def plain(logits):
+        losses = jaxfused.softmax_cross_entropy(
+            logits,
+            labels,
+            label_smoothing=0.1,
+            z_loss=1e-2,
+            ignore_index=-1,
+            logits_soft_cap=8.0,
+            reduction="none",
+            implementation="xla",
+        )
+        return jnp.mean(jnp.sin(losses)), losses
+
+    assert_near(actual, jax.jit(jax.grad(plain, has_aux=True))(logits))
+
+
+@on_eight_devices
+@pytest.mark.parametrize("implementation", ("cuda", "xla"))
+def test_a_device_whose_classes_are_all_masked(loss_stand_ins, implementation):
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    logits, labels, _ = loss_inputs()
+    logits[:, :, : CLASSES // 4] = -np.inf
+    labels[:] = CLASSES - 1
+
+    def loss(logits, **options):
+        return jaxfused.softmax_cross_entropy(logits, labels, **options)
+
+    shards = jax.shard_map(
+        functools.partial(loss, axis_name="sequence", implementation=implementation),
+        mesh=mesh,
+        in_specs=P(None, None, "sequence"),
+        out_specs=P(),
+    )
+    actual = jax.jit(jax.value_and_grad(shards))(logits)
+    assert_near(actual, jax.jit(jax.value_and_grad(loss))(logits))
+    assert np.isfinite(actual[1]).all()
+
+
+@on_eight_devices
+@pytest.mark.parametrize("cotangent", (None, "any"))
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_linear_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotangent):
+    def gradients(implementation, x, w, bias, labels):
+        def loss(x, w, bias):
+            return jaxfused.linear_softmax_cross_entropy(
+                x,
+                w,
+                labels,
+                bias,
+                ignore_index=-1,
+                chunk_size=3,
+                cotangent=cotangent,
+                implementation=implementation,
+            )
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, w, bias)
+
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(4, 8, 6)).astype(np.float32)
+    w, bias = rng.normal(size=(6, 40)).astype(np.float32), rng.normal(size=40).astype(np.float32)
+    labels = loss_inputs()[1]
+    mesh = make_mesh(axis_type, axis_type)
+    placed = [
+        place(mesh, s, a)
+        for s, a in zip((ROWS, SHARED, SHARED, ROWS), (x, w, bias, labels), strict=True)
+    ]
+    actual, text = results_and_text(functools.partial(gradients, "cuda"), *placed)
+    assert count("all-gather", text) == 0
+    assert_near(actual, jax.jit(functools.partial(gradients, "xla"))(x, w, bias, labels))
 
 
 @pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))

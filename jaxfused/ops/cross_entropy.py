@@ -554,7 +554,8 @@ class Scale:
         return Axes((ROWS + "v", ROWS), (ROWS + "v",), whole="v")
 
     def reasons(self, device, x, factors) -> Mapping[str, str | None]:
-        return _reasons(device, x, None)
+        # However short the rows are, a kernel that need not read them is the faster one.
+        return _kernel_reasons(device, x, None)
 
     def run(self, implementation, device, x, factors) -> Results:
         if implementation == "cuda":
@@ -566,6 +567,12 @@ class Scale:
 
 def _reasons(device, logits, soft) -> dict[str, str | None]:
     """Why an implementation cannot run logits [N, V], forward or backward."""
+    reasons = _kernel_reasons(device, logits, soft)
+    is_short = logits.shape[-1] * logits.dtype.itemsize < _FEW_BYTES
+    return dispatch.preferring("xla", reasons) if is_short else reasons
+
+
+def _kernel_reasons(device, logits, soft) -> dict[str, str | None]:
     rows, features = logits.shape
     reason = cuda.cross_entropy.why_unsupported(
         compute_capability=device.compute_capability,
@@ -574,6 +581,4 @@ def _reasons(device, logits, soft) -> dict[str, str | None]:
         dtype=logits.dtype,
         soft_dtype=None if soft is None else soft.dtype,
     )
-    reasons: dict[str, str | None] = {"cuda": reason, "xla": None}
-    is_short = features * logits.dtype.itemsize < _FEW_BYTES
-    return dispatch.preferring("xla", reasons) if is_short else reasons
+    return {"cuda": reason, "xla": None}

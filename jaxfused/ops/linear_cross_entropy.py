@@ -58,6 +58,7 @@ def linear_softmax_cross_entropy(
     reduction: Reduction = "mean",
     cotangent: jax.Array | float | Literal["any"] | None = None,
     chunk_size: int | None = None,
+    sum_dtype: Any = jnp.float32,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""`softmax_cross_entropy(x @ w + bias, labels)` that never holds the logits of all tokens.
@@ -78,8 +79,11 @@ def linear_softmax_cross_entropy(
       bias: [V].
       cotangent: as for `softmax_cross_entropy`, a scalar: with reduction "none" it is not known.
       chunk_size: tokens whose logits exist at once. It changes memory and time, not the result but
-        for rounding. By default a few thousand, whose logits the kernels keep in x's dtype; 64 MiB of
-        float32 logits in XLA's program.
+        for rounding. By default as many as have logits, which the kernels keep in x's dtype, of the
+        size of float32 sums of w's gradient: with one chunk there are no such sums. XLA's program
+        holds 64 MiB of float32 logits by default.
+      sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, which with a small
+        `chunk_size` saves most of the memory, for one more rounding a chunk.
 
     The other arguments, the result and the errors are those of `softmax_cross_entropy`.
 
@@ -110,6 +114,11 @@ def linear_softmax_cross_entropy(
     leading = x.shape[:-1]
     labels = check_labels(op, labels, (*leading, features), options)
     check_options(op, options, weights, leading, reduction)
+    if jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
+        raise ValueError(
+            f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
+            f" in w's dtype; pass jnp.float32 or jnp.{w.dtype}."
+        )
     expected = check_cotangent(op, cotangent, x.dtype, reduction, ())
     if chunk_size is not None:
         check_count(op, "chunk_size", chunk_size)
@@ -127,7 +136,10 @@ def linear_softmax_cross_entropy(
         losses = _reference_losses(options, chunk_size, x, w, bias, labels)
         return reduce_losses(losses, counts, weights, reduction)
 
-    run, constants = Runner(implementation, device), _Constants(options, chunk_size)
+    run, constants = (
+        Runner(implementation, device),
+        _Constants(options, chunk_size, jnp.dtype(sum_dtype)),
+    )
     classes = classes_of(labels, features, options)
     if expected is not None and reduction != "none":
         shares, total = shares_of(counts, weights, reduction)
@@ -144,6 +156,7 @@ class _Constants:
 
     options: Options
     chunk_size: int | None
+    sum_dtype: Any
 
 
 def _aligned(x, w, bias, classes, shares=None):
@@ -292,8 +305,8 @@ _linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _CHUNK_ROWS = 4096
-"""Rows of a chunk by default: with fewer, the sums of w's gradient would be read and written more often
-beside products that are too short to hide it."""
+"""The fewest rows of a chunk by default: with less, the sums of w's gradient would be read and written
+more often, beside products that are too short to hide it."""
 _TILE_ROWS = 128
 _UNROLLED_CHUNKS = 8
 """Up to so many chunks the program has a copy of the step for each, and needs no loop."""
@@ -359,7 +372,7 @@ class _Forward:
             dx, sums = layer.gradients(x, dlogits.astype(logits.dtype), sums)
             return sums, (packed, dx)
 
-        layer = _Layer(w, bias, self.constants.chunk_size, len(x))
+        layer = _Layer(w, bias, self.constants, len(x))
         steps = step if implementation == "cuda" else reference_step
         sums, (statistics, dx) = layer.over_chunks(steps, (x, classes, coefficients))
         dw, dbias = (None, None) if sums is None else layer.finished(sums)
@@ -410,7 +423,7 @@ class _Backward:
             dx, sums = layer.gradients(x, dlogits, sums)
             return sums, (dx,)
 
-        layer = _Layer(w, bias, self.constants.chunk_size, len(x))
+        layer = _Layer(w, bias, self.constants, len(x))
         sums, (dx,) = layer.over_chunks(step, (x, classes, statistics, pulls))
         return dx, *layer.finished(sums)
 
@@ -441,7 +454,7 @@ class _Layer:
 
     w: jax.Array
     bias: jax.Array | None
-    chunk_size: int | None
+    constants: _Constants
     rows: int
 
     def logits(self, x: jax.Array) -> jax.Array:
@@ -457,8 +470,8 @@ class _Layer:
         w = self.w.astype(x.dtype)
         dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
         # Where there is nothing to add, the product rounds its sums itself.
-        narrow = self._chunk_rows >= self.rows and self.w.dtype == x.dtype
-        dw_dtype = x.dtype if narrow else jnp.float32
+        narrow = self.constants.sum_dtype == x.dtype or self._chunk_rows(x.dtype) >= self.rows
+        dw_dtype = x.dtype if narrow and self.w.dtype == x.dtype else jnp.float32
         dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dw_dtype)
         dbias = None
         if self.bias is not None:
@@ -470,9 +483,9 @@ class _Layer:
         """Returns dw in w's dtype and dbias in float32."""
         return sums.dw.astype(self.w.dtype), sums.dbias
 
-    def over_chunks(self, step: Callable[..., Any], rows: tuple[jax.Array | None, ...]) -> Any:
+    def over_chunks(self, step: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
         """Returns the sums and the rows' results of `step(layer, chunk, sums)` over all chunks."""
-        size = self._chunk_rows
+        size = self._chunk_rows(rows[0].dtype)
         whole = self.rows // size
 
         def chunk_at(start: int) -> Any:
@@ -494,10 +507,10 @@ class _Layer:
             parts.append(part)
         return sums, jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *parts)
 
-    @property
-    def _chunk_rows(self) -> int:
-        """The rows of a chunk, which are equal but for the last and in whole tiles of products."""
-        if self.chunk_size is not None:
-            return min(self.chunk_size, self.rows)
-        even = math.ceil(self.rows / math.ceil(self.rows / _CHUNK_ROWS))
+    def _chunk_rows(self, dtype: Any) -> int:
+        """Returns the rows of a chunk, equal but for the last and in whole tiles of products."""
+        if self.constants.chunk_size is not None:
+            return min(self.constants.chunk_size, self.rows)
+        most = max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(dtype).itemsize)
+        even = math.ceil(self.rows / math.ceil(self.rows / most))
         return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
