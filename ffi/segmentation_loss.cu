@@ -138,7 +138,7 @@ __device__ __forceinline__ Terms<kOwn> terms_of(const ImageArgs& args, const Pix
     const float p = z >= 0.0f ? larger : smaller, q = z >= 0.0f ? smaller : larger;
     terms.probabilities[0] = z == z ? p : z;
     terms.shares[0] = t;
-    cross_entropy = fmaxf(z, 0.0f) + log1pf(small) - t * z;
+    cross_entropy = fmaf(-t, z, fmaxf(z, 0.0f)) + log1pf(small);
     if (z != z) cross_entropy = z;
     miss = p * (1.0f - t) + q * t;
     // The derivative of miss is p q (1 - 2 t); divided by p - t only where it is not 0.

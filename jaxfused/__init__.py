@@ -23,6 +23,7 @@ from jaxfused.ops.rope import axial_rope_tables as axial_rope_tables
 from jaxfused.ops.rope import rope as rope
 from jaxfused.ops.rope import rope_tables as rope_tables
 from jaxfused.ops.segmentation_loss import segmentation_loss as segmentation_loss
+from jaxfused.ops.sigmoid_cross_entropy import sigmoid_cross_entropy as sigmoid_cross_entropy
 from jaxfused.quantization.quantize import fake_quantize as fake_quantize
 from jaxfused.quantization.quantize import quantize as quantize
 from jaxfused.quantization.quantize import quantize_rows as quantize_rows

@@ -70,6 +70,11 @@ EXAMPLES: dict[str, Example] = {
     "segmentation_loss": Example(
         jaxfused.segmentation_loss, (_array(8, 64, 64),), (_array(8, 64, 64, dtype=jnp.int32),)
     ),
+    "sigmoid_cross_entropy": Example(
+        jaxfused.sigmoid_cross_entropy,
+        (_array(4096, 1000),),
+        (_array(4096, 1000, dtype=jnp.int32),),
+    ),
     "softmax_cross_entropy": Example(
         jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),

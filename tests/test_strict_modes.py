@@ -292,6 +292,17 @@ def _(dtype):
     return f, (normal(0, T, D, dtype=dtype), normal(1, D, 10), normal(2, 10))
 
 
+@case("sigmoid_cross_entropy")
+def _(dtype):
+    def f(logits, weights):
+        labels = jnp.arange(B * T).reshape(B, T) % 3
+        return jaxfused.sigmoid_cross_entropy(
+            logits, labels, weights=weights, ignore_index=2, focal_gamma=2.0, focal_alpha=0.3
+        )
+
+    return f, (normal(0, B, T, dtype=dtype), normal(1, B, T))
+
+
 @case("segmentation_loss", "classes")
 def _(dtype):
     def f(logits, weights):

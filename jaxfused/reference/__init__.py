@@ -12,3 +12,4 @@ from jaxfused.reference import qkv_projection as qkv_projection
 from jaxfused.reference import quantized_matmul as quantized_matmul
 from jaxfused.reference import rope as rope
 from jaxfused.reference import segmentation_loss as segmentation_loss
+from jaxfused.reference import sigmoid_cross_entropy as sigmoid_cross_entropy

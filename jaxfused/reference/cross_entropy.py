@@ -282,4 +282,5 @@ def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
 
 def binary_token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Returns the cross-entropy of classes with logits 0 and `logits`, the latter's share `targets`."""
-    return jax.nn.softplus(logits) - targets * logits
+    # A certain and right prediction leaves the last term alone, without cancellation.
+    return (jnp.maximum(logits, 0.0) - targets * logits) + jax.nn.softplus(-jnp.abs(logits))
