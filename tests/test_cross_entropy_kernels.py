@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import jaxfused
 from jaxfused import cuda
 from jaxfused.reference import cross_entropy as reference
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.cross_entropy import CASES
+from tests.cases.cross_entropy import CASES, Case
 from tests.lowering import kernels, lowered
 from tests.test_cross_entropy import plain_cross_entropy
 from tests.transforms import assert_transforms
@@ -307,3 +308,104 @@ def test_configs_validate_themselves(change):
     [name] = change
     with pytest.raises(ValueError, match=f"ForwardConfig: {name} must be"):
         cuda.cross_entropy.ForwardConfig(**change)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+ON_GPU = (
+    *CASES,
+    # Rows of a warp, of a block and of clusters; rows that start anywhere; rows beyond shared memory.
+    Case((300,), 4, 1001),
+    Case((2, 450), 4, 32000, options={"z_loss": 1e-4}),
+    Case((70,), 4, 50257, weights=True, options={"label_smoothing": 0.1}),
+    Case((9,), 4, 128256, options={"ignore_index": 7}),
+    Case((3,), 4, 262144, weights=True),
+    Case((2,), 4, 600_001),
+    Case((40,), 4, 3001, soft=True, options={"logits_soft_cap": 5.0}),
+    Case((40,), 4, 9000, options={"logits_soft_cap": 30.0, "reduction": "none"}),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cotangent", [0.5, "any"])
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_kernels_are_as_accurate_as_jax_numpy(case, cotangent, dtype):
+    dtype = jnp.dtype(dtype)
+    options = dict(case.options)
+    cap = options.pop("logits_soft_cap", None)
+    labels = case.labels(dtype)
+    arrays = (case.logits(dtype), case.token_weights(dtype))
+    arrays = (*arrays, labels) if case.soft else arrays
+
+    def ours(logits, weights, labels=labels):
+        return jaxfused.softmax_cross_entropy(
+            logits,
+            labels,
+            weights=weights,
+            logits_soft_cap=cap,
+            cotangent=cotangent,
+            implementation="cuda",
+            **options,
+        )
+
+    def plain(logits, weights, labels=labels):
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        return plain_cross_entropy(logits, labels, weights, **options)
+
+    assert_values_and_gradients(ours, plain, *arrays, cotangents=2)
+    results = [jax.jit(jax.value_and_grad(lambda *a: ours(*a).sum()))(*arrays) for _ in range(2)]
+    chex.assert_trees_all_equal(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [-1, 1, 2, 4, 8])
+@pytest.mark.parametrize("threads", [64, 256, 512])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_config_gives_the_same_gradient(cluster, threads, in_place):
+    case = Case((700,), 4, 8191, options={"ignore_index": 3})
+    logits, labels = case.logits(jnp.bfloat16), case.labels(jnp.bfloat16)
+    classes = reference.classes_of(labels, 8191, reference.Options(ignore_index=3))
+    coefficients = jnp.linspace(-1.0, 1.0, 700)
+    constants = dict(label_smoothing=0.1, z_loss=1e-3, soft_cap=None)
+    config = cuda.cross_entropy.ForwardConfig(cluster, threads)
+
+    @jax.jit
+    def ours(logits):
+        return cuda.cross_entropy.forward(
+            logits + 0, classes, None, coefficients, in_place=in_place, config=config, **constants
+        )
+
+    dlogits, statistics = ours(logits)
+    expected, wanted = stand_in_forward(logits, classes, None, coefficients, **constants)
+    counts = classes >= 0
+    np.testing.assert_allclose(statistics[counts], wanted[counts], rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        dlogits.astype(jnp.float32), expected.astype(jnp.float32), rtol=2.0**-7, atol=1e-6
+    )
+
+
+@pytest.mark.gpu
+def test_nan_and_infinities_stay_where_the_reference_has_them():
+    logits = np.random.default_rng(0).normal(size=(8, 5000)).astype(np.float32)
+    logits[0, 3], logits[1, 4], logits[2], logits[3, 1:], logits[4, ::3] = (
+        np.nan,
+        np.inf,
+        -np.inf,
+        -np.inf,
+        -np.inf,
+    )
+    logits[5] = np.finfo(np.float32).min
+    labels = jnp.array([1, 1, 1, 0, 1, 1, 5000, -1])
+
+    def results(implementation):
+        def losses(z):
+            return jaxfused.softmax_cross_entropy(
+                z, labels, ignore_index=-1, reduction="none", implementation=implementation
+            )
+
+        value, vjp = jax.vjp(losses, logits)
+        return value, *vjp(jnp.ones(8))
+
+    for ours, plain in zip(results("cuda"), results("xla"), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)

@@ -189,6 +189,11 @@ def test_a_handler_refuses_operands_that_do_not_fit(arguments, attributes, messa
         )
 
 
+def _described(shape):
+    with_dtype = len(shape) == 2 and isinstance(shape[1], str)
+    return jax.ShapeDtypeStruct(*(shape if with_dtype else (shape, "float32")))
+
+
 ROPE = dict(interleaved=np.bool_(False), inverse=np.bool_(False))
 BF16 = "bfloat16"
 
@@ -297,16 +302,170 @@ def test_the_handlers_of_linear_and_rope_refuse_what_does_not_fit(
     target, operands, results, attributes, message
 ):
     """Shapes without a dtype beside them are float32."""
-
-    def described(shape):
-        with_dtype = len(shape) == 2 and isinstance(shape[1], str)
-        return jax.ShapeDtypeStruct(*(shape if with_dtype else (shape, "float32")))
-
     if target == "linear" and (reason := cuda.cublaslt.why_unavailable()):
         pytest.skip(reason)
     library.register()
-    call = jax.ffi.ffi_call(f"jaxfused_{target}", [described(shape) for shape in results])
-    arrays = [jnp.ones(a.shape, a.dtype) for a in map(described, operands)]
+    call = jax.ffi.ffi_call(f"jaxfused_{target}", [_described(shape) for shape in results])
+    arrays = [jnp.ones(a.shape, a.dtype) for a in map(_described, operands)]
+    with pytest.raises(Exception, match=message):
+        jax.block_until_ready(call(*arrays, **attributes))
+
+
+LOSS = dict(
+    label_smoothing=np.float32(0.0),
+    z_loss=np.float32(0.0),
+    soft_cap=np.float32(0.0),
+    cluster=np.int64(0),
+    threads=np.int64(512),
+)
+PIXELS = dict(ignores=np.bool_(False), ignore_index=np.int64(0), focal_gamma=np.float32(0.0))
+INT32 = "int32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("target", "operands", "results", "attributes", "message"),
+    [
+        pytest.param(target, *rest, id=f"{target}-{rest[-1]}")
+        for target, *rest in [
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((5,), INT32), (0,), (0,)],
+                [(0,), (4, 5)],
+                LOSS,
+                r"classes has shape \[5\], but \[4\]",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), (4,), (0,), (0,)],
+                [(0,), (4, 5)],
+                LOSS,
+                "classes has another dtype",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((4,), INT32), (4, 8), (0,)],
+                [(0,), (4, 5)],
+                LOSS,
+                "labels are classes or soft labels, not both",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), (0,), (4, 7), (0,)],
+                [(0,), (4, 5)],
+                LOSS,
+                r"soft has shape \[4, 7\], but \[4, 8\]",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((4,), INT32), (0,), (0,)],
+                [(4, 8), (4, 5)],
+                LOSS,
+                r"coefficients has shape \[0\], but \[4\]",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((4,), INT32), (0,), (4,)],
+                [((4, 8), BF16), (4, 5)],
+                LOSS,
+                "dlogits has another dtype",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((4,), INT32), (0,), (0,)],
+                [(0,), (4, 4)],
+                LOSS,
+                r"statistics has shape \[4, 4\], but \[4, 5\]",
+            ),
+            (
+                "cross_entropy_forward",
+                [((4, 8), INT32), ((4,), INT32), (0,), (0,)],
+                [(0,), (4, 5)],
+                LOSS,
+                "logits must be a matrix of float32, bfloat16 or float16",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((4,), INT32), (0,), (0,)],
+                [(0,), (4, 5)],
+                LOSS | dict(cluster=np.int64(3)),
+                "cluster must be -1, 0, 1, 2, 4 or 8",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 8), ((4,), INT32), (0,), (0,)],
+                [(0,), (4, 5)],
+                LOSS | dict(threads=np.int64(33)),
+                "threads must be a multiple of 32",
+            ),
+            (
+                "cross_entropy_forward",
+                [(4, 100_000), ((4,), INT32), (0,), (4,)],
+                [(4, 100_000), (4, 5)],
+                LOSS | dict(cluster=np.int64(1)),
+                "a row of 100000 logits does not fit clusters of 1 blocks",
+            ),
+            (
+                "cross_entropy_backward",
+                [(4, 8), ((4,), INT32), (0,), (4, 5), (4, 2)],
+                [(4, 8)],
+                dict(soft_cap=np.float32(0.0)),
+                r"cotangents has shape \[4, 2\], but \[4, 3\]",
+            ),
+            (
+                "cross_entropy_backward",
+                [(4, 8), ((4,), INT32), (0,), (4, 5), (4, 3)],
+                [(4, 8)],
+                dict(soft_cap=np.float32(-1.0)),
+                "soft_cap must not be negative",
+            ),
+            ("scale_rows", [(4, 8), (3,)], [(4, 8)], {}, r"factors has shape \[3\]"),
+            ("scale_rows", [(4, 8), (4,)], [(4, 8)], {}, "y must be x, in place"),
+            (
+                "segmentation_forward",
+                [(2, 9, 300), ((2, 9), INT32), (0,)],
+                [(2, 1, 902)],
+                PIXELS,
+                "logits have 300 classes; 1 to 256",
+            ),
+            (
+                "segmentation_forward",
+                [(2, 9, 3), ((2, 8), INT32), (0,)],
+                [(2, 1, 11)],
+                PIXELS,
+                r"labels has shape \[2, 8\], but \[2, 9\]",
+            ),
+            (
+                "segmentation_forward",
+                [(2, 9, 3), ((2, 9), BF16), (0,)],
+                [(2, 1, 11)],
+                PIXELS,
+                "labels must be int32, uint8, bool or float32",
+            ),
+            (
+                "segmentation_forward",
+                [(2, 9, 3), ((2, 9), INT32), (2, 9)],
+                [(2, 1, 10)],
+                PIXELS,
+                r"partials has shape \[2, 1, 10\], but \[2, 1, 11\]",
+            ),
+            (
+                "segmentation_backward",
+                [(2, 9, 3), ((2, 9), INT32), (0,), (2, 11)],
+                [(2, 9, 2)],
+                PIXELS,
+                r"dlogits has shape \[2, 9, 2\]",
+            ),
+        ]
+    ],
+)
+def test_the_handlers_of_losses_refuse_what_does_not_fit(
+    target, operands, results, attributes, message
+):
+    """Shapes without a dtype beside them are float32."""
+    library.register()
+    call = jax.ffi.ffi_call(f"jaxfused_{target}", [_described(shape) for shape in results])
+    arrays = [jnp.ones(a.shape, a.dtype) for a in map(_described, operands)]
     with pytest.raises(Exception, match=message):
         jax.block_until_ready(call(*arrays, **attributes))
 

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.reference.segmentation_loss import PixelOptions
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.segmentation_loss import CASES
+from tests.cases.segmentation_loss import CASES, Case
 from tests.transforms import assert_transforms
 
 
@@ -251,3 +252,32 @@ def test_labels_of_a_float_dtype_have_a_gradient(stand_ins):
         for i in ("cuda", "xla")
     )
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("labels_dtype", ["int32", "uint8"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(case for case in CASES if case.options.get("ignore_index") != -1),
+        Case((2, 300, 301), None, options={"ignore_index": 255}),
+        *(Case((2, 40, 41), classes) for classes in (2, 3, 7, 12, 21, 40, 100, 200)),
+        Case((1, 50, 50), 19, weights=True, options={"focal_gamma": 2.0}),
+    ],
+    ids=str,
+)
+def test_kernels_on_a_gpu(case, labels_dtype, dtype):
+    labels = case.labels().astype(labels_dtype)
+
+    def ours(z, w):
+        return jaxfused.segmentation_loss(
+            z, labels, weights=w, implementation="cuda", **case.options
+        )
+
+    arguments = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(
+        ours, lambda z, w: plain_loss(z, labels, w, **case.options), *arguments, cotangents=2
+    )
+    results = [jax.jit(jax.grad(lambda *a: ours(*a).sum()))(*arguments) for _ in range(2)]
+    chex.assert_trees_all_equal(*results)
