@@ -31,6 +31,11 @@ constexpr int kElsewhere = -2;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
+#if __CUDA_ARCH__ == 750
+constexpr int kMostBlocks = 2;  // of kMaxThreads that find place on a multiprocessor
+#else
+constexpr int kMostBlocks = 3;
+#endif
 constexpr int kWarpRowThreads = 256;  // of a block whose warps have rows of their own
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
 // Vectors of a thread whose loads are in flight together, where a row is not in shared memory.
@@ -586,16 +591,20 @@ enum class Mode {
   kResident,    // keeps it in shared memory
 };
 
+// Blocks that have to find registers on a multiprocessor.
+constexpr int row_blocks(Form form, bool warp, Mode mode) {
+  if (form == Form::kGeneral) return 2;
+  if (warp) return 4;
+  return mode == Mode::kResident ? kMostBlocks : 2;
+}
+
 // Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. A
 // thread owns the same places of shared memory for every row, and only it copies to and reads from
 // them, so that no barrier is needed for it. When it has written the gradient of a vector, the copy
 // of the next row's vector to its place begins.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
-__global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads, kForm == Form::kGeneral ? 2
-                                                                         : kWarp                 ? 4
-                                                                         : kMode == Mode::kResident
-                                                                             ? 3
-                                                                             : 2)
+__global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
+                                  row_blocks(kForm, kWarp, kMode))
     forward_rows(const __grid_constant__ LossArgs args) {
   constexpr bool kGradient = kMode != Mode::kStatistics;
   constexpr bool resident = kMode == Mode::kResident;
