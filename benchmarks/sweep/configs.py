@@ -209,7 +209,32 @@ class QKVProjection:
         )
 
 
-Config = Norm | Attention | Linear | MLP | Rope | QKVProjection
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The mean of softmax_cross_entropy over [batch, tokens, classes], with the cotangent 1."""
+
+    batch: int
+    tokens: int
+    classes: int
+    dtype: str
+    smoothing: float
+    ignored: bool
+    """Whether some tokens do not count."""
+    operator: ClassVar[str] = "softmax_cross_entropy"
+
+    def fits(self) -> bool:
+        return self.batch * self.tokens * self.classes <= 4 * MOST_ELEMENTS
+
+    def tiny(self) -> "CrossEntropy":
+        return replace(
+            self,
+            batch=_least(self.batch),
+            tokens=min(self.tokens, 3),
+            classes=min(self.classes, 30),
+        )
+
+
+Config = Norm | Attention | Linear | MLP | Rope | QKVProjection | CrossEntropy
 
 
 def _least(size: int) -> int:
@@ -392,6 +417,24 @@ def _qkv_projection(draw: Draw) -> QKVProjection:
     )
 
 
+def _cross_entropy(draw: Draw) -> CrossEntropy:
+    # Images have one class each, texts one for each token.
+    of_images = draw.chance(0.3)
+    classes = (10, 100, 1000, 1000, 21841) if of_images else _VOCABULARIES
+    return CrossEntropy(
+        batch=draw.shard(draw.batch(4096 if of_images else 16)),
+        tokens=1 if of_images else draw.tokens(8192),
+        classes=draw.pick(classes) if draw.chance(0.9) else draw.size(2, 260_000),
+        dtype=draw.dtype("float32", "float32"),
+        smoothing=0.1 if draw.chance(0.3) else 0.0,
+        ignored=not of_images and draw.chance(0.3),
+    )
+
+
+_VOCABULARIES = (32000, 32768, 49152, 50257, 50304, 65536, 100_352, 128_256, 151_936, 256_000)
+"""Of Llama, Mistral, StarCoder, GPT-2, Phi, Llama 3, Qwen and Gemma."""
+
+
 OPERATORS: dict[str, Callable[[Draw], Config]] = {
     "layer_norm": lambda draw: _norm(draw, "layer_norm"),
     "layer_norm_residual": lambda draw: _norm(draw, "layer_norm_residual"),
@@ -403,6 +446,7 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
     "gated_mlp": lambda draw: _mlp(draw, "gated_mlp"),
     "rope": _rope,
     "qkv_projection": _qkv_projection,
+    "softmax_cross_entropy": _cross_entropy,
 }
 
 
@@ -439,6 +483,7 @@ def from_line(line: str) -> Config:
         "gated_mlp": MLP,
         "rope": Rope,
         "qkv_projection": QKVProjection,
+        "softmax_cross_entropy": CrossEntropy,
     }
     kind = kinds[values["operator"]]
     names = {field.name for field in fields(kind)}

@@ -11,11 +11,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import jaxfused
 from benchmarks.case import Arrays, Function, gradient_in_jax
 from benchmarks.sweep import attention
-from benchmarks.sweep.configs import MLP, Attention, Config, Linear, Norm, QKVProjection, Rope
+from benchmarks.sweep.configs import (
+    MLP,
+    Attention,
+    Config,
+    CrossEntropy,
+    Linear,
+    Norm,
+    QKVProjection,
+    Rope,
+)
 
 EPSILON = 1e-6
 
@@ -75,6 +85,7 @@ def of(config: Config) -> Programs:
         MLP: _mlp if config.operator == "mlp" else _gated_mlp,
         Rope: _rope,
         QKVProjection: _qkv_projection,
+        CrossEntropy: _cross_entropy,
     }
     return build[type(config)](config)
 
@@ -495,3 +506,45 @@ def _qkv_projection(config: QKVProjection) -> Programs:
         differentiable=differentiable,
         cotangents=3,
     )
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def _cross_entropy(config: CrossEntropy) -> Programs:
+    rows = (config.batch, config.tokens)
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        of_logits, of_labels, of_counts = jax.random.split(key, 3)
+        shape = (*rows, config.classes)
+        logits = 3.0 * jax.random.normal(of_logits, shape, jnp.dtype(config.dtype))
+        labels = jax.random.randint(of_labels, rows, 0, config.classes)
+        if config.ignored:
+            labels = jnp.where(jax.random.bernoulli(of_counts, 0.2, rows), -1, labels)
+        return logits.astype(config.dtype), labels, jnp.ones(())
+
+    def ours(logits: jax.Array, labels: jax.Array) -> Any:
+        return jaxfused.softmax_cross_entropy(
+            logits,
+            labels,
+            label_smoothing=config.smoothing,
+            ignore_index=-1 if config.ignored else None,
+        )
+
+    def stock(widens: bool, logits: jax.Array, labels: jax.Array) -> Any:
+        logits = logits.astype(jnp.float32) if widens else logits
+        counts = labels >= 0
+        classes = jnp.where(counts, labels, 0)
+        if config.smoothing:
+            targets = jax.nn.one_hot(classes, config.classes, dtype=logits.dtype)
+            smooth = optax.smooth_labels(targets, config.smoothing)
+            losses = optax.softmax_cross_entropy(logits, smooth)
+        else:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, classes)
+        if not config.ignored:
+            return losses.mean().astype(jnp.float32)
+        return (jnp.sum(losses * counts) / jnp.maximum(counts.sum(), 1)).astype(jnp.float32)
+
+    # A program that widens nothing is stock too, though few trust its losses.
+    forms = {"as they are": partial(stock, False), "float32": partial(stock, True)}
+    return Programs(make_inputs, ours, forms, differentiable=1)
