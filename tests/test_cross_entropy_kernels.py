@@ -45,11 +45,16 @@ def stand_in_scale_rows(x, factors):
     return (x * factors[:, None]).astype(x.dtype)
 
 
+def take_kernels_for_all_sizes(monkeypatch):
+    for name in ("_SHORT_ROW_BYTES", "_FEW_BYTES"):
+        monkeypatch.setattr(jaxfused.ops.cross_entropy, name, 0)
+
+
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
     """Kernels are called for rows of any length, and jax.numpy computes what they would."""
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(jaxfused.ops.cross_entropy, "_FEW_BYTES", 0)
+    take_kernels_for_all_sizes(monkeypatch)
     monkeypatch.setattr(cuda.cross_entropy, "forward", stand_in_forward)
     monkeypatch.setattr(cuda.cross_entropy, "backward", stand_in_backward)
     monkeypatch.setattr(cuda.cross_entropy, "scale_rows", stand_in_scale_rows)
@@ -207,9 +212,9 @@ def loadable(hopper):
         pytest.skip(reason)
 
 
-def loss_of(dtype="bfloat16", classes=1000, soft=False, **options):
-    logits = jax.ShapeDtypeStruct((6, 5, classes), dtype)
-    labels = logits if soft else jax.ShapeDtypeStruct((6, 5), jnp.int32)
+def loss_of(dtype="bfloat16", tokens=500, classes=1000, soft=False, **options):
+    logits = jax.ShapeDtypeStruct((6, tokens, classes), dtype)
+    labels = logits if soft else jax.ShapeDtypeStruct((6, tokens), jnp.int32)
     return functools.partial(jaxfused.softmax_cross_entropy, **options), logits, labels
 
 
@@ -221,7 +226,8 @@ def loss_of(dtype="bfloat16", classes=1000, soft=False, **options):
         (dict(dtype="float16"), [FORWARD, BACKWARD]),
         (dict(dtype="float16", cotangent=1024.0), [FORWARD, SCALE]),
         (dict(dtype="float32", classes=100_003, soft=True, logits_soft_cap=30.0), [FORWARD, SCALE]),
-        (dict(classes=10), [SCALE]),
+        (dict(tokens=50), []),
+        (dict(classes=10, tokens=10**6), []),
         (dict(classes=10, implementation="cuda"), [FORWARD, SCALE]),
         (dict(implementation="xla"), []),
     ],
@@ -248,7 +254,8 @@ def test_what_is_launched(loadable, options, launched):
     ],
     ids=str,
 )
-def test_what_a_linear_loss_launches(loadable, options, launched):
+def test_what_a_linear_loss_launches(loadable, monkeypatch, options, launched):
+    take_kernels_for_all_sizes(monkeypatch)
     x = jax.ShapeDtypeStruct((6, 5, 16), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((6, 5), jnp.int32)

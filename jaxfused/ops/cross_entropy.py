@@ -454,8 +454,10 @@ _token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 # --- kernels --------------------------------------------------------------------------------------
 
-_FEW_BYTES = 512
-"""Of a row below which XLA's program, in which a thread has several rows, is the faster one."""
+_SHORT_ROW_BYTES = 512
+"""Below it XLA's program, in which a thread has several rows, is the faster one."""
+_FEW_BYTES = 2**22
+"""Of all logits, below which the small kernels around ours cost more than passes over the logits."""
 
 
 @dataclass(frozen=True)
@@ -554,8 +556,7 @@ class Scale:
         return Axes((ROWS + "v", ROWS), (ROWS + "v",), whole="v")
 
     def reasons(self, device, x, factors) -> Mapping[str, str | None]:
-        # However short the rows are, a kernel that need not read them is the faster one.
-        return _kernel_reasons(device, x, None)
+        return _reasons(device, x, None)
 
     def run(self, implementation, device, x, factors) -> Results:
         if implementation == "cuda":
@@ -567,12 +568,6 @@ class Scale:
 
 def _reasons(device, logits, soft) -> dict[str, str | None]:
     """Why an implementation cannot run logits [N, V], forward or backward."""
-    reasons = _kernel_reasons(device, logits, soft)
-    is_short = logits.shape[-1] * logits.dtype.itemsize < _FEW_BYTES
-    return dispatch.preferring("xla", reasons) if is_short else reasons
-
-
-def _kernel_reasons(device, logits, soft) -> dict[str, str | None]:
     rows, features = logits.shape
     reason = cuda.cross_entropy.why_unsupported(
         compute_capability=device.compute_capability,
@@ -581,4 +576,7 @@ def _kernel_reasons(device, logits, soft) -> dict[str, str | None]:
         dtype=logits.dtype,
         soft_dtype=None if soft is None else soft.dtype,
     )
-    return {"cuda": reason, "xla": None}
+    reasons: dict[str, str | None] = {"cuda": reason, "xla": None}
+    row_bytes = features * logits.dtype.itemsize
+    is_small = row_bytes < _SHORT_ROW_BYTES or rows * row_bytes < _FEW_BYTES
+    return dispatch.preferring("xla", reasons) if is_small else reasons
