@@ -72,6 +72,11 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
     return {first: reasons[first], **reasons}
 
 
+def unmeasured(reasons: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Returns the reasons, XLA first: a kernel that no GPU has run as it is now waits to be named."""
+    return preferring("xla", reasons)
+
+
 def choose(op: str, implementation: str | None, reasons: Mapping[str, str | None]) -> str:
     """Returns the implementation to run: the named one, or the first of `reasons` that can run.
 
