@@ -2,7 +2,8 @@
 
 For attention: stores to an accumulator of wgmma, and products whose left operand is in registers. Those
 kernels need both: an accumulator is multiplied between two products, and the weights never leave the
-registers. For products: memory that copies and instructions see under two descriptions.
+registers. For products: memory that copies and instructions see under two descriptions. For all: that
+copies must be aligned.
 """
 
 import functools
@@ -32,6 +33,34 @@ def share_unions(monkeypatch) -> None:
         return keys[logical.index(named)], tuple(rest)
 
     monkeypatch.setattr(jaxpr_interpret, "resolve_ref", resolve)
+
+
+def align_copies(monkeypatch) -> None:
+    """Has copies fail that begin between multiples of 16 bytes of the last axis, for one test.
+
+    On a GPU such a copy ends in an illegal instruction; the interpreter alone would carry it out.
+    """
+    task = gpu_callbacks.AsyncCopyTask
+    initialize = task.__init__
+
+    def initialize_aligned(self, **arguments):
+        initialize(self, **arguments)
+        is_load = isinstance(self, gpu_callbacks.AsyncCopyGmemToSmemTask)
+        key, access = (
+            (self.src_allocation_key, self.src_access)
+            if is_load
+            else (self.dst_allocation_key, self.dst_access)
+        )
+        dtype = gpu_callbacks._get_shared_memory().buffer_shape_and_dtype(key).dtype
+        last = access.range[-1]
+        start = last.start if isinstance(last, slice) else last
+        if start * np.dtype(dtype).itemsize % 16:
+            raise ValueError(
+                "A copy must begin at a multiple of 16 bytes along the last axis of the array in global"
+                f" memory, got element {start} of {dtype}; copy from an aligned element on."
+            )
+
+    monkeypatch.setattr(task, "__init__", initialize_aligned)
 
 
 def complete(monkeypatch) -> None:

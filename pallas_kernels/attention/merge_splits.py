@@ -95,7 +95,7 @@ class _Merge:
         return dict(
             outs_smem=plgpu.SMEM((self.splits, WARPS, columns), jnp.float32),
             # A copy brings a multiple of 128 bytes.
-            lses_smem=plgpu.SMEM((ceil_to(self.splits, 8), WARPS), jnp.float32),
+            lses_smem=plgpu.SMEM((ceil_to(self.splits, 4), 2 * WARPS), jnp.float32),
             out_smem=plgpu.SMEM((WARPS, columns), self.dtype),
             full=plgpu.Barrier(num_arrivals=2),
         )
@@ -133,18 +133,24 @@ class _Merge:
         group, start = jnp.int32(shape.group), quad * WARPS
         pair = batch * shape.key_heads + lax.div(head, group)
         # Rows beyond the last query are those of the next head or zeros, and are not used.
-        rows = pl.ds(lax.rem(head, group) * shape.query_count + start, WARPS)
+        first = lax.rem(head, group) * shape.query_count + start
+        rows = pl.ds(first, WARPS)
         # Places that are traced may lie beyond the end of an array.
         every = pl.ds(chunk * 0, self.splits)
         columns = pl.ds(chunk * self.columns, self.columns)
         plgpu.copy_gmem_to_smem(outs_gmem.at[pair, every, rows, columns], outs_smem, full)
         every = pl.ds(chunk * 0, lses_smem.shape[0])
-        plgpu.copy_gmem_to_smem(lses_gmem.at[pair, every, rows], lses_smem, full)
+        # A copy must begin at a multiple of 16 bytes along the last axis, else it ends in an illegal
+        # instruction. So it brings the aligned four numbers before the last row and those after.
+        offset = lax.rem(first, jnp.int32(WARPS))
+        aligned_rows = pl.ds(first - offset, lses_smem.shape[1])
+        plgpu.copy_gmem_to_smem(lses_gmem.at[pair, every, aligned_rows], lses_smem, full)
         plgpu.barrier_wait(full)
 
         layout = self.layout()
         row_layout = layout.reduce(1)
-        lses = [plgpu.load(lses_smem.at[i], layout=row_layout) for i in range(self.splits)]
+        four = pl.ds(offset, WARPS)
+        lses = [plgpu.load(lses_smem.at[i, four], layout=row_layout) for i in range(self.splits)]
         total, lse2 = self.normalizer(lses, operands, batch, head, start, row_layout)
         out = jnp.zeros((WARPS, self.columns), jnp.float32)
         out = plgpu.layout_cast(out, layout)
