@@ -19,7 +19,7 @@ import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -109,6 +109,130 @@ def per_shard(
     return tuple(None if letters is None else next(remaining) for letters in result_axes)
 
 
+class GroupPlaces(NamedTuple):
+    """Where `per_group_shard` calls its function."""
+
+    names: tuple[tuple[str, ...], ...]
+    """The mesh axes that split the arrays of each group, over which sums are to be added up."""
+    by_partitioner: bool
+    """Whether XLA is partitioning the program."""
+
+
+def per_group_shard(
+    f: Callable[..., tuple[jax.Array, ...]],
+    operands: Sequence[jax.Array],
+    *,
+    operand_groups: Sequence[int | None],
+    result_groups: Sequence[int | None],
+) -> tuple[jax.Array, ...]:
+    """`f(places, *operands)`, computed by each device from the shards that it holds of many arrays.
+
+    The arrays of a group have one shape and are split alike, as the first of them is; one group knows
+    nothing of the others. Which groups there are and how many is not limited by an alphabet, as in
+    `per_shard`.
+
+    Args:
+      f: a function that computes each result of a group elementwise from arrays of this group and from
+        values that all devices share. Sums over a group are its own to add up over the devices, along
+        the mesh axes that it is told, which are none in a `jax.shard_map` of the caller's own.
+      operands: the arrays.
+      operand_groups: the group of each operand, counted from 0; None for one that each device needs
+        whole.
+      result_groups: the group of each result; None for a scalar that is the same on all devices.
+
+    Returns:
+      The results of `f`. They have no gradient.
+    """
+    count = 1 + max((g for g in operand_groups if g is not None), default=-1)
+    first = [operand_groups.index(group) for group in range(count)]
+    mesh = _mesh(operands)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+
+    def specs_of(groups: Sequence[int | None], specs: Sequence[P]) -> tuple[P, ...]:
+        return tuple(P() if group is None else specs[group] for group in groups)
+
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        specs = [
+            _even(jax.typeof(operands[i]).sharding.spec, operands[i].shape, mesh.shape)
+            for i in first
+        ]
+        in_specs = specs_of(operand_groups, specs)
+        if mesh.explicit_axes:
+            operands = [
+                jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+                for operand, spec in zip(operands, in_specs, strict=True)
+            ]
+        return jax.shard_map(
+            functools.partial(f, GroupPlaces(tuple(map(_split_by, specs)), False)),
+            mesh=mesh,
+            axis_names=unsettled if mesh.manual_axes else set(),
+            in_specs=in_specs,
+            out_specs=specs_of(result_groups, specs),
+            # Results that a kernel has written in place do not state along which axes they vary.
+            check_vma=False,
+        )(*operands)
+    not_split = functools.partial(f, GroupPlaces(((),) * count, False))
+    if mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
+        return not_split(*operands)
+
+    def partition(mesh: Mesh, operands: Any, results: Any):
+        specs = [_even(operands[i].sharding.spec, operands[i].shape, mesh.shape) for i in first]
+
+        def shardings(groups: Sequence[int | None]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, spec) for spec in specs_of(groups, specs))
+
+        return (
+            mesh,
+            functools.partial(f, GroupPlaces(tuple(map(_split_by, specs)), True)),
+            shardings(result_groups),
+            shardings(operand_groups),
+        )
+
+    ranks = [operands[i].ndim for i in first]
+    shared = {
+        i: [f"s{i}_{axis}" for axis in range(operand.ndim)]
+        for i, (operand, group) in enumerate(zip(operands, operand_groups, strict=True))
+        if group is None
+    }
+
+    def factors(groups: Sequence[int | None], shared: Mapping[int, Sequence[str]]) -> str:
+        return ", ".join(
+            " ".join(
+                shared.get(i, ())
+                if group is None
+                else [f"g{group}_{axis}" for axis in range(ranks[group])]
+            )
+            for i, group in enumerate(groups)
+        )
+
+    partitioned = custom_partitioning(not_split)
+    partitioned.def_partition(
+        partition,
+        sharding_rule=f"{factors(operand_groups, shared)} -> {factors(result_groups, {})}",
+        need_replication_factors=tuple(f for axes in shared.values() for f in axes),
+    )
+    return partitioned(*operands)
+
+
+def _even(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> P:
+    """Returns the part of a spec that splits axes into shards of one size."""
+    names = [_names(entry) for entry in spec]
+    return P(
+        *(
+            entry if size % math.prod(mesh_shape[name] for name in entry) == 0 else ()
+            for entry, size in zip(names, shape, strict=False)
+        )
+    )
+
+
+def _split_by(spec: P) -> tuple[str, ...]:
+    return tuple(name for entry in spec for name in _names(entry))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def leading_axes(count: int) -> str:
     """Returns letters for `count` leading axes, in upper case; lower case is left to the operator."""
     return string.ascii_uppercase[:count]
@@ -146,6 +270,16 @@ def align(
         ]
     aligned = iter(_vary(present, _varying(present)))
     return tuple(None if operand is None else next(aligned) for operand in operands)
+
+
+def varying(*operands: jax.Array) -> frozenset[str]:
+    """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
+    return _varying(operands)
+
+
+def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
+    """Returns the arrays as ones that vary along these Manual axes, which a kernel's operands share."""
+    return _vary(arrays, names)
 
 
 def is_explicit(*operands: jax.Array) -> bool:

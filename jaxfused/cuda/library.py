@@ -20,9 +20,11 @@ TARGETS = (
     "jaxfused_attention_backward",
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
+    "jaxfused_gradient_norm",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",
     "jaxfused_linear",
+    "jaxfused_optimizer_step",
     "jaxfused_rope",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""

@@ -5,14 +5,21 @@ write, the average of the parameters, their low-precision copy, and the loss sca
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.custom_batching import custom_vmap
 
+from jaxfused import dispatch
+from jaxfused.ops import optimizer_step
 from jaxfused.reference.promotion import accumulator_dtype
+
+if TYPE_CHECKING:
+    from jaxfused.optim.transformation import FusedTransformation, Leaves
 
 LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 
@@ -85,13 +92,14 @@ def init(
 
 
 def step(
-    tx: optax.GradientTransformation,
+    tx: "FusedTransformation",
     grads: optax.Updates,
     state: Any,
     params: optax.Params,
     *,
     max_norm: float | jax.Array | None,
     skip_nonfinite: bool,
+    implementation: str | None,
 ) -> tuple[optax.Params, Any]:
     """Implements `FusedTransformation.step`, where the arguments are described."""
     if isinstance(max_norm, (int, float)) and not max_norm > 0:
@@ -99,21 +107,200 @@ def step(
             f"step: max_norm is {max_norm}, but gradients can only be clipped to a positive norm;"
             " pass 1.0, or None for no clipping."
         )
-    return _step(tx, grads, state, params, max_norm, skip_nonfinite)
+    why = _why(tx, grads, state, params)
+    chosen = dispatch.choose("step", implementation, why)
+    return _step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
 
 
+def _why(
+    tx: "FusedTransformation", grads: optax.Updates, state: Any, params: optax.Params
+) -> dict[str, str | None]:
+    """Returns why each implementation cannot take a step of this tree."""
+    arrays = jax.tree.leaves((grads, params, state))
+    # The counts of steps and schedules are not the kernels' to read.
+    dtypes = [
+        jnp.result_type(array)
+        for array in arrays
+        if jnp.ndim(array) > 0 or not jnp.issubdtype(jnp.result_type(array), jnp.integer)
+    ]
+    why = optimizer_step.reasons(dispatch.current_device(*arrays), dtypes)
+    if tx.recipe is None:
+        why["cuda"] = "the transformation has a formula of its own, which is not in the kernels"
+    return why
+
+
+@dataclass(frozen=True)
+class _Reasons:
+    """The reasons of a choice, as a static argument that tells no two calls apart."""
+
+    why: dict[str, str | None] = field(compare=False)
+
+
+# Parameters and state have one order in arguments and results: JAX gives donated buffers to results of
+# the same shape in their order, and where that is another array's, XLA has to copy.
 @functools.partial(
     jax.jit,
-    static_argnames=("tx", "skip_nonfinite"),
+    static_argnames=("tx", "skip_nonfinite", "implementation", "reasons"),
     donate_argnames=("state", "params"),
     keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
 )
-def _step(tx, grads, state, params, max_norm, skip_nonfinite):
-    kept = state if isinstance(state, StepState) else None
-    opt_state = state if kept is None else kept.optimizer
+def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, reasons):
+    opt_state = state.optimizer if isinstance(state, StepState) else state
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
+    if implementation == "cuda":
+        return _with_rules(
+            functools.partial(_by_kernels, tx, skip_nonfinite, reasons.why),
+            functools.partial(_by_update, tx, skip_nonfinite),
+        )(grads, state, params, max_norm)
+    if tx.recipe is not None:
+        leaves = [optimizer_step.Leaf(None, p) for p in jax.tree.leaves(params)]
+        optimizer_step.record(tx.recipe.name, leaves, implementation, reasons.why)
+    return _by_update(tx, skip_nonfinite, grads, state, params, max_norm)
 
+
+def _with_rules(
+    by_kernels: Callable[..., Any], by_update: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `by_kernels` with the rules of `by_update` for `jax.vmap` and for differentiation."""
+
+    def call(*args):
+        leaves = jax.tree.leaves(args)
+        treedef: Any = jax.tree.structure(args)
+        results: Any = jax.tree.structure((args[2], args[1]))  # of the same form as the arguments
+
+        def flat(f):
+            return lambda *leaves: tuple(jax.tree.leaves(f(*treedef.unflatten(leaves))))
+
+        @custom_vmap
+        def batchable(*leaves):
+            return flat(by_kernels)(*leaves)
+
+        @batchable.def_vmap
+        def rule(axis_size, in_batched, *leaves):
+            del axis_size
+            in_axes = [0 if batched else None for batched in in_batched]
+            new = jax.vmap(flat(by_update), in_axes)(*leaves)
+            return new, (True,) * len(new)
+
+        @jax.custom_jvp
+        def differentiable(*leaves):
+            return batchable(*leaves)
+
+        @differentiable.defjvp
+        def jvp(primals, tangents):
+            return jax.jvp(flat(by_update), primals, tangents)
+
+        return results.unflatten(differentiable(*leaves))
+
+    return call
+
+
+def _by_kernels(
+    tx: "FusedTransformation",
+    skip_nonfinite: bool,
+    why: dict[str, str | None],
+    grads: optax.Updates,
+    state: Any,
+    params: optax.Params,
+    max_norm: float | jax.Array | None,
+) -> tuple[optax.Params, Any]:
+    """Takes a step by kernels that update all leaves in place."""
+    recipe = tx.recipe
+    assert recipe is not None
+    kept = state if isinstance(state, StepState) else None
+    opt_state = state if kept is None else kept.optimizer
+    leaves = recipe.take_apart(grads, opt_state, params)
+    loss_scale = None if kept is None else kept.loss_scale
+    decay = None if kept is None else kept.ema_decay
+    scalars = recipe.rule.kernel.scalars(leaves.count)._replace(
+        learning_rate=leaves.learning_rate,
+        weight_decay=0.0 if leaves.weight_decay is None else leaves.weight_decay,
+        max_norm=0.0 if max_norm is None else max_norm,
+        inverse_loss_scale=1.0 if loss_scale is None else 1 / loss_scale,
+        average_decay=0.0 if decay is None else decay,
+        one_minus_average_decay=0.0 if decay is None else 1 - decay,
+    )
+    rows = _rows(leaves, kept)
+    moving = [i for i, row in enumerate(rows) if row.gradient is not None and row.parameter.size]
+    skips = skip_nonfinite or loss_scale is not None
+    new, finite = optimizer_step.step(
+        recipe.name,
+        recipe.rule.kernel,
+        scalars,
+        [rows[i] for i in moving],
+        [leaves.decays[i] for i in moving],
+        clips=max_norm is not None,
+        skips_nonfinite=skips,
+        why=why,
+    )
+    rows = [_at_rest(row, kept, finite) if row.gradient is None else row for row in rows]
+    for i, row in zip(moving, new, strict=True):
+        rows[i] = row
+
+    def tree(field: str) -> Any:
+        return leaves.treedef.unflatten([getattr(row, field) for row in rows])
+
+    fields = ("first_moment", "second_moment")
+    moments = {
+        name: [getattr(row, field) for row in rows]
+        for name, field in zip(leaves.moments, fields, strict=False)
+    }
+    new_opt_state = recipe.next_state(leaves, opt_state, moments, finite if skips else None)
+    new_params = tree("parameter")
+    if kept is None:
+        return new_params, new_opt_state
+    return new_params, replace(
+        _rescale_loss(kept, finite),
+        optimizer=new_opt_state,
+        ema=None if kept.ema is None else tree("average"),
+        compute=None if kept.compute is None else tree("copy"),
+        skipped=kept.skipped + jnp.where(finite, 0, 1),
+    )
+
+
+def _rows(leaves: "Leaves", kept: StepState | None) -> list[optimizer_step.Leaf]:
+    """Returns the arrays of each leaf; of one without a gradient they may be trees."""
+    count = len(leaves.gradients)
+    absent = [None] * count
+
+    def column(tree: Any) -> list[Any]:
+        return absent if tree is None else leaves.treedef.flatten_up_to(tree)
+
+    first, second, *_ = (*leaves.moments.values(), absent, absent)
+    average = column(None if kept is None else kept.ema)
+    copy = column(None if kept is None else kept.compute)
+    columns = (leaves.gradients, leaves.params, first, second, average, copy)
+    return [optimizer_step.Leaf(*row) for row in zip(*columns, strict=True)]
+
+
+def _at_rest(
+    row: optimizer_step.Leaf, kept: StepState | None, taken: jax.Array
+) -> optimizer_step.Leaf:
+    """Returns a leaf without a gradient after a step: its average still comes closer to it."""
+    if kept is None or kept.ema_decay is None:
+        return row
+    d = kept.ema_decay
+    return row._replace(
+        average=jax.tree.map(
+            lambda e, p: jnp.where(taken, d * e + (1 - d) * p.astype(e.dtype), e),
+            row.average,
+            row.parameter,
+        )
+    )
+
+
+def _by_update(
+    tx: "FusedTransformation",
+    skip_nonfinite: bool,
+    grads: optax.Updates,
+    state: Any,
+    params: optax.Params,
+    max_norm: float | jax.Array | None,
+) -> tuple[optax.Params, Any]:
+    """Takes a step by Optax's protocol: update, then write."""
+    kept = state if isinstance(state, StepState) else None
+    opt_state = state if kept is None else kept.optimizer
     if kept is not None:
         grads = jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads)
         if kept.loss_scale is not None:
