@@ -7,10 +7,12 @@ from jaxfused.cuda import (
     attention,
     bias_activation,
     cublaslt,
+    gradient_norm,
     layer_norm,
     library,
     linear,
     mlp,
+    optimizer_step,
     rope,
 )
 
@@ -18,9 +20,11 @@ __all__ = [
     "attention",
     "bias_activation",
     "cublaslt",
+    "gradient_norm",
     "layer_norm",
     "library",
     "linear",
     "mlp",
+    "optimizer_step",
     "rope",
 ]
