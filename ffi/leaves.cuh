@@ -150,8 +150,7 @@ struct LeafTile {
   __device__ LeafTile(const Leaf& leaf, int64_t tile, int tile_values) {
     start = (tile - leaf.first_tile) * tile_values;
     values = static_cast<int>(min(static_cast<int64_t>(tile_values), leaf.size - start));
-    // A bulk copy moves multiples of 16 bytes, which are 8 values of 16 bits.
-    whole = leaf.aligned ? values & ~7 : 0;
+    whole = leaf.aligned ? values & ~(kLeafVec - 1) : 0;
   }
 };
 

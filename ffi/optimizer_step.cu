@@ -81,9 +81,6 @@ struct StepArgs {
   bool clips;
   bool skips_nonfinite;
   bool nesterov;
-  int stages;  // tiles that are on their way to a block
-  int stage_bytes;
-  int policy;  // SWEEP
   Leaves leaves;
 };
 static_assert(sizeof(StepArgs) <= 32764);
@@ -221,11 +218,12 @@ using RawTile = RawVector[kMostRead][kVectors];
 
 // Updates a thread's values of a tile.
 template <Rule kRule, int kVectors>
-__device__ __forceinline__ void update_tile(const StepArgs& args, const Scalars& s,
-                                            const Leaf& leaf, int leaf_index, int64_t tile_index,
-                                            const LeafTile& tile, float factor,
+__device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& leaf, int leaf_index,
+                                            int64_t tile_index, const LeafTile& tile,
                                             const RawTile<kVectors>& raw) {
   const Leaves& leaves = args.leaves;
+  const Scalars s = *args.scalars;
+  const float factor = gradient_factor(args, s);
   float learning_rate = s.learning_rate;
   if constexpr (kRule == Rule::kLambWrite) {
     learning_rate *= trust_ratio(__ldg(args.norms + leaf_index));
@@ -262,15 +260,12 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Scalars&
   }
 }
 
-__device__ __forceinline__ bool skips(const StepArgs& args) {
-  return args.skips_nonfinite && __ldg(args.stats + 1) != 0.0f;
-}
-
-// Every thread loads its own vectors when it needs them.
+// The grid is as large as the GPU holds at a time. A block's loads of a tile are all in flight
+// together, and those of other blocks are while it computes.
 template <Rule kRule, int kVectors>
 __global__ void __launch_bounds__(kLeafThreads) step_leaves(const __grid_constant__ StepArgs args) {
   const Leaves& leaves = args.leaves;
-  if (skips(args)) return;
+  if (args.skips_nonfinite && __ldg(args.stats + 1) != 0.0f) return;
   int64_t tile_index = static_cast<int64_t>(leaves.tiles) - 1 - blockIdx.x;
   LeafCursor cursor(leaves, tile_index);
   for (; tile_index >= 0; tile_index -= gridDim.x) {
@@ -288,110 +283,7 @@ __global__ void __launch_bounds__(kLeafThreads) step_leaves(const __grid_constan
         raw[stream][v] = load_raw(leaf.data[stream], leaves.dtypes[stream], tile.start + start);
       }
     }
-    const Scalars s = *args.scalars;
-    update_tile<kRule, kVectors>(args, s, leaf, cursor.index(), tile_index, tile,
-                                 gradient_factor(args, s), raw);
-  }
-}
-
-constexpr int kMostStages = 8;
-constexpr int kRingThreads = kLeafThreads + kWarpSize;
-
-// The stages of a block's shared memory through which tiles arrive, in bulk copies.
-struct Ring {
-  unsigned char* slots;
-  uint64_t* loaded;  // of each stage
-  uint64_t* read;
-  int stages;
-  int stage = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-// The last warp of a block, which starts the copies.
-template <Rule kRule, int kVectors>
-__device__ __forceinline__ void fetch_tiles(const StepArgs& args, Ring ring) {
-  const Leaves& leaves = args.leaves;
-  const uint32_t read = streams_read(kRule) & leaves.streams;
-  const uint64_t policy = args.policy & 1 ? evict_last_policy() : evict_first_policy();
-  int64_t tile_index = static_cast<int64_t>(leaves.tiles) - 1 - blockIdx.x;
-  LeafCursor cursor(leaves, tile_index);
-  for (; tile_index >= 0; tile_index -= gridDim.x, ring.next()) {
-    const Leaf& leaf = cursor.earlier(tile_index);
-    const LeafTile tile(leaf, tile_index, kLeafTile<kVectors>);
-    uint32_t value_bytes = 0;
-#pragma unroll
-    for (int stream = 0; stream < kMostRead; ++stream) {
-      if (has_stream(read, stream)) value_bytes += item_size(leaves.dtypes[stream]);
-    }
-    mbarrier_wait(ring.read + ring.stage, ring.phase ^ 1);  // a new ring counts as read
-    mbarrier_arrive_expect(ring.loaded + ring.stage, tile.whole * value_bytes);
-    if (tile.whole == 0) continue;
-    unsigned char* slot = ring.slots + ring.stage * args.stage_bytes;
-#pragma unroll
-    for (int stream = 0; stream < kMostRead; ++stream) {
-      if (!has_stream(read, stream)) continue;
-      const int size = item_size(leaves.dtypes[stream]);
-      bulk_copy(slot, static_cast<const char*>(leaf.data[stream]) + tile.start * size,
-                tile.whole * size, ring.loaded + ring.stage, policy);
-      slot += kLeafTile<kVectors> * size;
-    }
-  }
-}
-
-// Tiles arrive in shared memory, so that the bytes in flight depend neither on registers nor on
-// what the threads are doing.
-template <Rule kRule, int kVectors>
-__global__ void __launch_bounds__(kRingThreads) ring_step(const __grid_constant__ StepArgs args) {
-  if constexpr (!kHasBulkCopies) return;  // never launched
-  extern __shared__ __align__(128) unsigned char slots[];
-  __shared__ uint64_t barriers[2 * kMostStages];
-  if (skips(args)) return;
-  Ring ring = {slots, barriers, barriers + kMostStages, args.stages};
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < args.stages; ++i) {
-      mbarrier_init(ring.loaded + i);
-      mbarrier_init(ring.read + i, kLeafWarps);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x >= kLeafThreads) {
-    if (threadIdx.x == kLeafThreads) fetch_tiles<kRule, kVectors>(args, ring);
-    return;
-  }
-
-  const Leaves& leaves = args.leaves;
-  const Scalars s = *args.scalars;
-  const float factor = gradient_factor(args, s);
-  int64_t tile_index = static_cast<int64_t>(leaves.tiles) - 1 - blockIdx.x;
-  LeafCursor cursor(leaves, tile_index);
-  for (; tile_index >= 0; tile_index -= gridDim.x, ring.next()) {
-    const Leaf& leaf = cursor.earlier(tile_index);
-    const LeafTile tile(leaf, tile_index, kLeafTile<kVectors>);
-    mbarrier_wait(ring.loaded + ring.stage, ring.phase);
-    const unsigned char* slot = ring.slots + ring.stage * args.stage_bytes;
-    RawTile<kVectors> raw;
-#pragma unroll
-    for (int stream = 0; stream < kMostRead; ++stream) {
-      if (!has_stream(streams_read(kRule), stream)) continue;
-      if (!has_stream(leaves.streams, stream)) continue;
-      const Dtype dtype = leaves.dtypes[stream];
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        raw[stream][v] = load_raw(slot, dtype, vector_start<kVectors>(v));
-      }
-      slot += kLeafTile<kVectors> * item_size(dtype);
-    }
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(ring.read + ring.stage);
-    update_tile<kRule, kVectors>(args, s, leaf, cursor.index(), tile_index, tile, factor, raw);
+    update_tile<kRule, kVectors>(args, leaf, cursor.index(), tile_index, tile, raw);
   }
 }
 
@@ -436,51 +328,31 @@ std::optional<Rule> parse_rule(std::string_view name) {
   return std::nullopt;
 }
 
-struct Config {
-  int stages;   // of the ring; 0 for none
-  int vectors;  // of a thread in a tile
-  int blocks;   // of a multiprocessor; 0 for a block each tile
-};
-
 template <Rule kRule, int kVectors>
-ffi::Error launch_step(StepArgs& args, const Config& config, const Device& device,
-                       cudaStream_t stream) {
-  args.stage_bytes = 0;
-  for (int i = 0; i < kMostRead; ++i) {
-    if (has_stream(streams_read(kRule) & args.leaves.streams, i)) {
-      args.stage_bytes += kLeafTile<kVectors> * item_size(args.leaves.dtypes[i]);
-    }
-  }
-  const bool ring = config.stages > 0 && device.clusters;
-  args.stages =
-      std::min({config.stages, kMostStages, (device.shared_bytes - 1024) / args.stage_bytes});
-  const auto kernel = ring ? ring_step<kRule, kVectors> : step_leaves<kRule, kVectors>;
-  if (ring) RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  Launch launch = {dim3(args.leaves.tiles), ring ? kRingThreads : kLeafThreads,
-                   ring ? args.stages * args.stage_bytes : 0};
-  if (config.blocks > 0) {
-    int resident = 0;
-    RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
-    const int64_t most = int64_t{std::min(resident, config.blocks)} * device.multiprocessors;
-    launch.grid = dim3(static_cast<unsigned>(std::min<int64_t>(args.leaves.tiles, most)));
-  }
+ffi::Error launch_step(const StepArgs& args, const Device& device, cudaStream_t stream) {
+  const auto kernel = step_leaves<kRule, kVectors>;
+  Launch launch = {dim3(1), kLeafThreads, 0};
+  int resident = 0;
+  RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
+  const int64_t blocks =
+      std::min<int64_t>(args.leaves.tiles, int64_t{resident} * device.multiprocessors);
+  launch.grid = dim3(static_cast<unsigned>(blocks));
   return launch_kernel(kernel, args, launch, stream);
 }
 
 template <int kVectors>
-ffi::Error launch_rule(Rule rule, StepArgs& args, const Config& config, const Device& device,
-                       cudaStream_t stream) {
+ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cudaStream_t stream) {
   switch (rule) {
     case Rule::kAdam:
-      return launch_step<Rule::kAdam, kVectors>(args, config, device, stream);
+      return launch_step<Rule::kAdam, kVectors>(args, device, stream);
     case Rule::kLion:
-      return launch_step<Rule::kLion, kVectors>(args, config, device, stream);
+      return launch_step<Rule::kLion, kVectors>(args, device, stream);
     case Rule::kSgd:
-      return launch_step<Rule::kSgd, kVectors>(args, config, device, stream);
+      return launch_step<Rule::kSgd, kVectors>(args, device, stream);
     case Rule::kLambMoments:
-      return launch_step<Rule::kLambMoments, kVectors>(args, config, device, stream);
+      return launch_step<Rule::kLambMoments, kVectors>(args, device, stream);
     default:
-      return launch_step<Rule::kLambWrite, kVectors>(args, config, device, stream);
+      return launch_step<Rule::kLambWrite, kVectors>(args, device, stream);
   }
 }
 
@@ -493,7 +365,7 @@ ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyB
                           ffi::Result<ffi::AnyBuffer> new_norms, ffi::RemainingRets results,
                           std::string_view rule_name, ffi::Span<const int64_t> decays,
                           int32_t streams, bool clips, bool skips_nonfinite, bool nesterov,
-                          int32_t stages, int32_t vectors, int32_t blocks, int32_t policy) {
+                          int32_t vectors) {
   const auto rule = parse_rule(rule_name);
   if (!rule) return ffi::Error::InvalidArgument("the rule is not known");
   RETURN_IF_ERROR(check_float32("scalars", scalars, {kScalars}));
@@ -507,7 +379,6 @@ ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyB
   args.clips = clips;
   args.skips_nonfinite = skips_nonfinite;
   args.nesterov = nesterov;
-  args.policy = policy;
   if (*rule == Rule::kLambWrite) {
     RETURN_IF_ERROR(check_float32("norms", norms, {leaves.count, 2}));
     args.norms = static_cast<const float2*>(norms.untyped_data());
@@ -520,13 +391,12 @@ ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyB
   if (leaves.tiles == 0) return ffi::Error::Success();
   Device device = {};
   RETURN_IF_ERROR(current_device(&device));
-  const Config config = {stages, vectors, blocks};
   switch (vectors) {
     case 1:
-      RETURN_IF_ERROR(launch_rule<1>(*rule, args, config, device, stream));
+      RETURN_IF_ERROR(launch_rule<1>(*rule, args, device, stream));
       break;
     case 2:
-      RETURN_IF_ERROR(launch_rule<2>(*rule, args, config, device, stream));
+      RETURN_IF_ERROR(launch_rule<2>(*rule, args, device, stream));
       break;
     default:
       return ffi::Error::InvalidArgument("vectors must be 1 or 2");
@@ -555,8 +425,5 @@ DEFINE_HANDLER(jaxfused_optimizer_step, optimizer_step,
                    .Attr<bool>("clips")
                    .Attr<bool>("skips_nonfinite")
                    .Attr<bool>("nesterov")
-                   .Attr<int32_t>("stages")
-                   .Attr<int32_t>("vectors")
-                   .Attr<int32_t>("blocks")
-                   .Attr<int32_t>("policy"),
+                   .Attr<int32_t>("vectors"),
                {ffi::Traits::kCmdBufferCompatible});

@@ -78,17 +78,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Initialises a barrier whose phase ends when `arrivals` threads have arrived and the bytes they
-// announced have been copied.
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals = 1) {
-  JAXFUSED_SM90(
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-                   "r"(arrivals) : "memory"));
-}
-
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+// Initialises a barrier whose phase ends when one thread has arrived and the bytes it announced
+// have been copied.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
   JAXFUSED_SM90(asm volatile(
-      "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory"));
+      "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"));
 }
 
 // Makes the barriers that this thread has initialised visible to the copies.
@@ -119,14 +113,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 __device__ __forceinline__ uint64_t evict_last_policy() {
   uint64_t policy = 0;
   JAXFUSED_SM90(asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy)));
-  return policy;
-}
-
-// A cache policy for a copy: L2 evicts the lines that the copy reads before all others.
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy = 0;
-  JAXFUSED_SM90(
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)));
   return policy;
 }
 

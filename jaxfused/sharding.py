@@ -109,128 +109,139 @@ def per_shard(
     return tuple(None if letters is None else next(remaining) for letters in result_axes)
 
 
-class GroupPlaces(NamedTuple):
-    """Where `per_group_shard` calls its function."""
+class Blocks(NamedTuple):
+    """An axis that consists of blocks of one size; it may be split between two of them."""
 
-    names: tuple[tuple[str, ...], ...]
-    """The mesh axes that split the arrays of each group, over which sums are to be added up."""
+    name: str
+    """The name of the axis that counts the blocks."""
+    size: int
+
+
+AxisNames = tuple[str | Blocks, ...]
+"""The names of an array's axes; axes of one name, in whichever arrays, are split alike."""
+
+
+class OnShards(NamedTuple):
+    """Where `per_array_shard` calls its function."""
+
+    places: Places
     by_partitioner: bool
     """Whether XLA is partitioning the program."""
 
+    def names(self, axes: AxisNames) -> tuple[str, ...]:
+        """Returns the mesh axes that split an array with these axes."""
+        return tuple(name for axis in axes for name in self.places.get(_name(axis), ()))
 
-def per_group_shard(
+
+def per_array_shard(
     f: Callable[..., tuple[jax.Array, ...]],
     operands: Sequence[jax.Array],
     *,
-    operand_groups: Sequence[int | None],
-    result_groups: Sequence[int | None],
+    operand_axes: Sequence[AxisNames],
+    result_axes: Sequence[AxisNames],
 ) -> tuple[jax.Array, ...]:
-    """`f(places, *operands)`, computed by each device from the shards that it holds of many arrays.
+    """`f(on_shards, *operands)`, computed by each device from the shards that it holds of many arrays.
 
-    The arrays of a group have one shape and are split alike, as the first of them is; one group knows
-    nothing of the others. Which groups there are and how many is not limited by an alphabet, as in
-    `per_shard`.
+    Unlike `per_shard` it names axes by words, so that arrays may be as many as they like.
 
     Args:
-      f: a function that computes each result of a group elementwise from arrays of this group and from
-        values that all devices share. Sums over a group are its own to add up over the devices, along
-        the mesh axes that it is told, which are none in a `jax.shard_map` of the caller's own.
-      operands: the arrays.
-      operand_groups: the group of each operand, counted from 0; None for one that each device needs
-        whole.
-      result_groups: the group of each result; None for a scalar that is the same on all devices.
+      f: a function that computes results elementwise. Sums are its own to add up over the devices, along
+        the mesh axes that `OnShards` tells, which are none in a `jax.shard_map` of the caller's own.
+      operands: the arrays. Of those that share an axis, the last one decides how it is split.
+      operand_axes: the names of the axes of each operand. An axis that must not be split has a name
+        that starts with "whole".
+      result_axes: the names of the axes of each result, none of which is new.
 
     Returns:
       The results of `f`. They have no gradient.
     """
-    count = 1 + max((g for g in operand_groups if g is not None), default=-1)
-    first = [operand_groups.index(group) for group in range(count)]
     mesh = _mesh(operands)
     unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
-
-    def specs_of(groups: Sequence[int | None], specs: Sequence[P]) -> tuple[P, ...]:
-        return tuple(P() if group is None else specs[group] for group in groups)
-
+    shapes = [operand.shape for operand in operands]
     if mesh.explicit_axes or (mesh.manual_axes and unsettled):
-        specs = [
-            _even(jax.typeof(operands[i]).sharding.spec, operands[i].shape, mesh.shape)
-            for i in first
-        ]
-        in_specs = specs_of(operand_groups, specs)
+        specs = [jax.typeof(operand).sharding.spec for operand in operands]
+        places = _places_by_names(specs, shapes, operand_axes, mesh.shape)
+        in_specs = tuple(_spec_by_names(axes, places) for axes in operand_axes)
         if mesh.explicit_axes:
             operands = [
                 jax.sharding.reshard(operand, NamedSharding(mesh, spec))
                 for operand, spec in zip(operands, in_specs, strict=True)
             ]
         return jax.shard_map(
-            functools.partial(f, GroupPlaces(tuple(map(_split_by, specs)), False)),
+            functools.partial(f, OnShards(places, False)),
             mesh=mesh,
             axis_names=unsettled if mesh.manual_axes else set(),
             in_specs=in_specs,
-            out_specs=specs_of(result_groups, specs),
+            out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
             # Results that a kernel has written in place do not state along which axes they vary.
             check_vma=False,
         )(*operands)
-    not_split = functools.partial(f, GroupPlaces(((),) * count, False))
+    not_split = functools.partial(f, OnShards({}, False))
     if mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
         return not_split(*operands)
 
     def partition(mesh: Mesh, operands: Any, results: Any):
-        specs = [_even(operands[i].sharding.spec, operands[i].shape, mesh.shape) for i in first]
+        specs = [operand.sharding.spec for operand in operands]
+        places = _places_by_names(specs, shapes, operand_axes, mesh.shape)
 
-        def shardings(groups: Sequence[int | None]) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, spec) for spec in specs_of(groups, specs))
+        def shardings(of_arrays: Sequence[AxisNames]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, _spec_by_names(axes, places)) for axes in of_arrays)
 
         return (
             mesh,
-            functools.partial(f, GroupPlaces(tuple(map(_split_by, specs)), True)),
-            shardings(result_groups),
-            shardings(operand_groups),
+            functools.partial(f, OnShards(places, True)),
+            shardings(result_axes),
+            shardings(operand_axes),
         )
 
-    ranks = [operands[i].ndim for i in first]
-    shared = {
-        i: [f"s{i}_{axis}" for axis in range(operand.ndim)]
-        for i, (operand, group) in enumerate(zip(operands, operand_groups, strict=True))
-        if group is None
-    }
+    def rule(of_arrays: Sequence[AxisNames]) -> str:
+        return ", ".join(" ".join(map(_factors, axes)) for axes in of_arrays)
 
-    def factors(groups: Sequence[int | None], shared: Mapping[int, Sequence[str]]) -> str:
-        return ", ".join(
-            " ".join(
-                shared.get(i, ())
-                if group is None
-                else [f"g{group}_{axis}" for axis in range(ranks[group])]
-            )
-            for i, group in enumerate(groups)
-        )
-
+    every = [axis for axes in operand_axes for axis in axes]
+    sizes = {f"{axis.name}_within": axis.size for axis in every if isinstance(axis, Blocks)}
     partitioned = custom_partitioning(not_split)
     partitioned.def_partition(
         partition,
-        sharding_rule=f"{factors(operand_groups, shared)} -> {factors(result_groups, {})}",
-        need_replication_factors=tuple(f for axes in shared.values() for f in axes),
+        sharding_rule=f"{rule(operand_axes)} -> {rule(result_axes)}",
+        need_replication_factors=tuple(
+            dict.fromkeys(
+                [name for axis in every if (name := _name(axis)).startswith("whole")] + [*sizes]
+            )
+        ),
+        **sizes,
     )
     return partitioned(*operands)
 
 
-def _even(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> P:
-    """Returns the part of a spec that splits axes into shards of one size."""
-    names = [_names(entry) for entry in spec]
-    return P(
-        *(
-            entry if size % math.prod(mesh_shape[name] for name in entry) == 0 else ()
-            for entry, size in zip(names, shape, strict=False)
-        )
-    )
+def _name(axis: str | Blocks) -> str:
+    return axis.name if isinstance(axis, Blocks) else axis
 
 
-def _split_by(spec: P) -> tuple[str, ...]:
-    return tuple(name for entry in spec for name in _names(entry))
+def _factors(axis: str | Blocks) -> str:
+    return f"({axis.name} {axis.name}_within)" if isinstance(axis, Blocks) else axis
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def _places_by_names(
+    specs: Sequence[P],
+    shapes: Sequence[tuple[int, ...]],
+    operand_axes: Sequence[AxisNames],
+    mesh_shape: Mapping[str, int],
+) -> Places:
+    """Returns the mesh axes of each named axis: those of the last operand with it, if even."""
+    places: dict[str, tuple[str, ...]] = {}
+    for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
+        for entry, size, axis in zip(spec, shape, axes, strict=False):
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            unit = axis.size if isinstance(axis, Blocks) else 1
+            even = size % (unit * math.prod(mesh_shape[name] for name in names)) == 0
+            name = _name(axis)
+            if name not in places and not name.startswith("whole"):
+                places[name] = names if even else ()
+    return places
+
+
+def _spec_by_names(axes: AxisNames, places: Places) -> P:
+    return P(*(places.get(_name(axis)) or None for axis in axes))
 
 
 def leading_axes(count: int) -> str:

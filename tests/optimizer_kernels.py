@@ -53,7 +53,6 @@ def step(
     skips_nonfinite,
     nesterov,
     norms=None,
-    config=None,
 ):
     """Stands in for `optimizer_step.step`."""
     s = Scalars(*scalars)

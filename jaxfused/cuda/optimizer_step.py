@@ -76,19 +76,10 @@ def why_unsupported(
     return library.why_unavailable()
 
 
-class Config(NamedTuple):
-    """How a launch is shaped."""
-
-    stages: int = 4
-    """Tiles that are on their way to a block, or 0 where threads load their own values."""
-    vectors: int = 1
-    """Vectors of a thread in a tile."""
-    blocks: int = 2
-    """Blocks of a multiprocessor, or 0 for a block each tile."""
-    policy: int = 0
-
-
-DEFAULT = Config()
+def _vectors(leaf: Leaf) -> int:
+    """Returns the vectors of a thread in a tile; more of them where values have few bytes."""
+    read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
+    return 1 if read >= 12 else 2
 
 
 def step(
@@ -102,7 +93,6 @@ def step(
     skips_nonfinite: bool,
     nesterov: bool,
     norms: jax.Array | None = None,
-    config: Config | None = None,
 ) -> tuple[list[Leaf], jax.Array | None]:
     """Returns the leaves after the step, whose arrays have the buffers of those before it.
 
@@ -118,17 +108,17 @@ def step(
       skips_nonfinite: change nothing if a gradient is not finite.
       nesterov: use Nesterov momentum.
       norms: [leaves, 2], which "lamb_write" reads.
-      config: how launches are shaped; None for the default.
 
     Returns:
       (leaves, norms), where norms are None but for "lamb_moments".
     """
     library.register()
-    config = config or DEFAULT
     streams = [
         name for name, array in zip(Leaf._fields, leaves[0], strict=True) if array is not None
     ]
     written = [name for name in _WRITTEN.get(rule, _ALL_WRITTEN) if name in streams]
+    vectors = _vectors(leaves[0])
+    tile = _TILE * vectors
     new_leaves: list[Leaf] = []
     new_norms = []
     for first in range(0, len(leaves), MAX_LEAVES):
@@ -140,7 +130,6 @@ def step(
             for i in range(len(leaves[part]))
             for name in written
         ]
-        tile = _TILE * config.vectors
         tiles = sum(-(-leaf.parameter.size // tile) for leaf in leaves[part])
         is_first_pass = rule == "lamb_moments"
         call = jax.ffi.ffi_call(
@@ -166,7 +155,7 @@ def step(
             clips=np.bool_(clips),
             skips_nonfinite=np.bool_(skips_nonfinite),
             nesterov=np.bool_(nesterov),
-            **{name: np.int32(value) for name, value in config._asdict().items()},
+            vectors=np.int32(vectors),
         )
         new_norms.append(norms_of_part)
         remaining = iter(arrays)

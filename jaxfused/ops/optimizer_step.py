@@ -90,13 +90,24 @@ def step(
         skips_nonfinite,
         why,
     )
-    taken, *arrays = sharding.per_group_shard(
-        call.on_shards,
+    axes = [sharding_axes(i, leaf) for i, leaf in enumerate(leaves)]
+    taken, *arrays = sharding.per_array_shard(
+        functools.partial(call.on_shards, axes),
         [scalars.stacked(), *_arrays(leaves, call.fields)],
-        operand_groups=[None, *(i for i, names in enumerate(call.fields) for _ in names)],
-        result_groups=[None, *(i for i, names in enumerate(call.written) for _ in names)],
+        operand_axes=[("whole",), *(of_leaf[f] for of_leaf, f in _each(axes, call.fields))],
+        result_axes=[(), *(of_leaf[f] for of_leaf, f in _each(axes, call.written))],
     )
     return call.leaves(arrays, call.written), taken
+
+
+def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
+    """Returns the names of the axes of each array of a leaf."""
+    axes = tuple(f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim))
+    return dict.fromkeys(Leaf._fields, axes)
+
+
+def _each(rows: Sequence[Any], fields: Sequence[Sequence[str]]) -> list[tuple[Any, str]]:
+    return [(row, field) for row, names in zip(rows, fields, strict=True) for field in names]
 
 
 def _present(leaf: Leaf) -> list[str]:
@@ -132,30 +143,35 @@ class _Call:
         return [Leaf(**{"gradient": None, **row}) for row in rows]
 
     def on_shards(
-        self, places: sharding.GroupPlaces, scalars: jax.Array, *arrays: jax.Array
+        self,
+        axes: Sequence[Mapping[str, sharding.AxisNames]],
+        where: sharding.OnShards,
+        scalars: jax.Array,
+        *arrays: jax.Array,
     ) -> tuple[jax.Array, ...]:
         """Returns whether the step is taken, and the arrays that have been written."""
         leaves = self.leaves(arrays, self.fields)
-        record(self.name, leaves, "cuda", self.why, places.by_partitioner)
+        record(self.name, leaves, "cuda", self.why, where.by_partitioner)
+        names = [where.names(of_leaf["parameter"]) for of_leaf in axes]
         stats = jnp.zeros_like(scalars, shape=(2,))
         if self.clips or self.skips_nonfinite:
             factor = scalars[Scalars._fields.index("inverse_loss_scale")]
-            stats = _sum_of_squares(factor, [leaf.gradient for leaf in leaves], places)
+            stats = _sum_of_squares(factor, [leaf.gradient for leaf in leaves], names)
         new: list[Leaf | None] = [None] * len(leaves)
-        for group in self._launches(leaves, stats, places):
+        for group in self._launches(leaves, names):
             results = self._update(
                 scalars,
                 stats,
                 [leaves[i] for i in group],
                 [self.decays[i] for i in group],
-                places.names[group[0]],
+                names[group[0]],
             )
             for i, leaf in zip(group, results, strict=True):
                 new[i] = leaf
         return stats[1] == 0, *_arrays([leaf for leaf in new if leaf is not None], self.written)
 
     def _launches(
-        self, leaves: Sequence[Leaf], stats: jax.Array, places: sharding.GroupPlaces
+        self, leaves: Sequence[Leaf], names: Sequence[tuple[str, ...]]
     ) -> list[list[int]]:
         """Returns the indices of the leaves that one call updates."""
 
@@ -164,7 +180,7 @@ class _Call:
             dtypes = tuple(None if array is None else array.dtype for array in leaf)
             varying = sharding.varying(*(a for a in leaf if a is not None))
             # Sums over a leaf are added up over the devices for the leaves of a call together.
-            return dtypes, varying, places.names[i] if self.rule.name == "lamb" else ()
+            return dtypes, varying, names[i] if self.rule.name == "lamb" else ()
 
         return _grouped(kind, len(leaves))
 
@@ -203,12 +219,12 @@ class _Call:
 
 
 def _sum_of_squares(
-    factor: jax.Array, gradients: Sequence[Any], places: sharding.GroupPlaces
+    factor: jax.Array, gradients: Sequence[Any], names: Sequence[tuple[str, ...]]
 ) -> jax.Array:
     """Returns the sum of the squares of all gradients, and whether one is not finite, as 0 or more."""
 
     def kind(i: int) -> Hashable:
-        return gradients[i].dtype, places.names[i], sharding.varying(gradients[i])
+        return gradients[i].dtype, names[i], sharding.varying(gradients[i])
 
     totals = []
     for group in _grouped(kind, len(gradients)):
@@ -216,7 +232,7 @@ def _sum_of_squares(
         varying = sharding.varying(*members)
         factor_here, *members = sharding.vary(members, varying)
         [total] = sharding.vary([gradient_norm.sum_of_squares(factor_here, members)], varying)
-        totals.append(lax.psum(total, places.names[group[0]]))
+        totals.append(lax.psum(total, names[group[0]]))
     total = totals[0]
     for other in totals[1:]:
         total, other = sharding.vary([total, other], sharding.varying(total, other))
