@@ -96,8 +96,8 @@ ffi::Error gradient_norm(cudaStream_t stream, ffi::AnyBuffer factor, ffi::Remain
   RETURN_IF_ERROR(check_float32("partial", *partial, {kMostBlocks, 2}));
   NormArgs args = {};
   std::vector<int64_t> decays(gradients.size());
-  RETURN_IF_ERROR(
-      parse_leaves(gradients, none, 1, 0, {decays.data(), decays.size()}, kTile, &args.leaves));
+  RETURN_IF_ERROR(parse_leaves(gradients, none, 1, 0, {decays.data(), decays.size()}, kTile,
+                               nullptr, &args.leaves));
   args.factor = static_cast<const float*>(factor.untyped_data());
   args.partial = static_cast<float2*>(partial->untyped_data());
   Device device = {};

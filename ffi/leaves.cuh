@@ -17,7 +17,12 @@ constexpr int kLeafVec = 4;  // values that a thread handles at a time
 // The leaves of one launch: a kernel's parameters have room for 500, but XLA's compiler takes time
 // that grows with the square of a call's results.
 constexpr int kMaxLeaves = 256;
-constexpr int kMaxStreams = 6;  // arrays of one leaf
+constexpr int kMaxStreams = 8;  // arrays of one leaf
+
+constexpr int kBlockValues = 256;  // that share a scale, where values have 8 bits
+
+// What an array of a leaf holds, if not one value of `Dtype` for each element.
+enum class Coded : uint8_t { kNo, kCodes, kScales };
 
 struct Leaf {
   void* data[kMaxStreams];

@@ -9,10 +9,10 @@
 
 // Fills `leaves` from arrays that are passed leaf by leaf, each with the streams in `streams`. The
 // results are those of the streams in `written`, again leaf by leaf, and are these arrays
-// themselves.
+// themselves. `coded` says of each stream what it holds; nullptr stands for values alone.
 inline ffi::Error parse_leaves(const ffi::RemainingArgs& arrays, const ffi::RemainingRets& results,
                                uint32_t streams, uint32_t written, ffi::Span<const int64_t> decays,
-                               int tile, Leaves* leaves) {
+                               int tile, const Coded* coded, Leaves* leaves) {
   int per_leaf = 0, results_per_leaf = 0;
   for (int stream = 0; stream < kMaxStreams; ++stream) {
     per_leaf += has_stream(streams, stream);
@@ -42,16 +42,22 @@ inline ffi::Error parse_leaves(const ffi::RemainingArgs& arrays, const ffi::Rema
       if (!has_stream(streams, stream)) continue;
       const auto array = arrays.get<ffi::AnyBuffer>(next++);
       if (!array.has_value()) return array.error();
-      const auto dtype = dtype_of(*array);
+      const Coded kind = coded == nullptr ? Coded::kNo : coded[stream];
+      const std::optional<Dtype> dtype = kind == Coded::kCodes ? Dtype::kFloat32 : dtype_of(*array);
       const std::string name = "array " + std::to_string(next - 1);
       if (!dtype) {
         return ffi::Error::InvalidArgument(name + " must be float32, bfloat16 or float16");
       }
+      if (kind == Coded::kCodes && ffi::ByteWidth(array->element_type()) != 1) {
+        return ffi::Error::InvalidArgument(name + " must have values of 8 bits");
+      }
+      if (kind == Coded::kScales) RETURN_IF_ERROR(check_dtype(name, *array, ffi::DataType::F32));
       if (i == 0) leaves->dtypes[stream] = *dtype;
       if (leaves->dtypes[stream] != *dtype) {
         return ffi::Error::InvalidArgument(name + " has another dtype than that of the first leaf");
       }
-      const int64_t size = static_cast<int64_t>(array->element_count());
+      const int64_t count_here = static_cast<int64_t>(array->element_count());
+      const int64_t size = kind == Coded::kScales ? count_here * kBlockValues : count_here;
       if (leaf.size < 0) leaf.size = size;
       if (leaf.size != size) {
         return ffi::Error::InvalidArgument(name + " has another size than its leaf");

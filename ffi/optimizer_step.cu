@@ -8,16 +8,28 @@
 #include <optional>
 #include <string>
 
+#include "eight_bit.cuh"
 #include "handler.h"
 #include "leaves.h"
 #include "operands.h"
+#include "stochastic_rounding.cuh"
 
 namespace {
 
 // The arrays of a leaf, in the order in which they are passed.
-enum Stream { kGradient, kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy };
-static_assert(kCopy + 1 == kMaxStreams);
-constexpr int kMostRead = kCopy;  // the copy is only written
+enum Stream {
+  kGradient,
+  kParameter,
+  kFirstMoment,
+  kSecondMoment,
+  kAverage,
+  kCopy,
+  kFirstScale,  // of moments in 8 bits
+  kSecondScale
+};
+static_assert(kSecondScale + 1 == kMaxStreams);
+constexpr int kMostRead = kCopy;         // the streams before it have values that are read
+constexpr int kMostWritten = kCopy + 1;  // and those up to here values that are written
 
 // The order of the scalars in memory; jaxfused/cuda/optimizer_step.py has the same one.
 struct alignas(16) Scalars {
@@ -37,10 +49,14 @@ constexpr int kScalars = sizeof(Scalars) / sizeof(float);
 
 // LAMB needs the norms of a whole leaf between the moments and the write, so it is two passes. The
 // second one finds the direction anew from the moments.
-enum class Rule { kAdam, kLion, kSgd, kLambMoments, kLambWrite };
+enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite };
 
 __host__ __device__ constexpr bool has_adam_moments(Rule rule) {
   return rule != Rule::kLion && rule != Rule::kSgd;
+}
+
+__host__ __device__ constexpr bool is_moment(int stream) {
+  return stream == kFirstMoment || stream == kSecondMoment;
 }
 
 template <int... kStream>
@@ -50,6 +66,7 @@ constexpr uint32_t kBits = ((1u << kStream) | ...);
 __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
+    case Rule::kAdam8Bit:
       return kBits<kGradient, kParameter, kFirstMoment, kSecondMoment, kAverage>;
     case Rule::kLambMoments:
       return kBits<kGradient, kParameter, kFirstMoment, kSecondMoment>;
@@ -64,6 +81,9 @@ __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
       return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy>;
+    case Rule::kAdam8Bit:
+      return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy, kFirstScale,
+                   kSecondScale>;
     case Rule::kLambMoments:
       return kBits<kFirstMoment, kSecondMoment>;
     case Rule::kLambWrite:
@@ -75,20 +95,17 @@ __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
 
 struct StepArgs {
   const Scalars* scalars;
-  const float* stats;     // sum of squares of all gradients, and whether one is not finite
-  const float2* norms;    // squares of the norms of each leaf's parameter and direction
-  float2* partial_norms;  // the same of what a warp has in a tile
+  const float* stats;        // sum of squares of all gradients, and whether one is not finite
+  const float2* norms;       // squares of the norms of each leaf's parameter and direction
+  float2* partial_norms;     // the same of what a warp has in a tile
+  const LeafRandom* random;  // of each leaf, where something is rounded at random
+  uint32_t rounded;          // the streams in bfloat16 that are rounded at random
   bool clips;
   bool skips_nonfinite;
   bool nesterov;
   Leaves leaves;
 };
 static_assert(sizeof(StepArgs) <= 32764);
-
-// What a thread has of each stream.
-struct Values {
-  float of[kMostRead][kLeafVec];
-};
 
 // The factor of the gradients: the inverse of the loss scale, and clipping to the global norm.
 __device__ __forceinline__ float gradient_factor(const StepArgs& args, const Scalars& s) {
@@ -112,10 +129,13 @@ __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalar
       v = s.one_minus_b2 * (g * g) + s.b2 * v;
     }
     float numerator = m * s.inverse_bias1;
-    if (kRule == Rule::kAdam && args.nesterov) {
+    if ((kRule == Rule::kAdam || kRule == Rule::kAdam8Bit) && args.nesterov) {
       numerator = s.b1 * (m * s.inverse_next_bias1) + s.one_minus_b1 * (g * s.inverse_bias1);
     }
-    return numerator / (sqrtf(v * s.inverse_bias2 + s.eps_root) + s.eps);
+    const float radicand = v * s.inverse_bias2 + s.eps_root;
+    // What has 8 bits needs no more than 23, and time is short beside so few bytes.
+    if (kRule == Rule::kAdam8Bit) return __fdividef(numerator, fast_sqrt(radicand) + s.eps);
+    return numerator / (sqrtf(radicand) + s.eps);
   } else if constexpr (kRule == Rule::kLion) {
     const float mixed = s.one_minus_b1 * g + s.b1 * m;
     m = s.one_minus_b2 * g + s.b2 * m;
@@ -159,11 +179,24 @@ __device__ __forceinline__ void round_to(Dtype dtype, float (&values)[kCount]) {
   });
 }
 
+// Rounds at random what is to be, which storing then leaves as it is; `index` is that of the first
+// value.
+template <Rule kRule, int kCount>
+__device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_index, int64_t index,
+                                             float (&of)[kMostRead][kCount]) {
+  if (args.rounded == 0) return;
+#pragma unroll
+  for (int stream = kParameter; stream <= kSecondMoment; ++stream) {
+    if (!has_stream(streams_written(kRule) & args.rounded, stream)) continue;
+    round_stochastically(args.random[leaf_index], stream - kParameter, index, of[stream]);
+  }
+}
+
 // Brings the average up to the new parameters, as they are in memory.
 template <int kCount>
 __device__ __forceinline__ void average(const StepArgs& args, const Scalars& s,
                                         float (&of)[kMostRead][kCount]) {
-  if (args.leaves.streams >> kAverage == 0) return;  // neither average nor copy
+  if ((args.leaves.streams & kBits<kAverage, kCopy>) == 0) return;
   round_to(args.leaves.dtypes[kParameter], of[kParameter]);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -176,8 +209,9 @@ template <Rule kRule>
 __device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& leaf, int64_t index,
                                               const float (&of)[kMostRead][kLeafVec]) {
 #pragma unroll
-  for (int stream = 0; stream < kMaxStreams; ++stream) {
+  for (int stream = 0; stream < kMostWritten; ++stream) {
     if (!has_stream(streams_written(kRule), stream)) continue;
+    if (kRule == Rule::kAdam8Bit && is_moment(stream)) continue;
     if (!has_stream(args.leaves.streams, stream)) continue;
     store_values(leaf.data[stream], args.leaves.dtypes[stream], index,
                  of[stream == kCopy ? kParameter : stream]);
@@ -187,9 +221,10 @@ __device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& 
 // Updates the values of a tile that are in no vector, one a thread at a time, and returns what LAMB
 // sums of them.
 template <Rule kRule>
-__device__ __noinline__ float2 update_singly(const StepArgs& args, const Leaf& leaf, int64_t first,
+__device__ __noinline__ float2 update_singly(const StepArgs& args, int leaf_index, int64_t first,
                                              int64_t end, float factor, float learning_rate) {
   const Leaves& leaves = args.leaves;
+  const Leaf& leaf = leaves.leaves[leaf_index];
   const Scalars s = *args.scalars;
   float2 squares = {0.0f, 0.0f};
   for (int64_t i = first + threadIdx.x; i < end; i += kLeafThreads) {
@@ -201,9 +236,10 @@ __device__ __noinline__ float2 update_singly(const StepArgs& args, const Leaf& l
       }
     }
     update<kRule>(args, s, leaf.decays, factor, learning_rate, of, squares);
+    round_chosen<kRule>(args, leaf_index, i, of);
     average(args, s, of);
 #pragma unroll
-    for (int stream = 0; stream < kMaxStreams; ++stream) {
+    for (int stream = 0; stream < kMostWritten; ++stream) {
       if (has_stream(streams_written(kRule) & leaves.streams, stream)) {
         store_value(leaf.data[stream], leaves.dtypes[stream], i,
                     of[stream == kCopy ? kParameter : stream][0]);
@@ -241,11 +277,12 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
       unpack_raw(raw[stream][v], leaves.dtypes[stream], of[stream]);
     }
     update<kRule>(args, s, leaf.decays, factor, learning_rate, of, squares);
+    round_chosen<kRule>(args, leaf_index, tile.start + start, of);
     average(args, s, of);
     store_vectors<kRule>(args, leaf, tile.start + start, of);
   }
   if (tile.whole < tile.values) {
-    const float2 more = update_singly<kRule>(args, leaf, tile.start + tile.whole,
+    const float2 more = update_singly<kRule>(args, leaf_index, tile.start + tile.whole,
                                              tile.start + tile.values, factor, learning_rate);
     squares.x += more.x;
     squares.y += more.y;
@@ -260,10 +297,70 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
   }
 }
 
+// Updates a thread's values of a tile whose moments have 8 bits. A warp owns one block of them, and
+// a leaf consists of whole blocks.
+__device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Leaf& leaf,
+                                                 int leaf_index, const LeafTile& tile,
+                                                 const RawTile<2>& raw, const float (&scales)[2]) {
+  constexpr Rule kRule = Rule::kAdam8Bit;
+  const Leaves& leaves = args.leaves;
+  if (vector_start<2>(0) >= tile.whole) return;
+  const Scalars s = *args.scalars;
+  const float factor = gradient_factor(args, s);
+  float moments[2][2][kLeafVec];
+  float2 squares = {0.0f, 0.0f};
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    float of[kMostRead][kLeafVec] = {};
+    unpack_raw(raw[kGradient][v], leaves.dtypes[kGradient], of[kGradient]);
+    unpack_raw(raw[kParameter][v], leaves.dtypes[kParameter], of[kParameter]);
+    decode_signed(raw[kFirstMoment][v].x, scales[0], of[kFirstMoment]);
+    decode_unsigned(raw[kSecondMoment][v].x, scales[1], of[kSecondMoment]);
+    if (has_stream(leaves.streams, kAverage)) {
+      unpack_raw(raw[kAverage][v], leaves.dtypes[kAverage], of[kAverage]);
+    }
+    update<kRule>(args, s, leaf.decays, factor, s.learning_rate, of, squares);
+    const int64_t index = tile.start + vector_start<2>(v);
+    if (has_stream(args.rounded, kParameter)) {
+      round_stochastically(args.random[leaf_index], 0, index, of[kParameter]);
+    }
+    average(args, s, of);
+    store_vectors<kRule>(args, leaf, index, of);
+#pragma unroll
+    for (int i = 0; i < kLeafVec; ++i) {
+      moments[0][v][i] = of[kFirstMoment][i];
+      moments[1][v][i] = of[kSecondMoment][i];
+    }
+  }
+  const float new_scales[] = {largest(moments[0]), largest(moments[1])};
+  float inverse[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) inverse[i] = new_scales[i] == 0.0f ? 0.0f : 1.0f / new_scales[i];
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    const int64_t index = tile.start + vector_start<2>(v);
+    uint32_t halves[kLeafVec];
+    random_halves(args.random[leaf_index], 2, index, halves);
+    const auto codes = [&](Stream stream) {
+      return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(leaf.data[stream]) + index);
+    };
+    __stcs(codes(kFirstMoment), encode_signed(moments[0][v], inverse[0]));
+    __stcs(codes(kSecondMoment), encode_unsigned(moments[1][v], inverse[1], halves));
+  }
+  if (threadIdx.x % kWarpSize == 0) {
+    const int64_t block = (tile.start + vector_start<2>(0)) / kBlockValues;
+    static_cast<float*>(leaf.data[kFirstScale])[block] = new_scales[0];
+    static_cast<float*>(leaf.data[kSecondScale])[block] = new_scales[1];
+  }
+}
+
+constexpr int kLeastBlocks = 3;  // of a multiprocessor, so that enough bytes are in flight
+
 // The grid is as large as the GPU holds at a time. A block's loads of a tile are all in flight
 // together, and those of other blocks are while it computes.
 template <Rule kRule, int kVectors>
-__global__ void __launch_bounds__(kLeafThreads) step_leaves(const __grid_constant__ StepArgs args) {
+__global__ void __launch_bounds__(kLeafThreads, kLeastBlocks)
+    step_leaves(const __grid_constant__ StepArgs args) {
   const Leaves& leaves = args.leaves;
   if (args.skips_nonfinite && __ldg(args.stats + 1) != 0.0f) return;
   int64_t tile_index = static_cast<int64_t>(leaves.tiles) - 1 - blockIdx.x;
@@ -280,10 +377,25 @@ __global__ void __launch_bounds__(kLeafThreads) step_leaves(const __grid_constan
       for (int v = 0; v < kVectors; ++v) {
         const int start = vector_start<kVectors>(v);
         if (start >= tile.whole) continue;
-        raw[stream][v] = load_raw(leaf.data[stream], leaves.dtypes[stream], tile.start + start);
+        if (kRule == Rule::kAdam8Bit && is_moment(stream)) {
+          raw[stream][v].x = *reinterpret_cast<const uint32_t*>(
+              static_cast<const uint8_t*>(leaf.data[stream]) + tile.start + start);
+        } else {
+          raw[stream][v] = load_raw(leaf.data[stream], leaves.dtypes[stream], tile.start + start);
+        }
       }
     }
-    update_tile<kRule, kVectors>(args, leaf, cursor.index(), tile_index, tile, raw);
+    if constexpr (kRule == Rule::kAdam8Bit) {
+      float scales[2] = {0.0f, 0.0f};
+      if (vector_start<2>(0) < tile.whole) {
+        const int64_t block = (tile.start + vector_start<2>(0)) / kBlockValues;
+        scales[0] = static_cast<const float*>(leaf.data[kFirstScale])[block];
+        scales[1] = static_cast<const float*>(leaf.data[kSecondScale])[block];
+      }
+      update_8bit_tile(args, leaf, cursor.index(), tile, raw, scales);
+    } else {
+      update_tile<kRule, kVectors>(args, leaf, cursor.index(), tile_index, tile, raw);
+    }
   }
 }
 
@@ -321,6 +433,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 std::optional<Rule> parse_rule(std::string_view name) {
   if (name == "adam") return Rule::kAdam;
+  if (name == "adam_8bit") return Rule::kAdam8Bit;
   if (name == "lion") return Rule::kLion;
   if (name == "sgd") return Rule::kSgd;
   if (name == "lamb_moments") return Rule::kLambMoments;
@@ -345,6 +458,8 @@ ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cu
   switch (rule) {
     case Rule::kAdam:
       return launch_step<Rule::kAdam, kVectors>(args, device, stream);
+    case Rule::kAdam8Bit:
+      return launch_step<Rule::kAdam8Bit, 2>(args, device, stream);
     case Rule::kLion:
       return launch_step<Rule::kLion, kVectors>(args, device, stream);
     case Rule::kSgd:
@@ -356,29 +471,47 @@ ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cu
   }
 }
 
-// `norms` are read by the rule that needs them and else absent, as are `partial_norms` and
-// `new_norms`, which are written. The arrays of a leaf follow each other, and so do its results,
-// which are some of these arrays.
+// `norms` and `random` are read by the rules that need them and else absent, as are
+// `partial_norms` and `new_norms`, which are written. The arrays of a leaf follow each other, and
+// so do its results, which are some of these arrays.
 ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer stats,
-                          ffi::AnyBuffer norms, ffi::RemainingArgs arrays,
+                          ffi::AnyBuffer norms, ffi::AnyBuffer random, ffi::RemainingArgs arrays,
                           ffi::Result<ffi::AnyBuffer> partial_norms,
                           ffi::Result<ffi::AnyBuffer> new_norms, ffi::RemainingRets results,
                           std::string_view rule_name, ffi::Span<const int64_t> decays,
                           int32_t streams, bool clips, bool skips_nonfinite, bool nesterov,
-                          int32_t vectors) {
+                          int32_t vectors, int32_t rounded) {
   const auto rule = parse_rule(rule_name);
   if (!rule) return ffi::Error::InvalidArgument("the rule is not known");
   RETURN_IF_ERROR(check_float32("scalars", scalars, {kScalars}));
   if (clips || skips_nonfinite) RETURN_IF_ERROR(check_float32("stats", stats, {2}));
   StepArgs args = {};
   Leaves& leaves = args.leaves;
+  const bool has_8bits = *rule == Rule::kAdam8Bit;
+  if (has_8bits && vectors != 2) {
+    return ffi::Error::InvalidArgument("a warp owns a block of 8-bit moments if vectors is 2");
+  }
+  Coded coded[kMaxStreams] = {};
+  coded[kFirstMoment] = coded[kSecondMoment] = has_8bits ? Coded::kCodes : Coded::kNo;
+  coded[kFirstScale] = coded[kSecondScale] = Coded::kScales;
   RETURN_IF_ERROR(parse_leaves(arrays, results, streams, streams_written(*rule), decays,
-                               vectors * kLeafTile<1>, &leaves));
+                               vectors * kLeafTile<1>, coded, &leaves));
   args.scalars = static_cast<const Scalars*>(scalars.untyped_data());
   args.stats = data_or_null<const float>(stats);
   args.clips = clips;
   args.skips_nonfinite = skips_nonfinite;
   args.nesterov = nesterov;
+  args.rounded = rounded;
+  if (rounded != 0 || has_8bits) {
+    RETURN_IF_ERROR(check_shape("random", random, {leaves.count, sizeof(LeafRandom) / 4}));
+    RETURN_IF_ERROR(check_dtype("random", random, ffi::DataType::U32));
+    args.random = static_cast<const LeafRandom*>(random.untyped_data());
+  }
+  for (const Leaf& leaf : leaves.leaves) {
+    if (has_8bits && (leaf.size % kBlockValues != 0 || (leaf.size > 0 && !leaf.aligned))) {
+      return ffi::Error::InvalidArgument("a leaf with 8-bit moments must be whole aligned blocks");
+    }
+  }
   if (*rule == Rule::kLambWrite) {
     RETURN_IF_ERROR(check_float32("norms", norms, {leaves.count, 2}));
     args.norms = static_cast<const float2*>(norms.untyped_data());
@@ -415,6 +548,7 @@ DEFINE_HANDLER(jaxfused_optimizer_step, optimizer_step,
                    .Arg<ffi::AnyBuffer>()  // scalars
                    .Arg<ffi::AnyBuffer>()  // stats
                    .Arg<ffi::AnyBuffer>()  // norms
+                   .Arg<ffi::AnyBuffer>()  // random
                    .RemainingArgs()
                    .Ret<ffi::AnyBuffer>()  // partial_norms
                    .Ret<ffi::AnyBuffer>()  // new_norms
@@ -425,5 +559,6 @@ DEFINE_HANDLER(jaxfused_optimizer_step, optimizer_step,
                    .Attr<bool>("clips")
                    .Attr<bool>("skips_nonfinite")
                    .Attr<bool>("nesterov")
-                   .Attr<int32_t>("vectors"),
+                   .Attr<int32_t>("vectors")
+                   .Attr<int32_t>("rounded"),
                {ffi::Traits::kCmdBufferCompatible});

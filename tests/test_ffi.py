@@ -197,6 +197,7 @@ STEP = dict(
     skips_nonfinite=np.bool_(False),
     nesterov=np.bool_(False),
     vectors=np.int32(1),
+    rounded=np.int32(0),
 )
 ROPE = dict(interleaved=np.bool_(False), inverse=np.bool_(False))
 BF16 = "bfloat16"
@@ -246,35 +247,35 @@ BF16 = "bfloat16"
             ("gradient_norm", [(2,), (5,)], [(2,), (2048, 2)], {}, r"factor has shape \[2\]"),
             (
                 "optimizer_step",
-                [(16,), (0,), (0,), (5,), (5,)],
+                [(16,), (0,), (0,), (0,), (5,), (5,)],
                 [(0,), (0,), (5,)],
                 STEP | dict(rule="rmsprop"),
                 "the rule is not known",
             ),
             (
                 "optimizer_step",
-                [(16,), (0,), (0,), (5,), (5,)],
+                [(16,), (0,), (0,), (0,), (5,), (5,)],
                 [(0,), (0,), (5,)],
                 STEP,
                 "array 1 is not updated in place",
             ),
             (
                 "optimizer_step",
-                [(16,), (0,), (0,), (5,), (6,)],
+                [(16,), (0,), (0,), (0,), (5,), (6,)],
                 [(0,), (0,), (6,)],
                 STEP,
                 "array 1 has another size than its leaf",
             ),
             (
                 "optimizer_step",
-                [(16,), (0,), (0,), (5,), ((5,), "int32")],
+                [(16,), (0,), (0,), (0,), (5,), ((5,), "int32")],
                 [(0,), (0,), ((5,), "int32")],
                 STEP,
                 "array 1 must be float32, bfloat16 or float16",
             ),
             (
                 "optimizer_step",
-                [(16,), (0,), (0,), (5,)],
+                [(16,), (0,), (0,), (0,), (5,)],
                 [(0,), (0,), (5,)],
                 STEP,
                 "1 leaves have another number of arrays or results than 1 and 1",

@@ -16,6 +16,8 @@ import pytest
 import jaxfused
 from jaxfused import dispatch, optim
 from jaxfused.cuda import library, optimizer_step
+from jaxfused.optim import eight_bit
+from jaxfused.optim.eight_bit import is_coded
 from tests import optimizer_kernels
 from tests.lowering import kernels_in, lowered
 from tests.optim_training import assert_same_bits, make_grads, make_params
@@ -32,6 +34,11 @@ CASES = [
     ("sgd", dict(momentum=0.9, nesterov=True), EXTRAS, dict(max_norm=2.0)),
     ("lamb", dict(weight_decay=0.1), {}, dict(max_norm=1.0)),
     ("lamb", {}, EXTRAS, dict(skip_nonfinite=True)),
+    ("adamw8bit", {}, {}, dict(max_norm=1.0)),
+    ("adamw8bit", dict(nesterov=True), EXTRAS, {}),
+    ("adamw", {}, dict(rounding_seed=7), dict(max_norm=1.0)),
+    ("lion", {}, dict(rounding_seed=7, ema_decay=0.9), {}),
+    ("lamb", {}, dict(rounding_seed=7), {}),
 ]
 
 
@@ -52,7 +59,16 @@ def lowerable(monkeypatch):
     jax.clear_caches()
 
 
-def train(case, implementation, params=make_params, grads=make_grads, steps=4):
+def large_params():
+    """Leaves that adamw8bit codes, in blocks within one axis and over several, and bfloat16."""
+    tree = make_params()
+    tree["rows"] = jax.random.normal(jax.random.key(1), (12, 512))
+    tree["merged"] = jax.random.normal(jax.random.key(2), (3, 16, 96))
+    tree["bf"] = jax.random.normal(jax.random.key(3), (20, 768), jnp.bfloat16)
+    return tree
+
+
+def train(case, implementation, params=large_params, grads=make_grads, steps=4):
     """Takes steps, one with a NaN where that is skipped, and one in which a leaf has no gradient."""
     name, options, extras, how = case
     tx = getattr(optim, name)(optax.linear_schedule(0.1, 0.0, 10), **options)
@@ -68,16 +84,30 @@ def train(case, implementation, params=make_params, grads=make_grads, steps=4):
     return params, state
 
 
-def assert_close(actual, expected, tolerance=2e-5):
+def decoded(tree):
+    """Returns a tree with 8-bit moments as values, of which each is right to 3 % of the largest one."""
+    return jax.tree.map(
+        lambda leaf: np.asarray(eight_bit.decode(leaf), np.float16) if is_coded(leaf) else leaf,
+        tree,
+        is_leaf=is_coded,
+    )
+
+
+def assert_close(actual, expected, tolerance=2e-5, few=0.0):
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    actual, expected = decoded(actual), decoded(expected)
     for (path, a), e in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
-        # A rounding to 16 bits may go the other way.
-        t = tolerance if a.dtype.itemsize >= 4 else 1e-2
-        np.testing.assert_allclose(
-            np.float64(a), np.float64(e), rtol=t, atol=t, err_msg=jax.tree_util.keystr(path)
-        )
+        # A rounding to 8 or 16 bits may go the other way, with all that follows from it.
+        name = jax.tree_util.keystr(path)
+        coarse = a.dtype.itemsize == 2 or re.search(r"bf|hf", name)
+        t = max(tolerance, 2e-2) if coarse else tolerance
+        a, e = np.float64(a), np.float64(e)
+        unit = np.max(np.abs(e), initial=0.0) if "mu" in name or "nu" in name else 1.0
+        far = ~np.isclose(a, e, rtol=t, atol=t * unit)
+        allowed = few * a.size if coarse else 0
+        assert far.sum() <= allowed, f"{name}: {far.sum()} of {a.size}, {a[far]} and not {e[far]}"
 
 
 # --- what calls the kernels, against the reference ------------------------------------------------
@@ -87,7 +117,9 @@ def assert_close(actual, expected, tolerance=2e-5):
 def test_as_the_reference(stood_in, case):
     # Optax multiplies a momentum of 16 bits in its own dtype.
     tolerance = 1e-2 if "mu_dtype" in case[1] else 2e-5
-    assert_close(train(case, "cuda"), train(case, "xla"), tolerance)
+    # In 16 bits Optax rounds after each operation, and lion takes the sign of a difference.
+    few = 0.02 if case[0] == "lion" else 0.0
+    assert_close(train(case, "cuda"), train(case, "xla"), tolerance, few)
 
 
 def test_kernels_come_first(stood_in):

@@ -26,6 +26,9 @@ class Leaf(NamedTuple):
     second_moment: jax.Array | None = None
     average: jax.Array | None = None
     copy: jax.Array | None = None
+    first_scale: jax.Array | None = None
+    """The scales of a first moment in int8; the second moment then is in uint8."""
+    second_scale: jax.Array | None = None
 
 
 class Scalars(NamedTuple):
@@ -57,7 +60,11 @@ _WRITTEN = {
     "lamb_moments": ("first_moment", "second_moment"),
     "lamb_write": ("parameter", "average", "copy"),
 }
-_ALL_WRITTEN = ("parameter", "first_moment", "second_moment", "average", "copy")
+_ALL_WRITTEN = tuple(field for field in Leaf._fields if field != "gradient")
+RANDOM_WORDS = 16
+"""The words for each leaf of `random`: see LeafRandom in ffi/stochastic_rounding.cuh."""
+BLOCK = 256
+"""Values that share a scale."""
 
 
 def why_unsupported(
@@ -79,7 +86,15 @@ def why_unsupported(
 def _vectors(leaf: Leaf) -> int:
     """Returns the vectors of a thread in a tile; more of them where values have few bytes."""
     read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
-    return 1 if read >= 12 else 2
+    return 1 if read >= 12 else 2  # A warp with two has a block of an 8-bit moment.
+
+
+def _bits(streams: Sequence[str]) -> np.int32:
+    return np.int32(sum(1 << Leaf._fields.index(name) for name in streams))
+
+
+def _is_bfloat16(array: jax.Array | None) -> bool:
+    return array is not None and array.dtype == jnp.bfloat16
 
 
 def step(
@@ -93,13 +108,15 @@ def step(
     skips_nonfinite: bool,
     nesterov: bool,
     norms: jax.Array | None = None,
+    random: jax.Array | None = None,
+    rounded: Sequence[str] = (),
 ) -> tuple[list[Leaf], jax.Array | None]:
     """Returns the leaves after the step, whose arrays have the buffers of those before it.
 
     Args:
-      rule: "adam", "lion", "sgd", "lamb_moments" or "lamb_write". The last two are LAMB's passes:
-        the first updates the moments and returns the squares of the norms of each leaf's parameter
-        and direction, which the second one reads.
+      rule: "adam", "adam_8bit", "lion", "sgd", "lamb_moments" or "lamb_write". The last two are
+        LAMB's passes: the first updates the moments and returns the squares of the norms of each
+        leaf's parameter and direction, which the second one reads.
       scalars: `Scalars.stacked`.
       stats: from `gradient_norm.sum_of_squares`, if the step clips or skips.
       leaves: leaves that have the same arrays, in the same dtypes.
@@ -108,6 +125,8 @@ def step(
       skips_nonfinite: change nothing if a gradient is not finite.
       nesterov: use Nesterov momentum.
       norms: [leaves, 2], which "lamb_write" reads.
+      random: uint32 [leaves, RANDOM_WORDS], which random rounding and "adam_8bit" read.
+      rounded: the arrays of a leaf that are rounded at random if they are in bfloat16.
 
     Returns:
       (leaves, norms), where norms are None but for "lamb_moments".
@@ -126,7 +145,7 @@ def step(
         operands = [getattr(leaf, name) for leaf in leaves[part] for name in streams]
         results = [getattr(leaf, name) for leaf in leaves[part] for name in written]
         places = [
-            3 + i * len(streams) + streams.index(name)
+            4 + i * len(streams) + streams.index(name)
             for i in range(len(leaves[part]))
             for name in written
         ]
@@ -148,14 +167,16 @@ def step(
             scalars,
             absent if stats is None else stats,
             absent if norms is None else norms[part],
+            absent if random is None else random[part],
             *operands,
             rule=rule,
             decays=np.array(decays[part], np.int64),
-            streams=np.int32(sum(1 << Leaf._fields.index(name) for name in streams)),
+            streams=_bits(streams),
             clips=np.bool_(clips),
             skips_nonfinite=np.bool_(skips_nonfinite),
             nesterov=np.bool_(nesterov),
             vectors=np.int32(vectors),
+            rounded=_bits([name for name in rounded if _is_bfloat16(getattr(leaves[0], name))]),
         )
         new_norms.append(norms_of_part)
         remaining = iter(arrays)

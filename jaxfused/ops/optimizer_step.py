@@ -4,6 +4,7 @@ The reference is in jaxfused.optim, where an optimizer's formula is stated in ja
 """
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from jaxfused.cuda import gradient_norm
 from jaxfused.cuda import optimizer_step as kernels
 from jaxfused.cuda.optimizer_step import Leaf as Leaf
 from jaxfused.cuda.optimizer_step import Scalars as Scalars
+from jaxfused.semantics import stochastic_rounding
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ def step(
     clips: bool,
     skips_nonfinite: bool,
     why: Mapping[str, str | None],
+    numbers: Sequence[int],
+    rounding: jax.Array | None = None,
+    coding: jax.Array | None = None,
 ) -> tuple[list[Leaf], jax.Array]:
     """Returns the leaves after the step, and whether the step was taken.
 
@@ -78,6 +83,10 @@ def step(
       clips: scale gradients down to the norm `scalars.max_norm` of all of them, on all devices.
       skips_nonfinite: change nothing if a gradient is not finite.
       why: for each implementation, why it cannot run.
+      numbers: each leaf's number in its tree, for random bits.
+      rounding: uint32 [2], from which the bits come that round arrays in bfloat16; None to round them
+        to the nearest.
+      coding: uint32 [2], from which the bits come that round second moments in 8 bits, if there are any.
     """
     if not leaves:
         return [], jnp.array(True)
@@ -89,12 +98,20 @@ def step(
         clips,
         skips_nonfinite,
         why,
+        tuple(numbers),
+        rounding is not None,
     )
+    none = jnp.zeros(2, jnp.uint32)
+    words = jnp.stack([none if w is None else w for w in (rounding, coding)])
     axes = [sharding_axes(i, leaf) for i, leaf in enumerate(leaves)]
     taken, *arrays = sharding.per_array_shard(
         functools.partial(call.on_shards, axes),
-        [scalars.stacked(), *_arrays(leaves, call.fields)],
-        operand_axes=[("whole",), *(of_leaf[f] for of_leaf, f in _each(axes, call.fields))],
+        [scalars.stacked(), words, *_arrays(leaves, call.fields)],
+        operand_axes=[
+            ("whole_scalars",),
+            ("whole_words", "whole_pair"),
+            *(of_leaf[f] for of_leaf, f in _each(axes, call.fields)),
+        ],
         result_axes=[(), *(of_leaf[f] for of_leaf, f in _each(axes, call.written))],
     )
     return call.leaves(arrays, call.written), taken
@@ -102,8 +119,21 @@ def step(
 
 def sharding_axes(index: int, leaf: Leaf) -> dict[str, sharding.AxisNames]:
     """Returns the names of the axes of each array of a leaf."""
-    axes = tuple(f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim))
-    return dict.fromkeys(Leaf._fields, axes)
+    names = [f"leaf{index}_{axis}" for axis in range(leaf.parameter.ndim)]
+    if leaf.first_scale is None:
+        return dict.fromkeys(Leaf._fields, tuple(names))
+    # The last axis is split between two blocks of an 8-bit moment; merged axes are not split.
+    leading = leaf.first_scale.ndim - 1
+    axes: sharding.AxisNames
+    if leading == leaf.parameter.ndim - 1:
+        scales: sharding.AxisNames = tuple(names)
+        axes = (*names[:-1], sharding.Blocks(names[-1], kernels.BLOCK))
+    else:
+        whole = [f"whole_{name}" for name in names[leading:]]
+        scales = (*names[:leading], f"whole_blocks{index}")
+        axes = (*names[:leading], *whole)
+    of_scales = dict(first_scale=scales, second_scale=scales)
+    return dict.fromkeys(Leaf._fields, axes) | of_scales
 
 
 def _each(rows: Sequence[Any], fields: Sequence[Sequence[str]]) -> list[tuple[Any, str]]:
@@ -132,6 +162,9 @@ class _Call:
     clips: bool
     skips_nonfinite: bool
     why: Mapping[str, str | None]
+    numbers: tuple[int, ...]
+    rounds: bool
+    """Whether arrays in bfloat16 are rounded at random."""
 
     @property
     def written(self) -> tuple[tuple[str, ...], ...]:
@@ -147,6 +180,7 @@ class _Call:
         axes: Sequence[Mapping[str, sharding.AxisNames]],
         where: sharding.OnShards,
         scalars: jax.Array,
+        words: jax.Array,
         *arrays: jax.Array,
     ) -> tuple[jax.Array, ...]:
         """Returns whether the step is taken, and the arrays that have been written."""
@@ -159,13 +193,14 @@ class _Call:
             stats = _sum_of_squares(factor, [leaf.gradient for leaf in leaves], names)
         new: list[Leaf | None] = [None] * len(leaves)
         for group in self._launches(leaves, names):
-            results = self._update(
-                scalars,
-                stats,
-                [leaves[i] for i in group],
-                [self.decays[i] for i in group],
-                names[group[0]],
-            )
+            members = [leaves[i] for i in group]
+            random = None
+            if self.rounds or members[0].first_scale is not None:
+                places = [_place(where, axes[i]["parameter"], leaves[i].parameter) for i in group]
+                numbers = jnp.array([self.numbers[i] for i in group], jnp.uint32)
+                random = _random(words, numbers, places, members[0])
+            decays = [self.decays[i] for i in group]
+            results = self._update(scalars, stats, random, members, decays, names[group[0]])
             for i, leaf in zip(group, results, strict=True):
                 new[i] = leaf
         return stats[1] == 0, *_arrays([leaf for leaf in new if leaf is not None], self.written)
@@ -188,22 +223,31 @@ class _Call:
         self,
         scalars: jax.Array,
         stats: jax.Array,
+        random: jax.Array | None,
         leaves: Sequence[Leaf],
         decays: Sequence[bool],
         names: tuple[str, ...],
     ) -> list[Leaf]:
         fields = [_present(leaf) for leaf in leaves]
-        varying = sharding.varying(scalars, stats, *_arrays(leaves, fields))
-        scalars, stats, *arrays = sharding.vary([scalars, stats, *_arrays(leaves, fields)], varying)
+        shared = [scalars, stats, *([] if random is None else [random])]
+        operands = [*shared, *_arrays(leaves, fields)]
+        varying = sharding.varying(*operands)
+        operands = sharding.vary(operands, varying)
+        scalars, stats, *arrays = operands
+        if random is not None:
+            random, *arrays = arrays
         leaves = self.leaves(arrays, fields)
         step = functools.partial(
             kernels.step,
             clips=self.clips,
             skips_nonfinite=self.skips_nonfinite,
             nesterov=self.rule.nesterov,
+            random=random,
+            rounded=stochastic_rounding.ARRAYS if self.rounds else (),
         )
         if self.rule.name != "lamb":
-            new, _ = step(self.rule.name, scalars, stats, leaves, decays)
+            coded = "_8bit" if leaves[0].first_scale is not None else ""
+            new, _ = step(self.rule.name + coded, scalars, stats, leaves, decays)
         else:
             first = [leaf._replace(average=None, copy=None) for leaf in leaves]
             moved, norms = step("lamb_moments", scalars, stats, first, decays)
@@ -216,6 +260,52 @@ class _Call:
             new, _ = step("lamb_write", scalars, stats, second, decays, norms=norms)
         written = [[f for f in names if f != "gradient"] for names in fields]
         return self.leaves(sharding.vary(_arrays(new, written), varying), written)
+
+
+def _place(
+    where: sharding.OnShards, axes: sharding.AxisNames, shard: jax.Array
+) -> list[jax.Array | int]:
+    """Returns where a shard is in its array: base, three chunks and three skips, modulo 2^32.
+
+    The element with index l on this device has index base + l + sum of (l // chunk) * skip in the array,
+    where the terms are those of the axes that are split, but the first of all axes needs none.
+    """
+    base: jax.Array | int = 0
+    terms = []
+    local_stride = stride = 1
+    for axis in reversed(range(shard.ndim)):
+        size, names = shard.shape[axis], where.names((axes[axis],))
+        parts = math.prod(lax.axis_size(name) for name in names)
+        if parts > 1:
+            offset = lax.axis_index(names).astype(jnp.uint32)
+            base = base + offset * jnp.uint32(size * stride % 2**32)
+            if axis > 0:
+                terms.append((size * local_stride, size * stride * (parts - 1) % 2**32))
+        local_stride *= size
+        stride *= size * parts
+    if len(terms) > 3 or any(chunk >= 2**32 for chunk, _ in terms):
+        raise ValueError(
+            "step: random rounding takes arrays of which at most 3 axes beside the first are split,"
+            f" into parts of less than 2^32 elements, but a shard has shape {shard.shape}; split fewer"
+            " axes."
+        )
+    chunks, skips = zip(*terms, *[(0, 0)] * (3 - len(terms)), strict=True)
+    return [base, *chunks, *skips]
+
+
+def _random(
+    words: jax.Array, numbers: jax.Array, places: Sequence[Sequence[jax.Array | int]], like: Leaf
+) -> jax.Array:
+    """Returns what the kernels' random bits depend on, for each leaf: [leaves, RANDOM_WORDS]."""
+    rounding, coding = words
+    codes = like.first_scale is not None
+    seeds = [
+        stochastic_rounding.leaf_seeds(coding if codes and moment else rounding, numbers, array)
+        for moment, array in enumerate(stochastic_rounding.ARRAYS)
+    ]
+    rows = jnp.stack([jnp.stack([jnp.asarray(x, jnp.uint32) for x in row]) for row in places])
+    table = jnp.concatenate([*(seed.T for seed in seeds), rows], axis=1)
+    return jnp.pad(table, ((0, 0), (0, kernels.RANDOM_WORDS - table.shape[1])))
 
 
 def _sum_of_squares(

@@ -2,6 +2,8 @@
 
 from jaxfused.optim.adam import adam as adam
 from jaxfused.optim.adamw import adamw as adamw
+from jaxfused.optim.adamw8bit import adamw8bit as adamw8bit
+from jaxfused.optim.eight_bit import EightBitMoment as EightBitMoment
 from jaxfused.optim.lamb import lamb as lamb
 from jaxfused.optim.lion import lion as lion
 from jaxfused.optim.sgd import sgd as sgd

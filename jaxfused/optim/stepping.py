@@ -16,7 +16,9 @@ from jax.custom_batching import custom_vmap
 
 from jaxfused import dispatch
 from jaxfused.ops import optimizer_step
+from jaxfused.optim import eight_bit
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics import stochastic_rounding
 
 if TYPE_CHECKING:
     from jaxfused.optim.transformation import FusedTransformation, Leaves
@@ -44,6 +46,8 @@ class StepState:
     """The int32 number of finite steps since the loss scale last changed."""
     skipped: jax.Array
     """The int32 number of steps skipped so far because a gradient was not finite."""
+    rounding: jax.Array | None
+    """The seed of random rounding and the number of the next step, uint32 [2]."""
     ema_decay: float | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
 
@@ -56,6 +60,7 @@ def init(
     compute_dtype: Any,
     loss_scale: float | None,
     growth_interval: int,
+    rounding_seed: int | None,
 ) -> StepState:
     """Implements `FusedTransformation.init_step`, where the arguments are described."""
     if ema_decay is not None and not 0 <= ema_decay < 1:
@@ -67,6 +72,11 @@ def init(
         raise ValueError(
             f"init_step: loss_scale is {loss_scale}, but it must be from 1 to 2**127;"
             " pass 2.0**15, or None for no scaling."
+        )
+    if rounding_seed is not None and not 0 <= rounding_seed < 2**32:
+        raise ValueError(
+            f"init_step: rounding_seed is {rounding_seed}, but it must be from 0 to 2**32 - 1;"
+            " pass 0, or None to round to the nearest."
         )
     if growth_interval < 1:
         raise ValueError(
@@ -86,6 +96,7 @@ def init(
         loss_scale=None if loss_scale is None else jnp.array(loss_scale, jnp.float32),
         good_steps=None if loss_scale is None else jnp.zeros([], jnp.int32),
         skipped=jnp.zeros([], jnp.int32),
+        rounding=None if rounding_seed is None else jnp.array([rounding_seed, 0], jnp.uint32),
         ema_decay=ema_decay,
         growth_interval=growth_interval,
     )
@@ -116,7 +127,9 @@ def _why(
     tx: "FusedTransformation", grads: optax.Updates, state: Any, params: optax.Params
 ) -> dict[str, str | None]:
     """Returns why each implementation cannot take a step of this tree."""
-    arrays = jax.tree.leaves((grads, params, state))
+    kept = (state.optimizer, state.ema, state.compute) if isinstance(state, StepState) else state
+    leaves = jax.tree.leaves((grads, params, kept), is_leaf=eight_bit.is_coded)
+    arrays = [leaf for leaf in leaves if not eight_bit.is_coded(leaf)]
     # The counts of steps and schedules are not the kernels' to read.
     dtypes = [
         jnp.result_type(array)
@@ -233,6 +246,9 @@ def _by_kernels(
         clips=max_norm is not None,
         skips_nonfinite=skips,
         why=why,
+        numbers=moving,
+        rounding=None if kept is None else kept.rounding,
+        coding=None if recipe.coding is None else recipe.coding(leaves.count),
     )
     rows = [_at_rest(row, kept, finite) if row.gradient is None else row for row in rows]
     for i, row in zip(moving, new, strict=True):
@@ -241,10 +257,9 @@ def _by_kernels(
     def tree(field: str) -> Any:
         return leaves.treedef.unflatten([getattr(row, field) for row in rows])
 
-    fields = ("first_moment", "second_moment")
     moments = {
-        name: [getattr(row, field) for row in rows]
-        for name, field in zip(leaves.moments, fields, strict=False)
+        name: [_moment(row, which) for row in rows]
+        for name, which in zip(leaves.moments, ("first", "second"), strict=False)
     }
     new_opt_state = recipe.next_state(leaves, opt_state, moments, finite if skips else None)
     new_params = tree("parameter")
@@ -256,6 +271,7 @@ def _by_kernels(
         ema=None if kept.ema is None else tree("average"),
         compute=None if kept.compute is None else tree("copy"),
         skipped=kept.skipped + jnp.where(finite, 0, 1),
+        rounding=_next_rounding(kept, finite),
     )
 
 
@@ -270,8 +286,20 @@ def _rows(leaves: "Leaves", kept: StepState | None) -> list[optimizer_step.Leaf]
     first, second, *_ = (*leaves.moments.values(), absent, absent)
     average = column(None if kept is None else kept.ema)
     copy = column(None if kept is None else kept.compute)
-    columns = (leaves.gradients, leaves.params, first, second, average, copy)
-    return [optimizer_step.Leaf(*row) for row in zip(*columns, strict=True)]
+    rows = zip(leaves.gradients, leaves.params, first, second, average, copy, strict=True)
+    return [_row(*row) for row in rows]
+
+
+def _row(g: Any, p: Any, first: Any, second: Any, average: Any, copy: Any) -> optimizer_step.Leaf:
+    first, first_scale = eight_bit.codes_and_scales(first)
+    second, second_scale = eight_bit.codes_and_scales(second)
+    return optimizer_step.Leaf(g, p, first, second, average, copy, first_scale, second_scale)
+
+
+def _moment(row: optimizer_step.Leaf, which: str) -> Any:
+    """Returns a moment in the form that it has in Optax's state."""
+    values, scales = getattr(row, f"{which}_moment"), getattr(row, f"{which}_scale")
+    return values if scales is None else eight_bit.EightBitMoment(values, scales)
 
 
 def _at_rest(
@@ -310,19 +338,47 @@ def _by_update(
     if max_norm is not None:
         grads = _clip(grads, max_norm)
 
-    updates, new_opt_state = tx.update(grads, opt_state, params)
+    rounding = None if kept is None else kept.rounding
+    wide = (opt_state, params) if rounding is None else _without_bfloat16((opt_state, params))
+    updates, new_opt_state = tx.update(grads, *wide)
 
-    def write(old, new):
+    def write(old, new, number=0, array=None):
+        if rounding is not None and array is not None and old.dtype == jnp.bfloat16:
+            seeds = stochastic_rounding.leaf_seeds(rounding, number, array)
+            halves = stochastic_rounding.random_halves(seeds, old.shape)
+            new = stochastic_rounding.round_to_bfloat16(new.astype(jnp.float32), halves)
         new = new.astype(old.dtype)
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
-    new_params = jax.tree.map(
-        lambda u, p: p if u is None else write(p, p + u),
-        updates,
-        params,
-        is_leaf=lambda u: u is None,
+    def write_column(array, old, new):
+        """Writes the arrays of one kind, one for each leaf of the gradients."""
+        treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
+        pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
+        return treedef.unflatten(
+            [
+                jax.tree.map(functools.partial(write, number=i, array=array), *pair)
+                for i, pair in enumerate(pairs)
+            ]
+        )
+
+    summed = jax.tree.map(
+        lambda u, p: p if u is None else p + u, updates, params, is_leaf=lambda u: u is None
     )
-    new_opt_state = jax.tree.map(write, opt_state, new_opt_state)
+    new_params = write_column("parameter", params, summed)
+    if rounding is None or tx.recipe is None:
+        new_opt_state = jax.tree.map(write, opt_state, new_opt_state)
+    else:
+        old, new = opt_state[0]._asdict(), new_opt_state[0]._asdict()
+        names = [name for name in old if name != "count"]
+        arrays = dict(zip(names, stochastic_rounding.ARRAYS[1:], strict=False))
+        fields = {
+            name: write_column(arrays[name], old[name], new[name])
+            if name in arrays
+            else write(old[name], new[name])
+            for name in old
+        }
+        rest = jax.tree.map(write, opt_state[1:], new_opt_state[1:])
+        new_opt_state = (type(opt_state[0])(**fields), *rest)
     if kept is None:
         return new_params, new_opt_state
 
@@ -341,7 +397,19 @@ def _by_update(
         ema=ema,
         compute=compute,
         skipped=kept.skipped + jnp.where(finite, 0, 1),
+        rounding=_next_rounding(kept, finite),
     )
+
+
+def _without_bfloat16(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, tree)
+
+
+def _next_rounding(kept: StepState, finite: jax.Array) -> jax.Array | None:
+    """Counts the steps that have been taken, in the second word."""
+    if kept.rounding is None:
+        return None
+    return kept.rounding + jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])
 
 
 def _rescale_loss(kept: StepState, finite: jax.Array) -> StepState:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxfused.ops.optimizer_step import KernelRule
-from jaxfused.optim import stepping
+from jaxfused.optim import eight_bit, stepping
+from jaxfused.semantics import stochastic_rounding
 
 Moments = tuple[jax.Array, ...]
 LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
@@ -117,6 +118,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         compute_dtype: Any = None,
         loss_scale: float | None = None,
         growth_interval: int = 2000,
+        rounding_seed: int | None = None,
     ) -> stepping.StepState:
         r"""A state for `step` that also keeps an average, a low-precision copy, or a loss scale.
 
@@ -138,6 +140,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             it skips the step and halves the scale (not below 1); after `growth_interval` good steps
             in a row it doubles the scale. None for no scaling.
           growth_interval: good steps after which the scale doubles.
+          rounding_seed: round parameters in bfloat16, and moments in bfloat16, up or down at random
+            such that the mean is right, so that steps too small for bfloat16 are not lost. The bits
+            depend on this seed, the step, the leaf and the element's place in the whole array, however
+            it is split over devices. None to round to the nearest.
 
         Returns:
           A `StepState`; `state.optimizer` is Optax's own state.
@@ -169,6 +175,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             compute_dtype=compute_dtype,
             loss_scale=loss_scale,
             growth_interval=growth_interval,
+            rounding_seed=rounding_seed,
         )
 
 
@@ -180,6 +187,7 @@ def fuse(
     weight_decay: optax.ScalarOrSchedule | None = None,
     mask: Any = None,
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    coding: Callable[[jax.Array], jax.Array] | None = None,
 ) -> FusedTransformation:
     """Returns the transformation that runs `rule` on every leaf.
 
@@ -192,8 +200,10 @@ def fuse(
         an optimizer that has no decay in its state.
       mask: which leaves decay, as in `optax.add_decayed_weights`.
       rescale: (direction, parameter) -> direction, after the decay.
+      coding: for an optimizer with moments in 8 bits, the number of the step -> the words that its
+        random bits come from.
     """
-    recipe = Recipe(rule, learning_rate, weight_decay, mask, rescale)
+    recipe = Recipe(rule, learning_rate, weight_decay, mask, rescale, coding)
     tx = FusedTransformation(like.init, recipe.update)
     tx.recipe = recipe
     return tx
@@ -222,6 +232,7 @@ class Recipe:
     weight_decay: optax.ScalarOrSchedule | None
     mask: Any
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None
+    coding: Callable[[jax.Array], jax.Array] | None
 
     @property
     def name(self) -> str:
@@ -246,10 +257,13 @@ class Recipe:
         leaves = self.take_apart(updates, state, params)
         leaf_rule = self.rule.at(leaves.count)
 
-        def update_leaf(g, p, decays, *leaf_moments):
+        def update_leaf(number, g, p, decays, *leaf_moments):
             if g is None:
                 return None, leaf_moments
-            u, leaf_moments = leaf_rule(g, leaf_moments)
+            if any(map(eight_bit.is_coded, leaf_moments)):
+                g = g.astype(jnp.float32)
+            u, new_moments = leaf_rule(g, tuple(map(eight_bit.decode, leaf_moments)))
+            leaf_moments = self._coded(number, leaves.count, new_moments, leaf_moments)
             if decays:
                 u = u + leaves.weight_decay * p
             if self.rescale is not None:
@@ -261,13 +275,28 @@ class Recipe:
         rows = zip(
             leaves.gradients, leaves.params, leaves.decays, *leaves.moments.values(), strict=True
         )
-        results = [update_leaf(*row) for row in rows]
+        results = [update_leaf(i, *row) for i, row in enumerate(rows)]
         moments = {
             name: [leaf_moments[i] for _, leaf_moments in results]
             for i, name in enumerate(leaves.moments)
         }
         return leaves.treedef.unflatten([u for u, _ in results]), self.next_state(
             leaves, state, moments
+        )
+
+    def _coded(
+        self, number: int, count: Any, new: Moments, old: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the new moments of a leaf in the form of the old ones."""
+        if self.coding is None:
+            return new
+        words = self.coding(count)
+        arrays = stochastic_rounding.ARRAYS[1:]
+        return tuple(
+            eight_bit.encode(n, o, stochastic_rounding.leaf_seeds(words, number, array))
+            if eight_bit.is_coded(o)
+            else n
+            for n, o, array in zip(new, old, arrays, strict=True)
         )
 
     def take_apart(self, updates: optax.Updates, state: Any, params: Any) -> Leaves:
