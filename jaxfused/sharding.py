@@ -203,9 +203,12 @@ def per_array_shard(
     partitioned.def_partition(
         partition,
         sharding_rule=f"{rule(operand_axes)} -> {rule(result_axes)}",
+        # The factors are in the order of the rule, which JAX checks.
         need_replication_factors=tuple(
             dict.fromkeys(
-                [name for axis in every if (name := _name(axis)).startswith("whole")] + [*sizes]
+                f"{_name(axis)}_within" if isinstance(axis, Blocks) else axis
+                for axis in every
+                if isinstance(axis, Blocks) or axis.startswith("whole")
             )
         ),
         **sizes,

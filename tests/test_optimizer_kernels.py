@@ -85,9 +85,9 @@ def train(case, implementation, params=large_params, grads=make_grads, steps=4):
 
 
 def decoded(tree):
-    """Returns a tree with 8-bit moments as values, of which each is right to 3 % of the largest one."""
+    """Returns a tree with 8-bit moments as values, in float64 by which they are known here."""
     return jax.tree.map(
-        lambda leaf: np.asarray(eight_bit.decode(leaf), np.float16) if is_coded(leaf) else leaf,
+        lambda leaf: np.float64(eight_bit.decode(leaf)) if is_coded(leaf) else leaf,
         tree,
         is_leaf=is_coded,
     )
@@ -101,13 +101,15 @@ def assert_close(actual, expected, tolerance=2e-5, few=0.0):
     ):
         # A rounding to 8 or 16 bits may go the other way, with all that follows from it.
         name = jax.tree_util.keystr(path)
-        coarse = a.dtype.itemsize == 2 or re.search(r"bf|hf", name)
+        coarse = a.dtype.itemsize != 4 or re.search(r"bf|hf", name)
         t = max(tolerance, 2e-2) if coarse else tolerance
         a, e = np.float64(a), np.float64(e)
         unit = np.max(np.abs(e), initial=0.0) if "mu" in name or "nu" in name else 1.0
         far = ~np.isclose(a, e, rtol=t, atol=t * unit)
         allowed = few * a.size if coarse else 0
-        assert far.sum() <= allowed, f"{name}: {far.sum()} of {a.size}, {a[far]} and not {e[far]}"
+        assert far.sum() <= allowed, (
+            f"{name}: {far.sum()} of {a.size}, {a[far][:3]}, not {e[far][:3]}"
+        )
 
 
 # --- what calls the kernels, against the reference ------------------------------------------------
@@ -176,7 +178,7 @@ def test_nothing_to_update(stood_in):
 
 SHARDED = """
 import contextlib
-import jax, jax.numpy as jnp, numpy as np, pytest
+import chex, jax, jax.numpy as jnp, numpy as np, pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxfused
 from jaxfused import optim
@@ -216,6 +218,37 @@ with optimizer_kernels.stood_in_for(pytest.MonkeyPatch()):
             [(choice, _)] = report.calls
             # A device has 4 of w, 2 of b and all others.
             assert choice.by_partitioner and choice.operands[0].shape == (4 + 2 + 3 + 15 + 1,)
+
+    # Random bits and blocks of 8 bits do not depend on how the arrays are split: all bits are the same.
+    specs = {
+        "within": P("data", "model"), "merged": P("data"), "last": P(None, None, "model"),
+        "bf1": P("model", "data"), "bf2": P(None, "data", "model"), "bf3": P("model", None, "data"),
+    }
+    shapes = {
+        "within": (16, 512), "merged": (4, 32, 40), "last": (4, 2, 1536),
+        "bf1": (6, 20), "bf2": (3, 8, 10), "bf3": (2, 5, 12),
+    }
+    host = {
+        k: np.random.default_rng(0).normal(size=shape).astype(jnp.bfloat16 if "bf" in k else np.float32)
+        for k, shape in shapes.items()
+    }
+    grads = [{k: np.roll(v, i) for k, v in host.items()} for i in range(1, 4)]
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+        put = lambda tree: {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in tree.items()}
+        explicit = axis_type == AxisType.Explicit
+        tx = optim.adamw8bit(0.1)
+        results = []
+        for place in (put, lambda tree: jax.tree.map(jnp.array, tree)):
+            with jax.set_mesh(mesh) if explicit and place is put else contextlib.nullcontext():
+                params = place(host)
+                state = tx.init_step(params, rounding_seed=5)
+                for g in grads:
+                    params, state = tx.step(place(g), state, params, implementation="cuda")
+                results.append(jax.device_get((params, state)))
+                for k, v in host.items():
+                    assert params[k].sharding.is_equivalent_to(place(host)[k].sharding, v.ndim), k
+        chex.assert_trees_all_equal(*results)
 
     tx = optim.adamw(0.1)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))

@@ -141,7 +141,9 @@ def _each(rows: Sequence[Any], fields: Sequence[Sequence[str]]) -> list[tuple[An
 
 
 def _present(leaf: Leaf) -> list[str]:
-    return [field for field, array in leaf._asdict().items() if array is not None]
+    """Returns the arrays that a leaf has, scales first: the others decide how they are split."""
+    present = [field for field, array in leaf._asdict().items() if array is not None]
+    return sorted(present, key=lambda field: not field.endswith("scale"))
 
 
 def _arrays(leaves: Sequence[Leaf], fields: Sequence[Sequence[str]]) -> list[jax.Array]:
@@ -197,8 +199,7 @@ class _Call:
             random = None
             if self.rounds or members[0].first_scale is not None:
                 places = [_place(where, axes[i]["parameter"], leaves[i].parameter) for i in group]
-                numbers = jnp.array([self.numbers[i] for i in group], jnp.uint32)
-                random = _random(words, numbers, places, members[0])
+                random = _random(words, [self.numbers[i] for i in group], places, members[0])
             decays = [self.decays[i] for i in group]
             results = self._update(scalars, stats, random, members, decays, names[group[0]])
             for i, leaf in zip(group, results, strict=True):
@@ -294,16 +295,27 @@ def _place(
 
 
 def _random(
-    words: jax.Array, numbers: jax.Array, places: Sequence[Sequence[jax.Array | int]], like: Leaf
+    words: jax.Array,
+    numbers: Sequence[int],
+    places: Sequence[Sequence[jax.Array | int]],
+    like: Leaf,
 ) -> jax.Array:
     """Returns what the kernels' random bits depend on, for each leaf: [leaves, RANDOM_WORDS]."""
     rounding, coding = words
     codes = like.first_scale is not None
+
+    def vector(values: Sequence[jax.Array | int]) -> jax.Array:
+        # XLA's partitioner takes no function with arrays in it, but scalars it does.
+        return jnp.stack(
+            [v if isinstance(v, jax.Array) else lax.full((), v, jnp.uint32) for v in values]
+        )
+
+    leaves = vector(numbers)
     seeds = [
-        stochastic_rounding.leaf_seeds(coding if codes and moment else rounding, numbers, array)
+        stochastic_rounding.leaf_seeds(coding if codes and moment else rounding, leaves, array)
         for moment, array in enumerate(stochastic_rounding.ARRAYS)
     ]
-    rows = jnp.stack([jnp.stack([jnp.asarray(x, jnp.uint32) for x in row]) for row in places])
+    rows = jnp.stack([vector(row) for row in places])
     table = jnp.concatenate([*(seed.T for seed in seeds), rows], axis=1)
     return jnp.pad(table, ((0, 0), (0, kernels.RANDOM_WORDS - table.shape[1])))
 
