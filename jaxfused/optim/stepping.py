@@ -138,7 +138,7 @@ def _why(
     ]
     why = optimizer_step.reasons(dispatch.current_device(*arrays), dtypes)
     if tx.recipe is None:
-        why["cuda"] = "the transformation has a formula of its own, which is not in the kernels"
+        why["cuda"] = "the formula of this transformation is not in the kernels"
     return why
 
 

@@ -209,6 +209,12 @@ def fuse(
     return tx
 
 
+def from_optax(tx: optax.GradientTransformation) -> FusedTransformation:
+    """Returns one of Optax's transformations with `step`, which runs in jax.numpy."""
+    tx = optax.with_extra_args_support(tx)
+    return FusedTransformation(tx.init, tx.update)
+
+
 class Leaves(NamedTuple):
     """The leaves of one step, side by side; a leaf without a gradient is None there."""
 
