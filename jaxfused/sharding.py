@@ -19,7 +19,7 @@ import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -109,6 +109,144 @@ def per_shard(
     return tuple(None if letters is None else next(remaining) for letters in result_axes)
 
 
+class Blocks(NamedTuple):
+    """An axis that consists of blocks of one size; it may be split between two of them."""
+
+    name: str
+    """The name of the axis that counts the blocks."""
+    size: int
+
+
+AxisNames = tuple[str | Blocks, ...]
+"""The names of an array's axes; axes of one name, in whichever arrays, are split alike."""
+
+
+class OnShards(NamedTuple):
+    """Where `per_array_shard` calls its function."""
+
+    places: Places
+    by_partitioner: bool
+    """Whether XLA is partitioning the program."""
+
+    def names(self, axes: AxisNames) -> tuple[str, ...]:
+        """Returns the mesh axes that split an array with these axes."""
+        return tuple(name for axis in axes for name in self.places.get(_name(axis), ()))
+
+
+def per_array_shard(
+    f: Callable[..., tuple[jax.Array, ...]],
+    operands: Sequence[jax.Array],
+    *,
+    operand_axes: Sequence[AxisNames],
+    result_axes: Sequence[AxisNames],
+) -> tuple[jax.Array, ...]:
+    """`f(on_shards, *operands)`, computed by each device from the shards that it holds of many arrays.
+
+    Unlike `per_shard` it names axes by words, so that arrays may be as many as they like.
+
+    Args:
+      f: a function that computes results elementwise. Sums are its own to add up over the devices, along
+        the mesh axes that `OnShards` tells, which are none in a `jax.shard_map` of the caller's own.
+      operands: the arrays. Of those that share an axis, the last one decides how it is split.
+      operand_axes: the names of the axes of each operand. An axis that must not be split has a name
+        that starts with "whole".
+      result_axes: the names of the axes of each result, none of which is new.
+
+    Returns:
+      The results of `f`. They have no gradient.
+    """
+    mesh = _mesh(operands)
+    unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
+    shapes = [operand.shape for operand in operands]
+    if mesh.explicit_axes or (mesh.manual_axes and unsettled):
+        specs = [jax.typeof(operand).sharding.spec for operand in operands]
+        places = _places_by_names(specs, shapes, operand_axes, mesh.shape)
+        in_specs = tuple(_spec_by_names(axes, places) for axes in operand_axes)
+        if mesh.explicit_axes:
+            operands = [
+                jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+                for operand, spec in zip(operands, in_specs, strict=True)
+            ]
+        return jax.shard_map(
+            functools.partial(f, OnShards(places, False)),
+            mesh=mesh,
+            axis_names=unsettled if mesh.manual_axes else set(),
+            in_specs=in_specs,
+            out_specs=tuple(_spec_by_names(axes, places) for axes in result_axes),
+            # Results that a kernel has written in place do not state along which axes they vary.
+            check_vma=False,
+        )(*operands)
+    not_split = functools.partial(f, OnShards({}, False))
+    if mesh.manual_axes or max(jax.device_count(), mesh.size) == 1:
+        return not_split(*operands)
+
+    def partition(mesh: Mesh, operands: Any, results: Any):
+        specs = [operand.sharding.spec for operand in operands]
+        places = _places_by_names(specs, shapes, operand_axes, mesh.shape)
+
+        def shardings(of_arrays: Sequence[AxisNames]) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, _spec_by_names(axes, places)) for axes in of_arrays)
+
+        return (
+            mesh,
+            functools.partial(f, OnShards(places, True)),
+            shardings(result_axes),
+            shardings(operand_axes),
+        )
+
+    def rule(of_arrays: Sequence[AxisNames]) -> str:
+        return ", ".join(" ".join(map(_factors, axes)) for axes in of_arrays)
+
+    every = [axis for axes in operand_axes for axis in axes]
+    sizes = {f"{axis.name}_within": axis.size for axis in every if isinstance(axis, Blocks)}
+    partitioned = custom_partitioning(not_split)
+    partitioned.def_partition(
+        partition,
+        sharding_rule=f"{rule(operand_axes)} -> {rule(result_axes)}",
+        # The factors are in the order of the rule, which JAX checks.
+        need_replication_factors=tuple(
+            dict.fromkeys(
+                f"{_name(axis)}_within" if isinstance(axis, Blocks) else axis
+                for axis in every
+                if isinstance(axis, Blocks) or axis.startswith("whole")
+            )
+        ),
+        **sizes,
+    )
+    return partitioned(*operands)
+
+
+def _name(axis: str | Blocks) -> str:
+    return axis.name if isinstance(axis, Blocks) else axis
+
+
+def _factors(axis: str | Blocks) -> str:
+    return f"({axis.name} {axis.name}_within)" if isinstance(axis, Blocks) else axis
+
+
+def _places_by_names(
+    specs: Sequence[P],
+    shapes: Sequence[tuple[int, ...]],
+    operand_axes: Sequence[AxisNames],
+    mesh_shape: Mapping[str, int],
+) -> Places:
+    """Returns the mesh axes of each named axis: those of the last operand with it, if even."""
+    places: dict[str, tuple[str, ...]] = {}
+    for spec, shape, axes in reversed([*zip(specs, shapes, operand_axes, strict=True)]):
+        for entry, size, axis in zip(spec, shape, axes, strict=False):
+            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            unit = axis.size if isinstance(axis, Blocks) else 1
+            even = size % (unit * math.prod(mesh_shape[name] for name in names)) == 0
+            name = _name(axis)
+            if name not in places and not name.startswith("whole"):
+                places[name] = names if even else ()
+    return places
+
+
+def _spec_by_names(axes: AxisNames, places: Places) -> P:
+    return P(*(places.get(_name(axis)) or None for axis in axes))
+
+
 def leading_axes(count: int) -> str:
     """Returns letters for `count` leading axes, in upper case; lower case is left to the operator."""
     return string.ascii_uppercase[:count]
@@ -146,6 +284,16 @@ def align(
         ]
     aligned = iter(_vary(present, _varying(present)))
     return tuple(None if operand is None else next(aligned) for operand in operands)
+
+
+def varying(*operands: jax.Array) -> frozenset[str]:
+    """Returns the Manual axes along which any operand varies, where `jax.shard_map` tracks them."""
+    return _varying(operands)
+
+
+def vary(arrays: Sequence[jax.Array], names: frozenset[str]) -> list[jax.Array]:
+    """Returns the arrays as ones that vary along these Manual axes, which a kernel's operands share."""
+    return _vary(arrays, names)
 
 
 def is_explicit(*operands: jax.Array) -> bool:

@@ -137,7 +137,7 @@ def test_a_handler_refuses_a_call_of_another_form(library_path, target):
     name = f"{target}_on_cpu"
     jax.ffi.register_ffi_target(name, handler, platform="cpu")
     x = jnp.ones((2, 8))
-    with pytest.raises(Exception, match="Wrong number of arguments"):
+    with pytest.raises(Exception, match=r"Wrong number of (arguments|results)"):
         jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
 
@@ -194,6 +194,16 @@ def _described(shape):
     return jax.ShapeDtypeStruct(*(shape if with_dtype else (shape, "float32")))
 
 
+STEP = dict(
+    rule="sgd",
+    decays=np.array([0]),
+    streams=np.int32(0b11),
+    clips=np.bool_(False),
+    skips_nonfinite=np.bool_(False),
+    nesterov=np.bool_(False),
+    vectors=np.int32(1),
+    rounded=np.int32(0),
+)
 ROPE = dict(interleaved=np.bool_(False), inverse=np.bool_(False))
 BF16 = "bfloat16"
 
@@ -231,6 +241,49 @@ BF16 = "bfloat16"
                 [(5, 2, 8), (0,)],
                 ROPE,
                 "q must be float32, bfloat16 or float16 with axes batch",
+            ),
+            (
+                "gradient_norm",
+                [(1,), (5,), ((5,), BF16)],
+                [(2,), (2048, 2)],
+                {},
+                "array 1 has another dtype than that of the first leaf",
+            ),
+            ("gradient_norm", [(2,), (5,)], [(2,), (2048, 2)], {}, r"factor has shape \[2\]"),
+            (
+                "optimizer_step",
+                [(16,), (0,), (0,), (0,), (5,), (5,)],
+                [(0,), (0,), (5,)],
+                STEP | dict(rule="rmsprop"),
+                "the rule is not known",
+            ),
+            (
+                "optimizer_step",
+                [(16,), (0,), (0,), (0,), (5,), (5,)],
+                [(0,), (0,), (5,)],
+                STEP,
+                "array 1 is not updated in place",
+            ),
+            (
+                "optimizer_step",
+                [(16,), (0,), (0,), (0,), (5,), (6,)],
+                [(0,), (0,), (6,)],
+                STEP,
+                "array 1 has another size than its leaf",
+            ),
+            (
+                "optimizer_step",
+                [(16,), (0,), (0,), (0,), (5,), ((5,), "int32")],
+                [(0,), (0,), ((5,), "int32")],
+                STEP,
+                "array 1 must be float32, bfloat16 or float16",
+            ),
+            (
+                "optimizer_step",
+                [(16,), (0,), (0,), (0,), (5,)],
+                [(0,), (0,), (5,)],
+                STEP,
+                "1 leaves have another number of arrays or results than 1 and 1",
             ),
             (
                 "linear",
@@ -298,9 +351,7 @@ BF16 = "bfloat16"
         ]
     ],
 )
-def test_the_handlers_of_linear_and_rope_refuse_what_does_not_fit(
-    target, operands, results, attributes, message
-):
+def test_handlers_refuse_what_does_not_fit(target, operands, results, attributes, message):
     """Shapes without a dtype beside them are float32."""
     if target == "linear" and (reason := cuda.cublaslt.why_unavailable()):
         pytest.skip(reason)

@@ -22,7 +22,12 @@ LAYERS = {
     "jaxfused/nnx": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/linen": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/modules": _OPERATORS,
-    "jaxfused/optim": ("jaxfused.ops", "jaxfused.dispatch", "jaxfused.reference"),
+    "jaxfused/optim": (
+        "jaxfused.ops",
+        "jaxfused.dispatch",
+        "jaxfused.reference",
+        "jaxfused.semantics",
+    ),
     # Rules over a model name its layers; the arrays themselves know nothing of them.
     "jaxfused/quantization": ("jaxfused.modules", "jaxfused.nnx", *_OPERATORS),
     "jaxfused/ops": (

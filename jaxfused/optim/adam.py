@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxfused.ops.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, LeafRule, Moments, Rule, fuse, stored
 
 
@@ -16,10 +17,11 @@ def adam_rule(
     eps_root: Any,
     mu_dtype: Any = None,
     nesterov: bool = False,
+    kernel: str = "adam",
 ) -> Rule:
     """The formula of `adam` for one leaf, before the learning rate; the moments are (mu, nu)."""
 
-    def rule(count: jax.Array) -> LeafRule:
+    def at(count: jax.Array) -> LeafRule:
         bias1, bias2 = 1 - b1**count, 1 - b2**count
         next_bias1 = 1 - b1 ** optax.safe_increment(count)
 
@@ -36,7 +38,20 @@ def adam_rule(
 
         return leaf_rule
 
-    return rule
+    def scalars(count: jax.Array) -> Scalars:
+        return Scalars(
+            b1=b1,
+            one_minus_b1=1 - b1,
+            b2=b2,
+            one_minus_b2=1 - b2,
+            eps=eps,
+            eps_root=eps_root,
+            inverse_bias1=1 / (1 - b1**count),
+            inverse_bias2=1 / (1 - b2**count),
+            inverse_next_bias1=1 / (1 - b1 ** optax.safe_increment(count)),
+        )
+
+    return Rule(at, KernelRule(kernel, nesterov, scalars))
 
 
 def _divide(moment: jax.Array, bias: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def lamb(
     2019, https://arxiv.org/abs/1904.00962
     """
     return fuse(
-        adam_rule(b1, b2, eps, eps_root),
+        adam_rule(b1, b2, eps, eps_root, kernel="lamb"),
         optax.lamb(learning_rate, b1, b2, eps, eps_root, weight_decay, mask),
         learning_rate,
         weight_decay=weight_decay,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxfused.ops.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, Moments, Rule, fuse, stored
 
 
@@ -15,7 +16,8 @@ def _lion_rule(b1: Any, b2: Any, mu_dtype: Any) -> Rule:
         direction = jnp.sign((1 - b1) * g + b1 * mu)
         return direction, (stored((1 - b2) * g + b2 * mu, mu, mu_dtype),)
 
-    return lambda count: leaf_rule
+    scalars = Scalars(b1=b1, one_minus_b1=1 - b1, b2=b2, one_minus_b2=1 - b2)
+    return Rule(lambda count: leaf_rule, KernelRule("lion", False, lambda count: scalars))
 
 
 def lion(

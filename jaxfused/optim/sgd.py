@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxfused.ops.optimizer_step import KernelRule, Scalars
 from jaxfused.optim.transformation import FusedTransformation, Moments, Rule, fuse, stored
 
 
@@ -17,7 +18,8 @@ def _sgd_rule(momentum: Any, nesterov: bool, accumulator_dtype: Any) -> Rule:
         direction = g + momentum * new_trace if nesterov else new_trace
         return direction, (stored(new_trace, trace, accumulator_dtype),)
 
-    return lambda count: leaf_rule
+    scalars = Scalars(b1=0.0 if momentum is None else momentum)
+    return Rule(lambda count: leaf_rule, KernelRule("sgd", nesterov, lambda count: scalars))
 
 
 def sgd(

@@ -5,14 +5,23 @@ write, the average of the parameters, their low-precision copy, and the loss sca
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.custom_batching import custom_vmap
 
+from jaxfused import dispatch
+from jaxfused.ops import optimizer_step
+from jaxfused.optim import eight_bit
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics import stochastic_rounding
+
+if TYPE_CHECKING:
+    from jaxfused.optim.transformation import FusedTransformation, Leaves
 
 LARGEST_LOSS_SCALE = 2.0**127  # Twice this number is infinite in float32.
 
@@ -37,6 +46,8 @@ class StepState:
     """The int32 number of finite steps since the loss scale last changed."""
     skipped: jax.Array
     """The int32 number of steps skipped so far because a gradient was not finite."""
+    rounding: jax.Array | None
+    """The seed of random rounding and the number of the next step, uint32 [2]."""
     ema_decay: float | None = field(metadata={"static": True})
     growth_interval: int = field(metadata={"static": True})
 
@@ -49,6 +60,7 @@ def init(
     compute_dtype: Any,
     loss_scale: float | None,
     growth_interval: int,
+    rounding_seed: int | None,
 ) -> StepState:
     """Implements `FusedTransformation.init_step`, where the arguments are described."""
     if ema_decay is not None and not 0 <= ema_decay < 1:
@@ -60,6 +72,11 @@ def init(
         raise ValueError(
             f"init_step: loss_scale is {loss_scale}, but it must be from 1 to 2**127;"
             " pass 2.0**15, or None for no scaling."
+        )
+    if rounding_seed is not None and not 0 <= rounding_seed < 2**32:
+        raise ValueError(
+            f"init_step: rounding_seed is {rounding_seed}, but it must be from 0 to 2**32 - 1;"
+            " pass 0, or None to round to the nearest."
         )
     if growth_interval < 1:
         raise ValueError(
@@ -79,19 +96,21 @@ def init(
         loss_scale=None if loss_scale is None else jnp.array(loss_scale, jnp.float32),
         good_steps=None if loss_scale is None else jnp.zeros([], jnp.int32),
         skipped=jnp.zeros([], jnp.int32),
+        rounding=None if rounding_seed is None else jnp.array([rounding_seed, 0], jnp.uint32),
         ema_decay=ema_decay,
         growth_interval=growth_interval,
     )
 
 
 def step(
-    tx: optax.GradientTransformation,
+    tx: "FusedTransformation",
     grads: optax.Updates,
     state: Any,
     params: optax.Params,
     *,
     max_norm: float | jax.Array | None,
     skip_nonfinite: bool,
+    implementation: str | None,
 ) -> tuple[optax.Params, Any]:
     """Implements `FusedTransformation.step`, where the arguments are described."""
     if isinstance(max_norm, (int, float)) and not max_norm > 0:
@@ -99,21 +118,217 @@ def step(
             f"step: max_norm is {max_norm}, but gradients can only be clipped to a positive norm;"
             " pass 1.0, or None for no clipping."
         )
-    return _step(tx, grads, state, params, max_norm, skip_nonfinite)
+    why = _why(tx, grads, state, params)
+    chosen = dispatch.choose("step", implementation, why)
+    return _step(tx, grads, params, state, max_norm, skip_nonfinite, chosen, _Reasons(why))
 
 
+def _why(
+    tx: "FusedTransformation", grads: optax.Updates, state: Any, params: optax.Params
+) -> dict[str, str | None]:
+    """Returns why each implementation cannot take a step of this tree."""
+    kept = (state.optimizer, state.ema, state.compute) if isinstance(state, StepState) else state
+    leaves = jax.tree.leaves((grads, params, kept), is_leaf=eight_bit.is_coded)
+    arrays = [leaf for leaf in leaves if not eight_bit.is_coded(leaf)]
+    # The counts of steps and schedules are not the kernels' to read.
+    dtypes = [
+        jnp.result_type(array)
+        for array in arrays
+        if jnp.ndim(array) > 0 or not jnp.issubdtype(jnp.result_type(array), jnp.integer)
+    ]
+    why = optimizer_step.reasons(dispatch.current_device(*arrays), dtypes)
+    if tx.recipe is None:
+        why["cuda"] = "the formula of this transformation is not in the kernels"
+    return why
+
+
+@dataclass(frozen=True)
+class _Reasons:
+    """The reasons of a choice, as a static argument that tells no two calls apart."""
+
+    why: dict[str, str | None] = field(compare=False)
+
+
+# Parameters and state have one order in arguments and results: JAX gives donated buffers to results of
+# the same shape in their order, and where that is another array's, XLA has to copy.
 @functools.partial(
     jax.jit,
-    static_argnames=("tx", "skip_nonfinite"),
+    static_argnames=("tx", "skip_nonfinite", "implementation", "reasons"),
     donate_argnames=("state", "params"),
     keep_unused=True,  # The old compute copy is unread, but its buffer is reused.
 )
-def _step(tx, grads, state, params, max_norm, skip_nonfinite):
-    kept = state if isinstance(state, StepState) else None
-    opt_state = state if kept is None else kept.optimizer
+def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, reasons):
+    opt_state = state.optimizer if isinstance(state, StepState) else state
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
+    if implementation == "cuda":
+        return _with_rules(
+            functools.partial(_by_kernels, tx, skip_nonfinite, reasons.why),
+            functools.partial(_by_update, tx, skip_nonfinite),
+        )(grads, state, params, max_norm)
+    if tx.recipe is not None:
+        leaves = [optimizer_step.Leaf(None, p) for p in jax.tree.leaves(params)]
+        optimizer_step.record(tx.recipe.name, leaves, implementation, reasons.why)
+    return _by_update(tx, skip_nonfinite, grads, state, params, max_norm)
 
+
+def _with_rules(
+    by_kernels: Callable[..., Any], by_update: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `by_kernels` with the rules of `by_update` for `jax.vmap` and for differentiation."""
+
+    def call(*args):
+        leaves = jax.tree.leaves(args)
+        treedef: Any = jax.tree.structure(args)
+        results: Any = jax.tree.structure((args[2], args[1]))  # of the same form as the arguments
+
+        def flat(f):
+            return lambda *leaves: tuple(jax.tree.leaves(f(*treedef.unflatten(leaves))))
+
+        @custom_vmap
+        def batchable(*leaves):
+            return flat(by_kernels)(*leaves)
+
+        @batchable.def_vmap
+        def rule(axis_size, in_batched, *leaves):
+            del axis_size
+            in_axes = [0 if batched else None for batched in in_batched]
+            new = jax.vmap(flat(by_update), in_axes)(*leaves)
+            return new, (True,) * len(new)
+
+        @jax.custom_jvp
+        def differentiable(*leaves):
+            return batchable(*leaves)
+
+        @differentiable.defjvp
+        def jvp(primals, tangents):
+            return jax.jvp(flat(by_update), primals, tangents)
+
+        return results.unflatten(differentiable(*leaves))
+
+    return call
+
+
+def _by_kernels(
+    tx: "FusedTransformation",
+    skip_nonfinite: bool,
+    why: dict[str, str | None],
+    grads: optax.Updates,
+    state: Any,
+    params: optax.Params,
+    max_norm: float | jax.Array | None,
+) -> tuple[optax.Params, Any]:
+    """Takes a step by kernels that update all leaves in place."""
+    recipe = tx.recipe
+    assert recipe is not None
+    kept = state if isinstance(state, StepState) else None
+    opt_state = state if kept is None else kept.optimizer
+    leaves = recipe.take_apart(grads, opt_state, params)
+    loss_scale = None if kept is None else kept.loss_scale
+    decay = None if kept is None else kept.ema_decay
+    scalars = recipe.rule.kernel.scalars(leaves.count)._replace(
+        learning_rate=leaves.learning_rate,
+        weight_decay=0.0 if leaves.weight_decay is None else leaves.weight_decay,
+        max_norm=0.0 if max_norm is None else max_norm,
+        inverse_loss_scale=1.0 if loss_scale is None else 1 / loss_scale,
+        average_decay=0.0 if decay is None else decay,
+        one_minus_average_decay=0.0 if decay is None else 1 - decay,
+    )
+    rows = _rows(leaves, kept)
+    moving = [i for i, row in enumerate(rows) if row.gradient is not None and row.parameter.size]
+    skips = skip_nonfinite or loss_scale is not None
+    new, finite = optimizer_step.step(
+        recipe.name,
+        recipe.rule.kernel,
+        scalars,
+        [rows[i] for i in moving],
+        [leaves.decays[i] for i in moving],
+        clips=max_norm is not None,
+        skips_nonfinite=skips,
+        why=why,
+        numbers=moving,
+        rounding=None if kept is None else kept.rounding,
+        coding=None if recipe.coding is None else recipe.coding(leaves.count),
+    )
+    rows = [_at_rest(row, kept, finite) if row.gradient is None else row for row in rows]
+    for i, row in zip(moving, new, strict=True):
+        rows[i] = row
+
+    def tree(field: str) -> Any:
+        return leaves.treedef.unflatten([getattr(row, field) for row in rows])
+
+    moments = {
+        name: [_moment(row, which) for row in rows]
+        for name, which in zip(leaves.moments, ("first", "second"), strict=False)
+    }
+    new_opt_state = recipe.next_state(leaves, opt_state, moments, finite if skips else None)
+    new_params = tree("parameter")
+    if kept is None:
+        return new_params, new_opt_state
+    return new_params, replace(
+        _rescale_loss(kept, finite),
+        optimizer=new_opt_state,
+        ema=None if kept.ema is None else tree("average"),
+        compute=None if kept.compute is None else tree("copy"),
+        skipped=kept.skipped + jnp.where(finite, 0, 1),
+        rounding=_next_rounding(kept, finite),
+    )
+
+
+def _rows(leaves: "Leaves", kept: StepState | None) -> list[optimizer_step.Leaf]:
+    """Returns the arrays of each leaf; of one without a gradient they may be trees."""
+    count = len(leaves.gradients)
+    absent = [None] * count
+
+    def column(tree: Any) -> list[Any]:
+        return absent if tree is None else leaves.treedef.flatten_up_to(tree)
+
+    first, second, *_ = (*leaves.moments.values(), absent, absent)
+    average = column(None if kept is None else kept.ema)
+    copy = column(None if kept is None else kept.compute)
+    rows = zip(leaves.gradients, leaves.params, first, second, average, copy, strict=True)
+    return [_row(*row) for row in rows]
+
+
+def _row(g: Any, p: Any, first: Any, second: Any, average: Any, copy: Any) -> optimizer_step.Leaf:
+    first, first_scale = eight_bit.codes_and_scales(first)
+    second, second_scale = eight_bit.codes_and_scales(second)
+    return optimizer_step.Leaf(g, p, first, second, average, copy, first_scale, second_scale)
+
+
+def _moment(row: optimizer_step.Leaf, which: str) -> Any:
+    """Returns a moment in the form that it has in Optax's state."""
+    values, scales = getattr(row, f"{which}_moment"), getattr(row, f"{which}_scale")
+    return values if scales is None else eight_bit.EightBitMoment(values, scales)
+
+
+def _at_rest(
+    row: optimizer_step.Leaf, kept: StepState | None, taken: jax.Array
+) -> optimizer_step.Leaf:
+    """Returns a leaf without a gradient after a step: its average still comes closer to it."""
+    if kept is None or kept.ema_decay is None:
+        return row
+    d = kept.ema_decay
+    return row._replace(
+        average=jax.tree.map(
+            lambda e, p: jnp.where(taken, d * e + (1 - d) * p.astype(e.dtype), e),
+            row.average,
+            row.parameter,
+        )
+    )
+
+
+def _by_update(
+    tx: "FusedTransformation",
+    skip_nonfinite: bool,
+    grads: optax.Updates,
+    state: Any,
+    params: optax.Params,
+    max_norm: float | jax.Array | None,
+) -> tuple[optax.Params, Any]:
+    """Takes a step by Optax's protocol: update, then write."""
+    kept = state if isinstance(state, StepState) else None
+    opt_state = state if kept is None else kept.optimizer
     if kept is not None:
         grads = jax.tree.map(lambda g: g.astype(accumulator_dtype(g.dtype)), grads)
         if kept.loss_scale is not None:
@@ -123,19 +338,47 @@ def _step(tx, grads, state, params, max_norm, skip_nonfinite):
     if max_norm is not None:
         grads = _clip(grads, max_norm)
 
-    updates, new_opt_state = tx.update(grads, opt_state, params)
+    rounding = None if kept is None else kept.rounding
+    wide = (opt_state, params) if rounding is None else _without_bfloat16((opt_state, params))
+    updates, new_opt_state = tx.update(grads, *wide)
 
-    def write(old, new):
+    def write(old, new, number=0, array=None):
+        if rounding is not None and array is not None and old.dtype == jnp.bfloat16:
+            seeds = stochastic_rounding.leaf_seeds(rounding, number, array)
+            halves = stochastic_rounding.random_halves(seeds, old.shape)
+            new = stochastic_rounding.round_to_bfloat16(new.astype(jnp.float32), halves)
         new = new.astype(old.dtype)
         return jnp.where(finite, new, old) if skip_nonfinite else new
 
-    new_params = jax.tree.map(
-        lambda u, p: p if u is None else write(p, p + u),
-        updates,
-        params,
-        is_leaf=lambda u: u is None,
+    def write_column(array, old, new):
+        """Writes the arrays of one kind, one for each leaf of the gradients."""
+        treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
+        pairs = zip(treedef.flatten_up_to(old), treedef.flatten_up_to(new), strict=True)
+        return treedef.unflatten(
+            [
+                jax.tree.map(functools.partial(write, number=i, array=array), *pair)
+                for i, pair in enumerate(pairs)
+            ]
+        )
+
+    summed = jax.tree.map(
+        lambda u, p: p if u is None else p + u, updates, params, is_leaf=lambda u: u is None
     )
-    new_opt_state = jax.tree.map(write, opt_state, new_opt_state)
+    new_params = write_column("parameter", params, summed)
+    if rounding is None or tx.recipe is None:
+        new_opt_state = jax.tree.map(write, opt_state, new_opt_state)
+    else:
+        old, new = opt_state[0]._asdict(), new_opt_state[0]._asdict()
+        names = [name for name in old if name != "count"]
+        arrays = dict(zip(names, stochastic_rounding.ARRAYS[1:], strict=False))
+        fields = {
+            name: write_column(arrays[name], old[name], new[name])
+            if name in arrays
+            else write(old[name], new[name])
+            for name in old
+        }
+        rest = jax.tree.map(write, opt_state[1:], new_opt_state[1:])
+        new_opt_state = (type(opt_state[0])(**fields), *rest)
     if kept is None:
         return new_params, new_opt_state
 
@@ -154,7 +397,19 @@ def _step(tx, grads, state, params, max_norm, skip_nonfinite):
         ema=ema,
         compute=compute,
         skipped=kept.skipped + jnp.where(finite, 0, 1),
+        rounding=_next_rounding(kept, finite),
     )
+
+
+def _without_bfloat16(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, tree)
+
+
+def _next_rounding(kept: StepState, finite: jax.Array) -> jax.Array | None:
+    """Counts the steps that have been taken, in the second word."""
+    if kept.rounding is None:
+        return None
+    return kept.rounding + jnp.stack([jnp.uint32(0), finite.astype(jnp.uint32)])
 
 
 def _rescale_loss(kept: StepState, finite: jax.Array) -> StepState:

@@ -7,23 +7,33 @@ a trust ratio, the learning rate. `update` and `step` run the same formula; the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxfused.optim import stepping
+from jaxfused.ops.optimizer_step import KernelRule
+from jaxfused.optim import eight_bit, stepping
+from jaxfused.semantics import stochastic_rounding
 
 Moments = tuple[jax.Array, ...]
 LeafRule = Callable[[jax.Array, Moments], tuple[jax.Array, Moments]]
 """A function (gradient, moments) -> (direction, moments) for one leaf."""
-Rule = Callable[[Any], LeafRule]
-"""A function from the number of the step, from 1 up, to the rule that all leaves then share.
 
-What the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
-differently when each leaf computes the scalar anew, and the numbers would no longer be Optax's.
-"""
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's formula."""
+
+    at: Callable[[Any], LeafRule]
+    """The function from the number of the step, from 1 up, to the rule that all leaves then share.
+
+    What the leaves share must be computed outside of the leaf rule: XLA rounds a division by a scalar
+    differently when each leaf computes the scalar anew, and the numbers would no longer be Optax's.
+    """
+    kernel: KernelRule
+    """The same formula in terms of the kernels."""
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
@@ -35,6 +45,9 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     `step`.
     """
 
+    recipe: "Recipe | None" = None
+    """What `step` hands to the kernels; None for a transformation that is not one of this package."""
+
     def step(
         self,
         grads: optax.Updates,
@@ -43,6 +56,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         *,
         max_norm: float | jax.Array | None = None,
         skip_nonfinite: bool = False,
+        implementation: str | None = None,
     ) -> tuple[optax.Params, Any]:
         r"""Takes one step in place: clipping, moments, decay and write in one jitted function.
 
@@ -64,13 +78,16 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             does; the norm is taken in float32. None for no clipping.
           skip_nonfinite: where any gradient is NaN or infinite, leave params and state untouched.
             Always so where the state has a loss scale.
+          implementation: "cuda" for kernels that update all leaves in one pass over memory and compute
+            in float32, "xla" for `update` and the write in jax.numpy, or None for the fastest one that
+            can run. Under `jax.vmap`, and where a step is differentiated, "xla" runs.
 
         Returns:
           (params, state), both new.
 
         Raises:
           ValueError: the state is not this optimizer's for these parameters, grads have a leaf of
-            another place or shape, or max_norm is not positive.
+            another place or shape, max_norm is not positive, or the named implementation cannot run.
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxfused
@@ -84,7 +101,13 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
           [0.7, 1.7]
         """
         return stepping.step(
-            self, grads, state, params, max_norm=max_norm, skip_nonfinite=skip_nonfinite
+            self,
+            grads,
+            state,
+            params,
+            max_norm=max_norm,
+            skip_nonfinite=skip_nonfinite,
+            implementation=implementation,
         )
 
     def init_step(
@@ -95,6 +118,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         compute_dtype: Any = None,
         loss_scale: float | None = None,
         growth_interval: int = 2000,
+        rounding_seed: int | None = None,
     ) -> stepping.StepState:
         r"""A state for `step` that also keeps an average, a low-precision copy, or a loss scale.
 
@@ -116,6 +140,10 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             it skips the step and halves the scale (not below 1); after `growth_interval` good steps
             in a row it doubles the scale. None for no scaling.
           growth_interval: good steps after which the scale doubles.
+          rounding_seed: round parameters in bfloat16, and moments in bfloat16, up or down at random
+            such that the mean is right, so that steps too small for bfloat16 are not lost. The bits
+            depend on this seed, the step, the leaf and the element's place in the whole array, however
+            it is split over devices. None to round to the nearest.
 
         Returns:
           A `StepState`; `state.optimizer` is Optax's own state.
@@ -147,6 +175,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             compute_dtype=compute_dtype,
             loss_scale=loss_scale,
             growth_interval=growth_interval,
+            rounding_seed=rounding_seed,
         )
 
 
@@ -158,6 +187,7 @@ def fuse(
     weight_decay: optax.ScalarOrSchedule | None = None,
     mask: Any = None,
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    coding: Callable[[jax.Array], jax.Array] | None = None,
 ) -> FusedTransformation:
     """Returns the transformation that runs `rule` on every leaf.
 
@@ -170,22 +200,55 @@ def fuse(
         an optimizer that has no decay in its state.
       mask: which leaves decay, as in `optax.add_decayed_weights`.
       rescale: (direction, parameter) -> direction, after the decay.
+      coding: for an optimizer with moments in 8 bits, the number of the step -> the words that its
+        random bits come from.
     """
-    recipe = _Recipe(rule, learning_rate, weight_decay, mask, rescale)
-    return FusedTransformation(like.init, recipe.update)
+    recipe = Recipe(rule, learning_rate, weight_decay, mask, rescale, coding)
+    tx = FusedTransformation(like.init, recipe.update)
+    tx.recipe = recipe
+    return tx
+
+
+def from_optax(tx: optax.GradientTransformation) -> FusedTransformation:
+    """Returns one of Optax's transformations with `step`, which runs in jax.numpy."""
+    tx = optax.with_extra_args_support(tx)
+    return FusedTransformation(tx.init, tx.update)
+
+
+class Leaves(NamedTuple):
+    """The leaves of one step, side by side; a leaf without a gradient is None there."""
+
+    treedef: Any
+    gradients: list[Any]
+    params: list[Any]
+    decays: list[bool]
+    moments: dict[str, list[Any]]
+    count: Any
+    """The number of this step, from 1 up; None for an optimizer that does not count."""
+    learning_rate: Any
+    weight_decay: Any
 
 
 @dataclass(frozen=True, eq=False)
-class _Recipe:
+class Recipe:
+    """An optimizer, taken apart into what differs from one to the other."""
+
     rule: Rule
     learning_rate: optax.ScalarOrSchedule
     weight_decay: optax.ScalarOrSchedule | None
     mask: Any
     rescale: Callable[[jax.Array, jax.Array], jax.Array] | None
+    coding: Callable[[jax.Array], jax.Array] | None
+
+    @property
+    def name(self) -> str:
+        """The stage that `jaxfused.explain` lists."""
+        return f"{self.rule.kernel.name} step"
 
     def update(
         self, updates: optax.Updates, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
+        """Implements `update` of Optax's transformations."""
         del extra_args  # Optax passes an argument meant for one member of a chain to all.
         # Optax's numbers result from JAX's standard promotion, even if the user has chosen another one.
         with jax.numpy_dtype_promotion("standard"):
@@ -197,43 +260,85 @@ class _Recipe:
                 "update: params is None, but this optimizer's update depends on the parameters;"
                 " pass update(grads, state, params)."
             )
-        moments = state[0]._asdict()
-        count = moments.pop("count", None)
-        if count is not None:
-            count = optax.safe_increment(count)
-        leaf_rule = self.rule(count)
-        decay = None if self.weight_decay is None else _at(self.weight_decay, state[1])
-        learning_rate = _at(self.learning_rate, state[-1])
+        leaves = self.take_apart(updates, state, params)
+        leaf_rule = self.rule.at(leaves.count)
 
-        def update_leaf(g, p, decays, *leaf_moments):
+        def update_leaf(number, g, p, decays, *leaf_moments):
             if g is None:
                 return None, leaf_moments
-            u, leaf_moments = leaf_rule(g, leaf_moments)
+            if any(map(eight_bit.is_coded, leaf_moments)):
+                g = g.astype(jnp.float32)
+            u, new_moments = leaf_rule(g, tuple(map(eight_bit.decode, leaf_moments)))
+            leaf_moments = self._coded(number, leaves.count, new_moments, leaf_moments)
             if decays:
-                u = u + decay * p
+                u = u + leaves.weight_decay * p
             if self.rescale is not None:
                 u = self.rescale(u, p)
             if callable(self.learning_rate):
-                return jnp.asarray(-learning_rate, u.dtype) * u, leaf_moments
-            return -learning_rate * u, leaf_moments
+                return jnp.asarray(-leaves.learning_rate, u.dtype) * u, leaf_moments
+            return -leaves.learning_rate * u, leaf_moments
 
-        leaves, treedef = _flatten(updates)
         rows = zip(
+            leaves.gradients, leaves.params, leaves.decays, *leaves.moments.values(), strict=True
+        )
+        results = [update_leaf(i, *row) for i, row in enumerate(rows)]
+        moments = {
+            name: [leaf_moments[i] for _, leaf_moments in results]
+            for i, name in enumerate(leaves.moments)
+        }
+        return leaves.treedef.unflatten([u for u, _ in results]), self.next_state(
+            leaves, state, moments
+        )
+
+    def _coded(
+        self, number: int, count: Any, new: Moments, old: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Returns the new moments of a leaf in the form of the old ones."""
+        if self.coding is None:
+            return new
+        words = self.coding(count)
+        arrays = stochastic_rounding.ARRAYS[1:]
+        return tuple(
+            eight_bit.encode(n, o, stochastic_rounding.leaf_seeds(words, number, array))
+            if eight_bit.is_coded(o)
+            else n
+            for n, o, array in zip(new, old, arrays, strict=True)
+        )
+
+    def take_apart(self, updates: optax.Updates, state: Any, params: Any) -> Leaves:
+        """Returns the leaves of a step, and the numbers that all of them share."""
+        moments = state[0]._asdict()
+        count = moments.pop("count", None)
+        leaves, treedef = _flatten(updates)
+        return Leaves(
+            treedef,
             leaves,
             [None] * len(leaves) if params is None else treedef.flatten_up_to(params),
             self._decayed(updates),
-            *(treedef.flatten_up_to(tree) for tree in moments.values()),
-            strict=True,
+            {name: treedef.flatten_up_to(tree) for name, tree in moments.items()},
+            None if count is None else optax.safe_increment(count),
+            _at(self.learning_rate, state[-1]),
+            None if self.weight_decay is None else _at(self.weight_decay, state[1]),
         )
-        results = [update_leaf(*row) for row in rows]
-        for i, name in enumerate(moments):
-            moments[name] = treedef.unflatten([leaf_moments[i] for _, leaf_moments in results])
-        if count is not None:
-            moments["count"] = count
+
+    def next_state(
+        self,
+        leaves: Leaves,
+        state: Any,
+        moments: dict[str, list[Any]],
+        taken: jax.Array | None = None,
+    ) -> Any:
+        """Returns Optax's state after the step, with these moments; counts stay if it is not taken."""
+
+        def counted(new, old):
+            return new if taken is None else jnp.where(taken, new, old)
+
+        fields = {name: leaves.treedef.unflatten(new) for name, new in moments.items()}
+        if leaves.count is not None:
+            fields["count"] = counted(leaves.count, state[0].count)
         # The rest of the state holds only the counts of schedules.
-        schedules = jax.tree.map(optax.safe_increment, state[1:])
-        new_state = (type(state[0])(**moments), *schedules)
-        return treedef.unflatten([u for u, _ in results]), new_state
+        schedules = jax.tree.map(lambda c: counted(optax.safe_increment(c), c), state[1:])
+        return (type(state[0])(**fields), *schedules)
 
     def _decayed(self, updates: optax.Updates) -> list[bool]:
         """For each leaf, whether its weight decays."""

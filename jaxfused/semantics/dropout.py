@@ -32,15 +32,15 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
     """[2, B, N]: what in `keep` depends on the words and on a row's b and n."""
     row = jnp.arange(batch * heads, dtype=jnp.uint32).reshape(1, batch, heads)
-    return _murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
+    return murmur(words[:, None, None] ^ row) + jnp.uint32(0x9E3779B9)
 
 
 def keep_by_seeds(seeds: jax.Array, query_count: int, key_count: int, rate: float) -> jax.Array:
     """`keep` from `dropout_seeds` [2, B, N]."""
     t = jnp.arange(query_count, dtype=jnp.uint32)[None, None, :, None]
     pair = jnp.arange((key_count + 1) // 2, dtype=jnp.uint32)[None, None, None]
-    u, v = (_murmur(seed[:, :, None, None] ^ t) for seed in seeds)
-    x = _murmur(u ^ pair, v)
+    u, v = (murmur(seed[:, :, None, None] ^ t) for seed in seeds)
+    x = murmur(u ^ pair, v)
     halves = jnp.stack([x & 0xFFFF, x >> 16], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
     return halves[..., :key_count] >= jnp.uint32(_threshold(rate))
 
@@ -54,7 +54,8 @@ def _threshold(rate: float) -> int:
     return min(round(rate * 65536), 65535)
 
 
-def _murmur(x: jax.Array, tweak: jax.Array | int = 0) -> jax.Array:
+def murmur(x: jax.Array, tweak: jax.Array | int = 0) -> jax.Array:
+    """Returns MurmurHash3's finalizer of 32-bit words, into which `tweak` enters half-way."""
     x = x ^ (x >> 16)
     x = x * jnp.uint32(0x85EBCA6B)
     x = x ^ (x >> 13) ^ tweak

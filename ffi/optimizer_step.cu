@@ -1,0 +1,564 @@
+// The step of an optimizer over all leaves of a tree: gradients are scaled and clipped, moments,
+// parameters, their average and their copy are written in place, in one pass over memory.
+//
+// Everything that changes from step to step is read from device memory, so that schedules and
+// counts may be traced. What a leaf has and in which dtypes is known at run time only: the branches
+// are the same for all threads of a block and cost nothing beside the memory.
+
+#include <optional>
+#include <string>
+
+#include "eight_bit.cuh"
+#include "handler.h"
+#include "leaves.h"
+#include "operands.h"
+#include "stochastic_rounding.cuh"
+
+namespace {
+
+// The arrays of a leaf, in the order in which they are passed.
+enum Stream {
+  kGradient,
+  kParameter,
+  kFirstMoment,
+  kSecondMoment,
+  kAverage,
+  kCopy,
+  kFirstScale,  // of moments in 8 bits
+  kSecondScale
+};
+static_assert(kSecondScale + 1 == kMaxStreams);
+constexpr int kMostRead = kCopy;         // the streams before it have values that are read
+constexpr int kMostWritten = kCopy + 1;  // and those up to here values that are written
+
+// The order of the scalars in memory; jaxfused/cuda/optimizer_step.py has the same one.
+struct alignas(16) Scalars {
+  float learning_rate;
+  float weight_decay;
+  float b1, one_minus_b1;
+  float b2, one_minus_b2;
+  float eps, eps_root;
+  float inverse_bias1, inverse_bias2;
+  float inverse_next_bias1;  // of the step after this one, for Nesterov's momentum
+  float max_norm;
+  float inverse_loss_scale;
+  float average_decay, one_minus_average_decay;
+  float unused;
+};
+constexpr int kScalars = sizeof(Scalars) / sizeof(float);
+
+// LAMB needs the norms of a whole leaf between the moments and the write, so it is two passes. The
+// second one finds the direction anew from the moments.
+enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite };
+
+__host__ __device__ constexpr bool has_adam_moments(Rule rule) {
+  return rule != Rule::kLion && rule != Rule::kSgd;
+}
+
+__host__ __device__ constexpr bool is_moment(int stream) {
+  return stream == kFirstMoment || stream == kSecondMoment;
+}
+
+template <int... kStream>
+constexpr uint32_t kBits = ((1u << kStream) | ...);
+
+// The streams that a rule can read, and those that it writes.
+__host__ __device__ constexpr uint32_t streams_read(Rule rule) {
+  switch (rule) {
+    case Rule::kAdam:
+    case Rule::kAdam8Bit:
+      return kBits<kGradient, kParameter, kFirstMoment, kSecondMoment, kAverage>;
+    case Rule::kLambMoments:
+      return kBits<kGradient, kParameter, kFirstMoment, kSecondMoment>;
+    case Rule::kLambWrite:
+      return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage>;
+    default:
+      return kBits<kGradient, kParameter, kFirstMoment, kAverage>;
+  }
+}
+
+__host__ __device__ constexpr uint32_t streams_written(Rule rule) {
+  switch (rule) {
+    case Rule::kAdam:
+      return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy>;
+    case Rule::kAdam8Bit:
+      return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy, kFirstScale,
+                   kSecondScale>;
+    case Rule::kLambMoments:
+      return kBits<kFirstMoment, kSecondMoment>;
+    case Rule::kLambWrite:
+      return kBits<kParameter, kAverage, kCopy>;
+    default:
+      return kBits<kParameter, kFirstMoment, kAverage, kCopy>;
+  }
+}
+
+struct StepArgs {
+  const Scalars* scalars;
+  const float* stats;        // sum of squares of all gradients, and whether one is not finite
+  const float2* norms;       // squares of the norms of each leaf's parameter and direction
+  float2* partial_norms;     // the same of what a warp has in a tile
+  const LeafRandom* random;  // of each leaf, where something is rounded at random
+  uint32_t rounded;          // the streams in bfloat16 that are rounded at random
+  bool clips;
+  bool skips_nonfinite;
+  bool nesterov;
+  Leaves leaves;
+};
+static_assert(sizeof(StepArgs) <= 32764);
+
+// The factor of the gradients: the inverse of the loss scale, and clipping to the global norm.
+__device__ __forceinline__ float gradient_factor(const StepArgs& args, const Scalars& s) {
+  if (!args.clips) return s.inverse_loss_scale;
+  const float norm = sqrtf(__ldg(args.stats));
+  return norm < s.max_norm ? s.inverse_loss_scale : s.inverse_loss_scale * (s.max_norm / norm);
+}
+
+// LAMB's ratio of the norms of a leaf.
+__device__ __forceinline__ float trust_ratio(float2 squares) {
+  return squares.x == 0.0f || squares.y == 0.0f ? 1.0f : sqrtf(squares.x) / sqrtf(squares.y);
+}
+
+// Updates the moments; returns the direction, before weight decay.
+template <Rule kRule>
+__device__ __forceinline__ float direction_of(const StepArgs& args, const Scalars& s, float g,
+                                              float& m, float& v) {
+  if constexpr (has_adam_moments(kRule)) {
+    if constexpr (kRule != Rule::kLambWrite) {
+      m = s.one_minus_b1 * g + s.b1 * m;
+      v = s.one_minus_b2 * (g * g) + s.b2 * v;
+    }
+    float numerator = m * s.inverse_bias1;
+    if ((kRule == Rule::kAdam || kRule == Rule::kAdam8Bit) && args.nesterov) {
+      numerator = s.b1 * (m * s.inverse_next_bias1) + s.one_minus_b1 * (g * s.inverse_bias1);
+    }
+    const float radicand = v * s.inverse_bias2 + s.eps_root;
+    // What has 8 bits needs no more than 23, and time is short beside so few bytes.
+    if (kRule == Rule::kAdam8Bit) return __fdividef(numerator, fast_sqrt(radicand) + s.eps);
+    return numerator / (sqrtf(radicand) + s.eps);
+  } else if constexpr (kRule == Rule::kLion) {
+    const float mixed = s.one_minus_b1 * g + s.b1 * m;
+    m = s.one_minus_b2 * g + s.b2 * m;
+    return mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed;
+  } else {
+    if (!has_stream(args.leaves.streams, kFirstMoment)) return g;
+    m = g + s.b1 * m;
+    return args.nesterov ? g + s.b1 * m : m;
+  }
+}
+
+// Updates kCount values of each stream. `learning_rate` includes a ratio of norms; `squares` gets
+// what LAMB sums.
+template <Rule kRule, int kCount>
+__device__ __forceinline__ void update(const StepArgs& args, const Scalars& s, bool decays,
+                                       float factor, float learning_rate,
+                                       float (&of)[kMostRead][kCount], float2& squares) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& p = of[kParameter][i];
+    float u = direction_of<kRule>(args, s, of[kGradient][i] * factor, of[kFirstMoment][i],
+                                  of[kSecondMoment][i]);
+    if (decays) u += s.weight_decay * p;
+    if constexpr (kRule == Rule::kLambMoments) {
+      squares.x += p * p;
+      squares.y += u * u;
+    } else {
+      p -= learning_rate * u;
+    }
+  }
+}
+
+// Rounds values to a dtype of memory.
+template <int kCount>
+__device__ __forceinline__ void round_to(Dtype dtype, float (&values)[kCount]) {
+  if (dtype == Dtype::kFloat32) return;
+  with_type(dtype, [&](auto type) {
+    Vector<decltype(type), kCount> vector;
+    pack(values, vector);
+    unpack(vector, values);
+  });
+}
+
+// Rounds at random what is to be, which storing then leaves as it is; `index` is that of the first
+// value.
+template <Rule kRule, int kCount>
+__device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_index, int64_t index,
+                                             float (&of)[kMostRead][kCount]) {
+  if (args.rounded == 0) return;
+#pragma unroll
+  for (int stream = kParameter; stream <= kSecondMoment; ++stream) {
+    if (!has_stream(streams_written(kRule) & args.rounded, stream)) continue;
+    round_stochastically(args.random[leaf_index], stream - kParameter, index, of[stream]);
+  }
+}
+
+// Brings the average up to the new parameters, as they are in memory.
+template <int kCount>
+__device__ __forceinline__ void average(const StepArgs& args, const Scalars& s,
+                                        float (&of)[kMostRead][kCount]) {
+  if ((args.leaves.streams & kBits<kAverage, kCopy>) == 0) return;
+  round_to(args.leaves.dtypes[kParameter], of[kParameter]);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float& e = of[kAverage][i];
+    e = s.average_decay * e + s.one_minus_average_decay * of[kParameter][i];
+  }
+}
+
+template <Rule kRule>
+__device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& leaf, int64_t index,
+                                              const float (&of)[kMostRead][kLeafVec]) {
+#pragma unroll
+  for (int stream = 0; stream < kMostWritten; ++stream) {
+    if (!has_stream(streams_written(kRule), stream)) continue;
+    if (kRule == Rule::kAdam8Bit && is_moment(stream)) continue;
+    if (!has_stream(args.leaves.streams, stream)) continue;
+    store_values(leaf.data[stream], args.leaves.dtypes[stream], index,
+                 of[stream == kCopy ? kParameter : stream]);
+  }
+}
+
+// Updates the values of a tile that are in no vector, one a thread at a time, and returns what LAMB
+// sums of them.
+template <Rule kRule>
+__device__ __noinline__ float2 update_singly(const StepArgs& args, int leaf_index, int64_t first,
+                                             int64_t end, float factor, float learning_rate) {
+  const Leaves& leaves = args.leaves;
+  const Leaf& leaf = leaves.leaves[leaf_index];
+  const Scalars s = *args.scalars;
+  float2 squares = {0.0f, 0.0f};
+  for (int64_t i = first + threadIdx.x; i < end; i += kLeafThreads) {
+    float of[kMostRead][1] = {};
+#pragma unroll
+    for (int stream = 0; stream < kMostRead; ++stream) {
+      if (has_stream(streams_read(kRule) & leaves.streams, stream)) {
+        of[stream][0] = load_value(leaf.data[stream], leaves.dtypes[stream], i);
+      }
+    }
+    update<kRule>(args, s, leaf.decays, factor, learning_rate, of, squares);
+    round_chosen<kRule>(args, leaf_index, i, of);
+    average(args, s, of);
+#pragma unroll
+    for (int stream = 0; stream < kMostWritten; ++stream) {
+      if (has_stream(streams_written(kRule) & leaves.streams, stream)) {
+        store_value(leaf.data[stream], leaves.dtypes[stream], i,
+                    of[stream == kCopy ? kParameter : stream][0]);
+      }
+    }
+  }
+  return squares;
+}
+
+template <int kVectors>
+using RawTile = RawVector[kMostRead][kVectors];
+
+// Updates a thread's values of a tile.
+template <Rule kRule, int kVectors>
+__device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& leaf, int leaf_index,
+                                            int64_t tile_index, const LeafTile& tile,
+                                            const RawTile<kVectors>& raw) {
+  const Leaves& leaves = args.leaves;
+  const Scalars s = *args.scalars;
+  const float factor = gradient_factor(args, s);
+  float learning_rate = s.learning_rate;
+  if constexpr (kRule == Rule::kLambWrite) {
+    learning_rate *= trust_ratio(__ldg(args.norms + leaf_index));
+  }
+  float2 squares = {0.0f, 0.0f};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int start = vector_start<kVectors>(v);
+    if (start >= tile.whole) continue;
+    float of[kMostRead][kLeafVec] = {};
+#pragma unroll
+    for (int stream = 0; stream < kMostRead; ++stream) {
+      if (!has_stream(streams_read(kRule), stream)) continue;
+      if (!has_stream(leaves.streams, stream)) continue;
+      unpack_raw(raw[stream][v], leaves.dtypes[stream], of[stream]);
+    }
+    update<kRule>(args, s, leaf.decays, factor, learning_rate, of, squares);
+    round_chosen<kRule>(args, leaf_index, tile.start + start, of);
+    average(args, s, of);
+    store_vectors<kRule>(args, leaf, tile.start + start, of);
+  }
+  if (tile.whole < tile.values) {
+    const float2 more = update_singly<kRule>(args, leaf_index, tile.start + tile.whole,
+                                             tile.start + tile.values, factor, learning_rate);
+    squares.x += more.x;
+    squares.y += more.y;
+  }
+  if constexpr (kRule == Rule::kLambMoments) {
+    float sums[] = {squares.x, squares.y};
+    add_over_lanes(kWarpSize, sums);
+    if (threadIdx.x % kWarpSize == 0) {
+      args.partial_norms[tile_index * kLeafWarps + threadIdx.x / kWarpSize] =
+          make_float2(sums[0], sums[1]);
+    }
+  }
+}
+
+// Updates a thread's values of a tile whose moments have 8 bits. A warp owns one block of them, and
+// a leaf consists of whole blocks.
+__device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Leaf& leaf,
+                                                 int leaf_index, const LeafTile& tile,
+                                                 const RawTile<2>& raw, const float (&scales)[2]) {
+  constexpr Rule kRule = Rule::kAdam8Bit;
+  const Leaves& leaves = args.leaves;
+  if (vector_start<2>(0) >= tile.whole) return;
+  const Scalars s = *args.scalars;
+  const float factor = gradient_factor(args, s);
+  float moments[2][2][kLeafVec];
+  float2 squares = {0.0f, 0.0f};
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    float of[kMostRead][kLeafVec] = {};
+    unpack_raw(raw[kGradient][v], leaves.dtypes[kGradient], of[kGradient]);
+    unpack_raw(raw[kParameter][v], leaves.dtypes[kParameter], of[kParameter]);
+    decode_signed(raw[kFirstMoment][v].x, scales[0], of[kFirstMoment]);
+    decode_unsigned(raw[kSecondMoment][v].x, scales[1], of[kSecondMoment]);
+    if (has_stream(leaves.streams, kAverage)) {
+      unpack_raw(raw[kAverage][v], leaves.dtypes[kAverage], of[kAverage]);
+    }
+    update<kRule>(args, s, leaf.decays, factor, s.learning_rate, of, squares);
+    const int64_t index = tile.start + vector_start<2>(v);
+    if (has_stream(args.rounded, kParameter)) {
+      round_stochastically(args.random[leaf_index], 0, index, of[kParameter]);
+    }
+    average(args, s, of);
+    store_vectors<kRule>(args, leaf, index, of);
+#pragma unroll
+    for (int i = 0; i < kLeafVec; ++i) {
+      moments[0][v][i] = of[kFirstMoment][i];
+      moments[1][v][i] = of[kSecondMoment][i];
+    }
+  }
+  const float new_scales[] = {largest(moments[0]), largest(moments[1])};
+  float inverse[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) inverse[i] = new_scales[i] == 0.0f ? 0.0f : 1.0f / new_scales[i];
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+    const int64_t index = tile.start + vector_start<2>(v);
+    uint32_t halves[kLeafVec];
+    random_halves(args.random[leaf_index], 2, index, halves);
+    const auto codes = [&](Stream stream) {
+      return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(leaf.data[stream]) + index);
+    };
+    __stcs(codes(kFirstMoment), encode_signed(moments[0][v], inverse[0]));
+    __stcs(codes(kSecondMoment), encode_unsigned(moments[1][v], inverse[1], halves));
+  }
+  if (threadIdx.x % kWarpSize == 0) {
+    const int64_t block = (tile.start + vector_start<2>(0)) / kBlockValues;
+    static_cast<float*>(leaf.data[kFirstScale])[block] = new_scales[0];
+    static_cast<float*>(leaf.data[kSecondScale])[block] = new_scales[1];
+  }
+}
+
+constexpr int kLeastBlocks = 3;  // of a multiprocessor, so that enough bytes are in flight
+
+// The grid is as large as the GPU holds at a time. A block's loads of a tile are all in flight
+// together, and those of other blocks are while it computes.
+template <Rule kRule, int kVectors>
+__global__ void __launch_bounds__(kLeafThreads, kLeastBlocks)
+    step_leaves(const __grid_constant__ StepArgs args) {
+  const Leaves& leaves = args.leaves;
+  if (args.skips_nonfinite && __ldg(args.stats + 1) != 0.0f) return;
+  int64_t tile_index = static_cast<int64_t>(leaves.tiles) - 1 - blockIdx.x;
+  LeafCursor cursor(leaves, tile_index);
+  for (; tile_index >= 0; tile_index -= gridDim.x) {
+    const Leaf& leaf = cursor.earlier(tile_index);
+    const LeafTile tile(leaf, tile_index, kLeafTile<kVectors>);
+    RawTile<kVectors> raw;
+#pragma unroll
+    for (int stream = 0; stream < kMostRead; ++stream) {
+      if (!has_stream(streams_read(kRule), stream)) continue;
+      if (!has_stream(leaves.streams, stream)) continue;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int start = vector_start<kVectors>(v);
+        if (start >= tile.whole) continue;
+        if (kRule == Rule::kAdam8Bit && is_moment(stream)) {
+          raw[stream][v].x = *reinterpret_cast<const uint32_t*>(
+              static_cast<const uint8_t*>(leaf.data[stream]) + tile.start + start);
+        } else {
+          raw[stream][v] = load_raw(leaf.data[stream], leaves.dtypes[stream], tile.start + start);
+        }
+      }
+    }
+    if constexpr (kRule == Rule::kAdam8Bit) {
+      float scales[2] = {0.0f, 0.0f};
+      if (vector_start<2>(0) < tile.whole) {
+        const int64_t block = (tile.start + vector_start<2>(0)) / kBlockValues;
+        scales[0] = static_cast<const float*>(leaf.data[kFirstScale])[block];
+        scales[1] = static_cast<const float*>(leaf.data[kSecondScale])[block];
+      }
+      update_8bit_tile(args, leaf, cursor.index(), tile, raw, scales);
+    } else {
+      update_tile<kRule, kVectors>(args, leaf, cursor.index(), tile_index, tile, raw);
+    }
+  }
+}
+
+constexpr int kSumThreads = 512;
+
+// Adds up what the warps have left of each leaf, in a fixed order; a block for each leaf.
+__global__ void __launch_bounds__(kSumThreads)
+    sum_norms(const __grid_constant__ StepArgs args, float2* norms) {
+  const Leaves& leaves = args.leaves;
+  const int leaf = blockIdx.x;
+  const uint32_t first = leaves.leaves[leaf].first_tile;
+  const uint32_t end = leaf + 1 < leaves.count ? leaves.leaves[leaf + 1].first_tile : leaves.tiles;
+  const int64_t count = static_cast<int64_t>(end - first) * kLeafWarps;
+  const float2* partial = args.partial_norms + static_cast<int64_t>(first) * kLeafWarps;
+  float sums[2] = {0.0f, 0.0f};
+  for (int64_t i = threadIdx.x; i < count; i += kSumThreads) {
+    sums[0] += partial[i].x;
+    sums[1] += partial[i].y;
+  }
+  __shared__ float2 of_warps[kSumThreads / kWarpSize];
+  add_over_lanes(kWarpSize, sums);
+  if (threadIdx.x % kWarpSize == 0) {
+    of_warps[threadIdx.x / kWarpSize] = make_float2(sums[0], sums[1]);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float2 total = {0.0f, 0.0f};
+    for (const float2& of_warp : of_warps) {
+      total.x += of_warp.x;
+      total.y += of_warp.y;
+    }
+    norms[leaf] = total;
+  }
+}
+
+std::optional<Rule> parse_rule(std::string_view name) {
+  if (name == "adam") return Rule::kAdam;
+  if (name == "adam_8bit") return Rule::kAdam8Bit;
+  if (name == "lion") return Rule::kLion;
+  if (name == "sgd") return Rule::kSgd;
+  if (name == "lamb_moments") return Rule::kLambMoments;
+  if (name == "lamb_write") return Rule::kLambWrite;
+  return std::nullopt;
+}
+
+template <Rule kRule, int kVectors>
+ffi::Error launch_step(const StepArgs& args, const Device& device, cudaStream_t stream) {
+  const auto kernel = step_leaves<kRule, kVectors>;
+  Launch launch = {dim3(1), kLeafThreads, 0};
+  int resident = 0;
+  RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
+  const int64_t blocks =
+      std::min<int64_t>(args.leaves.tiles, int64_t{resident} * device.multiprocessors);
+  launch.grid = dim3(static_cast<unsigned>(blocks));
+  return launch_kernel(kernel, args, launch, stream);
+}
+
+template <int kVectors>
+ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cudaStream_t stream) {
+  switch (rule) {
+    case Rule::kAdam:
+      return launch_step<Rule::kAdam, kVectors>(args, device, stream);
+    case Rule::kAdam8Bit:
+      return launch_step<Rule::kAdam8Bit, 2>(args, device, stream);
+    case Rule::kLion:
+      return launch_step<Rule::kLion, kVectors>(args, device, stream);
+    case Rule::kSgd:
+      return launch_step<Rule::kSgd, kVectors>(args, device, stream);
+    case Rule::kLambMoments:
+      return launch_step<Rule::kLambMoments, kVectors>(args, device, stream);
+    default:
+      return launch_step<Rule::kLambWrite, kVectors>(args, device, stream);
+  }
+}
+
+// `norms` and `random` are read by the rules that need them and else absent, as are
+// `partial_norms` and `new_norms`, which are written. The arrays of a leaf follow each other, and
+// so do its results, which are some of these arrays.
+ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyBuffer stats,
+                          ffi::AnyBuffer norms, ffi::AnyBuffer random, ffi::RemainingArgs arrays,
+                          ffi::Result<ffi::AnyBuffer> partial_norms,
+                          ffi::Result<ffi::AnyBuffer> new_norms, ffi::RemainingRets results,
+                          std::string_view rule_name, ffi::Span<const int64_t> decays,
+                          int32_t streams, bool clips, bool skips_nonfinite, bool nesterov,
+                          int32_t vectors, int32_t rounded) {
+  const auto rule = parse_rule(rule_name);
+  if (!rule) return ffi::Error::InvalidArgument("the rule is not known");
+  RETURN_IF_ERROR(check_float32("scalars", scalars, {kScalars}));
+  if (clips || skips_nonfinite) RETURN_IF_ERROR(check_float32("stats", stats, {2}));
+  StepArgs args = {};
+  Leaves& leaves = args.leaves;
+  const bool has_8bits = *rule == Rule::kAdam8Bit;
+  if (has_8bits && vectors != 2) {
+    return ffi::Error::InvalidArgument("a warp owns a block of 8-bit moments if vectors is 2");
+  }
+  Coded coded[kMaxStreams] = {};
+  coded[kFirstMoment] = coded[kSecondMoment] = has_8bits ? Coded::kCodes : Coded::kNo;
+  coded[kFirstScale] = coded[kSecondScale] = Coded::kScales;
+  RETURN_IF_ERROR(parse_leaves(arrays, results, streams, streams_written(*rule), decays,
+                               vectors * kLeafTile<1>, coded, &leaves));
+  args.scalars = static_cast<const Scalars*>(scalars.untyped_data());
+  args.stats = data_or_null<const float>(stats);
+  args.clips = clips;
+  args.skips_nonfinite = skips_nonfinite;
+  args.nesterov = nesterov;
+  args.rounded = rounded;
+  if (rounded != 0 || has_8bits) {
+    RETURN_IF_ERROR(check_shape("random", random, {leaves.count, sizeof(LeafRandom) / 4}));
+    RETURN_IF_ERROR(check_dtype("random", random, ffi::DataType::U32));
+    args.random = static_cast<const LeafRandom*>(random.untyped_data());
+  }
+  for (const Leaf& leaf : leaves.leaves) {
+    if (has_8bits && (leaf.size % kBlockValues != 0 || (leaf.size > 0 && !leaf.aligned))) {
+      return ffi::Error::InvalidArgument("a leaf with 8-bit moments must be whole aligned blocks");
+    }
+  }
+  if (*rule == Rule::kLambWrite) {
+    RETURN_IF_ERROR(check_float32("norms", norms, {leaves.count, 2}));
+    args.norms = static_cast<const float2*>(norms.untyped_data());
+  }
+  if (*rule == Rule::kLambMoments) {
+    RETURN_IF_ERROR(check_float32("partial_norms", *partial_norms, {leaves.tiles, kLeafWarps, 2}));
+    RETURN_IF_ERROR(check_float32("new_norms", *new_norms, {leaves.count, 2}));
+    args.partial_norms = static_cast<float2*>(partial_norms->untyped_data());
+  }
+  if (leaves.tiles == 0) return ffi::Error::Success();
+  Device device = {};
+  RETURN_IF_ERROR(current_device(&device));
+  switch (vectors) {
+    case 1:
+      RETURN_IF_ERROR(launch_rule<1>(*rule, args, device, stream));
+      break;
+    case 2:
+      RETURN_IF_ERROR(launch_rule<2>(*rule, args, device, stream));
+      break;
+    default:
+      return ffi::Error::InvalidArgument("vectors must be 1 or 2");
+  }
+  if (*rule != Rule::kLambMoments) return ffi::Error::Success();
+  sum_norms<<<leaves.count, kSumThreads, 0, stream>>>(
+      args, static_cast<float2*>(new_norms->untyped_data()));
+  return check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_optimizer_step, optimizer_step,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // scalars
+                   .Arg<ffi::AnyBuffer>()  // stats
+                   .Arg<ffi::AnyBuffer>()  // norms
+                   .Arg<ffi::AnyBuffer>()  // random
+                   .RemainingArgs()
+                   .Ret<ffi::AnyBuffer>()  // partial_norms
+                   .Ret<ffi::AnyBuffer>()  // new_norms
+                   .RemainingRets()
+                   .Attr<std::string_view>("rule")
+                   .Attr<ffi::Span<const int64_t>>("decays")
+                   .Attr<int32_t>("streams")
+                   .Attr<bool>("clips")
+                   .Attr<bool>("skips_nonfinite")
+                   .Attr<bool>("nesterov")
+                   .Attr<int32_t>("vectors")
+                   .Attr<int32_t>("rounded"),
+               {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,104 @@
+"""Moments in 8 bits: codes, and a float32 scale for each block of 256 neighbours.
+
+A first moment is a signed code, a second one an unsigned code, and the scale is the largest magnitude of
+the block. The distance of two codes grows with the value, since what matters about a moment is its size
+relative to itself::
+
+    first moment  = scale * sign(code) * (code / 127)^2
+    second moment = scale * (code / 255)^4
+
+The first moment is rounded to the nearest code. The second one changes by less than the distance of two
+codes in a step and would never move: it is rounded at random to one of the two codes around it, such
+that its mean is right.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.semantics import stochastic_rounding
+
+BLOCK = 256
+LEAST_SIZE = 4096
+"""Smaller leaves keep their moments in float32."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EightBitMoment:
+    """A moment of one leaf."""
+
+    codes: jax.Array
+    """int8 or uint8, of the leaf's shape."""
+    scales: jax.Array
+    """float32 [leading axes, blocks]; the blocks lie in the remaining axes, merged."""
+
+
+def is_coded(moment: Any) -> bool:
+    """Whether a moment is in 8 bits."""
+    return isinstance(moment, EightBitMoment)
+
+
+def codes_and_scales(moment: Any) -> tuple[Any, jax.Array | None]:
+    """Returns the arrays of a moment: codes and scales, or values and None."""
+    return (moment.codes, moment.scales) if isinstance(moment, EightBitMoment) else (moment, None)
+
+
+def zero_moment(param: jax.Array, *, signed: bool) -> EightBitMoment | None:
+    """Returns a moment of zeros, or None for a leaf that does not consist of blocks or is small."""
+    if (
+        param.size < LEAST_SIZE
+        or param.size % BLOCK
+        or not jnp.issubdtype(param.dtype, jnp.floating)
+    ):
+        return None
+    last = param.ndim - 1
+    while math.prod(param.shape[last:]) % BLOCK:
+        last -= 1
+    scales = (*param.shape[:last], math.prod(param.shape[last:]) // BLOCK)
+    return EightBitMoment(
+        jnp.zeros_like(param, dtype=jnp.int8 if signed else jnp.uint8),
+        jnp.zeros_like(param, shape=scales, dtype=jnp.float32),
+    )
+
+
+def decode(moment: Any) -> jax.Array:
+    """Returns a moment's values in float32; one that is not coded is returned as it is."""
+    if not isinstance(moment, EightBitMoment):
+        return moment
+    codes = moment.codes.reshape(*moment.scales.shape, BLOCK).astype(jnp.float32)
+    if moment.codes.dtype == jnp.int8:
+        unit = moment.scales * jnp.float32(1 / 127**2)
+        values = unit[..., None] * (codes * jnp.abs(codes))
+    else:
+        unit = moment.scales * jnp.float32(1 / 255**4)
+        values = unit[..., None] * jnp.square(jnp.square(codes))
+    return values.reshape(moment.codes.shape)
+
+
+def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
+    """Returns values as a moment of the form of `like`.
+
+    Args:
+      values: the moment, of any float dtype.
+      like: a moment of this leaf.
+      seeds: from `stochastic_rounding.leaf_seeds`, for a second moment.
+    """
+    if not isinstance(like, EightBitMoment):
+        return values.astype(like.dtype)
+    blocks = values.astype(jnp.float32).reshape(*like.scales.shape, BLOCK)
+    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    inverse = jnp.where(scales == 0, 0, 1 / scales)[..., None]
+    if like.codes.dtype == jnp.int8:
+        codes = jnp.round(jnp.copysign(127 * jnp.sqrt(jnp.abs(blocks) * inverse), blocks))
+    else:
+        ratio = blocks * inverse
+        low = jnp.minimum(jnp.floor(255 * jnp.sqrt(jnp.sqrt(ratio))), 254)
+        below, above = low**4, (low + 1) ** 4
+        halves = stochastic_rounding.random_halves(seeds, like.codes.shape).reshape(blocks.shape)
+        part = ratio * jnp.float32(255**4) - below
+        codes = low + (halves.astype(jnp.float32) * (above - below) < part * 65536)
+    return EightBitMoment(codes.astype(like.codes.dtype).reshape(like.codes.shape), scales)
