@@ -34,12 +34,10 @@ class KernelRule:
 
 def reasons(device: dispatch.Device, dtypes: Sequence[Any]) -> dict[str, str | None]:
     """Returns why each implementation cannot update a tree with arrays of these dtypes."""
-    return {
-        "cuda": kernels.why_unsupported(
-            compute_capability=device.compute_capability, dtypes=tuple(dict.fromkeys(dtypes))
-        ),
-        "xla": None,
-    }
+    reason = kernels.why_unsupported(
+        compute_capability=device.compute_capability, dtypes=tuple(dict.fromkeys(dtypes))
+    )
+    return dispatch.unmeasured({"cuda": reason, "xla": None})
 
 
 def record(
