@@ -46,15 +46,15 @@ struct Images {
 };
 
 struct Plan {
-  int team;      // blocks of a team
-  int teams;     // teams of the grid
-  int columns;   // vectors of a pixel
-  int rows;      // pixels of a step
-  int steps;     // steps of the longest slice
-  int ring;      // steps that shared memory holds
-  int lag;       // images whose sums are on their way while the next image is summed
-  int resident;  // whether a slice stays in shared memory; elsewhere it is read twice
-  int lanes;     // threads that add up a group, a power of two up to 32
+  int team;           // blocks of a team
+  int teams;          // teams of the grid
+  int columns;        // vectors of a pixel
+  int rows;           // pixels of a step
+  int steps;          // steps of the longest slice
+  int ring;           // steps that shared memory holds
+  int lag;            // images whose sums are on their way while the next image is summed
+  int resident;       // whether a slice stays in shared memory; elsewhere it is read twice
+  int lanes;          // threads that add up a group, a power of two up to 32
   int channel_lanes;  // the same for a channel
 };
 
@@ -303,18 +303,18 @@ ffi::Error launch(void (*kernel)(Args), Args args, const Config& config, int vec
                   const FixedBytes& fixed_bytes, cudaStream_t stream) {
   const Images& images = args.images;
   if (images.channels / kVec > config.threads) {
-    return ffi::Error::InvalidArgument(
-        "group_norm: " + std::to_string(images.channels) + " channels are more than " +
-        std::to_string(config.threads) + " threads hold in vectors of " + std::to_string(kVec));
+    return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
+                                       " channels are more than " + std::to_string(config.threads) +
+                                       " threads hold in vectors of " + std::to_string(kVec));
   }
   Device device;
   RETURN_IF_ERROR(current_device(&device));
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   // A block has a kilobyte that the driver keeps for itself. Where a GPU has little shared memory,
-  // blocks are smaller than was asked for, so that a ring holds the steps that are computed together.
+  // blocks are smaller than was asked for, so that a ring holds the steps that are computed
+  // together.
   const int shared = std::min(
-      device.shared_bytes,
-      (device.shared_bytes + 1024) / static_cast<int>(config.blocks) - 1024);
+      device.shared_bytes, (device.shared_bytes + 1024) / static_cast<int>(config.blocks) - 1024);
   int threads = static_cast<int>(config.threads), fixed = 0, step_bytes = 0, fitting = 0;
   for (;; threads -= 32) {
     fixed = fixed_bytes(threads);
@@ -376,7 +376,8 @@ ffi::Error with_vectors(Dtype dtype, bool whole, const F& f) {
 
 inline ffi::Error check_even(const ffi::AnyBuffer& x) {
   if (*dtype_of(x) != Dtype::kFloat32 && x.dimensions()[2] % 2 != 0) {
-    return ffi::Error::InvalidArgument("group_norm: the number of channels must be even in 16 bits");
+    return ffi::Error::InvalidArgument(
+        "group_norm: the number of channels must be even in 16 bits");
   }
   return ffi::Error::Success();
 }

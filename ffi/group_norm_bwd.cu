@@ -23,7 +23,7 @@ struct BackwardArgs {
   Plan plan;
   Arrays arrays;  // x, dy, and the residual where the activation's derivative depends on it
   void* dx;
-  void* dresidual;  // or nullptr
+  void* dresidual;    // or nullptr
   const float* mean;  // [images, groups]
   const float* rstd;
   Parameter scale, bias;
@@ -43,8 +43,8 @@ struct Block {
   const Plan& plan;
   Place place;
   Ring<T, kVec> ring;
-  float* dots;  // sums of dz (x - mean) by row and channel
-  float* sums;  // sums of dz
+  float* dots;       // sums of dz (x - mean) by row and channel
+  float* sums;       // sums of dz
   float2* channels;  // (dscale, dbias) scale of each channel
   float2* groups;    // their sums over each group
 
@@ -203,7 +203,8 @@ struct Block {
     if (args.dbias != nullptr) args.dbias[at] = dbias;
   }
 
-  // Adds the sums of one place in every slice of an image, with the same order in every lane's part.
+  // Adds the sums of one place in every slice of an image, with the same order in every lane's
+  // part.
   __device__ float2 sum_of_team(const float2* partials, int stride, int lane, int lanes,
                                 bool valid) {
     float values[2] = {0.0f, 0.0f};
@@ -214,9 +215,8 @@ struct Block {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
           const int member = first + i * lanes;
-          parts[i] = member < plan.team
-                         ? __ldcg(partials + static_cast<int64_t>(member) * stride)
-                         : make_float2(0.0f, 0.0f);
+          parts[i] = member < plan.team ? __ldcg(partials + static_cast<int64_t>(member) * stride)
+                                        : make_float2(0.0f, 0.0f);
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
@@ -333,8 +333,7 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
                     ffi::AnyBuffer residual, ffi::AnyBuffer mean, ffi::AnyBuffer rstd,
                     ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> dx,
                     ffi::Result<ffi::AnyBuffer> dresidual, ffi::Result<ffi::AnyBuffer> dscale,
-                    ffi::Result<ffi::AnyBuffer> dbias,
-                    ffi::Result<ffi::AnyBuffer> channel_partials,
+                    ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> channel_partials,
                     ffi::Result<ffi::AnyBuffer> group_partials,
                     ffi::Result<ffi::AnyBuffer> counters, int64_t groups,
                     std::string_view activation, int64_t team, int64_t threads, int64_t blocks) {
@@ -367,9 +366,9 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   }
   if (is_absent(x)) return ffi::Error::Success();
   const bool reads_residual = !is_absent(residual) && args.activation != Activation::kNone;
-  args.arrays = {{x.untyped_data(), dy.untyped_data(),
-                  reads_residual ? residual.untyped_data() : nullptr},
-                 reads_residual ? 3 : 2};
+  args.arrays = {
+      {x.untyped_data(), dy.untyped_data(), reads_residual ? residual.untyped_data() : nullptr},
+      reads_residual ? 3 : 2};
   args.dx = dx->untyped_data();
   args.dresidual = data_or_null(*dresidual);
   args.mean = static_cast<const float*>(mean.untyped_data());
@@ -381,10 +380,9 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   args.counters = data_or_null<int>(*counters);
   const Dtype dtype = *dtype_of(x);
   const int64_t pixel_bytes = channels * (dtype == Dtype::kFloat32 ? 4 : 2);
-  const bool whole =
-      pixel_bytes % 16 == 0 &&
-      are_aligned({x.untyped_data(), dy.untyped_data(), args.arrays.data[2], args.dx,
-                   args.dresidual, args.scale.data, args.bias.data});
+  const bool whole = pixel_bytes % 16 == 0 &&
+                     are_aligned({x.untyped_data(), dy.untyped_data(), args.arrays.data[2], args.dx,
+                                  args.dresidual, args.scale.data, args.bias.data});
   return with_vectors(dtype, whole, [&](auto type, auto vec) {
     using T = decltype(type);
     constexpr int kVec = decltype(vec)::value;

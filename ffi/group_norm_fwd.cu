@@ -81,7 +81,7 @@ struct Block {
   const Plan& plan;
   Place place;
   Ring<T, kVec> ring;
-  float* means;    // of each thread: one for each channel, or one for all where a group has all
+  float* means;  // of each thread: one for each channel, or one for all where a group has all
   float* squares;
   float2* stats;  // (mean, rstd) of each group
 
@@ -224,8 +224,7 @@ struct Block {
       }
       const float size = static_cast<float>(images.pixels) * images.group_size;
       const float all = sum_of_lanes(plan.lanes, mean * count) / size;
-      sum_squares =
-          sum_of_lanes(plan.lanes, sum_squares + (mean - all) * (mean - all) * count);
+      sum_squares = sum_of_lanes(plan.lanes, sum_squares + (mean - all) * (mean - all) * count);
       if (lane == 0 && group < images.groups) finish(image, group, all, sum_squares);
     });
     __syncthreads();
@@ -340,9 +339,9 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   args.epsilon = epsilon;
   const Dtype dtype = *dtype_of(x);
   const int64_t pixel_bytes = args.images.channels * (dtype == Dtype::kFloat32 ? 4 : 2);
-  const bool whole = pixel_bytes % 16 == 0 && are_aligned({x.untyped_data(), args.y,
-                                                           args.arrays.data[1], args.scale.data,
-                                                           args.bias.data});
+  const bool whole =
+      pixel_bytes % 16 == 0 &&
+      are_aligned({x.untyped_data(), args.y, args.arrays.data[1], args.scale.data, args.bias.data});
   return with_vectors(dtype, whole, [&](auto type, auto vec) {
     using T = decltype(type);
     constexpr int kVec = decltype(vec)::value;

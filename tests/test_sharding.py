@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfused
 from jaxfused import ops, reference, sharding
 from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
+from jaxfused import cuda, ops, reference, sharding
 
 DEVICES = 8
 on_eight_devices = pytest.mark.skipif(
@@ -776,3 +777,82 @@ def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual)
     # Each device works on 32 x 32 rows of its own.
     assert target in exported.mlir_module()
     assert "tensor<1024x768xbf16>" in exported.mlir_module()
+
+
+# --- group_norm -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group_norm_stand_ins(hopper, monkeypatch):
+    """One image after the other, which XLA cannot partition."""
+
+    def forward(
+        x, residual, scale, bias, *, groups, save_statistics, epsilon, activation, **options
+    ):
+        del residual, save_statistics, options
+        y, mean, rstd = lax.map(
+            lambda image: reference.group_norm.norm_and_statistics(
+                image[None],
+                None,
+                scale[0],
+                bias[0],
+                num_groups=groups,
+                epsilon=epsilon,
+                activation=activation,
+            ),
+            x,
+        )
+        return y[:, 0], mean[:, 0], rstd[:, 0]
+
+    def backward(dy, x, residual, mean, rstd, scale, bias, *, groups, activation, **options):
+        del residual, options
+
+        def gradient(image):
+            dy, x, mean, rstd = (a[None] for a in image)
+            dx, _, dscale, dbias = reference.group_norm.gradient(
+                dy, x, None, mean, rstd, scale[0], bias[0], num_groups=groups, activation=activation
+            )
+            return dx[0], dscale[0], dbias[0]
+
+        dx, dscale, dbias = lax.map(gradient, (dy, x, mean, rstd))
+        return dx, None, dscale, dbias
+
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.group_norm, "forward", forward)
+    monkeypatch.setattr(cuda.group_norm, "backward", backward)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    ("images", "parameters", "gathers"),
+    [
+        (P(AXES), P(), False),
+        (P("data", None, "sequence"), P("sequence"), False),
+        (P("data", "sequence"), P(), True),
+    ],
+    ids=("batch", "channels", "pixels"),
+)
+def test_group_norm(group_norm_stand_ins, axis_type, images, parameters, gathers):
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 8, 12, 64)).astype(np.float32)
+    scale, bias = rng.normal(size=(2, 64)).astype(np.float32)
+
+    def results(implementation, x, dy, scale, bias):
+        def f(x, scale, bias):
+            return jaxfused.group_norm(
+                x, scale, bias, num_groups=8, activation="silu", implementation=implementation
+            )
+
+        y, vjp = jax.vjp(f, x, scale, bias)
+        return y, vjp(dy)
+
+    mesh = make_mesh(axis_type, axis_type)
+    # With Explicit axes, y is as the kernel has it: its pixels are not split.
+    cotangent = P("data") if gathers else images
+    placed = place(mesh, (images, cotangent, parameters, parameters), (x, dy, scale, bias))
+    actual, text = results_and_text(functools.partial(results, "cuda"), *placed)
+    assert (count("all-gather", text) > 0) == gathers
+    expected = jax.jit(functools.partial(results, "xla"))(x, dy, scale, bias)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -61,6 +61,7 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
+    assert compute_capability is not None
     if dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
     if residual_dtype is not None and residual_dtype != dtype:
@@ -76,6 +77,8 @@ def why_unsupported(
     most = MAX_THREADS * vector_size(channels, itemsize)
     if channels > most:
         return f"it takes at most {most} such channels, and x has {channels}"
+    if _ring_steps(compute_capability, channels, groups, itemsize) < _TOGETHER:
+        return f"a step of {channels} channels does not fit into the shared memory of this GPU"
     if pixels > MAX_PIXELS:
         return f"it takes at most {MAX_PIXELS} pixels, and x has {pixels}"
     if images * channels >= 2**31:
@@ -85,7 +88,26 @@ def why_unsupported(
 
 # --- configs --------------------------------------------------------------------------------------
 
-_SHARED_BYTES = 227 * 1024
+_TOGETHER = 4
+"""Steps of a slice that a thread computes together, and for which a ring has room."""
+_SHARED_KILOBYTES = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99}
+"""Of a block, by compute capability; 227 for those that are not listed."""
+
+
+def _shared_bytes(compute_capability: tuple[int, int]) -> int:
+    return _SHARED_KILOBYTES.get(compute_capability, 227) * 1024
+
+
+def _ring_steps(
+    compute_capability: tuple[int, int], channels: int, groups: int, itemsize: int
+) -> int:
+    """How many steps of x, dy and a residual fit on chip for the smallest block with these channels."""
+    vector = vector_size(channels, itemsize)
+    threads = max(32, math.ceil(channels / vector / 32) * 32)
+    fixed = (threads * vector + channels + groups) * 8
+    return (_shared_bytes(compute_capability) - fixed) // (3 * threads * vector * itemsize)
+
+
 _LAUNCH = 4.0
 _TERABYTES_A_SECOND = 4.0
 _BLOCK_GIGABYTES_A_SECOND = 60.0
@@ -99,7 +121,9 @@ def candidates(
     channels: int,
     itemsize: int,
     arrays: int,
+    *,
     multiprocessors: int,
+    compute_capability: tuple[int, int] = (9, 0),
 ) -> list[Config]:
     """Configs for x [images, pixels, channels], the best guess first.
 
@@ -116,7 +140,16 @@ def candidates(
         most = min(total, steps)
         teams = {min(most, 2**i) for i in range(12)} | {min(most, total // i) for i in range(1, 9)}
         found += [Config(team, threads, blocks) for team in sorted(teams) if team > 0]
-    return sorted(found, key=lambda c: microseconds(c, *shape, multiprocessors=multiprocessors))
+
+    def expected(config: Config) -> float:
+        return microseconds(
+            config,
+            *shape,
+            multiprocessors=multiprocessors,
+            compute_capability=compute_capability,
+        )
+
+    return sorted(found, key=expected)
 
 
 def microseconds(
@@ -128,6 +161,7 @@ def microseconds(
     arrays: int,
     *,
     multiprocessors: int,
+    compute_capability: tuple[int, int] = (9, 0),
 ) -> float:
     """The expected time of a kernel that keeps `arrays` on chip and writes one."""
     vector_bytes = vector_size(channels, itemsize) * itemsize
@@ -139,7 +173,7 @@ def microseconds(
     steps = math.ceil(math.ceil(pixels / team) / rows)
     step_bytes = arrays * config.threads * vector_bytes
     fixed = config.threads * vector_bytes // itemsize * 8
-    ring = max(2, (_SHARED_BYTES // config.blocks - fixed) // step_bytes)
+    ring = max(2, (_shared_bytes(compute_capability) // config.blocks - fixed) // step_bytes)
     reads = arrays if steps <= ring else 2 * arrays
     # Threads without a column, and rows of the last step without a pixel, cost as much as the others.
     slice_bytes = steps * config.threads * vector_bytes
@@ -166,6 +200,7 @@ def forward(
     activation: str | None,
     save_statistics: bool,
     multiprocessors: int,
+    compute_capability: tuple[int, int] = (9, 0),
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(y, mean, rstd) of x [B, P, C] and scale, bias [1 or B, C].
@@ -182,7 +217,8 @@ def forward(
             channels,
             x.dtype.itemsize,
             1 if residual is None else 2,
-            multiprocessors,
+            multiprocessors=multiprocessors,
+            compute_capability=compute_capability,
         )[0]
     )
     statistics = (images, groups) if save_statistics else (0,)
@@ -193,9 +229,7 @@ def forward(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
-            jax.ShapeDtypeStruct(
-                (images, groups, config.team, 2) if shares else (0,), jnp.float32
-            ),
+            jax.ShapeDtypeStruct((images, groups, config.team, 2) if shares else (0,), jnp.float32),
             jax.ShapeDtypeStruct((images,) if shares else (0,), jnp.int32),
         ),
     )
@@ -224,6 +258,7 @@ def backward(
     groups: int,
     activation: str | None,
     multiprocessors: int,
+    compute_capability: tuple[int, int] = (9, 0),
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
@@ -241,7 +276,8 @@ def backward(
             channels,
             x.dtype.itemsize,
             3 if reads_residual else 2,
-            multiprocessors,
+            multiprocessors=multiprocessors,
+            compute_capability=compute_capability,
         )[0]
     )
 
@@ -274,13 +310,11 @@ def backward(
         threads=np.int64(config.threads),
         blocks=np.int64(config.blocks),
     )
-    if residual is None:
-        dresidual = None
-    elif not reads_residual:
+    if residual is not None and not reads_residual:
         dresidual = dy
     return (
         dx,
-        dresidual,
+        None if residual is None else dresidual,
         None if scale is None else dscale,
         None if bias is None else dbias,
     )

@@ -104,9 +104,10 @@ def group_norm(
         None if a is None else a.reshape(*a.shape[:-1], num_groups, -1)
         for a in (x, residual, scale, bias)
     )
-    operands = (x_groups, residual, scale, bias)
-    axes = _spelt_axes(*operands)
-    operands = sharding.align(operands, operand_axes=axes.operands, whole=axes.whole)
+    axes = _spelt_axes(x_groups, residual, scale, bias)
+    operands = sharding.align(
+        (x_groups, residual, scale, bias), operand_axes=axes.operands, whole=axes.whole
+    )
     y = _norm(Runner(implementation, device), _Options(epsilon, activation), *operands)
     return y.reshape(x.shape)
 
@@ -157,7 +158,9 @@ def _modulated(x, scale, bias, image_scale, image_shift):
     """Scale and bias, [C] or [B, C], into which the modulation of each image is folded."""
     dtype = accumulator_dtype(x.dtype)
     scale, bias, image_scale, image_shift = (
-        None if a is None else a.astype(dtype)
+        None
+        if a is None
+        else a.astype(dtype)
         if image_scale is not None or image_shift is not None
         else a
         for a in (scale, bias, image_scale, image_shift)
@@ -167,7 +170,9 @@ def _modulated(x, scale, bias, image_scale, image_shift):
         scale = factor if scale is None else scale[None] * factor
         bias = None if bias is None else bias[None] * factor
     if image_shift is not None:
-        bias = image_shift if bias is None else (bias if bias.ndim == 2 else bias[None]) + image_shift
+        bias = (
+            image_shift if bias is None else (bias if bias.ndim == 2 else bias[None]) + image_shift
+        )
     return scale, bias
 
 
@@ -263,6 +268,8 @@ class _Forward:
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
         flat = [_channels_last(a) for a in (x, residual, scale, bias)]
+        y: jax.Array
+        statistics: Sequence[jax.Array | None]
         if implementation == "xla":
             y, *statistics = reference.group_norm.norm_and_statistics(
                 flat[0],
@@ -280,6 +287,7 @@ class _Forward:
                 activation=self.options.activation,
                 save_statistics=self.save_statistics,
                 multiprocessors=device.multiprocessors,
+                compute_capability=device.compute_capability,
             )
         if not self.save_statistics:
             statistics = [None, None]
@@ -330,25 +338,34 @@ class _Backward:
 
     def run(self, implementation, device, dy, x, residual, mean, rstd, scale, bias) -> Results:
         groups = x.shape[-2]
-        flat = [_channels_last(a) for a in (dy, x, residual, scale, bias)]
+        dy, flat_x, residual, scale_row, bias_row = (
+            _channels_last(a) for a in (dy, x, residual, scale, bias)
+        )
         if implementation == "xla":
             gradients = reference.group_norm.gradient(
-                *flat[:3],
+                dy,
+                flat_x,
+                residual,
                 mean,
                 rstd,
-                *map(_dropped, flat[3:]),
+                _dropped(scale_row),
+                _dropped(bias_row),
                 num_groups=groups,
                 activation=self.options.activation,
             )
         else:
             gradients = cuda.group_norm.backward(
-                *flat[:3],
+                dy,
+                flat_x,
+                residual,
                 mean,
                 rstd,
-                *flat[3:],
+                scale_row,
+                bias_row,
                 groups=groups,
                 activation=self.options.activation,
                 multiprocessors=device.multiprocessors,
+                compute_capability=device.compute_capability,
             )
         dx, dresidual, *parameters = gradients
 
@@ -381,7 +398,7 @@ class _Backward:
         return dx, dresidual, *map(of_parameter, parameters, (scale, bias), in_batched[5:])
 
 
-def _channels_last(array: jax.Array | None) -> jax.Array | None:
+def _channels_last(array: jax.Array | None) -> Any:
     """Merges groups and their channels; a parameter gets an axis of images."""
     if array is None:
         return None
@@ -389,7 +406,7 @@ def _channels_last(array: jax.Array | None) -> jax.Array | None:
     return array.reshape(*leading, array.shape[-2] * array.shape[-1])
 
 
-def _dropped(parameter: jax.Array | None) -> jax.Array | None:
+def _dropped(parameter: jax.Array | None) -> Any:
     """A parameter [1, C] as [C], which the reference takes for any number of images."""
     return parameter[0] if parameter is not None and parameter.shape[0] == 1 else parameter
 
@@ -456,7 +473,8 @@ def _fastest_first(device, x, residual, arrays, xla: _Cost) -> Mapping[str, str 
     if reason is not None:
         return reasons
     shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
-    config = cuda.group_norm.candidates(*shape, device.multiprocessors)[0]
-    ours = cuda.group_norm.microseconds(config, *shape, multiprocessors=device.multiprocessors)
+    gpu = dict(multiprocessors=device.multiprocessors, compute_capability=device.compute_capability)
+    config = cuda.group_norm.candidates(*shape, **gpu)[0]
+    ours = cuda.group_norm.microseconds(config, *shape, **gpu)
     theirs = xla.start + xla.per_megabyte * x.size * x.dtype.itemsize / 1e6
     return reasons if ours <= theirs else dispatch.preferring("xla", reasons)

@@ -115,7 +115,7 @@ def gradient(
 
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:
-    """x [B, ..., C] as [B, ..., groups, channels of a group] in the accumulator's dtype."""
+    """Returns x [B, ..., C] as [B, ..., groups, channels of a group] in the accumulator's dtype."""
     return x.astype(accumulator_dtype(x.dtype)).reshape(
         *x.shape[:-1], num_groups, x.shape[-1] // num_groups
     )
