@@ -134,11 +134,18 @@ class Ring {
 
   __device__ int64_t stride() const { return static_cast<int64_t>(plan_.rows) * images_.channels; }
 
+  // Returns the step that is used as number `turn` of an image, when the image is read again: the
+  // last comes first, since L2 may still hold it.
+  __device__ int step_again(int turn) const {
+    return plan_.resident ? turn : plan_.steps - 1 - turn;
+  }
+
   // Starts the copies of the next step, if there is one.
   __device__ void issue() {
     if (image_ >= images_.count) return;
-    if (step_ < place_.steps) {
-      const int64_t from = offset(image_) + step_ * stride();
+    const int step = again_ ? step_again(turn_) : turn_;
+    if (step < place_.steps) {
+      const int64_t from = offset(image_) + step * stride();
       for (int i = 0; i < arrays_.count; ++i) {
         async_copy<sizeof(T) * kVec>(at(head_.slot, i),
                                      static_cast<const T*>(arrays_.data[i]) + from);
@@ -146,10 +153,10 @@ class Ring {
     }
     async_copies_commit();
     head_.advance(plan_.ring);
-    if (++step_ == plan_.steps) {
-      step_ = 0;
-      if (plan_.resident || again_) image_ += plan_.teams;
-      again_ = !again_;
+    if (++turn_ == plan_.steps) {
+      turn_ = 0;
+      again_ = !plan_.resident && !again_;
+      if (!again_) image_ += plan_.teams;
     }
   }
 
@@ -169,7 +176,7 @@ class Ring {
   const Arrays& arrays_;
   T* shared_;
   int image_;
-  int step_ = 0;
+  int turn_ = 0;
   bool again_ = false;
   Cursor head_;
 };

@@ -10,7 +10,9 @@
 //
 //     dx = rstd (scale dz - sum (scale dbias) / n - xhat sum (scale dscale) / n),
 //
-// where n values are in the group. dz, rounded to the dtype of x, takes the place of dy on chip.
+// where n values are in the group. Where the mean and the variance are results too, dx has terms of
+// their gradients: dmean / n + 2 (x - mean) dvariance / n. dz, rounded to the dtype of x, takes the
+// place of dy on chip.
 
 #include "group_norm.cuh"
 
@@ -26,6 +28,8 @@ struct BackwardArgs {
   void* dresidual;    // or nullptr
   const float* mean;  // [images, groups]
   const float* rstd;
+  const float* dmean;  // [images, groups], or nullptr
+  const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
   float* dscale;  // [images, channels], or nullptr
@@ -268,6 +272,9 @@ struct Block {
       const float2 all = groups[group];
       slope[c] = -rstd * rstd * all.x * inverse;
       constant[c] = -rstd * all.y * inverse;
+      const int at = image * images.groups + group;
+      if (args.dvariance != nullptr) slope[c] += 2.0f * args.dvariance[at] * inverse;
+      if (args.dmean != nullptr) constant[c] += args.dmean[at] * inverse;
     }
     T* dx = static_cast<T*>(args.dx) + ring.offset(image);
     const int64_t stride = ring.stride();
@@ -276,7 +283,8 @@ struct Block {
       if (!plan.resident) ring.wait(cursor->index + steps - 1);
 #pragma unroll 2
       for (int i = 0; i < steps; ++i) {
-        if (first + i < place.steps) {
+        const int step = ring.step_again(first + i);
+        if (step < place.steps) {
           float centred[kVec], values[kVec];
           Vector<T, kVec> vector;
           if (plan.resident) {
@@ -293,8 +301,7 @@ struct Block {
             values[c] = values[c] * own.factor[c] + (centred[c] * slope[c] + constant[c]);
           }
           pack(values, vector);
-          store_vector(dx, vector);
-          dx += stride;
+          store_vector(dx + step * stride, vector);
         }
         cursor->advance(plan.ring);
       }
@@ -331,7 +338,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
                     ffi::AnyBuffer residual, ffi::AnyBuffer mean, ffi::AnyBuffer rstd,
-                    ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> dx,
+                    ffi::AnyBuffer dmean, ffi::AnyBuffer dvariance, ffi::AnyBuffer scale,
+                    ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> dx,
                     ffi::Result<ffi::AnyBuffer> dresidual, ffi::Result<ffi::AnyBuffer> dscale,
                     ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> channel_partials,
                     ffi::Result<ffi::AnyBuffer> group_partials,
@@ -351,6 +359,10 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   const int64_t images = args.images.count, channels = args.images.channels;
   RETURN_IF_ERROR(check_float32("mean", mean, {images, groups}));
   RETURN_IF_ERROR(check_float32("rstd", rstd, {images, groups}));
+  if (!is_absent(dmean)) RETURN_IF_ERROR(check_float32("dmean", dmean, {images, groups}));
+  if (!is_absent(dvariance)) {
+    RETURN_IF_ERROR(check_float32("dvariance", dvariance, {images, groups}));
+  }
   if (!is_absent(*dscale)) RETURN_IF_ERROR(check_float32("dscale", *dscale, {images, channels}));
   if (!is_absent(*dbias)) RETURN_IF_ERROR(check_float32("dbias", *dbias, {images, channels}));
   if (team > 1) {
@@ -373,6 +385,8 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   args.dresidual = data_or_null(*dresidual);
   args.mean = static_cast<const float*>(mean.untyped_data());
   args.rstd = static_cast<const float*>(rstd.untyped_data());
+  args.dmean = data_or_null<const float>(dmean);
+  args.dvariance = data_or_null<const float>(dvariance);
   args.dscale = data_or_null<float>(*dscale);
   args.dbias = data_or_null<float>(*dbias);
   args.channel_partials = data_or_null<float2>(*channel_partials);
@@ -404,6 +418,8 @@ DEFINE_HANDLER(jaxfused_group_norm_backward, backward,
                    .Arg<ffi::AnyBuffer>()  // residual
                    .Arg<ffi::AnyBuffer>()  // mean
                    .Arg<ffi::AnyBuffer>()  // rstd
+                   .Arg<ffi::AnyBuffer>()  // dmean
+                   .Arg<ffi::AnyBuffer>()  // dvariance
                    .Arg<ffi::AnyBuffer>()  // scale
                    .Arg<ffi::AnyBuffer>()  // bias
                    .Ret<ffi::AnyBuffer>()  // dx

@@ -20,6 +20,7 @@ struct ForwardArgs {
   int scale_rows, bias_rows;
   float* mean;  // [images, groups], or nullptr
   float* rstd;
+  float* variance;
   float2* partials;  // [images, groups, team]
   int* counters;     // [images]
   float epsilon;
@@ -183,12 +184,14 @@ struct Block {
 
   __device__ void finish(int image, int group, float mean, float sum_squares) {
     const float size = static_cast<float>(images.pixels) * images.group_size;
-    const float rstd = rsqrtf(sum_squares / size + args.epsilon);
+    const float variance = sum_squares / size;
+    const float rstd = rsqrtf(variance + args.epsilon);
     stats[group] = make_float2(mean, rstd);
-    if (args.mean != nullptr && place.member == 0) {
-      args.mean[image * images.groups + group] = mean;
-      args.rstd[image * images.groups + group] = rstd;
-    }
+    if (place.member != 0) return;
+    const int at = image * images.groups + group;
+    if (args.mean != nullptr) args.mean[at] = mean;
+    if (args.rstd != nullptr) args.rstd[at] = rstd;
+    if (args.variance != nullptr) args.variance[at] = variance;
   }
 
   // Merges the moments of the team's slices.
@@ -251,7 +254,8 @@ struct Block {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         if (i >= steps) break;
-        if (first + i < place.steps) {
+        const int step = ring.step_again(first + i);
+        if (step < place.steps) {
           float values[kVec];
           unpack(load_vector<T, kVec>(ring.at(cursor->slot, 0)), values);
 #pragma unroll
@@ -265,8 +269,7 @@ struct Block {
           activate(args.activation, values);
           Vector<T, kVec> out;
           pack(values, out);
-          store_vector(y, out);
-          y += stride;
+          store_vector(y + step * stride, out);
         }
         cursor->advance(plan.ring);
       }
@@ -303,9 +306,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residual,
                    ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
                    ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> rstd,
-                   ffi::Result<ffi::AnyBuffer> partials, ffi::Result<ffi::AnyBuffer> counters,
-                   int64_t groups, float epsilon, std::string_view activation, int64_t team,
-                   int64_t threads, int64_t blocks) {
+                   ffi::Result<ffi::AnyBuffer> variance, ffi::Result<ffi::AnyBuffer> partials,
+                   ffi::Result<ffi::AnyBuffer> counters, int64_t groups, float epsilon,
+                   std::string_view activation, int64_t team, int64_t threads, int64_t blocks) {
   ForwardArgs args = {};
   const Config config = {team, threads, blocks};
   RETURN_IF_ERROR(check_config(config));
@@ -316,9 +319,10 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   RETURN_IF_ERROR(parse_channels("scale", scale, args.images, &args.scale, &args.scale_rows));
   RETURN_IF_ERROR(parse_channels("bias", bias, args.images, &args.bias, &args.bias_rows));
   const int64_t images = args.images.count;
-  if (!is_absent(*mean) || !is_absent(*rstd)) {
-    RETURN_IF_ERROR(check_float32("mean", *mean, {images, groups}));
-    RETURN_IF_ERROR(check_float32("rstd", *rstd, {images, groups}));
+  for (const auto& [name, buffer] : {std::pair<std::string_view, ffi::AnyBuffer>{"mean", *mean},
+                                     {"rstd", *rstd},
+                                     {"variance", *variance}}) {
+    if (!is_absent(buffer)) RETURN_IF_ERROR(check_float32(name, buffer, {images, groups}));
   }
   if (team > 1) {
     RETURN_IF_ERROR(check_float32("partials", *partials, {images, groups, team, 2}));
@@ -334,6 +338,7 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   args.y = y->untyped_data();
   args.mean = data_or_null<float>(*mean);
   args.rstd = data_or_null<float>(*rstd);
+  args.variance = data_or_null<float>(*variance);
   args.partials = data_or_null<float2>(*partials);
   args.counters = data_or_null<int>(*counters);
   args.epsilon = epsilon;
@@ -365,6 +370,7 @@ DEFINE_HANDLER(jaxfused_group_norm_forward, forward,
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // mean
                    .Ret<ffi::AnyBuffer>()  // rstd
+                   .Ret<ffi::AnyBuffer>()  // variance
                    .Ret<ffi::AnyBuffer>()  // partials
                    .Ret<ffi::AnyBuffer>()  // counters
                    .Attr<int64_t>("groups")

@@ -191,12 +191,13 @@ def stand_in_forward(x, residual, scale, bias, *, groups, save_statistics, **opt
     )
 
 
-def stand_in_backward(dy, x, residual, mean, rstd, scale, bias, *, groups, activation, **options):
+def stand_in_backward(
+    dy, x, residual, mean, rstd, scale, bias, *statistics, groups, activation, **options
+):
     del options
     scale, bias = (a[0] if a is not None and a.shape[0] == 1 else a for a in (scale, bias))
-    return reference.group_norm.gradient(
-        dy, x, residual, mean, rstd, scale, bias, num_groups=groups, activation=activation
-    )
+    operands = (dy, x, residual, mean, rstd, scale, bias, *statistics)
+    return reference.group_norm.gradient(*operands, num_groups=groups, activation=activation)
 
 
 @pytest.fixture
@@ -367,7 +368,7 @@ def test_every_config_computes_the_same(team, threads, blocks):
 
     @jax.jit
     def results(x, scale, bias):
-        y, mean, rstd = cuda.group_norm.forward(
+        y, mean, rstd, _ = cuda.group_norm.forward(
             x,
             None,
             scale,
@@ -385,7 +386,7 @@ def test_every_config_computes_the_same(team, threads, blocks):
 
     @jax.jit
     def expected(x, scale, bias):
-        y, mean, rstd = stand_in_forward(
+        y, mean, rstd, _ = stand_in_forward(
             x, None, scale, bias, epsilon=1e-6, save_statistics=True, **options
         )
         return y, mean, rstd, stand_in_backward(y, x, None, mean, rstd, scale, bias, **options)

@@ -790,7 +790,7 @@ def group_norm_stand_ins(hopper, monkeypatch):
         x, residual, scale, bias, *, groups, save_statistics, epsilon, activation, **options
     ):
         del residual, save_statistics, options
-        y, mean, rstd = lax.map(
+        y, mean, rstd, variance = lax.map(
             lambda image: reference.group_norm.norm_and_statistics(
                 image[None],
                 None,
@@ -802,9 +802,9 @@ def group_norm_stand_ins(hopper, monkeypatch):
             ),
             x,
         )
-        return y[:, 0], mean[:, 0], rstd[:, 0]
+        return y[:, 0], mean[:, 0], rstd[:, 0], variance[:, 0]
 
-    def backward(dy, x, residual, mean, rstd, scale, bias, *, groups, activation, **options):
+    def backward(dy, x, residual, mean, rstd, scale, bias, *_, groups, activation, **options):
         del residual, options
 
         def gradient(image):

@@ -199,11 +199,12 @@ def forward(
     epsilon: float,
     activation: str | None,
     save_statistics: bool,
+    save_variance: bool = False,
     multiprocessors: int,
     compute_capability: tuple[int, int] = (9, 0),
     config: Config | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(y, mean, rstd) of x [B, P, C] and scale, bias [1 or B, C].
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C].
 
     The statistics are float32 [B, groups], and None where they are not wanted.
     """
@@ -229,11 +230,12 @@ def forward(
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
+            jax.ShapeDtypeStruct((images, groups) if save_variance else (0,), jnp.float32),
             jax.ShapeDtypeStruct((images, groups, config.team, 2) if shares else (0,), jnp.float32),
             jax.ShapeDtypeStruct((images,) if shares else (0,), jnp.int32),
         ),
     )
-    y, mean, rstd, _, _ = call(
+    y, mean, rstd, variance, _, _ = call(
         x,
         *_operands(x, residual, scale, bias),
         groups=np.int64(groups),
@@ -243,7 +245,12 @@ def forward(
         threads=np.int64(config.threads),
         blocks=np.int64(config.blocks),
     )
-    return (y, mean, rstd) if save_statistics else (y, None, None)
+    return (
+        y,
+        mean if save_statistics else None,
+        rstd if save_statistics else None,
+        variance if save_variance else None,
+    )
 
 
 def backward(
@@ -254,6 +261,8 @@ def backward(
     rstd: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
+    dmean: jax.Array | None = None,
+    dvariance: jax.Array | None = None,
     *,
     groups: int,
     activation: str | None,
@@ -263,7 +272,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
 
-    dscale and dbias are float32 [B, C], for each image, also where the images share the parameter.
+    `dmean` and `dvariance` [B, groups] are the gradients of the forward's statistics. dscale and dbias
+    are float32 [B, C], for each image, also where the images share the parameter.
     """
     library.register()
     images, pixels, channels = x.shape
@@ -303,7 +313,7 @@ def backward(
         *_operands(x, residual if reads_residual else None),
         mean,
         rstd,
-        *_operands(x, scale, bias),
+        *_operands(x, dmean, dvariance, scale, bias),
         groups=np.int64(groups),
         activation=activation or "none",
         team=np.int64(config.team),

@@ -20,8 +20,6 @@ from jaxfused.ops.validation import (
 )
 from jaxfused.reference.promotion import accumulator_dtype
 
-_NO_PALLAS = "there is no Pallas kernel of group_norm"
-
 
 def group_norm(
     x: jax.Array,
@@ -95,7 +93,7 @@ def group_norm(
     check_activation(op, activation)
     scale, bias = _modulated(x, scale, bias, image_scale, image_shift)
     device = dispatch.current_device(x, residual)
-    if takes_reference(op, implementation, device, x, missing={"pallas": _NO_PALLAS}):
+    if takes_reference(op, implementation, device, x, missing={"pallas": why_no_pallas(op)}):
         return reference.group_norm.norm(
             x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
         )
@@ -108,7 +106,7 @@ def group_norm(
     operands = sharding.align(
         (x_groups, residual, scale, bias), operand_axes=axes.operands, whole=axes.whole
     )
-    y = _norm(Runner(implementation, device), _Options(epsilon, activation), *operands)
+    y = _norm(Runner(implementation, device), Options(op, epsilon, activation), *operands)
     return y.reshape(x.shape)
 
 
@@ -180,7 +178,10 @@ def _modulated(x, scale, bias, image_scale, image_shift):
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
+    """What is static in a call, of group_norm or of an operator that is a case of it."""
+
+    op: str
     epsilon: float
     activation: str | None
 
@@ -196,18 +197,20 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(run: Runner, options: _Options, x, residual, scale, bias):
-    y, _, _ = run(_Forward(options, save_statistics=False), x, residual, scale, bias)
+def _norm(run: Runner, options: Options, x, residual, scale, bias):
+    y, *_ = run(Forward(options, save_statistics=False), x, residual, scale, bias)
     return y
 
 
-def _norm_fwd(run: Runner, options: _Options, x, residual, scale, bias):
-    y, mean, rstd = run(_Forward(options, save_statistics=True), x, residual, scale, bias)
+def _norm_fwd(run: Runner, options: Options, x, residual, scale, bias):
+    y, mean, rstd, _ = run(Forward(options, save_statistics=True), x, residual, scale, bias)
     return y, _Residuals(x, residual, mean, rstd, scale, bias)
 
 
-def _norm_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
-    dx, dresidual, dscale, dbias = run(_Backward(options, per_image=False), dy, *saved)
+def _norm_bwd(run: Runner, options: Options, saved: _Residuals, dy):
+    x, residual, mean, rstd, scale, bias = saved
+    operands = (dy, x, residual, mean, rstd, None, None, scale, bias)
+    dx, dresidual, dscale, dbias = run(Backward(options, per_image=False), *operands)
 
     def like(gradient, array):
         return None if array is None else gradient.astype(array.dtype)
@@ -236,40 +239,41 @@ def _whole(x: jax.Array) -> str:
 
 def _spelt_axes(x, residual, scale, bias) -> Axes:
     """The letters of the operands for `sharding`."""
-    axes = _Forward(_Options(0.0, None), save_statistics=False).axes(x, residual, scale, bias)
+    axes = Forward(Options("", 0.0, None), save_statistics=False).axes(x, residual, scale, bias)
     pixels = sharding.leading_axes(x.ndim - 3)
     return axes._replace(operands=[letters.replace(ROWS, pixels) for letters in axes.operands])
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """(y, mean, rstd) of x, residual [B, ..., G, S], scale and bias."""
+class Forward:
+    """(y, mean, rstd, variance) of x, residual [B, ..., G, S], scale and bias."""
 
-    options: _Options
+    options: Options
     save_statistics: bool
+    save_variance: bool = False
 
     @property
     def name(self) -> str:
-        return "group_norm forward"
+        return f"{self.options.op} forward"
 
     def axes(self, x, residual, scale, bias) -> Axes:
         del residual
         statistics = "bg" if self.save_statistics else None
         return Axes(
             (_IMAGES, _IMAGES, _parameter(scale), _parameter(bias)),
-            (_IMAGES, statistics, statistics),
+            (_IMAGES, statistics, statistics, "bg" if self.save_variance else None),
             whole=_whole(x),
         )
 
     def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
         del scale, bias
         arrays = 1 if residual is None else 2
-        return _fastest_first(device, x, residual, arrays, _XLA_FORWARD)
+        return _fastest_first(self.options, device, x, residual, arrays, _XLA_FORWARD)
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
         flat = [_channels_last(a) for a in (x, residual, scale, bias)]
         y: jax.Array
-        statistics: Sequence[jax.Array | None]
+        statistics: list[jax.Array | None]
         if implementation == "xla":
             y, *statistics = reference.group_norm.norm_and_statistics(
                 flat[0],
@@ -286,12 +290,14 @@ class _Forward:
                 epsilon=self.options.epsilon,
                 activation=self.options.activation,
                 save_statistics=self.save_statistics,
+                save_variance=self.save_variance,
                 multiprocessors=device.multiprocessors,
                 compute_capability=device.compute_capability,
             )
-        if not self.save_statistics:
-            statistics = [None, None]
-        return y.reshape(x.shape), *statistics
+        saved = (self.save_statistics, self.save_statistics, self.save_variance)
+        return y.reshape(x.shape), *(
+            a if wanted else None for a, wanted in zip(statistics, saved, strict=True)
+        )
 
     def batched(self, call, axis_size, in_batched, x, residual, scale, bias) -> Results:
         images = x.shape[1 if is_batched(in_batched[0]) else 0]
@@ -300,28 +306,28 @@ class _Forward:
 
 
 @dataclass(frozen=True)
-class _Backward:
-    """(dx, dresidual, dscale, dbias) of dy and what was saved.
+class Backward:
+    """(dx, dresidual, dscale, dbias) of dy, what was saved, and the gradients of the statistics.
 
     The gradients of the parameters are float32, and `per_image` for each image also where the images
     share them.
     """
 
-    options: _Options
+    options: Options
     per_image: bool
 
     @property
     def name(self) -> str:
-        return "group_norm backward"
+        return f"{self.options.op} backward"
 
-    def axes(self, dy, x, residual, mean, rstd, scale, bias) -> Axes:
+    def axes(self, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias) -> Axes:
         def gradient(parameter):
             if parameter is None:
                 return None
             return "bgs" if self.per_image else _parameter(parameter)
 
         return Axes(
-            (_IMAGES, _IMAGES, _IMAGES, "bg", "bg", _parameter(scale), _parameter(bias)),
+            (_IMAGES,) * 3 + ("bg",) * 4 + (_parameter(scale), _parameter(bias)),
             (
                 _IMAGES,
                 None if residual is None else _IMAGES,
@@ -331,12 +337,14 @@ class _Backward:
             whole=_whole(x),
         )
 
-    def reasons(self, device, dy, x, residual, mean, rstd, scale, bias):
-        del dy, mean, rstd, scale, bias
+    def reasons(self, device, dy, x, residual, *others) -> Mapping[str, str | None]:
+        del dy, others
         arrays = 2 if residual is None or self.options.activation is None else 3
-        return _fastest_first(device, x, residual, arrays, _XLA_BACKWARD)
+        return _fastest_first(self.options, device, x, residual, arrays, _XLA_BACKWARD)
 
-    def run(self, implementation, device, dy, x, residual, mean, rstd, scale, bias) -> Results:
+    def run(
+        self, implementation, device, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias
+    ) -> Results:
         groups = x.shape[-2]
         dy, flat_x, residual, scale_row, bias_row = (
             _channels_last(a) for a in (dy, x, residual, scale, bias)
@@ -350,6 +358,8 @@ class _Backward:
                 rstd,
                 _dropped(scale_row),
                 _dropped(bias_row),
+                dmean,
+                dvariance,
                 num_groups=groups,
                 activation=self.options.activation,
             )
@@ -362,6 +372,8 @@ class _Backward:
                 rstd,
                 scale_row,
                 bias_row,
+                dmean,
+                dvariance,
                 groups=groups,
                 activation=self.options.activation,
                 multiprocessors=device.multiprocessors,
@@ -382,9 +394,9 @@ class _Backward:
             *map(of_parameter, parameters, (scale, bias)),
         )
 
-    def batched(self, call, axis_size, in_batched, dy, x, residual, mean, rstd, scale, bias):
-        images = dy.shape[1 if is_batched(in_batched[0]) else 0]
-        rows = (dy, x, residual, mean, rstd)
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        *rows, scale, bias = operands
+        images = rows[0].shape[1 if is_batched(in_batched[0]) else 0]
         merged = _merged(axis_size, images, in_batched, rows, (scale, bias))
         results = call(replace(self, per_image=True), *merged)
         dx, dresidual, *parameters = _unmerged(axis_size, results)
@@ -395,7 +407,7 @@ class _Backward:
             shared = parameter.ndim - is_batched(batched) == 2
             return gradient.sum(1) if shared and not self.per_image else gradient
 
-        return dx, dresidual, *map(of_parameter, parameters, (scale, bias), in_batched[5:])
+        return dx, dresidual, *map(of_parameter, parameters, (scale, bias), in_batched[-2:])
 
 
 def _channels_last(array: jax.Array | None) -> Any:
@@ -453,11 +465,13 @@ class _Cost:
     per_megabyte: float
 
 
-_XLA_FORWARD = _Cost(4.0, 1.3)
-_XLA_BACKWARD = _Cost(6.0, 2.8)
+_XLA_FORWARD = {"group_norm": _Cost(4.0, 1.3), "batch_norm": _Cost(6.0, 1.1)}
+_XLA_BACKWARD = {"group_norm": _Cost(6.0, 2.8), "batch_norm": _Cost(6.0, 2.0)}
 
 
-def _fastest_first(device, x, residual, arrays, xla: _Cost) -> Mapping[str, str | None]:
+def _fastest_first(
+    options: Options, device, x, residual, arrays, xla: Mapping[str, _Cost]
+) -> Mapping[str, str | None]:
     """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first."""
     images, pixels, groups, size = x.shape
     reason = cuda.group_norm.why_unsupported(
@@ -469,12 +483,20 @@ def _fastest_first(device, x, residual, arrays, xla: _Cost) -> Mapping[str, str 
         dtype=x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
     )
-    reasons = {"cuda": reason, "pallas": _NO_PALLAS, "xla": None}
+    reasons = {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
     if reason is not None:
         return reasons
     shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
-    gpu = dict(multiprocessors=device.multiprocessors, compute_capability=device.compute_capability)
+    gpu: dict[str, Any] = dict(
+        multiprocessors=device.multiprocessors, compute_capability=device.compute_capability
+    )
     config = cuda.group_norm.candidates(*shape, **gpu)[0]
     ours = cuda.group_norm.microseconds(config, *shape, **gpu)
-    theirs = xla.start + xla.per_megabyte * x.size * x.dtype.itemsize / 1e6
+    cost = xla[options.op]
+    theirs = cost.start + cost.per_megabyte * x.size * x.dtype.itemsize / 1e6
     return reasons if ours <= theirs else dispatch.preferring("xla", reasons)
+
+
+def why_no_pallas(op: str) -> str:
+    """Why the implementation "pallas" cannot run a norm over images."""
+    return f"there is no Pallas kernel of {op}"

@@ -57,8 +57,8 @@ def norm_and_statistics(
     num_groups: int,
     epsilon: float,
     activation: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(y, mean, rstd); the statistics are [B, num_groups]."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(y, mean, rstd, variance); the statistics are [B, num_groups]."""
     groups = _groups(x, num_groups)
     axes = (*range(1, x.ndim - 1), x.ndim)
     mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
@@ -71,6 +71,7 @@ def norm_and_statistics(
         activate(activation, y).astype(x.dtype),
         mean.reshape(statistics),
         rstd.reshape(statistics),
+        variance.reshape(statistics),
     )
 
 
@@ -82,20 +83,24 @@ def gradient(
     rstd: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
+    dmean: jax.Array | None = None,
+    dvariance: jax.Array | None = None,
     *,
     num_groups: int,
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dresidual, dscale, dbias) from what the forward has saved; the last two are [B, C].
 
-    They are the gradients for each image, also of a parameter that the images share, and None of one
+    `dmean` and `dvariance` [B, num_groups] are the gradients of the statistics, where they have any.
+    dscale and dbias are for each image, also of a parameter that the images share, and None of one
     that is absent.
     """
     spatial = tuple(range(1, x.ndim - 1))
     axes = (*spatial, x.ndim)
     along_groups = (x.shape[0], *(1 for _ in spatial), num_groups, 1)
     rstd = rstd.reshape(along_groups)
-    normalised = (_groups(x, num_groups) - mean.reshape(along_groups)) * rstd
+    centered = _groups(x, num_groups) - mean.reshape(along_groups)
+    normalised = centered * rstd
     flat = normalised.reshape(x.shape)
     _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
     dz = dy.astype(slope.dtype) * slope
@@ -106,6 +111,11 @@ def gradient(
         - jnp.mean(dnormalised, axes, keepdims=True)
         - normalised * jnp.mean(dnormalised * normalised, axes, keepdims=True)
     )
+    size = centered[0].size // num_groups
+    if dmean is not None:
+        dx = dx + dmean.reshape(along_groups) / size
+    if dvariance is not None:
+        dx = dx + centered * (2.0 * dvariance.reshape(along_groups) / size)
     return (
         dx.reshape(x.shape).astype(x.dtype),
         None if residual is None else dz.astype(residual.dtype),
