@@ -23,6 +23,8 @@ TARGETS = (
     "jaxfused_cross_entropy_forward",
     "jaxfused_cross_entropy_backward",
     "jaxfused_gradient_norm",
+    "jaxfused_depthwise_conv",
+    "jaxfused_depthwise_conv_weights",
     "jaxfused_group_norm_forward",
     "jaxfused_group_norm_backward",
     "jaxfused_layer_norm_forward",
