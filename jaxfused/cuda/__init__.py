@@ -14,10 +14,12 @@ from jaxfused.cuda import (
     layer_norm,
     library,
     linear,
+    max_pool,
     mlp,
     optimizer_step,
     rope,
     segmentation_loss,
+    upsample,
 )
 
 __all__ = [
@@ -31,8 +33,10 @@ __all__ = [
     "layer_norm",
     "library",
     "linear",
+    "max_pool",
     "mlp",
     "optimizer_step",
     "rope",
     "segmentation_loss",
+    "upsample",
 ]

@@ -31,10 +31,13 @@ TARGETS = (
     "jaxfused_layer_norm_backward",
     "jaxfused_linear",
     "jaxfused_optimizer_step",
+    "jaxfused_max_pool",
+    "jaxfused_max_pool_gradient",
     "jaxfused_rope",
     "jaxfused_scale_rows",
     "jaxfused_segmentation_forward",
     "jaxfused_segmentation_backward",
+    "jaxfused_upsample",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""
 
