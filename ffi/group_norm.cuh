@@ -124,7 +124,10 @@ class Ring {
         place_(place),
         arrays_(arrays),
         shared_(reinterpret_cast<T*>(shared) + threadIdx.x * kVec),
-        image_(place.first_image) {}
+        image_(place.first_image),
+        stride_(static_cast<int64_t>(plan.rows) * images.channels) {
+    start_image();
+  }
 
   // Returns the offset in an array of the thread's vector in the first step of an image.
   __device__ int64_t offset(int image) const {
@@ -132,7 +135,7 @@ class Ring {
     return (pixel + place_.row) * images_.channels + place_.column * kVec;
   }
 
-  __device__ int64_t stride() const { return static_cast<int64_t>(plan_.rows) * images_.channels; }
+  __device__ int64_t stride() const { return stride_; }
 
   // Returns the step that is used as number `turn` of an image, when the image is read again: the
   // last comes first, since L2 may still hold it.
@@ -145,19 +148,19 @@ class Ring {
     if (image_ >= images_.count) return;
     const int step = again_ ? step_again(turn_) : turn_;
     if (step < place_.steps) {
-      const int64_t from = offset(image_) + step * stride();
       for (int i = 0; i < arrays_.count; ++i) {
         async_copy<sizeof(T) * kVec>(at(head_.slot, i),
-                                     static_cast<const T*>(arrays_.data[i]) + from);
+                                     static_cast<const T*>(arrays_.data[i]) + from_);
       }
     }
     async_copies_commit();
     head_.advance(plan_.ring);
-    if (++turn_ == plan_.steps) {
-      turn_ = 0;
-      again_ = !plan_.resident && !again_;
-      if (!again_) image_ += plan_.teams;
-    }
+    from_ += again_ ? -stride_ : stride_;
+    if (++turn_ < plan_.steps) return;
+    turn_ = 0;
+    again_ = !plan_.resident && !again_;
+    if (!again_) image_ += plan_.teams;
+    start_image();
   }
 
   // Waits until the copies of the step with this index, and all before it, are complete.
@@ -175,7 +178,13 @@ class Ring {
   Place place_;
   const Arrays& arrays_;
   T* shared_;
+  __device__ void start_image() {
+    from_ = offset(image_) + (again_ ? plan_.steps - 1 : 0) * stride_;
+  }
+
   int image_;
+  int64_t stride_;
+  int64_t from_;  // the offset of the next step in an array
   int turn_ = 0;
   bool again_ = false;
   Cursor head_;

@@ -37,7 +37,16 @@ struct Moments {
 
   // Merges the moments of `size` values of each channel.
   __device__ void merge(const float (&values)[kTogether][kVec], int size) {
-    if (size <= 0) return;
+    if (size >= kTogether) {
+      merge_if(values, kTogether, [](int) { return true; });
+    } else if (size > 0) {
+      merge_if(values, size, [size](int i) { return i < size; });
+    }
+  }
+
+  // Merges those of the values for which `is_there` is true, which are `size` for each channel.
+  template <typename F>
+  __device__ void merge_if(const float (&values)[kTogether][kVec], int size, const F& is_there) {
     const float inverse = 1.0f / static_cast<float>(size);
     const float merged = count + static_cast<float>(size);
     const float weight = static_cast<float>(size) / merged;
@@ -46,11 +55,11 @@ struct Moments {
     for (int c = 0; c < kVec; ++c) {
       float sum = 0.0f, sum_squares = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) sum += i < size ? values[i][c] : 0.0f;
+      for (int i = 0; i < kTogether; ++i) sum += is_there(i) ? values[i][c] : 0.0f;
       const float mean_of_values = sum * inverse;
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const float deviation = i < size ? values[i][c] - mean_of_values : 0.0f;
+        const float deviation = is_there(i) ? values[i][c] - mean_of_values : 0.0f;
         sum_squares += deviation * deviation;
       }
       const float delta = mean_of_values - mean[c];
