@@ -90,6 +90,13 @@ def test_derivatives():
     check_grads(lambda x: jaxfused.max_pool(x, 3, strides=2), (x,), order=1, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradient_under_jit(dtype):
+    x = with_ties(2, 6, 6, 3).astype(dtype)
+    dx = jax.jit(jax.grad(lambda x: jaxfused.max_pool(x, 2, strides=2).sum()))(x)
+    assert dx.dtype == x.dtype and dx.sum() == 2 * 9 * 3
+
+
 def test_nan_and_infinity():
     x = with_ties(1, 4, 4, 1).at[0, 1, 1, 0].set(jnp.nan).at[0, 2:, 2:].set(-jnp.inf)
     y = jaxfused.max_pool(x, 2, strides=2)[0, ..., 0]

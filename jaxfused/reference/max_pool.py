@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -13,9 +14,10 @@ def pool(
     x: jax.Array, *, window: Sequence[int], strides: Sequence[int], padding: Pairs
 ) -> jax.Array:
     """The largest value of each window of [B, *spatial, C]."""
+    # JAX knows the gradient of a maximum only where the initial value is a constant.
     return jax.lax.reduce_window(
         x,
-        jnp.array(-jnp.inf, x.dtype),
+        np.array(-np.inf, x.dtype),
         jax.lax.max,
         (1, *window, 1),
         (1, *strides, 1),
