@@ -217,9 +217,8 @@ class _InputGradient:
                 save_preactivation=False,
             )
             return (dx.reshape(shape),)
-        x = jax.ShapeDtypeStruct(shape, dz.dtype)
-        transpose = jax.linear_transpose(lambda x: _reference(self.window, x, w), x)
-        return tuple(transpose(dz))
+        x = jnp.zeros_like(dz, shape=shape)
+        return tuple(jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz))
 
     def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
         if is_batched(in_batched[1]):
@@ -251,8 +250,9 @@ class _WeightGradient:
                 window=self.window,
                 multiprocessors=device.multiprocessors,
             )
-        w = jax.ShapeDtypeStruct((*self.window.kernel, x.shape[3]), x.dtype)
-        (dw,) = jax.linear_transpose(lambda w: _reference(self.window, x, w), w)(dz)
+        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
+        (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
         dtype = accumulator_dtype(x.dtype)
         return dw.astype(dtype), jnp.sum(dz.astype(dtype), (0, 1, 2))
 

@@ -131,8 +131,7 @@ class _Stage:
         if not self.backward:
             return (enlarge(x),)
         wide = x.astype(accumulator_dtype(x.dtype))
-        small = jax.ShapeDtypeStruct(self._small(x), wide.dtype)
-        (dx,) = jax.linear_transpose(enlarge, small)(wide)
+        (dx,) = jax.vjp(enlarge, jnp.zeros_like(wide, shape=self._small(x)))[1](wide)
         return (dx.astype(x.dtype),)
 
     def batched(self, call, axis_size, in_batched, x) -> Results:
