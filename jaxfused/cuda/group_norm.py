@@ -141,13 +141,16 @@ def candidates(
         teams = {min(most, 2**i) for i in range(12)} | {min(most, total // i) for i in range(1, 9)}
         found += [Config(team, threads, blocks) for team in sorted(teams) if team > 0]
 
-    def expected(config: Config) -> float:
-        return microseconds(
+    def expected(config: Config) -> tuple[float, int]:
+        time = microseconds(
             config,
             *shape,
             multiprocessors=multiprocessors,
             compute_capability=compute_capability,
         )
+        teams = min(images, multiprocessors * config.blocks // config.team)
+        # Of configs that are expected to take as long, the one that leaves the fewest blocks idle.
+        return round(time, 3), -teams * config.team // config.blocks
 
     return sorted(found, key=expected)
 
