@@ -21,9 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
-from jaxfused import ops, reference, sharding
-from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
 from jaxfused import cuda, ops, reference, sharding
+from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
 
 DEVICES = 8
 on_eight_devices = pytest.mark.skipif(
