@@ -453,7 +453,6 @@ POOL = {
     ],
 )
 def test_handlers_refuse_what_does_not_fit(target, operands, results, attributes, message):
-def test_the_handlers_refuse_what_does_not_fit(target, operands, results, attributes, message):
     """Shapes without a dtype beside them are float32."""
     if target == "linear" and (reason := cuda.cublaslt.why_unavailable()):
         pytest.skip(reason)
