@@ -63,7 +63,8 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;  // blocks in a cluster
+  int cluster = 1;           // blocks in a cluster
+  bool cooperative = false;  // whether all blocks run at the same time
 };
 
 // What a launch is to the CUDA runtime; valid as long as the object that holds it.
@@ -74,10 +75,17 @@ class LaunchConfig {
     config_.blockDim = dim3(launch.threads);
     config_.dynamicSmemBytes = launch.shared_bytes;
     config_.stream = stream;
-    cluster_.id = cudaLaunchAttributeClusterDimension;
-    cluster_.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
-    config_.attrs = &cluster_;
-    config_.numAttrs = launch.cluster > 1 ? 1 : 0;
+    config_.attrs = attributes_;
+    if (launch.cluster > 1) {
+      cudaLaunchAttribute& cluster = attributes_[config_.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+    }
+    if (launch.cooperative) {
+      cudaLaunchAttribute& cooperative = attributes_[config_.numAttrs++];
+      cooperative.id = cudaLaunchAttributeCooperative;
+      cooperative.val.cooperative = 1;
+    }
   }
   LaunchConfig(const LaunchConfig&) = delete;
 
@@ -85,7 +93,7 @@ class LaunchConfig {
 
  private:
   cudaLaunchConfig_t config_ = {};
-  cudaLaunchAttribute cluster_ = {};
+  cudaLaunchAttribute attributes_[2] = {};
 };
 
 // Launches `kernel` with `args`.

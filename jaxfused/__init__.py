@@ -15,6 +15,7 @@ from jaxfused.ops.linear import linear as linear
 from jaxfused.ops.linear_cross_entropy import (
     linear_softmax_cross_entropy as linear_softmax_cross_entropy,
 )
+from jaxfused.ops.max_pool import max_pool as max_pool
 from jaxfused.ops.mlp import gated_mlp as gated_mlp
 from jaxfused.ops.mlp import mlp as mlp
 from jaxfused.ops.qkv_projection import qkv_projection as qkv_projection
@@ -24,6 +25,7 @@ from jaxfused.ops.rope import rope as rope
 from jaxfused.ops.rope import rope_tables as rope_tables
 from jaxfused.ops.segmentation_loss import segmentation_loss as segmentation_loss
 from jaxfused.ops.sigmoid_cross_entropy import sigmoid_cross_entropy as sigmoid_cross_entropy
+from jaxfused.ops.upsample import upsample as upsample
 from jaxfused.quantization.quantize import fake_quantize as fake_quantize
 from jaxfused.quantization.quantize import quantize as quantize
 from jaxfused.quantization.quantize import quantize_rows as quantize_rows

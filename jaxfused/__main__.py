@@ -58,6 +58,7 @@ EXAMPLES: dict[str, Example] = {
         (*_ROWS, _array(768, 32768)),
         (_array(16384, dtype=jnp.int32),),
     ),
+    "max_pool": Example(lambda x: jaxfused.max_pool(x, 2, strides=2), _MAPS),
     "mlp": Example(jaxfused.mlp, (*_ROWS, _WIDE, _array(3072), _BACK, _array(768))),
     "qkv_projection": Example(
         lambda x, w: jaxfused.qkv_projection(x, w, heads=12),
@@ -78,6 +79,7 @@ EXAMPLES: dict[str, Example] = {
     "softmax_cross_entropy": Example(
         jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),
+    "upsample": Example(jaxfused.upsample, _MAPS),
 }
 """One example for each public function that takes `implementation`."""
 

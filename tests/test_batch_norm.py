@@ -12,8 +12,12 @@ import jaxfused
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.batch_norm import CASES
+from tests.cases.batch_norm import CASES, Case
+from tests.lowering import kernels
+from tests.test_group_norm import BACKWARD, FORWARD, stand_ins, with_library
 from tests.transforms import assert_transforms
+
+__all__ = ["stand_ins", "with_library"]
 
 
 def plain_normalise(x, scale, bias, residual, mean, var, activation):
@@ -29,20 +33,7 @@ def plain_normalise(x, scale, bias, residual, mean, var, activation):
     ids=str,
 )
 def test_is_as_accurate_as_jax_numpy(case, dtype):
-    def ours(x, scale, bias, residual):
-        return jaxfused.batch_norm(x, scale, bias, residual=residual, activation=case.activation)
-
-    def plain(x, scale, bias, residual):
-        axes = tuple(range(x.ndim - 1))
-        mean, var = x.mean(axes), x.var(axes)
-        y = plain_normalise(x, scale, bias, residual, mean, var, case.activation)
-        return (
-            y,
-            mean.astype(accumulator_dtype(x.dtype)),
-            var.astype(accumulator_dtype(x.dtype)),
-        )
-
-    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)))
+    assert_values_and_gradients(*ours_and_plain(case, None), *case.arguments(jnp.dtype(dtype)))
     assert_values_and_gradients(
         lambda x, scale, bias, residual, mean, var: jaxfused.batch_norm(
             x, scale, bias, mean=mean, var=var, residual=residual, activation=case.activation
@@ -51,6 +42,68 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
         *case.arguments(jnp.dtype(dtype)),
         *case.statistics(jnp.dtype(dtype)),
     )
+
+
+def ours_and_plain(case, implementation):
+    def ours(x, scale, bias, residual):
+        return jaxfused.batch_norm(
+            x,
+            scale,
+            bias,
+            residual=residual,
+            activation=case.activation,
+            implementation=implementation,
+        )
+
+    def plain(x, scale, bias, residual):
+        axes = tuple(range(x.ndim - 1))
+        mean, var = x.mean(axes), x.var(axes)
+        y = plain_normalise(x, scale, bias, residual, mean, var, case.activation)
+        dtype = accumulator_dtype(x.dtype)
+        return y, mean.astype(dtype), var.astype(dtype)
+
+    return ours, plain
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_way_to_the_kernels(case, stand_ins):
+    assert_values_and_gradients(*ours_and_plain(case, "cuda"), *case.arguments(jnp.float32))
+
+
+def test_transforms_of_the_way_to_the_kernels(stand_ins):
+    case = CASES[0]
+    assert_transforms(ours_and_plain(case, "cuda")[0], *case.arguments(jnp.float32))
+
+
+def test_one_kernel_each_way(with_library):
+    x = jax.ShapeDtypeStruct((4, 9, 9, 64), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((64,), jnp.float32)
+
+    def f(x, scale, bias):
+        y, *_ = jaxfused.batch_norm(x, scale, bias, activation="relu", implementation="cuda")
+        return y.astype(jnp.float32).sum()
+
+    assert kernels(f, x, scale, scale) == [FORWARD]
+    assert kernels(jax.grad(f, (0, 1, 2)), x, scale, scale) == [FORWARD, BACKWARD]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        Case((16, 14, 14, 256), activation="relu"),
+        Case((32, 112, 112, 64), residual=True, activation="relu"),
+        Case((300, 2048), activation="silu", parameter_dtype="float32"),
+    ],
+    ids=str,
+)
+def test_kernels_are_as_accurate_as_jax_numpy(case, dtype):
+    if case.shape[-1] % 2 and dtype != "float32":
+        pytest.skip("there is no kernel for this shape")
+    ours, plain = ours_and_plain(case, "cuda")
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=2)
 
 
 def test_one_row_is_its_own_mean():
@@ -204,8 +257,13 @@ def test_fold_batch_norm_keeps_dtypes():
         ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 3, 4\)"),
         ({"epsilon": "small"}, "epsilon is 'small'.*pass a Python float"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of batch_norm yet"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of batch_norm yet"),
+        ({"implementation": "cuda"}, "it needs an NVIDIA GPU"),
+        ({"implementation": "cuda", "axis_name": "i"}, "it takes the statistics of one device"),
+        (
+            {"implementation": "cuda", "mean": jnp.ones(4), "var": jnp.ones(4)},
+            "arithmetic of single values",
+        ),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of batch_norm"),
     ],
 )
 def test_errors(change, message):

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused import cuda, dispatch
+from jaxfused.cuda.depthwise_conv import Window
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.conv import CASES
+from tests.cases.conv import CASES, DEPTHWISE_CASES, DEPTHWISE_KERNEL_CASES
+from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
 
@@ -161,10 +164,162 @@ def test_derivatives_of_both_orders_and_modes():
         ({"padding": (1, 2)}, r"padding is \(1, 2\), but x has 1 spatial axes"),
         ({"x": jnp.ones((2, 5, 5, 4)), "w": jnp.ones((3, 3, 4, 6)), "padding": "CAUSAL"}, "CAUSAL"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of conv yet"),
+        ({"implementation": "cuda"}, "the CUDA kernels of conv are depthwise, and x has"),
         ({"implementation": "pallas"}, "there is no Pallas kernel of conv yet"),
     ],
 )
 def test_errors(change, message):
     with pytest.raises(ValueError, match=f"conv: .*{message}"):
         jaxfused.conv(**({"x": jnp.ones((2, 5, 4)), "w": jnp.ones((3, 4, 6))} | change))
+
+
+# --- depthwise kernels ----------------------------------------------------------------------------
+
+CONV, WEIGHTS = "jaxfused_depthwise_conv", "jaxfused_depthwise_conv_weights"
+
+
+@pytest.fixture
+def with_library(hopper, monkeypatch):
+    """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    return hopper
+
+
+def stand_in(window):
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(
+            x,
+            w.astype(x.dtype)[:, :, None],
+            (window.stride,) * 2,
+            window.padding,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=x.shape[-1],
+        )
+
+    return convolve
+
+
+@pytest.fixture
+def stand_ins(with_library, monkeypatch):
+    """The operator's way to its kernels, with XLA in their place."""
+
+    def conv(x, w, bias, residual, *, window, activation, save_preactivation):
+        z = stand_in(window)(x, w)
+        z = z if bias is None else z + bias.astype(z.dtype)
+        z = z if residual is None else z + residual
+        return activate(activation, z), z if save_preactivation else None
+
+    def weight_gradient(x, dy, *, window, multiprocessors):
+        w = jax.ShapeDtypeStruct((*window.kernel, x.shape[-1]), x.dtype)
+        (dw,) = jax.linear_transpose(lambda w: stand_in(window)(x, w), w)(dy)
+        return dw, dy.sum((0, 1, 2))
+
+    monkeypatch.setattr(cuda.depthwise_conv, "conv", conv)
+    monkeypatch.setattr(cuda.depthwise_conv, "weight_gradient", weight_gradient)
+
+
+def depthwise(case, implementation):
+    def ours(x, w, bias, residual):
+        return jaxfused.conv(
+            x, w, bias, residual=residual, implementation=implementation, **case.options
+        )
+
+    def plain(*args):
+        return plain_conv(*args, **case.options)
+
+    return ours, plain
+
+
+@pytest.mark.parametrize("case", DEPTHWISE_CASES, ids=str)
+def test_the_way_to_the_kernels(case, stand_ins):
+    with dispatch.recorded() as choices:
+        assert_values_and_gradients(*depthwise(case, "cuda"), *case.arguments(jnp.float32))
+    chosen = {choice.stage: choice.implementation for choice in choices}
+    strided = case.options.get("strides", 1) > 1
+    assert chosen == {
+        "conv depthwise forward": "cuda",
+        "conv depthwise input gradient": "xla" if strided else "cuda",
+        "conv depthwise weight gradient": "cuda",
+    }
+
+
+def test_transforms_of_the_way_to_the_kernels(stand_ins):
+    case = DEPTHWISE_CASES[0]
+    assert_transforms(depthwise(case, "cuda")[0], *case.arguments(jnp.float32))
+
+
+def test_depthwise_kernels_are_launched(with_library):
+    case = DEPTHWISE_CASES[0]
+    x, w, bias, residual = case.arguments(jnp.bfloat16)
+    ours, _ = depthwise(case, None)
+    assert kernels(ours, x, w, bias, residual) == [CONV]
+    gradient = jax.grad(lambda *args: ours(*args).astype(jnp.float32).sum(), (0, 1, 2, 3))
+    assert kernels(gradient, x, w, bias, residual) == [CONV, CONV, WEIGHTS]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(w=jnp.ones((3, 3, 1, 8))), "in 4 groups and the result 8"),
+        (dict(kernel_dilation=2), "it is dilated"),
+        (dict(strides=(1, 2)), r"the strides are \(1, 2\)"),
+        (dict(padding="CIRCULAR"), "padding is 'CIRCULAR'"),
+        (dict(x=jnp.ones((2, 5, 5, 5, 4)), w=jnp.ones((3, 3, 3, 1, 4))), "x has 3 spatial axes"),
+        (dict(w=jnp.ones((2, 2, 1, 4))), "there is no kernel of 2 x 2 with stride 1"),
+        (dict(strides=3), "there is no kernel of 3 x 3 with stride 3"),
+        (dict(padding=4), r"it pads with 0 to \[2, 2\] zeros on a side"),
+        (
+            dict(x=jnp.ones((2, 5, 5, 3)), w=jnp.ones((3, 3, 1, 3)), feature_group_count=3),
+            "an even number of channels, and x has 3",
+        ),
+    ],
+)
+def test_what_the_depthwise_kernels_refuse(with_library, change, message):
+    arguments = dict(x=jnp.ones((2, 5, 5, 4)), w=jnp.ones((3, 3, 1, 4)), feature_group_count=4)
+    with pytest.raises(ValueError, match=message):
+        jaxfused.conv(**(arguments | change), implementation="cuda")
+    assert kernels(lambda: jaxfused.conv(**(arguments | change))) == []
+
+
+SAME = Window((3, 3), 1, ((1, 1), (1, 1)))
+GOOD = dict(
+    compute_capability=(8, 0),
+    images=2,
+    height=5,
+    width=5,
+    channels=8,
+    window=SAME,
+    dtype=jnp.bfloat16,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(compute_capability=(7, 0)), "this GPU has 7.0"),
+        (dict(dtype=jnp.dtype("int8")), "x has dtype int8"),
+        (dict(residual_dtype=jnp.float32), "residual float32"),
+        (dict(images=2**26), "less than 268435456 pixels"),
+        (dict(height=1, window=Window((3, 3), 1, ((0, 0), (1, 1)))), "the result has -1 rows"),
+        (
+            dict(
+                compute_capability=(7, 5),
+                dtype=jnp.float32,
+                window=Window((7, 7), 1, ((3, 3), (3, 3))),
+            ),
+            "does not fit into the shared memory",
+        ),
+    ],
+)
+def test_limits_of_the_depthwise_kernels(with_library, change, reason):
+    assert reason in cuda.depthwise_conv.why_unsupported(**GOOD | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*DEPTHWISE_CASES, *DEPTHWISE_KERNEL_CASES], ids=str)
+def test_depthwise_kernels_are_as_accurate_as_jax_numpy(case, dtype):
+    ours, plain = depthwise(case, "cuda")
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(ours, plain, *args, cotangents=2)

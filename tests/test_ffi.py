@@ -206,6 +206,23 @@ STEP = dict(
 )
 ROPE = dict(interleaved=np.bool_(False), inverse=np.bool_(False))
 BF16 = "bfloat16"
+GROUP_NORM = dict(
+    groups=np.int64(4),
+    activation="none",
+    team=np.int64(1),
+    threads=np.int64(64),
+    blocks=np.int64(1),
+)
+FORWARD = dict(epsilon=np.float32(1e-6))
+NO_STATISTICS = [(0,)] * 3
+DEPTHWISE = {
+    name: np.int64(value)
+    for name, value in dict(height=3, width=3, stride=1, top=1, left=1).items()
+}
+POOL = {
+    name: np.int64(value)
+    for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
+}
 
 
 @pytest.mark.gpu
@@ -347,6 +364,90 @@ BF16 = "bfloat16"
                 [(4, 8), (0,), (0,), (0,)],
                 dict(activation="relu"),
                 "dy has another dtype",
+            ),
+            (
+                "group_norm_forward",
+                [(2, 5, 8), (0,), (1, 7), (0,)],
+                [(2, 5, 8), *NO_STATISTICS, (0,), (0,)],
+                GROUP_NORM | FORWARD,
+                r"scale has shape \[1, 7\], but \[1, 8\]",
+            ),
+            (
+                "group_norm_forward",
+                [(2, 5, 8), (0,), (0,), (0,)],
+                [(2, 5, 8), *NO_STATISTICS, (0,), (0,)],
+                GROUP_NORM | FORWARD | dict(groups=np.int64(3)),
+                "3 groups do not divide the 8 channels",
+            ),
+            (
+                "group_norm_forward",
+                [((2, 5, 7), BF16), (0,), (0,), (0,)],
+                [((2, 5, 7), BF16), *NO_STATISTICS, (0,), (0,)],
+                GROUP_NORM | FORWARD | dict(groups=np.int64(7)),
+                "must be even in 16 bits",
+            ),
+            (
+                "group_norm_forward",
+                [(2, 5, 8), (0,), (0,), (0,)],
+                [(2, 5, 8), *NO_STATISTICS, (2, 4, 3, 2), ((2,), "int32")],
+                GROUP_NORM | FORWARD | dict(team=np.int64(2)),
+                r"partials has shape \[2, 4, 3, 2\]",
+            ),
+            (
+                "group_norm_forward",
+                [(2, 5, 8), (0,), (0,), (0,)],
+                [(2, 5, 8), *NO_STATISTICS, (0,), (0,)],
+                GROUP_NORM | FORWARD | dict(threads=np.int64(48)),
+                "the launch needs 32 to 512 threads",
+            ),
+            (
+                "group_norm_backward",
+                [(2, 5, 8), (2, 5, 8), (0,), (2, 4), (2, 3), (0,), (0,), (0,), (0,)],
+                [(2, 5, 8), *[(0,)] * 5, (0,)],
+                GROUP_NORM,
+                r"rstd has shape \[2, 3\], but \[2, 4\]",
+            ),
+            (
+                "depthwise_conv",
+                [(2, 5, 6, 8), (9, 7), (0,), (0,)],
+                [(2, 5, 6, 8), (0,)],
+                DEPTHWISE | dict(activation="none"),
+                r"weights has shape \[9, 7\], but \[9, 8\]",
+            ),
+            (
+                "depthwise_conv",
+                [(2, 5, 6, 8), (4, 8), (0,), (0,)],
+                [(2, 5, 6, 8), (0,)],
+                DEPTHWISE | dict(activation="none", height=np.int64(2), width=np.int64(2)),
+                "there is no kernel of 2 x 2 with stride 1",
+            ),
+            (
+                "depthwise_conv_weights",
+                [(2, 5, 6, 8), (2, 5, 6, 8)],
+                [(3, 9, 8)],
+                DEPTHWISE,
+                r"sums has shape \[3, 9, 8\], but \[3, 10, 8\]",
+            ),
+            (
+                "max_pool",
+                [(2, 6, 6, 8)],
+                [(2, 4, 3, 8), (0,)],
+                POOL,
+                "every window has a value of x",
+            ),
+            (
+                "max_pool_gradient",
+                [(2, 3, 3, 8), ((2, 3, 3, 8), "int32")],
+                [(2, 6, 6, 8)],
+                POOL,
+                "places has another dtype",
+            ),
+            (
+                "upsample",
+                [(2, 3, 3, 8)],
+                [(2, 6, 5, 8)],
+                dict(backward=np.bool_(False)),
+                r"y has shape \[2, 6, 5, 8\], but \[2, 6, 6, 8\]",
             ),
         ]
     ],

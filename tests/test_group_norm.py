@@ -1,3 +1,4 @@
+import chex
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,26 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused import cuda, reference
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.group_norm import CASES
+from tests.cases.group_norm import CASES, KERNEL_CASES, Case
+from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
 
-def plain_group_norm(x, scale, bias, residual, *, num_groups, activation=None, epsilon=1e-6):
+def plain_group_norm(
+    x,
+    scale,
+    bias,
+    residual,
+    image_scale=None,
+    image_shift=None,
+    *,
+    num_groups,
+    activation=None,
+    epsilon=1e-6,
+):
     """The norm as one writes it in jax.numpy, with all arithmetic in x's dtype."""
     images = jnp.moveaxis(x.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups), -2, 1)
     axes = tuple(range(2, images.ndim))
@@ -22,7 +36,28 @@ def plain_group_norm(x, scale, bias, residual, *, num_groups, activation=None, e
     y = jnp.moveaxis((images - mean) / jnp.sqrt(var + epsilon), 1, -2).reshape(x.shape)
     y = y if scale is None else y * scale.astype(x.dtype)
     y = y if bias is None else y + bias.astype(x.dtype)
+    along = (slice(None), *(None for _ in x.shape[1:-1]))
+    y = y if image_scale is None else y * (1 + image_scale)[along]
+    y = y if image_shift is None else y + image_shift[along]
     return activate(activation, y if residual is None else y + residual)
+
+
+def ours_and_plain(case, implementation=None):
+    options = dict(num_groups=case.num_groups, activation=case.activation)
+
+    def ours(x, scale, bias, residual, image_scale, image_shift):
+        return jaxfused.group_norm(
+            x,
+            scale,
+            bias,
+            residual=residual,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            implementation=implementation,
+            **options,
+        )
+
+    return ours, lambda *args: plain_group_norm(*args, **options)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +66,7 @@ def plain_group_norm(x, scale, bias, residual, *, num_groups, activation=None, e
     ids=str,
 )
 def test_is_as_accurate_as_jax_numpy(case, dtype):
-    options = dict(num_groups=case.num_groups, activation=case.activation)
-
-    def ours(x, scale, bias, residual):
-        return jaxfused.group_norm(x, scale, bias, residual=residual, **options)
-
-    def plain(*args):
-        return plain_group_norm(*args, **options)
-
+    ours, plain = ours_and_plain(case)
     args = case.arguments(jnp.dtype(dtype))
     assert_values_and_gradients(ours, plain, *args)
     assert jax.eval_shape(ours, *args).dtype == dtype
@@ -87,7 +115,7 @@ def test_backward_keeps_x_in_its_dtype():
 
 
 def test_transforms():
-    x, scale, bias, residual = CASES[1].arguments(jnp.float32)
+    x, scale, bias, residual, *_ = CASES[1].arguments(jnp.float32)
     assert_transforms(
         lambda x, scale, bias, residual: jaxfused.group_norm(
             x, scale, bias, num_groups=2, residual=residual, activation="gelu_tanh"
@@ -101,7 +129,7 @@ def test_transforms():
 
 def test_derivatives_of_both_orders_and_modes():
     with jax.enable_x64(True):
-        args = CASES[1].arguments(jnp.float64)
+        args = CASES[1].arguments(jnp.float64)[:4]
         check_grads(
             jax.jit(
                 lambda x, scale, bias, residual: jaxfused.group_norm(
@@ -129,11 +157,240 @@ def test_derivatives_of_both_orders_and_modes():
         ({"num_groups": None}, "exactly one of them"),
         ({"epsilon": jnp.ones(())}, "epsilon is .*pass a Python float"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of group_norm yet"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of group_norm yet"),
+        ({"image_scale": jnp.ones((2, 3))}, r"image_scale has shape \(2, 3\).*\(2, 4\)"),
+        ({"image_shift": jnp.ones(4)}, r"image_shift has shape \(4,\)"),
+        ({"implementation": "cuda"}, "it needs an NVIDIA GPU"),
+        ({"implementation": "pallas"}, "there is no Pallas kernel of group_norm"),
         ({"implementation": "triton"}, "'triton' was passed"),
     ],
 )
 def test_errors(change, message):
     with pytest.raises(ValueError, match=f"group_norm: .*{message}"):
         jaxfused.group_norm(**({"x": jnp.ones((2, 3, 4)), "num_groups": 2} | change))
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+FORWARD, BACKWARD = "jaxfused_group_norm_forward", "jaxfused_group_norm_backward"
+
+
+@pytest.fixture
+def with_library(hopper, monkeypatch):
+    """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    return hopper
+
+
+def stand_in_forward(x, residual, scale, bias, *, groups, save_statistics, **options):
+    del save_statistics
+    keywords = {name: options[name] for name in ("epsilon", "activation")}
+    scale, bias = (a[0] if a is not None and a.shape[0] == 1 else a for a in (scale, bias))
+    return reference.group_norm.norm_and_statistics(
+        x, residual, scale, bias, num_groups=groups, **keywords
+    )
+
+
+def stand_in_backward(
+    dy, x, residual, mean, rstd, scale, bias, *statistics, groups, activation, **options
+):
+    del options
+    scale, bias = (a[0] if a is not None and a.shape[0] == 1 else a for a in (scale, bias))
+    operands = (dy, x, residual, mean, rstd, scale, bias, *statistics)
+    return reference.group_norm.gradient(*operands, num_groups=groups, activation=activation)
+
+
+@pytest.fixture
+def stand_ins(with_library, monkeypatch):
+    """The operator's way to its kernels, with the reference in their place."""
+    monkeypatch.setattr(cuda.group_norm, "forward", stand_in_forward)
+    monkeypatch.setattr(cuda.group_norm, "backward", stand_in_backward)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if 0 not in c.shape], ids=str)
+def test_the_way_to_the_kernels(case, stand_ins):
+    ours, plain = ours_and_plain(case, "cuda")
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.float32))
+
+
+def test_transforms_of_the_way_to_the_kernels(stand_ins):
+    x, scale, bias, residual, image_scale, image_shift = Case(
+        (3, 7, 6), 2, residual=True, modulated=True
+    ).arguments(jnp.float32)
+
+    def f(x, scale, bias, residual, image_scale, image_shift):
+        return jaxfused.group_norm(
+            x,
+            scale,
+            bias,
+            num_groups=2,
+            residual=residual,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            activation="silu",
+            implementation="cuda",
+        )
+
+    assert_transforms(f, x, scale, bias, residual, image_scale, image_shift)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, None), (None, 0, 0)], ids=str)
+def test_vmap_with_shared_operands(in_axes, stand_ins):
+    rng = np.random.default_rng(0)
+    shapes = [(3, 5, 8), (8,), (8,)]
+    args = [
+        jnp.asarray(rng.normal(size=shape if axis is None else (2, *shape)), jnp.float32)
+        for shape, axis in zip(shapes, in_axes, strict=True)
+    ]
+
+    def results(implementation):
+        def loss(x, scale, bias):
+            y = jaxfused.group_norm(
+                x, scale, bias, num_groups=2, activation="silu", implementation=implementation
+            )
+            return jnp.sum(jnp.sin(y)), y
+
+        gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+        return jax.jit(jax.vmap(gradient, in_axes))(*args)
+
+    chex.assert_trees_all_close(results("cuda"), results("xla"), rtol=2e-5, atol=2e-5)
+
+
+def test_one_kernel_each_way(with_library):
+    x = jax.ShapeDtypeStruct((2, 9, 9, 64), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((64,), jnp.float32)
+
+    def f(x, scale, bias):
+        return jaxfused.group_norm(
+            x, scale, bias, num_groups=32, activation="silu", implementation="cuda"
+        )
+
+    assert kernels(f, x, scale, scale) == [FORWARD]
+    gradient = jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), (0, 1, 2))
+    assert kernels(gradient, x, scale, scale) == [FORWARD, BACKWARD]
+
+
+def test_shapes_that_no_kernel_takes_go_to_xla_stage_by_stage(with_library):
+    case = Case((2, 5, 3, 9), 3, residual=True, activation="silu")
+    ours, plain = ours_and_plain(case)
+    assert kernels(ours, *case.arguments(jnp.bfloat16)) == []
+    assert_values_and_gradients(ours, plain, *case.arguments(jnp.bfloat16))
+    with pytest.raises(ValueError, match="an even number of channels in 16 bits, and x has 9"):
+        ours_and_plain(case, "cuda")[0](*case.arguments(jnp.bfloat16))
+
+
+GOOD = dict(
+    compute_capability=(9, 0), images=2, pixels=64, channels=128, groups=32, dtype=jnp.bfloat16
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(compute_capability=None), "it needs an NVIDIA GPU"),
+        (dict(compute_capability=(7, 0)), "this GPU has 7.0"),
+        (dict(dtype=jnp.dtype("int8")), "x has dtype int8"),
+        (dict(residual_dtype=jnp.float32), "x has bfloat16, residual float32"),
+        (dict(groups=3), "3 do not divide 128"),
+        (dict(channels=4104, groups=1), "at most 4096 such channels, and x has 4104"),
+        (dict(channels=1026, groups=1), "at most 1024 such channels, and x has 1026"),
+        (dict(channels=4096, compute_capability=(7, 5)), "into the shared memory of this GPU"),
+        (dict(pixels=2**30 + 1), "at most 1073741824 pixels"),
+        (dict(images=2**24), "and x has 2147483648"),
+    ],
+)
+def test_limits(with_library, change, reason):
+    assert reason in cuda.group_norm.why_unsupported(**GOOD | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(),
+        dict(channels=4096),
+        dict(dtype=jnp.float32, channels=511, groups=7),
+        dict(compute_capability=(7, 5), channels=1024),
+        dict(residual_dtype=jnp.dtype("bfloat16"), pixels=1, groups=128),
+    ],
+)
+def test_within_the_limits(with_library, change):
+    assert cuda.group_norm.why_unsupported(**GOOD | change) is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    images=st.integers(1, 300),
+    pixels=st.integers(1, 10**6),
+    vectors=st.integers(1, 512),
+    arrays=st.integers(1, 3),
+    multiprocessors=st.integers(1, 160),
+)
+def test_candidates_are_legal(images, pixels, vectors, arrays, multiprocessors):
+    configs = cuda.group_norm.candidates(
+        images, pixels, 8 * vectors, 2, arrays, multiprocessors=multiprocessors
+    )
+    assert configs and len(set(configs)) == len(configs)
+    for config in configs:
+        assert vectors <= config.threads
+        assert config.team <= min(pixels, multiprocessors * config.blocks)
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(team=0), dict(threads=48), dict(threads=1024), dict(blocks=0)]
+)
+def test_a_config_says_what_is_wrong(wrong):
+    with pytest.raises(ValueError, match=f"group_norm.Config: {next(iter(wrong))} must be"):
+        cuda.group_norm.Config(**(dict(team=1) | wrong))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*CASES, *KERNEL_CASES], ids=str)
+def test_kernels_are_as_accurate_as_jax_numpy(case, dtype):
+    if 0 in case.shape or (case.shape[-1] % 2 and dtype != "float32"):
+        pytest.skip("there is no kernel for this shape")
+    ours, plain = ours_and_plain(case, "cuda")
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(ours, plain, *args, cotangents=2)
+    results = jax.jit(lambda *args: jax.vjp(ours, *args)[1](ours(*args)))
+    chex.assert_trees_all_equal(results(*args), results(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("team", [1, 2, 7, 10**6])
+@pytest.mark.parametrize(("threads", "blocks"), [(512, 1), (256, 2), (96, 5)])
+def test_every_config_computes_the_same(team, threads, blocks):
+    case = Case((5, 37, 29, 96), 32, activation="silu")
+    x, scale, bias, *_ = case.arguments(jnp.float32)
+    x, scale, bias = x.reshape(5, -1, 96), scale[None], bias[None]
+    options = dict(groups=32, activation="silu")
+    config = cuda.group_norm.Config(team, threads, blocks)
+
+    @jax.jit
+    def results(x, scale, bias):
+        y, mean, rstd, _ = cuda.group_norm.forward(
+            x,
+            None,
+            scale,
+            bias,
+            epsilon=1e-6,
+            save_statistics=True,
+            multiprocessors=132,
+            config=config,
+            **options,
+        )
+        gradients = cuda.group_norm.backward(
+            y, x, None, mean, rstd, scale, bias, multiprocessors=132, config=config, **options
+        )
+        return y, mean, rstd, gradients
+
+    @jax.jit
+    def expected(x, scale, bias):
+        y, mean, rstd, _ = stand_in_forward(
+            x, None, scale, bias, epsilon=1e-6, save_statistics=True, **options
+        )
+        return y, mean, rstd, stand_in_backward(y, x, None, mean, rstd, scale, bias, **options)
+
+    chex.assert_trees_all_close(
+        results(x, scale, bias), expected(x, scale, bias), rtol=2e-4, atol=2e-4
+    )

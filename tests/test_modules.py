@@ -270,6 +270,21 @@ def test_group_norm(groups):
     assert_same(nnx, linen, linen_apply(stock), random_like(params), x)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(feature_axes=(1, -1), use_bias=False)])
+def test_instance_norm(options):
+    x = normal(0, B, 5, 3, 8)
+    options = dict(use_fast_variance=False, **options)
+    ours = jaxfused.linen.InstanceNorm(**options)
+    stock = flax.linen.InstanceNorm(**options)
+    params = stock.init(jax.random.key(1), x)["params"]
+    assert_same_trees(ours.init(jax.random.key(1), x)["params"], params)
+    if options.keys() & {"feature_axes"}:
+        assert_same_trees(linen_apply(ours)(params, x), linen_apply(stock)(params, x))
+        return
+    nnx = jaxfused.nnx.InstanceNorm(8, rngs=flax.nnx.Rngs(0), **options)
+    assert_same(nnx, ours, linen_apply(stock), random_like(params), x)
+
+
 def batch_norm_calls(nnx, linen, stock):
     """Yields functions `f(params, statistics, x, training, ...)` with y and the next statistics."""
     graphdef, params_state, stats_state = flax.nnx.split(nnx, flax.nnx.Param, flax.nnx.BatchStat)

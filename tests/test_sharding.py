@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
-from jaxfused import ops, reference, sharding
+from jaxfused import cuda, ops, reference, sharding
 from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
 
 DEVICES = 8
@@ -776,3 +776,181 @@ def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual)
     # Each device works on 32 x 32 rows of its own.
     assert target in exported.mlir_module()
     assert "tensor<1024x768xbf16>" in exported.mlir_module()
+
+
+# --- group_norm -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group_norm_stand_ins(hopper, monkeypatch):
+    """One image after the other, which XLA cannot partition."""
+
+    def forward(
+        x, residual, scale, bias, *, groups, save_statistics, epsilon, activation, **options
+    ):
+        del residual, save_statistics, options
+        y, mean, rstd, variance = lax.map(
+            lambda image: reference.group_norm.norm_and_statistics(
+                image[None],
+                None,
+                scale[0],
+                bias[0],
+                num_groups=groups,
+                epsilon=epsilon,
+                activation=activation,
+            ),
+            x,
+        )
+        return y[:, 0], mean[:, 0], rstd[:, 0], variance[:, 0]
+
+    def backward(dy, x, residual, mean, rstd, scale, bias, *_, groups, activation, **options):
+        del residual, options
+
+        def gradient(image):
+            dy, x, mean, rstd = (a[None] for a in image)
+            dx, _, dscale, dbias = reference.group_norm.gradient(
+                dy, x, None, mean, rstd, scale[0], bias[0], num_groups=groups, activation=activation
+            )
+            return dx[0], dscale[0], dbias[0]
+
+        dx, dscale, dbias = lax.map(gradient, (dy, x, mean, rstd))
+        return dx, None, dscale, dbias
+
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.group_norm, "forward", forward)
+    monkeypatch.setattr(cuda.group_norm, "backward", backward)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    ("images", "parameters", "gathers"),
+    [
+        (P(AXES), P(), False),
+        (P("data", None, "sequence"), P("sequence"), False),
+        (P("data", "sequence"), P(), True),
+    ],
+    ids=("batch", "channels", "pixels"),
+)
+def test_group_norm(group_norm_stand_ins, axis_type, images, parameters, gathers):
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 8, 12, 64)).astype(np.float32)
+    scale, bias = rng.normal(size=(2, 64)).astype(np.float32)
+
+    def results(implementation, x, dy, scale, bias):
+        def f(x, scale, bias):
+            return jaxfused.group_norm(
+                x, scale, bias, num_groups=8, activation="silu", implementation=implementation
+            )
+
+        y, vjp = jax.vjp(f, x, scale, bias)
+        return y, vjp(dy)
+
+    mesh = make_mesh(axis_type, axis_type)
+    # With Explicit axes, y is as the kernel has it: its pixels are not split.
+    cotangent = P("data") if gathers else images
+    placed = place(mesh, (images, cotangent, parameters, parameters), (x, dy, scale, bias))
+    actual, text = results_and_text(functools.partial(results, "cuda"), *placed)
+    assert (count("all-gather", text) > 0) == gathers
+    expected = jax.jit(functools.partial(results, "xla"))(x, dy, scale, bias)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+# --- depthwise convolution and pooling --------------------------------------------------------------
+
+
+@pytest.fixture
+def image_stand_ins(hopper, monkeypatch):
+    """One image after the other, which XLA cannot partition."""
+
+    def convolve(window, x, w):
+        return lax.conv_general_dilated(
+            x,
+            w[:, :, None],
+            (window.stride,) * 2,
+            window.padding,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=x.shape[-1],
+        )
+
+    def conv(x, w, bias, residual, *, window, activation, save_preactivation):
+        del residual
+        z = lax.map(lambda image: convolve(window, image[None], w)[0], x)
+        z = z if bias is None else z + bias
+        y = z if activation is None else jnp.maximum(z, 0)
+        return y, z if save_preactivation else None
+
+    def weight_gradient(x, dy, *, window, multiprocessors):
+        del multiprocessors
+        w = jnp.zeros_like(x, shape=(*window.kernel, x.shape[-1]))
+
+        def gradient(image):
+            x, dy = (a[None] for a in image)
+            return jax.vjp(lambda w: convolve(window, x, w), w)[1](dy)[0]
+
+        return lax.map(gradient, (x, dy)).sum(0), lax.map(lambda a: a.sum((0, 1)), dy).sum(0)
+
+    def pool(window):
+        return dict(window=window.size, strides=window.strides, padding=window.padding)
+
+    def max_pool(x, *, window, save_places):
+        y, places = lax.map(
+            lambda image: reference.max_pool.pool_and_places(image[None], **pool(window)), x
+        )
+        return y[:, 0], places[:, 0] if save_places else None
+
+    def max_pool_gradient(dy, places, *, size, window):
+        return lax.map(
+            lambda a: reference.max_pool.gradient(
+                a[0][None], a[1][None], size=size, **pool(window)
+            )[0],
+            (dy, places),
+        )
+
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.depthwise_conv, "conv", conv)
+    monkeypatch.setattr(cuda.depthwise_conv, "weight_gradient", weight_gradient)
+    monkeypatch.setattr(cuda.max_pool, "forward", max_pool)
+    monkeypatch.setattr(cuda.max_pool, "backward", max_pool_gradient)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "stages"))
+@pytest.mark.parametrize(
+    ("images", "weights"),
+    [(P(AXES), P()), (P("data", None, None, "sequence"), P(None, None, None, "sequence"))],
+    ids=("batch", "channels"),
+)
+def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, weights, kernels):
+    """Without kernels, the reference computes the same stages."""
+    if not kernels:
+        for module in (cuda.depthwise_conv, cuda.max_pool, cuda.upsample):
+            monkeypatch.setattr(module, "why_unsupported", lambda **_: "it is not there")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 6, 6, 16)).astype(np.float32)
+    w = rng.normal(size=(3, 3, 1, 16)).astype(np.float32)
+    size = 3 if kernels else 6
+    dy = rng.normal(size=(8, size, size, 16)).astype(np.float32)
+
+    def results(implementation, x, w, dy):
+        def f(x, w):
+            y = jaxfused.conv(
+                x, w, feature_group_count=16, activation="relu", implementation=implementation
+            )
+            y = jaxfused.max_pool(y, 2, strides=2, implementation=implementation)
+            # Of upsample there is no stand-in, for XLA can split it.
+            return y if kernels else jaxfused.upsample(y, implementation=implementation)
+
+        y, vjp = jax.vjp(f, x, w)
+        return y, vjp(dy)
+
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, (images, weights, images), (x, w, dy))
+    chosen = "cuda" if kernels else None
+    actual, text = results_and_text(functools.partial(results, chosen), *placed)
+    assert count("all-gather", text) == 0
+    expected = jax.jit(functools.partial(results, "xla"))(x, w, dy)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

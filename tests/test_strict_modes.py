@@ -132,6 +132,29 @@ def _(dtype):
     return f, (normal(0, 3, 4, D, dtype=dtype), *(normal(i, D) for i in range(1, 5)))
 
 
+@case("group_norm", "modulated")
+def _(dtype):
+    def f(x, scale, image_scale, image_shift):
+        return jaxfused.group_norm(
+            x, scale, group_size=2, image_scale=image_scale, image_shift=image_shift
+        )
+
+    return f, (normal(0, B, T, D, dtype=dtype), normal(1, D), normal(2, B, D), normal(3, B, D))
+
+
+@case("max_pool")
+def _(dtype):
+    def f(x):
+        return jaxfused.max_pool(x, 3, strides=2, padding="SAME")
+
+    return f, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
+@case("upsample")
+def _(dtype):
+    return jaxfused.upsample, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
 @case("group_norm")
 def _(dtype):
     def f(x, scale, bias, residual):
@@ -422,6 +445,7 @@ MODULES = {
         (B, T, D),
     ),
     "GroupNorm": ((D, 4), {}, ("GroupNorm", dict(num_groups=4)), (B, T, D)),
+    "InstanceNorm": ((D,), {}, ("InstanceNorm", {}), (B, T, D)),
     "LayerNorm": ((D,), {}, ("LayerNorm", {}), (B, T, D)),
     "RMSNorm": ((D,), dict(scale_offset=1.0), ("RMSNorm", dict(scale_offset=1.0)), (B, T, D)),
     "Linear": ((D, 8), {}, ("Dense", dict(features=8)), (B, T, D)),

@@ -83,7 +83,7 @@ class UNet(nnx.Module):
         x = images
         for level, block in enumerate(self.down):
             if level:
-                x = nnx.max_pool(x, (2, 2), strides=(2, 2))
+                x = jaxfused.max_pool(x, 2, strides=2)
             x = block(x)
             seen.append(x)
         for skip, widen, block in reversed(list(zip(seen[:-1], self.widen, self.up, strict=True))):

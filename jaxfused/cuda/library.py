@@ -23,14 +23,21 @@ TARGETS = (
     "jaxfused_cross_entropy_forward",
     "jaxfused_cross_entropy_backward",
     "jaxfused_gradient_norm",
+    "jaxfused_depthwise_conv",
+    "jaxfused_depthwise_conv_weights",
+    "jaxfused_group_norm_forward",
+    "jaxfused_group_norm_backward",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",
     "jaxfused_linear",
     "jaxfused_optimizer_step",
+    "jaxfused_max_pool",
+    "jaxfused_max_pool_gradient",
     "jaxfused_rope",
     "jaxfused_scale_rows",
     "jaxfused_segmentation_forward",
     "jaxfused_segmentation_backward",
+    "jaxfused_upsample",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""
 

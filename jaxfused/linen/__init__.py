@@ -11,6 +11,7 @@ from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
 from jaxfused.linen.conv import Conv as Conv
 from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.linen.group_norm import GroupNorm as GroupNorm
+from jaxfused.linen.instance_norm import InstanceNorm as InstanceNorm
 from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
 from jaxfused.linen.layer_norm import RMSNorm as RMSNorm
 from jaxfused.linen.linear import Dense as Dense

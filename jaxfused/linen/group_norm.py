@@ -12,7 +12,7 @@ from jaxfused.reference.promotion import common_dtype
 
 
 class GroupNorm(linen.GroupNorm):
-    r"""`flax.linen.GroupNorm` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.linen.GroupNorm` with a modulation of images, a residual and an activation in one kernel.
 
     .. math:: y = \text{activation}\Bigl(\frac{x - \operatorname{mean}_g(x)}
               {\sqrt{\operatorname{var}_g(x) + \epsilon}} \cdot \text{scale} + \text{bias}
@@ -28,7 +28,7 @@ class GroupNorm(linen.GroupNorm):
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
-      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      implementation: None for the fastest that can run, or "cuda", "xla".
 
     The other attributes are those of `flax.linen.GroupNorm`.
 
@@ -52,6 +52,8 @@ class GroupNorm(linen.GroupNorm):
         *,
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
     ) -> jax.Array:
         """Normalises x [B, ..., C].
 
@@ -59,12 +61,14 @@ class GroupNorm(linen.GroupNorm):
           x: [B, ..., C].
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
+          image_scale: [B, C], modulates each image, as an offset from 1.
+          image_shift: [B, C], is added after `image_scale`.
 
         Returns:
           y [B, ..., C].
 
         Raises:
-          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+          ValueError: `residual`, a modulation or a named kernel in a call that Flax has to serve.
         """
         x = jnp.asarray(x)
         reason = why_given(
@@ -78,6 +82,8 @@ class GroupNorm(linen.GroupNorm):
                 reason,
                 lambda: super(GroupNorm, self).__call__(x, mask=mask),
                 residual=residual,
+                image_scale=image_scale,
+                image_shift=image_shift,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -98,6 +104,8 @@ class GroupNorm(linen.GroupNorm):
             epsilon=self.epsilon,
             activation=self.activation,
             residual=residual,
+            image_scale=image_scale,
+            image_shift=image_shift,
             implementation=self.implementation,
         )
         return y.astype(result_dtype)

@@ -41,6 +41,8 @@ def call_flax(
     module: Callable[[], jax.Array],
     *,
     residual: jax.Array | None = None,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
     scale_offset: float = 0.0,
     activation: str | None = None,
@@ -56,6 +58,8 @@ def call_flax(
     """
     refused = {
         "residual": residual is not None,
+        "image_scale": image_scale is not None,
+        "image_shift": image_shift is not None,
         "pre_bias": pre_bias is not None,
         "scale_offset": scale_offset != 0.0,
         f"implementation={implementation!r}": implementation not in (None, "xla"),

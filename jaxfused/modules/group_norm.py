@@ -1,9 +1,13 @@
-"""The call of group_norm that GroupNorm of nnx and linen share."""
+"""The call of group_norm that GroupNorm and InstanceNorm of nnx and linen share."""
+
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.fallback import why_given
 from jaxfused.modules.promotion import floating
 
 
@@ -17,12 +21,18 @@ def normalise(
     epsilon: float,
     activation: str | None,
     residual: jax.Array | None,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     implementation: Implementation | None,
 ) -> jax.Array:
     """Runs the operator, adding a batch axis to a vector of channels, which Flax normalises alone."""
     has_batch = x.ndim != 1
     if not has_batch:
-        x, residual = x[None], None if residual is None else residual[None]
+        residual, image_scale, image_shift = (
+            None if a is None else jnp.asarray(a)[None]
+            for a in (residual, image_scale, image_shift)
+        )
+        x = x[None]
     y = ops.group_norm.group_norm(
         x,
         floating(scale, x.dtype),
@@ -32,6 +42,22 @@ def normalise(
         epsilon=epsilon,
         activation=activation,
         residual=residual,
+        image_scale=floating(image_scale, x.dtype),
+        image_shift=floating(image_shift, x.dtype),
         implementation=implementation,
     )
     return y if has_batch else y[0]
+
+
+def why_flax_normalises_instances(
+    x: jax.Array, mask: jax.Array | None, axis_name: str | None, feature_axes: Any
+) -> str | None:
+    """Why a call of InstanceNorm runs Flax's code, or None; a vector there is an error of Flax's."""
+    axes = tuple(feature_axes) if isinstance(feature_axes, tuple | list) else (feature_axes,)
+    if x.ndim < 2:
+        return "x has no batch axis"
+    return why_given(
+        mask=mask is not None,
+        axis_name=axis_name is not None,
+        feature_axes=axes not in ((-1,), (x.ndim - 1,)),
+    )

@@ -10,6 +10,7 @@ from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.nnx.group_norm import GroupNorm as GroupNorm
+from jaxfused.nnx.instance_norm import InstanceNorm as InstanceNorm
 from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
 from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
 from jaxfused.nnx.linear import Linear as Linear

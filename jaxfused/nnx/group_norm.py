@@ -16,7 +16,7 @@ from jaxfused.modules.group_norm import normalise
 
 
 class GroupNorm(nnx.GroupNorm):
-    r"""`flax.nnx.GroupNorm` with the sum with a residual and an activation in the same kernel.
+    r"""`flax.nnx.GroupNorm` with a modulation of images, a residual and an activation in one kernel.
 
     .. math:: y = \text{activation}\Bigl(\frac{x - \operatorname{mean}_g(x)}
               {\sqrt{\operatorname{var}_g(x) + \epsilon}} \cdot \text{scale} + \text{bias}
@@ -50,7 +50,7 @@ class GroupNorm(nnx.GroupNorm):
       bias_metadata: of the bias's `nnx.Param`.
       scale_metadata: of the scale's `nnx.Param`.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
-      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      implementation: None for the fastest that can run, or "cuda", "xla".
 
     Example:
       >>> import jax.numpy as jnp
@@ -116,6 +116,8 @@ class GroupNorm(nnx.GroupNorm):
         *,
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
     ) -> jax.Array:
         """Normalises x [B, ..., C].
 
@@ -123,12 +125,14 @@ class GroupNorm(nnx.GroupNorm):
           x: [B, ..., C].
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
+          image_scale: [B, C], modulates each image, as an offset from 1.
+          image_shift: [B, C], is added after `image_scale`.
 
         Returns:
           y [B, ..., C].
 
         Raises:
-          ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
+          ValueError: `residual`, a modulation or a named kernel in a call that Flax has to serve.
         """
         x = jnp.asarray(x)
         scale = None if self.scale is None else self.scale[...]
@@ -145,6 +149,8 @@ class GroupNorm(nnx.GroupNorm):
                 reason,
                 lambda: super(GroupNorm, self).__call__(x, mask=mask),
                 residual=residual,
+                image_scale=image_scale,
+                image_shift=image_shift,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -157,5 +163,7 @@ class GroupNorm(nnx.GroupNorm):
             epsilon=self.epsilon,
             activation=self.activation,
             residual=residual,
+            image_scale=image_scale,
+            image_shift=image_shift,
             implementation=self.implementation,
         )

@@ -1,12 +1,19 @@
-"""batch_norm and fold_batch_norm: validation and choice of implementation."""
+"""batch_norm and fold_batch_norm: validation, choice of implementation, gradient.
 
+A batch whose statistics are taken is, to the kernels, one image of group_norm with a group for each
+channel.
+"""
+
+import functools
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
-from jaxfused.ops.kernel_call import reference_only
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops import group_norm
+from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -53,7 +60,7 @@ def batch_norm(
         `jax.lax.pmean` takes them.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: [..., C] like x, is added before the activation.
-      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      implementation: None for the fastest that can run, or "cuda" in training, "xla".
 
     Returns:
       In training `(y, mean, var)`: y of x's shape and dtype; mean and the variance (the mean of
@@ -73,6 +80,9 @@ def batch_norm(
       >>> jaxfused.batch_norm(x, mean=mean, var=var, epsilon=3.0, activation="relu").round(3)
       Array([[0. , 0. ],
              [0.5, 0. ]], dtype=float32)
+
+    The kernels take the statistics of a batch on one device; over several, XLA's own code runs. With
+    the kernels, forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
     Source: Ioffe, Szegedy, "Batch Normalization", 2015, https://arxiv.org/abs/1502.03167
     """
@@ -105,7 +115,14 @@ def batch_norm(
         )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
-    reference_only(op, implementation, x)
+    device = dispatch.current_device(x, residual)
+    why_xla = _why_xla(x, training, axis_name)
+    missing = {"pallas": group_norm.why_no_pallas(op)}
+    if why_xla is not None:
+        missing["cuda"] = why_xla
+    if not takes_reference(op, implementation, device, x, missing=missing):
+        options = group_norm.Options(op, epsilon, activation)
+        return _over_batch(Runner(implementation, device), options, x, residual, scale, bias)
 
     if mean is None:
         mean, var = reference.batch_norm.batch_statistics(
@@ -115,6 +132,68 @@ def batch_norm(
         x, scale, bias, residual, mean, var, epsilon=epsilon, activation=activation
     )
     return (y, mean, var) if training else y
+
+
+def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
+    """Why a call is left to XLA whatever its shapes are, or None."""
+    if not training:
+        return "with mean and var it is arithmetic of single values, which XLA fuses by itself"
+    if axis_name is not None:
+        return "it takes the statistics of one device, and axis_name was passed"
+    if not sharding.is_in_one_piece(x):
+        return "it takes the statistics of one device, and x may be spread over several"
+    return None
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+def _over_batch(run: Runner, options: group_norm.Options, x, residual, scale, bias):
+    """(y, mean, var) by the kernels, to which x is one image with a group for each channel."""
+    image, residual = (None if a is None else a[None, ..., None] for a in (x, residual))
+    scale, bias = (None if a is None else a[:, None] for a in (scale, bias))
+    y, mean, var = _norm(run, options, image, residual, scale, bias)
+    return y.reshape(x.shape), mean[0], var[0]
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    residual: jax.Array | None
+    mean: jax.Array
+    """[1, C], float32."""
+    rstd: jax.Array
+    scale: jax.Array | None
+    bias: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(run: Runner, options: group_norm.Options, x, residual, scale, bias):
+    return _norm_fwd(run, options, x, residual, scale, bias)[0]
+
+
+def _norm_fwd(run: Runner, options: group_norm.Options, x, residual, scale, bias):
+    forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
+    y, mean, rstd, var = run(forward, x, residual, scale, bias)
+    return (y, mean, var), _Residuals(x, residual, mean, rstd, scale, bias)
+
+
+def _norm_bwd(run: Runner, options: group_norm.Options, saved: _Residuals, cotangents):
+    dy, dmean, dvar = cotangents
+    x, residual, mean, rstd, scale, bias = saved
+    backward = group_norm.Backward(options, per_image=False)
+    operands = (dy, x, residual, mean, rstd, dmean, dvar, scale, bias)
+    dx, dresidual, dscale, dbias = run(backward, *operands)
+
+    def like(gradient, array):
+        return None if array is None else gradient.astype(array.dtype)
+
+    return dx, like(dresidual, residual), like(dscale, scale), like(dbias, bias)
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)
+
+
+# --- folding --------------------------------------------------------------------------------------
 
 
 def fold_batch_norm(

@@ -1,13 +1,15 @@
 """conv: validation and choice of implementation."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference
-from jaxfused.ops.kernel_call import reference_only
+from jaxfused.ops import depthwise_conv
+from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -52,7 +54,8 @@ def conv(
         more than 1 is a transposed convolution.
       kernel_dilation: the distance between the values of x that neighbouring weights meet.
       feature_group_count: into how many groups the input and the output channels are split, each
-        convolved apart; I is depthwise convolution.
+        convolved apart; I is depthwise convolution, which has kernels of its own for windows of
+        3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: of the result's shape, is added before the activation.
       precision: of the products, as in `jax.lax.conv`.
@@ -72,6 +75,9 @@ def conv(
       >>> jaxfused.conv(x, jnp.ones((2, 1, 1)), strides=2, padding="VALID").ravel()
       Array([1., 5.], dtype=float32)
 
+    Where a kernel runs, forward-mode differentiation and gradients of gradients need
+    `implementation="xla"`.
+
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.
     """
@@ -82,21 +88,36 @@ def conv(
     _check_kernel(x, w, feature_group_count)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
     spatial = x.ndim - 2
-    run = functools.partial(
-        reference.conv.conv,
+    geometry: dict[str, Any] = dict(
         strides=_for_each_axis("strides", strides, spatial),
         padding=_normalise_padding(padding, spatial),
         input_dilation=_for_each_axis("input_dilation", input_dilation, spatial),
         kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
         feature_group_count=feature_group_count,
-        activation=activation,
-        precision=precision,
+    )
+    run: Callable[..., jax.Array] = functools.partial(
+        reference.conv.conv, activation=activation, precision=precision, **geometry
     )
     if residual is not None:
         shape = jax.eval_shape(run, x, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
-    reference_only(op, implementation, x)
-    return run(x, w, bias, residual)
+    device = dispatch.current_device(x, residual)
+    window = depthwise_conv.window_of(x, w, **geometry)
+    missing = {"pallas": depthwise_conv.NO_PALLAS}
+    if isinstance(window, str):
+        missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {window}"
+    if takes_reference(op, implementation, device, x, missing=missing):
+        return run(x, w, bias, residual)
+    assert isinstance(window, depthwise_conv.Window)
+    return depthwise_conv.depthwise_conv(
+        Runner(implementation, device),
+        x,
+        w,
+        bias,
+        residual,
+        window=window,
+        activation=activation,
+    )
 
 
 def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:

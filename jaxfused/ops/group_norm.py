@@ -1,10 +1,16 @@
-"""group_norm: validation and choice of implementation."""
+"""group_norm: validation, choice of implementation, gradient."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
-from jaxfused.ops.kernel_call import reference_only
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -12,6 +18,7 @@ from jaxfused.ops.validation import (
     check_floating,
     check_shape,
 )
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 def group_norm(
@@ -22,6 +29,8 @@ def group_norm(
     num_groups: int | None = None,
     group_size: int | None = None,
     epsilon: float = 1e-6,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -29,9 +38,10 @@ def group_norm(
     r"""Group normalisation of channels-last images, with what follows it in one pass.
 
     .. math::
-        y = \text{activation}\Bigl(\frac{x - \operatorname{mean}_g(x)}
-            {\sqrt{\operatorname{var}_g(x) + \epsilon}} \cdot \text{scale} + \text{bias}
-            + \text{residual}\Bigr)
+        n &= \frac{x - \operatorname{mean}_g(x)}{\sqrt{\operatorname{var}_g(x) + \epsilon}}
+             \cdot \text{scale} + \text{bias} \\
+        y &= \text{activation}\bigl(n \cdot (1 + \text{image\_scale}) + \text{image\_shift}
+             + \text{residual}\bigr)
 
     The mean and the variance of a group g are taken over its channels and over all axes between the
     first (the batch) and the last (the channels), in float32 (float64 for float64 inputs); the
@@ -40,16 +50,19 @@ def group_norm(
     Args:
       x: [B, ..., C], any number of axes between batch and channels, float32, bfloat16 or float16
         (float64 with implementation "xla").
-      scale: [C], multiplies the normalised values. Any float dtype, as for bias.
+      scale: [C], multiplies the normalised values. Any float dtype, as for the other parameters.
       bias: [C], is added after `scale`.
       num_groups: into how many groups of neighbouring channels C is split; 1 is layer
         normalisation over a whole image, C is instance normalisation. Exactly one of `num_groups`
         and `group_size` is given.
       group_size: the number of channels in a group.
       epsilon: is added to the variance.
+      image_scale: [B, C], modulates each image: the scale of FiLM or of a time embedding, as an
+        offset from 1.
+      image_shift: [B, C], is added after `image_scale`.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: [B, ..., C] like x, is added before the activation.
-      implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
       y, of x's shape and dtype.
@@ -64,23 +77,53 @@ def group_norm(
       >>> jaxfused.group_norm(x, jnp.ones(4), jnp.zeros(4), num_groups=2, activation="relu").shape
       (1, 2, 4)
 
-    Source: Wu, He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494
+    Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
+
+    Source: Wu, He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494; image_scale and
+    image_shift: Perez et al., "FiLM", 2017, https://arxiv.org/abs/1709.07871
     """
     op = "group_norm"
-    x, scale, bias, residual = jax.tree.map(jnp.asarray, (x, scale, bias, residual))
-    num_groups = _validate(x, scale, bias, residual, num_groups, group_size)
+    x, scale, bias, image_scale, image_shift, residual = jax.tree.map(
+        jnp.asarray, (x, scale, bias, image_scale, image_shift, residual)
+    )
+    num_groups = _validate(
+        x, scale, bias, image_scale, image_shift, residual, num_groups, group_size
+    )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
-    reference_only(op, implementation, x)
-    return reference.group_norm.norm(
-        x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
+    scale, bias = _modulated(x, scale, bias, image_scale, image_shift)
+    device = dispatch.current_device(x, residual)
+    if takes_reference(op, implementation, device, x, missing={"pallas": why_no_pallas(op)}):
+        return reference.group_norm.norm(
+            x, scale, bias, residual, num_groups=num_groups, epsilon=epsilon, activation=activation
+        )
+    # Groups are an axis of their own, so that they can be split over devices.
+    x_groups, residual, scale, bias = (
+        None if a is None else a.reshape(*a.shape[:-1], num_groups, -1)
+        for a in (x, residual, scale, bias)
     )
+    axes = _spelt_axes(x_groups, residual, scale, bias)
+    operands = sharding.align(
+        (x_groups, residual, scale, bias), operand_axes=axes.operands, whole=axes.whole
+    )
+    y = _norm(Runner(implementation, device), Options(op, epsilon, activation), *operands)
+    return y.reshape(x.shape)
 
 
-def _validate(x, scale, bias, residual, num_groups, group_size) -> int:
+def _validate(x, scale, bias, image_scale, image_shift, residual, num_groups, group_size) -> int:
     """Checks every argument, and returns the number of groups."""
     op = "group_norm"
-    check_floating(op, dict(x=x, scale=scale, bias=bias, residual=residual))
+    check_floating(
+        op,
+        dict(
+            x=x,
+            scale=scale,
+            bias=bias,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            residual=residual,
+        ),
+    )
     if x.ndim < 2 or x.shape[-1] == 0:
         raise ValueError(
             f"{op}: x has shape {x.shape}, but it needs a batch axis and a last axis of at least one"
@@ -89,6 +132,10 @@ def _validate(x, scale, bias, residual, num_groups, group_size) -> int:
     channels = x.shape[-1]
     for name, array in dict(scale=scale, bias=bias).items():
         check_shape(op, name, array, (channels,), f"x has {channels} channels in its last axis")
+    for name, array in dict(image_scale=image_scale, image_shift=image_shift).items():
+        images = x.shape[0]
+        why = f"x has {images} images of {channels} channels"
+        check_shape(op, name, array, (images, channels), why)
     check_shape(op, "residual", residual, x.shape, f"x has shape {x.shape}")
     if (num_groups is None) == (group_size is None):
         raise ValueError(
@@ -103,3 +150,353 @@ def _validate(x, scale, bias, residual, num_groups, group_size) -> int:
             f" pass a divisor of {channels}."
         )
     return channels // divisor if num_groups is None else divisor
+
+
+def _modulated(x, scale, bias, image_scale, image_shift):
+    """Scale and bias, [C] or [B, C], into which the modulation of each image is folded."""
+    dtype = accumulator_dtype(x.dtype)
+    scale, bias, image_scale, image_shift = (
+        None
+        if a is None
+        else a.astype(dtype)
+        if image_scale is not None or image_shift is not None
+        else a
+        for a in (scale, bias, image_scale, image_shift)
+    )
+    if image_scale is not None:
+        factor = 1.0 + image_scale
+        scale = factor if scale is None else scale[None] * factor
+        bias = None if bias is None else bias[None] * factor
+    if image_shift is not None:
+        bias = (
+            image_shift if bias is None else (bias if bias.ndim == 2 else bias[None]) + image_shift
+        )
+    return scale, bias
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is static in a call, of group_norm or of an operator that is a case of it."""
+
+    op: str
+    epsilon: float
+    activation: str | None
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    residual: jax.Array | None
+    mean: jax.Array
+    """[B, G], float32."""
+    rstd: jax.Array
+    scale: jax.Array | None
+    bias: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(run: Runner, options: Options, x, residual, scale, bias):
+    y, *_ = run(Forward(options, save_statistics=False), x, residual, scale, bias)
+    return y
+
+
+def _norm_fwd(run: Runner, options: Options, x, residual, scale, bias):
+    y, mean, rstd, _ = run(Forward(options, save_statistics=True), x, residual, scale, bias)
+    return y, _Residuals(x, residual, mean, rstd, scale, bias)
+
+
+def _norm_bwd(run: Runner, options: Options, saved: _Residuals, dy):
+    x, residual, mean, rstd, scale, bias = saved
+    operands = (dy, x, residual, mean, rstd, None, None, scale, bias)
+    dx, dresidual, dscale, dbias = run(Backward(options, per_image=False), *operands)
+
+    def like(gradient, array):
+        return None if array is None else gradient.astype(array.dtype)
+
+    return dx, like(dresidual, saved.residual), like(dscale, saved.scale), like(dbias, saved.bias)
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+_IMAGES = "b" + ROWS + "gs"
+"""Images [B, ..., G, S] of G groups with S channels each."""
+
+
+def _parameter(array: jax.Array | None) -> str:
+    """The letters of a parameter [G, S], or [B, G, S] with one for each image."""
+    return "bgs" if array is not None and array.ndim == 3 else "gs"
+
+
+def _whole(x: jax.Array) -> str:
+    """The axes that must not be split: those of the pixels, and the channels of a group."""
+    return sharding.leading_axes(x.ndim - 3) + "s"
+
+
+def _spelt_axes(x, residual, scale, bias) -> Axes:
+    """The letters of the operands for `sharding`."""
+    axes = Forward(Options("", 0.0, None), save_statistics=False).axes(x, residual, scale, bias)
+    pixels = sharding.leading_axes(x.ndim - 3)
+    return axes._replace(operands=[letters.replace(ROWS, pixels) for letters in axes.operands])
+
+
+@dataclass(frozen=True)
+class Forward:
+    """(y, mean, rstd, variance) of x, residual [B, ..., G, S], scale and bias."""
+
+    options: Options
+    save_statistics: bool
+    save_variance: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} forward"
+
+    def axes(self, x, residual, scale, bias) -> Axes:
+        del residual
+        statistics = "bg" if self.save_statistics else None
+        return Axes(
+            (_IMAGES, _IMAGES, _parameter(scale), _parameter(bias)),
+            (_IMAGES, statistics, statistics, "bg" if self.save_variance else None),
+            whole=_whole(x),
+        )
+
+    def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
+        del scale, bias
+        arrays = 1 if residual is None else 2
+        return _fastest_first(self.options, device, x, residual, arrays, _XLA_FORWARD)
+
+    def run(self, implementation, device, x, residual, scale, bias) -> Results:
+        flat = [_channels_last(a) for a in (x, residual, scale, bias)]
+        y: jax.Array
+        statistics: list[jax.Array | None]
+        if implementation == "xla":
+            y, *statistics = reference.group_norm.norm_and_statistics(
+                flat[0],
+                flat[1],
+                *map(_dropped, flat[2:]),
+                num_groups=x.shape[-2],
+                epsilon=self.options.epsilon,
+                activation=self.options.activation,
+            )
+        else:
+            y, *statistics = cuda.group_norm.forward(
+                *flat,
+                groups=x.shape[-2],
+                epsilon=self.options.epsilon,
+                activation=self.options.activation,
+                save_statistics=self.save_statistics,
+                save_variance=self.save_variance,
+                multiprocessors=device.multiprocessors,
+                compute_capability=device.compute_capability,
+            )
+        saved = (self.save_statistics, self.save_statistics, self.save_variance)
+        return y.reshape(x.shape), *(
+            a if wanted else None for a, wanted in zip(statistics, saved, strict=True)
+        )
+
+    def batched(self, call, axis_size, in_batched, x, residual, scale, bias) -> Results:
+        images = x.shape[1 if is_batched(in_batched[0]) else 0]
+        merged = _merged(axis_size, images, in_batched, (x, residual), (scale, bias))
+        return _unmerged(axis_size, call(self, *merged))
+
+
+@dataclass(frozen=True)
+class Backward:
+    """(dx, dresidual, dscale, dbias) of dy, what was saved, and the gradients of the statistics.
+
+    The gradients of the parameters are float32, and `per_image` for each image also where the images
+    share them.
+    """
+
+    options: Options
+    per_image: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.options.op} backward"
+
+    def axes(self, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias) -> Axes:
+        def gradient(parameter):
+            if parameter is None:
+                return None
+            return "bgs" if self.per_image else _parameter(parameter)
+
+        return Axes(
+            (_IMAGES,) * 3 + ("bg",) * 4 + (_parameter(scale), _parameter(bias)),
+            (
+                _IMAGES,
+                None if residual is None else _IMAGES,
+                gradient(scale),
+                gradient(bias),
+            ),
+            whole=_whole(x),
+        )
+
+    def reasons(self, device, dy, x, residual, *others) -> Mapping[str, str | None]:
+        del dy, others
+        arrays = 2 if residual is None or self.options.activation is None else 3
+        return _fastest_first(self.options, device, x, residual, arrays, _XLA_BACKWARD)
+
+    def run(
+        self, implementation, device, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias
+    ) -> Results:
+        groups = x.shape[-2]
+        dy, flat_x, residual, scale_row, bias_row = (
+            _channels_last(a) for a in (dy, x, residual, scale, bias)
+        )
+        if implementation == "xla":
+            gradients = reference.group_norm.gradient(
+                dy,
+                flat_x,
+                residual,
+                mean,
+                rstd,
+                _dropped(scale_row),
+                _dropped(bias_row),
+                dmean,
+                dvariance,
+                num_groups=groups,
+                activation=self.options.activation,
+            )
+        else:
+            gradients = cuda.group_norm.backward(
+                dy,
+                flat_x,
+                residual,
+                mean,
+                rstd,
+                scale_row,
+                bias_row,
+                dmean,
+                dvariance,
+                groups=groups,
+                activation=self.options.activation,
+                multiprocessors=device.multiprocessors,
+                compute_capability=device.compute_capability,
+            )
+        dx, dresidual, *parameters = gradients
+
+        def of_parameter(gradient, parameter):
+            if gradient is None:
+                return None
+            if parameter.ndim == 2 and not self.per_image:
+                return gradient.sum(0).reshape(parameter.shape)
+            return gradient.reshape(-1, *x.shape[-2:])
+
+        return (
+            dx.reshape(x.shape),
+            None if dresidual is None else dresidual.reshape(x.shape),
+            *map(of_parameter, parameters, (scale, bias)),
+        )
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        *rows, scale, bias = operands
+        images = rows[0].shape[1 if is_batched(in_batched[0]) else 0]
+        merged = _merged(axis_size, images, in_batched, rows, (scale, bias))
+        results = call(replace(self, per_image=True), *merged)
+        dx, dresidual, *parameters = _unmerged(axis_size, results)
+
+        def of_parameter(gradient, parameter, batched):
+            if gradient is None:
+                return None
+            shared = parameter.ndim - is_batched(batched) == 2
+            return gradient.sum(1) if shared and not self.per_image else gradient
+
+        return dx, dresidual, *map(of_parameter, parameters, (scale, bias), in_batched[-2:])
+
+
+def _channels_last(array: jax.Array | None) -> Any:
+    """Merges groups and their channels; a parameter gets an axis of images."""
+    if array is None:
+        return None
+    leading = array.shape[:-2] or (1,)
+    return array.reshape(*leading, array.shape[-2] * array.shape[-1])
+
+
+def _dropped(parameter: jax.Array | None) -> Any:
+    """A parameter [1, C] as [C], which the reference takes for any number of images."""
+    return parameter[0] if parameter is not None and parameter.shape[0] == 1 else parameter
+
+
+def _merged(
+    axis_size: int,
+    images: int,
+    in_batched: Sequence[Any],
+    rows: Sequence[jax.Array | None],
+    parameters: Sequence[jax.Array | None],
+) -> list[jax.Array | None]:
+    """The operands, with the batch of a `jax.vmap` merged into the images.
+
+    A parameter that the images share stays as it is where all entries of the batch share it too.
+    """
+    with_batch = batch_all(axis_size, in_batched[: len(rows)], rows)
+    merged = [None if a is None else a.reshape(-1, *a.shape[2:]) for a in with_batch]
+    for parameter, batched in zip(parameters, in_batched[len(rows) :], strict=True):
+        if parameter is not None and is_batched(batched):
+            if parameter.ndim == 3:
+                parameter = jnp.broadcast_to(
+                    parameter[:, None], (axis_size, images, *parameter.shape[1:])
+                )
+            parameter = parameter.reshape(-1, *parameter.shape[2:])
+        elif parameter is not None and parameter.ndim == 3:
+            (parameter,) = batch_all(axis_size, [False], [parameter])
+            parameter = parameter.reshape(-1, *parameter.shape[2:])
+        merged.append(parameter)
+    return merged
+
+
+def _unmerged(axis_size: int, results: Results) -> Results:
+    return tuple(None if a is None else a.reshape(axis_size, -1, *a.shape[1:]) for a in results)
+
+
+# --- choice ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Microseconds of XLA's kernels: to start, and for each megabyte of x."""
+
+    start: float
+    per_megabyte: float
+
+
+_XLA_FORWARD = {"group_norm": _Cost(4.0, 1.3), "batch_norm": _Cost(6.0, 1.1)}
+_XLA_BACKWARD = {"group_norm": _Cost(6.0, 2.8), "batch_norm": _Cost(6.0, 2.0)}
+
+
+def _fastest_first(
+    options: Options, device, x, residual, arrays, xla: Mapping[str, _Cost]
+) -> Mapping[str, str | None]:
+    """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first."""
+    images, pixels, groups, size = x.shape
+    reason = cuda.group_norm.why_unsupported(
+        compute_capability=device.compute_capability,
+        images=images,
+        pixels=pixels,
+        channels=groups * size,
+        groups=groups,
+        dtype=x.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+    )
+    reasons = {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
+    if reason is not None:
+        return reasons
+    shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
+    gpu: dict[str, Any] = dict(
+        multiprocessors=device.multiprocessors, compute_capability=device.compute_capability
+    )
+    config = cuda.group_norm.candidates(*shape, **gpu)[0]
+    ours = cuda.group_norm.microseconds(config, *shape, **gpu)
+    cost = xla[options.op]
+    theirs = cost.start + cost.per_megabyte * x.size * x.dtype.itemsize / 1e6
+    return reasons if ours <= theirs else dispatch.preferring("xla", reasons)
+
+
+def why_no_pallas(op: str) -> str:
+    """Why the implementation "pallas" cannot run a norm over images."""
+    return f"there is no Pallas kernel of {op}"

@@ -157,12 +157,14 @@ def takes_reference(
     x: jax.Array,
     *,
     why_xla: str | None = None,
+    missing: Mapping[str, str] | None = None,
 ) -> bool:
     """Whether a call of an operator is plain jax.numpy, whatever the shapes are.
 
     This is decided before the operator's custom_vjp, so that forward-mode differentiation works wherever
     no kernel can run: on this platform, for the dtype of `x`, or where the operator leaves the call to
-    XLA, for which `why_xla` gives the reason.
+    XLA, for which `why_xla` gives the reason. `missing` names the implementations that the operator
+    does not have, and says so.
     """
     if x.dtype not in _KERNEL_DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
@@ -175,6 +177,7 @@ def takes_reference(
         }
     if implementation is None and why_xla is not None:
         reasons = {name: reason or why_xla for name, reason in reasons.items()}
+    reasons |= missing or {}
     reasons["xla"] = None
     chosen = dispatch.choose(op, implementation, reasons)
     if chosen == "xla":

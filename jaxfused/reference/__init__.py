@@ -7,9 +7,11 @@ from jaxfused.reference import cross_entropy as cross_entropy
 from jaxfused.reference import group_norm as group_norm
 from jaxfused.reference import layer_norm as layer_norm
 from jaxfused.reference import linear as linear
+from jaxfused.reference import max_pool as max_pool
 from jaxfused.reference import mlp as mlp
 from jaxfused.reference import qkv_projection as qkv_projection
 from jaxfused.reference import quantized_matmul as quantized_matmul
 from jaxfused.reference import rope as rope
 from jaxfused.reference import segmentation_loss as segmentation_loss
 from jaxfused.reference import sigmoid_cross_entropy as sigmoid_cross_entropy
+from jaxfused.reference import upsample as upsample

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
-from jaxfused.semantics.activation import activate
+from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.activation import activate, value_and_slope
 
 STATISTICS = "jaxfused_statistics"
 """The name under which a norm marks its statistics for the policies of `jax.checkpoint`."""
@@ -28,25 +28,128 @@ def norm(
     epsilon: float,
     activation: str | None,
 ) -> jax.Array:
-    """Normalises [B, ..., C] over everything but the batch and the groups of channels."""
-    compute_dtype = accumulator_dtype(x.dtype)
-    axes = (*range(1, x.ndim - 1), x.ndim)
+    """Normalises [B, ..., C] over everything but the batch and the groups of channels.
+
+    Scale and bias are [C], or [B, C] for each image.
+    """
 
     @save_statistics
     def apply(x, scale, bias, residual):
-        groups = x.astype(compute_dtype).reshape(
-            *x.shape[:-1], num_groups, x.shape[-1] // num_groups
-        )
-        mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
-        centered = groups - mean
-        variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
-        y = (centered * jax.lax.rsqrt(variance + epsilon)).reshape(x.shape)
-        if scale is not None:
-            y = y * along_last_axis(scale, y)
-        if bias is not None:
-            y = y + along_last_axis(bias, y)
-        if residual is not None:
-            y = y + residual.astype(compute_dtype)
-        return activate(activation, y).astype(x.dtype)
+        return norm_and_statistics(
+            x,
+            residual,
+            scale,
+            bias,
+            num_groups=num_groups,
+            epsilon=epsilon,
+            activation=activation,
+        )[0]
 
     return apply(x, scale, bias, residual)
+
+
+def norm_and_statistics(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    num_groups: int,
+    epsilon: float,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(y, mean, rstd, variance); the statistics are [B, num_groups]."""
+    groups = _groups(x, num_groups)
+    axes = (*range(1, x.ndim - 1), x.ndim)
+    mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
+    centered = groups - mean
+    variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
+    rstd = jax.lax.rsqrt(variance + epsilon)
+    y = _affine((centered * rstd).reshape(x.shape), residual, scale, bias)
+    statistics = (x.shape[0], num_groups)
+    return (
+        activate(activation, y).astype(x.dtype),
+        mean.reshape(statistics),
+        rstd.reshape(statistics),
+        variance.reshape(statistics),
+    )
+
+
+def gradient(
+    dy: jax.Array,
+    x: jax.Array,
+    residual: jax.Array | None,
+    mean: jax.Array,
+    rstd: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    dmean: jax.Array | None = None,
+    dvariance: jax.Array | None = None,
+    *,
+    num_groups: int,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dresidual, dscale, dbias) from what the forward has saved; the last two are [B, C].
+
+    `dmean` and `dvariance` [B, num_groups] are the gradients of the statistics, where they have any.
+    dscale and dbias are for each image, also of a parameter that the images share, and None of one
+    that is absent.
+    """
+    spatial = tuple(range(1, x.ndim - 1))
+    axes = (*spatial, x.ndim)
+    along_groups = (x.shape[0], *(1 for _ in spatial), num_groups, 1)
+    rstd = rstd.reshape(along_groups)
+    centered = _groups(x, num_groups) - mean.reshape(along_groups)
+    normalised = centered * rstd
+    flat = normalised.reshape(x.shape)
+    _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
+    dz = dy.astype(slope.dtype) * slope
+    scaled = dz if scale is None else dz * _along_channels(scale, dz)
+    dnormalised = _groups(scaled, num_groups)
+    dx = rstd * (
+        dnormalised
+        - jnp.mean(dnormalised, axes, keepdims=True)
+        - normalised * jnp.mean(dnormalised * normalised, axes, keepdims=True)
+    )
+    size = centered[0].size // num_groups
+    if dmean is not None:
+        dx = dx + dmean.reshape(along_groups) / size
+    if dvariance is not None:
+        dx = dx + centered * (2.0 * dvariance.reshape(along_groups) / size)
+    return (
+        dx.reshape(x.shape).astype(x.dtype),
+        None if residual is None else dz.astype(residual.dtype),
+        None if scale is None else jnp.sum(dz * flat, spatial),
+        None if bias is None else jnp.sum(dz, spatial),
+    )
+
+
+def _groups(x: jax.Array, num_groups: int) -> jax.Array:
+    """Returns x [B, ..., C] as [B, ..., groups, channels of a group] in the accumulator's dtype."""
+    return x.astype(accumulator_dtype(x.dtype)).reshape(
+        *x.shape[:-1], num_groups, x.shape[-1] // num_groups
+    )
+
+
+def _affine(
+    y: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """What stands between the normalisation and the activation."""
+    if scale is not None:
+        y = y * _along_channels(scale, y)
+    if bias is not None:
+        y = y + _along_channels(bias, y)
+    if residual is not None:
+        y = y + residual.astype(y.dtype)
+    return y
+
+
+def _along_channels(parameter: jax.Array, like: jax.Array) -> jax.Array:
+    """A parameter [C] or [B, C] in the dtype of `like` [B, ..., C], and with as many axes."""
+    leading = parameter.shape[:-1] or (1,)
+    return parameter.astype(like.dtype).reshape(
+        *leading, *(1 for _ in range(like.ndim - 2)), parameter.shape[-1]
+    )

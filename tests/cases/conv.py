@@ -40,3 +40,27 @@ CASES = (
     Case((2, 9, 3), (4,), 5, {"strides": 2, "activation": "silu"}, bias=True, w_dtype="float32"),
     Case((2, 6, 6, 4), (3, 2), 8, {"feature_group_count": 4, "padding": "VALID"}),
 )
+
+
+def depthwise(shape, kernel, **options):
+    channels = shape[-1]
+    bias, residual = options.pop("bias", True), options.pop("residual_shape", None)
+    options["feature_group_count"] = channels
+    return Case(shape, kernel, channels, options, bias=bias, residual_shape=residual)
+
+
+DEPTHWISE_CASES = (
+    depthwise((2, 5, 7, 6), (3, 3), activation="silu", residual_shape=(2, 5, 7, 6)),
+    depthwise((2, 8, 9, 4), (3, 3), strides=2, activation="relu"),
+    depthwise((1, 9, 8, 4), (7, 7), bias=False),
+    depthwise((2, 9, 6, 4), (5, 5), padding="VALID", activation="gelu_tanh"),
+    depthwise((3, 11, 6), (4,), activation="silu"),
+    depthwise((2, 1, 1, 2), (3, 3)),
+)
+DEPTHWISE_KERNEL_CASES = (
+    depthwise((4, 56, 56, 128), (3, 3), activation="relu"),
+    depthwise((3, 33, 47, 72), (7, 7), residual_shape=(3, 33, 47, 72)),
+    depthwise((2, 30, 31, 130), (5, 5), strides=2),
+    depthwise((5, 300, 64), (7,), activation="gelu_erf"),
+)
+"""Several tiles, channels beyond a block's, and a last vector of channels that is not full."""

@@ -18,9 +18,11 @@ class Case:
     activation: str | None = None
     parameter_dtype: str | None = None
     """None for the dtype of x."""
+    modulated: bool = False
+    """Whether each image has a scale and a shift of its own."""
 
     def arguments(self, dtype, seed=0):
-        """(x, scale, bias, residual); x has a mean that is not zero."""
+        """(x, scale, bias, residual, image_scale, image_shift); x has a mean that is not zero."""
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
         return (
@@ -28,6 +30,8 @@ class Case:
             normal(rng, parameter_dtype, self.shape[-1]) if self.scale else None,
             normal(rng, parameter_dtype, self.shape[-1]) if self.bias else None,
             normal(rng, dtype, *self.shape) if self.residual else None,
+            normal(rng, dtype, self.shape[0], self.shape[-1]) if self.modulated else None,
+            normal(rng, dtype, self.shape[0], self.shape[-1]) if self.modulated else None,
         )
 
 
@@ -38,5 +42,18 @@ CASES = (
     Case((2, 5, 5, 6), 1, scale=False, bias=False),
     Case((2, 9, 6), 6, activation="gelu_erf", parameter_dtype="float32"),
     Case((3, 9), 3),
+    Case((3, 4, 5, 8), 2, activation="silu", modulated=True),
+    Case((2, 6, 8), 4, scale=False, bias=False, residual=True, modulated=True),
     Case((0, 4, 6), 2, residual=True),
 )
+
+KERNEL_CASES = (
+    Case((4, 64, 64, 128), 32, activation="silu"),
+    Case((2, 33, 31, 24), 3, residual=True, activation="gelu_tanh", modulated=True),
+    Case((3, 17, 40), 40, activation="relu"),
+    Case((64, 7, 7, 512), 32, residual=True),
+    Case((2, 1, 12), 3, activation="gelu_erf"),
+    Case((1, 200, 150, 320), 32, activation="silu", parameter_dtype="float32"),
+    Case((2, 300, 300, 64), 1, activation="relu2", modulated=True),
+)
+"""What differs for a kernel alone: one block or a team, vectors or pairs, slices that stay or not."""

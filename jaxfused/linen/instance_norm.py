@@ -1,0 +1,87 @@
+"""InstanceNorm for Flax Linen: Flax's own parameters, this package's operator."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.fallback import call_flax, why_complex
+from jaxfused.modules.group_norm import normalise, why_flax_normalises_instances
+from jaxfused.reference.promotion import common_dtype
+
+
+class InstanceNorm(linen.InstanceNorm):
+    """`flax.linen.InstanceNorm` with a modulation of each image, a residual and an activation.
+
+    It is `jaxfused.linen.GroupNorm` with a group for each channel, and differs from Flax's in the same:
+    the variance is always the mean of squared deviations in float32. Masks, `axis_name`, `feature_axes`
+    other than the last and complex numbers run Flax's code.
+
+    Attributes:
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      implementation: None for the fastest that can run, or "cuda", "xla".
+
+    The other attributes are those of `flax.linen.InstanceNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfused.linen
+      >>> norm = jaxfused.linen.InstanceNorm(activation="relu")
+      >>> norm.init_with_output(jax.random.key(0), jnp.ones((2, 4, 4, 8)))[0].shape
+      (2, 4, 4, 8)
+
+    Source: `jaxfused.group_norm`.
+    """
+
+    activation: str | None = None
+    implementation: Implementation | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
+    ) -> jax.Array:
+        """Normalises x [B, ..., C]; the arguments are those of `jaxfused.linen.GroupNorm`."""
+        x = jnp.asarray(x)
+        reason = why_flax_normalises_instances(
+            x, mask, self.axis_name, self.feature_axes
+        ) or why_complex(x.dtype, self.dtype, self.param_dtype)
+        if reason is not None:
+            return call_flax(
+                "jaxfused.linen.InstanceNorm",
+                reason,
+                lambda: super(InstanceNorm, self).__call__(x, mask=mask),
+                residual=residual,
+                image_scale=image_scale,
+                image_shift=image_shift,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
+        result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
+        x = x.astype(common_dtype(x.dtype, result_dtype))
+        y = normalise(
+            x,
+            scale,
+            bias,
+            num_groups=None,
+            group_size=1,
+            epsilon=self.epsilon,
+            activation=self.activation,
+            residual=residual,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            implementation=self.implementation,
+        )
+        return y.astype(result_dtype)

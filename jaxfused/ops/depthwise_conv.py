@@ -1,0 +1,314 @@
+"""conv where each channel has a kernel of its own: choice of implementation, gradient.
+
+To the kernels a convolution along one axis is one along columns, with a single row.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.cuda.depthwise_conv import Window
+from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.kernel_call import Axes, Results, Runner
+from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.activation import value_and_slope
+
+NO_PALLAS = "there is no Pallas kernel of conv yet"
+
+
+def window_of(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    strides: tuple[int, ...],
+    padding: str | Sequence[tuple[int, int]],
+    input_dilation: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+    feature_group_count: int,
+) -> Window | str:
+    """The window of a depthwise convolution of rows and columns, or why a convolution is none."""
+    channels, features = x.shape[-1], w.shape[-1]
+    if not feature_group_count == channels == features:
+        return (
+            f"x has {channels} channels in {feature_group_count} groups and the result {features}"
+        )
+    if x.ndim not in (3, 4):
+        return f"x has {x.ndim - 2} spatial axes"
+    if {*input_dilation, *kernel_dilation} != {1}:
+        return "it is dilated"
+    if len(set(strides)) > 1:
+        return f"the strides are {strides}"
+    kernel, sizes = w.shape[:-2], x.shape[1:-1]
+    pairs = _zeros(padding, kernel, strides, sizes)
+    if pairs is None:
+        return f"padding is {padding!r}"
+    if x.ndim == 3:
+        kernel, pairs = (1, *kernel), ((0, 0), *pairs)
+    return Window((kernel[0], kernel[1]), strides[0], (pairs[0], pairs[1]))
+
+
+def _zeros(padding, kernel, strides, sizes) -> tuple[tuple[int, int], ...] | None:
+    """The zeros around each spatial axis; None for padding with something else."""
+    if padding == "CAUSAL":
+        return tuple((k - 1, 0) for k in kernel)
+    if padding in ("SAME", "SAME_LOWER", "VALID"):
+        return tuple(jax.lax.padtype_to_pads(sizes, kernel, strides, padding))
+    return None if isinstance(padding, str) else tuple((low, high) for low, high in padding)
+
+
+def depthwise_conv(
+    run: Runner,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+) -> jax.Array:
+    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it."""
+    images, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
+    weights = w.astype(x.dtype).reshape(*window.kernel, w.shape[-1])
+    letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
+    operands = sharding.align((images, weights, bias, residual), operand_axes=letters, whole=_WHOLE)
+    y = _conv(run, _Options(window, activation), *operands)
+    return y[:, 0] if x.ndim == 3 else y
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    window: Window
+    activation: str | None
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    residual_like: jax.Array | None
+    """Of the residual only its dtype matters: an array without elements."""
+    z: jax.Array | None
+    """What the activation is applied to; None without one."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _conv(run: Runner, options: _Options, x, w, bias, residual):
+    return run(_Forward(options, save_preactivation=False), x, w, bias, residual)[0]
+
+
+def _conv_fwd(run: Runner, options: _Options, x, w, bias, residual):
+    save = options.activation is not None
+    y, z = run(_Forward(options, save_preactivation=save), x, w, bias, residual)
+    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
+    return y, _Residuals(x, w, bias, like, z)
+
+
+def _conv_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+    dz = dy
+    if saved.z is not None:
+        dtype = accumulator_dtype(dy.dtype)
+        _, slope = value_and_slope(options.activation, saved.z.astype(dtype))
+        dz = (dy.astype(dtype) * slope).astype(dy.dtype)
+    (dx,) = run(_InputGradient(options.window, (saved.x.shape[1], saved.x.shape[2])), dz, saved.w)
+    dw, dbias = run(_WeightGradient(options.window), saved.x, dz)
+    return (
+        dx,
+        dw.astype(saved.w.dtype),
+        None if saved.bias is None else dbias.astype(saved.bias.dtype),
+        None if saved.residual_like is None else dz.astype(saved.residual_like.dtype),
+    )
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+_IMAGES, _WEIGHTS, _RESULT = "bhwc", "kjc", "buvc"
+_WHOLE = "hwkjuv"
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(y, z) of x [B, H, W, C], w [kh, kw, C], bias and residual."""
+
+    options: _Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise forward"
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        return Axes(
+            (_IMAGES, _WEIGHTS, "c", _RESULT),
+            (_RESULT, _RESULT if self.save_preactivation else None),
+            whole=_WHOLE,
+        )
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        return _reasons(device, x, self.options.window, residual)
+
+    def run(self, implementation, device, x, w, bias, residual) -> Results:
+        options = self.options
+        if implementation == "cuda":
+            y, z = cuda.depthwise_conv.conv(
+                _rows(options.window, x),
+                w,
+                bias,
+                None if residual is None else _rows(options.window, residual),
+                window=options.window,
+                activation=options.activation,
+                save_preactivation=self.save_preactivation,
+            )
+            shape = (x.shape[0], *options.window.result(*x.shape[1:3]), x.shape[3])
+            return y.reshape(shape), None if z is None else z.reshape(shape)
+        convolve = functools.partial(_reference, options.window, x, w, bias, residual)
+        y = convolve(activation=options.activation)
+        return y, convolve(activation=None) if self.save_preactivation else None
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
+        if is_batched(in_batched[1:3]):
+            return None
+        merged = _merged(axis_size, (in_batched[0], in_batched[3]), (x, residual))
+        return _unmerged(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """dx [B, H, W, C] of dz and w."""
+
+    window: Window
+    size: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise input gradient"
+
+    def axes(self, dz, w) -> Axes:
+        return Axes((_RESULT, _WEIGHTS), (_IMAGES,), whole=_WHOLE)
+
+    def reasons(self, device, dz, w) -> Mapping[str, str | None]:
+        x = jax.ShapeDtypeStruct((dz.shape[0], *self.size, dz.shape[3]), dz.dtype)
+        reasons = _reasons(device, x, self.window)
+        if self.window.stride == 1:
+            return reasons
+        # With zeros between the values of dz, most products are for nothing.
+        return {"xla": None}
+
+    def run(self, implementation, device, dz, w) -> Results:
+        shape = (dz.shape[0], *self.size, dz.shape[3])
+        if implementation == "cuda":
+            dx, _ = cuda.depthwise_conv.conv(
+                _rows(self.window, dz),
+                w[::-1, ::-1],
+                None,
+                None,
+                window=self.window.transposed(),
+                activation=None,
+                save_preactivation=False,
+            )
+            return (dx.reshape(shape),)
+        x = jnp.zeros_like(dz, shape=shape)
+        return tuple(jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz))
+
+    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        return _unmerged(axis_size, call(self, *_merged(axis_size, in_batched[:1], (dz,)), w))
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """(dw [kh, kw, C], dbias [C]) of x and dz, in float32."""
+
+    window: Window
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise weight gradient"
+
+    def axes(self, x, dz) -> Axes:
+        return Axes((_IMAGES, _RESULT), (_WEIGHTS, "c"), whole=_WHOLE)
+
+    def reasons(self, device, x, dz) -> Mapping[str, str | None]:
+        return _reasons(device, x, self.window)
+
+    def run(self, implementation, device, x, dz) -> Results:
+        if implementation == "cuda":
+            return cuda.depthwise_conv.weight_gradient(
+                _rows(self.window, x),
+                _rows(self.window, dz),
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+            )
+        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
+        (dw,) = jax.vjp(lambda w: _reference(self.window, x, w), w)[1](dz)
+        dtype = accumulator_dtype(x.dtype)
+        return dw.astype(dtype), jnp.sum(dz.astype(dtype), (0, 1, 2))
+
+    def batched(self, call, axis_size, in_batched, x, dz) -> None:
+        return None
+
+
+def _rows(window: Window, images: jax.Array) -> jax.Array:
+    """Images of a single row as one image of many rows, which a kernel of one row does not mix."""
+    if window.kernel[0] > 1 or images.shape[1] > 1:
+        return images
+    return images.reshape(1, images.shape[0], *images.shape[2:])
+
+
+def _reference(window: Window, x, w, bias=None, residual=None, activation=None) -> jax.Array:
+    return reference.conv.conv(
+        x,
+        w[:, :, None],
+        bias,
+        residual,
+        strides=(window.stride,) * 2,
+        padding=window.padding,
+        input_dilation=(1, 1),
+        kernel_dilation=(1, 1),
+        feature_group_count=x.shape[-1],
+        activation=activation,
+        precision=None,
+    )
+
+
+def _reasons(device: dispatch.Device, x: Any, window: Window, residual=None) -> dict[str, Any]:
+    """Why an implementation cannot run the convolution of x [B, H, W, C] or its gradients."""
+    images, height, width, channels = x.shape
+    return {
+        "cuda": cuda.depthwise_conv.why_unsupported(
+            compute_capability=device.compute_capability,
+            images=images,
+            height=height,
+            width=width,
+            channels=channels,
+            window=window,
+            dtype=x.dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+        ),
+        "pallas": NO_PALLAS,
+        "xla": None,
+    }
+
+
+def _merged(axis_size: int, in_batched, images) -> list[jax.Array | None]:
+    """Images with the batch of a `jax.vmap` merged into them."""
+    return [
+        None if a is None else a.reshape(-1, *a.shape[2:])
+        for a in batch_all(axis_size, in_batched, images)
+    ]
+
+
+def _unmerged(axis_size: int, results: Results) -> Results:
+    return tuple(None if a is None else a.reshape(axis_size, -1, *a.shape[1:]) for a in results)

@@ -1,0 +1,226 @@
+"""max_pool: validation, choice of implementation, gradient."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.cuda.max_pool import Window
+from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.validation import check_floating
+
+NO_PALLAS = "there is no Pallas kernel of max_pool"
+
+
+def max_pool(
+    x: jax.Array,
+    window: int | Sequence[int],
+    *,
+    strides: int | Sequence[int] | None = None,
+    padding: str | int | Sequence[int | tuple[int, int]] = "VALID",
+    implementation: dispatch.Implementation | None = None,
+) -> jax.Array:
+    r"""The largest value of each window, channel by channel.
+
+    .. math:: y_{b, i, c} = \max_{j} x_{b, \text{strides} \cdot i + j - \text{low}, c}
+
+    where j runs over the window. The gradient of y goes to the first of equal values. Padding is never
+    the largest value, and a NaN is larger than every number.
+
+    Args:
+      x: [B, *spatial, C] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
+        implementation "xla").
+      window: its size, one int for all spatial axes or one for each; so are the strides.
+      strides: steps between windows; None for 1, as in Flax.
+      padding: "SAME", "VALID", an int for all sides, or for each spatial axis an int or a pair (low,
+        high).
+      implementation: None for the fastest that can run, or "cuda", "xla".
+
+    Returns:
+      y, [B, *spatial', C] of x's dtype.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfused
+      >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+      >>> jaxfused.max_pool(x, 2, strides=2)[0, ..., 0]
+      Array([[ 5.,  7.],
+             [13., 15.]], dtype=float32)
+
+    Where a kernel runs, forward-mode differentiation and gradients of gradients need
+    `implementation="xla"`.
+
+    Source: the arguments are those of `flax.linen.max_pool`.
+    """
+    op = "max_pool"
+    x = jnp.asarray(x)
+    check_floating(op, dict(x=x))
+    if x.ndim < 3 or 0 in x.shape[1:]:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
+            " channel; pass x of shape [batch, ..., channels]."
+        )
+    spatial = x.ndim - 2
+    sizes = _for_each_axis("window", window, spatial)
+    steps = _for_each_axis("strides", 1 if strides is None else strides, spatial)
+    pairs = _pairs(padding, x.shape[1:-1], sizes, steps)
+    for n, size, (low, high) in zip(x.shape[1:-1], sizes, pairs, strict=True):
+        if n + low + high < size:
+            raise ValueError(
+                f"{op}: the window is {sizes}, but x of shape {x.shape} with padding {pairs} is"
+                " smaller; pass a smaller window or more padding."
+            )
+    device = dispatch.current_device(x)
+    why_xla = None if spatial <= 2 else f"x has {spatial} spatial axes, and the kernels take 1 or 2"
+    missing = {"pallas": NO_PALLAS} | ({} if why_xla is None else {"cuda": why_xla})
+    if takes_reference(op, implementation, device, x, missing=missing):
+        return reference.max_pool.pool(x, window=sizes, strides=steps, padding=pairs)
+    images = x if spatial == 2 else x[:, None]
+    if spatial == 1:
+        sizes, steps, pairs = (1, *sizes), (1, *steps), ((0, 0), *pairs)
+    full = Window((sizes[0], sizes[1]), (steps[0], steps[1]), (pairs[0], pairs[1]))
+    aligned = sharding.align((images,), operand_axes=(_IMAGES,), whole=_WHOLE)
+    y = _pool(Runner(implementation, device), full, *aligned)
+    return y if spatial == 2 else y[:, 0]
+
+
+def _for_each_axis(name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
+    if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
+        raise ValueError(
+            f"max_pool: {name} is {value!r}, but x has {spatial} spatial axes;"
+            f" pass one positive int, or {spatial} of them."
+        )
+    return values
+
+
+def _pairs(padding, shape, window, strides) -> tuple[tuple[int, int], ...]:
+    spatial = len(shape)
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "VALID"):
+            raise ValueError(
+                f"max_pool: padding={padding!r} is not known; pass 'SAME', 'VALID' or numbers."
+            )
+        pairs = jax.lax.padtype_to_pads(shape, window, strides, padding.upper())
+        return tuple((low, high) for low, high in pairs)
+    sides = (padding,) * spatial if isinstance(padding, int) else tuple(padding)
+    found = [(side, side) if isinstance(side, int) else tuple(side) for side in sides]
+    if len(found) != spatial or any(len(pair) != 2 or min(pair) < 0 for pair in found):
+        raise ValueError(
+            f"max_pool: padding is {padding!r}, but x has {spatial} spatial axes;"
+            f" pass a name, one int, or {spatial} ints or (low, high) pairs, none of them negative."
+        )
+    return tuple((pair[0], pair[1]) for pair in found)
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _pool(run: Runner, window: Window, x):
+    return run(_Forward(window, save_places=False), x)[0]
+
+
+def _pool_fwd(run: Runner, window: Window, x):
+    y, places = run(_Forward(window, save_places=True), x)
+    # Of x only its shape is needed.
+    return y, (places, jnp.zeros_like(x, shape=(x.shape[1], x.shape[2], 0)))
+
+
+def _pool_bwd(run: Runner, window: Window, saved, dy):
+    places, like = saved
+    return run(_Backward(window, (like.shape[0], like.shape[1])), dy, places)
+
+
+_pool.defvjp(_pool_fwd, _pool_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+_IMAGES, _RESULT = "bhwc", "buvc"
+_WHOLE = "hwuv"
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(y, places) of x [B, H, W, C]."""
+
+    window: Window
+    save_places: bool
+
+    @property
+    def name(self) -> str:
+        return "max_pool forward"
+
+    def axes(self, x) -> Axes:
+        return Axes((_IMAGES,), (_RESULT, _RESULT if self.save_places else None), whole=_WHOLE)
+
+    def reasons(self, device, x) -> Mapping[str, str | None]:
+        return _reasons(device, self.window, x.shape, x.dtype)
+
+    def run(self, implementation, device, x) -> Results:
+        if implementation == "cuda":
+            return cuda.max_pool.forward(x, window=self.window, save_places=self.save_places)
+        options = _options(self.window)
+        if self.save_places:
+            return reference.max_pool.pool_and_places(x, **options)
+        return reference.max_pool.pool(x, **options), None
+
+    def batched(self, call, axis_size, in_batched, x) -> Results:
+        return _unmerged(axis_size, call(self, x.reshape(-1, *x.shape[2:])))
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """dx [B, H, W, C] of dy and places."""
+
+    window: Window
+    size: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return "max_pool backward"
+
+    def axes(self, dy, places) -> Axes:
+        return Axes((_RESULT, _RESULT), (_IMAGES,), whole=_WHOLE)
+
+    def reasons(self, device, dy, places) -> Mapping[str, str | None]:
+        shape = (dy.shape[0], *self.size, dy.shape[3])
+        return _reasons(device, self.window, shape, dy.dtype)
+
+    def run(self, implementation, device, dy, places) -> Results:
+        if implementation == "cuda":
+            dx = cuda.max_pool.backward(dy, places, size=self.size, window=self.window)
+        else:
+            options = _options(self.window)
+            dx = reference.max_pool.gradient(dy, places, size=self.size, **options)
+        return (dx,)
+
+    def batched(self, call, axis_size, in_batched, dy, places) -> Results:
+        merged = (
+            (a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))).reshape(
+                -1, *a.shape[-3:]
+            )
+            for a, batched in zip((dy, places), in_batched, strict=True)
+        )
+        return _unmerged(axis_size, call(self, *merged))
+
+
+def _options(window: Window) -> dict[str, tuple]:
+    return dict(window=window.size, strides=window.strides, padding=window.padding)
+
+
+def _reasons(device, window, shape, dtype) -> dict[str, str | None]:
+    reason = cuda.max_pool.why_unsupported(
+        compute_capability=device.compute_capability, shape=shape, window=window, dtype=dtype
+    )
+    return {"cuda": reason, "pallas": NO_PALLAS, "xla": None}
+
+
+def _unmerged(axis_size: int, results: Results) -> Results:
+    return tuple(None if a is None else a.reshape(axis_size, -1, *a.shape[1:]) for a in results)

@@ -1,0 +1,219 @@
+import chex
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import jaxfused
+from jaxfused import cuda, reference
+from jaxfused.cuda.max_pool import Window
+from tests.lowering import kernels
+from tests.transforms import assert_transforms
+
+FORWARD, BACKWARD = "jaxfused_max_pool", "jaxfused_max_pool_gradient"
+CASES = (
+    ((2, 8, 10, 8), dict(window=2, strides=2)),
+    ((2, 9, 11, 16), dict(window=3, strides=2, padding="SAME")),
+    ((2, 9, 11, 6), dict(window=3, strides=(2, 3), padding=((1, 2), (0, 1)))),
+    ((2, 20, 5), dict(window=4, strides=3, padding=1)),
+    ((1, 7, 5, 3), dict(window=(3, 2))),
+    ((2, 11, 11, 8), dict(window=2, strides=3)),
+)
+
+
+def with_ties(*shape, seed=0):
+    """Few different values, so that windows have several largest ones."""
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 4, size=shape), jnp.float32)
+
+
+def results(x, options, implementation=None):
+    y, vjp = jax.vjp(lambda x: jaxfused.max_pool(x, **options, implementation=implementation), x)
+    return y, vjp(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape).astype(y.dtype))
+
+
+@pytest.mark.parametrize(("shape", "options"), CASES, ids=str)
+def test_is_flax_max_pool(shape, options):
+    x = with_ties(*shape)
+    spatial = len(shape) - 2
+    options = dict(padding="VALID") | options
+
+    def each(value):
+        return (value,) * spatial if isinstance(value, int) else value
+
+    padding = options["padding"]
+    padding = ((padding, padding),) * spatial if isinstance(padding, int) else padding
+    stock = flax.linen.max_pool(
+        x, each(options["window"]), each(options.get("strides", 1)), padding
+    )
+    np.testing.assert_array_equal(jaxfused.max_pool(x, **options), stock)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    window=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    strides=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    low=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    high=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    seed=st.integers(0, 9),
+)
+def test_the_stages_of_the_reference_are_the_whole(size, window, strides, low, high, seed):
+    low = tuple(min(a, w - 1) for a, w in zip(low, window, strict=True))
+    if any(n + a + b < w for n, a, b, w in zip(size, low, high, window, strict=True)):
+        return
+    x = with_ties(2, *size, 3, seed=seed).at[0, 0, 0, 0].set(-jnp.inf)
+    options = dict(window=window, strides=strides, padding=tuple(zip(low, high, strict=True)))
+    y, places = reference.max_pool.pool_and_places(x, **options)
+    whole, vjp = jax.vjp(lambda x: reference.max_pool.pool(x, **options), x)
+    np.testing.assert_array_equal(y, whole)
+    if (
+        cuda.max_pool.why_unsupported(
+            compute_capability=(9, 0),
+            shape=x.shape,
+            window=Window(window, strides, options["padding"]),
+            dtype=x.dtype,
+        )
+        and not np.isfinite(whole).all()
+    ):
+        return  # A window of padding alone has no place.
+    dy = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+    dx = reference.max_pool.gradient(dy, places, size=size, **options)
+    np.testing.assert_allclose(dx, vjp(dy)[0], atol=1e-6)
+
+
+def test_derivatives():
+    x = jax.random.permutation(jax.random.key(0), 2 * 6 * 7 * 3).reshape(2, 6, 7, 3) * 0.1
+    check_grads(lambda x: jaxfused.max_pool(x, 3, strides=2), (x,), order=1, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradient_under_jit(dtype):
+    x = with_ties(2, 6, 6, 3).astype(dtype)
+    dx = jax.jit(jax.grad(lambda x: jaxfused.max_pool(x, 2, strides=2).sum()))(x)
+    assert dx.dtype == x.dtype and dx.sum() == 2 * 9 * 3
+
+
+def test_nan_and_infinity():
+    x = with_ties(1, 4, 4, 1).at[0, 1, 1, 0].set(jnp.nan).at[0, 2:, 2:].set(-jnp.inf)
+    y = jaxfused.max_pool(x, 2, strides=2)[0, ..., 0]
+    assert jnp.isnan(y[0, 0]) and y[1, 1] == -jnp.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=jnp.ones((2, 3))), r"x has shape \(2, 3\), but it needs a batch axis"),
+        (dict(x=jnp.ones((2, 0, 3, 1))), r"x has shape \(2, 0, 3, 1\)"),
+        (dict(x=jnp.ones((2, 4, 4, 1), jnp.int32)), "x has dtype int32"),
+        (dict(window=0), "window is 0, but x has 2 spatial axes"),
+        (dict(window=(2, 2, 2)), r"window is \(2, 2, 2\)"),
+        (dict(strides=(1, -1)), r"strides is \(1, -1\)"),
+        (dict(padding="same_lower"), "padding='same_lower' is not known"),
+        (dict(padding=-1), "padding is -1"),
+        (dict(padding=(1,)), r"padding is \(1,\)"),
+        (dict(window=5), r"the window is \(5, 5\), but x of shape \(2, 4, 4, 1\)"),
+        (dict(implementation="cuda"), "it needs an NVIDIA GPU"),
+        (dict(implementation="pallas"), "there is no Pallas kernel of max_pool"),
+        (
+            dict(x=jnp.ones((2, 4, 4, 4, 1)), implementation="cuda"),
+            "x has 3 spatial axes, and the kernels take 1 or 2",
+        ),
+    ],
+)
+def test_errors(change, message):
+    with pytest.raises(ValueError, match=f"max_pool: .*{message}"):
+        jaxfused.max_pool(**(dict(x=jnp.ones((2, 4, 4, 1)), window=2) | change))
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_library(hopper, monkeypatch):
+    """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
+    monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.library, "register", lambda: None)
+    return hopper
+
+
+@pytest.fixture
+def stand_ins(with_library, monkeypatch):
+    """The operator's way to its kernels, with the stages of the reference in their place."""
+
+    def options(window):
+        return dict(window=window.size, strides=window.strides, padding=window.padding)
+
+    def forward(x, *, window, save_places):
+        y, places = reference.max_pool.pool_and_places(x, **options(window))
+        return y, places if save_places else None
+
+    def backward(dy, places, *, size, window):
+        return reference.max_pool.gradient(dy, places, size=size, **options(window))
+
+    monkeypatch.setattr(cuda.max_pool, "forward", forward)
+    monkeypatch.setattr(cuda.max_pool, "backward", backward)
+
+
+@pytest.mark.parametrize(("shape", "options"), CASES, ids=str)
+def test_the_way_to_the_kernels(shape, options, stand_ins):
+    x = with_ties(*shape)
+    chex.assert_trees_all_close(results(x, options, "cuda"), results(x, options, "xla"), atol=1e-6)
+
+
+def test_transforms_of_the_way_to_the_kernels(stand_ins):
+    x = jax.random.normal(jax.random.key(0), (2, 6, 7, 3))
+    assert_transforms(lambda x: jaxfused.max_pool(x, 3, strides=2, implementation="cuda"), x)
+
+
+def test_one_kernel_each_way(with_library):
+    x = jax.ShapeDtypeStruct((2, 8, 8, 16), jnp.bfloat16)
+
+    def f(x):
+        return jaxfused.max_pool(x, 2, strides=2).astype(jnp.float32).sum()
+
+    assert kernels(f, x) == [FORWARD]
+    assert kernels(jax.grad(f), x) == [FORWARD, BACKWARD]
+
+
+GOOD = dict(
+    compute_capability=(8, 0),
+    shape=(2, 8, 8, 4),
+    window=Window((2, 2), (2, 2), ((0, 0), (0, 0))),
+    dtype=jnp.bfloat16,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(compute_capability=None), "it needs an NVIDIA GPU"),
+        (dict(dtype=jnp.float64), "x has dtype float64"),
+        (dict(window=Window((16, 16), (1, 1), ((8, 8), (8, 8)))), "at most 255 values"),
+        (dict(window=Window((2, 2), (2, 2), ((2, 0), (0, 0)))), "in the padding"),
+        (dict(window=Window((2, 2), (2, 2), ((0, 4), (0, 0)))), "in the padding"),
+        (dict(shape=(2**20, 64, 64, 1)), "at most 2147482624 values"),
+    ],
+)
+def test_limits(with_library, change, reason):
+    assert cuda.max_pool.why_unsupported(**GOOD) is None
+    assert reason in cuda.max_pool.why_unsupported(**GOOD | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [*CASES, ((4, 112, 112, 64), dict(window=3, strides=2, padding=1))],
+    ids=str,
+)
+def test_kernels(shape, options, dtype):
+    x = with_ties(*shape).astype(dtype)
+    y, (dx,) = results(x, options, "cuda")
+    expected, (wide,) = results(x.astype(jnp.float32), options, "xla")
+    np.testing.assert_array_equal(y.astype(jnp.float32), expected)
+    unit = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(dx.astype(jnp.float32), wide, rtol=4 * unit, atol=4 * unit)
