@@ -150,7 +150,7 @@ def stood_in_for(monkeypatch):
     monkeypatch.setattr(optimizer_step, "step", step)
     monkeypatch.setattr(gradient_norm, "sum_of_squares", sum_of_squares)
     monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(dispatch, "unmeasured", dict)
+    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
     with dispatch.assume(HOPPER):
         yield
     jax.clear_caches()

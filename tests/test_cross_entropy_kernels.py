@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import cuda, dispatch
+from jaxfused import cuda
 from jaxfused.reference import cross_entropy as reference
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.cross_entropy import CASES, Case
@@ -53,7 +53,6 @@ def take_kernels_for_all_sizes(monkeypatch):
 @pytest.fixture
 def stand_ins(hopper, monkeypatch):
     """Kernels are called for rows of any length, and jax.numpy computes what they would."""
-    monkeypatch.setattr(dispatch, "unmeasured", dict)
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
     take_kernels_for_all_sizes(monkeypatch)
     monkeypatch.setattr(cuda.cross_entropy, "forward", stand_in_forward)

@@ -53,7 +53,6 @@ def stood_in(monkeypatch):
 def lowerable(monkeypatch):
     """Steps can be lowered for a GPU, without the library."""
     monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(dispatch, "unmeasured", dict)
     monkeypatch.setattr(library, "register", lambda: None)
     with dispatch.assume(optimizer_kernels.HOPPER):
         yield

@@ -579,4 +579,4 @@ def _reasons(device, logits, soft) -> dict[str, str | None]:
     reasons: dict[str, str | None] = {"cuda": reason, "xla": None}
     row_bytes = features * logits.dtype.itemsize
     is_small = row_bytes < _SHORT_ROW_BYTES or rows * row_bytes < _FEW_BYTES
-    return dispatch.preferring("xla", reasons) if is_small else dispatch.unmeasured(reasons)
+    return dispatch.preferring("xla", reasons) if is_small else reasons

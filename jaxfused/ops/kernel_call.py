@@ -175,6 +175,7 @@ def takes_reference(
             "pallas": hopper.why_unfit(capability),
             "cuda": cuda.library.why_unfit(capability) or cuda.library.why_unavailable(),
         }
+    why_xla = why_xla or dispatch.why_unmeasured(op)
     if implementation is None and why_xla is not None:
         reasons = {name: reason or why_xla for name, reason in reasons.items()}
     reasons |= missing or {}
