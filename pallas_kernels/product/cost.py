@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
 _STEP_BYTES = 128
@@ -54,6 +56,20 @@ class Speeds:
     """Factor where rows of the result begin anywhere in a line of memory."""
     overlap: float = 2.4
     """Exponent of the norm that two things take which run at once: large where one hides the other."""
+    few_rows_launch: float = 2.4
+    """To start and to end a kernel of few rows, whose first copies take their time to arrive."""
+    few_rows_byte: float = 1 / 4.2e6
+    """Of memory traffic there."""
+    cached_byte: float = 1 / 6e6
+    """Of what comes from the cache: x, once for each block of columns."""
+    few_rows_parts: float = 0.5
+    """For the CTAs of a cluster to wait for each other."""
+    few_rows_chunk: float = 0.25
+    """For each chunk of rows that a CTA finishes."""
+    in_flight_bytes: float = 40e3
+    """Of a multiprocessor, for memory to be as fast as that."""
+    busy: float = 0.8
+    """Part of the multiprocessors that can take all that memory gives."""
     xla_launch: float = 2.0
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
@@ -154,6 +170,40 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         copied = 2 * work.itemsize * work.k * work.n * work.products
         total += work.products * speeds.xla_pass + copied * speeds.xla_pass_byte
     return total
+
+
+def few_rows(
+    work: Work, config: FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
+) -> float:
+    """Microseconds of the product with its epilogue in the kernel for few rows."""
+    rows = math.ceil(work.m / 8) * 8
+    width = work.products * config.tile_n
+    columns = math.ceil(work.n / config.tile_n)
+    chunks = math.ceil(rows / 8 / config.parts)
+    shared = (
+        config.stages * _STEP_BYTES * (width + rows)
+        + 4 * rows * width
+        + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
+        + 4 * 1024
+    )
+    registers = 64 + width * rows // 128
+    of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
+    resident = max(1, of_multiprocessor) * multiprocessors
+    ctas = columns * config.parts
+    steps = min(config.stages, math.ceil(work.steps / config.parts))
+    in_flight = min(ctas, resident) * steps * _STEP_BYTES * width
+    traffic = work.memory_bytes * speeds.few_rows_byte
+    traffic *= max(
+        1.0,
+        speeds.in_flight_bytes * multiprocessors / in_flight,
+        speeds.busy * multiprocessors / ctas,
+    )
+    if ctas > resident:
+        traffic *= math.ceil(ctas / resident) * resident / ctas
+    cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
+    total = speeds.few_rows_launch + _at_once((traffic, cached), speeds)
+    total += chunks * speeds.few_rows_chunk
+    return total + (speeds.few_rows_parts if config.parts > 1 else 0.0)
 
 
 def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> float:

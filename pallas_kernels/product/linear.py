@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.activation import activation as activate
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import MatmulConfig, matmul
 
 
@@ -23,7 +24,7 @@ def forward(
     save_preactivation: bool,
     out_dtype: Any,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of [M, D], [D, F]."""
 

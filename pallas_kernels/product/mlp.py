@@ -12,6 +12,7 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.product import cost, linear
 from pallas_kernels.product.cost import Work
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import MatmulConfig, fitting, matmul, predicted_time
 
 
@@ -22,7 +23,7 @@ def hidden_and_slope(
     *,
     activation: str,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The activation of x @ w1 + b1 and its derivative there, [M, F] both."""
 
@@ -53,7 +54,7 @@ def hidden_gradient(
     activation: str | None,
     sum_rows: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Of dy [M, E], w2 [F, E] and z [M, F]: dz, activation(z), and dz summed over the rows."""
 
@@ -85,7 +86,7 @@ def hidden_gradient_by_slope(
     *,
     sum_rows: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Of dy [M, E], w2 [F, E] and the activation's derivative [M, F]: dz, and its sum over the rows."""
     results = matmul(
@@ -113,7 +114,7 @@ def gated_forward(
     activation: str | None,
     save_preactivations: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(activation(gate) * up, gate, up) of x [M, D], the latter two if they are to be saved.
 
@@ -245,7 +246,7 @@ def gated_hidden_gradient(
     sum_rows: tuple[bool, bool],
     returns_hidden: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and row sums of the former two.
 
@@ -281,7 +282,7 @@ def gated_input_gradient(
     w_up: jax.Array | None,
     *,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
     """The sum dgate @ w_gate^T + dup @ w_up^T, rounded once."""
     results = matmul(
