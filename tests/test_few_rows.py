@@ -13,6 +13,7 @@ from pallas_kernels.product import linear, mlp
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import few_rows_candidates, matmul
+from tests import mosaic_interpreter
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
@@ -36,17 +37,20 @@ class Case:
     rounds: bool = False
     """The bias is added in `before_rounding`."""
     dtype: str = "bfloat16"
+    w_dtype: str = ""
+    """x's, if it is not another one."""
 
     def operands(self, seed=0):
         """Small integers, whose sums float32 holds in whatever order they are added."""
         rng = np.random.default_rng(seed)
 
-        def array(*shape):
-            return jnp.asarray(rng.integers(-3, 4, size=shape), self.dtype)
+        def array(*shape, dtype=self.dtype):
+            return jnp.asarray(rng.integers(-3, 4, size=shape), dtype)
 
         x = [array(self.m, self.k) for _ in range(self.terms)]
         w_shape = (self.n, self.k) if self.w_transposed else (self.k, self.n)
-        w = [[array(*w_shape) for _ in range(self.products)] for _ in range(self.terms)]
+        w_array = functools.partial(array, *w_shape, dtype=self.w_dtype or self.dtype)
+        w = [[w_array() for _ in range(self.products)] for _ in range(self.terms)]
         bias = jnp.asarray(rng.integers(-9, 10, size=self.n), jnp.float32)
         return x, w, bias, array(self.m, self.n)
 
@@ -86,6 +90,8 @@ class Case:
         """The same in jax.numpy, with arithmetic in `dtype` and rounding to `narrow`."""
         if dtype == jnp.float64:
             x, w = jax.tree.map(lambda a: a.astype(dtype), (x, w))
+        elif self.w_dtype:
+            w = jax.tree.map(lambda a: a.astype(self.dtype), w)
         w = [[block.T if self.w_transposed else block for block in row] for row in w]
         products = [
             sum(jnp.dot(x[t], w[t][p], preferred_element_type=dtype) for t in range(self.terms))
@@ -140,6 +146,29 @@ CASES = (
 @parametrize("case", CASES, quick=(0, 1, 5, 6, 9, 12))
 def test_accurate_in_the_interpreter(case):
     case.check()
+
+
+CONVERTED = (
+    Case(9, 200, 96, C(64, 2, 2), w_dtype="float32"),
+    Case(17, 160, 200, C(128, 2, 3), True, 2, 1, w_dtype="float32", dtype="float16"),
+    Case(8, 72, 160, C(64, 1, 2), products=2, one_array=True, w_dtype="float32"),
+    # Rows of w that no copy can tile are converted by XLA first.
+    Case(8, 72, 72, C(64, 1, 2), w_dtype="float32"),
+)
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@parametrize("case", CONVERTED, quick=(0, 1, 3))
+def test_converts_weights_in_the_interpreter(case, monkeypatch):
+    mosaic_interpreter.complete(monkeypatch)
+    case.check()
+
+
+@parametrize("case", CONVERTED, quick=(1, 2))
+def test_converted_weights_lower_for_cuda(case):
+    for config in (C(64, 2, 3), C(128, 1, 2)):
+        run = replace(case, config=config).run
+        assert kernels(run, *jax.eval_shape(case.operands)) == ["matmul_few_rows"]
 
 
 @pytest.mark.exhaustive
@@ -230,7 +259,7 @@ def test_rows_beyond_its_limit_are_refused():
 
 
 @pytest.mark.gpu
-@parametrize("case", CASES, quick=())
+@pytest.mark.parametrize("case", (*CASES, *CONVERTED), ids=str)
 def test_accurate_on_gpu(case):
     case.check()
 

@@ -105,7 +105,9 @@ class Work:
     k: int
     products: int = 1
     itemsize: int = 2
-    """Bytes of a number in a and b."""
+    """Bytes of a number in a, and in b unless that has its own."""
+    w_itemsize: int = 0
+    """Bytes of a number in b where it is of another dtype, which is then converted; else 0, or a's."""
     read_bytes: int = 0
     """Of an element in each of the matrices that the epilogue reads."""
     written_bytes: int = 2
@@ -122,9 +124,14 @@ class Work:
         return math.ceil(self.k * self.itemsize / _STEP_BYTES)
 
     @property
+    def b_bytes(self) -> int:
+        """Bytes of a number in b."""
+        return self.w_itemsize or self.itemsize
+
+    @property
     def memory_bytes(self) -> int:
         """What has to be read and written once."""
-        operands = self.itemsize * self.k * (self.m + self.products * self.n)
+        operands = self.k * (self.itemsize * self.m + self.b_bytes * self.products * self.n)
         return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
 
 
@@ -169,7 +176,35 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     if ragged and config.pads_columns:
         copied = 2 * work.itemsize * work.k * work.n * work.products
         total += work.products * speeds.xla_pass + copied * speeds.xla_pass_byte
-    return total
+    return total + conversion(work, speeds)
+
+
+def conversion(work: Work, speeds: Speeds = H200) -> float:
+    """Microseconds in which XLA converts b, where it has to."""
+    if work.b_bytes == work.itemsize:
+        return 0.0
+    moved = work.products * work.n * work.k * (work.b_bytes + work.itemsize)
+    return work.products * speeds.xla_pass + moved * speeds.xla_pass_byte
+
+
+def time(
+    work: Work, config: MatmulConfig | FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
+) -> float:
+    """Microseconds of the product with its epilogue in the kernel of a config."""
+    predicted = few_rows if isinstance(config, FewRowsConfig) else kernel
+    return predicted(work, config, multiprocessors, speeds)
+
+
+def few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> int:
+    """About what a CTA takes of shared memory: `FewRows.shared_bytes` counts the very allocations."""
+    rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
+    chunks = math.ceil(rows / 8 / config.parts)
+    return (
+        config.stages * 64 * (work.b_bytes * width + work.itemsize * rows)
+        + 4 * rows * width
+        + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
+        + 4 * 1024
+    )
 
 
 def few_rows(
@@ -180,18 +215,14 @@ def few_rows(
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)
     chunks = math.ceil(rows / 8 / config.parts)
-    shared = (
-        config.stages * _STEP_BYTES * (width + rows)
-        + 4 * rows * width
-        + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
-        + 4 * 1024
-    )
+    w_step = _STEP_BYTES * work.b_bytes // work.itemsize * width
+    shared = few_rows_shared_bytes(work, config)
     registers = 64 + width * rows // 128
     of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
     resident = max(1, of_multiprocessor) * multiprocessors
     ctas = columns * config.parts
     steps = min(config.stages, math.ceil(work.steps / config.parts))
-    in_flight = min(ctas, resident) * steps * _STEP_BYTES * width
+    in_flight = min(ctas, resident) * steps * w_step
     traffic = work.memory_bytes * speeds.few_rows_byte
     traffic *= max(
         1.0,

@@ -10,7 +10,7 @@ in one order, so that the result has the same bits each time and no second kerne
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.mainloop import Block
 from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns, tiled
+from pallas_kernels.product.weights import Weights, weights
 
 MAX_ROWS = 64
 """Of x. Beyond, products of large tiles read their operands less often."""
 MAX_PARTS = 8
 """CTAs of a cluster that every Hopper GPU can place."""
-_INSTRUCTION_COLUMNS = 64
-"""Columns of w that an instruction takes."""
 _CHUNK = 8
 """Rows of the result that the epilogue takes at a time: those of a swizzled tile."""
 
@@ -75,6 +74,7 @@ class FewRows:
     """Where the w of each term and, in it, of each product lies."""
     config: FewRowsConfig
     products: int
+    w_dtype: Any
     w_transposed: bool
     """w is [N, K]."""
     before_rounding: Callable[..., tuple[jax.Array, ...]] | None
@@ -117,19 +117,13 @@ class FewRows:
         return OperandTile(span=self.rows, k_last=True, whole_blocks=False, dtype=self.dtype)
 
     @property
-    def w_tile(self) -> OperandTile:
-        return OperandTile(
-            span=self.config.tile_n,
-            k_last=self.w_transposed,
-            # An instruction takes a block.
-            whole_blocks=False,
-            dtype=self.dtype,
-        )
+    def w_tile(self) -> Weights:
+        return weights(self.w_dtype, self.dtype, self.config.tile_n, k_last=self.w_transposed)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a CTA."""
         c = self.config
-        arrivals = self.x_tile.blocks + self.products * self.w_tile.blocks
+        arrivals = self.x_tile.blocks + self.products * self.w_tile.copies
         scratch: dict[str, Any] = dict(
             x_smem=self.x_tile.memory(c.stages),
             w_smem=[self.w_tile.memory(c.stages) for _ in range(self.products)],
@@ -359,23 +353,13 @@ class _Cta:
         """Has a slot multiplied once it is full; what was issued before has ended on return."""
         plgpu.barrier_wait(self.full.at[slot])
         [(_, x)] = self.product.x_tile.operands(self.x_smem, slot)
-        count = 0
+        tile, count = self.product.w_tile, 0
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
-            for columns, w in self._weights(w_smem, slot):
-                part = acc if self.config.tile_n == _INSTRUCTION_COLUMNS else acc.at[columns]
-                plgpu.wgmma(part, w, x.transpose((1, 0)))
+            for columns, w in tile.operands(w_smem, slot):
+                whole = columns.stop - columns.start == self.config.tile_n
+                plgpu.wgmma(acc if whole else acc.at[columns], w, x.transpose((1, 0)))
                 count += 1
-        plgpu.wgmma_wait(count)
-
-    def _weights(self, w_smem: Any, slot: Any) -> Iterator[tuple[slice, Any]]:
-        """Blocks of 64 columns of w, as the left operand of an instruction."""
-        for columns, w in self.product.w_tile.operands(w_smem, slot):
-            if not self.product.w_transposed:
-                yield columns, w.transpose((1, 0))
-                continue
-            for start in range(0, self.config.tile_n, _INSTRUCTION_COLUMNS):
-                part = slice(start, start + _INSTRUCTION_COLUMNS)
-                yield part, w if self.config.tile_n == _INSTRUCTION_COLUMNS else w.at[part]
+        plgpu.wgmma_wait(0 if tile.in_registers else count)
 
     # --- the epilogue -----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost
+from pallas_kernels.product import cost, weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
@@ -102,8 +102,10 @@ def fitting(work: Work, multiprocessors: int) -> list[MatmulConfig | FewRowsConf
     )
 
 
-def _shared_bytes(work: Work, config: MatmulConfig) -> int:
+def _shared_bytes(work: Work, config: MatmulConfig | FewRowsConfig) -> int:
     """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    if isinstance(config, FewRowsConfig):
+        return cost.few_rows_shared_bytes(work, config)
     ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
     streams = config.read_slots * work.read_bytes + config.write_slots * work.written_bytes
     vectors_and_barriers = 3 * 1024
@@ -169,7 +171,8 @@ def matmul(
       a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
       b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in
         one pass over a: in this order in a sequence, or as blocks of one array. Of float32 the
-        tensor cores take [N, K], which [K, N] is copied to, and no transposed a.
+        tensor cores take [N, K], which [K, N] is copied to, and no transposed a. It is rounded to a's
+        dtype, without a copy where a has few rows.
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `vectors` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
@@ -232,6 +235,7 @@ def matmul(
             blocks=tuple(blocks),
             config=config,
             products=products,
+            w_dtype=bs[0].dtype,
             w_transposed=b_transposed,
             before_rounding=before_rounding,
             function=epilogue,
@@ -240,6 +244,13 @@ def matmul(
             outputs=dict(outputs),
         )
 
+    def shared_bytes(config: MatmulConfig | FewRowsConfig) -> int:
+        if isinstance(config, FewRowsConfig):
+            return few_rows_of(config).shared_bytes
+        return epilogue_of(config).shared_bytes
+
+    converts = weights.why_unsupported(bs[0].dtype, terms[0].dtype, bs[0].shape[-1]) is None
+    converts = converts and all(b.dtype == bs[0].dtype for b in bs)
     if config is None:
         work = Work(
             m=m,
@@ -247,26 +258,27 @@ def matmul(
             k=sum(ks),
             products=products,
             itemsize=terms[0].dtype.itemsize,
+            w_itemsize=bs[0].dtype.itemsize,
             read_bytes=sum(x.dtype.itemsize for x in present.values()),
             written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in outputs.values()),
             activations=activations,
             k_last=b_transposed,
         )
+        takes_few_rows = converts and not a_transposed
         config = next(
             c
-            for c in candidates(work, multiprocessors)
-            if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
+            for c in fitting(work, multiprocessors)
+            if (takes_few_rows or isinstance(c, MatmulConfig))
+            and shared_bytes(c) <= SHARED_MEMORY_BYTES
         )
-        time = cost.kernel(work, config, multiprocessors)
-        for few in [] if a_transposed else few_rows_candidates(work, multiprocessors):
-            if few_rows_of(few).shared_bytes <= SHARED_MEMORY_BYTES:
-                config = few if cost.few_rows(work, few, multiprocessors) < time else config
-                break
     others = (*present_vectors.values(), *present.values())
     if isinstance(config, FewRowsConfig):
+        if not converts:
+            bs = [b.astype(terms[0].dtype) for b in bs]
         results = few_rows_of(config).launch(terms, bs, others, name=f"{name}_few_rows")
         by_name = dict(zip(outputs, results, strict=True))
         return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in column_sums}
+    bs = [b.astype(terms[0].dtype) for b in bs]
     _check_config(
         config, terms[0].dtype, products, b_transposed, (*present.values(), *outputs.values())
     )
