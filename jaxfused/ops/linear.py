@@ -24,6 +24,7 @@ from jaxfused.reference.product import product
 from pallas_kernels.product import cost
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
+from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.product.matmul import predicted_time
 
@@ -345,6 +346,7 @@ class Layer:
             w.shape[1],
             x.shape[1],
             itemsize=x.dtype.itemsize,
+            w_itemsize=weight_itemsize(x, w),
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=jnp.dtype(self.out_dtype).itemsize
             + (x.dtype.itemsize if self.save_preactivation else 0),
@@ -369,7 +371,7 @@ class Layer:
             out_dtype=self.out_dtype,
             save_preactivation=self.save_preactivation,
         )
-        operands = (x, w.astype(x.dtype), bias, residual)
+        operands = (x, weights_for(implementation, w, x.dtype), bias, residual)
         if implementation == "pallas":
             return pallas_linear.forward(
                 *operands, **keywords, multiprocessors=device.multiprocessors, config=config
@@ -422,6 +424,19 @@ class _ActivationGradient:
         return dz.astype(z.dtype), sum_rows(dz, jnp.float32) if self.has_bias else None
 
     batched = batched_rows
+
+
+def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
+    """Bytes of a number in w [K, N] or [N, K] where that is to count: if x [M, K] has few rows.
+
+    Converting w then takes longer than the product.
+    """
+    return w.dtype.itemsize if x.shape[0] <= MAX_ROWS else 0
+
+
+def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
+    """Weights as an implementation takes them for x of a dtype; the Pallas kernels convert their own."""
+    return w if implementation == "pallas" or w is None else w.astype(dtype)
 
 
 def product_reasons(
