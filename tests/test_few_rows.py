@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfused
 from pallas_kernels.product import linear, mlp
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import FewRowsConfig
@@ -238,6 +239,76 @@ def test_products_of_few_rows_take_this_kernel(m):
     )
     for weights in ((shape(k, n), shape(k, n)), (shape(k, 2 * n), None)):
         assert kernels(gated, shape(m, k), *weights, None, None) == ["gated_unit_few_rows"]
+
+
+def linear_loss(x, w, b):
+    return jaxfused.linear(x, w, b, activation="silu", implementation="pallas")
+
+
+def mlp_loss(x, w, b):
+    return jaxfused.mlp(x, w, b, w.T, implementation="pallas")
+
+
+def gated_loss(x, w, b):
+    return jaxfused.gated_mlp(x, w, w[:, ::-1], w.T, b_gate=b, implementation="pallas")
+
+
+LOSSES = {
+    linear_loss: ["linear_few_rows", "input_gradient_few_rows"],
+    mlp_loss: ["linear_few_rows"] * 2 + ["hidden_gradient_few_rows", "input_gradient_few_rows"],
+    gated_loss: [
+        "gated_unit_few_rows",
+        "linear_few_rows",
+        "gated_hidden_gradient_few_rows",
+        "gated_input_gradient_few_rows",
+    ],
+}
+
+
+OPERATORS = {linear_loss: "linear", mlp_loss: "mlp", gated_loss: "gated_mlp"}
+
+
+@pytest.mark.usefixtures("hopper")
+@parametrize("loss", list(LOSSES), quick=(0, 2), ids=lambda loss: loss.__name__)
+def test_operators_launch_it(loss):
+    """For all products but those of the weights' gradients, whose sums are short."""
+
+    def gradients(x, w, b):
+        y, vjp = jax.vjp(loss, x, w, b)
+        return vjp(y)
+
+    shapes = ((9, 512), "bfloat16"), ((512, 768), "float32"), ((768,), "bfloat16")
+    found = kernels(gradients, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert [name for name in found if name.endswith("_few_rows")] == LOSSES[loss]
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@parametrize("loss", list(LOSSES), quick=(1,), ids=lambda loss: loss.__name__)
+def test_operators_are_accurate_in_the_interpreter(loss, monkeypatch):
+    mosaic_interpreter.complete(monkeypatch)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(9, 72)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(72, 96)) / 9, jnp.float32)
+    b = jnp.asarray(rng.normal(size=96), jnp.bfloat16)
+
+    def run(f, x, w, b):
+        y, vjp = jax.vjp(f, x, w, b)
+        return dict(zip(("y", "dx", "dw", "db"), (y, *vjp(jnp.ones_like(y))), strict=True))
+
+    def plain(x, w, b):
+        xla = functools.partial(getattr(jaxfused, OPERATORS[loss]), implementation="xla")
+        if loss is linear_loss:
+            return xla(x, w, b, activation="silu")
+        if loss is mlp_loss:
+            return xla(x, w, b, w.T)
+        return xla(x, w, w[:, ::-1], w.T, b_gate=b)
+
+    actual, expected = run(loss, x, w, b), run(plain, x, w, b)
+    with jax.enable_x64(True):
+        truth = run(plain, *(jnp.asarray(np.asarray(a, np.float64)) for a in (x, w, b)))
+        truth = jax.tree.map(np.asarray, truth)
+    for name, result in actual.items():
+        assert_accurate(name, result, expected[name], truth[name])
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def _mlp_bwd(run: Runner, options: _Options, saved: _MlpResiduals, dy):
         gradient = _HiddenGradient(options.activation, b1 is not None, options.precision)
         dz, h, db1 = run(gradient, dy_narrow, w2, z)
     return (
-        input_gradient(dz, w1, x.dtype, options.precision),
+        input_gradient(run, dz, w1, x.dtype, options.precision),
         weight_gradient(x, dz, w1.dtype, options.precision),
         None if b1 is None else db1.astype(b1.dtype),
         weight_gradient(h, dy_narrow, w2.dtype, options.precision),

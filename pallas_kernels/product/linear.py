@@ -47,3 +47,24 @@ def forward(
         name="linear",
     )
     return results["y"], results.get("preactivation")
+
+
+def input_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    *,
+    multiprocessors: int,
+    config: MatmulConfig | FewRowsConfig | None = None,
+) -> jax.Array:
+    """The product dy @ w^T of [M, F] and [D, F]."""
+    results = matmul(
+        dy,
+        w,
+        b_transposed=True,
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dy.dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+        name="input_gradient",
+    )
+    return results["dx"]
