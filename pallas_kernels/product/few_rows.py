@@ -9,9 +9,11 @@ in one order, so that the result has the same bits each time and no second kerne
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -78,10 +80,34 @@ class FewRows:
     w_transposed: bool
     """w is [N, K]."""
     before_rounding: Callable[..., tuple[jax.Array, ...]] | None
-    function: Callable[..., Mapping[str, jax.Array]]
-    vectors: Mapping[str, Any]
-    matrices: Mapping[str, Any]
+    function: Callable[..., Mapping[str, Any]]
+    """Returns a tile by name, or its pieces."""
+    vectors: Mapping[str, jax.ShapeDtypeStruct]
+    """[N]; or [W] for all columns alike; or [segments, W] for those of each segment."""
+    matrices: Mapping[str, jax.ShapeDtypeStruct]
+    """[M, N]; or [P, W] for all columns alike, of which row m % P is for row m."""
     outputs: Mapping[str, Any]
+    """The dtype of each."""
+    segments: tuple[int, ...] = ()
+    """Columns of the arrays that an output is made of, if of several: whole blocks of columns each."""
+    segments_of: Mapping[str, int] = MappingProxyType({})
+    """Of outputs that lack the last segments, how many they have."""
+    piece: int = 0
+    """Columns of a piece, if `function` returns tiles in pieces."""
+
+    @property
+    def pieces(self) -> int:
+        return self.config.tile_n // (self.piece or self.config.tile_n)
+
+    @property
+    def result_widths(self) -> dict[str, tuple[int, ...]]:
+        """The columns of each array that an output is made of."""
+        widths = self.segments or (self.n,)
+        return {name: widths[: self.segments_of.get(name, len(widths))] for name in self.outputs}
+
+    def width(self, columns: int) -> int:
+        """Of a vector or a matrix with so many columns, those that a tile needs."""
+        return self.config.tile_n if columns == self.n else columns
 
     @property
     def rows(self) -> int:
@@ -133,16 +159,21 @@ class FewRows:
                 [tiled((_CHUNK, c.tile_n), jnp.float32, 32) for _ in range(self.chunks)]
                 for _ in range(self.products)
             ],
-            out_smem={name: self._chunk_memory(dtype) for name, dtype in self.outputs.items()},
+            out_smem={
+                name: self._chunk_memory(self.piece or c.tile_n, dtype, self.pieces)
+                for name, dtype in self.outputs.items()
+            },
         )
         if self.vectors:
             scratch["vector_smem"] = {
-                name: plgpu.SMEM((c.tile_n,), dtype) for name, dtype in self.vectors.items()
+                name: plgpu.SMEM((self.width(v.shape[-1]),), v.dtype)
+                for name, v in self.vectors.items()
             }
             scratch["vector_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
         if self.matrices:
             scratch["matrix_smem"] = {
-                name: self._chunk_memory(dtype) for name, dtype in self.matrices.items()
+                name: self._chunk_memory(self.width(x.shape[1]), x.dtype)
+                for name, x in self.matrices.items()
             }
             scratch["matrix_full"] = plgpu.Barrier(
                 num_arrivals=len(self.matrices), num_barriers=self.chunks_of_cta
@@ -152,14 +183,14 @@ class FewRows:
             scratch["summed"], scratch["read"] = barrier(), barrier()
         return scratch
 
-    def _chunk_memory(self, dtype: Any) -> plgpu.RefUnion:
-        """Holds the chunks of a matrix that a CTA reads or writes, row after row.
+    def _chunk_memory(self, width: int, dtype: Any, pieces: int = 1) -> plgpu.RefUnion:
+        """Holds the chunks of a matrix that a CTA reads or writes, row after row of a piece.
 
         The first description is for registers, the second for copies. For the same bytes they differ, as
         Mosaic takes any tiles that it is free to take, and arrays of every width are to be copied.
         """
-        shape = (self.chunks_of_cta, _CHUNK, self.config.tile_n)
-        whole = plgpu.TilingTransform(shape[1:])
+        shape = (self.chunks_of_cta, pieces, _CHUNK, width)
+        whole = plgpu.TilingTransform((_CHUNK, width))
         return plgpu.RefUnion(
             plgpu.SMEM(shape, dtype, transforms=(whole,)), plgpu.SMEM(shape, dtype)
         )
@@ -204,14 +235,18 @@ class FewRows:
                 w_gmem=[take() for _ in ws],
                 vectors={name: take() for name in self.vectors},
                 matrices={name: take() for name in self.matrices},
-                outputs={name: take() for name in self.outputs},
+                outputs={
+                    name: [take() for _ in widths] for name, widths in self.result_widths.items()
+                },
                 **memory,
             ).run()
 
         return plgpu.kernel(
             kernel,
             out_type=tuple(
-                jax.ShapeDtypeStruct((self.m, self.n), dtype) for dtype in self.outputs.values()
+                jax.ShapeDtypeStruct((self.m, width), dtype)
+                for name, dtype in self.outputs.items()
+                for width in self.result_widths[name]
             ),
             scratch_types={"memory": self.scratch()},
             grid=(self.columns,),
@@ -232,7 +267,7 @@ class _Cta:
     w_gmem: Sequence[Any]
     vectors: Mapping[str, Any]
     matrices: Mapping[str, Any]
-    outputs: Mapping[str, Any]
+    outputs: Mapping[str, Sequence[Any]]
     x_smem: Any
     w_smem: Sequence[Any]
     full: Any
@@ -372,12 +407,10 @@ class _Cta:
             else:
                 pl.when(self.part == chunk % self.config.parts)(mine)
 
-    def _place(self, ref: Any, chunk: int) -> Any:
-        """Where a chunk of rows lies in a matrix in global memory."""
+    def _first_row(self, chunk: int) -> jax.Array:
         parts = self.config.parts
-        # The same as `chunk`, but traced: what is static may not end beyond the matrix.
-        row = (chunk // parts * parts + self.part) * _CHUNK
-        return ref.at[pl.ds(row, _CHUNK), pl.ds(self.n_start, self.config.tile_n)]
+        # The same as of `chunk`, but traced: what is static may not end beyond a matrix.
+        return (chunk // parts * parts + self.part) * _CHUNK
 
     def _own(self, memory: Any, chunk: int) -> tuple[Any, Any]:
         """This CTA's memory for a chunk of rows, as registers and as copies see it."""
@@ -388,18 +421,34 @@ class _Cta:
     def _prefetch(self) -> None:
         """Has what the epilogue reads copied while the product is taken."""
         for name, ref in self.vectors.items():
-            columns = pl.ds(self.n_start, self.config.tile_n)
-            plgpu.copy_gmem_to_smem(ref.at[columns], self.vector_smem[name], self.vector_full)
+            columns = pl.ds(self._first_column(ref), self.vector_smem[name].shape[0])
+            source = ref.at[columns] if ref.ndim == 1 else ref.at[self.segment, columns]
+            plgpu.copy_gmem_to_smem(source, self.vector_smem[name], self.vector_full)
         if self.matrices:
             self._each_chunk(self._prefetch_rows)
 
+    def _first_column(self, ref: Any) -> jax.Array:
+        """Where in a vector or a matrix the columns of this CTA begin."""
+        return self.n_start if ref.shape[-1] == self.product.n else 0 * self.n_start
+
     def _prefetch_rows(self, chunk: int) -> None:
         for name, ref in self.matrices.items():
+            row = self._first_row(chunk)
+            if ref.shape[0] < self.product.m:
+                row = lax.rem(row, jnp.int32(ref.shape[0]))
+            columns = pl.ds(self._first_column(ref), self.product.width(ref.shape[1]))
             plgpu.copy_gmem_to_smem(
-                self._place(ref, chunk),
-                self._own(self.matrix_smem[name], chunk)[1],
+                ref.at[pl.ds(row, _CHUNK), columns],
+                self._own(self.matrix_smem[name], chunk)[1].at[0],
                 self.matrix_full.at[chunk // self.config.parts],
             )
+
+    @property
+    def segment(self) -> jax.Array:
+        """Which of the arrays that an output is made of the columns of this CTA are in."""
+        ends = itertools.accumulate(self.product.segments[:-1])
+        past = [(self.n_start >= end).astype(jnp.int32) for end in ends]
+        return sum(past, 0 * self.n_start)
 
     def _finish_rows(self, chunk: int) -> None:
         product = self.product
@@ -408,7 +457,9 @@ class _Cta:
         if self.matrices:
             plgpu.barrier_wait(self.matrix_full.at[chunk // self.config.parts])
         matrices = {
-            name: plgpu.load(self._own(smem, chunk)[0], layout=self._layout).astype(jnp.float32)
+            name: plgpu.load(self._own(smem, chunk)[0].at[0], layout=self._layout).astype(
+                jnp.float32
+            )
             for name, smem in (self.matrix_smem or {}).items()
         }
         if product.before_rounding is None:
@@ -416,12 +467,31 @@ class _Cta:
         else:
             results = product.function(*product.before_rounding(*products, **vectors), **matrices)
         for name, dtype in product.outputs.items():
-            self._own(self.out_smem[name], chunk)[0][...] = results[name].astype(dtype)
+            pieces = results[name] if product.piece else [results[name]]
+            for index, piece in enumerate(pieces):
+                self._own(self.out_smem[name], chunk)[0].at[index][...] = piece.astype(dtype)
         plgpu.commit_smem()
-        for name, ref in self.outputs.items():
-            plgpu.copy_smem_to_gmem(
-                self._own(self.out_smem[name], chunk)[1], self._place(ref, chunk)
-            )
+        for name, arrays in self.outputs.items():
+            self._store(chunk, self._own(self.out_smem[name], chunk)[1], arrays)
+
+    def _store(self, chunk: int, memory: Any, arrays: Sequence[Any]) -> None:
+        """Starts the copies of rows to the array, of those that an output is made of, they are in."""
+        start = 0
+        for array in arrays:
+            first = self.n_start - start
+            start += array.shape[1]
+
+            def store(array=array, first=first):
+                width = self.config.tile_n // self.product.pieces
+                for index in range(self.product.pieces):
+                    columns = pl.ds(first + index * width, width)
+                    rows = pl.ds(self._first_row(chunk), _CHUNK)
+                    plgpu.copy_smem_to_gmem(memory.at[index], array.at[rows, columns])
+
+            if not self.product.segments:
+                store()
+            else:
+                pl.when((first >= 0) & (first < array.shape[1]))(store)
 
     def _sum(self, memory: Any) -> jax.Array:
         """Rows of a product, added up over the CTAs of the cluster in their order."""
@@ -437,13 +507,13 @@ class _Cta:
 
     def _vector(self, smem: Any) -> jax.Array:
         row = plgpu.load(smem, layout=self._layout.reduce(0))
-        shape = (_CHUNK, self.config.tile_n)
+        shape = (_CHUNK, *smem.shape)
         return lax.broadcast_in_dim(row.astype(jnp.float32), shape, (1,))
 
     @property
     def _layout(self) -> Any:
         """Registers of a chunk: a row, or a piece of 128 columns of it, for each warp."""
-        vec = min(4, self.config.tile_n // 32)
+        vec = min(4, (self.product.piece or self.config.tile_n) // 32)
         return plgpu.Layout.TILED(
             plgpu.Tiling(((4, 32 * vec), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
         )

@@ -239,8 +239,8 @@ def matmul(
             w_transposed=b_transposed,
             before_rounding=before_rounding,
             function=epilogue,
-            vectors={name: v.dtype for name, v in present_vectors.items()},
-            matrices={name: x.dtype for name, x in present.items()},
+            vectors={name: jax.typeof(v) for name, v in present_vectors.items()},
+            matrices={name: jax.typeof(x) for name, x in present.items()},
             outputs=dict(outputs),
         )
 
