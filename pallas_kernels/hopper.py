@@ -10,6 +10,8 @@ ALLOCATION_BYTES = 1024
 """What Mosaic rounds the size of each array in shared memory up to."""
 REDUCTION_BYTES = 2048
 """What Mosaic takes besides in a kernel that sums along an axis of a tile."""
+REGISTERS = 64 * 1024
+"""Registers of a multiprocessor, which its CTAs share."""
 WARPS = 4
 """Warps in a warpgroup."""
 LANES = 32

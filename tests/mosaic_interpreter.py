@@ -2,10 +2,11 @@
 
 For attention: stores to an accumulator of wgmma, and products whose left operand is in registers. Those
 kernels need both: an accumulator is multiplied between two products, and the weights never leave the
-registers. For products: memory that copies and instructions see under two descriptions. For all: that
-copies must be aligned.
+registers. For products: memory that copies and instructions see under two descriptions, and the memory
+of another CTA of a cluster. For all: that copies must be aligned.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -61,6 +62,28 @@ def align_copies(monkeypatch) -> None:
             )
 
     monkeypatch.setattr(task, "__init__", initialize_aligned)
+
+
+def reach_into_clusters(monkeypatch) -> None:
+    """Lets a CTA read the shared memory of another one of its cluster, for one test.
+
+    CTAs allocate the same arrays in the same order, so that a key differs in the CTA alone.
+    """
+    resolve_union = jaxpr_interpret.resolve_ref
+    fields = [field.name for field in dataclasses.fields(gpu_callbacks.HostAllocationKey)]
+
+    def resolve(aval, key, transforms):
+        key, transforms = resolve_union(aval, key, transforms)
+        kept = []
+        for transform in transforms:
+            if isinstance(transform, core.ClusterRefTransform):
+                (block,) = transform.idxs  # Its place in the cluster, as all here have one axis.
+                key = key.at[fields.index("block_id")].set(block)
+            else:
+                kept.append(transform)
+        return key, tuple(kept)
+
+    monkeypatch.setattr(jaxpr_interpret, "resolve_ref", resolve)
 
 
 def complete(monkeypatch) -> None:

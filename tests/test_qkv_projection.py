@@ -1,4 +1,5 @@
 import functools
+from dataclasses import replace
 
 import chex
 import jax
@@ -9,6 +10,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from pallas_kernels.product import qkv_projection
+from pallas_kernels.product.few_rows import FewRowsConfig
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.qkv_projection import CASES, KERNEL_CASES, Case
 from tests.choices import why_not
@@ -260,6 +262,66 @@ def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
     projected = 2 * np.prod(case.rows) * (case.heads + case.key_heads) * case.head_size
     inputs = sum(a.nbytes for a in jax.tree.leaves((args, tables(case))))
     assert kept == inputs + projected * case.norm
+
+
+FEW_ROWS = (
+    (Case((2, 5), 200, 4, 2, 64, bias=True, norm=True, rotary_dim=64), FewRowsConfig(64, 2, 2)),
+    (Case((12,), 72, 2, 1, 128, rotary_dim=128), FewRowsConfig(128, 1, 2)),
+    (Case((3, 8), 136, 4, 2, 64, bias=True, rotary_dim=64), FewRowsConfig(128, 2, 2)),
+    (Case((3, 1), 72, 4, 4, 64, norm=True), FewRowsConfig(64, 1, 2)),
+    (Case((9,), 72, 4, 2, 32, bias=True), FewRowsConfig(64, 1, 2)),
+)
+"""Rows beyond a table and beyond x, heads in blocks of columns alone and in pairs, and as they come."""
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@parametrize(("case", "config"), FEW_ROWS, quick=(0, 2))
+def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
+    of_both = qkv_projection.fitting
+
+    def fitting(**shapes):
+        assert replace(config, stages=3) in of_both(**shapes)
+        return [config]
+
+    monkeypatch.setattr(qkv_projection, "fitting", fitting)
+    args = case.arguments(jnp.bfloat16)
+    assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
+
+
+@parametrize(
+    ("m", "heads", "key_heads", "head_size", "norm", "rotary_dim", "period"),
+    [
+        (8, 32, 8, 128, False, 128, 1),
+        (64, 32, 8, 128, True, 128, 64),
+        (24, 12, 12, 64, True, 64, 24),
+        (1, 12, 12, 64, False, 0, 0),
+    ],
+    quick=(1, 2),
+)
+def test_few_rows_lower_for_cuda(m, heads, key_heads, head_size, norm, rotary_dim, period):
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    d, widths = 4096, [n * head_size for n in (heads, key_heads, key_heads)]
+    shapes = dict(rows=m, features=d, widths=widths, multiprocessors=132)
+    options = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
+    configs = qkv_projection.fitting(**shapes, **options)
+    configs = [config for config in configs if isinstance(config, FewRowsConfig)]
+    assert configs
+    table = array(period, rotary_dim // 2, dtype=jnp.float32) if rotary_dim else None
+    for config in configs[::12]:
+        forward = functools.partial(
+            qkv_projection.forward,
+            head_size=head_size,
+            epsilon=1e-6,
+            scale_offset=0.0,
+            save_projections=norm,
+            multiprocessors=132,
+            config=config,
+        )
+        operands = (array(m, d), [array(d, n) for n in widths], [array(n) for n in widths])
+        scales = [array(head_size) if norm else None] * 2
+        assert kernels(forward, *operands, scales, table, table) == ["qkv_projection_few_rows"]
 
 
 @pytest.mark.exhaustive

@@ -24,6 +24,7 @@ from jaxfused.reference.product import product
 from pallas_kernels.product import cost
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
+from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.product.matmul import predicted_time
 
@@ -199,7 +200,7 @@ def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
         dz, sums = run(gradient, dy, preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
     return (
-        input_gradient(dz, w, x.dtype, options.precision),
+        input_gradient(run, dz, w, x.dtype, options.precision),
         weight_gradient(x, dz, w.dtype, options.precision),
         dbias,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
@@ -209,8 +210,16 @@ def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def input_gradient(dy: jax.Array, w: jax.Array, dtype: Any, precision: Any) -> jax.Array:
+def input_gradient(
+    run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
+) -> jax.Array:
     """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
+    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    few_rows = math.prod(dy.shape[:-1]) <= MAX_ROWS and dy.dtype.itemsize == 2
+    may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
+    if few_rows and may_run and dy.dtype == dtype:
+        (dx,) = run(_InputGradient(precision), dy, w)
+        return dx
     rows = sharding.leading_axes(dy.ndim - 1)
     return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision)
 
@@ -345,6 +354,7 @@ class Layer:
             w.shape[1],
             x.shape[1],
             itemsize=x.dtype.itemsize,
+            w_itemsize=weight_itemsize(x, w),
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=jnp.dtype(self.out_dtype).itemsize
             + (x.dtype.itemsize if self.save_preactivation else 0),
@@ -369,7 +379,7 @@ class Layer:
             out_dtype=self.out_dtype,
             save_preactivation=self.save_preactivation,
         )
-        operands = (x, w.astype(x.dtype), bias, residual)
+        operands = (x, weights_for(implementation, w, x.dtype), bias, residual)
         if implementation == "pallas":
             return pallas_linear.forward(
                 *operands, **keywords, multiprocessors=device.multiprocessors, config=config
@@ -422,6 +432,63 @@ class _ActivationGradient:
         return dz.astype(z.dtype), sum_rows(dz, jnp.float32) if self.has_bias else None
 
     batched = batched_rows
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dy @ w^T,) of few rows dy [M, F] and w [D, F]; products of many are XLA's."""
+
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "linear input gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "f", "df"), (ROWS + "d",), whole="f")
+
+    def work(self, dy, w) -> cost.Work:
+        return cost.Work(
+            dy.shape[0],
+            w.shape[0],
+            w.shape[1],
+            itemsize=dy.dtype.itemsize,
+            w_itemsize=weight_itemsize(dy, w),
+            written_bytes=dy.dtype.itemsize,
+            k_last=True,
+        )
+
+    def reasons(self, device, dy, w) -> Mapping[str, str | None]:
+        features = {"the gradient": w.shape[1], "x": w.shape[0]}
+        reasons = product_reasons(device, self.precision, {"x": dy}, features)
+        del reasons["cuda"]
+        return in_order(device, dy.dtype, reasons, self.work(dy, w), Passes())
+
+    def run(self, implementation, device, dy, w, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_linear.input_gradient(
+                dy, w, multiprocessors=device.multiprocessors, config=config
+            )
+        else:
+            dx = product("mf,df->md", dy, w, dtype=dy.dtype, precision=self.precision)
+        return (dx,)
+
+    configs = product_configs
+    batched = batched_rows
+
+
+def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
+    """Bytes of a number in w [K, N] or [N, K] where that is to count: if x [M, K] has few rows.
+
+    Converting w then takes longer than the product.
+    """
+    return w.dtype.itemsize if x.shape[0] <= MAX_ROWS else 0
+
+
+def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
+    """Weights as an implementation takes them for x of a dtype; the Pallas kernels convert their own."""
+    return w if implementation == "pallas" or w is None else w.astype(dtype)
 
 
 def product_reasons(

@@ -30,6 +30,8 @@ from jaxfused.ops.linear import (
     resolve_out_dtype,
     sum_rows,
     weight_gradient,
+    weight_itemsize,
+    weights_for,
 )
 from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
@@ -332,7 +334,7 @@ def _mlp_bwd(run: Runner, options: _Options, saved: _MlpResiduals, dy):
         gradient = _HiddenGradient(options.activation, b1 is not None, options.precision)
         dz, h, db1 = run(gradient, dy_narrow, w2, z)
     return (
-        input_gradient(dz, w1, x.dtype, options.precision),
+        input_gradient(run, dz, w1, x.dtype, options.precision),
         weight_gradient(x, dz, w1.dtype, options.precision),
         None if b1 is None else db1.astype(b1.dtype),
         weight_gradient(h, dy_narrow, w2.dtype, options.precision),
@@ -454,7 +456,7 @@ class _HiddenAndSlope:
 
     def work(self, x, w1, b1) -> cost.Work:
         del b1
-        return _work(x, w1.shape[1], written=2, activations=2)
+        return _work(x, w1, w1.shape[1], written=2, activations=2)
 
     def reasons(self, device, x, w1, b1) -> Mapping[str, str | None]:
         work = self.work(x, w1, b1)
@@ -462,7 +464,7 @@ class _HiddenAndSlope:
         return _reasons(device, self.precision, x, work, passes, cuda_kernel=False)
 
     def run(self, implementation, device, x, w1, b1, config=None) -> Results:
-        operands = (x, w1.astype(x.dtype), b1)
+        operands = (x, weights_for(implementation, w1, x.dtype), b1)
         if implementation == "pallas":
             return pallas_mlp.hidden_and_slope(
                 *operands,
@@ -495,8 +497,7 @@ class _HiddenGradientBySlope:
         return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", sums), whole="e")
 
     def work(self, dy, w2, slope) -> cost.Work:
-        del w2
-        return _work(dy, slope.shape[1], read=1, k_last=True)
+        return _work(dy, w2, slope.shape[1], read=1, k_last=True)
 
     def reasons(self, device, dy, w2, slope) -> Mapping[str, str | None]:
         work = self.work(dy, w2, slope)
@@ -504,7 +505,7 @@ class _HiddenGradientBySlope:
         return _reasons(device, self.precision, dy, work, passes, cuda_kernel=False)
 
     def run(self, implementation, device, dy, w2, slope, config=None) -> Results:
-        operands = (dy, w2.astype(dy.dtype), slope)
+        operands = (dy, weights_for(implementation, w2, dy.dtype), slope)
         if implementation == "pallas":
             return pallas_mlp.hidden_gradient_by_slope(
                 *operands,
@@ -538,9 +539,8 @@ class _HiddenGradient:
         return Axes((ROWS + "e", "fe", ROWS + "f"), (ROWS + "f", ROWS + "f", sums), whole="e")
 
     def work(self, dy, w2, z) -> cost.Work:
-        del w2
         activations = 0 if self.activation is None else 2
-        return _work(dy, z.shape[1], read=1, written=2, activations=activations, k_last=True)
+        return _work(dy, w2, z.shape[1], read=1, written=2, activations=activations, k_last=True)
 
     def reasons(self, device, dy, w2, z) -> Mapping[str, str | None]:
         work = self.work(dy, w2, z)
@@ -556,7 +556,7 @@ class _HiddenGradient:
         }
         return functions[implementation](
             dy,
-            w2.astype(dy.dtype),
+            weights_for(implementation, w2, dy.dtype),
             z,
             activation=self.activation,
             sum_rows=self.sums_rows,
@@ -594,7 +594,7 @@ class _GatedUnit:
         del b_gate, b_up
         hidden = w_gate.shape[1] // (2 if w_up is None else 1)
         written = 3 if self.saves_preactivations else 1
-        return replace(_work(x, hidden, written=written, activations=1), products=2)
+        return replace(_work(x, w_gate, hidden, written=written, activations=1), products=2)
 
     def configs(self, implementation, device, x, w_gate, w_up, *biases) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -614,7 +614,7 @@ class _GatedUnit:
         time = None
         if is_modelled(device) and x.dtype != jnp.float32:
             time = pallas_mlp.gated_forward_time(
-                *(work.m, work.n, work.k),
+                work,
                 stacked=w_up is None,
                 save_preactivations=self.saves_preactivations,
                 multiprocessors=device.multiprocessors,
@@ -629,7 +629,7 @@ class _GatedUnit:
         }
         return functions[implementation](
             x,
-            *_narrow((w_gate, w_up), x.dtype),
+            *(weights_for(implementation, w, x.dtype) for w in (w_gate, w_up)),
             b_gate,
             b_up,
             activation=self.activation,
@@ -671,11 +671,17 @@ class _GatedHiddenGradient:
         )
 
     def work(self, dy, w_down, gate, up) -> cost.Work:
-        del w_down, up
+        del up
         activations = 0 if self.activation is None else 2
         written = 3 if self.returns_hidden else 2
         return _work(
-            dy, gate.shape[1], read=2, written=written, activations=activations, k_last=True
+            dy,
+            w_down,
+            gate.shape[1],
+            read=2,
+            written=written,
+            activations=activations,
+            k_last=True,
         )
 
     def reasons(self, device, dy, w_down, gate, up) -> Mapping[str, str | None]:
@@ -692,7 +698,7 @@ class _GatedHiddenGradient:
         }
         return functions[implementation](
             dy,
-            w_down.astype(dy.dtype),
+            weights_for(implementation, w_down, dy.dtype),
             gate,
             up,
             activation=self.activation,
@@ -722,12 +728,12 @@ class _GatedInputGradient:
 
     def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
         del dup, w_up
-        one = _work(dgate, w_gate.shape[0], k_last=True)
+        one = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
         return replace(one, k=2 * one.k)
 
     def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
         del dup
-        work = _work(dgate, w_gate.shape[0], k_last=True)
+        work = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
         # Two products, which XLA then adds; or one, for which it puts the cotangents side by side.
         matrices = 3 if w_up is not None else math.ceil(4 * work.k / work.n)
         passes = _passes(work, None, matrices=matrices)
@@ -742,7 +748,7 @@ class _GatedInputGradient:
         return functions[implementation](
             dgate,
             dup,
-            *_narrow((w_gate, w_up), dgate.dtype),
+            *(weights_for(implementation, w, dgate.dtype) for w in (w_gate, w_up)),
             **_product_keywords(implementation, device, self.precision, config),
         )
 
@@ -752,6 +758,7 @@ class _GatedInputGradient:
 
 def _work(
     x: jax.Array,
+    w: jax.Array,
     columns: int,
     *,
     read: int = 0,
@@ -759,13 +766,14 @@ def _work(
     activations: int = 0,
     k_last: bool = False,
 ) -> cost.Work:
-    """X [M, K] @ [K, columns], whose epilogue reads and writes so many matrices of x's dtype."""
+    """X [M, K] @ w [K, columns], whose epilogue reads and writes so many matrices of x's dtype."""
     size = x.dtype.itemsize
     return cost.Work(
         x.shape[0],
         columns,
         x.shape[1],
         itemsize=size,
+        w_itemsize=weight_itemsize(x, w),
         read_bytes=read * size,
         written_bytes=written * size,
         activations=activations,
@@ -817,7 +825,3 @@ def _product_keywords(
     if implementation == "pallas":
         return {"multiprocessors": device.multiprocessors, "config": config}
     return {"precision": precision}
-
-
-def _narrow(weights: tuple[jax.Array | None, ...], dtype: Any) -> tuple[jax.Array | None, ...]:
-    return tuple(None if w is None else w.astype(dtype) for w in weights)

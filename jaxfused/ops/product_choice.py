@@ -40,7 +40,7 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
     product = cost.xla_product(
         work.m, work.products * work.n, work.k, work.itemsize, device.multiprocessors
     )
-    return product + passes.time(work.m * work.n)
+    return product + passes.time(work.m * work.n) + cost.conversion(work)
 
 
 def is_modelled(device: dispatch.Device) -> bool:

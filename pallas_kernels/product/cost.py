@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
 _STEP_BYTES = 128
@@ -54,6 +56,20 @@ class Speeds:
     """Factor where rows of the result begin anywhere in a line of memory."""
     overlap: float = 2.4
     """Exponent of the norm that two things take which run at once: large where one hides the other."""
+    few_rows_launch: float = 2.4
+    """To start and to end a kernel of few rows, whose first copies take their time to arrive."""
+    few_rows_byte: float = 1 / 4.2e6
+    """Of memory traffic there."""
+    cached_byte: float = 1 / 6e6
+    """Of what comes from the cache: x, once for each block of columns."""
+    few_rows_parts: float = 0.5
+    """For the CTAs of a cluster to wait for each other."""
+    few_rows_chunk: float = 0.25
+    """For each chunk of rows that a CTA finishes."""
+    in_flight_bytes: float = 40e3
+    """Of a multiprocessor, for memory to be as fast as that."""
+    busy: float = 0.8
+    """Part of the multiprocessors that can take all that memory gives."""
     xla_launch: float = 2.0
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
@@ -89,7 +105,9 @@ class Work:
     k: int
     products: int = 1
     itemsize: int = 2
-    """Bytes of a number in a and b."""
+    """Bytes of a number in a, and in b unless that has its own."""
+    w_itemsize: int = 0
+    """Bytes of a number in b where it is of another dtype, which is then converted; else 0, or a's."""
     read_bytes: int = 0
     """Of an element in each of the matrices that the epilogue reads."""
     written_bytes: int = 2
@@ -106,9 +124,14 @@ class Work:
         return math.ceil(self.k * self.itemsize / _STEP_BYTES)
 
     @property
+    def b_bytes(self) -> int:
+        """Bytes of a number in b."""
+        return self.w_itemsize or self.itemsize
+
+    @property
     def memory_bytes(self) -> int:
         """What has to be read and written once."""
-        operands = self.itemsize * self.k * (self.m + self.products * self.n)
+        operands = self.k * (self.itemsize * self.m + self.b_bytes * self.products * self.n)
         return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
 
 
@@ -153,7 +176,65 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     if ragged and config.pads_columns:
         copied = 2 * work.itemsize * work.k * work.n * work.products
         total += work.products * speeds.xla_pass + copied * speeds.xla_pass_byte
-    return total
+    return total + conversion(work, speeds)
+
+
+def conversion(work: Work, speeds: Speeds = H200) -> float:
+    """Microseconds in which XLA converts b, where it has to."""
+    if work.b_bytes == work.itemsize:
+        return 0.0
+    moved = work.products * work.n * work.k * (work.b_bytes + work.itemsize)
+    return work.products * speeds.xla_pass + moved * speeds.xla_pass_byte
+
+
+def time(
+    work: Work, config: MatmulConfig | FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
+) -> float:
+    """Microseconds of the product with its epilogue in the kernel of a config."""
+    predicted = few_rows if isinstance(config, FewRowsConfig) else kernel
+    return predicted(work, config, multiprocessors, speeds)
+
+
+def few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> int:
+    """About what a CTA takes of shared memory: `FewRows.shared_bytes` counts the very allocations."""
+    rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
+    chunks = math.ceil(rows / 8 / config.parts)
+    return (
+        config.stages * 64 * (work.b_bytes * width + work.itemsize * rows)
+        + 4 * rows * width
+        + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
+        + 4 * 1024
+    )
+
+
+def few_rows(
+    work: Work, config: FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
+) -> float:
+    """Microseconds of the product with its epilogue in the kernel for few rows."""
+    rows = math.ceil(work.m / 8) * 8
+    width = work.products * config.tile_n
+    columns = math.ceil(work.n / config.tile_n)
+    chunks = math.ceil(rows / 8 / config.parts)
+    w_step = _STEP_BYTES * work.b_bytes // work.itemsize * width
+    shared = few_rows_shared_bytes(work, config)
+    registers = 64 + width * rows // 128
+    of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
+    resident = max(1, of_multiprocessor) * multiprocessors
+    ctas = columns * config.parts
+    steps = min(config.stages, math.ceil(work.steps / config.parts))
+    in_flight = min(ctas, resident) * steps * w_step
+    traffic = work.memory_bytes * speeds.few_rows_byte
+    traffic *= max(
+        1.0,
+        speeds.in_flight_bytes * multiprocessors / in_flight,
+        speeds.busy * multiprocessors / ctas,
+    )
+    if ctas > resident:
+        traffic *= math.ceil(ctas / resident) * resident / ctas
+    cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
+    total = speeds.few_rows_launch + _at_once((traffic, cached), speeds)
+    total += chunks * speeds.few_rows_chunk
+    return total + (speeds.few_rows_parts if config.parts > 1 else 0.0)
 
 
 def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.activation import activation as activate
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import MatmulConfig, matmul
 
 
@@ -23,7 +24,7 @@ def forward(
     save_preactivation: bool,
     out_dtype: Any,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of [M, D], [D, F]."""
 
@@ -46,3 +47,24 @@ def forward(
         name="linear",
     )
     return results["y"], results.get("preactivation")
+
+
+def input_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    *,
+    multiprocessors: int,
+    config: MatmulConfig | FewRowsConfig | None = None,
+) -> jax.Array:
+    """The product dy @ w^T of [M, F] and [D, F]."""
+    results = matmul(
+        dy,
+        w,
+        b_transposed=True,
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dy.dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+        name="input_gradient",
+    )
+    return results["dx"]

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost
+from pallas_kernels.product import cost, weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
+from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
 
@@ -65,22 +66,46 @@ def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
 _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 
+def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
+    """Configs for a product with few rows, as `candidates` has them for any; none where it has many."""
+    if work.m > MAX_ROWS or work.itemsize != 2:
+        return []
+    parts = [parts for parts in (1, 2, 4, MAX_PARTS) if parts <= work.steps]
+    configs = [
+        FewRowsConfig(tile_n, part, stages)
+        for tile_n in (64, 128, 256)
+        if tile_n == 64 or tile_n < 2 * work.n
+        for part in parts
+        for stages in (3, 4, 6, 8)
+        if stages == 3 or stages < 2 * work.steps // part
+    ]
+    return sorted(configs, key=lambda config: cost.few_rows(work, config, multiprocessors))
+
+
 def predicted_time(work: Work, multiprocessors: int) -> float:
     """Microseconds of the product with the config that it takes by default."""
-    return cost.kernel(work, fitting(work, multiprocessors)[0], multiprocessors)
+    return cost.time(work, fitting(work, multiprocessors)[0], multiprocessors)
 
 
-def fitting(work: Work, multiprocessors: int) -> list[MatmulConfig]:
-    """Those of `candidates` that fit into shared memory."""
-    return [
-        config
-        for config in candidates(work, multiprocessors)
-        if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES
-    ]
+def fitting(work: Work, multiprocessors: int) -> list[MatmulConfig | FewRowsConfig]:
+    """Candidates of both kernels that fit into shared memory, predicted fastest first."""
+    return sorted(
+        (
+            config
+            for config in (
+                *candidates(work, multiprocessors),
+                *few_rows_candidates(work, multiprocessors),
+            )
+            if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+        ),
+        key=lambda config: cost.time(work, config, multiprocessors),
+    )
 
 
-def _shared_bytes(work: Work, config: MatmulConfig) -> int:
+def _shared_bytes(work: Work, config: MatmulConfig | FewRowsConfig) -> int:
     """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    if isinstance(config, FewRowsConfig):
+        return cost.few_rows_shared_bytes(work, config)
     ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
     streams = config.read_slots * work.read_bytes + config.write_slots * work.written_bytes
     vectors_and_barriers = 3 * 1024
@@ -136,7 +161,7 @@ def matmul(
     activations: int = 0,
     a_transposed: bool = False,
     b_transposed: bool = False,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
     multiprocessors: int,
     name: str = "matmul",
 ) -> dict[str, jax.Array]:
@@ -146,7 +171,8 @@ def matmul(
       a: [M, K] ([K, M] with `a_transposed`), or several, for a sum of products a_i @ b_i.
       b: [K, N] ([N, K] with `b_transposed`) for each a and each of the `products` that are taken in
         one pass over a: in this order in a sequence, or as blocks of one array. Of float32 the
-        tensor cores take [N, K], which [K, N] is copied to, and no transposed a.
+        tensor cores take [N, K], which [K, N] is copied to, and no transposed a. It is rounded to a's
+        dtype, without a copy where a has few rows.
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `vectors` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
@@ -200,6 +226,31 @@ def matmul(
             column_sums=tuple(column_sums),
         )
 
+    def few_rows_of(config: FewRowsConfig) -> FewRows:
+        return FewRows(
+            m=m,
+            n=n,
+            ks=ks,
+            dtype=terms[0].dtype,
+            blocks=tuple(blocks),
+            config=config,
+            products=products,
+            w_dtype=bs[0].dtype,
+            w_transposed=b_transposed,
+            before_rounding=before_rounding,
+            function=epilogue,
+            vectors={name: jax.typeof(v) for name, v in present_vectors.items()},
+            matrices={name: jax.typeof(x) for name, x in present.items()},
+            outputs=dict(outputs),
+        )
+
+    def shared_bytes(config: MatmulConfig | FewRowsConfig) -> int:
+        if isinstance(config, FewRowsConfig):
+            return few_rows_of(config).shared_bytes
+        return epilogue_of(config).shared_bytes
+
+    converts = weights.why_unsupported(bs[0].dtype, terms[0].dtype, bs[0].shape[-1]) is None
+    converts = converts and all(b.dtype == bs[0].dtype for b in bs)
     if config is None:
         work = Work(
             m=m,
@@ -207,16 +258,27 @@ def matmul(
             k=sum(ks),
             products=products,
             itemsize=terms[0].dtype.itemsize,
+            w_itemsize=bs[0].dtype.itemsize,
             read_bytes=sum(x.dtype.itemsize for x in present.values()),
             written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in outputs.values()),
             activations=activations,
             k_last=b_transposed,
         )
+        takes_few_rows = converts and not a_transposed
         config = next(
             c
-            for c in candidates(work, multiprocessors)
-            if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
+            for c in fitting(work, multiprocessors)
+            if (takes_few_rows or isinstance(c, MatmulConfig))
+            and shared_bytes(c) <= SHARED_MEMORY_BYTES
         )
+    others = (*present_vectors.values(), *present.values())
+    if isinstance(config, FewRowsConfig):
+        if not converts:
+            bs = [b.astype(terms[0].dtype) for b in bs]
+        results = few_rows_of(config).launch(terms, bs, others, name=f"{name}_few_rows")
+        by_name = dict(zip(outputs, results, strict=True))
+        return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in column_sums}
+    bs = [b.astype(terms[0].dtype) for b in bs]
     _check_config(
         config, terms[0].dtype, products, b_transposed, (*present.values(), *outputs.values())
     )
@@ -228,7 +290,7 @@ def matmul(
     results = product.launch(
         terms,
         bs,
-        (*present_vectors.values(), *present.values()),
+        others,
         out_type=(
             *(jax.ShapeDtypeStruct((m, n), dtype) for dtype in outputs.values()),
             *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in column_sums),
@@ -239,9 +301,13 @@ def matmul(
     )
     matrices_out, sums = results[: len(outputs)], results[len(outputs) :]
     return dict(zip(outputs, matrices_out, strict=True)) | {
-        f"sum_{name}": jnp.sum(partial_sums, axis=0)[:n]
+        f"sum_{name}": _sum_rows(partial_sums)[:n]
         for name, partial_sums in zip(column_sums, sums, strict=True)
     }
+
+
+def _sum_rows(matrix: jax.Array) -> jax.Array:
+    return jnp.sum(matrix, axis=0, dtype=jnp.float32)
 
 
 def _check_config(

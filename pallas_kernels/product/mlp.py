@@ -12,6 +12,7 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.product import cost, linear
 from pallas_kernels.product.cost import Work
+from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig
 from pallas_kernels.product.matmul import MatmulConfig, fitting, matmul, predicted_time
 
 
@@ -22,7 +23,7 @@ def hidden_and_slope(
     *,
     activation: str,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The activation of x @ w1 + b1 and its derivative there, [M, F] both."""
 
@@ -53,7 +54,7 @@ def hidden_gradient(
     activation: str | None,
     sum_rows: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Of dy [M, E], w2 [F, E] and z [M, F]: dz, activation(z), and dz summed over the rows."""
 
@@ -85,7 +86,7 @@ def hidden_gradient_by_slope(
     *,
     sum_rows: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Of dy [M, E], w2 [F, E] and the activation's derivative [M, F]: dz, and its sum over the rows."""
     results = matmul(
@@ -113,7 +114,7 @@ def gated_forward(
     activation: str | None,
     save_preactivations: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """(activation(gate) * up, gate, up) of x [M, D], the latter two if they are to be saved.
 
@@ -125,9 +126,14 @@ def gated_forward(
 
     outputs = ("h", "gate", "up") if save_preactivations else ("h",)
     hidden = w_gate.shape[1] // (2 if w_up is None else 1)
-    in_one, in_two = _times(
-        x.shape[0], hidden, x.shape[1], len(outputs), multiprocessors, x.dtype.itemsize
+    work = Work(
+        x.shape[0],
+        hidden,
+        x.shape[1],
+        itemsize=x.dtype.itemsize,
+        w_itemsize=w_gate.dtype.itemsize if x.shape[0] <= MAX_ROWS else 0,
     )
+    in_one, in_two = _times(work, len(outputs), multiprocessors)
     if w_up is None or in_one <= in_two or config is not None:
         results = _in_one_pass(
             x, w_gate, w_up, b_gate, b_up, epilogue, outputs, multiprocessors, config
@@ -140,41 +146,42 @@ def gated_forward(
 
 
 def gated_forward_time(
-    m: int, hidden: int, k: int, *, stacked: bool, save_preactivations: bool, multiprocessors: int
+    work: Work, *, stacked: bool, save_preactivations: bool, multiprocessors: int
 ) -> float:
     """Predicted microseconds of `gated_forward` in 16 bits."""
-    times = _times(m, hidden, k, 3 if save_preactivations else 1, multiprocessors)
+    times = _times(work, 3 if save_preactivations else 1, multiprocessors)
     return times[0] if stacked else min(times)
 
 
 def gated_forward_candidates(
     work: Work, *, stacked: bool, save_preactivations: bool, multiprocessors: int
-) -> list[MatmulConfig | None]:
+) -> list[MatmulConfig | FewRowsConfig | None]:
     """Configs of both products of `gated_forward` in one pass over x, the default first.
 
     None is the default where it takes one product after the other, or chooses otherwise.
     """
     outputs = 3 if save_preactivations else 1
-    in_one, in_two = _times(work.m, work.n, work.k, outputs, multiprocessors, work.itemsize)
+    in_one, in_two = _times(work, outputs, multiprocessors)
     in_one_pass = fitting(work, multiprocessors)
     return in_one_pass if stacked or in_one <= in_two else [None, *in_one_pass]
 
 
-def _times(
-    m: int, hidden: int, k: int, outputs: int, multiprocessors: int, itemsize: int = 2
-) -> tuple[float, float]:
+def _times(work: Work, outputs: int, multiprocessors: int) -> tuple[float, float]:
     """Predicted microseconds of both products in one pass over x, and of one after the other.
 
     Tiles of half the width are the price of one pass.
+
+    Args:
+      work: of one of the products, or of both; epilogue aside.
     """
-    work = Work(m, hidden, k, itemsize=itemsize, activations=1)
-    in_one = replace(work, products=2, written_bytes=outputs * itemsize)
+    one = replace(work, products=1, activations=1, read_bytes=0)
+    in_one = replace(one, products=2, written_bytes=outputs * work.itemsize)
     # Beside h there is up, where both are kept.
-    of_gate = replace(work, read_bytes=itemsize, written_bytes=min(outputs, 2) * itemsize)
-    gate = cost.xla_product(m, hidden, k, itemsize, multiprocessors)
+    of_gate = replace(one, read_bytes=work.itemsize, written_bytes=min(outputs, 2) * work.itemsize)
+    gate = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
     return (
         predicted_time(in_one, multiprocessors),
-        gate + predicted_time(of_gate, multiprocessors),
+        gate + cost.conversion(one) + predicted_time(of_gate, multiprocessors),
     )
 
 
@@ -205,7 +212,7 @@ def _in_one_pass(
 
 def _gate(x, w_gate, b_gate, multiprocessors) -> jax.Array:
     if b_gate is None:  # Nothing to fuse: 16384 x 1024 x 4096 166 us, ours 178.
-        return jnp.matmul(x, w_gate)
+        return jnp.matmul(x, w_gate.astype(x.dtype))
     gate, _ = linear.forward(
         x,
         w_gate,
@@ -245,7 +252,7 @@ def gated_hidden_gradient(
     sum_rows: tuple[bool, bool],
     returns_hidden: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Of dy [M, E], w_down [F, E]: dgate, dup, activation(gate) * up, and row sums of the former two.
 
@@ -281,7 +288,7 @@ def gated_input_gradient(
     w_up: jax.Array | None,
     *,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
     """The sum dgate @ w_gate^T + dup @ w_up^T, rounded once."""
     results = matmul(

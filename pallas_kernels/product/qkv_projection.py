@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost, matmul
+from pallas_kernels.product import cost, matmul, qkv_few_rows
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
     Block,
@@ -138,8 +139,17 @@ def candidates(
     return sorted(configs, key=time)
 
 
-def fitting(*, head_size: int, norm: bool, rotary_dim: int, **shape: Any) -> list[MatmulConfig]:
-    """Those of `candidates`, whose arguments it takes, that fit into shared memory."""
+def fitting(
+    *,
+    rows: int,
+    features: int,
+    widths: Sequence[int],
+    head_size: int,
+    norm: bool,
+    rotary_dim: int,
+    multiprocessors: int,
+) -> list[MatmulConfig | FewRowsConfig]:
+    """Candidates of both kernels that fit into shared memory, the default one first."""
     heads = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
 
     def shared_bytes(config: MatmulConfig) -> int:
@@ -152,7 +162,23 @@ def fitting(*, head_size: int, norm: bool, rotary_dim: int, **shape: Any) -> lis
         vectors_and_barriers = 4 * 1024
         return ring + stored + vectors_and_barriers
 
-    return [c for c in candidates(**heads, **shape) if shared_bytes(c) <= SHARED_MEMORY_BYTES]
+    work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
+    few_rows = [
+        config
+        for config in qkv_few_rows.candidates(
+            work, widths=widths, multiprocessors=multiprocessors, **heads
+        )
+        if cost.few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+    ]
+    of_many = candidates(
+        rows=rows, features=features, widths=widths, multiprocessors=multiprocessors, **heads
+    )
+    of_many = [config for config in of_many if shared_bytes(config) <= SHARED_MEMORY_BYTES]
+    if few_rows and cost.time(work, few_rows[0], multiprocessors) < cost.time(
+        work, of_many[0], multiprocessors
+    ):
+        return [*few_rows, *of_many]
+    return [*of_many, *few_rows]
 
 
 def predicted_time(
@@ -167,7 +193,7 @@ def predicted_time(
 ) -> float:
     """Microseconds of `forward` with the config that it takes by default."""
     work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
-    config = candidates(
+    config = fitting(
         rows=rows,
         features=features,
         widths=widths,
@@ -176,7 +202,7 @@ def predicted_time(
         rotary_dim=rotary_dim,
         multiprocessors=multiprocessors,
     )[0]
-    return cost.kernel(work, config, multiprocessors)
+    return cost.time(work, config, multiprocessors)
 
 
 def _work(
@@ -216,7 +242,7 @@ def forward(
     scale_offset: float,
     save_projections: bool,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """Queries, keys and values [M, heads * H], and the former two before their norms if to be saved.
 
@@ -234,6 +260,32 @@ def forward(
     has_norms = [scale is not None for scale in scales]
     w = jnp.concatenate(weights, axis=1)
     bias = None if biases is None else jnp.concatenate(biases)
+    all_scales: list[jax.Array] = []
+    if any(has_norms):
+        ones = jnp.ones(head_size, jnp.float32)
+        rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
+        all_scales = [jnp.stack([*rows, ones])]
+    if config is None:
+        config = fitting(
+            rows=m,
+            features=k,
+            widths=widths,
+            head_size=head_size,
+            norm=any(has_norms),
+            rotary_dim=rotary_dim,
+            multiprocessors=multiprocessors,
+        )[0]
+    if isinstance(config, FewRowsConfig):
+        q, k, v, *projections = qkv_few_rows.forward(
+            *(x, w, bias, all_scales[0] if all_scales else None, cos, sin),
+            widths=widths,
+            has_norms=has_norms,
+            head_size=head_size,
+            epsilon=epsilon,
+            save_projections=save_projections,
+            config=config,
+        )
+        return (q, k, v, *(projections or (None, None)))
     splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
     if splits_heads:
         w = _in_strips(w, head_size)
@@ -266,20 +318,6 @@ def forward(
             epsilon=epsilon,
         )
 
-    if config is None:
-        config = next(
-            c
-            for c in candidates(
-                rows=m,
-                features=k,
-                widths=widths,
-                head_size=head_size,
-                norm=any(has_norms),
-                rotary_dim=rotary_dim,
-                multiprocessors=multiprocessors,
-            )
-            if epilogue_of(c).shared_bytes <= SHARED_MEMORY_BYTES
-        )
     epilogue = epilogue_of(config)
     epilogue.product.check_shared_bytes(epilogue.shared_bytes)
     if epilogue.product.b_transposed:
@@ -296,11 +334,6 @@ def forward(
             # A tile of rows goes on from the last position to the first.
             table = jnp.pad(table, ((0, config.tile_m), (0, 0)), mode="wrap")
         tables = (table,)
-    all_scales: list[jax.Array] = []
-    if any(has_norms):
-        ones = jnp.ones(head_size, jnp.float32)
-        rows = [ones if s is None else s.astype(jnp.float32) + scale_offset for s in scales]
-        all_scales = [jnp.stack([*rows, ones])]
     saved = widths[:2] if save_projections else ()
     results = epilogue.product.launch(
         (x,),
@@ -320,7 +353,7 @@ def input_gradient(
     weights: Sequence[jax.Array],
     *,
     multiprocessors: int,
-    config: MatmulConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array]:
     """The sum of dy [M, heads * H] times the transpose of w [D, heads * H] over all three."""
     results = matmul.matmul(
