@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.tuning import table
+from pallas_kernels.product import few_rows
 from tests import mosaic_interpreter
 
 # Threads of XLA's CPU client, one a core unless this says more. Two interpreted kernels of a program
@@ -56,6 +57,7 @@ def _nothing_measured_here(monkeypatch):
 def _kernels_need_not_be_named(monkeypatch):
     """Tests take operators to their kernels before a GPU has measured those."""
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
+    monkeypatch.setattr(few_rows, "RUNS", True)
 
 
 DIGITS_FLAGS = ("--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4")

@@ -21,10 +21,9 @@ from jaxfused.ops.kernel_call import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import product
-from pallas_kernels.product import cost
+from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
-from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.mainloop import ACCUMULATOR_ELEMENTS
 from pallas_kernels.product.matmul import predicted_time
 
@@ -215,9 +214,9 @@ def input_gradient(
 ) -> jax.Array:
     """The gradient of x where y = x @ w: dy [..., F] times the transpose of w [D, F]."""
     # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
-    few_rows = math.prod(dy.shape[:-1]) <= MAX_ROWS and dy.dtype.itemsize == 2
+    are_few = math.prod(dy.shape[:-1]) <= few_rows.MAX_ROWS and dy.dtype.itemsize == 2
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
-    if few_rows and may_run and dy.dtype == dtype:
+    if few_rows.RUNS and are_few and may_run and dy.dtype == dtype:
         (dx,) = run(_InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)

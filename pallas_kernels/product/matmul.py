@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost, weights
+from pallas_kernels.product import cost, few_rows, weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
@@ -68,7 +68,7 @@ _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
     """Configs for a product with few rows, as `candidates` has them for any; none where it has many."""
-    if work.m > MAX_ROWS or work.itemsize != 2:
+    if not few_rows.RUNS or work.m > MAX_ROWS or work.itemsize != 2:
         return []
     parts = [parts for parts in (1, 2, 4, MAX_PARTS) if parts <= work.steps]
     configs = [
