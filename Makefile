@@ -3,6 +3,7 @@
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
+# make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
@@ -15,6 +16,7 @@
 
 BASE_PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV ?= .venv
+ADOPTION_VENV ?= .venv-adoption
 JAX_VERSION ?= 0.11.2
 JOBS ?= $(shell nproc)
 # Of `make fuzz`: how many cases, after how many seconds none begins, and where they are drawn from.
@@ -39,7 +41,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-peers test-gpu bench fuzz lint ffi ffi-quick clean
+.PHONY: vit unet test test-all test-peers test-adoption test-gpu bench fuzz lint ffi ffi-quick clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -68,6 +70,11 @@ test-all: $(INSTALLED) $(TESTED_LIBRARY)
 test-peers: $(INSTALLED)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m tests.peers -n $(JOBS) --dist worksteal \
 	  $(if $(JAX_TESTS),--jax-tests $(JAX_TESTS))
+
+# Transformers' last release with Flax models, Equinox and Haiku stay out of the other environment.
+test-adoption: $(ADOPTION_VENV)/.installed-$(JAX_VERSION)
+	JAX_PLATFORMS=cpu $(ADOPTION_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  $(wildcard tests/adoption/of_*.py)
 
 # Autotuning every product of a plain jax.numpy takes longer than all the rest. Without it XLA must not
 # take Triton's products, whose int8 is wrong then: see quantized_matmul.
@@ -103,7 +110,7 @@ ffi-quick: $(INSTALLED)
 	$(TOOLS) cmake --build build/ffi-quick
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ADOPTION_VENV) build dist
 
 $(VENV)/.installed-$(JAX_VERSION): pyproject.toml
 	$(BASE_PYTHON) -m venv $(VENV)
@@ -111,4 +118,12 @@ $(VENV)/.installed-$(JAX_VERSION): pyproject.toml
 	$(PYTHON) -m pip install --quiet scikit-build-core
 	$(PYTHON) -m pip install --quiet --no-build-isolation -C wheel.cmake=false \
 	  -e '.[$(EXTRAS)]' 'jax==$(JAX_VERSION)'
+	touch $@
+
+$(ADOPTION_VENV)/.installed-$(JAX_VERSION): pyproject.toml
+	$(BASE_PYTHON) -m venv $(ADOPTION_VENV)
+	rm -f $(ADOPTION_VENV)/.installed-*
+	$(ADOPTION_VENV)/bin/python -m pip install --quiet scikit-build-core
+	$(ADOPTION_VENV)/bin/python -m pip install --quiet --no-build-isolation -C wheel.cmake=false \
+	  -e '.[adoption]' 'jax==$(JAX_VERSION)'
 	touch $@

@@ -3,6 +3,7 @@
 from jaxfused import optim as optim
 from jaxfused.explain import Explanation as Explanation
 from jaxfused.explain import explain as explain
+from jaxfused.fuse import fuse as fuse
 from jaxfused.ops.attention import dot_product_attention as dot_product_attention
 from jaxfused.ops.batch_norm import batch_norm as batch_norm
 from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm

@@ -172,14 +172,18 @@ def record(choice: Choice) -> None:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Choice]]:
-    """Within this context, all choices made during tracing are added to the yielded list."""
+def recorded(*, alone: bool = False) -> Iterator[list[Choice]]:
+    """Within this context, all choices made during tracing are added to the yielded list.
+
+    With `alone`, they are not added to the lists of contexts outside: what is traced here is a trial.
+    """
     recording: list[Choice] = []
-    _recordings.append(recording)
+    outside = list(_recordings)
+    _recordings[:] = [recording] if alone else [*outside, recording]
     try:
         yield recording
     finally:
-        _recordings[:] = [r for r in _recordings if r is not recording]
+        _recordings[:] = outside if alone else [r for r in _recordings if r is not recording]
 
 
 def note_fallback(module: str, reason: str) -> None:

@@ -12,6 +12,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxfused import dispatch
+from jaxfused.fuse import report as fusion
 from jaxfused.ops import kernel_call
 from jaxfused.tuning.table import Table, load
 
@@ -27,9 +28,12 @@ class Explanation:
     """Each call of a module that Flax's own code serves, with the reason, and how often it occurs."""
     table: Table = field(default_factory=lambda: Table({}))
     """The table of measured choices for the device."""
+    fusions: tuple[fusion.Report, ...] = ()
+    """What each function that `jaxfused.fuse` has wrapped was found to contain."""
 
     def __str__(self) -> str:
-        lines = [f"on {self.device.name}:"]
+        lines = [str(report) for report in self.fusions]
+        lines.append(f"on {self.device.name}:")
         if self.table.files:
             lines.append(f"  measured choices {self.table}:")
             lines += [f"      {file}" for file in self.table.files]
@@ -74,7 +78,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     those that a kernel sees: after `jax.vmap`, on one device's shard. Each stage comes with what
     decided, measurements (see `jaxfused.tune`) or expected times, and a config that was measured. To see
     the stages of gradients, pass a function that takes them, such as a training step. Calls of modules
-    that Flax's own code serves are listed with the argument that no operator can serve.
+    that Flax's own code serves are listed with the argument that no operator can serve. Of functions
+    that `jaxfused.fuse` has wrapped it says which operators were found in them, in which line, and what
+    was left alone and why.
 
     Args:
       f: any function of JAX arrays, jitted or not.
@@ -93,7 +99,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Source: own work.
     """
-    choices, fallbacks = traced(f, *args, **kwargs)
+    with fusion.recorded() as fusions:
+        choices, fallbacks = traced(f, *args, **kwargs)
     # Stages that differ in a constant alone look the same, and choose alike.
     counts = Counter(_Key(choice._replace(kernel=None)) for choice, _ in choices)
     device = dispatch.current_device()
@@ -102,6 +109,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         tuple((key.choice, count) for key, count in counts.items()),
         tuple(Counter(fallbacks).items()),
         load(device),
+        tuple(fusions),
     )
 
 

@@ -22,6 +22,7 @@ LAYERS = {
     "jaxfused/nnx": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/linen": ("jaxfused.modules", *_OPERATORS),
     "jaxfused/modules": _OPERATORS,
+    "jaxfused/fuse": _OPERATORS,
     "jaxfused/optim": (
         "jaxfused.ops",
         "jaxfused.dispatch",

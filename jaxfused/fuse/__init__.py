@@ -1,0 +1,106 @@
+"""fuse: a model as it is written, with this package's operators in the places of its own operations.
+
+`fuse(f)` traces f to a jaxpr (`trace`), makes a graph of it that looks through calls of `jax.jit`
+(`graph`), and asks one recogniser after the other what it finds there:
+
+1. `attention`: two products with a softmax between them.
+2. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before.
+3. `perceptron`: two products with an activation or a gated unit between them.
+4. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
+5. `product`: a product with its bias, activation and residual.
+6. `cross_entropy`: the loss of a product.
+7. `patches`: a convolution whose windows do not overlap.
+8. `rotation`: a rotation of neighbours that no projection has taken in.
+
+A recogniser starts at an operation that its operator cannot do without (the root of a norm, the
+softmax of an attention), and asks for the algebra around it (`algebra`), not for a spelling: a product
+of powers, a sum of terms, a mean, seen through casts and broadcasts. Activations are told by their
+values (`activation`). What it finds is a `site`: inputs, outputs, and the operations between them,
+none of which anything else may use. `evaluate` runs the program with the sites in place, and
+everything else as it was.
+
+The rules are these:
+
+- Only a program that is not differentiated yet is changed. Its gradients are then the operators' own.
+- An operator takes a place only where it rounds no earlier than the program does: with bfloat16
+  arguments where the program's result is bfloat16 too. Dtypes stay.
+- A custom_vjp, a custom_jvp other than of a known activation, and a stop_gradient are walls.
+- A mask becomes the operator's mask only where each query provably has a key; a finite constant for
+  masked logits is otherwise added as a bias, so that a query without keys gets what it got.
+- Random bits are the program's own: where probabilities are dropped, the attention stays.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+from jaxfused.fuse import evaluate, graph, report
+from jaxfused.fuse.recognise import recognise
+from jaxfused.fuse.trace import trace
+
+
+def fuse[F: Callable[..., Any]](f: F, *, without: Collection[str] = ()) -> F:
+    r"""Returns f, with fused operators in the places of the operations that they compute.
+
+    It goes around a model's forward, or a loss, and inside `jax.grad`:
+
+        def loss(params, batch):
+            logits = jaxfused.fuse(model.apply)(params, batch.images)
+            ...
+
+    `jaxfused.explain(jaxfused.fuse(f), *args)` says what is found, and why something is not.
+
+    Args:
+      f: a function of arrays: `model.apply` of Flax's Linen or of Haiku, a module of `flax.nnx` or
+        Equinox, or a plain function. It may be used inside and outside `jax.jit`, `jax.grad`,
+        `jax.vmap`, `lax.scan` and `jax.checkpoint`. A function that is differentiated already, such
+        as `jax.grad(loss)`, runs as it is.
+      without: what to leave alone: names of operators ("layer_norm"), labels ("layer_norm#3") or lines
+        ("model.py:12"), as `explain` prints them. By halves one finds the site that makes a difference.
+
+    Returns:
+      A function with f's signature, whose results are f's but for rounding. Arrays among the arguments
+      are traced; everything else is static. It is traced at every call: call it inside `jax.jit`.
+
+    Raises:
+      ValueError: `without` is a string instead of a collection of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> def f(x, scale):
+      ...     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+      >>> x, scale = jnp.ones((2, 8)), jnp.ones(8)
+      >>> report = jaxfused.explain(jaxfused.fuse(f), x, scale)
+      >>> report.fusions[0].counts()
+      {'rms_norm': 1}
+
+    Source: own work.
+    """
+    if isinstance(without, str):
+        raise ValueError(
+            f"fuse: without={without!r} is a string, but it holds several; pass ({without!r},)."
+        )
+
+    @functools.wraps(f, updated=())
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        traced = trace(f, args, kwargs)
+        program = graph.build(traced.jaxpr)
+        refused: dict[str, str] = {}
+        while True:
+            found = recognise(program, name_of(f), tuple(without), refused)
+            try:
+                results = evaluate.run(found.plan, traced.arguments)
+                break
+            except evaluate.Refused as refusal:
+                if refusal.site.label in refused:
+                    raise
+                refused[refusal.site.label] = str(refusal)
+        report.record(found.report)
+        return traced.finish(results)
+
+    return cast(F, fused)
+
+
+def name_of(f: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of a module."""
+    return getattr(f, "__qualname__", type(f).__name__)

@@ -1,0 +1,199 @@
+"""Tells an activation by its values, however it is written.
+
+The operations that follow from one array alone are a function of a number. It is evaluated in float64
+at a few numbers and compared with the activations that operators have. Constants of the program may be
+rounded to its dtype, as 0.044715 is in bfloat16; so is what it is compared with.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import primitives
+
+from jaxfused.fuse import graph
+from jaxfused.fuse.algebra import between, passed_on
+from jaxfused.fuse.constants import elementwise, scalar
+from jaxfused.fuse.graph import Node, Value
+from jaxfused.semantics.activation import ACTIVATIONS
+
+POINTS = np.concatenate([np.linspace(-6.0, 6.0, 41), [-1e-3, 1e-3, 11.0, -11.0]])
+"""Where functions are compared."""
+_LONGEST = 24
+
+
+class Activated(NamedTuple):
+    """An activation of a value."""
+
+    name: str
+    result: Value
+    covered: frozenset[Node]
+
+
+def activation_of(z: Value) -> Activated | None:
+    """The activation that all readers of `z` are part of, or None."""
+    best = None
+    for result, covered in _functions_of(z):
+        # What only rounds after the activation belongs to it; what only rounds is no activation.
+        if any(passed_on(node) is None for node in covered):
+            name = _name(z, result, covered)
+            if name is not None:
+                best = Activated(name, result, frozenset(covered))
+    return best
+
+
+def why_no_activation(z: Value) -> str:
+    """Why what follows from `z` is none of the activations, or "" where it does not look like one."""
+    for result, covered in _functions_of(z):
+        names = {node.name for node in covered}
+        if "max" in names and _values(z, result, covered) is not None:
+            return (
+                "jnp.maximum(x, 0) has the derivative 0.5 at 0, and the operator's relu has 0;"
+                " write jax.nn.relu"
+            )
+        if names & {"tanh", "erf", "erfc", "logistic", "custom_jvp_call"}:
+            return "the activation is none of " + ", ".join(ACTIVATIONS)
+    return ""
+
+
+def _functions_of(z: Value) -> Iterator[tuple[Value, set[Node]]]:
+    """The values on which all that is made of `z` alone comes down, and the operations between."""
+    inside: set[Node] = set()
+    made = {z}
+    live = {z}
+    while len(inside) < _LONGEST:
+        ready = [
+            node
+            for value in live
+            for node in value.uses
+            if node not in inside and _is_function(node, made)
+        ]
+        if not ready:
+            return
+        node = min(ready, key=lambda node: node.order)
+        inside.add(node)
+        made.add(node.out)
+        live = {
+            value
+            for value in made
+            if value.is_output or not value.uses or any(r not in inside for r in value.uses)
+        }
+        if len(live) == 1 and z not in live and node.out in live:
+            yield node.out, set(inside)
+
+
+def _is_function(node: Node, made: set[Value]) -> bool:
+    """Whether the operation makes of each element one element, of `made` and numbers alone."""
+    if len(node.outs) != 1 or node.name == "stop_gradient":
+        return False
+    if not node.out.is_floating and node.name not in ("gt", "ge", "lt", "le"):
+        return False
+    if elementwise(node) is None and not is_relu(node):
+        return False
+    return all(value in made or scalar(value) is not None for value in node.ins) and all(
+        value.shape == node.out.shape for value in node.ins if value in made
+    )
+
+
+def is_relu(node: Node) -> bool:
+    """Whether the operation is `jax.nn.relu`, by value and by derivative."""
+    if node.eqn.primitive is not primitives.custom_jvp_call_p or len(node.ins) != 1:
+        return False
+    inner = graph.build(node.params["call_jaxpr"])
+    names = [n.name for n in inner.nodes]
+    if names != ["max"] or len(inner.inputs) != 1 or inner.outputs != inner.nodes[0].outs:
+        return False
+    operands = inner.nodes[0].ins
+    if not any(v is inner.inputs[0] for v in operands) or not any(scalar(v) == 0 for v in operands):
+        return False
+    return _has_slope_of_relu(node)
+
+
+def _has_slope_of_relu(node: Node) -> bool:
+    """Whether the derivative, which may be of the user's own making, is that of `jax.nn.relu`."""
+    x = jax.ShapeDtypeStruct(node.ins[0].shape, node.ins[0].dtype)
+    derivative = jax.make_jaxpr(
+        lambda x, dx: jax.jvp(lambda x: graph.bind(node.eqn, [x])[0], (x,), (dx,))[1]
+    )(x, x)
+    program = graph.build(derivative)
+    (x_in, dx_in), (slope,) = program.inputs, program.outputs
+    points = np.array([-1.0, 0.0, 1.0])
+    nodes = between(slope, {x_in, dx_in})
+    values = _evaluated({x_in: points, dx_in: np.ones(3)}, slope, nodes)
+    return values is not None and np.broadcast_to(values, 3).tolist() == [0.0, 0.0, 1.0]
+
+
+def _values(z: Value, result: Value, covered: set[Node]) -> np.ndarray | None:
+    """The function from `z` to `result` at the points, or None where it cannot be evaluated."""
+    return _evaluated({z: POINTS}, result, covered)
+
+
+def _evaluated(
+    arrays: dict[Value, np.ndarray], result: Value, nodes: set[Node]
+) -> np.ndarray | None:
+    for node in sorted(nodes, key=lambda node: node.order):
+        number = scalar(node.out) if len(node.outs) == 1 else None
+        if number is not None:
+            arrays[node.out] = np.asarray(number)
+            continue
+        function: Callable[..., Any] | None = elementwise(node)
+        if node.eqn.primitive is primitives.custom_jvp_call_p and is_relu(node):
+            function = functools.partial(np.maximum, 0.0)
+        if function is None:
+            return None
+        ins = [arrays[v] if v in arrays else scalar(v) for v in node.ins]
+        if any(array is None for array in ins):
+            return None
+        with np.errstate(all="ignore"):
+            arrays[node.out] = function(*ins)
+    return arrays.get(result)
+
+
+def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
+    if any(
+        node.name in ("max", "min", "select_n", "abs", "sign") and passed_on(node) is None
+        for node in covered
+    ):
+        # Their derivative at a corner is a choice, which only JAX's own relu is known to share.
+        return None
+    values = _values(z, result, covered)
+    if values is None:
+        return None
+    dtypes = {
+        np.dtype(v.dtype).name for v in (z, result, *(n.out for n in covered)) if v.is_floating
+    }
+    tolerance = 3e-5 if dtypes <= {"float32", "float64"} else 1e-3
+    made_of = {node.name for node in covered}
+    for name, parts in _MADE_OF.items():
+        if made_of & parts:
+            errors = [np.abs(values - _activation_values(name, d)).max() for d in dtypes]
+            if min(errors) < tolerance:
+                return name
+    return None
+
+
+_MADE_OF: dict[str, set[str]] = {
+    "gelu_tanh": {"tanh"},
+    "gelu_erf": {"erf", "erfc"},
+    "silu": {"logistic", "exp"},
+    "relu": {"custom_jvp_call"},
+    "relu2": {"custom_jvp_call"},
+}
+"""An operation that an activation is not written without.
+
+Values alone would not tell the two gelus apart where constants are rounded to 16 bits.
+"""
+
+
+@functools.cache
+def _activation_values(name: str, dtype: str) -> np.ndarray:
+    """An activation at the points, in float64 but for the constants that JAX rounds to `dtype`."""
+    with jax.core.ensure_compile_time_eval():
+        jaxpr = jax.make_jaxpr(ACTIVATIONS[name])(jax.ShapeDtypeStruct((1,), dtype))
+    program = graph.build(jaxpr)
+    (z,), (result,) = program.inputs, program.outputs
+    values = _values(z, result, set(program.nodes))
+    assert values is not None, name
+    return values

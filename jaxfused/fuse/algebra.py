@@ -1,0 +1,352 @@
+"""What a value is in terms of others: products of powers, sums, means, seen through views.
+
+Real code writes one formula in a dozen ways: x * rsqrt(v), x / sqrt(v), (scale * rsqrt(v)) * x, with
+casts and broadcasts anywhere between. A product with powers and a sum with factors are the same for all
+of them, and recognisers ask for those.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxfused.fuse.constants import scalar
+from jaxfused.fuse.graph import Node, Value
+
+TRANSPARENT = frozenset({"copy", "copy_p", "name", "sharding_constraint"})
+"""Operations that hand on what they get."""
+
+_DTYPES = tuple(jnp.dtype(name) for name in ("float64", "float32", "bfloat16", "float16"))
+"""A convert to one of these only rounds; to 8 bits it quantises, which is meant."""
+
+
+def is_transparent(node: Node) -> bool:
+    """Whether the operation hands on the numbers that it gets, but for rounding."""
+    if node.name == "convert_element_type":
+        return node.ins[0].dtype in _DTYPES and node.out.dtype in _DTYPES
+    return node.name in TRANSPARENT
+
+
+def passed_on(node: Node) -> Value | None:
+    """The operand that the operation hands on, or None where it computes something.
+
+    A choice is transparent where it is always the same one, as of `jnp.var`'s degrees of freedom or of
+    dropout at rate 0.
+    """
+    if is_transparent(node):
+        return node.ins[0]
+    if node.name == "select_n":
+        which = scalar(node.ins[0])
+        if which is not None:
+            return node.ins[1 + int(which)]
+    neutral = _NEUTRAL.get(node.name)
+    if neutral is not None:
+        for i in (0, 1) if node.name in ("add", "mul") else (0,):
+            value, other = node.ins[i], node.ins[1 - i]
+            same = value.shape == node.out.shape and value.dtype == node.out.dtype
+            if same and value.is_floating and scalar(other) == neutral:
+                return value
+    return None
+
+
+_NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
+"""The number with which an operation changes nothing, as the mean that Flax's RMSNorm subtracts."""
+
+
+def core(value: Value) -> Value:
+    """What the value is before converts, names and sharding constraints."""
+    while value.node is not None:
+        operand = passed_on(value.node)
+        if operand is None:
+            break
+        value = operand
+    return value
+
+
+class View(NamedTuple):
+    """A value and where its axes are among those of the value that is looked at."""
+
+    base: Value
+    axes: tuple[int | None, ...]
+    """For each axis of `base` the axis that it is; None for an axis of length 1."""
+
+
+def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
+    """The value before all that only converts, repeats or adds axes of length 1."""
+    if axes is None:
+        axes = tuple(i if size != 1 else None for i, size in enumerate(value.shape))
+    while value.node is not None:
+        node = value.node
+        operand = passed_on(node)
+        if operand is not None:
+            value = operand
+            continue
+        moved = _moved_axes(node, axes)
+        if moved is None:
+            break
+        value, axes = node.ins[0], moved
+    return View(value, axes)
+
+
+def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
+    """The axes of a view's operand, or None where the operation is no view."""
+    if node.name not in ("broadcast_in_dim", "reshape", "squeeze") or len(node.ins) != 1:
+        return None
+    shape = node.ins[0].shape
+    if node.name == "broadcast_in_dim":
+        targets = [int(target) for target in node.params["broadcast_dimensions"]]
+        return tuple(
+            None if size == 1 else axes[target] for size, target in zip(shape, targets, strict=True)
+        )
+    sizes = [size for size in shape if size != 1]
+    if sizes != [size for size in node.out.shape if size != 1]:
+        return None
+    remaining = iter(axis for axis, size in zip(axes, node.out.shape, strict=True) if size != 1)
+    return tuple(None if size == 1 else next(remaining) for size in shape)
+
+
+class Term(NamedTuple):
+    """One summand: a factor times what a view shows."""
+
+    factor: float
+    view: View
+
+
+@dataclass
+class Sum:
+    """A constant and summands."""
+
+    constant: float = 0.0
+    terms: list[Term] = field(default_factory=list)
+
+
+def total(value: Value, axes: tuple[int | None, ...] | None = None) -> Sum:
+    """The value as a sum, as far as additions and subtractions are written one after the other."""
+    result = Sum()
+    _add(result, 1.0, *view(value, axes))
+    return result
+
+
+def _add(result: Sum, factor: float, value: Value, axes: tuple[int | None, ...]) -> None:
+    constant = scalar(value)
+    if constant is not None:
+        result.constant += factor * constant
+        return
+    node = value.node
+    if node is not None and node.name in ("add", "sub", "add_any") and _same_shape(node):
+        second = -factor if node.name == "sub" else factor
+        _add(result, factor, *view(node.ins[0], _operand_axes(node, 0, axes)))
+        _add(result, second, *view(node.ins[1], _operand_axes(node, 1, axes)))
+        return
+    if node is not None and node.name == "neg":
+        _add(result, -factor, *view(node.ins[0], axes))
+        return
+    if node is not None and node.name in ("mul", "div"):
+        for i, j in ((0, 1), (1, 0)) if node.name == "mul" else ((0, 1),):
+            constant = scalar(node.ins[j])
+            if constant is not None and constant != 0:
+                scaled = factor * constant if node.name == "mul" else factor / constant
+                _add(result, scaled, *view(node.ins[i], _operand_axes(node, i, axes)))
+                return
+    result.terms.append(Term(factor, View(value, axes)))
+
+
+def _same_shape(node: Node) -> bool:
+    return all(v.ndim in (0, node.out.ndim) for v in node.ins)
+
+
+def _operand_axes(node: Node, index: int, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The axes of an elementwise operation's operand, of which some may be of length 1."""
+    operand = node.ins[index]
+    if operand.ndim == 0:
+        return ()
+    return tuple(
+        None if size == 1 else axis for size, axis in zip(operand.shape, axes, strict=True)
+    )
+
+
+@dataclass
+class Product:
+    """A constant times powers of what views show."""
+
+    constant: float = 1.0
+    powers: dict[View, float] = field(default_factory=dict)
+
+    def multiply(self, view: View, power: float) -> None:
+        self.powers[view] = self.powers.get(view, 0.0) + power
+        if self.powers[view] == 0.0:
+            del self.powers[view]
+
+
+Stop = Callable[[View], View | None]
+"""Whether a product is not taken apart further, and as what it is seen then."""
+
+
+def product(
+    value: Value,
+    axes: tuple[int | None, ...] | None = None,
+    *,
+    stop: Stop = lambda view: None,
+) -> Product:
+    """The value as a product of powers."""
+    result = Product()
+    _multiply(result, 1.0, view(value, axes), stop)
+    return result
+
+
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
+
+
+def _multiply(result: Product, power: float, seen: View, stop: Stop) -> None:
+    stopped = stop(seen)
+    if stopped is not None:
+        result.multiply(stopped, power)
+        return
+    value, axes = seen
+    constant = scalar(value)
+    if constant is not None and (constant > 0 or power.is_integer()) and constant != 0:
+        result.constant *= constant**power
+        return
+    node = value.node
+    inner = None if node is None else exponent(node)
+    if node is not None and inner is not None:
+        # The root of a square is an absolute value, so that a root is taken of one thing as it is.
+        if power.is_integer() and inner.is_integer():
+            _multiply(result, power * inner, view(node.ins[0], _operand_axes(node, 0, axes)), stop)
+        else:
+            result.multiply(view(node.ins[0], _operand_axes(node, 0, axes)), power * inner)
+        return
+    if node is not None and node.name in ("mul", "div") and power.is_integer():
+        second = -power if node.name == "div" else power
+        _multiply(result, power, view(node.ins[0], _operand_axes(node, 0, axes)), stop)
+        _multiply(result, second, view(node.ins[1], _operand_axes(node, 1, axes)), stop)
+        return
+    if node is not None and node.name == "neg" and power.is_integer():
+        result.constant *= (-1.0) ** power
+        _multiply(result, power, view(node.ins[0], axes), stop)
+        return
+    result.multiply(seen, power)
+
+
+def exponent(node: Node) -> float | None:
+    """The power to which an operation raises its argument, or None."""
+    if node.name == "integer_pow":
+        return float(node.params["y"])
+    if node.name == "pow":
+        return scalar(node.ins[1])
+    return _POWERS.get(node.name)
+
+
+class Mean(NamedTuple):
+    """A mean over axes of an array."""
+
+    argument: Value
+    axes: tuple[int, ...]
+
+
+COUNT_TOLERANCE = 4e-3
+"""One over a count may be rounded to bfloat16."""
+
+
+def mean(seen: View, factor: float = 1.0) -> Mean | None:
+    """The mean that `factor` times the value is, or None."""
+    parts = product(*seen)
+    if len(parts.powers) != 1:
+        return None
+    ((summed, power),) = parts.powers.items()
+    node = summed.base.node
+    if node is None or node.name != "reduce_sum" or power != 1.0:
+        return None
+    axes = tuple(int(axis) for axis in node.params["axes"])
+    count = math.prod(node.ins[0].shape[axis] for axis in axes)
+    if abs(parts.constant * factor * count - 1) > COUNT_TOLERANCE:
+        return None
+    return Mean(node.ins[0], axes)
+
+
+def vector(seen: View, rank: int) -> Value | None:
+    """The array [D] that the value repeats over all axes but the last of `rank`, or None."""
+    axes = [axis for axis in seen.axes if axis is not None]
+    return seen.base if axes == [rank - 1] and seen.base.is_floating else None
+
+
+def trailing(value: Value, shape: tuple[int, ...]) -> Value | None:
+    """The array of `shape` that the value repeats over its axes before, or None."""
+    seen = view(value)
+    first = value.ndim - len(shape)
+    expected = [first + i for i, size in enumerate(shape) if size != 1]
+    axes = [axis for axis in seen.axes if axis is not None]
+    return seen.base if axes == expected and expected and seen.base.is_floating else None
+
+
+def stages(value: Value) -> list[Value]:
+    """The value and what it is before each convert, name or sharding constraint."""
+    found = [value]
+    while value.node is not None:
+        operand = passed_on(value.node)
+        if operand is None:
+            break
+        value = operand
+        found.append(value)
+    return found
+
+
+def at_dtype(value: Value, dtype: object) -> Value | None:
+    """The earliest stage of the value that has this dtype, or None."""
+    return next((v for v in reversed(stages(value)) if v.dtype == dtype), None)
+
+
+def between(root: Value, leaves: set[Value]) -> set[Node]:
+    """The operations that make `root` of `leaves` and of what is constant."""
+    found: set[Node] = set()
+    pending = [root]
+    while pending:
+        value = pending.pop()
+        if value in leaves or value.node is None or value.node in found:
+            continue
+        found.add(value.node)
+        pending += value.node.ins
+    return found
+
+
+def ancestors_within(root: Value, limit: int) -> Iterator[Node]:
+    """Operations that `root` is made of, nearest first, up to a number of them."""
+    seen: set[Node] = set()
+    pending = [root]
+    while pending and len(seen) < limit:
+        value = pending.pop(0)
+        if value.node is not None and value.node not in seen:
+            seen.add(value.node)
+            yield value.node
+            pending += value.node.ins
+
+
+_LARGEST_COMPARED = 64
+
+
+def same(first: Value, second: Value) -> bool:
+    """Whether two values are made by the same operations of the same values.
+
+    A model that makes its angles once for queries and once for keys makes one array.
+    """
+    pending = [(first, second)]
+    for _ in range(_LARGEST_COMPARED):
+        if not pending:
+            return True
+        a, b = pending.pop()
+        if a is b:
+            continue
+        if a.node is None and b.node is None and a.constant is not None and a.shape == ():
+            if b.constant is None or b.shape != () or bool(a.constant != b.constant):
+                return False
+            continue
+        if a.node is None or b.node is None or a.index != b.index or a.node.eqn.effects:
+            return False
+        if a.node.name != b.node.name or len(a.node.ins) != len(b.node.ins):
+            return False
+        if repr(a.node.params) != repr(b.node.params):
+            return False
+        pending += zip(a.node.ins, b.node.ins, strict=True)
+    return False

@@ -1,0 +1,309 @@
+"""A program as a graph: values, the operations that make them, and who reads them.
+
+The graph is made from the jaxpr of a function. Calls of `jax.jit` are looked through: their operations
+stand in the graph beside the others and remember the call. The call itself is kept, because a call in
+which nothing is replaced is evaluated as the call that it was. Bodies of `scan`, `cond`, `while` and
+`jax.checkpoint` are graphs of their own, with an operation of the outer graph for each.
+
+Two views of one value (a convert, a reshape, a broadcast) that are written twice are one value here, so
+that recognisers see one input where the program's author wrote it three times.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.extend.core import primitives
+
+Jaxpr = Any
+"""A jaxpr of JAX, open or closed: newer versions of JAX have one class for both."""
+
+
+class Value:
+    """An array of the program."""
+
+    __slots__ = (
+        "aval",
+        "constant",
+        "evaluated",
+        "index",
+        "is_constant",
+        "is_output",
+        "node",
+        "origin",
+        "uses",
+    )
+
+    def __init__(self, aval: Any, node: "Node | None" = None, index: int = 0):
+        self.aval = aval
+        self.node = node
+        """The operation that makes it; None for inputs and constants."""
+        self.index = index
+        """Which result of the operation it is."""
+        self.uses: list[Node] = []
+        """The operations that read it, each as often as it does."""
+        self.is_output = False
+        self.constant: Any = None
+        """The array, where it is known."""
+        self.origin: Value | None = None
+        """The value of the outer graph that an input of a body always is."""
+        self.is_constant = False
+        """Whether it does not depend on the arguments, so that it might be evaluated now."""
+        self.evaluated: dict[bool, np.ndarray | None] = {}
+        """What `constants.evaluate` found."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return getattr(self.aval, "dtype", None)
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype is not None and jax.numpy.issubdtype(self.dtype, jax.numpy.floating)
+
+    @property
+    def made_by(self) -> str:
+        """The name of the operation that makes it, or ""."""
+        return "" if self.node is None else self.node.name
+
+    @property
+    def used_once(self) -> bool:
+        return not self.is_output and len(self.uses) == 1
+
+
+class Call:
+    """A call of `jax.jit`, or one that is the same to us, which the graph looks through."""
+
+    __slots__ = ("eqn", "ins", "items", "outs", "parent")
+
+    def __init__(self, eqn: Any, ins: Sequence[Value], parent: "Call | None"):
+        self.eqn = eqn
+        self.ins = list(ins)
+        self.outs: list[Value] = []
+        self.items: list[Node | Call] = []
+        self.parent = parent
+
+
+class Node:
+    """An operation."""
+
+    __slots__ = ("bodies", "call", "eqn", "ins", "name", "order", "outs")
+
+    def __init__(self, eqn: Any, ins: Sequence[Value], call: Call | None, order: int):
+        self.eqn = eqn
+        self.name: str = eqn.primitive.name
+        self.ins = list(ins)
+        self.outs = [Value(v.aval, self, i) for i, v in enumerate(eqn.outvars)]
+        self.call = call
+        """The innermost call that it stands in."""
+        self.order = order
+        self.bodies: tuple[Graph, ...] = ()
+        """The graphs of its bodies, where it is a loop, a branch or a `jax.checkpoint`."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    @property
+    def out(self) -> Value:
+        return self.outs[0]
+
+
+class Graph:
+    """A jaxpr's operations in their order."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Value] = []
+        self.outputs: list[Value] = []
+        self.nodes: list[Node] = []
+        self.items: list[Node | Call] = []
+        """The same with calls in place of what stands in them."""
+        self.captured: list[Value] = []
+        """Arrays that the function closed over."""
+
+    def everywhere(self) -> "Iterator[Graph]":
+        """This graph and those of all bodies inside it."""
+        yield self
+        for node in self.nodes:
+            for body in node.bodies:
+                yield from body.everywhere()
+
+
+def opened(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """The jaxpr with its variables, and the arrays that it closed over."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+_VIEWS = frozenset({"convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose"})
+"""Operations that are one where they are written twice: they cost nothing, or a copy."""
+
+
+class _Builder:
+    """Makes a graph of a jaxpr."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.seen: dict[Any, Node] = {}
+
+    def build(self, jaxpr: Jaxpr, origins: Sequence[Value | None] | None = None) -> Graph:
+        jaxpr, constants = opened(jaxpr)
+        graph = self.graph
+        graph.inputs = [Value(v.aval) for v in jaxpr.invars]
+        for value, origin in zip(graph.inputs, origins or (), strict=False):
+            value.origin = origin
+            value.is_constant = origin is not None and origin.is_constant
+        graph.captured = self._captured(jaxpr, constants)
+        names = dict(zip(jaxpr.invars, graph.inputs, strict=True))
+        names |= zip(jaxpr.constvars, graph.captured, strict=True)
+        self._read(jaxpr, names, None, graph.items)
+        graph.outputs = [self._atom(v, names) for v in jaxpr.outvars]
+        for value in graph.outputs:
+            value.is_output = True
+        for node in reversed(graph.nodes):
+            # What nothing reads uses nothing.
+            if node.eqn.effects or any(value.is_output or value.uses for value in node.outs):
+                for value in node.ins:
+                    value.uses.append(node)
+        return graph
+
+    def _captured(self, jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Value]:
+        values = []
+        for variable, array in zip(jaxpr.constvars, constants, strict=True):
+            value = Value(variable.aval)
+            value.constant = array
+            value.is_constant = not isinstance(array, jax.core.Tracer)
+            values.append(value)
+        return values
+
+    def _atom(self, atom: Any, names: dict[Any, Value]) -> Value:
+        if isinstance(atom, core.Literal):
+            value = Value(atom.aval)
+            value.constant = atom.val
+            value.is_constant = True
+            return value
+        return names[atom]
+
+    def _read(self, jaxpr: Jaxpr, names: dict[Any, Value], call: Call | None, items: list) -> None:
+        for eqn in jaxpr.eqns:
+            ins = [self._atom(atom, names) for atom in eqn.invars]
+            body = _transparent_body(eqn)
+            if body is not None:
+                outs, item = self._enter(eqn, body, ins, call)
+            else:
+                node = self._node(eqn, ins, call)
+                outs, item = node.outs, node
+            items.append(item)
+            names |= zip(eqn.outvars, outs, strict=True)
+
+    def _enter(self, eqn: Any, body: Jaxpr, ins: list[Value], parent: Call | None):
+        """The results of a call and the call, whose operations are now in the graph."""
+        call = Call(eqn, ins, parent)
+        inner, constants = opened(body)
+        captured = self._captured(inner, constants)
+        names = dict(zip(inner.invars, ins, strict=True))
+        names |= zip(inner.constvars, captured, strict=True)
+        self.graph.captured += captured
+        self._read(inner, names, call, call.items)
+        call.outs = [self._atom(v, names) for v in inner.outvars]
+        return call.outs, call
+
+    def _node(self, eqn: Any, ins: list[Value], call: Call | None) -> Node:
+        key = None
+        if eqn.primitive.name in _VIEWS:
+            key = (call, eqn.primitive.name, repr(eqn.params), *(id(value) for value in ins))
+            if key in self.seen:
+                return self.seen[key]
+        node = Node(eqn, ins, call, len(self.graph.nodes))
+        if key is not None:
+            self.seen[key] = node
+        node.bodies = tuple(_Builder().build(body, origins) for body, origins in _bodies(eqn, ins))
+        if not node.bodies and not eqn.effects:
+            for value in node.outs:
+                value.is_constant = all(operand.is_constant for operand in ins)
+        self.graph.nodes.append(node)
+        return node
+
+
+def build(jaxpr: Jaxpr) -> Graph:
+    """Returns the graph of a jaxpr."""
+    return _Builder().build(jaxpr)
+
+
+def _transparent_body(eqn: Any) -> Jaxpr | None:
+    """The jaxpr of a call that does nothing but call, or None."""
+    if eqn.primitive is primitives.jit_p:
+        shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+        # A sharding that the user asked of the call would be lost with it.
+        if all(repr(sharding) == "UnspecifiedValue" for sharding in shardings):
+            return eqn.params["jaxpr"]
+        return None
+    if eqn.primitive in (primitives.closed_call_p, primitives.call_p):
+        return eqn.params["call_jaxpr"]
+    return None
+
+
+def _bodies(eqn: Any, ins: list[Value]) -> Iterator[tuple[Jaxpr, list[Value | None]]]:
+    """The jaxprs inside of an operation that may be replaced, with what their inputs always are."""
+    if eqn.primitive is primitives.remat_p:
+        yield eqn.params["jaxpr"], list(ins)
+    elif eqn.primitive is primitives.scan_p:
+        constants = scan_constants(eqn)
+        rest: list[Value | None] = [None] * (len(ins) - constants)
+        yield eqn.params["jaxpr"], [*ins[:constants], *rest]
+    elif eqn.primitive is primitives.cond_p:
+        for branch in eqn.params["branches"]:
+            yield branch, list(ins[1:])
+    elif eqn.primitive is primitives.while_p:
+        yield eqn.params["body_jaxpr"], [None] * len(opened(eqn.params["body_jaxpr"])[0].invars)
+
+
+def scan_constants(eqn: Any) -> int:
+    """How many inputs of a scan are the same in every step."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"]
+    return len(eqn.params["ft_in"].unpack()[0])
+
+
+def scan_carries(eqn: Any) -> int:
+    """How many inputs of a scan are carried from step to step."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_carry"]
+    return len(eqn.params["ft_in"].unpack()[1])
+
+
+def known_array(value: Value) -> np.ndarray | None:
+    """The array of a literal, or of one that was closed over and is at hand."""
+    array = value.constant
+    if isinstance(array, jax.Array):
+        if not array.is_fully_addressable or jax.dtypes.issubdtype(
+            array.dtype, jax.dtypes.extended
+        ):
+            return None
+        # Under a trace too, reading an array is no operation of the program.
+        with jax.core.ensure_compile_time_eval():
+            return np.asarray(array)
+    return np.asarray(array)
+
+
+def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """The results of an operation of the program, as JAX itself evaluates it."""
+    variables = {}
+    for atom, array in zip(eqn.invars, ins, strict=True):
+        if not isinstance(atom, core.Literal):
+            variables[atom] = array
+    jaxpr = core.Jaxpr(
+        (), tuple(variables), tuple(eqn.outvars), [eqn], eqn.effects, debug_info=_DEBUG_INFO
+    )
+    return jax.core.eval_jaxpr(jaxpr, (), *variables.values())
+
+
+_DEBUG_INFO = opened(jax.make_jaxpr(lambda: ())())[0].debug_info

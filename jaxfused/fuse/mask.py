@@ -1,0 +1,204 @@
+"""Which logits a program masks, and how an operator is told.
+
+Masks are conjunctions of parts. A part that does not depend on the arguments is evaluated: it may be
+the causal mask, a window, or any other. The other parts are arrays of the program. A query that may
+attend to nothing gets the mean of all values where the program gives its logits one finite number,
+which is what the softmax of equal logits makes of them; the operator would give 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.fuse.algebra import View, view
+from jaxfused.fuse.constants import evaluate, scalar
+from jaxfused.fuse.graph import Value
+
+BIG = -1e9
+"""A masked logit is no more than this: no other is near it, and its exponential is 0."""
+BIG_IN_FLOAT16 = -6e4
+"""The same where logits are in float16, which has no larger numbers."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes of an attention's logits are those of [B, N, T, S].
+
+    An axis of the logits is made of one or several atoms: batch axes, heads, groups of heads, queries,
+    keys.
+    """
+
+    sizes: dict[str, int]
+    """The size of each atom."""
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    """Of the keys and, last, of a group that shares keys."""
+    query: str
+    key: str
+
+    def spread(self, array, axes: tuple[int | None, ...], logits: Sequence[tuple[str, ...]]):
+        """An array, at the given axes of the logits, as one that broadcasts to [B, N, T, S].
+
+        It is of NumPy or of JAX.
+        """
+        order = [axis for axis in axes if axis is not None]
+        kept = array.reshape(
+            [s for s, axis in zip(array.shape, axes, strict=True) if axis is not None]
+        )
+        assert order == sorted(order)
+        shape: list[int] = []
+        atoms: list[str] = []
+        remaining = dict(zip(order, kept.shape, strict=True))
+        for axis, names in enumerate(logits):
+            atoms += names
+            shape += [self.sizes[n] if axis in remaining else 1 for n in names]
+        kept = kept.reshape(shape)
+        wanted = (*self.batch, *self.heads, self.query, self.key)
+        kept = kept.transpose([atoms.index(name) for name in wanted])
+        return self._merged(kept)
+
+    def _merged(self, array):
+        merged: list[int] = []
+        first = 0
+        for names in (self.batch, self.heads, (self.query,), (self.key,)):
+            sizes = array.shape[first : first + len(names)]
+            if any(size != 1 for size in sizes) and any(
+                size != self.sizes[name] for size, name in zip(sizes, names, strict=True)
+            ):
+                full = list(array.shape)
+                full[first : first + len(names)] = [self.sizes[name] for name in names]
+                broadcast = np.broadcast_to if isinstance(array, np.ndarray) else jnp.broadcast_to
+                array = broadcast(array, full)
+                sizes = tuple(full[first : first + len(names)])
+            merged.append(math.prod(sizes))
+            first += len(names)
+        return array.reshape(merged)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a mask: where it is True, a logit counts."""
+
+    seen: View
+    """The program's array and its axes among those of the logits."""
+    logits: tuple[tuple[str, ...], ...]
+    """The atoms of the logits' axes where it stands."""
+    constant: np.ndarray | None
+    """Its value, of the rank of the logits, where it is known."""
+    negated: bool
+
+
+def truth(value: Value) -> Value:
+    """The booleans that a value is after converts to numbers and comparisons with 0."""
+    while value.node is not None:
+        node = value.node
+        if node.name == "convert_element_type" and value.dtype != np.bool_:
+            value = node.ins[0]
+        elif node.name in ("ne", "gt") and scalar(node.ins[1]) == 0.0:
+            inner = truth(node.ins[0])
+            if inner.dtype != np.bool_:
+                break
+            value = inner
+        elif node.name in ("copy", "name", "sharding_constraint"):
+            value = node.ins[0]
+        else:
+            break
+    return value
+
+
+def parts_of(
+    value: Value, axes: tuple[int | None, ...], logits: tuple[tuple[str, ...], ...], negated: bool
+) -> list[Part]:
+    """The parts whose conjunction a mask is."""
+    rank = len(logits)
+    value = truth(value)
+    seen = view(value, axes)
+    inner = truth(seen.base)
+    if inner is not seen.base and inner.dtype == np.bool_:
+        return parts_of(inner, seen.axes, logits, negated)
+    node = seen.base.node
+    if node is not None and node.name == "not":
+        return parts_of(node.ins[0], seen.axes, logits, not negated)
+    if node is not None and node.name == ("or" if negated else "and"):
+        return [
+            part
+            for operand in node.ins
+            for part in parts_of(operand, _operand_axes(operand, seen.axes), logits, negated)
+        ]
+    constant = evaluate(seen.base)
+    if constant is not None:
+        # In the order of the axes, and with length 1 where there is none.
+        shape = [1] * rank
+        for axis, size in zip(seen.axes, constant.shape, strict=True):
+            if axis is not None:
+                shape[axis] = size
+        constant = constant.astype(bool).reshape(shape) != negated
+    return [Part(seen, logits, constant, negated)]
+
+
+def _operand_axes(operand: Value, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    return tuple(None if s == 1 else a for s, a in zip(operand.shape, axes, strict=True))
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a mask before the program runs."""
+
+    is_causal: bool
+    window: tuple[int, int] | None
+    explicit: np.ndarray | None
+    """bool [B or 1, N or 1, T, S], where it is neither of the two nor everything."""
+    always_has_key: bool
+
+    def words(self) -> list[str]:
+        found = ["is_causal"] if self.is_causal else []
+        found += [f"window {self.window}"] if self.window is not None else []
+        return found + (["constant mask"] if self.explicit is not None else [])
+
+
+def known(layout: Layout, parts: Sequence[Part]) -> Known:
+    """What the constant parts of a mask are together."""
+    queries, keys = layout.sizes[layout.query], layout.sizes[layout.key]
+    together = np.ones((1, 1, 1, 1), bool)
+    for part in parts:
+        if part.constant is not None:
+            axes = tuple(i if size != 1 else None for i, size in enumerate(part.constant.shape))
+            together = together & layout.spread(part.constant, axes, part.logits)
+    if together.all():
+        return Known(False, None, None, True)
+    full = np.broadcast_to(together, (*together.shape[:2], queries, keys))
+    has_key = bool(full.any(axis=-1).all())
+    if full.shape[:2] == (1, 1):
+        distance = np.arange(queries)[:, None] - np.arange(keys)[None]
+        allowed = full[0, 0]
+        if np.array_equal(allowed, distance >= 0):
+            return Known(True, None, None, has_key)
+        some = distance[allowed]
+        if some.size:
+            left, right = int(some.max()), int(-some.min())
+            if (
+                left >= 0
+                and right >= 0
+                and np.array_equal(allowed, (distance <= left) & (distance >= -right))
+            ):
+                if right == 0:
+                    return Known(True, (left, 0), None, has_key)
+                return Known(False, (left, right), None, has_key)
+    return Known(False, None, full, has_key)
+
+
+def has_key(explicit: jax.Array, known: Known, queries: int, keys: int) -> jax.Array:
+    """For each query whether it may attend to some key: [B or 1, N or 1, T or 1]."""
+    allowed = explicit
+    if known.explicit is not None:
+        allowed = allowed & jnp.asarray(known.explicit)
+    if known.is_causal or known.window is not None:
+        distance = jnp.arange(queries)[:, None] - jnp.arange(keys)[None]
+        left, right = known.window or (keys + queries, keys + queries)
+        inside = (distance <= left) & (distance >= (0 if known.is_causal else -right))
+        allowed = allowed & inside[None, None]
+    return jnp.any(allowed, axis=-1)

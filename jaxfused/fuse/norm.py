@@ -1,0 +1,429 @@
+"""Finds layer_norm and rms_norm, with the residual sum and the bias before them.
+
+It starts at a root or a reciprocal root of `mean square + epsilon`, or of `variance + epsilon`, and
+follows what is made of it: u * rstd * scale + bias in any order of products and quotients.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused.fuse.algebra import (
+    Mean,
+    Product,
+    Sum,
+    Term,
+    View,
+    at_dtype,
+    between,
+    core,
+    exponent,
+    mean,
+    passed_on,
+    product,
+    stages,
+    total,
+    vector,
+    view,
+)
+from jaxfused.fuse.constants import scalar
+from jaxfused.fuse.graph import Node, Value, bind
+from jaxfused.fuse.site import Book, Site
+from jaxfused.ops.layer_norm import layer_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a root is taken of."""
+
+    operator: str
+    x: Value
+    """What is normalised, before converts."""
+    converted: Value
+    """The same as the mean is taken of it."""
+    epsilon: float
+    argument: View
+    """The variance or mean square with epsilon."""
+
+
+def find(book: Book) -> None:
+    """Adds all norms of the graph."""
+    for node in book.graph.nodes:
+        if _is_root(node):
+            _find_at(book, node)
+
+
+def _is_root(node: Node) -> bool:
+    power = exponent(node) if node.name in ("rsqrt", "sqrt", "pow") else None
+    return power in (0.5, -0.5) and node.out.is_floating
+
+
+def _find_at(book: Book, root: Node) -> None:
+    found = statistics(root)
+    if found is None:
+        return
+    if isinstance(found, Mean):
+        _miss_axes(book, root, found)
+        return
+    best: _Match | None = None
+    reason = "nothing is multiplied by it and by the normalised array"
+    for value in _made_of(root.out):
+        matched = _match(value, found)
+        if isinstance(matched, _Match):
+            best = matched
+        elif matched:
+            reason = matched
+    if best is None:
+        book.miss(found.operator, root, reason)
+        return
+    _add(book, root, found, best)
+
+
+# --- the root -------------------------------------------------------------------------------------
+
+
+def statistics(root: Node) -> Statistics | Mean | None:
+    """What a root says of the norm around it: the mean alone where it is not over the last axis."""
+    argument = view(root.ins[0])
+    parts = total(root.ins[0])
+    if len(parts.terms) == 1:
+        # A variance that rounding made negative is often lifted to 0.
+        term = parts.terms[0]
+        node = term.view.base.node
+        if node is not None and node.name == "max" and term.factor == 1.0:
+            for i, j in ((0, 1), (1, 0)):
+                if scalar(node.ins[j]) == 0.0:
+                    epsilon = parts.constant
+                    parts = total(node.ins[i])
+                    parts.constant += epsilon
+                    break
+    found = _variance(parts)
+    if found is None:
+        return None
+    operator, moment = found
+    if not moment.argument.is_floating:
+        return None
+    if moment.axes != (moment.argument.ndim - 1,):
+        return moment
+    return Statistics(operator, core(moment.argument), moment.argument, parts.constant, argument)
+
+
+def _variance(parts: Sum) -> tuple[str, Mean] | None:
+    """Which norm a variance or mean square belongs to, and the mean over the rows of its argument."""
+    if len(parts.terms) == 1:
+        return _of_squares(parts.terms[0])
+    return _of_two_means(parts) if len(parts.terms) == 2 else None
+
+
+def _of_squares(term: Term) -> tuple[str, Mean] | None:
+    moment = mean(term.view, term.factor)
+    if moment is None:
+        return None
+    u = _squared(moment.argument)
+    if u is None:
+        return None
+    deviation = _deviation(u)
+    if deviation is not None and deviation.axes == moment.axes:
+        return "layer_norm", deviation
+    return "rms_norm", moment._replace(argument=u)
+
+
+def _squared(value: Value) -> Value | None:
+    """What the value is the square of, or None."""
+    node = core(value).node
+    if node is None:
+        return None
+    if exponent(node) == 2.0:
+        return node.ins[0]
+    if node.name == "mul" and core(node.ins[0]) is core(node.ins[1]):
+        return node.ins[0]
+    return None
+
+
+def _deviation(value: Value) -> Mean | None:
+    """The mean over an array that the value is the difference from, or None."""
+    node = core(value).node
+    if node is None or node.name != "sub":
+        return None
+    moment = mean(view(node.ins[1]))
+    return moment if moment is not None and core(moment.argument) is core(node.ins[0]) else None
+
+
+def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
+    """The mean of squares less the squared mean."""
+    first, second = sorted(parts.terms, key=lambda term: -term.factor)
+    of_squares = _of_squares(first)
+    squared = product(*second.view, stop=lambda seen: seen if mean(seen) is not None else None)
+    if of_squares is None or of_squares[0] != "rms_norm" or len(squared.powers) != 1:
+        return None
+    ((seen, power),) = squared.powers.items()
+    moment = mean(seen)
+    if power != 2.0 or moment is None or abs(squared.constant * second.factor + 1) > 1e-6:
+        return None
+    if core(moment.argument) is not core(of_squares[1].argument):
+        return None
+    return ("layer_norm", moment) if moment.axes == of_squares[1].axes else None
+
+
+def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
+    rank = moment.argument.ndim
+    if rank - 1 in moment.axes and 0 not in moment.axes:
+        reason = "it has no kernels yet, and XLA runs the program's own operations"
+        book.miss("group_norm", root, reason)
+        return
+    reason = (
+        f"the mean is taken over axes {moment.axes} of {rank}, and the operator takes the last one"
+    )
+    book.miss("layer_norm", root, reason)
+
+
+# --- what is made of it ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A value that is the result of a norm."""
+
+    value: Value
+    x: Value
+    scale: Value | None
+    scale_offset: float
+    bias: Value | None
+
+
+_STEPS = frozenset({"mul", "div", "add", "sub", "reshape", "broadcast_in_dim"})
+_LONGEST = 16
+
+
+def _made_of(value: Value) -> Iterator[Value]:
+    """The values that are made of one, each of the one before, nearest first."""
+    for _ in range(_LONGEST):
+        readers = set(value.uses)
+        if len(readers) != 1 or value.is_output:
+            return
+        (node,) = readers
+        if node.name not in _STEPS and passed_on(node) is None:
+            return
+        value = node.out
+        yield value
+
+
+def _match(value: Value, found: Statistics) -> _Match | str:
+    """The norm that a value is, why it is none, or ""."""
+    x = found.x
+    if value.shape != x.shape:
+        return ""
+    normalised: Product | None = None
+    bias: list[Value] = []
+    parts = total(value)
+    if parts.constant != 0.0:
+        return ""
+    for term in parts.terms:
+        powers = product(*term.view, stop=lambda seen: _as_normalised(seen, found))
+        powers.constant *= term.factor
+        if any(seen.base is _NORMALISED for seen in powers.powers):
+            if normalised is not None:
+                return "the normalised array is in two terms of a sum"
+            normalised = powers
+            continue
+        summand = vector(term.view, value.ndim)
+        if summand is None or term.factor != 1.0:
+            return ""
+        bias.append(summand)
+    if normalised is None or len(bias) > 1:
+        return ""
+    scale = []
+    for seen, power in normalised.powers.items():
+        if seen.base is _NORMALISED:
+            if power != 1.0:
+                return ""
+        elif seen.base is found.argument.base and power == -0.5:
+            if not _over_rows(seen, value):
+                return ""
+        else:
+            factor = vector(seen, value.ndim)
+            if factor is None or power != 1.0:
+                return "it is scaled by an array that differs from row to row"
+            scale.append(factor)
+    if not any(seen.base is found.argument.base for seen in normalised.powers):
+        return ""
+    if abs(normalised.constant - 1.0) > 1e-6 or len(scale) > 1:
+        return "it is scaled by more than one array"
+    dtyped = at_dtype(found.converted, value.dtype)
+    if dtyped is None or dtyped.dtype.itemsize > x.dtype.itemsize:
+        return f"its result stays in {value.dtype}, and what is normalised is {x.dtype}"
+    offset = 0.0
+    if scale and found.operator == "rms_norm" and scale[0].made_by in ("add", "sub"):
+        shifted = total(scale[0])
+        if len(shifted.terms) == 1 and shifted.terms[0].factor == 1.0:
+            weights = vector(shifted.terms[0].view, scale[0].ndim)
+            if weights is not None:
+                scale, offset = [weights], shifted.constant
+    return _Match(value, dtyped, scale[0] if scale else None, offset, bias[0] if bias else None)
+
+
+_NORMALISED = Value(None)
+"""Stands for what is normalised: the array, or its difference from the mean."""
+
+
+def _as_normalised(seen: View, found: Statistics) -> View | None:
+    if found.operator == "rms_norm":
+        is_normalised = core(seen.base) is found.x
+    else:
+        moment = _deviation(seen.base)
+        is_normalised = moment is not None and core(moment.argument) is found.x
+    return View(_NORMALISED, ()) if is_normalised else None
+
+
+def _over_rows(seen: View, value: Value) -> bool:
+    """Whether a number for each row stands at its row."""
+    rows = [axis for axis, size in enumerate(value.shape[:-1]) if size != 1]
+    return [axis for axis in seen.axes if axis is not None] == rows
+
+
+# --- the site -------------------------------------------------------------------------------------
+
+
+def _add(book: Book, root: Node, found: Statistics, match: _Match) -> None:
+    chain = stages(found.converted)
+    earlier = chain[chain.index(match.x) :]
+    leaves = {*earlier, *(v for v in (match.scale, match.bias) if v is not None)}
+    covered = between(match.value, leaves)
+    norm = Norm(found.operator, found.epsilon, match.scale_offset)
+    operands = {"scale": match.scale, "bias": match.bias}
+    before = _sum_before(book, match.x)
+    if before is not None:
+        site = _site(root, norm, before.x, match.value, operands, covered, before)
+        if book.add(site):
+            return
+    book.add(_site(root, norm, match.x, match.value, operands, covered, None))
+
+
+def _cut_after(y: Value, h: Value | None, covered: set[Node]) -> Node | None:
+    """The slice that takes some rows of the norm, where the others are used by nothing.
+
+    A model that reads its class from one token normalises all of them.
+    """
+    if not y.used_once or (h is not None and (h.is_output or not set(h.uses) <= covered)):
+        return None
+    node = y.uses[0]
+    if node.name != "slice" or node.params["strides"] is not None:
+        return None
+    return node if node.out.shape[-1] == y.shape[-1] and node.out.shape != y.shape else None
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A residual sum, whose result is normalised."""
+
+    x: Value
+    residual: Value
+    pre_bias: Value | None
+    total: Value
+    covered: frozenset[Node]
+
+
+def _sum_before(book: Book, h: Value) -> _Before | None:
+    node = h.node
+    if node is None or node.name != "add" or node in book.owner:
+        return None
+    if any(v.shape != h.shape or v.dtype != h.dtype or v.is_constant for v in node.ins):
+        return None
+    branches = [
+        (_branch(book, v), v, other) for v, other in zip(node.ins, node.ins[::-1], strict=True)
+    ]
+    for branch, _, residual in reversed(branches):
+        if branch is not None:
+            x, pre_bias, covered = branch
+            return _Before(x, residual, pre_bias, h, frozenset({node, *covered}))
+    return _Before(node.ins[1], node.ins[0], None, h, frozenset({node}))
+
+
+def _branch(book: Book, value: Value) -> tuple[Value, Value | None, set[Node]] | None:
+    """A product that is added to the residual stream: it, its bias, and what adds the bias."""
+    if _is_product(value):
+        return value, None, set()
+    node = value.node
+    if node is None or node.name != "add" or not value.used_once or node in book.owner:
+        return None
+    for x, other in (node.ins, node.ins[::-1]):
+        bias = vector(view(other), value.ndim)
+        if (
+            bias is not None
+            and x.shape == value.shape
+            and x.dtype == value.dtype
+            and _is_product(x)
+        ):
+            return x, bias, between(value, {x, bias})
+    return None
+
+
+def _is_product(value: Value) -> bool:
+    while value.made_by in ("transpose", "reshape") and value.node is not None:
+        value = value.node.ins[0]
+    return value.made_by == "dot_general"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The call of a norm."""
+
+    operator: str
+    epsilon: float
+    scale_offset: float
+
+    def __call__(self, x: jax.Array, **operands: Any) -> Any:
+        for name in ("scale", "bias", "pre_bias"):
+            if name in operands:
+                operands[name] = operands[name].reshape(-1)
+        if self.operator == "layer_norm":
+            return layer_norm(x, epsilon=self.epsilon, **operands)
+        offset = self.scale_offset if "scale" in operands else 0.0
+        return rms_norm(x, epsilon=self.epsilon, scale_offset=offset, **operands)
+
+
+def _site(
+    root: Node,
+    norm: Norm,
+    x: Value,
+    y: Value,
+    operands: dict[str, Value | None],
+    covered: set[Node],
+    before: _Before | None,
+) -> Site:
+    outputs = [y]
+    if before is not None:
+        operands = operands | {"residual": before.residual, "pre_bias": before.pre_bias}
+        covered = covered | before.covered
+        outputs.append(before.total)
+    cut = _cut_after(y, None if before is None else before.total, covered)
+    if cut is not None:
+        covered = covered | {cut}
+        outputs = [cut.out]
+    given = {name: value for name, value in operands.items() if value is not None}
+
+    def call(x: jax.Array, *arrays: jax.Array) -> Any:
+        rest = dict(zip(given, arrays, strict=True))
+        if cut is not None:
+            (x,) = bind(cut.eqn, [x])
+            if before is not None:
+                (rest["residual"],) = bind(cut.eqn, [rest["residual"]])
+        results = norm(x, **rest)
+        results = results if before is not None else (results,)
+        return results[: len(outputs)]
+
+    words = ", ".join(given)
+    offset = f", scale_offset={norm.scale_offset:g}" if norm.scale_offset else ""
+    return Site(
+        norm.operator,
+        root,
+        [x, *given.values()],
+        outputs,
+        call,
+        covered,
+        f"{norm.operator}({words}) of {x.aval.str_short()}{offset}"
+        + ("" if cut is None else f", of which {list(cut.out.shape)} are used"),
+        facts=norm,
+    )

@@ -1,0 +1,235 @@
+"""Finds qkv_projection: the products that make queries, keys and values of one array.
+
+It starts at an attention and goes back from its three operands, through rotations, norms of heads and
+changes of shape, to their products. Where those are of one array, they become one product, with norm
+and rotation in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.fuse.algebra import between, is_transparent, same
+from jaxfused.fuse.graph import Node, Value, bind
+from jaxfused.fuse.norm import Norm
+from jaxfused.fuse.product import Biased, Projection, bias_array, biased, projections
+from jaxfused.fuse.rotation import Rotation, rotation, rows_of_tables, tables_of_rows
+from jaxfused.fuse.site import Book, Site
+from jaxfused.ops.qkv_projection import qkv_projection
+
+
+@dataclass
+class _Branch:
+    """The way from a product to an operand of an attention."""
+
+    product: Projection
+    affine: Biased
+    result: Value
+    """After norm and rotation."""
+    views: list[Node] = field(default_factory=list)
+    """The changes of shape from the product to `result`, in order."""
+    norm: Site | None = None
+    rotation: Rotation | None = None
+
+    @property
+    def head_size(self) -> int:
+        return self.result.shape[-1]
+
+
+def find(book: Book) -> None:
+    """Adds the projections of all attentions of the graph."""
+    attentions = [s for s in book.sites if s.operator == "dot_product_attention"]
+    by_result: dict[Value, tuple[Projection, Biased]] = {}
+    if attentions:
+        for p in projections(book):
+            affine = biased(book, p)
+            by_result[affine.value] = (p, affine)
+    by_output = {s.outputs[0]: s for s in book.sites if s.operator == "rms_norm"}
+    for site in attentions:
+        branches = [_branch(book, v, by_result, by_output) for v in site.inputs[:3]]
+        if any(b is None for b in branches):
+            continue
+        _add(book, [b for b in branches if b is not None])
+
+
+def _branch(
+    book: Book,
+    operand: Value,
+    by_result: dict[Value, tuple[Projection, Biased]],
+    norms: dict[Value, Site],
+) -> _Branch | None:
+    """The way back from an operand to a product, or None where something else is on it."""
+    value = operand
+    views: list[Node] = []
+    turned: Rotation | None = None
+    norm: Site | None = None
+    result: Value | None = None
+    for _ in range(12):
+        if value in by_result:
+            p, affine = by_result[value]
+            if not book.is_free(p.covered | affine.covered):
+                return None
+            end = value if result is None else result
+            return _Branch(p, affine, end, views[::-1] if result is not None else [], norm, turned)
+        if value in norms and norm is None:
+            norm = norms[value]
+            facts = norm.facts
+            if not isinstance(facts, Norm) or len(norm.inputs) != 2 or len(norm.outputs) != 1:
+                return None
+            result = value if result is None else result
+            value = norm.inputs[0]
+            continue
+        found = rotation(value) if turned is None and norm is None else None
+        if found is not None and book.is_free(found.covered) and not found.interleaved:
+            turned = found
+            result = value
+            value = found.x
+            continue
+        node = value.node
+        if node is None or node in book.owner:
+            return None
+        if node.name not in ("reshape", "transpose") and not is_transparent(node):
+            return None
+        if result is not None:
+            views.append(node)
+        value = node.ins[0]
+    return None
+
+
+def _add(book: Book, branches: Sequence[_Branch]) -> None:
+    q, k, v = branches
+    anchor = q.product.node
+    if len({b.product.x for b in branches}) != 1 or len({b.product for b in branches}) != 3:
+        return
+    x = q.product.x
+    if len(q.product.contracted) != 1 or x.ndim < 2:
+        return
+    reason = _why_not(q, k, v)
+    if reason:
+        book.miss("qkv_projection", anchor, reason)
+        return
+    head_size = q.head_size if q.norm or q.rotation else _head_size(q, k)
+    rows = q.product.rows
+    heads, key_heads = (_columns(b) // head_size for b in (q, k))
+    if heads % key_heads:
+        return
+    facts = q.norm.facts if q.norm is not None else None
+    tables = q.rotation
+    biases = [b.affine.bias for b in branches]
+    inputs: list[Value] = [x, *(b.product.w for b in branches)]
+    inputs += [bias for bias in biases if bias is not None]
+    inputs += [b.norm.inputs[1] for b in (q, k) if b.norm is not None]
+    if tables is not None:
+        inputs += [tables.cos.seen.base, tables.sin.seen.base]
+    outputs = [b.result for b in branches]
+
+    def call(x: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+        rest = iter(arrays)
+        weights = [b.product.matrix(next(rest)) for b in branches]
+        bias = None
+        if any(bias is not None for bias in biases):
+            parts = [
+                jnp.zeros(w.shape[1], x.dtype) if bias is None else bias_array(next(rest))
+                for w, bias in zip(weights, biases, strict=True)
+            ]
+            bias = jnp.concatenate(parts)
+        scales = [bias_array(next(rest)) if b.norm is not None else None for b in (q, k)]
+        cos, sin = None, None
+        if tables is not None:
+            cos, sin = tables_of_rows(tables, next(rest), next(rest), rows)
+        projected = qkv_projection(
+            x,
+            jnp.concatenate(weights, axis=1),
+            bias,
+            heads=heads,
+            key_heads=key_heads,
+            q_scale=scales[0],
+            k_scale=scales[1],
+            epsilon=1e-6 if facts is None else facts.epsilon,
+            scale_offset=0.0 if facts is None else facts.scale_offset,
+            cos=cos,
+            sin=sin,
+            precision=q.product.precision,
+        )
+        return [_shaped(b, y) for b, y in zip(branches, projected, strict=True)]
+
+    covered: set[Node] = set()
+    for b in branches:
+        covered |= b.product.covered | b.affine.covered | set(b.views)
+        leaves = {b.affine.value}
+        if b.rotation is not None:
+            leaves |= {b.rotation.cos.seen.base, b.rotation.sin.seen.base}
+        if b.norm is not None:
+            leaves.add(b.norm.inputs[1])
+        covered |= between(b.result, leaves)
+    words = ["bias"] * (biases != [None] * 3) + ["norm"] * (q.norm is not None)
+    words += ["rope"] * (tables is not None)
+    book.add(
+        Site(
+            "qkv_projection",
+            anchor,
+            inputs,
+            outputs,
+            call,
+            covered,
+            f"qkv_projection({', '.join([f'heads {heads} and {key_heads}', *words])})"
+            f" of {x.aval.str_short()}",
+            parts=tuple(b.norm for b in (q, k) if b.norm is not None),
+        )
+    )
+
+
+def _columns(branch: _Branch) -> int:
+    count = 1
+    for size in branch.product.features:
+        count *= size
+    return count
+
+
+def _head_size(q: _Branch, k: _Branch) -> int:
+    """Of a product alone any cut into heads is the same: the axes of the weights tell it, or nothing."""
+    if len(q.product.features) > 1:
+        return q.product.features[-1]
+    return min(_columns(q), _columns(k))
+
+
+def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
+    """Why three products of one array are no qkv_projection, or ""."""
+    if _columns(k) != _columns(v):
+        return f"keys have {_columns(k)} features and values {_columns(v)}"
+    for b in (q, k, v):
+        if b.result.dtype != b.product.x.dtype or b.affine.value.dtype != b.product.x.dtype:
+            return f"its result stays in {b.result.dtype}, and x is {b.product.x.dtype}"
+        if b.product.precision != q.product.precision:
+            return "its products differ in precision"
+    if v.norm is not None or v.rotation is not None:
+        return "values are normalised or rotated"
+    if (q.norm is None) != (k.norm is None) or (q.rotation is None) != (k.rotation is None):
+        return "queries and keys differ in norm or rotation"
+    if q.norm is not None and k.norm is not None and q.norm.facts != k.norm.facts:
+        return "the norms of queries and keys differ in epsilon"
+    if q.rotation is not None and k.rotation is not None:
+        of_q, of_k = q.rotation, k.rotation
+        if not all(
+            one.seen.axes == other.seen.axes
+            and one.is_doubled == other.is_doubled
+            and same(one.seen.base, other.seen.base)
+            for one, other in ((of_q.cos, of_k.cos), (of_q.sin, of_k.sin))
+        ):
+            return "queries and keys are rotated by different angles"
+        for b, found in ((q, q.rotation), (k, k.rotation)):
+            if found.x.shape[:-2] != b.product.rows or not rows_of_tables(found, found.x.ndim):
+                return "heads are not the last axis but one of what is rotated"
+    if (q.norm or q.rotation) and q.head_size != k.head_size:
+        return "queries and keys differ in their head size"
+    return ""
+
+
+def _shaped(branch: _Branch, y: jax.Array) -> jax.Array:
+    """What the operator returned [..., T, N, H], as the program goes on with it."""
+    y = y.reshape(branch.affine.value.shape)
+    for node in branch.views:
+        (y,) = bind(node.eqn, [y, *()])
+    return y

@@ -1,0 +1,109 @@
+"""Asks every recogniser what it finds in a graph and in the bodies inside it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxfused.fuse import (
+    attention,
+    cross_entropy,
+    kernels,
+    norm,
+    patches,
+    perceptron,
+    product,
+    projection,
+    rotation,
+)
+from jaxfused.fuse.evaluate import Cyclic, Plan, plan
+from jaxfused.fuse.graph import Graph, Node
+from jaxfused.fuse.report import Found, Report
+from jaxfused.fuse.site import Book, Miss
+from jaxfused.fuse.source import line_of
+
+RECOGNISERS: Sequence[Callable[[Book], None]] = (
+    attention.find,
+    norm.find,
+    projection.find,
+    perceptron.find,
+    cross_entropy.find,
+    product.find,
+    patches.find,
+    rotation.find,
+)
+"""In the order in which they are asked: a later one may take in what an earlier one found."""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A graph's plan, and what there is to report of it."""
+
+    plan: Plan
+    report: Report
+
+
+def recognise(
+    graph: Graph, name: str, without: Sequence[str], refused: Mapping[str, str]
+) -> Recognised:
+    """Finds the sites of a graph and of the bodies inside it.
+
+    Args:
+      graph: of the whole program.
+      name: of the function.
+      without: what the user leaves out.
+      refused: labels of sites that an operator did not take, with its words.
+    """
+    why = _why_left_alone(graph)
+    if why:
+        return Recognised(plan(graph, (), {}), Report(name, left_alone=why))
+    found: list[Found] = []
+    misses: list[Miss] = []
+    planned = _recognise(graph, without, refused, {}, found, misses)
+    return Recognised(planned, Report(name, tuple(found), tuple(misses)))
+
+
+def _recognise(
+    graph: Graph,
+    without: Sequence[str],
+    refused: Mapping[str, str],
+    counts: dict[str, int],
+    found: list[Found],
+    misses: list[Miss],
+) -> Plan:
+    book = Book(graph, without, refused=refused, counts=counts)
+    for recogniser in RECOGNISERS:
+        recogniser(book)
+    kernels.drop_what_xla_runs(book)
+    bodies: dict[Node, tuple[Plan, ...]] = {}
+    for node in graph.nodes:
+        if node.bodies:
+            plans = tuple(
+                _recognise(b, without, refused, counts, found, misses) for b in node.bodies
+            )
+            if any(p.changes for p in plans):
+                bodies[node] = plans
+    while True:
+        try:
+            planned = plan(graph, book.sites, bodies)
+            break
+        except Cyclic as cycle:
+            site = cycle.site
+            book.take_out([site])
+            book.miss(site.operator, site.anchor, "its inputs depend on its own results")
+    found += [
+        Found(s.label, s.operator, line_of(s.anchor), s.detail, len(s.covered)) for s in book.sites
+    ]
+    misses += book.misses
+    return planned
+
+
+def _why_left_alone(graph: Graph) -> str:
+    """Why no operation of the program may be replaced, or ""."""
+    for inner in graph.everywhere():
+        for node in inner.nodes:
+            transforms = str(node.eqn.source_info.name_stack)
+            if "transpose(" in transforms or "jvp(" in transforms:
+                return (
+                    f"it is differentiated already, as {node.name} at {line_of(node)} shows;"
+                    " pass the forward to fuse, and differentiate the result"
+                )
+    return ""

@@ -1,0 +1,71 @@
+"""What was found in a program, for `jaxfused.explain`."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxfused.fuse.site import Miss
+
+
+@dataclass(frozen=True)
+class Found:
+    """An operator in the place of a program's own operations."""
+
+    label: str
+    """What `without` takes to leave it out."""
+    operator: str
+    line: str
+    detail: str
+    replaced: int
+    """How many operations it replaces."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `fuse` did with a program."""
+
+    name: str
+    """Of the function."""
+    found: tuple[Found, ...] = ()
+    misses: tuple[Miss, ...] = ()
+    left_alone: str = ""
+    """Why the whole program is left as it is, or ""."""
+
+    def counts(self) -> dict[str, int]:
+        """How many sites there are of each operator."""
+        return dict(Counter(site.operator for site in self.found))
+
+    def __str__(self) -> str:
+        if self.left_alone:
+            return f"fuse({self.name}) changes nothing: {self.left_alone}"
+        counts = ", ".join(f"{n} x {operator}" for operator, n in self.counts().items())
+        lines = [f"fuse({self.name}) found {counts or 'nothing'}:"]
+        lines += [
+            f"  {site.label} at {site.line}: {site.detail}, for {site.replaced} operations"
+            for site in self.found
+        ]
+        for miss, count in Counter(self.misses).items():
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"  {times}no {miss.operator} at {miss.line}: {miss.reason}")
+        return "\n".join(lines)
+
+
+_recordings: list[list[Report]] = []
+
+
+def record(report: Report) -> None:
+    """Adds a report to the lists of all active `recorded` contexts."""
+    for recording in _recordings:
+        recording.append(report)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Report]]:
+    """Within this context, the reports of all functions that `fuse` traces are in the yielded list."""
+    recording: list[Report] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        _recordings[:] = [other for other in _recordings if other is not recording]

@@ -1,0 +1,151 @@
+"""What recognisers find: the places of a program where an operator stands, and those where none does."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxfused.fuse.algebra import passed_on
+from jaxfused.fuse.graph import Graph, Node, Value
+from jaxfused.fuse.source import line_of
+
+
+@dataclass(eq=False)
+class Site:
+    """A place where an operator computes what the program's own operations did."""
+
+    operator: str
+    """The public name of the operator."""
+    anchor: Node
+    """An operation of it that tells where it is in the source."""
+    inputs: Sequence[Value]
+    outputs: Sequence[Value]
+    call: Callable[..., Sequence[jax.Array]]
+    """Computes the outputs of the inputs."""
+    covered: set[Node]
+    """The operations that it replaces."""
+    detail: str
+    """The call in words."""
+    label: str = ""
+    parts: tuple["Site", ...] = ()
+    """Sites that this one has taken in."""
+    facts: Any = None
+    """What later recognisers want to know of it."""
+
+
+@dataclass(frozen=True)
+class Miss:
+    """A place that looks like an operator and is left alone."""
+
+    operator: str
+    line: str
+    reason: str
+
+
+@dataclass
+class Book:
+    """The sites of one graph."""
+
+    graph: Graph
+    without: Collection[str] = ()
+    sites: list[Site] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    owner: dict[Node, Site] = field(default_factory=dict)
+    """For each operation the site that replaces it."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Labels of sites that an operator did not take when the program ran, with its words."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many sites there are of each operator, in all graphs of the program."""
+
+    def is_free(self, nodes: Iterable[Node]) -> bool:
+        """Whether no site replaces any of the operations."""
+        return not any(node in self.owner for node in nodes)
+
+    def add(self, site: Site) -> bool:
+        """Adds a site, unless one of its values is used elsewhere or the user leaves it out."""
+        site.covered -= _free(site)
+        if any(node in self.owner and self.owner[node] not in site.parts for node in site.covered):
+            return False
+        leak = leaking(site)
+        if leak is not None:
+            reader = "the program's results"
+            if leak.uses:
+                reader = "line " + line_of(
+                    next((n for n in leak.uses if n not in site.covered), leak.uses[0])
+                )
+            self.miss(site.operator, site.anchor, f"an intermediate result is used by {reader} too")
+            return False
+        label = f"{site.operator}#{self.counts.get(site.operator, 0)}"
+        line = line_of(site.anchor)
+        if label in self.refused:
+            self.counts[site.operator] = self.counts.get(site.operator, 0) + 1
+            self.miss(site.operator, site.anchor, f"it refused: {self.refused[label]}")
+            return False
+        if {site.operator, label, line, line.rpartition("/")[2]} & set(self.without):
+            self.counts[site.operator] = self.counts.get(site.operator, 0) + 1
+            self.miss(site.operator, site.anchor, f"{label} was left out by `without`")
+            return False
+        self.counts[site.operator] = self.counts.get(site.operator, 0) + 1
+        site.label = label
+        for part in site.parts:
+            self._remove(part)
+        self.sites.append(site)
+        self.owner |= dict.fromkeys(site.covered, site)
+        return True
+
+    def take_out(self, sites: Iterable[Site]) -> list[Site]:
+        """Removes sites; those that they had taken in are back, and returned."""
+        back: list[Site] = []
+        for site in sites:
+            self._remove(site)
+            back += site.parts
+        for part in back:
+            self.sites.append(part)
+            self.owner |= dict.fromkeys(part.covered, part)
+        return back
+
+    def _remove(self, site: Site) -> None:
+        self.sites.remove(site)
+        for node in site.covered:
+            if self.owner.get(node) is site:
+                del self.owner[node]
+
+    def miss(self, operator: str, node: Node, reason: str) -> None:
+        """Notes why a place is left alone."""
+        self.misses.append(Miss(operator, line_of(node), reason))
+
+
+def leaking(site: Site) -> Value | None:
+    """A value inside the site that something else uses too, or None."""
+    for node in sorted(site.covered, key=lambda node: node.order):
+        for value in node.outs:
+            if value in site.outputs:
+                continue
+            if value.is_output or any(reader not in site.covered for reader in value.uses):
+                return value
+    return None
+
+
+def _free(site: Site) -> set[Node]:
+    """Operations that cost nothing, which anything may share: constants and views of the inputs."""
+    free: set[Node] = set()
+    for node in sorted(site.covered, key=lambda node: node.order):
+        if any(value in site.outputs for value in node.outs):
+            continue
+        is_view = node.name in _VIEWS or passed_on(node) is not None
+        of_inputs = all(
+            value.node is None
+            or value.node in free
+            or value.node not in site.covered
+            or value in site.inputs
+            for value in node.ins
+        )
+        if all(value.is_constant for value in node.outs) or (is_view and of_inputs):
+            free.add(node)
+    return free
+
+
+_VIEWS = frozenset(
+    {"convert_element_type", "reshape", "broadcast_in_dim", "squeeze", "transpose", "copy", "slice"}
+)

@@ -1,0 +1,40 @@
+"""Where in the source an operation of a program stands."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+from jaxfused.fuse.graph import Node
+
+_LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "equinox",
+    "haiku",
+    "optax",
+    "jaxfused",
+    "contextlib",
+    "functools",
+)
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    """The folders of JAX and of the libraries of layers, whose lines tell a user nothing."""
+    folders = []
+    for name in _LIBRARIES:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.origin is not None:
+            path = Path(found.origin)
+            folders.append(str(path.parent if path.name == "__init__.py" else path))
+    return tuple(folders)
+
+
+def line_of(node: Node) -> str:
+    """The user's line that an operation comes from, as "file.py:12", or "" where it is not known."""
+    traceback = node.eqn.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
+        if not frame.file_name.startswith(_folders()) and not frame.file_name.startswith("<"):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""

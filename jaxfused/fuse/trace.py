@@ -1,0 +1,105 @@
+"""From a call of a function to its jaxpr, and back from the jaxpr's results to what the call returns.
+
+Arrays among the arguments are inputs of the jaxpr. Everything else (flags, names, modules' static
+fields) is what it is. Modules of `flax.nnx` are split into their state, which is an input, and the
+rest; what the function changed in them is written back after the call.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A function's jaxpr for a call."""
+
+    jaxpr: Any
+    arguments: Sequence[Any]
+    """The arrays of this call, in the order of the jaxpr's inputs."""
+    finish: Callable[[Sequence[Any]], Any]
+    """Makes what the call returns of the jaxpr's results."""
+
+
+class _Slot:
+    """Stands for an array, or for a module of nnx, among the arguments."""
+
+
+_ARRAY, _MODULE = _Slot(), _Slot()
+
+
+def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Traces `f(*args, **kwargs)`."""
+    # Loading nnx takes longer than tracing, and where it is not loaded there are no modules of it.
+    nnx: Any = sys.modules.get("flax.nnx")
+    bound = getattr(f, "__self__", f)
+    if not _is_module(nnx, bound):
+        bound = None
+    tree = (bound, args, kwargs)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: _is_module(nnx, leaf))
+    modules = [leaf for leaf in leaves if _is_module(nnx, leaf)]
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    slots = [
+        _MODULE if _is_module(nnx, leaf) else _ARRAY if _is_array(leaf) else leaf for leaf in leaves
+    ]
+    graphdef, state = nnx.split(modules) if modules else (None, None)
+    state_leaves, state_tree = jax.tree.flatten(state)
+    # Written by the trace, once it has run.
+    out_tree: Any = None
+    changed: list[int] = []
+
+    def flat(arrays: Sequence[Any], state_leaves: Sequence[Any]) -> list[Any]:
+        nonlocal out_tree, changed
+        inside = []
+        if modules:
+            inside = nnx.merge(graphdef, jax.tree.unflatten(state_tree, state_leaves))
+        fill = {id(_ARRAY): iter(arrays), id(_MODULE): iter(inside)}
+        filled = [next(fill[id(s)]) if isinstance(s, _Slot) else s for s in slots]
+        bound_inside, args, kwargs = jax.tree.unflatten(treedef, filled)
+        function = f
+        if bound is not None:
+            function = bound_inside if bound is f else f.__func__.__get__(bound_inside)  # type: ignore[attr-defined]
+        outs, out_tree = jax.tree.flatten(function(*args, **kwargs))
+        new_leaves: list[Any] = []
+        if modules:
+            _, new_state = nnx.split(inside)
+            new_leaves, new_tree = jax.tree.flatten(new_state)
+            if str(new_tree) != str(state_tree):
+                raise ValueError(
+                    "fuse: the function added variables to a module of nnx or removed some, but only"
+                    " their values may change; make the module's variables before the call."
+                )
+        changed = [
+            i
+            for i, (old, new) in enumerate(zip(state_leaves, new_leaves, strict=False))
+            if old is not new
+        ]
+        return [*outs, *(new_leaves[i] for i in changed)]
+
+    jaxpr = jax.make_jaxpr(flat)(arrays, state_leaves)
+
+    def finish(results: Sequence[Any]) -> Any:
+        count = out_tree.num_leaves
+        if changed:
+            updated = list(state_leaves)
+            for i, array in zip(changed, results[count:], strict=True):
+                updated[i] = array
+            nnx.update(modules, jax.tree.unflatten(state_tree, updated))
+        return jax.tree.unflatten(out_tree, results[:count])
+
+    return Trace(jaxpr, [*arrays, *state_leaves], finish)
+
+
+def _is_module(nnx: Any, leaf: Any) -> bool:
+    return nnx is not None and isinstance(leaf, nnx.Module)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether the leaf is an array; a Python number is a flag of the function's own."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype != object
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)

@@ -1,0 +1,59 @@
+"""Compares a model that others wrote with itself under `jaxfused.fuse`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxfused
+from jaxfused.fuse import report
+from tests.tolerances import FACTOR, ulp
+
+
+def assert_adopts(model, params, *args, into):
+    """`model(dtype)` is a function of params and `args`, of which `fuse` makes these operators.
+
+    In float32 results and gradients are the model's own to rounding. In bfloat16 their errors against
+    float32 are at most twice the model's own.
+    """
+    wide, narrow = model(jnp.float32), model(jnp.bfloat16)
+    for f in (wide, narrow):
+        with report.recorded() as reports:
+            jax.eval_shape(jaxfused.fuse(f), params, *args)
+        assert reports[0].counts() == into, str(reports[0])
+    truth = results(wide, params, *args)
+    assert_near(results(jaxfused.fuse(wide), params, *args), truth, truth, 2e-5)
+    plain = results(narrow, params, *args)
+    assert_near(results(jaxfused.fuse(narrow), params, *args), plain, truth, 0.0)
+
+
+DIRECTIONS = 4
+"""The error of 16 bits in one gradient is luck, the largest over a few a yardstick."""
+
+
+def results(f, params, *args):
+    """The model's result and its gradients along random directions."""
+    y = f(params, *args)
+
+    @jax.jit
+    def gradient(params, direction):
+        return jax.grad(lambda p: jnp.sum(f(p, *args).astype(jnp.float32) * direction))(params)
+
+    keys = jax.random.split(jax.random.key(1), DIRECTIONS)
+    along = [gradient(params, jax.random.normal(key, y.shape)) for key in keys]
+    return {"y": y, "gradients": jax.tree.map(lambda *a: jnp.stack(a), *along)}
+
+
+def assert_near(ours, plain, truth, tolerance):
+    """Errors against the truth, in parts of the largest gradient, are twice the model's own or less."""
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(truth["gradients"]))
+    for (path, a), b, t in zip(
+        jax.tree.leaves_with_path(ours), jax.tree.leaves(plain), jax.tree.leaves(truth), strict=True
+    ):
+        assert a.dtype == b.dtype, jax.tree_util.keystr(path)
+        a, b, t = (np.asarray(array, np.float64) for array in (a, b, t))
+        # Of a gradient that is zero but for rounding, the size is that of what cancelled.
+        scale = max(np.abs(t).max(), 1e-2 * largest)
+        unit = ulp(scale, jnp.dtype(jnp.bfloat16)) if tolerance == 0.0 else 0.0
+        allowed = FACTOR * np.abs(b - t).max() + tolerance * scale + unit
+        error = np.abs(a - t).max()
+        assert error <= allowed, f"{jax.tree_util.keystr(path)}: error {error}, allowed {allowed}"

@@ -1,0 +1,367 @@
+"""fuse finds attention as models write it, and its projections with norm and rotation."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
+
+DTYPES = ["float32", "bfloat16"]
+B, T, S, N, H = 2, 6, 6, 4, 8
+
+
+def qkv(dtype, *, heads=N, queries=T, keys=S):
+    return (
+        normal(0, B, queries, N, H, dtype=dtype),
+        normal(1, B, keys, heads, H, dtype=dtype),
+        normal(2, B, keys, heads, H, dtype=dtype),
+    )
+
+
+def causal(queries=T, keys=S):
+    return jnp.tril(jnp.ones((queries, keys), bool))
+
+
+def bthd(q, k, v, mask=None, number=-1e9):
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H)
+    if mask is not None:
+        logits = jnp.where(mask, logits, number)
+    p = jax.nn.softmax(wide(logits), axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def bhtd(q, k, v):
+    """Heads before positions, and the scale on the queries."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q * H**-0.5, k, v))
+    p = jax.nn.softmax(q @ k.swapaxes(-1, -2), axis=-1)
+    return (p @ v).transpose(0, 2, 1, 3)
+
+
+def by_hand(q, k, v):
+    """A softmax without its maximum subtracted twice, as JAX would."""
+    logits = jnp.einsum("bthd,bshd->bhts", wide(q), wide(k)) * 0.3
+    logits = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    e = jnp.exp(logits)
+    p = (e / e.sum(-1, keepdims=True)).astype(q.dtype)
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def merged_heads(q, k, v):
+    """One axis for batch and heads, as in the first Transformers."""
+    q, k, v = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (q, k, v))
+    p = jax.nn.softmax(jnp.matmul(q, k.transpose(0, 2, 1)) / H**0.5)
+    return jnp.matmul(p, v).reshape(B, N, -1, H).swapaxes(1, 2)
+
+
+def capped(q, k, v):
+    """Gemma 2's soft cap."""
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) * 0.35
+    logits = 5.0 * jnp.tanh(logits / 5.0)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+
+SPELLINGS = {
+    "bthd": bthd,
+    "bhtd": bhtd,
+    "by_hand": by_hand,
+    "merged_heads": merged_heads,
+    "capped": capped,
+    "flax": nn.dot_product_attention,
+    "jax": jax.nn.dot_product_attention,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("attention", SPELLINGS)
+def test_attention_in_its_spellings(attention, dtype):
+    assert_fuses(SPELLINGS[attention], *qkv(dtype), into={"dot_product_attention": 1})
+
+
+def grouped_by_einsum(q, k, v):
+    q = q.reshape(B, T, 2, 2, H)
+    logits = jnp.einsum("btkgd,bskd->bkgts", q, k) * H**-0.5
+    logits = jnp.where(causal()[None, None, None], logits, jnp.finfo(logits.dtype).min)
+    p = jax.nn.softmax(logits, axis=-1)
+    return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(B, T, N, H)
+
+
+def gemma(q, k, v):
+    """Logits of grouped heads that are one axis for the softmax."""
+    q = q.reshape(B, T, 2, 2, H) * H**-0.5
+    logits = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(B, T, N, S)
+    logits = jnp.where(causal()[None, :, None, :], logits, -2.3819763e38)
+    p = jax.nn.softmax(logits, axis=-1).astype(k.dtype).reshape(B, T, 2, 2, S)
+    return jnp.einsum("BTKGS,BSKH->BTKGH", p, v).reshape(B, T, N, H)
+
+
+def repeated(q, k, v):
+    return bthd(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2), causal())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "attention",
+    [grouped_by_einsum, gemma, repeated, partial(jax.nn.dot_product_attention, is_causal=True)],
+)
+def test_heads_that_share_keys(attention, dtype):
+    args = qkv(dtype, heads=2)
+    assert_fuses(attention, *args, into={"dot_product_attention": 1})
+    report = str(fusion(attention, *args))
+    assert "is_causal" in report
+    assert f"{B},{S},2,{H}]" in report, report
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number", [-1e9, -2.3819763e38, float(jnp.finfo(jnp.float32).min), -np.inf]
+)
+def test_a_causal_mask_is_known(number):
+    f = partial(bthd, mask=causal(), number=number)
+    args = qkv("float32")
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+    assert "is_causal" in str(fusion(f, *args))
+
+
+def test_a_window_is_known():
+    distance = jnp.arange(T)[:, None] - jnp.arange(S)[None]
+    f = partial(bthd, mask=(distance >= 0) & (distance < 3))
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+    assert "is_causal, window (2, 0)" in str(fusion(f, *qkv("float32")))
+
+
+def test_any_other_constant_mask_is_a_mask():
+    mask = np.random.default_rng(0).random((T, S)) > 0.4
+    mask[:, 0] = True
+    f = partial(bthd, mask=jnp.asarray(mask))
+    assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
+
+
+def of_padding(lengths):
+    return jnp.arange(S)[None] < jnp.asarray(lengths)[:, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(6, 4), (3, 0)])
+def test_queries_without_keys_get_what_they_got(lengths, dtype):
+    """Of equal logits the probabilities are equal, and the result is the mean of the values."""
+    padding = of_padding(lengths)
+    args = qkv(dtype)
+    f = lambda q, k, v, p=padding: bthd(q, k, v, p[:, None, None, :])  # noqa: E731
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+
+    def of_arguments(q, k, v, padding):
+        return bthd(q, k, v, (padding > 0)[:, None, None, :] & causal())
+
+    assert counts(of_arguments, *args, padding) == {"dot_product_attention": 1}
+    for mask in (padding, jnp.zeros_like(padding)):
+        ours = jax.jit(jaxfused.fuse(of_arguments))(*args, mask)
+        plain = jax.jit(of_arguments)(*args, mask)
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float32), np.asarray(plain, np.float32), atol=0.02, rtol=0.02
+        )
+
+
+def test_flax_masks():
+    padding = of_padding((6, 4))
+
+    def f(q, k, v, padding):
+        mask = nn.combine_masks(
+            nn.make_causal_mask(padding), nn.make_attention_mask(padding, padding)
+        )
+        return nn.dot_product_attention(q, k, v, mask=mask)
+
+    args = qkv("float32")
+    assert counts(f, *args, padding) == {"dot_product_attention": 1}
+    ours, plain = jaxfused.fuse(f)(*args, padding), f(*args, padding)
+    np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+def test_minus_infinity_is_a_mask_only_where_each_query_has_a_key():
+    def f(q, k, v, padding):
+        return bthd(q, k, v, padding[:, None, None, :], -jnp.inf)
+
+    assert_left_alone(f, *qkv("float32"), of_padding((6, 0)), because="is NaN")
+
+
+def test_a_bias_of_zeros_and_large_numbers_is_a_mask():
+    def f(q, k, v, padding):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k)
+        bias = jax.lax.select(
+            padding, jnp.zeros(padding.shape), jnp.full(padding.shape, jnp.finfo(jnp.float32).min)
+        )
+        p = jax.nn.softmax(logits + bias[:, None, None, :])
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    args = qkv("float32")
+    found = fusion(f, *args, of_padding((6, 0)))
+    assert "mask" in str(found)
+    for lengths in ((6, 4), (3, 0)):
+        ours, plain = (g(*args, of_padding(lengths)) for g in (jaxfused.fuse(f), f))
+        np.testing.assert_allclose(ours, plain, atol=2e-6)
+
+
+def test_a_bias_is_a_bias():
+    def f(q, k, v, bias):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) * 0.5 + bias[None]
+        logits = jnp.where(causal(), logits, -1e30)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    args = (*qkv("float32"), normal(5, N, T, S))
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+    assert "is_causal, bias" in str(fusion(f, *args))
+
+
+# --- what is left alone ---------------------------------------------------------------------------
+
+
+def test_probabilities_that_are_returned_are_left_alone():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        return jnp.einsum("bhts,bshd->bthd", p, v), p
+
+    assert_left_alone(f, *qkv("float32"), because="an intermediate result is used by")
+
+
+def test_active_dropout_keeps_its_bits():
+    def f(q, k, v):
+        return nn.dot_product_attention(
+            q, k, v, dropout_rng=jax.random.key(0), dropout_rate=0.5, deterministic=False
+        )
+
+    assert_left_alone(f, *qkv("float32"), because="as by dropout")
+
+
+def test_dropout_that_drops_nothing_is_looked_through():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        p = jnp.where(jnp.ones(p.shape, bool), p / 1.0, 0.0)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert counts(f, *qkv("float32")) == {"dot_product_attention": 1}
+
+
+@pytest.mark.parametrize("number", [-100.0, 0.0])
+def test_a_number_that_logits_may_come_near_is_no_mask(number):
+    f = partial(bthd, mask=causal(), number=number)
+    assert_left_alone(f, *qkv("float32"), because="others may come near")
+
+
+def test_a_precision_that_the_operator_lacks_is_left_alone():
+    def f(q, k, v):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    assert_left_alone(f, *qkv("float32"), because="precision")
+
+
+def test_a_softmax_over_queries_is_another_operator():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=-2)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    assert_left_alone(f, *qkv("float32"))
+
+
+# --- projections ----------------------------------------------------------------------------------
+
+
+def projections(dtype, *, heads=2):
+    keys = [normal(i, 32, n, H, scale=0.2) for i, n in ((1, N), (2, heads), (3, heads))]
+    return normal(0, B, T, 32, dtype=dtype), *keys
+
+
+def half_rotation(x, cos, sin):
+    x1, x2 = jnp.split(wide(x), 2, axis=-1)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).astype(x.dtype)
+
+
+def rotate_half(x, cos, sin):
+    """Hugging Face's, with tables for both halves."""
+    cos, sin = (jnp.concatenate([t, t], -1) for t in (cos, sin))
+    x1, x2 = x[..., : H // 2], x[..., H // 2 :]
+    return (wide(x) * cos + wide(jnp.concatenate([-x2, x1], -1)) * sin).astype(x.dtype)
+
+
+def tables(x):
+    frequencies = 10000.0 ** (-jnp.arange(0, H, 2) / H).astype(x.dtype)
+    angles = jnp.arange(T, dtype=x.dtype)[:, None] * frequencies
+    return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+
+
+def rms(x, scale):
+    y = wide(x)
+    return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
+
+
+def self_attention(x, wq, wk, wv, rotation=None, scales=None):
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w.astype(x.dtype)) for w in (wq, wk, wv))
+    if scales is not None:
+        q, k = rms(q, scales[0]), rms(k, scales[1])
+    if rotation is not None:
+        q, k = (rotation(y, *tables(wide(x))) for y in (q, k))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotation", [None, half_rotation, rotate_half])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_projections_with_norm_and_rotation_are_one_product(has_norm, rotation, dtype):
+    def f(*args, scales=None):
+        return self_attention(*args, rotation=rotation, scales=scales)
+
+    args = projections(dtype)
+    into = {"dot_product_attention": 1, "qkv_projection": 1}
+    if has_norm:
+        scales = normal(7, 2, H) * 0.2 + 1
+        assert_fuses(lambda s, *args: f(*args, scales=s), scales, *args, into=into)
+    else:
+        assert_fuses(f, *args, into=into)
+
+
+def test_projections_to_features_that_are_then_cut_into_heads():
+    def f(x, wq, wk, wv, bq, bv):
+        q, k, v = x @ wq + bq, x @ wk, x @ wv + bv
+        q, k, v = (y.reshape(B, T, N, H).transpose(0, 2, 1, 3) for y in (q, k, v))
+        p = jax.nn.softmax(q @ k.swapaxes(2, 3) / H**0.5, axis=-1)
+        return (p @ v).transpose(0, 2, 1, 3).reshape(B, T, N * H)
+
+    weights = [normal(i, 32, N * H, scale=0.2) for i in (1, 2, 3)]
+    args = (normal(0, B, T, 32), *weights, normal(4, N * H), normal(5, N * H))
+    assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
+
+
+def test_projections_of_two_arrays_stay_apart():
+    def f(x, y, wq, wk, wv):
+        q = jnp.einsum("btd,dnh->btnh", x, wq)
+        k, v = (jnp.einsum("btd,dnh->btnh", y, w) for w in (wk, wv))
+        return jax.nn.dot_product_attention(q, k, v)
+
+    x, *weights = projections("float32")
+    assert_fuses(f, x, x[::-1], *weights, into={"dot_product_attention": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_of_neighbours(dtype):
+    def by_strides(x, cos, sin):
+        a, b = wide(x)[..., ::2], wide(x)[..., 1::2]
+        return (
+            jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape).astype(x.dtype)
+        )
+
+    def by_pairs(x, cos, sin):
+        pairs = wide(x).reshape(*x.shape[:-1], -1, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        return (
+            jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape).astype(x.dtype)
+        )
+
+    x = normal(0, B, T, N, H, dtype=dtype)
+    for rotation in (by_strides, by_pairs):
+        assert_fuses(lambda x, r=rotation: r(x, *tables(wide(x))), x, into={"rope": 1})
