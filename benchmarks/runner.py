@@ -111,7 +111,10 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
 
 
 def _in_float64(f: Function) -> Function:
-    return lambda *inputs: f(*(a.astype(jnp.float64) for a in inputs))
+    def widened(a: jax.Array) -> jax.Array:
+        return a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return lambda *inputs: f(*map(widened, inputs))
 
 
 # --- check ----------------------------------------------------------------------------------------

@@ -105,7 +105,9 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
     result.weight = 0.0f;
     result.label = 0.0f;
 #pragma unroll
-    for (float& logit : result.logits) logit = logit == -INFINITY ? logit : 0.0f;
+    for (int i = 0; i < kOwn; ++i) {
+      result.logits[i] = lane + i * kLanes < args.classes ? 0.0f : -INFINITY;
+    }
   }
   return result;
 }

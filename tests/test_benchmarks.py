@@ -18,6 +18,7 @@ from benchmarks import (
     end_to_end_report,
     layer_norm,
     linear,
+    losses,
     mlp,
     peers,
     plot,
@@ -44,7 +45,11 @@ PRODUCT_CASES = {
         *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
     )
 }
-ALL_CASES = CASES | PRODUCT_CASES
+LOSS_CASES = {
+    case.name: case
+    for case in losses.cases(logits=[(24, 300)], layers=[(24, 16, 300)], images=[(3, 8, 8)])
+}
+ALL_CASES = CASES | PRODUCT_CASES | LOSS_CASES
 
 
 def result_of(case, times, **rows):

@@ -741,6 +741,82 @@ def test_linear_cross_entropy_of_sharded_tokens(loss_stand_ins, axis_type, cotan
     assert_near(actual, jax.jit(functools.partial(gradients, "xla"))(x, w, bias, labels))
 
 
+def lowered_losses(cotangent):
+    """Returns f(logits, labels, x, w, images, masks) to three losses and their gradients."""
+
+    def losses(logits, labels, x, w, images, masks):
+        def of_logits(logits):
+            return jaxfused.softmax_cross_entropy(
+                logits, labels, cotangent=cotangent, implementation="cuda"
+            )
+
+        def of_layer(x, w):
+            return jaxfused.linear_softmax_cross_entropy(
+                x, w, labels, cotangent=cotangent, implementation="cuda"
+            )
+
+        def of_images(images):
+            return jaxfused.segmentation_loss(images, masks, implementation="cuda")
+
+        values = [
+            jax.value_and_grad(of_logits)(logits),
+            jax.value_and_grad(of_layer, (0, 1))(x, w),
+            jax.value_and_grad(of_images)(images),
+        ]
+        return [value for value, _ in values], [gradient for _, gradient in values]
+
+    return losses
+
+
+@pytest.mark.parametrize("cotangent", (None, "any"))
+@pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
+def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, manual):
+    if missing := jaxfused.cuda.library.why_unavailable():
+        pytest.skip(missing)
+    mesh = AbstractMesh((2, 4), AXES, axis_types=(AxisType.Explicit,) * 2)
+
+    def array(spec, dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    of_images = P(AXES)
+    arguments = (
+        array(ROWS, "bfloat16", 8, 16, 1000),
+        array(ROWS, "int32", 8, 16),
+        array(ROWS, "bfloat16", 8, 16, 64),
+        array(SHARED, "bfloat16", 64, 1000),
+        array(of_images, "bfloat16", 8, 16, 16),
+        array(of_images, "uint8", 8, 16, 16),
+    )
+    f = whole = lowered_losses(cotangent)
+    if manual:
+
+        def shard(*arguments):
+            losses, gradients = whole(*arguments)
+            return lax.pmean(losses, AXES), gradients
+
+        f = jax.shard_map(
+            shard,
+            mesh=mesh,
+            in_specs=(ROWS, ROWS, ROWS, SHARED, of_images, of_images),
+            out_specs=(SHARED, [ROWS, (ROWS, SHARED), of_images]),
+        )
+    program = jax.export.export(
+        jax.jit(f),
+        platforms=["cuda"],
+        disabled_checks=[
+            jax.export.DisabledSafetyCheck.custom_call(name)
+            for name in jaxfused.cuda.library.TARGETS
+        ],
+    )(*arguments).mlir_module()
+    names = ["cross_entropy_forward", "segmentation_forward", "segmentation_backward"]
+    names.append("scale_rows" if cotangent is None else "cross_entropy_backward")
+    for name in names:
+        assert f"@jaxfused_{name}(" in program
+    # Each device has 16 rows, and one image.
+    assert "tensor<16x1000xbf16>" in program
+    assert "tensor<1x256x1xbf16>" in program
+
+
 @pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
 @pytest.mark.parametrize("implementation", ("pallas", "cuda"))
 def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual):

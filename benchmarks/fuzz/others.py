@@ -160,6 +160,8 @@ def draw_cross_entropy(draw: Draw) -> Options:
         reduction=draw.pick(("mean", "sum", "none")),
         chunk_size=draw.pick((None, 1, 7, 64)),
         bias=draw.chance(0.4),
+        soft_cap=draw.pick((None, None, 5.0)),
+        cotangent=draw.pick((None, "any", 0.5)),
     )
 
 
@@ -195,6 +197,11 @@ def _loss(
     if o["weights"]:
         constants["weights"] = rng.uniform(0, 2, tuple(o["rows"])).astype(np.float32)
 
+    # By default small logits are XLA's, and it is the kernels that are to be tried.
+    on_gpu = jax.default_backend() == "gpu"
+    # Soft labels of a linear layer have none.
+    kernels = "cuda" if on_gpu and not (o["soft"] and "w" in operands) else None
+
     def run(operands: Any, constants: Any, how: How) -> Any:
         given = dict(constants)
         bias = {"bias": operands["bias"]} if "bias" in operands else {}
@@ -206,8 +213,10 @@ def _loss(
                 label_smoothing=o["label_smoothing"],
                 z_loss=o["z_loss"],
                 ignore_index=-1 if o["ignore"] and not o["soft"] else None,
+                logits_soft_cap=o["soft_cap"],
                 reduction=o["reduction"],
-                implementation=how.implementation,
+                cotangent=o["cotangent"],
+                implementation=how.implementation or kernels,
                 **given,
                 **bias,
                 **more,

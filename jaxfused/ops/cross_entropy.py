@@ -74,7 +74,8 @@ def softmax_cross_entropy(
         count; 0 if that is 0), "sum" or "none".
       cotangent: what the result will be multiplied by on its way to the scalar that is
         differentiated: 1 where it is that scalar or is added to it, the scale of a loss that is
-        scaled; a scalar, or of the result's shape. The forward writes the gradient for it, so that
+        scaled, 1 / n under a `jax.lax.pmean` over n devices or a mean over n microbatches; a scalar,
+        or of the result's shape. The forward writes the gradient for it, so that
         the logits are read once and not twice. Any other cotangent still gets its gradient, for one
         more pass. "any" says that it is not known, and keeps the logits for the backward. None is 1
         for a mean or a sum of float32 or bfloat16 logits, and "any" elsewhere: float16 cannot hold

@@ -143,9 +143,8 @@ def linear_softmax_cross_entropy(
     classes = classes_of(labels, features, options)
     if expected is not None and reduction != "none":
         shares, total = shares_of(counts, weights, reduction)
-        operands = _aligned(x, w, bias, classes, shares)
-        scalars = (jnp.asarray(scalar, jnp.float32) for scalar in (total, expected))
-        return _loss_ahead(run, constants, *operands, *scalars)
+        scalars = [jnp.asarray(scalar, jnp.float32) for scalar in (total, expected)]
+        return _loss_ahead(run, constants, *_aligned(x, w, bias, classes, shares, *scalars))
     statistics = _statistics(run, constants, *_aligned(x, w, bias, classes)[:4])
     return reduce_losses(losses_of(statistics, counts, options), counts, weights, reduction)
 
@@ -159,12 +158,12 @@ class _Constants:
     sum_dtype: Any
 
 
-def _aligned(x, w, bias, classes, shares=None):
+def _aligned(x, w, bias, classes, shares=None, *scalars):
     """Returns the operands with the sharding of x's rows, ahead of a custom_vjp."""
     rows = sharding.leading_axes(x.ndim - 1)
     return sharding.align(
-        (x, w, bias, classes, shares),
-        operand_axes=(rows + "d", "dv", "v", rows, rows),
+        (x, w, bias, classes, shares, *scalars),
+        operand_axes=(rows + "d", "dv", "v", rows, rows, *("" for _ in scalars)),
         whole="dv",
     )
 
