@@ -90,7 +90,10 @@ def encode(values: jax.Array, like: Any, seeds: jax.Array) -> Any:
     if not isinstance(like, EightBitMoment):
         return values.astype(like.dtype)
     blocks = values.astype(jnp.float32).reshape(*like.scales.shape, BLOCK)
-    scales = jnp.max(jnp.abs(blocks), axis=-1)
+    # XLA's maximum may lose a NaN.
+    scales = jnp.where(
+        jnp.any(jnp.isnan(blocks), axis=-1), jnp.nan, jnp.max(jnp.abs(blocks), axis=-1)
+    )
     inverse = jnp.where(scales == 0, 0, 1 / scales)[..., None]
     if like.codes.dtype == jnp.int8:
         codes = jnp.round(jnp.copysign(127 * jnp.sqrt(jnp.abs(blocks) * inverse), blocks))
