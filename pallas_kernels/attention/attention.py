@@ -70,8 +70,9 @@ BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackw
 SPLITS_RUN = False
 """Whether calls without a config may run the kernels that split the keys.
 
-They are off since one of them ended in an illegal instruction at head size 256 on an H200
-(benchmarks/LAB.md, 2026-11-22). A config that is passed runs them all the same.
+They are off until a GPU has run them again: the kernel that merges the parts ended in an illegal
+instruction where query heads share a key head, which is mended (benchmarks/LAB.md, 2026-11-22). A config
+that is passed runs them all the same.
 """
 _FEW_QUERIES = 64
 """With fewer queries a tile of the other kernels has idle rows."""

@@ -42,7 +42,11 @@ _KEY_BLOCK = 64
 """The keys of a block, which are the rows of a tile."""
 
 _MOST_COLUMNS = 192
-"""The columns of dQ, and of dK or dV, for which there are registers together."""
+"""The columns of dQ, and of dK or dV, for which there are registers together.
+
+Where dQ alone has more, the compiler keeps some of a thread's numbers in its stack. That costs less than
+another kernel for dK and dV, which would not pack the query heads of a key head.
+"""
 
 
 @dataclass(frozen=True)
