@@ -208,7 +208,6 @@ FORWARD, BACKWARD, SCALE = (
 
 @pytest.fixture
 def loadable(hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "unmeasured", dict)
     if reason := cuda.library.why_unavailable():
         pytest.skip(reason)
 
