@@ -86,7 +86,8 @@ def why_unsupported(
 def _vectors(leaf: Leaf) -> int:
     """Returns the vectors of a thread in a tile; more of them where values have few bytes."""
     read = sum(array.dtype.itemsize for array in leaf[:5] if array is not None)
-    return 1 if read >= 12 else 2  # A warp with two has a block of an 8-bit moment.
+    # With two vectors, a warp has a whole block of an 8-bit moment.
+    return 1 if read >= 12 and leaf.first_scale is None else 2
 
 
 def _bits(streams: Sequence[str]) -> np.int32:
