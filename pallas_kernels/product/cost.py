@@ -66,7 +66,7 @@ class Speeds:
     """For the CTAs of a cluster to wait for each other."""
     few_rows_chunk: float = 0.25
     """For each chunk of rows that a CTA finishes."""
-    in_flight_bytes: float = 40e3
+    in_flight_bytes: float = 64e3
     """Of a multiprocessor, for memory to be as fast as that."""
     busy: float = 0.8
     """Part of the multiprocessors that can take all that memory gives."""
