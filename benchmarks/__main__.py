@@ -18,6 +18,7 @@ from benchmarks import (
     compile_time,
     end_to_end,
     end_to_end_report,
+    optimizer,
     peers,
     plot,
     report,
@@ -33,6 +34,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     sweep.NAME: sweep.main,
     compile_time.NAME: compile_time.main,
     fuzz.NAME: fuzz.main,
+    optimizer.NAME: optimizer.main,
 }
 
 
