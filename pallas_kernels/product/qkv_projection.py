@@ -163,12 +163,14 @@ def fitting(
         return ring + stored + vectors_and_barriers
 
     work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
+    # Where the projections are saved, which is not known here, they need memory as well; so do angles.
+    most = replace(work, written_bytes=2 * work.written_bytes, read_bytes=4)
     few_rows = [
         config
         for config in qkv_few_rows.candidates(
             work, widths=widths, multiprocessors=multiprocessors, **heads
         )
-        if cost.few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+        if cost.few_rows_shared_bytes(most, config) <= SHARED_MEMORY_BYTES
     ]
     of_many = candidates(
         rows=rows, features=features, widths=widths, multiprocessors=multiprocessors, **heads
