@@ -42,6 +42,9 @@ CASES = [
 ]
 
 
+NAMES = [f"{case[0]}-{number}" for number, case in enumerate(CASES)]
+
+
 @pytest.fixture
 def stood_in(monkeypatch):
     """Steps take the kernels' way, with jax.numpy in the kernels' place."""
@@ -115,7 +118,7 @@ def assert_close(actual, expected, tolerance=2e-5, few=0.0):
 # --- what calls the kernels, against the reference ------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_as_the_reference(stood_in, case):
     # Optax multiplies a momentum of 16 bits in its own dtype.
     tolerance = 1e-2 if "mu_dtype" in case[1] else 2e-5
@@ -378,7 +381,7 @@ def odd_params():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_kernels(monkeypatch, case):
     """Compares with the same arithmetic in jax.numpy, and with a second run bit for bit."""
     actual = jax.device_get(train(case, "cuda", params=odd_params))
