@@ -11,7 +11,7 @@ import pytest
 import jaxfused
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
-DTYPES = ["float32", "bfloat16"]
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
 B, T, S, N, H = 2, 6, 6, 4, 8
 
 

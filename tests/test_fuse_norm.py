@@ -7,7 +7,7 @@ import pytest
 import jaxfused
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
-DTYPES = ["float32", "bfloat16"]
+DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
 
 
 def inputs(dtype, *shape):

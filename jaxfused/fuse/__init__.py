@@ -25,8 +25,9 @@ The rules are these:
 - An operator takes a place only where it rounds no earlier than the program does: with bfloat16
   arguments where the program's result is bfloat16 too. Dtypes stay.
 - A custom_vjp, a custom_jvp other than of a known activation, and a stop_gradient are walls.
-- A mask becomes the operator's mask only where each query provably has a key; a finite constant for
-  masked logits is otherwise added as a bias, so that a query without keys gets what it got.
+- A query without keys gets what the program gives it: where masked logits are one finite number, the
+  mean of the values. Masks of -inf are taken only where each query provably has a key.
+- On a GPU it takes only what has a kernel for its shapes and dtypes, and never what an operator refuses.
 - Random bits are the program's own: where probabilities are dropped, the attention stays.
 """
 

@@ -170,7 +170,7 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
     rank = moment.argument.ndim
     if rank - 1 in moment.axes and 0 not in moment.axes:
-        reason = "it has no kernels yet, and XLA runs the program's own operations"
+        reason = "fuse does not replace it yet, and XLA runs the program's own operations"
         book.miss("group_norm", root, reason)
         return
     reason = (
