@@ -991,10 +991,11 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
     args.segment_blocks =
         std::clamp(2 * device.multiprocessors / segments, 1, divide_up(args.rows, args.teams));
   } else if (wide) {
-    // Each block leaves sums of its own, which take longer than the rows where a block has few of them.
+    // Each block leaves sums of its own, which take longer than the rows where a block has few of
+    // them.
     const int enough = divide_up(2 * device.multiprocessors, segments * wide_column_blocks);
-    args.segment_blocks = std::min({args.rows, blocks_of_segment(1),
-                                    std::max(divide_up(args.rows, kFewestWideRows), enough)});
+    args.segment_blocks = std::min(
+        {args.rows, blocks_of_segment(1), std::max(divide_up(args.rows, kFewestWideRows), enough)});
   } else if (!shifted) {
     args.segment_blocks = std::min(divide_up(args.rows, teams), blocks_of_segment(launch.cluster));
   }
@@ -1026,8 +1027,8 @@ ffi::Error launch_backward(BackwardArgs args, const BackwardConfig& config, cons
                                   {dim3(std::min(rows, 2 * device.multiprocessors)), kWideThreads,
                                    TeamSum::kScratch * sizeof(float)},
                                   stream));
-    RETURN_IF_ERROR(launch_kernel(
-        columns_kernel, args, {dim3(blocks, wide_column_blocks), kColumnThreads, 0}, stream));
+    RETURN_IF_ERROR(launch_kernel(columns_kernel, args,
+                                  {dim3(blocks, wide_column_blocks), kColumnThreads, 0}, stream));
   } else if (flat) {
     RETURN_IF_ERROR(launch_flat_rows<T>(args, stream));
   } else {
