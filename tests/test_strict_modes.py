@@ -105,6 +105,27 @@ attention(
 attention("dropout", dropout_rate=0.25, dropout_key=lambda: jax.random.key(0))
 
 
+@case("fuse")
+def _(dtype):
+    def f(x, scale, wq, wk, wv, w1, w2):
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(jnp.square(wide - mean), axis=-1, keepdims=True)
+        y = (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
+        y = (y * scale.astype(y.dtype)[None, None]).astype(dtype)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", y, w.astype(y.dtype)) for w in (wq, wk, wv))
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+        mask = (x[..., 0] > 0)[:, None, None] & jnp.tril(jnp.ones((1, 1, T, T), bool))
+        p = jax.nn.softmax(jnp.where(mask, logits, -1e9))
+        x = x + jnp.einsum("bnts,bsnh->btnh", p, v).reshape(x.shape)
+        return x + jax.nn.gelu(x @ w1.astype(dtype)) @ w2.astype(dtype)
+
+    heads = [normal(i, 32, 4, 8, dtype="float32") / 8 for i in (2, 3, 4)]
+    mlp = [normal(i, 32, 32, dtype="float32") / 8 for i in (5, 6)]
+    x = normal(0, B, T, 32, dtype=dtype)
+    return jaxfused.fuse(f), (x, normal(1, 32, dtype="float32"), *heads, *mlp)
+
+
 @case("batch_norm", "training")
 def _(dtype):
     def f(x, scale, bias, residual):
