@@ -445,8 +445,8 @@ def test_function(name, x64, dtype):
 
 
 def test_every_function_has_a_case():
-    # They take functions, or a model: see test_fuse.py, test_tuning.py and test_quantize_params.
-    without_arrays = {"explain", "fuse", "quantize_params", "tune"}
+    # They take functions, or a model: see test_tuning.py and test_quantize_params.
+    without_arrays = {"explain", "quantize_params", "tune"}
     functions = {n for n, f in vars(jaxfused).items() if inspect.isfunction(f)}
     assert functions - without_arrays == {of for of, _ in FUNCTIONS.values()}
 
