@@ -18,6 +18,7 @@ import pytest
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
+from tests import optimizer_kernels
 from tests.grids import parametrize
 from tests.lowering import lowered
 
@@ -567,18 +568,20 @@ def test_quantize_params(x64, dtype):
 
 
 @each_mode
-@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lion", "sgd"])
-def test_optimizer(name, x64, dtype):
-    del dtype
-    with strictly(x64):
-        params = {"w": normal(0, 4, 3), "b": normal(1, 3)}
-        grads = {"w": normal(2, 4, 3), "b": normal(3, 3)}
+@pytest.mark.parametrize("name", ["adam", "adamw", "adamw8bit", "lamb", "lion", "sgd"])
+@pytest.mark.parametrize("implementation", ["xla", "cuda"])
+def test_optimizer(monkeypatch, implementation, name, x64, dtype):
+    dtype = "float32" if implementation == "cuda" else dtype  # Kernels take no float64.
+    with strictly(x64), optimizer_kernels.stood_in_for(monkeypatch):
+        params = {"w": normal(0, 16, 256).astype(dtype), "b": normal(1, 3).astype(dtype)}
+        grads = {"w": normal(2, 16, 256).astype(dtype), "b": normal(3, 3).astype(dtype)}
         opt = getattr(jaxfused.optim, name)(0.1)
-        state = opt.init_step(params, ema_decay=0.9, compute_dtype=jnp.bfloat16, loss_scale=8.0)
+        options = dict(ema_decay=0.9, compute_dtype=jnp.bfloat16, loss_scale=8.0, rounding_seed=1)
+        state = opt.init_step(params, **options)
         expected = jax.tree.map(jnp.shape, params)
-        params, state = opt.step(grads, state, params, max_norm=1.0)
+        params, state = opt.step(grads, state, params, max_norm=1.0, implementation=implementation)
         assert jax.tree.map(jnp.shape, params) == expected
-        params, _ = opt.step(grads, opt.init(params), params)
+        params, _ = opt.step(grads, opt.init(params), params, implementation=implementation)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -161,15 +161,17 @@ def _step(tx, grads, params, state, max_norm, skip_nonfinite, implementation, re
     opt_state = state.optimizer if isinstance(state, StepState) else state
     _check_state(tx, opt_state, params)
     _check_gradients(grads, params)
-    if implementation == "cuda":
-        return _with_rules(
-            functools.partial(_by_kernels, tx, skip_nonfinite, reasons.why),
-            functools.partial(_by_update, tx, skip_nonfinite),
-        )(grads, state, params, max_norm)
-    if tx.recipe is not None:
-        leaves = [optimizer_step.Leaf(None, p) for p in jax.tree.leaves(params)]
-        optimizer_step.record(tx.recipe.name, leaves, implementation, reasons.why)
-    return _by_update(tx, skip_nonfinite, grads, state, params, max_norm)
+    # The promotions here are intended, whatever the user has forbidden.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        if implementation == "cuda":
+            return _with_rules(
+                functools.partial(_by_kernels, tx, skip_nonfinite, reasons.why),
+                functools.partial(_by_update, tx, skip_nonfinite),
+            )(grads, state, params, max_norm)
+        if tx.recipe is not None:
+            leaves = [optimizer_step.Leaf(None, p) for p in jax.tree.leaves(params)]
+            optimizer_step.record(tx.recipe.name, leaves, implementation, reasons.why)
+        return _by_update(tx, skip_nonfinite, grads, state, params, max_norm)
 
 
 def _with_rules(
