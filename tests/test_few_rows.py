@@ -200,7 +200,7 @@ def test_same_bits_twice_in_the_interpreter():
         Case(64, 4096, 1400, products=2),
         Case(64, 24, 40, epilogue=False),
     ],
-    quick=(1, 3),
+    quick=(3,),
 )
 @parametrize("step", [1, 8], quick=(1,))
 def test_candidates_lower_for_cuda(case, step):

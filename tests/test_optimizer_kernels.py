@@ -276,6 +276,7 @@ print("same")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_on_shards():
     result = subprocess.run(
@@ -317,6 +318,7 @@ def test_few_kernels(lowerable, name, how, kernels):
     assert kernels_in(text) == [f"jaxfused_{kernel}" for kernel in kernels]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [1, 5000])
 def test_trees_of_any_size(lowerable, count):
     tx, params = optim.adamw(1e-3), tree_of(count)

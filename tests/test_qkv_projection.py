@@ -296,7 +296,7 @@ def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
         (24, 12, 12, 64, True, 64, 24),
         (1, 12, 12, 64, False, 0, 0),
     ],
-    quick=(1, 2),
+    quick=(3,),
 )
 def test_few_rows_lower_for_cuda(m, heads, key_heads, head_size, norm, rotary_dim, period):
     def array(*shape, dtype=jnp.bfloat16):

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxfused
 from jaxfused import cuda, ops, reference, sharding
 from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
+from tests.grids import parametrize
 
 DEVICES = 8
 on_eight_devices = pytest.mark.skipif(
@@ -35,7 +36,8 @@ ROWS, SHARED = P(*AXES), P()
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
-def test_on_eight_devices():
+@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
+def test_on_eight_devices(selection):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(DEVICES),
@@ -44,7 +46,11 @@ def test_on_eight_devices():
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, __file__], env=environment, capture_output=True, text=True, timeout=1200
+        [*command, "-m", selection, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
@@ -625,6 +631,7 @@ def assert_near(actual, expected):
     )
 
 
+@pytest.mark.exhaustive
 @on_eight_devices
 @pytest.mark.parametrize("cotangent", (None, "any"))
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
@@ -686,6 +693,7 @@ def test_cross_entropy_of_classes_spread_over_devices(loss_stand_ins, check_vma,
     assert_near(actual, jax.jit(jax.grad(plain, has_aux=True))(logits))
 
 
+@pytest.mark.exhaustive
 @on_eight_devices
 @pytest.mark.parametrize("implementation", ("cuda", "xla"))
 def test_a_device_whose_classes_are_all_masked(loss_stand_ins, implementation):
@@ -708,6 +716,7 @@ def test_a_device_whose_classes_are_all_masked(loss_stand_ins, implementation):
     assert np.isfinite(actual[1]).all()
 
 
+@pytest.mark.exhaustive
 @on_eight_devices
 @pytest.mark.parametrize("cotangent", (None, "any"))
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
@@ -897,6 +906,7 @@ def group_norm_stand_ins(hopper, monkeypatch):
     monkeypatch.setattr(cuda.group_norm, "backward", backward)
 
 
+@pytest.mark.exhaustive
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize(
@@ -991,6 +1001,7 @@ def image_stand_ins(hopper, monkeypatch):
     monkeypatch.setattr(cuda.max_pool, "backward", max_pool_gradient)
 
 
+@pytest.mark.exhaustive
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("kernels", (True, False), ids=("kernels", "stages"))
