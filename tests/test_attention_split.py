@@ -28,6 +28,8 @@ from tests.test_attention_bwd import (
 )
 from tests.test_attention_kernels import DROPOUT_RATE, assert_as_accurate, kernel
 
+pytestmark = pytest.mark.exhaustive
+
 FORWARD = ["attention_split_forward", "attention_merge_splits"]
 CASES = (
     Case("one query", 1, 5000, heads=8, key_heads=8, head_size=128),

@@ -17,6 +17,8 @@ from tests.lowering import kernels, lowered
 from tests.test_cross_entropy import plain_cross_entropy
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 
 def stand_in_forward(logits, classes, soft, coefficients, *, in_place=False, **constants):
     assert logits.ndim == 2

@@ -19,6 +19,8 @@ from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
 
+pytestmark = pytest.mark.exhaustive
+
 SMALL = FewRowsConfig(tile_n=64, parts=2, stages=2)
 
 

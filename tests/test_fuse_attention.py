@@ -11,6 +11,8 @@ import pytest
 import jaxfused
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
+pytestmark = pytest.mark.exhaustive
+
 DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
 B, T, S, N, H = 2, 6, 6, 4, 8
 

@@ -7,6 +7,8 @@ import pytest
 import jaxfused
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
+pytestmark = pytest.mark.exhaustive
+
 DTYPES = ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
 
 

@@ -16,6 +16,8 @@ from tests.cases.group_norm import CASES, KERNEL_CASES, Case
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 
 def plain_group_norm(
     x,

@@ -14,6 +14,8 @@ from jaxfused.cuda.max_pool import Window
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 FORWARD, BACKWARD = "jaxfused_max_pool", "jaxfused_max_pool_gradient"
 CASES = (
     ((2, 8, 10, 8), dict(window=2, strides=2)),

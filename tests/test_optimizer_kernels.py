@@ -22,6 +22,8 @@ from tests import optimizer_kernels
 from tests.lowering import kernels_in, lowered
 from tests.optim_training import assert_same_bits, make_grads, make_params
 
+pytestmark = pytest.mark.exhaustive
+
 EXTRAS = dict(ema_decay=0.9, compute_dtype=jnp.bfloat16, loss_scale=8.0)
 CASES = [
     ("adamw", dict(weight_decay=0.1), {}, dict(max_norm=1.0)),

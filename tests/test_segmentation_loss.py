@@ -15,6 +15,8 @@ from tests.against_float64 import assert_values_and_gradients
 from tests.cases.segmentation_loss import CASES, Case
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 
 def plain_loss(
     logits,

@@ -11,6 +11,8 @@ from tests.cases.normal import normal
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 SHAPES = ((2, 5, 7, 8), (1, 1, 1, 3), (2, 1, 4, 5), (1, 6, 2, 16))
 
 
