@@ -1,5 +1,7 @@
 """GroupNorm for Flax Linen: Flax's own parameters, this package's operator."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen
@@ -87,25 +89,47 @@ class GroupNorm(linen.GroupNorm):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        scale = bias = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
-        result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
-        x = x.astype(common_dtype(x.dtype, result_dtype))
-        y = normalise(
+        return normalised(
+            self,
             x,
-            scale,
-            bias,
             num_groups=self.num_groups,
             group_size=self.group_size,
-            epsilon=self.epsilon,
-            activation=self.activation,
             residual=residual,
             image_scale=image_scale,
             image_shift=image_shift,
-            implementation=self.implementation,
         )
-        return y.astype(result_dtype)
+
+
+def normalised(
+    module: Any,
+    x: jax.Array,
+    *,
+    num_groups: int | None,
+    group_size: int | None,
+    residual: jax.Array | None,
+    image_scale: jax.Array | None,
+    image_shift: jax.Array | None,
+) -> jax.Array:
+    """The call of a GroupNorm or an InstanceNorm that the operator serves, with their parameters."""
+    scale = bias = None
+    if module.use_scale:
+        scale = module.param("scale", module.scale_init, (x.shape[-1],), module.param_dtype)
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, (x.shape[-1],), module.param_dtype)
+    result_dtype = canonicalize_dtype(x, scale, bias, dtype=module.dtype)
+    # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
+    x = x.astype(common_dtype(x.dtype, result_dtype))
+    y = normalise(
+        x,
+        scale,
+        bias,
+        num_groups=num_groups,
+        group_size=group_size,
+        epsilon=module.epsilon,
+        activation=module.activation,
+        residual=residual,
+        image_scale=image_scale,
+        image_shift=image_shift,
+        implementation=module.implementation,
+    )
+    return y.astype(result_dtype)

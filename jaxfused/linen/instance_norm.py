@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.group_norm import normalised
 from jaxfused.modules.fallback import call_flax, why_complex
-from jaxfused.modules.group_norm import normalise, why_flax_normalises_instances
-from jaxfused.reference.promotion import common_dtype
+from jaxfused.modules.group_norm import why_flax_normalises_instances
 
 
 class InstanceNorm(linen.InstanceNorm):
@@ -63,25 +62,12 @@ class InstanceNorm(linen.InstanceNorm):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        scale = bias = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, (x.shape[-1],), self.param_dtype)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (x.shape[-1],), self.param_dtype)
-        result_dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        # Unlike NNX, Linen rounds to the result's dtype after the norm, not before it.
-        x = x.astype(common_dtype(x.dtype, result_dtype))
-        y = normalise(
+        return normalised(
+            self,
             x,
-            scale,
-            bias,
             num_groups=None,
             group_size=1,
-            epsilon=self.epsilon,
-            activation=self.activation,
             residual=residual,
             image_scale=image_scale,
             image_shift=image_shift,
-            implementation=self.implementation,
         )
-        return y.astype(result_dtype)
