@@ -11,16 +11,14 @@ import jax.numpy as jnp
 
 from jaxfused.cuda import library
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
 
 def why_unsupported(*, compute_capability: tuple[int, int] | None, dtype: Any) -> str | None:
     """Returns None where forward and backward can run, else the reason."""
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
     return library.why_unavailable()
 
 
@@ -108,7 +106,7 @@ def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeS
 
 def _vector(bias: jax.Array | None) -> jax.Array | None:
     """Returns a bias in a dtype that the kernels read."""
-    return bias if bias is None or bias.dtype in DTYPES else bias.astype(jnp.float32)
+    return bias if bias is None or bias.dtype in library.DTYPES else bias.astype(jnp.float32)
 
 
 def _operands(like: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:

@@ -17,7 +17,6 @@ from jaxfused.cuda import library
 MAX_SIZE = 2**30
 """Of either axis; the elements of both together are counted in 64 bits."""
 STATISTICS = 5
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and logits have dtype {jnp.dtype(dtype)}"
-    if soft_dtype is not None and soft_dtype not in DTYPES:
-        return (
-            f"it takes float32, bfloat16 and float16, and labels have dtype {jnp.dtype(soft_dtype)}"
-        )
+    if reason := library.why_dtype_unfit(dtype, "logits have"):
+        return reason
+    if soft_dtype is not None:
+        reason = library.why_dtype_unfit(soft_dtype, "labels have")
+        if reason is not None:
+            return reason
     if max(rows, features) > MAX_SIZE:
         return (
             f"it takes at most {MAX_SIZE} rows and classes, and logits have {rows} and {features}"

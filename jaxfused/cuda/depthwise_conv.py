@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxfused.cuda import library
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 KERNELS = {
     (3, 3): (1, 2),
     (5, 5): (1, 2),
@@ -79,13 +78,10 @@ def why_unsupported(
     if reason is not None:
         return reason
     assert compute_capability is not None
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
-    if residual_dtype is not None and residual_dtype != dtype:
-        return (
-            f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
-            f" residual {jnp.dtype(residual_dtype)}"
-        )
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
+    if reason := library.why_residual_unfit(dtype, residual_dtype):
+        return reason
     if window.stride not in KERNELS.get(window.kernel, ()):
         rows, columns = window.kernel
         return f"there is no kernel of {rows} x {columns} with stride {window.stride}"

@@ -16,7 +16,6 @@ from jaxfused.cuda import library
 
 MAX_THREADS = 512
 MAX_PIXELS = 2**30
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,10 @@ def why_unsupported(
     if reason is not None:
         return reason
     assert compute_capability is not None
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
-    if residual_dtype is not None and residual_dtype != dtype:
-        return (
-            f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
-            f" residual {jnp.dtype(residual_dtype)}"
-        )
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
+    if reason := library.why_residual_unfit(dtype, residual_dtype):
+        return reason
     if groups < 1 or channels % groups:
         return f"it takes groups that divide the channels, and {groups} do not divide {channels}"
     itemsize = jnp.dtype(dtype).itemsize

@@ -16,7 +16,6 @@ from jaxfused.cuda import library
 
 MAX_FEATURES = 65536
 MAX_ROWS = 2**30
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclass(frozen=True)
@@ -127,13 +126,10 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
-    if residual_dtype is not None and residual_dtype != dtype:
-        return (
-            f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
-            f" residual {jnp.dtype(residual_dtype)}"
-        )
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
+    if reason := library.why_residual_unfit(dtype, residual_dtype):
+        return reason
     if not 1 <= features <= MAX_FEATURES:
         return f"it takes 1 to {MAX_FEATURES} features, and x has {features}"
     if rows > MAX_ROWS:

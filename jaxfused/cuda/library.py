@@ -9,8 +9,10 @@ import ctypes
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 
 PATH = Path(__file__).with_name("libjaxfused.so")
@@ -42,6 +44,10 @@ TARGETS = (
 """The symbol of every handler in the library, under which its FFI target is registered."""
 
 
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+"""What every kernel takes."""
+
+
 def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
     """Returns None for a GPU that the kernels are compiled for, else the reason."""
     if compute_capability is None:
@@ -50,6 +56,23 @@ def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
         major, minor = compute_capability
         return f"it needs compute capability 7.5 or later, and this GPU has {major}.{minor}"
     return None
+
+
+def why_dtype_unfit(dtype: Any, whose: str = "x has") -> str | None:
+    """Returns None for a dtype that all kernels take, else the reason; `whose` begins its last part."""
+    if dtype in DTYPES:
+        return None
+    return f"it takes float32, bfloat16 and float16, and {whose} dtype {jnp.dtype(dtype)}"
+
+
+def why_residual_unfit(dtype: Any, residual_dtype: Any) -> str | None:
+    """Returns None for a residual of the dtype of x, or for none, else the reason."""
+    if residual_dtype is None or residual_dtype == dtype:
+        return None
+    return (
+        f"it takes a residual of x's dtype, and x has {jnp.dtype(dtype)},"
+        f" residual {jnp.dtype(residual_dtype)}"
+    )
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxfused.cuda import library
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_ELEMENTS = 2**31 - 2**10
 """Of the images and of the result: threads are counted in 31 bits."""
 
@@ -45,8 +44,8 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
     if math.prod(window.size) > 255:
         return f"it takes windows of at most 255 values, and the window is {window.size}"
     images, height, width, channels = shape

@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxfused.cuda import library
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_LEAVES = 256
 """Leaves of one launch; further ones are handed to another."""
 _WARPS = 8
@@ -75,11 +74,8 @@ def why_unsupported(
     if reason is not None:
         return reason
     for dtype in dtypes:
-        if dtype not in DTYPES:
-            return (
-                "it takes float32, bfloat16 and float16, and an array of the tree has dtype"
-                f" {jnp.dtype(dtype)}"
-            )
+        if reason := library.why_dtype_unfit(dtype, "an array of the tree has"):
+            return reason
     return library.why_unavailable()
 
 

@@ -14,7 +14,6 @@ from jaxfused.cuda import library
 
 MAX_ELEMENTS = 2**32 - 2**10
 """Of q and k together: positions, heads and threads are counted in 32 bits."""
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def why_unsupported(
@@ -35,8 +34,8 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and q has dtype {jnp.dtype(dtype)}"
+    if reason := library.why_dtype_unfit(dtype, "q has"):
+        return reason
     if dtype != k_dtype:
         return (
             f"it takes q and k of one dtype, and q has {jnp.dtype(dtype)}, k {jnp.dtype(k_dtype)}"

@@ -16,7 +16,6 @@ from jaxfused.cuda import library
 MAX_CLASSES = 256
 MAX_IMAGES = 65535
 MAX_PIXELS = 2**30
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 _BLOCKS_OF_MULTIPROCESSOR = 8
 _PIXELS_OF_BLOCK = 1024
@@ -34,8 +33,8 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and logits have dtype {jnp.dtype(dtype)}"
+    if reason := library.why_dtype_unfit(dtype, "logits have"):
+        return reason
     if not 1 <= classes <= MAX_CLASSES:
         return f"it takes 1 to {MAX_CLASSES} classes, and logits have {classes}"
     if images > MAX_IMAGES or pixels > MAX_PIXELS:

@@ -4,12 +4,10 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.cuda import library
 
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_ELEMENTS = 2**31 - 2**10
 """Of the image that is not upsampled: threads are counted in 31 bits."""
 
@@ -24,8 +22,8 @@ def why_unsupported(
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
-    if dtype not in DTYPES:
-        return f"it takes float32, bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+    if reason := library.why_dtype_unfit(dtype):
+        return reason
     if math.prod(shape) > MAX_ELEMENTS:
         return f"it takes at most {MAX_ELEMENTS} values, and x of shape {shape} has more"
     return library.why_unavailable()

@@ -6,7 +6,7 @@ of them, and recognisers ask for those.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -309,18 +309,6 @@ def between(root: Value, leaves: set[Value]) -> set[Node]:
         found.add(value.node)
         pending += value.node.ins
     return found
-
-
-def ancestors_within(root: Value, limit: int) -> Iterator[Node]:
-    """Operations that `root` is made of, nearest first, up to a number of them."""
-    seen: set[Node] = set()
-    pending = [root]
-    while pending and len(seen) < limit:
-        value = pending.pop(0)
-        if value.node is not None and value.node not in seen:
-            seen.add(value.node)
-            yield value.node
-            pending += value.node.ins
 
 
 _LARGEST_COMPARED = 64

@@ -147,9 +147,6 @@ class Runner:
         return _Call(kernel, self).batchable(*operands)
 
 
-_KERNEL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
 def takes_reference(
     op: str,
     implementation: str | None,
@@ -166,7 +163,7 @@ def takes_reference(
     XLA, for which `why_xla` gives the reason. `missing` names the implementations that the operator
     does not have, and says so.
     """
-    if x.dtype not in _KERNEL_DTYPES:
+    if x.dtype not in cuda.library.DTYPES:
         why = f"kernels take float32, bfloat16 and float16, not {x.dtype}"
         reasons: dict[str, str | None] = {"pallas": why, "cuda": why}
     else:
