@@ -6,7 +6,7 @@
 which of them is expected to be fastest.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -91,12 +91,7 @@ def forward_candidates(
     if not SPLITS_RUN:
         return whole
     splits = split_keys.candidates(shape, logits, multiprocessors)
-    expected = (
-        estimate.forward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
-    )
-    if _splits_first(shape, multiprocessors, *expected):
-        return (*splits, whole[0])
-    return (*whole, splits[0])
+    return _in_order(whole, splits, estimate.forward, shape, logits, multiprocessors)
 
 
 def backward_candidates(
@@ -110,22 +105,30 @@ def backward_candidates(
     if not SPLITS_RUN:
         return whole
     splits = split_keys_backward.candidates(shape, logits, multiprocessors)
-    expected = (
-        estimate.backward(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
+    return _in_order(whole, splits, estimate.backward, shape, logits, multiprocessors)
+
+
+def _in_order(
+    whole: tuple[Any, ...],
+    splits: tuple[Any, ...],
+    expected: Callable[..., float],
+    shape: Shape,
+    logits: Logits,
+    multiprocessors: int,
+) -> tuple[Any, ...]:
+    """Returns the configs of the family that is expected to be faster, and the best of the other.
+
+    Only where queries are few do kernels that split the keys read less or give work to more
+    multiprocessors.
+    """
+    whole_time, split_time = (
+        expected(shape, logits, configs[0], multiprocessors) for configs in (whole, splits)
     )
-    if _splits_first(shape, multiprocessors, *expected):
+    tiles = shape.query_tiles(_FEW_QUERIES)
+    are_few = shape.query_count < _FEW_QUERIES or tiles < 2 * multiprocessors
+    if are_few and split_time < _GAIN * whole_time:
         return (*splits, whole[0])
     return (*whole, splits[0])
-
-
-def _splits_first(shape: Shape, multiprocessors: int, whole_time: float, split_time: float) -> bool:
-    """Whether kernels that split the keys come before those that leave them whole.
-
-    Only where queries are few do they read less or give work to more multiprocessors.
-    """
-    tiles = shape.batch * shape.heads * -(-shape.query_count // _FEW_QUERIES)
-    are_few = shape.query_count < _FEW_QUERIES or tiles < 2 * multiprocessors
-    return are_few and split_time < _GAIN * whole_time
 
 
 def forward(
