@@ -57,7 +57,6 @@ def _nothing_measured_here(monkeypatch):
 def _kernels_need_not_be_named(monkeypatch):
     """Tests take operators to their kernels before a GPU has measured those."""
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
-    monkeypatch.setattr(few_rows, "RUNS", True)
 
 
 DIGITS_FLAGS = ("--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4")

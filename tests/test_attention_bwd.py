@@ -467,8 +467,7 @@ SIZES = (8, 40, 64, 72, 80, 96, 128, 136, 192, 256)
 )
 @pytest.mark.parametrize("soft_cap", [None, 3.0])
 @pytest.mark.parametrize("counts", [(1, 1), (197, 197), (4096, 4095), (8192, 8192)], ids=str)
-def test_candidates_are_legal_and_differ(monkeypatch, counts, head_size, value_size, soft_cap):
-    monkeypatch.setattr(attention, "SPLITS_RUN", True)
+def test_candidates_are_legal_and_differ(counts, head_size, value_size, soft_cap):
     shape = Shape(2, *counts, 4, 2, head_size, value_size)
     logits = logits_of(BlockMask(*counts, is_causal=True), Operands(), soft_cap=soft_cap)
     options = dict(logits=logits, multiprocessors=132)
@@ -491,8 +490,7 @@ def test_candidates_are_legal_and_differ(monkeypatch, counts, head_size, value_s
 
 
 @parametrize("head_size", [64, 80, 128, 256], quick=())
-def test_all_candidates_lower(monkeypatch, head_size):
-    monkeypatch.setattr(attention, "SPLITS_RUN", True)
+def test_all_candidates_lower(head_size):
     shape = Shape(2, 1001, 1030, 4, 2, head_size, head_size)
     logits = logits_of(BlockMask(1001, 1030, is_causal=True), Operands())
     query, key, dout = (

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -244,6 +246,36 @@ def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save):
 @parametrize("save", ["preactivation", "hidden"], quick=(1,))
 def test_pallas_gated_mlp_of_one_matrix_in_the_interpreter(save):
     check_gated_mlp_kernel(KERNEL_CASES[0], "bfloat16", save, True, "pallas", cotangents=1)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("implementation", [None, "pallas"])
+@pytest.mark.parametrize(("hidden", "filled"), [(938, 960), (21, 24), (2736, 2736)])
+def test_odd_hidden_features_are_filled_up_with_zeros(hidden, filled, implementation):
+    """So that Pallas's kernels can run, the gradient's too: `explain` says what they see."""
+    x, w, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 64), (64, hidden), (hidden,)))
+    both, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 2 * hidden), (hidden, 64)))
+
+    def mlp(x, w1, b1, w2):
+        return jnp.sum(jaxfused.mlp(x, w1, b1, w2, implementation=implementation))
+
+    def gated(x, both, down):
+        return jnp.sum(jaxfused.gated_mlp(x, both, None, down, implementation=implementation))
+
+    for f, operands in ((mlp, (x, w, b, down)), (gated, (x, both, down))):
+        gradient = jax.grad(f, argnums=tuple(range(len(operands))))
+        assert jax.tree.map(jnp.shape, jax.eval_shape(gradient, *operands)) == tuple(
+            o.shape for o in operands
+        )
+        seen = str(jaxfused.explain(gradient, *operands))
+        assert f"512, {filled}]" in seen
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+def test_zero_features_change_no_result():
+    case = replace(KERNEL_CASES[0], rows=(66,), hidden=21)
+    check_mlp_kernel(case, "bfloat16", "preactivation", "pallas", cotangents=1)
+    check_gated_mlp_kernel(case, "bfloat16", "hidden", True, "pallas", cotangents=1)
 
 
 @pytest.mark.usefixtures("hopper")

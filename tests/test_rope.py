@@ -224,7 +224,8 @@ def test_backward_keeps_the_angles_alone(implementation):
     case = INTERPRETED[0]
     q, k = case.arguments(jnp.float32)
     _, vjp = jax.vjp(fused_rope(case, implementation), q, k)
-    assert all(a.size <= case.rows[-1] * case.head_size // 2 for a in jax.tree.leaves(vjp))
+    # XLA may have those of both halves of a head.
+    assert all(a.size <= case.rows[-1] * case.head_size for a in jax.tree.leaves(vjp))
 
 
 @each_implementation

@@ -216,7 +216,7 @@ def input_gradient(
     # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
     are_few = math.prod(dy.shape[:-1]) <= few_rows.MAX_ROWS and dy.dtype.itemsize == 2
     may_run = sharding.is_in_one_piece(dy, w) and run.implementation in (None, "pallas")
-    if few_rows.RUNS and are_few and may_run and dy.dtype == dtype:
+    if are_few and may_run and dy.dtype == dtype:
         (dx,) = run(_InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)

@@ -161,7 +161,11 @@ class _Forward:
         return Axes((_IMAGES,), (_RESULT, _RESULT if self.save_places else None), whole=_WHOLE)
 
     def reasons(self, device, x) -> Mapping[str, str | None]:
-        return _reasons(device, self.window, x.shape, x.dtype)
+        found = _reasons(device, self.window, x.shape, x.dtype)
+        if self.save_places:
+            return found
+        # XLA fuses what computes x and what becomes of y into a maximum that saves nothing else.
+        return {"xla": None} | {name: found[name] for name in ("cuda", "pallas")}
 
     def run(self, implementation, device, x) -> Results:
         if implementation == "cuda":

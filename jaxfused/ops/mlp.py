@@ -36,8 +36,9 @@ from jaxfused.ops.linear import (
 from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import unshared
-from pallas_kernels.product import cost
+from pallas_kernels.product import cost, few_rows, matmul
 from pallas_kernels.product import mlp as pallas_mlp
+from pallas_kernels.product.operands import SWIZZLE_BYTES
 
 Save = Literal["hidden", "preactivation", "inputs"]
 
@@ -127,7 +128,11 @@ def mlp(
         operand_axes=(rows + "d", "df", "f", "fe", "e", rows + "e"),
         whole="dfe",
     )
-    return _mlp(Runner(implementation, device), options, *operands)
+    x, w1, b1, w2, b2, residual = operands
+    zeros = _zero_features(implementation, device, x, w1.shape[1], w2.shape[1])
+    w1, b1 = (_append_zeros(a, zeros) for a in (w1, b1))
+    w2 = _append_zeros(w2, zeros, axis=0)
+    return _mlp(Runner(implementation, device), options, x, w1, b1, w2, b2, residual)
 
 
 def gated_mlp(
@@ -227,7 +232,54 @@ def gated_mlp(
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
         whole="dfge",
     )
+    x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
+    zeros = _zero_features(implementation, device, x, hidden, w_down.shape[1])
+    halves = 2 if w_up is None else 1
+    w_gate, b_gate = (_append_zeros(a, zeros, halves) for a in (w_gate, b_gate))
+    w_up, b_up = (_append_zeros(a, zeros) for a in (w_up, b_up))
+    w_down = _append_zeros(w_down, zeros, axis=0)
+    operands = (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)
     return _gated_mlp(Runner(implementation, device), options, *operands)
+
+
+def _zero_features(
+    implementation: str | None, device: dispatch.Device, x: jax.Array, hidden: int, features: int
+) -> int:
+    """How many hidden features of zero weights make the products of Pallas's kernels possible.
+
+    The kernels, and XLA's fastest products, want rows of the hidden layer that begin at multiples of 16
+    bytes. The weights are copied, which costs little beside products of many rows, and a feature whose
+    weights to the result are zero adds nothing to it.
+    """
+    grain = matmul.GRAIN
+    if implementation not in (None, "pallas") or x.dtype.itemsize != 2 or hidden % grain == 0:
+        return 0
+    can_run = matmul.why_unsupported(
+        compute_capability=device.compute_capability,
+        dtypes=dict(x=x.dtype),
+        features=dict(x=x.shape[-1], result=features),
+    )
+    if can_run is not None or math.prod(x.shape[:-1]) <= few_rows.MAX_ROWS or hidden == 0:
+        return 0
+    # Whole steps of the sums, and whole instructions, where they are not much more.
+    step = SWIZZLE_BYTES // x.dtype.itemsize
+    zeros = -hidden % step
+    return zeros if zeros <= hidden // _LARGEST_SHARE_OF_ZEROS else -hidden % grain
+
+
+_LARGEST_SHARE_OF_ZEROS = 8
+"""More than a part of so many features of zeros takes longer than it saves."""
+
+
+def _append_zeros(
+    a: jax.Array | None, zeros: int, parts: int = 1, axis: int = -1
+) -> jax.Array | None:
+    """Appends zeros to each of the `parts` that an axis consists of."""
+    if a is None or zeros == 0:
+        return a
+    pads = [(0, 0)] * a.ndim
+    pads[axis] = (0, zeros)
+    return jnp.concatenate([jnp.pad(part, pads) for part in jnp.split(a, parts, axis)], axis)
 
 
 def _check_second_layer(op, x, hidden, w_name, w, bias_name, bias, residual) -> None:

@@ -287,8 +287,11 @@ class _Rotation:
         narrow = (
             pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head, itemsize) < 16
         )
-        prefers_cuda = narrow and cuda.rope.moves_vectors(*head, itemsize)
-        return dispatch.preferring("cuda", reasons) if prefers_cuda else reasons
+        moves_vectors = cuda.rope.moves_vectors(*head, itemsize)
+        if not (moves_vectors or self.interleaved):
+            # Value by value halves take CUDA longer than XLA.
+            return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
+        return dispatch.preferring("cuda", reasons) if narrow and moves_vectors else reasons
 
     def run(self, implementation, device, q, k, cos, sin) -> Results:
         del device

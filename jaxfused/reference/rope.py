@@ -23,6 +23,11 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
+        if rotary_dim == x.shape[-1] and rotary_dim.bit_count() == 1:
+            # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so.
+            cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
+            turned = jnp.concatenate([-second, first], axis=-1)
+            return (rotated * cos + turned * sin).astype(x.dtype)
     pair = (first * cos - second * sin, second * cos + first * sin)
     if interleaved:
         rotated = jnp.stack(pair, axis=-1).reshape(rotated.shape)

@@ -67,13 +67,6 @@ ForwardConfig = attention_fwd.ForwardConfig | ShortForwardConfig | SplitForwardC
 BackwardConfig = attention_bwd.BackwardConfig | ShortBackwardConfig | SplitBackwardConfig
 
 
-SPLITS_RUN = False
-"""Whether calls without a config may run the kernels that split the keys.
-
-They are off until a GPU has run them again: the kernel that merges the parts ended in an illegal
-instruction where query heads share a key head, which is mended (benchmarks/LAB.md, 2026-11-22). A config
-that is passed runs them all the same.
-"""
 _FEW_QUERIES = 64
 """With fewer queries a tile of the other kernels has idle rows."""
 _GAIN = 0.9
@@ -88,8 +81,6 @@ def forward_candidates(
     whole: tuple[ForwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_forward.candidates(shape, multiprocessors), longs[0])
-    if not SPLITS_RUN:
-        return whole
     splits = split_keys.candidates(shape, logits, multiprocessors)
     return _in_order(whole, splits, estimate.forward, shape, logits, multiprocessors)
 
@@ -102,8 +93,6 @@ def backward_candidates(
     whole: tuple[BackwardConfig, ...] = longs
     if _is_short(shape, dtype):
         whole = (*short_backward.candidates(shape), longs[0])
-    if not SPLITS_RUN:
-        return whole
     splits = split_keys_backward.candidates(shape, logits, multiprocessors)
     return _in_order(whole, splits, estimate.backward, shape, logits, multiprocessors)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
-from pallas_kernels.product.few_rows import FewRowsConfig
+from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
 _STEP_BYTES = 128
@@ -48,6 +48,9 @@ class Speeds:
     crowded: float = 1.1
     """Factor of an epilogue that lacks registers: one that reads beside a tile of more than 128 x 128,
     or where several matrices meet in a tile of 128 rows."""
+    spilled: float = 1.6
+    """Factor of an epilogue that makes two matrices of nothing but a product, in tiles of more than
+    128 x 128."""
     both_store: float = 1.15
     """Factor of an epilogue that both warpgroups run at once."""
     missing_stage: float = 0.08
@@ -56,21 +59,29 @@ class Speeds:
     """Factor where rows of the result begin anywhere in a line of memory."""
     overlap: float = 2.4
     """Exponent of the norm that two things take which run at once: large where one hides the other."""
-    few_rows_launch: float = 2.4
+    few_rows_launch: float = 2.85
     """To start and to end a kernel of few rows, whose first copies take their time to arrive."""
-    few_rows_byte: float = 1 / 4.2e6
+    few_rows_byte: float = 1 / 4.75e6
     """Of memory traffic there."""
-    cached_byte: float = 1 / 6e6
+    cached_byte: float = 1 / 5e6
     """Of what comes from the cache: x, once for each block of columns."""
     few_rows_parts: float = 0.5
     """For the CTAs of a cluster to wait for each other."""
-    few_rows_chunk: float = 0.25
+    few_rows_exchange: float = 1.2e-5
+    """For each sum that a CTA leaves to them and takes from them."""
+    few_rows_chunk: float = 0.3
     """For each chunk of rows that a CTA finishes."""
-    in_flight_bytes: float = 64e3
+    few_rows_conversion: float = 1e-4
+    """For each number of w that a CTA converts to the dtype of x."""
+    few_rows_wave: float = 1.3
+    """For CTAs that wait until others have ended: their ring is empty again."""
+    in_flight_bytes: float = 38e3
     """Of a multiprocessor, for memory to be as fast as that."""
-    busy: float = 0.8
+    busy: float = 0.52
     """Part of the multiprocessors that can take all that memory gives."""
     xla_launch: float = 2.0
+    xla_few_rows: float = 1.2
+    """What a product of few rows takes it more: tiles as flat as that fill its ring no faster."""
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
     xla_tile_element: float = 8e-5
@@ -164,6 +175,8 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     large = config.tile_m * config.tile_n > 128 * 128
     if (config.tile_m == 128 and several) or (large and work.read_bytes):
         stored *= speeds.crowded
+    if large and work.products == 1 and not work.read_bytes and work.written_bytes > work.itemsize:
+        stored *= speeds.spilled
     # In ping-pong a warpgroup multiplies while the other one stores, and each does both in turn.
     tile = (
         _at_once((multiplied, (multiplied + stored) / CONSUMERS), speeds)
@@ -203,7 +216,7 @@ def few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> int:
         config.stages * 64 * (work.b_bytes * width + work.itemsize * rows)
         + 4 * rows * width
         + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
-        + 4 * 1024
+        + 6 * 1024
     )
 
 
@@ -229,12 +242,18 @@ def few_rows(
         speeds.in_flight_bytes * multiprocessors / in_flight,
         speeds.busy * multiprocessors / ctas,
     )
-    if ctas > resident:
-        traffic *= math.ceil(ctas / resident) * resident / ctas
+    waves = math.ceil(ctas / resident)
+    if waves > 1:
+        traffic *= waves * resident / ctas
+    if work.b_bytes != work.itemsize:
+        of_cta = width * math.ceil(work.steps / config.parts) * _STEP_BYTES // work.itemsize
+        traffic = max(traffic, of_cta * waves * speeds.few_rows_conversion)
     cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
     total = speeds.few_rows_launch + _at_once((traffic, cached), speeds)
-    total += chunks * speeds.few_rows_chunk
-    return total + (speeds.few_rows_parts if config.parts > 1 else 0.0)
+    total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
+    if config.parts > 1:
+        total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange
+    return total
 
 
 def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> float:
@@ -266,7 +285,8 @@ def xla_product(m: int, n: int, k: int, itemsize: int = 2, multiprocessors: int 
                 total += speeds.xla_pass + speeds.xla_pass_byte * m * n * 4 * (splits + 1)
             best = min(best, total)
     ragged = any(size % (_STEP_BYTES // itemsize) for size in (n, k))
-    return speeds.xla_launch + best * (speeds.xla_ragged if ragged else 1.0)
+    launch = speeds.xla_launch + (speeds.xla_few_rows if m <= MAX_ROWS else 0.0)
+    return launch + best * (speeds.xla_ragged if ragged else 1.0)
 
 
 def xla_pads(work: Work, multiprocessors: int) -> bool:

@@ -27,8 +27,6 @@ from pallas_kernels.product.mainloop import Block
 from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns, tiled
 from pallas_kernels.product.weights import Weights, weights
 
-RUNS = False
-"""Whether products of few rows run in this kernel by themselves: no GPU has checked and timed it yet."""
 MAX_ROWS = 64
 """Of x. Beyond, products of large tiles read their operands less often."""
 MAX_PARTS = 8

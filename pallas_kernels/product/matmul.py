@@ -23,7 +23,7 @@ from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Prod
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
-_GRAIN = 8
+GRAIN = 8
 """What K and N must be multiples of: rows of 16-bit numbers then begin at multiples of 16 bytes, as the
 copy engine wants."""
 
@@ -68,12 +68,12 @@ _PING_PONG_TILES = ((128, 192), (128, 128), (64, 256), (64, 128), (128, 64))
 
 def few_rows_candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
     """Configs for a product with few rows, as `candidates` has them for any; none where it has many."""
-    if not few_rows.RUNS or work.m > MAX_ROWS or work.itemsize != 2:
+    if work.m > MAX_ROWS or work.itemsize != 2:
         return []
     parts = [parts for parts in (1, 2, 4, MAX_PARTS) if parts <= work.steps]
     configs = [
         FewRowsConfig(tile_n, part, stages)
-        for tile_n in (64, 128, 256)
+        for tile_n in (64, 128)
         if tile_n == 64 or tile_n < 2 * work.n
         for part in parts
         for stages in (3, 4, 6, 8)
@@ -142,8 +142,8 @@ def why_unsupported(
                 f"it takes float32, bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
             )
     for name, size in features.items():
-        if size % _GRAIN:
-            return f"it takes multiples of {_GRAIN} features, and {name} has {size}"
+        if size % GRAIN:
+            return f"it takes multiples of {GRAIN} features, and {name} has {size}"
     return None
 
 
