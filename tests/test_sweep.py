@@ -145,7 +145,8 @@ def test_compare_sees_errors_and_misplaced_nans():
     ours = jnp.array([1.0, 2.5, 3.0, -4.0])
     plain = jnp.array([1.25, 2.0, jnp.nan, -4.0])
     np.testing.assert_array_equal(
-        lowering.compare((ours,), (plain,), (truth,)), [[0.5, 0.25, 4.0, 1.0]]
+        lowering.compare((ours, ours), (plain, plain), (truth, truth), strict=1),
+        [[0.5, 0.25, 4.0, 1.0], [0.5 / 2, 0.25 / 2, 4.0, 1.0]],
     )
 
 

@@ -34,6 +34,12 @@ class Norm:
         return matrices * self.rows * self.features * self.itemsize / 1e6
 
     @property
+    def is_small_for_xla(self) -> bool:
+        """Whether XLA's program without a mean starts sooner than a kernel that others cannot join."""
+        few = self.rows == 1 or (not self.aligned and self.rows * self.features <= _SMALL)
+        return few and not self.subtract_mean
+
+    @property
     def aligned(self) -> bool:
         """Whether each row starts at a multiple of 16 bytes."""
         return self.features * self.itemsize % 16 == 0
@@ -63,6 +69,7 @@ _FORWARD = {
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
     "xla, mean square": _Kernel(1.2, 0.32),
+    "xla, small": _Kernel(1.0, 0.7),
     "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
     "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
     "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
@@ -79,6 +86,7 @@ _BACKWARD = {
     "cuda, odd and narrow": _Kernel(8.0, 0.4),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
     "xla": _Kernel(8.0, 0.75),
+    "xla, small": _Kernel(1.5, 2.0),
 }
 _SECOND_KERNEL = 2.3
 """Of a backward's start, the kernel that adds up the sums of all CTAs: a single CTA needs none."""
@@ -92,6 +100,8 @@ _NARROW_FEATURES = 256
 """Fewer of them, if they are no power of two, take XLA longer than its padding explains."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
+_SMALL = 300_000
+"""Values of a matrix."""
 _RESIDUAL_XLA = 1.6
 """How much longer XLA takes for what it reads where it splits a norm after a residual in two."""
 
@@ -99,6 +109,8 @@ _RESIDUAL_XLA = 1.6
 def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: bool) -> float:
     """Of the forward, by an implementation that can run."""
     megabytes = norm.megabytes(4 if norm.residual else 2)
+    if implementation == "xla" and norm.is_small_for_xla:
+        return _FORWARD["xla, small"].microseconds(megabytes, norm.rows)
     if implementation == "xla":
         if norm.aligned:
             name = "xla, with statistics" if saves_statistics else "xla"
@@ -132,7 +144,8 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
     """Of the backward with the gradients of parameters, by an implementation that can run."""
     megabytes = norm.megabytes(4 if norm.residual else 3)
     if implementation == "xla":
-        return _BACKWARD["xla"].microseconds(megabytes, norm.rows)
+        name = "xla, small" if norm.is_small_for_xla else "xla"
+        return _BACKWARD[name].microseconds(megabytes, norm.rows)
     matrices = 3 if norm.residual else 2
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":

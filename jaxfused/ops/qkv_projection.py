@@ -513,7 +513,8 @@ def _forward_first(device, x, weights, reasons, *, norm, rotary_dim) -> Mapping[
     passes = kernels * cost.xla_pass(moved // len(widths), 1)
     times = {"xla": xla_time(device, work, Passes()) + passes}
     if reasons["pallas"] is None:
-        times["pallas"] = pallas_qkv_projection.predicted_time(
+        copies = _weight_copies(weights, x.dtype)
+        times["pallas"] = copies + pallas_qkv_projection.predicted_time(
             work.m,
             work.k,
             widths,
@@ -530,13 +531,19 @@ def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:
     work = _gradient_work(math.prod(x.shape[:-1]), x.shape[-1], weights)
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
-    # XLA first puts the cotangents side by side; for the kernel it copies the weights apart.
+    # XLA first puts the cotangents side by side.
     moved = 2 * x.dtype.itemsize
     times = {"xla": xla_time(device, work, Passes()) + cost.xla_pass(work.m * work.k, moved)}
     if reasons["pallas"] is None:
-        copies = sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
-        times["pallas"] = predicted_time(work, device.multiprocessors) + copies
+        copies = _weight_copies(weights, x.dtype)
+        times["pallas"] = copies + predicted_time(work, device.multiprocessors)
     return fastest_first(reasons, times)
+
+
+def _weight_copies(weights, dtype) -> float:
+    """Microseconds in which XLA copies the weights apart for a kernel."""
+    moved = 2 * jnp.dtype(dtype).itemsize
+    return sum(cost.xla_pass(len(w) * math.prod(w.shape[1:]), moved) for w in weights)
 
 
 def _gradient_work(rows: int, features: int, weights: Sequence[Any]) -> cost.Work:

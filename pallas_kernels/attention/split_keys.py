@@ -94,7 +94,7 @@ def candidates(
     shapes = [dict(stages=2), dict(stages=3, ctas_per_multiprocessor=1)]
     if widest <= memory.SWIZZLED_COLUMNS:
         three = dict(stages=2, ctas_per_multiprocessor=3)
-        shapes = [dict(stages=3), three, dict(stages=2, key_block=128), *shapes]
+        shapes = [three, dict(stages=3), dict(stages=2, key_block=128), *shapes]
     elif widest > 2 * memory.SWIZZLED_COLUMNS:
         shapes = [dict(stages=2, ctas_per_multiprocessor=1)]
         shapes.insert(0, dict(stages=3, ctas_per_multiprocessor=1))
