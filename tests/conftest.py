@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.tuning import table
-from pallas_kernels.product import few_rows
 from tests import mosaic_interpreter
 
 # Threads of XLA's CPU client, one a core unless this says more. Two interpreted kernels of a program

@@ -271,10 +271,8 @@ _LARGEST_SHARE_OF_ZEROS = 8
 """More than a part of so many features of zeros takes longer than it saves."""
 
 
-def _append_zeros(
-    a: jax.Array | None, zeros: int, parts: int = 1, axis: int = -1
-) -> jax.Array | None:
-    """Appends zeros to each of the `parts` that an axis consists of."""
+def _append_zeros(a: Any, zeros: int, parts: int = 1, axis: int = -1) -> Any:
+    """Appends zeros to each of the `parts` that an axis consists of; None stays None."""
     if a is None or zeros == 0:
         return a
     pads = [(0, 0)] * a.ndim

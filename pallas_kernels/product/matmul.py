@@ -7,7 +7,7 @@ float32 accumulators and of named operands, traced into the kernel.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost, few_rows, weights
+from pallas_kernels.product import cost, weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
@@ -194,116 +194,183 @@ def matmul(
     if terms[0].dtype == jnp.float32 and not b_transposed:
         b = b.T if isinstance(b, jax.Array) else [array.T for array in b]
         b_transposed = True
-    m = terms[0].shape[1 if a_transposed else 0]
     ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
     bs, blocks, n = _blocks(b, ks, products, b_transposed)
-    present_vectors = {name: v for name, v in (vectors or {}).items() if v is not None}
-    present = {name: matrix for name, matrix in (matrices or {}).items() if matrix is not None}
-    columns = swizzled_columns(terms[0].dtype)
+    call = _Call(
+        terms=tuple(terms),
+        bs=tuple(bs),
+        blocks=tuple(blocks),
+        n=n,
+        products=products,
+        activations=activations,
+        a_transposed=a_transposed,
+        b_transposed=b_transposed,
+        before_rounding=before_rounding,
+        epilogue=epilogue,
+        vectors={name: v for name, v in (vectors or {}).items() if v is not None},
+        matrices={name: x for name, x in (matrices or {}).items() if x is not None},
+        outputs=outputs,
+        column_sums=tuple(column_sums),
+        multiprocessors=multiprocessors,
+        name=name,
+    )
+    config = call.default_config() if config is None else config
+    if isinstance(config, FewRowsConfig):
+        return call.run_few_rows(config)
+    return call.run_tiles(config)
 
-    def epilogue_of(config: MatmulConfig) -> Epilogue:
-        pads = config.pads_columns and not b_transposed
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `matmul`: its operands, what is static, and the ways to run it."""
+
+    terms: tuple[jax.Array, ...]
+    bs: tuple[jax.Array, ...]
+    blocks: tuple[Block, ...]
+    n: int
+    products: int
+    activations: int
+    a_transposed: bool
+    b_transposed: bool
+    before_rounding: BeforeRounding | None
+    epilogue: Function
+    vectors: Mapping[str, jax.Array]
+    matrices: Mapping[str, jax.Array]
+    outputs: Mapping[str, Any]
+    column_sums: tuple[str, ...]
+    multiprocessors: int
+    name: str
+
+    @property
+    def m(self) -> int:
+        return self.terms[0].shape[1 if self.a_transposed else 0]
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        return tuple(term.shape[0 if self.a_transposed else 1] for term in self.terms)
+
+    @property
+    def dtype(self) -> Any:
+        return self.terms[0].dtype
+
+    @property
+    def others(self) -> tuple[jax.Array, ...]:
+        """What the epilogue reads."""
+        return (*self.vectors.values(), *self.matrices.values())
+
+    @property
+    def work(self) -> Work:
+        return Work(
+            m=self.m,
+            n=self.n,
+            k=sum(self.ks),
+            products=self.products,
+            itemsize=self.dtype.itemsize,
+            w_itemsize=self.bs[0].dtype.itemsize,
+            read_bytes=sum(x.dtype.itemsize for x in self.matrices.values()),
+            written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in self.outputs.values()),
+            activations=self.activations,
+            k_last=self.b_transposed,
+        )
+
+    @property
+    def few_rows_convert(self) -> bool:
+        """Whether the kernel of few rows takes b in its own dtype."""
+        first = self.bs[0]
+        reason = weights.why_unsupported(first.dtype, self.dtype, first.shape[-1])
+        return reason is None and all(b.dtype == first.dtype for b in self.bs)
+
+    def default_config(self) -> MatmulConfig | FewRowsConfig:
+        """The config that is predicted to be the fastest of those that fit into shared memory."""
+        takes_few_rows = self.few_rows_convert and not self.a_transposed
+        for config in fitting(self.work, self.multiprocessors):
+            if isinstance(config, FewRowsConfig):
+                fits = takes_few_rows and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
+            else:
+                fits = self.tiles(config).shared_bytes <= SHARED_MEMORY_BYTES
+            if fits:
+                return config
+        raise AssertionError("the smallest tiles fit into shared memory")
+
+    def tiles(self, config: MatmulConfig) -> Epilogue:
+        pads = config.pads_columns and not self.b_transposed
         product = Product(
-            m=m,
-            n=n,
-            ks=ks,
-            dtype=terms[0].dtype,
-            blocks=tuple(blocks),
+            m=self.m,
+            n=self.n,
+            ks=self.ks,
+            dtype=self.dtype,
+            blocks=self.blocks,
             config=config,
-            multiprocessors=multiprocessors,
-            products=products,
-            a_transposed=a_transposed,
-            b_transposed=b_transposed,
-            b_columns=n + (-n % columns if pads else 0),
+            multiprocessors=self.multiprocessors,
+            products=self.products,
+            a_transposed=self.a_transposed,
+            b_transposed=self.b_transposed,
+            b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
         )
         return Epilogue(
             product=product,
-            before_rounding=before_rounding,
-            function=epilogue,
-            vectors={name: v.dtype for name, v in present_vectors.items()},
-            matrices={name: x.dtype for name, x in present.items()},
-            outputs=dict(outputs),
-            column_sums=tuple(column_sums),
+            before_rounding=self.before_rounding,
+            function=self.epilogue,
+            vectors={name: v.dtype for name, v in self.vectors.items()},
+            matrices={name: x.dtype for name, x in self.matrices.items()},
+            outputs=dict(self.outputs),
+            column_sums=self.column_sums,
         )
 
-    def few_rows_of(config: FewRowsConfig) -> FewRows:
+    def run_tiles(self, config: MatmulConfig) -> dict[str, jax.Array]:
+        tiles = (*self.matrices.values(), *self.outputs.values())
+        _check_config(config, self.dtype, self.products, self.b_transposed, tiles)
+        fused = self.tiles(config)
+        product = fused.product
+        product.check_shared_bytes(fused.shared_bytes)
+        bs = [b.astype(self.dtype) for b in self.bs]
+        if product.b_columns > self.n:
+            zeros = (0, product.b_columns - self.n)
+            bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [zeros]) for x in bs]
+        results = product.launch(
+            self.terms,
+            bs,
+            self.others,
+            out_type=(
+                *(jax.ShapeDtypeStruct((self.m, self.n), d) for d in self.outputs.values()),
+                *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in self.column_sums),
+            ),
+            scratch=fused.scratch(),
+            epilogue=fused.of_tile,
+            name=self.name,
+        )
+        matrices, sums = results[: len(self.outputs)], results[len(self.outputs) :]
+        return dict(zip(self.outputs, matrices, strict=True)) | {
+            f"sum_{name}": _sum_rows(partial_sums)[: self.n]
+            for name, partial_sums in zip(self.column_sums, sums, strict=True)
+        }
+
+    def few_rows(self, config: FewRowsConfig) -> FewRows:
         return FewRows(
-            m=m,
-            n=n,
-            ks=ks,
-            dtype=terms[0].dtype,
-            blocks=tuple(blocks),
+            m=self.m,
+            n=self.n,
+            ks=self.ks,
+            dtype=self.dtype,
+            blocks=self.blocks,
             config=config,
-            products=products,
-            w_dtype=bs[0].dtype,
-            w_transposed=b_transposed,
-            before_rounding=before_rounding,
-            function=epilogue,
-            vectors={name: jax.typeof(v) for name, v in present_vectors.items()},
-            matrices={name: jax.typeof(x) for name, x in present.items()},
-            outputs=dict(outputs),
+            products=self.products,
+            w_dtype=self.bs[0].dtype,
+            w_transposed=self.b_transposed,
+            before_rounding=self.before_rounding,
+            function=self.epilogue,
+            vectors={name: jax.typeof(v) for name, v in self.vectors.items()},
+            matrices={name: jax.typeof(x) for name, x in self.matrices.items()},
+            outputs=dict(self.outputs),
         )
 
-    def shared_bytes(config: MatmulConfig | FewRowsConfig) -> int:
-        if isinstance(config, FewRowsConfig):
-            return few_rows_of(config).shared_bytes
-        return epilogue_of(config).shared_bytes
-
-    converts = weights.why_unsupported(bs[0].dtype, terms[0].dtype, bs[0].shape[-1]) is None
-    converts = converts and all(b.dtype == bs[0].dtype for b in bs)
-    if config is None:
-        work = Work(
-            m=m,
-            n=n,
-            k=sum(ks),
-            products=products,
-            itemsize=terms[0].dtype.itemsize,
-            w_itemsize=bs[0].dtype.itemsize,
-            read_bytes=sum(x.dtype.itemsize for x in present.values()),
-            written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in outputs.values()),
-            activations=activations,
-            k_last=b_transposed,
-        )
-        takes_few_rows = converts and not a_transposed
-        config = next(
-            c
-            for c in fitting(work, multiprocessors)
-            if (takes_few_rows or isinstance(c, MatmulConfig))
-            and shared_bytes(c) <= SHARED_MEMORY_BYTES
-        )
-    others = (*present_vectors.values(), *present.values())
-    if isinstance(config, FewRowsConfig):
-        if not converts:
-            bs = [b.astype(terms[0].dtype) for b in bs]
-        results = few_rows_of(config).launch(terms, bs, others, name=f"{name}_few_rows")
-        by_name = dict(zip(outputs, results, strict=True))
-        return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in column_sums}
-    bs = [b.astype(terms[0].dtype) for b in bs]
-    _check_config(
-        config, terms[0].dtype, products, b_transposed, (*present.values(), *outputs.values())
-    )
-    fused = epilogue_of(config)
-    product = fused.product
-    product.check_shared_bytes(fused.shared_bytes)
-    if product.b_columns > n:
-        bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, product.b_columns - n)]) for x in bs]
-    results = product.launch(
-        terms,
-        bs,
-        others,
-        out_type=(
-            *(jax.ShapeDtypeStruct((m, n), dtype) for dtype in outputs.values()),
-            *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in column_sums),
-        ),
-        scratch=fused.scratch(),
-        epilogue=fused.of_tile,
-        name=name,
-    )
-    matrices_out, sums = results[: len(outputs)], results[len(outputs) :]
-    return dict(zip(outputs, matrices_out, strict=True)) | {
-        f"sum_{name}": _sum_rows(partial_sums)[:n]
-        for name, partial_sums in zip(column_sums, sums, strict=True)
-    }
+    def run_few_rows(self, config: FewRowsConfig) -> dict[str, jax.Array]:
+        if not self.few_rows_convert:
+            rounded = replace(self, bs=tuple(b.astype(self.dtype) for b in self.bs))
+            return rounded.run_few_rows(config)
+        launch = self.few_rows(config).launch
+        results = launch(self.terms, self.bs, self.others, name=f"{self.name}_few_rows")
+        by_name = dict(zip(self.outputs, results, strict=True))
+        return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in self.column_sums}
 
 
 def _sum_rows(matrix: jax.Array) -> jax.Array:
