@@ -123,7 +123,7 @@ def mlp(
         )
     options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
-    operands = sharding.align(
+    operands: Sequence[Any] = sharding.align(
         (x, w1, b1, w2, b2, residual),
         operand_axes=(rows + "d", "df", "f", "fe", "e", rows + "e"),
         whole="dfe",
@@ -227,7 +227,7 @@ def gated_mlp(
     options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     gate_axis = _gate_axis(w_up)
-    operands = sharding.align(
+    operands: Sequence[Any] = sharding.align(
         (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
         whole="dfge",
