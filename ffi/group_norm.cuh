@@ -45,6 +45,7 @@ struct Plan {
   int slices;        // of an image
   int columns;       // vectors of a pixel
   int rows;          // pixels that a block takes together
+  int64_t stride;    // values from a thread's pixel to its next
   int parts;         // sums of an image that the second pass merges: the slices', or one
   int second_image;  // from which on the first blocks do the second pass
   int second_blocks;
@@ -254,6 +255,7 @@ ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config,
   }
   const int longest = (images.pixels + plan.slices - 1) / plan.slices;
   plan.rows = std::max(1, std::min(kThreads / plan.columns, longest));
+  plan.stride = static_cast<int64_t>(plan.rows) * images.channels;
   const int threads = (plan.rows * plan.columns + 31) / 32 * 32;
   int waiting = 0;  // images of the chunk whose second pass is due
   for (int first = 0; first < images.count || waiting > 0;) {

@@ -85,21 +85,18 @@ __device__ __forceinline__ void for_each_step(const BackwardArgs& args, const Pl
                                               const F& f) {
   constexpr int kLoads = sizeof(T) * kVec > 8 ? 2 : 4;
   constexpr int kPair = 2 * kVec;  // values of two steps, which share the activation's branch
-  const int64_t start = place.offset(args.images);
-  const int64_t stride = static_cast<int64_t>(args.plan.rows) * args.images.channels;
-  const T* all_x = static_cast<const T*>(args.x) + start;
-  const T* all_dy = static_cast<const T*>(gradient) + start;
-  const T* all_residual = static_cast<const T*>(residual) + start;
-  for (int step = 0; step < place.steps; step += kLoads) {
-    const auto offset = [&](int i) {
-      return (kFromLast ? place.steps - 1 - step - i : step + i) * stride;
-    };
+  const T* all_x = static_cast<const T*>(args.x);
+  const T* all_dy = static_cast<const T*>(gradient);
+  const T* all_residual = static_cast<const T*>(residual);
+  const int64_t stride = kFromLast ? -args.plan.stride : args.plan.stride;
+  int64_t at = place.offset(args.images) - (kFromLast ? (place.steps - 1) * stride : 0);
+  for (int step = 0; step < place.steps; step += kLoads, at += kLoads * stride) {
     Vector<T, kVec> x[kLoads] = {}, dy[kLoads] = {};
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       if (step + i < place.steps) {
-        x[i] = load_vector<T, kVec>(all_x + offset(i));
-        dy[i] = load_vector<T, kVec>(all_dy + offset(i));
+        x[i] = load_vector<T, kVec>(all_x + at + i * stride);
+        dy[i] = load_vector<T, kVec>(all_dy + at + i * stride);
       }
     }
 #pragma unroll
@@ -128,7 +125,7 @@ __device__ __forceinline__ void for_each_step(const BackwardArgs& args, const Pl
           for (int i = 0; i < 2; ++i) {
             if (step + first + i >= place.steps) break;
             float added[kVec];
-            unpack(load_vector<T, kVec>(all_residual + offset(first + i)), added);
+            unpack(load_vector<T, kVec>(all_residual + at + (first + i) * stride), added);
 #pragma unroll
             for (int c = 0; c < kVec; ++c) z[i * kVec + c] += added[c];
           }
@@ -141,7 +138,7 @@ __device__ __forceinline__ void for_each_step(const BackwardArgs& args, const Pl
         float values[kVec];
 #pragma unroll
         for (int c = 0; c < kVec; ++c) values[c] = dz[i * kVec + c];
-        f(start + offset(first + i), centred[i], values);
+        f(at + (first + i) * stride, centred[i], values);
       }
     }
   }

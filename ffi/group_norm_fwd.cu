@@ -65,7 +65,7 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
                              Moments* scratch) {
   const Images& images = args.images;
   const Plan& plan = args.plan;
-  const int64_t stride = static_cast<int64_t>(plan.rows) * images.channels;
+  const int64_t stride = plan.stride;
   const T* x = static_cast<const T*>(args.x) + place.offset(images);
   float shift[kVec] = {}, mean[kVec] = {}, squares[kVec] = {};
   for (int step = 0; step < place.steps; step += kTogether, x += kTogether * stride) {
@@ -140,20 +140,20 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
                       Moments* scratch) {
   const Images& images = args.images;
   const Plan& plan = args.plan;
-  const int64_t stride = static_cast<int64_t>(plan.rows) * images.channels;
-  const int64_t start = place.offset(images);
-  const T* x = static_cast<const T*>(args.x) + start;
+  const int64_t stride = plan.stride;
+  const T* x = static_cast<const T*>(args.x);
   const T* residual = static_cast<const T*>(args.residual);
-  if (residual != nullptr) residual += start;
-  T* y = static_cast<T*>(args.y) + start;
+  T* y = static_cast<T*>(args.y);
+  int last = place.steps - 1;
+  int64_t from = place.offset(images) + last * stride;
   Vector<T, kVec> loaded[kTogether];
-  const auto load = [&](int last) {
+  const auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      if (last >= i) loaded[i] = load_vector<T, kVec>(x + (last - i) * stride);
+      if (last >= i) loaded[i] = load_vector<T, kVec>(x + from - i * stride);
     }
   };
-  load(place.steps - 1);  // on the way while the parts are merged
+  load();  // on the way while the parts are merged
 
   merge_parts(
       images.groups, plan.parts, scratch,
@@ -183,11 +183,11 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
     mean[c] = group.x;
     factor[c] *= group.y;
   }
-  for (int last = place.steps - 1;;) {
+  for (;;) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       if (last < i) break;
-      const int64_t at = (last - i) * stride;
+      const int64_t at = from - i * stride;
       float values[kVec];
       unpack(loaded[i], values);
 #pragma unroll
@@ -202,8 +202,9 @@ __device__ void write(const ForwardArgs& args, const Place& place, float2* stats
       store_result(plan, y + at, values);
     }
     last -= kTogether;
+    from -= kTogether * stride;
     if (last < 0) break;
-    load(last);
+    load();
   }
 }
 

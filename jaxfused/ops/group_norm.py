@@ -464,8 +464,8 @@ class _Cost:
     per_megabyte: float
 
 
-_XLA_FORWARD = {"group_norm": _Cost(4.0, 1.3), "batch_norm": _Cost(6.0, 1.1)}
-_XLA_BACKWARD = {"group_norm": _Cost(6.0, 2.8), "batch_norm": _Cost(6.0, 2.0)}
+_XLA_FORWARD = {"group_norm": _Cost(6.0, 1.05), "batch_norm": _Cost(6.0, 1.0)}
+_XLA_BACKWARD = {"group_norm": _Cost(10.0, 1.9), "batch_norm": _Cost(10.0, 1.65)}
 
 
 def _fastest_first(
