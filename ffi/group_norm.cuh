@@ -253,6 +253,10 @@ ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config,
                                        " channels are more than " + std::to_string(kMaxThreads) +
                                        " threads hold in vectors of " + std::to_string(kVec));
   }
+  if (2 * std::min<int64_t>(config.chunk, images.count) * config.slices > INT32_MAX) {
+    return ffi::Error::InvalidArgument(
+        "group_norm: the slices of a chunk are more than a grid has");
+  }
   const int longest = (images.pixels + plan.slices - 1) / plan.slices;
   plan.rows = std::max(1, std::min(kThreads / plan.columns, longest));
   plan.stride = static_cast<int64_t>(plan.rows) * images.channels;
