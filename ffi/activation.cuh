@@ -56,7 +56,8 @@ __device__ __forceinline__ float relu(float x) {
 }
 
 // gate = sigmoid(x) and rest = 1 - gate. `rest` is computed on its own, since a subtraction would
-// lose all its digits where the gate is near 1.
+// lose all its digits where the gate is near 1. Where the exponential is infinite and the gate 0,
+// their product is NaN, of which fminf makes 1.
 struct Gate {
   float gate;
   float rest;
@@ -64,7 +65,7 @@ struct Gate {
   __device__ explicit Gate(float x) {
     const float exponential = quick_exp(-x);
     gate = quick_reciprocal(1.0f + exponential);
-    rest = x < 0.0f ? 1.0f - gate : exponential * gate;
+    rest = fminf(exponential * gate, 1.0f);
   }
 };
 

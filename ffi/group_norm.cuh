@@ -1,23 +1,17 @@
-// What the forward and the backward of group_norm share: how images spread over blocks, how a block
-// keeps its part of an image on chip, and how the blocks of an image exchange their sums.
+// What the forward and the backward of group_norm share: how images spread over blocks and threads,
+// and how sums of many parts are merged in a fixed order.
 //
-// A team of blocks owns an image, the teams of the grid take images in turn, and each block of a
-// team has a slice: a run of neighbouring pixels with all their channels. The normalisation has to
-// see the whole image before it can write anything, so a block keeps its slice in shared memory,
-// and the image is read once. The blocks of a team exchange sums through global memory, so all
-// blocks of the grid run at the same time: the launch is cooperative where a team has several.
+// Each direction takes two passes over an image. The first leaves sums of every slice in global
+// memory, the second merges them and writes. A slice is a run of neighbouring pixels with all their
+// channels, and a block has one slice of one image. The images are taken in chunks that a second
+// read finds in L2: a launch does the second pass over a chunk, and then the first pass over the
+// next one. The second pass walks through a slice from its end, since what was read last is likely
+// to be in L2. Where an image is one slice, its block does both passes at once.
 //
-// A thread owns the same channels (one vector) in every image, and of a slice every `rows`-th
-// pixel:
+// A thread owns the same channels (one vector) in every `rows`-th pixel of its slice:
 //
 //     channel = column * kVec,   pixel = start + step * rows + row,   step = 0 .. steps - 1
-//
-// It alone copies, reads and overwrites these values, so a ring of steps in shared memory needs no
-// barriers: what a thread has used makes room for what the same thread reads next, which is often
-// part of the next image.
 #pragma once
-
-#include <cooperative_groups.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -25,17 +19,19 @@
 #include "activation.cuh"
 #include "handler.h"
 #include "operands.h"
-#include "ptx.cuh"
 #include "rows.cuh"
-#include "team.cuh"
 #include "vector.cuh"
 
 namespace group_norm {
 
-constexpr int kMaxThreads = 512;
-// The steps that a thread computes together, so that their loads are in flight together.
-constexpr int kTogether = 4;
-constexpr int kMaxLag = 3;
+// The threads of a block, unless a pixel alone has more vectors.
+constexpr int kThreads = 512;
+constexpr int kMaxThreads = 1024;
+// More sums than these in all slices of an image are merged by a launch of their own, so that not
+// every block of the second pass reads them all.
+constexpr int kMostSums = 4096;
+// The columns that a block of such a launch takes: 64 bytes of each part.
+constexpr int kMergedColumns = 8;
 
 struct Images {
   int count;
@@ -46,194 +42,107 @@ struct Images {
 };
 
 struct Plan {
-  int team;           // blocks of a team
-  int teams;          // teams of the grid
-  int columns;        // vectors of a pixel
-  int rows;           // pixels of a step
-  int steps;          // steps of the longest slice
-  int ring;           // steps that shared memory holds
-  int lag;            // images whose sums are on their way while the next image is summed
-  int resident;       // whether a slice stays in shared memory; elsewhere it is read twice
-  int lanes;          // threads that add up a group, a power of two up to 32
-  int channel_lanes;  // the same for a channel
+  int slices;        // of an image
+  int columns;       // vectors of a pixel
+  int rows;          // pixels that a block takes together
+  int64_t stride;    // values from a thread's pixel to its next
+  int parts;         // sums of an image that the second pass merges: the slices', or one
+  int second_image;  // from which on the first blocks do the second pass
+  int second_blocks;
+  int first_image;  // from which on the other blocks do the first pass
+  bool streams;     // whether what is written should leave L2 first
+
+  // Whether blocks do both passes, and there are no other blocks.
+  __host__ __device__ bool is_whole() const { return slices == 1; }
 };
 
-struct Arrays {
-  const void* data[3];
-  int count;
-};
-
-// The slice of a member of a team.
+// A slice of an image.
 struct Slice {
   int start;
   int count;
 
-  __host__ __device__ Slice(int pixels, int team, int member) {
-    const int least = pixels / team, longer = pixels % team;
-    start = member * least + (member < longer ? member : longer);
-    count = least + (member < longer ? 1 : 0);
+  __host__ __device__ Slice(int pixels, int slices, int index) {
+    const int least = pixels / slices, longer = pixels % slices;
+    start = index * least + (index < longer ? index : longer);
+    count = least + (index < longer ? 1 : 0);
   }
 };
-
-// The largest power of two up to 32 of which `groups` fit into `threads`, at least 1.
-inline int lanes_for(int threads, int groups) {
-  int lanes = 1;
-  while (lanes < 32 && 2 * lanes * groups <= threads) lanes *= 2;
-  return lanes;
-}
 
 // Where a thread stands.
 struct Place {
-  int member;
-  int first_image;
+  bool takes;   // whether its block does the first pass
+  bool writes;  // whether it does the second
+  int image;
+  int index;  // of the slice
   Slice slice;
-  int column;  // in vectors
   int row;
-  int steps;  // of this thread; 0 for a thread without a column
+  int channel;  // the first of the thread's
+  int steps;    // of this thread; 0 for a thread without a column or a pixel
 
-  __device__ Place(const Images& images, const Plan& plan)
-      : member(blockIdx.x % plan.team),
-        first_image(blockIdx.x / plan.team),
-        slice(images.pixels, plan.team, member),
-        column(threadIdx.x % plan.columns),
-        row(threadIdx.x / plan.columns) {
-    const bool works = row < plan.rows && row < slice.count;
-    steps = works ? (slice.count - row + plan.rows - 1) / plan.rows : 0;
-  }
-};
+  __device__ Place(const Images& images, const Plan& plan, int vec)
+      : Place(images, plan, vec, static_cast<int>(blockIdx.x) < plan.second_blocks) {}
 
-// Says where in a ring a thread stands that uses one step after the other.
-struct Cursor {
-  uint32_t index = 0;
-  int slot = 0;
-
-  __device__ void advance(int ring) {
-    ++index;
-    if (++slot == ring) slot = 0;
-  }
-};
-
-// A thread's part of the ring: steps of one or more arrays, copied in the order of their use.
-template <typename T, int kVec>
-class Ring {
- public:
-  __device__ Ring(const Images& images, const Plan& plan, const Place& place, const Arrays& arrays,
-                  char* shared)
-      : images_(images),
-        plan_(plan),
-        place_(place),
-        arrays_(arrays),
-        shared_(reinterpret_cast<T*>(shared) + threadIdx.x * kVec),
-        image_(place.first_image),
-        stride_(static_cast<int64_t>(plan.rows) * images.channels) {
-    start_image();
+  // Returns how many pixels of the slice a row of threads has.
+  __device__ int pixels_of_row(const Plan& plan, int of_row) const {
+    return of_row < slice.count ? (slice.count - of_row + plan.rows - 1) / plan.rows : 0;
   }
 
-  // Returns the offset in an array of the thread's vector in the first step of an image.
-  __device__ int64_t offset(int image) const {
-    const int64_t pixel = static_cast<int64_t>(image) * images_.pixels + place_.slice.start;
-    return (pixel + place_.row) * images_.channels + place_.column * kVec;
-  }
-
-  __device__ int64_t stride() const { return stride_; }
-
-  // Returns the step that is used as number `turn` of an image, when the image is read again: the
-  // last comes first, since L2 may still hold it.
-  __device__ int step_again(int turn) const {
-    return plan_.resident ? turn : plan_.steps - 1 - turn;
-  }
-
-  // Starts the copies of the next step, if there is one.
-  __device__ void issue() {
-    if (image_ >= images_.count) return;
-    const int step = again_ ? step_again(turn_) : turn_;
-    if (step < place_.steps) {
-      for (int i = 0; i < arrays_.count; ++i) {
-        async_copy<sizeof(T) * kVec>(at(head_.slot, i),
-                                     static_cast<const T*>(arrays_.data[i]) + from_);
-      }
-    }
-    async_copies_commit();
-    head_.advance(plan_.ring);
-    from_ += again_ ? -stride_ : stride_;
-    if (++turn_ < plan_.steps) return;
-    turn_ = 0;
-    again_ = !plan_.resident && !again_;
-    if (!again_) image_ += plan_.teams;
-    start_image();
-  }
-
-  // Waits until the copies of the step with this index, and all before it, are complete.
-  __device__ void wait(uint32_t index) const {
-    async_copies_wait_for(static_cast<int>(head_.index - index) - 1);
-  }
-
-  __device__ T* at(int slot, int array) const {
-    return shared_ + (slot * arrays_.count + array) * (blockDim.x * kVec);
+  // Returns the offset in an array of the thread's vector in its first step.
+  __device__ int64_t offset(const Images& images) const {
+    const int64_t pixel = static_cast<int64_t>(image) * images.pixels + slice.start + row;
+    return pixel * images.channels + channel;
   }
 
  private:
-  const Images& images_;
-  const Plan& plan_;
-  Place place_;
-  const Arrays& arrays_;
-  T* shared_;
-  __device__ void start_image() {
-    from_ = offset(image_) + (again_ ? plan_.steps - 1 : 0) * stride_;
-  }
+  __device__ Place(const Images& images, const Plan& plan, int vec, bool second)
+      : Place(images, plan, vec, second, second ? plan.second_image : plan.first_image,
+              static_cast<int>(blockIdx.x) - (second ? 0 : plan.second_blocks)) {}
 
-  int image_;
-  int64_t stride_;
-  int64_t from_;  // the offset of the next step in an array
-  int turn_ = 0;
-  bool again_ = false;
-  Cursor head_;
+  __device__ Place(const Images& images, const Plan& plan, int vec, bool second, int base,
+                   int block)
+      : takes(!second),
+        writes(second || plan.is_whole()),
+        image(base + block / plan.slices),
+        index(block % plan.slices),
+        slice(images.pixels, plan.slices, index),
+        row(static_cast<int>(threadIdx.x) / plan.columns),
+        channel(static_cast<int>(threadIdx.x) % plan.columns * vec),
+        steps(row < plan.rows ? pixels_of_row(plan, row) : 0) {}
 };
 
-// Adds over `lanes` neighbouring threads, a power of two up to 32.
-__device__ __forceinline__ float sum_of_lanes(int lanes, float value) {
-  float values[1] = {value};
-  add_over_lanes(lanes, values);
-  return values[0];
-}
-
-// Sets up the counters of a grid whose blocks exchange sums; the copies that are on their way
-// hide what the barrier takes.
-__device__ __forceinline__ void start_exchange(const Images& images, const Plan& plan,
-                                               int* counters) {
-  if (plan.team == 1) return;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < images.count;
-       i += gridDim.x * blockDim.x) {
-    counters[i] = 0;
-  }
-  cooperative_groups::this_grid().sync();
-}
-
-// Announces that this block's sums of an image are written. All threads of the block call it.
-__device__ __forceinline__ void announce(int* counter) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(counter, 1);
-  }
-}
-
-// Waits until `team` blocks have announced their sums. All threads of the block call it.
-__device__ __forceinline__ void await(const int* counter, int team) {
-  if (threadIdx.x == 0) {
-    while (load_acquire(counter) < team) {
+// Merges, for each of `sums` sums, what load(sum, part) returns for all parts, and hands the result
+// to store(sum, merged) of one thread. Neighbouring threads take neighbouring sums, and several
+// threads the parts of a sum; the order of merging depends on the sizes alone. All threads of the
+// block call it. `scratch` has room for a Part of each thread, and nobody uses it before and after
+// without a barrier of the block in between.
+template <typename Part, typename Load, typename Store>
+__device__ __forceinline__ void merge_parts(int sums, int parts, Part* scratch, const Load& load,
+                                            const Store& store) {
+  constexpr int kLoads = 4;
+  const int thread = threadIdx.x;
+  const int width = min(sums, static_cast<int>(blockDim.x));
+  const int lanes = 1 << (31 - __clz(blockDim.x / width));
+  const int lane = thread / width;
+  for (int first = 0; first < sums; first += width) {
+    const int sum = first + thread % width;
+    const bool works = lane < lanes && sum < sums;
+    Part own = {};
+    for (int part = lane; works && part < parts; part += kLoads * lanes) {
+      Part loaded[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        loaded[i] = part + i * lanes < parts ? load(sum, part + i * lanes) : Part{};
+      }
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) own.add(loaded[i]);
     }
-  }
-  __syncthreads();
-}
-
-// Calls f(group, lane) with `lanes` neighbouring threads for each group; where groups do not fill
-// the block, `group` is beyond them, so that all lanes of a warp take part in shuffles.
-template <typename F>
-__device__ __forceinline__ void for_each_group(int groups, int lanes, const F& f) {
-  const int together = blockDim.x / lanes;
-  for (int first = 0; first < groups; first += together) {
-    f(first + static_cast<int>(threadIdx.x) / lanes, static_cast<int>(threadIdx.x) % lanes);
+    // There are several lanes only where one turn takes all sums.
+    for (int half = lanes / 2; half > 0; half /= 2) {
+      if (lane >= half && lane < 2 * half) scratch[thread] = own;
+      __syncthreads();
+      if (lane < half) own.add(scratch[thread + half * width]);
+    }
+    if (works && lane == 0) store(sum, own);
   }
 }
 
@@ -251,20 +160,29 @@ __device__ __forceinline__ void load_channels(const Parameter& parameter, int ro
   }
 }
 
+template <typename T, int kVec>
+__device__ __forceinline__ void store_result(const Plan& plan, T* address,
+                                             const float (&values)[kVec]) {
+  Vector<T, kVec> vector;
+  pack(values, vector);
+  if (plan.streams) {
+    store_streaming(address, vector);
+  } else {
+    store_vector(address, vector);
+  }
+}
+
 // --- the host's part -----------------------------------------------------------------------------
 
 struct Config {
-  int64_t team;
-  int64_t threads;
-  int64_t blocks;
+  int64_t slices;  // of an image
+  int64_t chunk;   // images of a pass
 };
 
 inline ffi::Error check_config(const Config& config) {
-  if (config.threads < 32 || config.threads > kMaxThreads || config.threads % 32 != 0 ||
-      config.team < 1 || config.blocks < 1 || config.blocks > 16) {
+  if (config.slices < 1 || config.slices > 65536 || config.chunk < 1) {
     return ffi::Error::InvalidArgument(
-        "group_norm: the launch needs 32 to 512 threads in whole warps, a team of 1 or more blocks"
-        " and 1 to 16 blocks for each multiprocessor");
+        "group_norm: the launch needs 1 to 65536 slices and a chunk of 1 or more images");
   }
   return ffi::Error::Success();
 }
@@ -281,6 +199,10 @@ inline ffi::Error parse_images(const ffi::AnyBuffer& x, int64_t groups, Images* 
   }
   if (shape[0] > INT32_MAX || shape[1] > INT32_MAX / 2 || shape[0] * shape[2] > INT32_MAX) {
     return ffi::Error::InvalidArgument("x of shape " + to_string(shape) + " is too large");
+  }
+  if (dtype_of(x) != Dtype::kFloat32 && shape[2] % 2 != 0) {
+    return ffi::Error::InvalidArgument(
+        "group_norm: the number of channels must be even in 16 bits");
   }
   *images = {static_cast<int>(shape[0]), static_cast<int>(shape[1]), static_cast<int>(shape[2]),
              static_cast<int>(groups), static_cast<int>(shape[2] / groups)};
@@ -312,90 +234,66 @@ inline ffi::Error check_like_images(std::string_view name, const ffi::AnyBuffer&
   return check_dtype(name, buffer, x.element_type());
 }
 
-// Plans and launches `kernel`, whose `args` have the members images, arrays and plan.
-// `fixed_bytes(threads)` is the shared memory that a block needs beside its ring.
-template <int kVec, typename Args, typename FixedBytes>
-ffi::Error launch(void (*kernel)(Args), Args args, const Config& config, int vector_bytes,
-                  const FixedBytes& fixed_bytes, cudaStream_t stream) {
-  const Images& images = args.images;
-  if (images.channels / kVec > config.threads) {
-    return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
-                                       " channels are more than " + std::to_string(config.threads) +
-                                       " threads hold in vectors of " + std::to_string(kVec));
-  }
-  Device device;
-  RETURN_IF_ERROR(current_device(&device));
-  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  // A block has a kilobyte that the driver keeps for itself. Where a GPU has little shared memory,
-  // blocks are smaller than was asked for, so that a ring holds the steps that are computed
-  // together.
-  const int shared = std::min(
-      device.shared_bytes, (device.shared_bytes + 1024) / static_cast<int>(config.blocks) - 1024);
-  int threads = static_cast<int>(config.threads), fixed = 0, step_bytes = 0, fitting = 0;
-  for (;; threads -= 32) {
-    fixed = fixed_bytes(threads);
-    step_bytes = args.arrays.count * threads * vector_bytes;
-    fitting = (shared - fixed) / step_bytes;
-    if (fitting >= kTogether) break;
-    if (threads - 32 < std::max(32, images.channels / kVec)) {
-      return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
-                                         " channels do not fit into shared memory");
-    }
-  }
-  Plan& plan = args.plan;
-  plan.columns = images.channels / kVec;
-  plan.rows = threads / plan.columns;
-  plan.lanes = lanes_for(threads, images.groups);
-  plan.channel_lanes = lanes_for(threads, images.channels);
-  const auto steps_of = [&](int64_t team) {
-    const int64_t longest = (images.pixels + team - 1) / team;
-    return static_cast<int>((longest + plan.rows - 1) / plan.rows);
-  };
-
-  Launch shape = {dim3(1), threads, fixed + fitting * step_bytes};
-  int resident = 1;
-  RETURN_IF_ERROR(resident_blocks(kernel, shape, &resident));
-  const int most = resident * device.multiprocessors;
-  plan.team = static_cast<int>(std::min<int64_t>({config.team, images.pixels, most}));
-  plan.teams = std::min(images.count, most / plan.team);
-  plan.steps = steps_of(plan.team);
-  plan.resident = plan.steps <= fitting;
-  plan.ring = fitting;
-  plan.lag = 0;
-  if (plan.team > 1 && plan.resident) {
-    while (plan.lag < kMaxLag && 2 * (plan.lag + 2) * plan.steps + plan.steps <= 2 * plan.ring) {
-      ++plan.lag;
-    }
-  }
-  shape.grid = dim3(plan.team * plan.teams);
-  shape.cooperative = plan.team > 1;
-  return launch_kernel(kernel, args, shape, stream);
+// Whether the sums of an image's slices are merged by a launch of their own.
+inline bool merges_apart(const Plan& plan, int sums) {
+  return plan.slices > 1 && static_cast<int64_t>(plan.slices) * sums > kMostSums;
 }
 
-// Calls `f` with a value of x's type and the size of its vectors: 16 bytes where pixels start at
-// multiples of 16 bytes, else 4 bytes.
-template <typename F>
-ffi::Error with_vectors(Dtype dtype, bool whole, const F& f) {
+// Launches both passes of `kernel` over all images. `args` has the members images and plan;
+// merge(first image, images) launches what lies between the passes, and shared_bytes(threads) is
+// the shared memory of a block.
+template <int kVec, typename Args, typename SharedBytes, typename Merge>
+ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config,
+                         const SharedBytes& shared_bytes, const Merge& merge, cudaStream_t stream) {
+  const Images& images = args.images;
+  Plan& plan = args.plan;
+  plan.columns = images.channels / kVec;
+  if (plan.columns > kMaxThreads) {
+    return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
+                                       " channels are more than " + std::to_string(kMaxThreads) +
+                                       " threads hold in vectors of " + std::to_string(kVec));
+  }
+  if (2 * std::min<int64_t>(config.chunk, images.count) * config.slices > INT32_MAX) {
+    return ffi::Error::InvalidArgument(
+        "group_norm: the slices of a chunk are more than a grid has");
+  }
+  const int longest = (images.pixels + plan.slices - 1) / plan.slices;
+  plan.rows = std::max(1, std::min(kThreads / plan.columns, longest));
+  plan.stride = static_cast<int64_t>(plan.rows) * images.channels;
+  const int threads = (plan.rows * plan.columns + 31) / 32 * 32;
+  int waiting = 0;  // images of the chunk whose second pass is due
+  for (int first = 0; first < images.count || waiting > 0;) {
+    const int count = static_cast<int>(std::min<int64_t>(config.chunk, images.count - first));
+    plan.second_image = first - waiting;
+    plan.second_blocks = waiting * plan.slices;
+    plan.first_image = first;
+    const unsigned blocks = static_cast<unsigned>(waiting + count) * plan.slices;
+    RETURN_IF_ERROR(
+        launch_kernel(kernel, args, {dim3(blocks), threads, shared_bytes(threads)}, stream));
+    if (count > 0) RETURN_IF_ERROR(merge(first, count));
+    first += count;
+    waiting = plan.is_whole() ? 0 : count;
+  }
+  return ffi::Error::Success();
+}
+
+// Calls `f` with a value of x's type and the size of its vectors: `k16Bits` values of 16 bits or
+// four of float32 where pixels are whole 16 bytes, else 4 bytes.
+template <int k16Bits, typename F>
+ffi::Error with_vectors(Dtype dtype, bool aligned, int channels, const F& f) {
   using std::integral_constant;
+  const bool whole = aligned && channels % (dtype == Dtype::kFloat32 ? 4 : 8) == 0;
   switch (dtype) {
     case Dtype::kFloat32:
       return whole ? f(float{}, integral_constant<int, 4>{})
                    : f(float{}, integral_constant<int, 1>{});
     case Dtype::kBfloat16:
-      return whole ? f(__nv_bfloat16{}, integral_constant<int, 8>{})
+      return whole ? f(__nv_bfloat16{}, integral_constant<int, k16Bits>{})
                    : f(__nv_bfloat16{}, integral_constant<int, 2>{});
     default:
-      return whole ? f(__half{}, integral_constant<int, 8>{})
+      return whole ? f(__half{}, integral_constant<int, k16Bits>{})
                    : f(__half{}, integral_constant<int, 2>{});
   }
-}
-
-inline ffi::Error check_even(const ffi::AnyBuffer& x) {
-  if (*dtype_of(x) != Dtype::kFloat32 && x.dimensions()[2] % 2 != 0) {
-    return ffi::Error::InvalidArgument(
-        "group_norm: the number of channels must be even in 16 bits");
-  }
-  return ffi::Error::Success();
 }
 
 }  // namespace group_norm

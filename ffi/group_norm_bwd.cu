@@ -1,5 +1,4 @@
-// The backward of group_norm: one read of x and dy and one write of dx, and the gradients of scale
-// and bias for each image from the same sums.
+// The backward of group_norm, and the gradients of scale and bias from the same sums.
 //
 // With xhat = (x - mean) rstd, z = xhat scale + bias + residual and dz = dy activation'(z), the
 // sums over the pixels of an image
@@ -11,8 +10,9 @@
 //     dx = rstd (scale dz - sum (scale dbias) / n - xhat sum (scale dscale) / n),
 //
 // where n values are in the group. Where the mean and the variance are results too, dx has terms of
-// their gradients: dmean / n + 2 (x - mean) dvariance / n. dz, rounded to the dtype of x, takes the
-// place of dy on chip.
+// their gradients: dmean / n + 2 (x - mean) dvariance / n. The first pass takes the sums of each
+// slice, and writes dz where it is the residual's gradient, which the second pass then reads in
+// place of dy and the residual.
 
 #include "group_norm.cuh"
 
@@ -23,317 +23,288 @@ using namespace group_norm;
 struct BackwardArgs {
   Images images;
   Plan plan;
-  Arrays arrays;  // x, dy, and the residual where the activation's derivative depends on it
+  const void* x;
+  const void* dy;
+  const void* residual;  // or nullptr where the activation's derivative does not depend on it
   void* dx;
-  void* dresidual;    // or nullptr
+  void* dresidual;    // where there is a residual
   const float* mean;  // [images, groups]
   const float* rstd;
   const float* dmean;  // [images, groups], or nullptr
   const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float* dscale;  // [images, channels], or nullptr
-  float* dbias;
-  float2* channel_partials;  // [images, team, channels]
-  float2* group_partials;    // [images, groups, team]
-  int* counters;             // [images]
+  float2* channel_partials;  // [images, slices, channels]: dscale and dbias
+  float2* group_partials;    // [images, slices, groups]: sums of these times scale, or nullptr
+                             // where each channel is a group
+  const float2* parts;       // [images, plan.parts, groups], which the second pass merges
   Activation activation;
 };
 
-template <typename T, int kVec>
-struct Block {
-  const BackwardArgs& args;
-  const Images& images;
-  const Plan& plan;
-  Place place;
-  Ring<T, kVec> ring;
-  float* dots;       // sums of dz (x - mean) by row and channel
-  float* sums;       // sums of dz
-  float2* channels;  // (dscale, dbias) scale of each channel
-  float2* groups;    // their sums over each group
+struct Sums {
+  float dot;
+  float total;
 
-  __device__ Block(const BackwardArgs& a, char* shared)
-      : args(a),
-        images(a.images),
-        plan(a.plan),
-        place(a.images, a.plan),
-        ring(a.images, a.plan, place, a.arrays, shared) {
-    const int ring_values = plan.ring * args.arrays.count * static_cast<int>(blockDim.x) * kVec;
-    dots = reinterpret_cast<float*>(reinterpret_cast<T*>(shared) + ring_values);
-    sums = dots + blockDim.x * kVec;
-    channels = reinterpret_cast<float2*>(sums + blockDim.x * kVec);
-    groups = channels + images.channels;
+  __device__ void add(const Sums& other) {
+    dot += other.dot;
+    total += other.total;
   }
+};
 
-  // What a thread knows about its channels in an image: mean, factor = rstd scale, and bias.
-  struct Channels {
-    float mean[kVec], factor[kVec], bias[kVec];
-  };
+__device__ __forceinline__ Sums sums_at(const float2* address) {
+  const float2 values = __ldcg(address);
+  return {values.x, values.y};
+}
 
-  __device__ Channels channels_of(int image) const {
-    Channels own;
-    const int channel = place.column * kVec;
-    load_channels(args.scale, args.scale_rows, image, images.channels, channel, 1.0f, own.factor);
-    load_channels(args.bias, args.bias_rows, image, images.channels, channel, 0.0f, own.bias);
+// What a thread knows about its channels in an image: mean, factor = rstd scale, and bias.
+template <int kVec>
+struct Channels {
+  float mean[kVec], factor[kVec], bias[kVec];
+
+  __device__ Channels(const BackwardArgs& args, const Place& place) {
+    const Images& images = args.images;
+    load_channels(args.scale, args.scale_rows, place.image, images.channels, place.channel, 1.0f,
+                  factor);
+    load_channels(args.bias, args.bias_rows, place.image, images.channels, place.channel, 0.0f,
+                  bias);
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      const int group = image * images.groups + (channel + c) / images.group_size;
-      own.mean[c] = args.mean[group];
-      own.factor[c] *= args.rstd[group];
-    }
-    return own;
-  }
-
-  // Sets dz = dy activation'(z) as x's dtype rounds it, and `centred` = x - mean.
-  __device__ void gradient(const Channels& own, int slot, float (&centred)[kVec],
-                           Vector<T, kVec>* dz) const {
-    unpack(load_vector<T, kVec>(ring.at(slot, 0)), centred);
-#pragma unroll
-    for (int c = 0; c < kVec; ++c) centred[c] -= own.mean[c];
-    *dz = load_vector<T, kVec>(ring.at(slot, 1));
-    if (args.activation == Activation::kNone) return;
-    float z[kVec], values[kVec];
-#pragma unroll
-    for (int c = 0; c < kVec; ++c) z[c] = centred[c] * own.factor[c] + own.bias[c];
-    if (args.arrays.count > 2) {
-      unpack(load_vector<T, kVec>(ring.at(slot, 2)), values);
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) z[c] += values[c];
-    }
-    unpack(*dz, values);
-    multiply_derivative(args.activation, z, values);
-    pack(values, *dz);
-  }
-
-  // Sums over the thread's part of an image, and leaves dz on chip.
-  __device__ void sum(int image, Cursor* cursor) {
-    const Channels own = channels_of(image);
-    float dot[kVec] = {}, total[kVec] = {};
-    T* dresidual = static_cast<T*>(args.dresidual);
-    if (dresidual != nullptr) dresidual += ring.offset(image);
-    const bool keeps = plan.resident && args.activation != Activation::kNone;
-    for (int first = 0; first < plan.steps; first += kTogether) {
-      const int steps = min(kTogether, plan.steps - first);
-      ring.wait(cursor->index + steps - 1);
-#pragma unroll 2
-      for (int i = 0; i < steps; ++i) {
-        if (first + i < place.steps) {
-          float centred[kVec], values[kVec];
-          Vector<T, kVec> dz;
-          gradient(own, cursor->slot, centred, &dz);
-          if (keeps) store_vector(ring.at(cursor->slot, 1), dz);
-          if (dresidual != nullptr) {
-            store_vector(dresidual, dz);
-            dresidual += ring.stride();
-          }
-          unpack(dz, values);
-#pragma unroll
-          for (int c = 0; c < kVec; ++c) {
-            dot[c] += values[c] * centred[c];
-            total[c] += values[c];
-          }
-        }
-        cursor->advance(plan.ring);
-      }
-      if (!plan.resident) {
-        for (int i = 0; i < steps; ++i) ring.issue();
-      }
-    }
-    if (place.row < plan.rows) {
-      const int at = place.row * images.channels + place.column * kVec;
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) {
-        dots[at + c] = dot[c];
-        sums[at + c] = total[c];
-      }
-    }
-  }
-
-  // Adds up the threads' sums to those of the slice, and hands them to the team.
-  __device__ void reduce(int image) {
-    __syncthreads();
-    for_each_group(images.channels, plan.channel_lanes, [&](int channel, int lane) {
-      float values[2] = {0.0f, 0.0f};
-      if (channel < images.channels) {
-        for (int row = lane; row < plan.rows; row += plan.channel_lanes) {
-          values[0] += dots[row * images.channels + channel];
-          values[1] += sums[row * images.channels + channel];
-        }
-      }
-      add_over_lanes(plan.channel_lanes, values);
-      if (lane != 0 || channel >= images.channels) return;
-      values[0] *= args.rstd[image * images.groups + channel / images.group_size];
-      if (plan.team == 1) {
-        store_channel(image, channel, values[0], values[1]);
-      } else {
-        const int64_t at = static_cast<int64_t>(image) * plan.team + place.member;
-        __stcg(args.channel_partials + at * images.channels + channel,
-               make_float2(values[0], values[1]));
-      }
-      float scale[1];
-      load_channels(args.scale, args.scale_rows, image, images.channels, channel, 1.0f, scale);
-      channels[channel] = make_float2(values[0] * scale[0], values[1] * scale[0]);
-    });
-    __syncthreads();
-    for_each_group(images.groups, plan.lanes, [&](int group, int lane) {
-      float values[2] = {0.0f, 0.0f};
-      if (group < images.groups) {
-        for (int i = lane; i < images.group_size; i += plan.lanes) {
-          const float2 channel = channels[group * images.group_size + i];
-          values[0] += channel.x;
-          values[1] += channel.y;
-        }
-      }
-      add_over_lanes(plan.lanes, values);
-      if (lane != 0 || group >= images.groups) return;
-      const float2 all = make_float2(values[0], values[1]);
-      if (plan.team == 1) {
-        groups[group] = all;
-      } else {
-        const int64_t at = static_cast<int64_t>(image) * images.groups + group;
-        __stcg(args.group_partials + at * plan.team + place.member, all);
-      }
-    });
-    if (plan.team == 1) {
-      __syncthreads();
-    } else {
-      announce(args.counters + image);
-    }
-  }
-
-  __device__ void store_channel(int image, int channel, float dscale, float dbias) {
-    const int at = image * images.channels + channel;
-    if (args.dscale != nullptr) args.dscale[at] = dscale;
-    if (args.dbias != nullptr) args.dbias[at] = dbias;
-  }
-
-  // Adds the sums of one place in every slice of an image, with the same order in every lane's
-  // part.
-  __device__ float2 sum_of_team(const float2* partials, int stride, int lane, int lanes,
-                                bool valid) {
-    float values[2] = {0.0f, 0.0f};
-    if (valid) {
-      constexpr int kLoads = 8;
-      for (int first = lane; first < plan.team; first += kLoads * lanes) {
-        float2 parts[kLoads];
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          const int member = first + i * lanes;
-          parts[i] = member < plan.team ? __ldcg(partials + static_cast<int64_t>(member) * stride)
-                                        : make_float2(0.0f, 0.0f);
-        }
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) {
-          values[0] += parts[i].x;
-          values[1] += parts[i].y;
-        }
-      }
-    }
-    add_over_lanes(lanes, values);
-    return make_float2(values[0], values[1]);
-  }
-
-  // Adds up what dx needs of the team's slices.
-  __device__ void exchange(int image) {
-    if (plan.team == 1) return;
-    await(args.counters + image, plan.team);
-    for_each_group(images.groups, plan.lanes, [&](int group, int lane) {
-      const int64_t at = static_cast<int64_t>(image) * images.groups + group;
-      const float2 all = sum_of_team(args.group_partials + at * plan.team, 1, lane, plan.lanes,
-                                     group < images.groups);
-      if (lane == 0 && group < images.groups) groups[group] = all;
-    });
-    __syncthreads();
-  }
-
-  // Writes the gradients of the channels that are this block's share, each by a warp.
-  __device__ void store_channels(int image) {
-    if (plan.team == 1 || (args.dscale == nullptr && args.dbias == nullptr)) return;
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int warps = blockDim.x / kWarpSize;
-    for (int channel = place.member + warp * plan.team; channel < images.channels;
-         channel += warps * plan.team) {
-      const int64_t at = static_cast<int64_t>(image) * plan.team * images.channels + channel;
-      const float2 all =
-          sum_of_team(args.channel_partials + at, images.channels, lane, kWarpSize, true);
-      if (lane == 0) store_channel(image, channel, all.x, all.y);
-    }
-  }
-
-  // Writes the thread's part of dx, and makes room for what comes next.
-  __device__ void write(int image, Cursor* cursor) {
-    const Channels own = channels_of(image);
-    float slope[kVec], constant[kVec];
-    const float inverse = 1.0f / (static_cast<float>(images.pixels) * images.group_size);
-#pragma unroll
-    for (int c = 0; c < kVec; ++c) {
-      const int group = (place.column * kVec + c) / images.group_size;
-      const float rstd = args.rstd[image * images.groups + group];
-      const float2 all = groups[group];
-      slope[c] = -rstd * rstd * all.x * inverse;
-      constant[c] = -rstd * all.y * inverse;
-      const int at = image * images.groups + group;
-      if (args.dvariance != nullptr) slope[c] += 2.0f * args.dvariance[at] * inverse;
-      if (args.dmean != nullptr) constant[c] += args.dmean[at] * inverse;
-    }
-    T* dx = static_cast<T*>(args.dx) + ring.offset(image);
-    const int64_t stride = ring.stride();
-    for (int first = 0; first < plan.steps; first += kTogether) {
-      const int steps = min(kTogether, plan.steps - first);
-      if (!plan.resident) ring.wait(cursor->index + steps - 1);
-#pragma unroll 2
-      for (int i = 0; i < steps; ++i) {
-        const int step = ring.step_again(first + i);
-        if (step < place.steps) {
-          float centred[kVec], values[kVec];
-          Vector<T, kVec> vector;
-          if (plan.resident) {
-            unpack(load_vector<T, kVec>(ring.at(cursor->slot, 0)), centred);
-#pragma unroll
-            for (int c = 0; c < kVec; ++c) centred[c] -= own.mean[c];
-            vector = load_vector<T, kVec>(ring.at(cursor->slot, 1));
-          } else {
-            gradient(own, cursor->slot, centred, &vector);
-          }
-          unpack(vector, values);
-#pragma unroll
-          for (int c = 0; c < kVec; ++c) {
-            values[c] = values[c] * own.factor[c] + (centred[c] * slope[c] + constant[c]);
-          }
-          pack(values, vector);
-          store_vector(dx + step * stride, vector);
-        }
-        cursor->advance(plan.ring);
-      }
-      for (int i = 0; i < steps; ++i) ring.issue();
+      const int at = place.image * images.groups + (place.channel + c) / images.group_size;
+      mean[c] = args.mean[at];
+      factor[c] *= args.rstd[at];
     }
   }
 };
+
+// Calls f(offset, x - mean, dz) for the steps of a thread, from the first or from the last on. `dz`
+// comes from `gradient`, which is multiplied by the activation's derivative.
+template <typename T, int kVec, bool kFromLast, typename F>
+__device__ __forceinline__ void for_each_step(const BackwardArgs& args, const Place& place,
+                                              const Channels<kVec>& own, const void* gradient,
+                                              const void* residual, Activation activation,
+                                              const F& f) {
+  constexpr int kLoads = sizeof(T) * kVec > 8 ? 2 : 4;
+  constexpr int kPair = 2 * kVec;  // values of two steps, which share the activation's branch
+  const T* all_x = static_cast<const T*>(args.x);
+  const T* all_dy = static_cast<const T*>(gradient);
+  const T* all_residual = static_cast<const T*>(residual);
+  const int64_t stride = kFromLast ? -args.plan.stride : args.plan.stride;
+  int64_t at = place.offset(args.images) - (kFromLast ? (place.steps - 1) * stride : 0);
+  for (int step = 0; step < place.steps; step += kLoads, at += kLoads * stride) {
+    Vector<T, kVec> x[kLoads] = {}, dy[kLoads] = {};
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      if (step + i < place.steps) {
+        x[i] = load_vector<T, kVec>(all_x + at + i * stride);
+        dy[i] = load_vector<T, kVec>(all_dy + at + i * stride);
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < kLoads; first += 2) {
+      float centred[2][kVec], dz[kPair];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float values[kVec];
+        unpack(x[first + i], centred[i]);
+        unpack(dy[first + i], values);
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          centred[i][c] -= own.mean[c];
+          dz[i * kVec + c] = values[c];
+        }
+      }
+      if (activation != Activation::kNone) {
+        float z[kPair];
+#pragma unroll
+        for (int i = 0; i < kPair; ++i) {
+          const int c = i % kVec;
+          z[i] = centred[i / kVec][c] * own.factor[c] + own.bias[c];
+        }
+        if (residual != nullptr) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (step + first + i >= place.steps) break;
+            float added[kVec];
+            unpack(load_vector<T, kVec>(all_residual + at + (first + i) * stride), added);
+#pragma unroll
+            for (int c = 0; c < kVec; ++c) z[i * kVec + c] += added[c];
+          }
+        }
+        multiply_derivative(activation, z, dz);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (step + first + i >= place.steps) break;
+        float values[kVec];
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) values[c] = dz[i * kVec + c];
+        f(at + (first + i) * stride, centred[i], values);
+      }
+    }
+  }
+}
+
+// The first pass.
+template <typename T, int kVec>
+__device__ void take_sums(const BackwardArgs& args, const Place& place, float2* items,
+                          Sums* scratch) {
+  const Images& images = args.images;
+  float dot[kVec] = {}, total[kVec] = {};
+  if (place.steps > 0) {
+    const Channels<kVec> own(args, place);
+    for_each_step<T, kVec, false>(
+        args, place, own, args.dy, args.residual, args.activation,
+        [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec]) {
+          if (args.dresidual != nullptr) {
+            Vector<T, kVec> vector;
+            pack(dz, vector);
+            store_vector(static_cast<T*>(args.dresidual) + at, vector);
+          }
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) {
+            dot[c] += dz[c] * centred[c];
+            total[c] += dz[c];
+          }
+        });
+  }
+  if (place.row < args.plan.rows) {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      items[place.row * images.channels + place.channel + c] = make_float2(dot[c], total[c]);
+    }
+  }
+  __syncthreads();
+  const int64_t slice = static_cast<int64_t>(place.image) * args.plan.slices + place.index;
+  merge_parts(
+      images.channels, args.plan.rows, scratch,
+      [&](int channel, int row) -> Sums {
+        const float2 item = items[row * images.channels + channel];
+        return {item.x, item.y};
+      },
+      [&](int channel, const Sums& merged) {
+        const int group = place.image * images.groups + channel / images.group_size;
+        const float2 sums = make_float2(merged.dot * args.rstd[group], merged.total);
+        __stcg(args.channel_partials + slice * images.channels + channel, sums);
+        float scale[1];
+        load_channels(args.scale, args.scale_rows, place.image, images.channels, channel, 1.0f,
+                      scale);
+        // The first row's item has been read by this thread alone.
+        items[channel] = make_float2(sums.x * scale[0], sums.y * scale[0]);
+      });
+  if (args.group_partials == nullptr) return;
+  __syncthreads();
+  merge_parts(
+      images.groups, images.group_size, scratch,
+      [&](int group, int part) -> Sums {
+        const float2 item = items[group * images.group_size + part];
+        return {item.x, item.y};
+      },
+      [&](int group, const Sums& merged) {
+        __stcg(args.group_partials + slice * images.groups + group,
+               make_float2(merged.dot, merged.total));
+      });
+}
+
+// The second pass.
+template <typename T, int kVec>
+__device__ void write(const BackwardArgs& args, const Place& place, float2* groups, Sums* scratch) {
+  const Images& images = args.images;
+  merge_parts(
+      images.groups, args.plan.parts, scratch,
+      [&](int group, int part) {
+        const int64_t at = static_cast<int64_t>(place.image) * args.plan.parts + part;
+        return sums_at(args.parts + at * images.groups + group);
+      },
+      [&](int group, const Sums& merged) {
+        groups[group] = make_float2(merged.dot, merged.total);
+      });
+  __syncthreads();
+  if (place.steps == 0) return;
+
+  const Channels<kVec> own(args, place);
+  float slope[kVec], constant[kVec];
+  const float inverse = 1.0f / (static_cast<float>(images.pixels) * images.group_size);
+#pragma unroll
+  for (int c = 0; c < kVec; ++c) {
+    const int group = (place.channel + c) / images.group_size;
+    const int at = place.image * images.groups + group;
+    const float rstd = args.rstd[at];
+    const float weight = -inverse * (args.group_partials == nullptr ? own.factor[c] : rstd);
+    slope[c] = weight * rstd * groups[group].x;
+    constant[c] = weight * groups[group].y;
+    if (args.dvariance != nullptr) slope[c] += 2.0f * args.dvariance[at] * inverse;
+    if (args.dmean != nullptr) constant[c] += args.dmean[at] * inverse;
+  }
+  const bool has_dz = args.dresidual != nullptr;
+  T* dx = static_cast<T*>(args.dx);
+  for_each_step<T, kVec, true>(
+      args, place, own, has_dz ? args.dresidual : args.dy, nullptr,
+      has_dz ? Activation::kNone : args.activation,
+      [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec]) {
+        float values[kVec];
+#pragma unroll
+        for (int c = 0; c < kVec; ++c) {
+          values[c] = dz[c] * own.factor[c] + (centred[c] * slope[c] + constant[c]);
+        }
+        store_result(args.plan, dx + at, values);
+      });
+}
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kMaxThreads)
     group_norm_backward_kernel(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(16) char shared[];
-  Block<T, kVec> block(args, shared);
-  const Plan& plan = args.plan;
-  for (int i = 0; i < plan.ring; ++i) block.ring.issue();
-  start_exchange(args.images, plan, args.counters);
-  Cursor read, written;
-  int reading = block.place.first_image, writing = reading;
-  for (int turn = 0; writing < args.images.count; ++turn) {
-    if (reading < args.images.count) {
-      block.sum(reading, &read);
-      block.reduce(reading);
-      reading += plan.teams;
-    }
-    if (turn < plan.lag) continue;
-    block.exchange(writing);
-    if (!plan.resident) written = read;
-    block.write(writing, &written);
-    if (!plan.resident) read = written;
-    block.store_channels(writing);
-    writing += plan.teams;
-  }
+  Sums* scratch = reinterpret_cast<Sums*>(shared);
+  float2* items = reinterpret_cast<float2*>(scratch + blockDim.x);
+  const Place place(args.images, args.plan, kVec);
+  if (place.takes) take_sums<T, kVec>(args, place, items, scratch);
+  if (place.takes && place.writes) __syncthreads();
+  if (place.writes) write<T, kVec>(args, place, items, scratch);
+}
+
+// Adds up parts [count, parts, columns] over the parts: to `merged` [count, columns], and to dscale
+// and dbias, each where it is not nullptr.
+struct MergeArgs {
+  int first;  // of the `count`
+  int parts;
+  int columns;
+  const float2* partials;
+  float2* merged;
+  float* dscale;
+  float* dbias;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    group_norm_gradient_kernel(const __grid_constant__ MergeArgs args) {
+  __shared__ Sums scratch[kThreads];
+  const int blocks = (args.columns + kMergedColumns - 1) / kMergedColumns;
+  const int64_t index = args.first + static_cast<int>(blockIdx.x) / blocks;
+  const int first = static_cast<int>(blockIdx.x) % blocks * kMergedColumns;
+  merge_parts(
+      min(kMergedColumns, args.columns - first), args.parts, scratch,
+      [&](int column, int part) {
+        return sums_at(args.partials + (index * args.parts + part) * args.columns + first + column);
+      },
+      [&](int column, const Sums& sums) {
+        const int64_t at = index * args.columns + first + column;
+        if (args.merged != nullptr) args.merged[at] = make_float2(sums.dot, sums.total);
+        if (args.dscale != nullptr) args.dscale[at] = sums.dot;
+        if (args.dbias != nullptr) args.dbias[at] = sums.total;
+      });
+}
+
+ffi::Error launch_merge(const MergeArgs& args, int count, cudaStream_t stream) {
+  const unsigned blocks = (args.columns + kMergedColumns - 1) / kMergedColumns;
+  return launch_kernel(group_norm_gradient_kernel, args, {dim3(count * blocks), kThreads, 0},
+                       stream);
+}
+
+// Checks the gradient of a parameter, [1 or images, channels]; `rows` becomes the former.
+ffi::Error check_gradient(std::string_view name, const ffi::AnyBuffer& buffer, const Images& images,
+                          int* rows) {
+  if (is_absent(buffer)) return ffi::Error::Success();
+  if (*rows == 0) *rows = buffer.dimensions()[0] == 1 ? 1 : images.count;
+  return check_float32(name, buffer, {*rows, images.channels});
 }
 
 ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
@@ -342,70 +313,98 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
                     ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> dx,
                     ffi::Result<ffi::AnyBuffer> dresidual, ffi::Result<ffi::AnyBuffer> dscale,
                     ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> channel_partials,
-                    ffi::Result<ffi::AnyBuffer> group_partials,
-                    ffi::Result<ffi::AnyBuffer> counters, int64_t groups,
-                    std::string_view activation, int64_t team, int64_t threads, int64_t blocks) {
+                    ffi::Result<ffi::AnyBuffer> group_partials, ffi::Result<ffi::AnyBuffer> merged,
+                    int64_t groups, std::string_view activation, int64_t slices, int64_t chunk) {
   BackwardArgs args = {};
-  const Config config = {team, threads, blocks};
+  const Config config = {slices, chunk};
   RETURN_IF_ERROR(check_config(config));
   RETURN_IF_ERROR(parse_images(x, groups, &args.images));
-  RETURN_IF_ERROR(check_even(x));
   RETURN_IF_ERROR(check_like_images("dy", dy, x));
   RETURN_IF_ERROR(check_like_images("dx", *dx, x));
-  if (!is_absent(residual)) RETURN_IF_ERROR(check_like_images("residual", residual, x));
-  if (!is_absent(*dresidual)) RETURN_IF_ERROR(check_like_images("dresidual", *dresidual, x));
+  if (!is_absent(residual)) {
+    RETURN_IF_ERROR(check_like_images("residual", residual, x));
+    RETURN_IF_ERROR(check_like_images("dresidual", *dresidual, x));
+  }
   RETURN_IF_ERROR(parse_channels("scale", scale, args.images, &args.scale, &args.scale_rows));
   RETURN_IF_ERROR(parse_channels("bias", bias, args.images, &args.bias, &args.bias_rows));
-  const int64_t images = args.images.count, channels = args.images.channels;
-  RETURN_IF_ERROR(check_float32("mean", mean, {images, groups}));
-  RETURN_IF_ERROR(check_float32("rstd", rstd, {images, groups}));
-  if (!is_absent(dmean)) RETURN_IF_ERROR(check_float32("dmean", dmean, {images, groups}));
+  const Images& images = args.images;
+  const int64_t count = images.count;
+  RETURN_IF_ERROR(check_float32("mean", mean, {count, groups}));
+  RETURN_IF_ERROR(check_float32("rstd", rstd, {count, groups}));
+  if (!is_absent(dmean)) RETURN_IF_ERROR(check_float32("dmean", dmean, {count, groups}));
   if (!is_absent(dvariance)) {
-    RETURN_IF_ERROR(check_float32("dvariance", dvariance, {images, groups}));
+    RETURN_IF_ERROR(check_float32("dvariance", dvariance, {count, groups}));
   }
-  if (!is_absent(*dscale)) RETURN_IF_ERROR(check_float32("dscale", *dscale, {images, channels}));
-  if (!is_absent(*dbias)) RETURN_IF_ERROR(check_float32("dbias", *dbias, {images, channels}));
-  if (team > 1) {
-    RETURN_IF_ERROR(
-        check_float32("channel_partials", *channel_partials, {images, team, channels, 2}));
-    RETURN_IF_ERROR(check_float32("group_partials", *group_partials, {images, groups, team, 2}));
-    RETURN_IF_ERROR(check_shape("counters", *counters, {images}));
-    RETURN_IF_ERROR(check_dtype("counters", *counters, ffi::DataType::S32));
+  int rows = 0;
+  RETURN_IF_ERROR(check_gradient("dscale", *dscale, images, &rows));
+  RETURN_IF_ERROR(check_gradient("dbias", *dbias, images, &rows));
+  RETURN_IF_ERROR(
+      check_float32("channel_partials", *channel_partials, {count, slices, images.channels, 2}));
+  if (groups < images.channels) {
+    RETURN_IF_ERROR(check_float32("group_partials", *group_partials, {count, slices, groups, 2}));
+    args.group_partials = data_or_null<float2>(*group_partials);
   }
+  RETURN_IF_ERROR(check_float32("merged", *merged, {count, groups, 2}));
   if (!parse_activation(activation, &args.activation)) {
     return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
                                        std::string(activation));
   }
   if (is_absent(x)) return ffi::Error::Success();
-  const bool reads_residual = !is_absent(residual) && args.activation != Activation::kNone;
-  args.arrays = {
-      {x.untyped_data(), dy.untyped_data(), reads_residual ? residual.untyped_data() : nullptr},
-      reads_residual ? 3 : 2};
+  Device device;
+  RETURN_IF_ERROR(current_device(&device));
+  args.x = x.untyped_data();
+  args.dy = dy.untyped_data();
+  args.residual = data_or_null(residual);
   args.dx = dx->untyped_data();
-  args.dresidual = data_or_null(*dresidual);
-  args.mean = static_cast<const float*>(mean.untyped_data());
-  args.rstd = static_cast<const float*>(rstd.untyped_data());
+  args.dresidual = is_absent(residual) ? nullptr : data_or_null(*dresidual);
+  args.mean = data_or_null<const float>(mean);
+  args.rstd = data_or_null<const float>(rstd);
   args.dmean = data_or_null<const float>(dmean);
   args.dvariance = data_or_null<const float>(dvariance);
-  args.dscale = data_or_null<float>(*dscale);
-  args.dbias = data_or_null<float>(*dbias);
   args.channel_partials = data_or_null<float2>(*channel_partials);
-  args.group_partials = data_or_null<float2>(*group_partials);
-  args.counters = data_or_null<int>(*counters);
-  const Dtype dtype = *dtype_of(x);
-  const int64_t pixel_bytes = channels * (dtype == Dtype::kFloat32 ? 4 : 2);
-  const bool whole = pixel_bytes % 16 == 0 &&
-                     are_aligned({x.untyped_data(), dy.untyped_data(), args.arrays.data[2], args.dx,
-                                  args.dresidual, args.scale.data, args.bias.data});
-  return with_vectors(dtype, whole, [&](auto type, auto vec) {
+  args.plan.slices = static_cast<int>(slices);
+  args.plan.streams = 3 * x.size_bytes() > static_cast<size_t>(device.l2_bytes);
+  const bool apart = merges_apart(args.plan, images.groups);
+  const float2* group_parts =
+      args.group_partials == nullptr ? args.channel_partials : args.group_partials;
+  args.plan.parts = apart ? 1 : args.plan.slices;
+  args.parts = apart ? data_or_null<float2>(*merged) : group_parts;
+  const bool whole = are_aligned(
+      {args.x, args.dy, args.residual, args.dx, args.dresidual, args.scale.data, args.bias.data});
+
+  MergeArgs gradients = {};
+  gradients.parts = args.plan.slices;
+  gradients.columns = images.channels;
+  gradients.partials = args.channel_partials;
+  gradients.dscale = data_or_null<float>(*dscale);
+  gradients.dbias = data_or_null<float>(*dbias);
+  // Where each channel is a group, one merge serves dx and the gradients of an image.
+  const bool merges_once = apart && args.group_partials == nullptr && rows == images.count;
+  const auto merge = [&](int first, int images_of_launch) {
+    if (!apart) return ffi::Error::Success();
+    MergeArgs groups_of_images = {};
+    if (merges_once) groups_of_images = gradients;
+    groups_of_images.first = first;
+    groups_of_images.parts = args.plan.slices;
+    groups_of_images.columns = images.groups;
+    groups_of_images.partials = group_parts;
+    groups_of_images.merged = data_or_null<float2>(*merged);
+    return launch_merge(groups_of_images, images_of_launch, stream);
+  };
+  const auto launch = [&](auto type, auto vec) {
     using T = decltype(type);
     constexpr int kVec = decltype(vec)::value;
-    const auto fixed_bytes = [&](int threads) {
-      return (threads * kVec + args.images.channels + args.images.groups) * 8;
+    const auto shared_bytes = [&](int threads) {
+      const size_t items = std::max({threads * kVec, images.channels, images.groups});
+      return static_cast<int>(threads * sizeof(Sums) + items * sizeof(float2));
     };
-    return launch<kVec>(group_norm_backward_kernel<T, kVec>, args, config, sizeof(T) * kVec,
-                        fixed_bytes, stream);
-  });
+    return launch_passes<kVec>(group_norm_backward_kernel<T, kVec>, args, config, shared_bytes,
+                               merge, stream);
+  };
+  RETURN_IF_ERROR(with_vectors<4>(*dtype_of(x), whole, images.channels, launch));
+  if (rows == 0 || merges_once) return ffi::Error::Success();
+  if (rows == 1) gradients.parts *= images.count;
+  return launch_merge(gradients, rows, stream);
 }
 
 }  // namespace
@@ -428,9 +427,8 @@ DEFINE_HANDLER(jaxfused_group_norm_backward, backward,
                    .Ret<ffi::AnyBuffer>()  // dbias
                    .Ret<ffi::AnyBuffer>()  // channel_partials
                    .Ret<ffi::AnyBuffer>()  // group_partials
-                   .Ret<ffi::AnyBuffer>()  // counters
+                   .Ret<ffi::AnyBuffer>()  // merged
                    .Attr<int64_t>("groups")
                    .Attr<std::string_view>("activation")
-                   .Attr<int64_t>("team")
-                   .Attr<int64_t>("threads")
-                   .Attr<int64_t>("blocks"));
+                   .Attr<int64_t>("slices")
+                   .Attr<int64_t>("chunk"));

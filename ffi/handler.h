@@ -63,8 +63,7 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;           // blocks in a cluster
-  bool cooperative = false;  // whether all blocks run at the same time
+  int cluster = 1;  // blocks in a cluster
 };
 
 // What a launch is to the CUDA runtime; valid as long as the object that holds it.
@@ -81,11 +80,6 @@ class LaunchConfig {
       cluster.id = cudaLaunchAttributeClusterDimension;
       cluster.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
     }
-    if (launch.cooperative) {
-      cudaLaunchAttribute& cooperative = attributes_[config_.numAttrs++];
-      cooperative.id = cudaLaunchAttributeCooperative;
-      cooperative.val.cooperative = 1;
-    }
   }
   LaunchConfig(const LaunchConfig&) = delete;
 
@@ -93,7 +87,7 @@ class LaunchConfig {
 
  private:
   cudaLaunchConfig_t config_ = {};
-  cudaLaunchAttribute attributes_[2] = {};
+  cudaLaunchAttribute attributes_[1] = {};
 };
 
 // Launches `kernel` with `args`.

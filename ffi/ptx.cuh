@@ -53,35 +53,6 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
 #endif
 }
 
-// Waits until at most the `pending` newest groups of this thread are still in flight; of more than
-// four it may wait for some that need not be complete.
-__device__ __forceinline__ void async_copies_wait_for(int pending) {
-#if __CUDA_ARCH__ >= 800
-  if (pending >= 16) {
-    asm volatile("cp.async.wait_group 16;" ::: "memory");
-  } else if (pending >= 12) {
-    asm volatile("cp.async.wait_group 12;" ::: "memory");
-  } else if (pending >= 8) {
-    asm volatile("cp.async.wait_group 8;" ::: "memory");
-  } else if (pending >= 6) {
-    asm volatile("cp.async.wait_group 6;" ::: "memory");
-  } else if (pending >= 4) {
-    asm volatile("cp.async.wait_group 4;" ::: "memory");
-  } else if (pending == 3) {
-    asm volatile("cp.async.wait_group 3;" ::: "memory");
-  } else {
-    async_copies_wait(pending);
-  }
-#endif
-}
-
-// Loads a counter that other blocks write; what they wrote before it is seen after the load.
-__device__ __forceinline__ int load_acquire(const int* counter) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-
 // A barrier for `threads` threads, which are whole warps. `id` is 1 to 15, since 0 is
 // __syncthreads.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {

@@ -17,13 +17,15 @@ struct alignas(sizeof(T) * kSize) Vector {
 };
 
 // Loads a vector of up to 16 bytes with one memory instruction, which nvcc does not guarantee for a
-// struct.
+// struct of 8 or 16.
 template <typename T, int kSize>
 __device__ __forceinline__ Vector<T, kSize> load_vector(const void* address) {
   using V = Vector<T, kSize>;
   V vector;
   if constexpr (sizeof(V) == 16) {
     *reinterpret_cast<uint4*>(&vector) = *static_cast<const uint4*>(address);
+  } else if constexpr (sizeof(V) == 8) {
+    *reinterpret_cast<uint2*>(&vector) = *static_cast<const uint2*>(address);
   } else {
     vector = *static_cast<const V*>(address);
   }
@@ -34,6 +36,8 @@ template <typename T, int kSize>
 __device__ __forceinline__ void store_vector(void* address, const Vector<T, kSize>& vector) {
   if constexpr (sizeof(vector) == 16) {
     *static_cast<uint4*>(address) = *reinterpret_cast<const uint4*>(&vector);
+  } else if constexpr (sizeof(vector) == 8) {
+    *static_cast<uint2*>(address) = *reinterpret_cast<const uint2*>(&vector);
   } else {
     *static_cast<Vector<T, kSize>*>(address) = vector;
   }
@@ -56,6 +60,8 @@ template <typename T, int kSize>
 __device__ __forceinline__ void store_streaming(void* address, const Vector<T, kSize>& vector) {
   if constexpr (sizeof(vector) == 16) {
     __stcs(static_cast<uint4*>(address), *reinterpret_cast<const uint4*>(&vector));
+  } else if constexpr (sizeof(vector) == 8) {
+    __stcs(static_cast<uint2*>(address), *reinterpret_cast<const uint2*>(&vector));
   } else {
     store_vector(address, vector);
   }

@@ -209,9 +209,8 @@ BF16 = "bfloat16"
 GROUP_NORM = dict(
     groups=np.int64(4),
     activation="none",
-    team=np.int64(1),
-    threads=np.int64(64),
-    blocks=np.int64(1),
+    slices=np.int64(2),
+    chunk=np.int64(2),
 )
 FORWARD = dict(epsilon=np.float32(1e-6))
 NO_STATISTICS = [(0,)] * 3
@@ -368,44 +367,51 @@ POOL = {
             (
                 "group_norm_forward",
                 [(2, 5, 8), (0,), (1, 7), (0,)],
-                [(2, 5, 8), *NO_STATISTICS, (0,), (0,)],
+                [(2, 5, 8), *NO_STATISTICS, (2, 2, 4, 2), (2, 4, 2)],
                 GROUP_NORM | FORWARD,
                 r"scale has shape \[1, 7\], but \[1, 8\]",
             ),
             (
                 "group_norm_forward",
                 [(2, 5, 8), (0,), (0,), (0,)],
-                [(2, 5, 8), *NO_STATISTICS, (0,), (0,)],
+                [(2, 5, 8), *NO_STATISTICS, (2, 2, 4, 2), (2, 4, 2)],
                 GROUP_NORM | FORWARD | dict(groups=np.int64(3)),
                 "3 groups do not divide the 8 channels",
             ),
             (
                 "group_norm_forward",
                 [((2, 5, 7), BF16), (0,), (0,), (0,)],
-                [((2, 5, 7), BF16), *NO_STATISTICS, (0,), (0,)],
+                [((2, 5, 7), BF16), *NO_STATISTICS, (2, 2, 7, 2), (2, 7, 2)],
                 GROUP_NORM | FORWARD | dict(groups=np.int64(7)),
                 "must be even in 16 bits",
             ),
             (
                 "group_norm_forward",
                 [(2, 5, 8), (0,), (0,), (0,)],
-                [(2, 5, 8), *NO_STATISTICS, (2, 4, 3, 2), ((2,), "int32")],
-                GROUP_NORM | FORWARD | dict(team=np.int64(2)),
-                r"partials has shape \[2, 4, 3, 2\]",
+                [(2, 5, 8), *NO_STATISTICS, (2, 3, 4, 2), (2, 4, 2)],
+                GROUP_NORM | FORWARD,
+                r"partials has shape \[2, 3, 4, 2\], but \[2, 2, 4, 2\]",
             ),
             (
                 "group_norm_forward",
                 [(2, 5, 8), (0,), (0,), (0,)],
-                [(2, 5, 8), *NO_STATISTICS, (0,), (0,)],
-                GROUP_NORM | FORWARD | dict(threads=np.int64(48)),
-                "the launch needs 32 to 512 threads",
+                [(2, 5, 8), *NO_STATISTICS, (2, 2, 4, 2), (2, 4, 2)],
+                GROUP_NORM | FORWARD | dict(chunk=np.int64(0)),
+                "a chunk of 1 or more images",
             ),
             (
                 "group_norm_backward",
                 [(2, 5, 8), (2, 5, 8), (0,), (2, 4), (2, 3), (0,), (0,), (0,), (0,)],
-                [(2, 5, 8), *[(0,)] * 5, (0,)],
+                [(2, 5, 8), *[(0,)] * 3, (2, 2, 8, 2), (2, 2, 4, 2), (2, 4, 2)],
                 GROUP_NORM,
                 r"rstd has shape \[2, 3\], but \[2, 4\]",
+            ),
+            (
+                "group_norm_backward",
+                [(2, 5, 8), (2, 5, 8), (0,), (2, 4), (2, 4), (0,), (0,), (0,), (0,)],
+                [(2, 5, 8), (0,), (2, 8), (1, 8), (2, 2, 8, 2), (2, 2, 4, 2), (2, 4, 2)],
+                GROUP_NORM,
+                r"dbias has shape \[1, 8\], but \[2, 8\]",
             ),
             (
                 "depthwise_conv",

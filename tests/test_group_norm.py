@@ -295,8 +295,8 @@ GOOD = dict(
         (dict(residual_dtype=jnp.float32), "x has bfloat16, residual float32"),
         (dict(groups=3), "3 do not divide 128"),
         (dict(channels=4104, groups=1), "at most 4096 such channels, and x has 4104"),
-        (dict(channels=1026, groups=1), "at most 1024 such channels, and x has 1026"),
-        (dict(channels=4096, compute_capability=(7, 5)), "into the shared memory of this GPU"),
+        (dict(channels=2050, groups=1), "at most 2048 such channels, and x has 2050"),
+        (dict(channels=1025, groups=1, dtype=jnp.float32), "at most 1024 such channels"),
         (dict(pixels=2**30 + 1), "at most 1073741824 pixels"),
         (dict(images=2**24), "and x has 2147483648"),
     ],
@@ -311,7 +311,7 @@ def test_limits(with_library, change, reason):
         dict(),
         dict(channels=4096),
         dict(dtype=jnp.float32, channels=511, groups=7),
-        dict(compute_capability=(7, 5), channels=1024),
+        dict(compute_capability=(7, 5), channels=4096, groups=4096),
         dict(residual_dtype=jnp.dtype("bfloat16"), pixels=1, groups=128),
     ],
 )
@@ -333,16 +333,14 @@ def test_candidates_are_legal(images, pixels, vectors, arrays, multiprocessors):
     )
     assert configs and len(set(configs)) == len(configs)
     for config in configs:
-        assert vectors <= config.threads
-        assert config.team <= min(pixels, multiprocessors * config.blocks)
+        assert config.slices <= pixels
+        assert config.chunk <= images
 
 
-@pytest.mark.parametrize(
-    "wrong", [dict(team=0), dict(threads=48), dict(threads=1024), dict(blocks=0)]
-)
+@pytest.mark.parametrize("wrong", [dict(slices=0), dict(slices=65537), dict(chunk=0)])
 def test_a_config_says_what_is_wrong(wrong):
     with pytest.raises(ValueError, match=f"group_norm.Config: {next(iter(wrong))} must be"):
-        cuda.group_norm.Config(**(dict(team=1) | wrong))
+        cuda.group_norm.Config(**(dict(slices=1, chunk=1) | wrong))
 
 
 @pytest.mark.gpu
@@ -359,14 +357,14 @@ def test_kernels_are_as_accurate_as_jax_numpy(case, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("team", [1, 2, 7, 10**6])
-@pytest.mark.parametrize(("threads", "blocks"), [(512, 1), (256, 2), (96, 5)])
-def test_every_config_computes_the_same(team, threads, blocks):
+@pytest.mark.parametrize("slices", [1, 2, 7, 200])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 10**6])
+def test_every_config_computes_the_same(slices, chunk):
     case = Case((5, 37, 29, 96), 32, activation="silu")
     x, scale, bias, *_ = case.arguments(jnp.float32)
     x, scale, bias = x.reshape(5, -1, 96), scale[None], bias[None]
     options = dict(groups=32, activation="silu")
-    config = cuda.group_norm.Config(team, threads, blocks)
+    config = cuda.group_norm.Config(slices, chunk)
 
     @jax.jit
     def results(x, scale, bias):
@@ -382,7 +380,17 @@ def test_every_config_computes_the_same(team, threads, blocks):
             **options,
         )
         gradients = cuda.group_norm.backward(
-            y, x, None, mean, rstd, scale, bias, multiprocessors=132, config=config, **options
+            y,
+            x,
+            None,
+            mean,
+            rstd,
+            scale,
+            bias,
+            per_image=True,
+            multiprocessors=132,
+            config=config,
+            **options,
         )
         return y, mean, rstd, gradients
 

@@ -1,7 +1,7 @@
 """group_norm by the CUDA kernels of ffi/group_norm_fwd.cu and ffi/group_norm_bwd.cu.
 
-A team of blocks shares an image and keeps it on chip, so that the image is read once. The blocks of a
-team exchange their sums, and therefore all blocks of a launch run at the same time.
+Two passes take the sums of slices of an image and then write. They go over chunks of images that a
+second read finds in L2; a launch has the second pass over a chunk and the first over the next one.
 """
 
 import math
@@ -14,36 +14,31 @@ import numpy as np
 
 from jaxfused.cuda import library
 
-MAX_THREADS = 512
 MAX_PIXELS = 2**30
+_THREADS = 512
+"""Of a block, unless a pixel alone has more vectors."""
+_MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class Config:
     """How a kernel is launched."""
 
-    team: int
-    """Blocks that share an image; fewer where an image has fewer pixels, or the GPU fewer blocks."""
-    threads: int = 512
-    """Threads of a block."""
-    blocks: int = 1
-    """Blocks that share the shared memory of a multiprocessor."""
+    slices: int
+    """Of an image, each of which a block takes."""
+    chunk: int
+    """Images of a pass."""
 
     def __post_init__(self) -> None:
-        if self.team < 1:
-            raise ValueError(f"group_norm.Config: team must be 1 or more, got {self.team}")
-        if not 32 <= self.threads <= MAX_THREADS or self.threads % 32:
-            raise ValueError(
-                f"group_norm.Config: threads must be a multiple of 32 up to {MAX_THREADS},"
-                f" got {self.threads}"
-            )
-        if not 1 <= self.blocks <= 16:
-            raise ValueError(f"group_norm.Config: blocks must be 1 to 16, got {self.blocks}")
+        if not 1 <= self.slices <= 65536:
+            raise ValueError(f"group_norm.Config: slices must be 1 to 65536, got {self.slices}")
+        if self.chunk < 1:
+            raise ValueError(f"group_norm.Config: chunk must be 1 or more, got {self.chunk}")
 
 
 def vector_size(channels: int, itemsize: int) -> int:
-    """The values of a thread's vector: 16 bytes where pixels are whole vectors, else 4 bytes."""
-    return (16 if channels * itemsize % 16 == 0 else 4) // itemsize
+    """The values of a thread's vector in the backward, which has the shorter ones."""
+    return 4 if channels * itemsize % 16 == 0 else 4 // itemsize
 
 
 def why_unsupported(
@@ -70,11 +65,9 @@ def why_unsupported(
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize == 2 and channels % 2:
         return f"it takes an even number of channels in 16 bits, and x has {channels}"
-    most = MAX_THREADS * vector_size(channels, itemsize)
+    most = _MAX_THREADS * vector_size(channels, itemsize)
     if channels > most:
         return f"it takes at most {most} such channels, and x has {channels}"
-    if _ring_steps(compute_capability, channels, groups, itemsize) < _TOGETHER:
-        return f"a step of {channels} channels does not fit into the shared memory of this GPU"
     if pixels > MAX_PIXELS:
         return f"it takes at most {MAX_PIXELS} pixels, and x has {pixels}"
     if images * channels >= 2**31:
@@ -84,71 +77,33 @@ def why_unsupported(
 
 # --- configs --------------------------------------------------------------------------------------
 
-_TOGETHER = 4
-"""Steps of a slice that a thread computes together, and for which a ring has room."""
-_SHARED_KILOBYTES = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99}
-"""Of a block, by compute capability; 227 for those that are not listed."""
-
-
-def _shared_bytes(compute_capability: tuple[int, int]) -> int:
-    return _SHARED_KILOBYTES.get(compute_capability, 227) * 1024
-
-
-def _ring_steps(
-    compute_capability: tuple[int, int], channels: int, groups: int, itemsize: int
-) -> int:
-    """How many steps of x, dy and a residual fit on chip for the smallest block with these channels."""
-    vector = vector_size(channels, itemsize)
-    threads = max(32, math.ceil(channels / vector / 32) * 32)
-    fixed = (threads * vector + channels + groups) * 8
-    return (_shared_bytes(compute_capability) - fixed) // (3 * threads * vector * itemsize)
-
-
-_LAUNCH = 4.0
+_CACHED_BYTES = 28e6
+"""What a pass reads that the next pass finds in L2."""
+_LAUNCH = 2.0
 _TERABYTES_A_SECOND = 4.0
-_BLOCK_GIGABYTES_A_SECOND = 60.0
-_SHARED_ROUND = 1.0
-_WAITED_ROUND = 3.0
+_CACHE_TERABYTES_A_SECOND = 6.0
+_BLOCK_TERABYTES_A_SECOND = 0.03
 
 
 def candidates(
-    images: int,
-    pixels: int,
-    channels: int,
-    itemsize: int,
-    arrays: int,
-    *,
-    multiprocessors: int,
-    compute_capability: tuple[int, int] = (9, 0),
+    images: int, pixels: int, channels: int, itemsize: int, arrays: int, *, multiprocessors: int
 ) -> list[Config]:
     """Configs for x [images, pixels, channels], the best guess first.
 
-    `arrays` of that shape are kept on chip: x, the residual, and dy in the backward.
+    `arrays` of that shape are read by either pass: x, the residual, and dy in the backward.
     """
     shape = (images, pixels, channels, itemsize, arrays)
-    columns = channels // vector_size(channels, itemsize)
-    found = []
-    for threads, blocks in ((512, 1), (256, 2)):
-        if columns > threads:
-            continue
-        total = multiprocessors * blocks
-        steps = math.ceil(pixels / (threads // columns))
-        most = min(total, steps)
-        teams = {min(most, 2**i) for i in range(12)} | {min(most, total // i) for i in range(1, 9)}
-        found += [Config(team, threads, blocks) for team in sorted(teams) if team > 0]
-
-    def expected(config: Config) -> tuple[float, int]:
-        time = microseconds(
-            config,
-            *shape,
-            multiprocessors=multiprocessors,
-            compute_capability=compute_capability,
-        )
-        teams = min(images, multiprocessors * config.blocks // config.team)
-        # Of configs that are expected to take as long, the one that leaves the fewest blocks idle.
-        return round(time, 3), -teams * config.team // config.blocks
-
-    return sorted(found, key=expected)
+    image_bytes = arrays * pixels * channels * itemsize
+    found = [Config(1, max(1, images))]
+    for limit in (0.5 * _CACHED_BYTES, _CACHED_BYTES, 1.5 * _CACHED_BYTES, math.inf):
+        chunks = min(max(1, images), max(1, math.ceil(images * image_bytes / limit)))
+        chunk = math.ceil(max(1, images) / chunks)
+        for waves in (1, 2):
+            rows, blocks = _block(pixels, channels, itemsize, multiprocessors)
+            slices = min(math.ceil(pixels / rows), max(1, waves * blocks // chunk))
+            if slices > 1 and (config := Config(slices, chunk)) not in found:
+                found.append(config)
+    return sorted(found, key=lambda c: microseconds(c, *shape, multiprocessors=multiprocessors))
 
 
 def microseconds(
@@ -160,29 +115,45 @@ def microseconds(
     arrays: int,
     *,
     multiprocessors: int,
-    compute_capability: tuple[int, int] = (9, 0),
 ) -> float:
-    """The expected time of a kernel that keeps `arrays` on chip and writes one."""
-    vector_bytes = vector_size(channels, itemsize) * itemsize
-    columns = channels * itemsize // vector_bytes
-    rows = max(1, config.threads // columns)
-    team = max(1, min(config.team, pixels))
-    teams = max(1, min(images, multiprocessors * config.blocks // team))
-    rounds = math.ceil(images / teams)
-    steps = math.ceil(math.ceil(pixels / team) / rows)
-    step_bytes = arrays * config.threads * vector_bytes
-    fixed = config.threads * vector_bytes // itemsize * 8
-    ring = max(2, (_shared_bytes(compute_capability) // config.blocks - fixed) // step_bytes)
-    reads = arrays if steps <= ring else 2 * arrays
-    # Threads without a column, and rows of the last step without a pixel, cost as much as the others.
-    slice_bytes = steps * config.threads * vector_bytes
-    memory = teams * pixels * channels * itemsize * (reads + 1) / _TERABYTES_A_SECOND / 1e6
-    block = slice_bytes * (reads + 1) / _BLOCK_GIGABYTES_A_SECOND / 1e3
-    if team == 1:
-        wait = _SHARED_ROUND if config.blocks == 1 else 0.5 * _SHARED_ROUND
-    else:
-        wait = _SHARED_ROUND if 5 * steps <= 2 * ring else _WAITED_ROUND
-    return _LAUNCH + rounds * (max(memory, block) + wait)
+    """The expected time of the passes, which read `arrays` of x's shape and write one."""
+    _, blocks = _block(pixels, channels, itemsize, multiprocessors)
+    chunk = max(1, min(config.chunk, images))
+    image_bytes = pixels * channels * itemsize
+    running = min(chunk * config.slices, blocks)
+    rounds = math.ceil(chunk * config.slices / blocks)
+    slice_bytes = math.ceil(pixels / config.slices) * channels * itemsize
+
+    def at(terabytes_a_second: float, count: float) -> float:
+        """The time for `count` arrays of a chunk."""
+        of_all = (
+            count
+            * chunk
+            * image_bytes
+            / min(terabytes_a_second, running * _BLOCK_TERABYTES_A_SECOND)
+        )
+        of_blocks = count * rounds * slice_bytes / _BLOCK_TERABYTES_A_SECOND
+        return max(of_all, of_blocks) / 1e6
+
+    # A block that has a whole image reads it again at once.
+    live = running * slice_bytes if config.slices == 1 else chunk * image_bytes
+    again = min(1.0, _CACHED_BYTES / max(1, arrays * live))
+    chunks = math.ceil(images / chunk)
+    launches = 1 if config.slices == 1 else chunks + 1
+    first = at(_TERABYTES_A_SECOND, arrays)
+    second = max(
+        at(_TERABYTES_A_SECOND, arrays * (1.0 - again) + 1.0),
+        at(_CACHE_TERABYTES_A_SECOND, arrays),
+    )
+    return launches * _LAUNCH + chunks * (first + second)
+
+
+def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
+    """The pixels that a block takes together, and the blocks that the GPU runs at the same time."""
+    columns = channels // vector_size(channels, itemsize)
+    rows = max(1, min(_THREADS // columns, pixels))
+    threads = 32 * math.ceil(rows * columns / 32)
+    return rows, max(1, multiprocessors * min(32, _MAX_THREADS // threads))
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -200,7 +171,6 @@ def forward(
     save_statistics: bool,
     save_variance: bool = False,
     multiprocessors: int,
-    compute_capability: tuple[int, int] = (9, 0),
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C].
@@ -218,11 +188,9 @@ def forward(
             x.dtype.itemsize,
             1 if residual is None else 2,
             multiprocessors=multiprocessors,
-            compute_capability=compute_capability,
         )[0]
     )
     statistics = (images, groups) if save_statistics else (0,)
-    shares = config.team > 1
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_forward",
         (
@@ -230,8 +198,8 @@ def forward(
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct((images, groups) if save_variance else (0,), jnp.float32),
-            jax.ShapeDtypeStruct((images, groups, config.team, 2) if shares else (0,), jnp.float32),
-            jax.ShapeDtypeStruct((images,) if shares else (0,), jnp.int32),
+            jax.ShapeDtypeStruct((images, config.slices, groups, 2), jnp.float32),
+            jax.ShapeDtypeStruct((images, groups, 2), jnp.float32),
         ),
     )
     y, mean, rstd, variance, _, _ = call(
@@ -240,9 +208,8 @@ def forward(
         groups=np.int64(groups),
         epsilon=np.float32(epsilon),
         activation=activation or "none",
-        team=np.int64(config.team),
-        threads=np.int64(config.threads),
-        blocks=np.int64(config.blocks),
+        slices=np.int64(config.slices),
+        chunk=np.int64(config.chunk),
     )
     return (
         y,
@@ -265,14 +232,14 @@ def backward(
     *,
     groups: int,
     activation: str | None,
+    per_image: bool,
     multiprocessors: int,
-    compute_capability: tuple[int, int] = (9, 0),
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
 
     `dmean` and `dvariance` [B, groups] are the gradients of the forward's statistics. dscale and dbias
-    are float32 [B, C], for each image, also where the images share the parameter.
+    are float32 [B, C] if `per_image` or where the images have parameters of their own, else [1, C].
     """
     library.register()
     images, pixels, channels = x.shape
@@ -286,24 +253,24 @@ def backward(
             x.dtype.itemsize,
             3 if reads_residual else 2,
             multiprocessors=multiprocessors,
-            compute_capability=compute_capability,
         )[0]
     )
 
     def result(shape, wanted, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
 
-    shares = config.team > 1
+    shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
+    rows = 1 if shared and not per_image else images
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",
         (
             result(x.shape, True, x.dtype),
             result(x.shape, reads_residual, x.dtype),
-            result((images, channels), scale is not None),
-            result((images, channels), bias is not None),
-            result((images, config.team, channels, 2), shares),
-            result((images, groups, config.team, 2), shares),
-            result((images,), shares, jnp.int32),
+            result((rows, channels), scale is not None),
+            result((rows, channels), bias is not None),
+            result((images, config.slices, channels, 2), True),
+            result((images, config.slices, groups, 2), groups < channels),
+            result((images, groups, 2), True),
         ),
     )
     dx, dresidual, dscale, dbias, *_ = call(
@@ -315,9 +282,8 @@ def backward(
         *_operands(x, dmean, dvariance, scale, bias),
         groups=np.int64(groups),
         activation=activation or "none",
-        team=np.int64(config.team),
-        threads=np.int64(config.threads),
-        blocks=np.int64(config.blocks),
+        slices=np.int64(config.slices),
+        chunk=np.int64(config.chunk),
     )
     if residual is not None and not reads_residual:
         dresidual = dy

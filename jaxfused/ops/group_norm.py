@@ -292,7 +292,6 @@ class Forward:
                 save_statistics=self.save_statistics,
                 save_variance=self.save_variance,
                 multiprocessors=device.multiprocessors,
-                compute_capability=device.compute_capability,
             )
         saved = (self.save_statistics, self.save_statistics, self.save_variance)
         return y.reshape(x.shape), *(
@@ -376,8 +375,8 @@ class Backward:
                 dvariance,
                 groups=groups,
                 activation=self.options.activation,
+                per_image=self.per_image,
                 multiprocessors=device.multiprocessors,
-                compute_capability=device.compute_capability,
             )
         dx, dresidual, *parameters = gradients
 
@@ -465,8 +464,8 @@ class _Cost:
     per_megabyte: float
 
 
-_XLA_FORWARD = {"group_norm": _Cost(4.0, 1.3), "batch_norm": _Cost(6.0, 1.1)}
-_XLA_BACKWARD = {"group_norm": _Cost(6.0, 2.8), "batch_norm": _Cost(6.0, 2.0)}
+_XLA_FORWARD = {"group_norm": _Cost(6.0, 1.05), "batch_norm": _Cost(6.0, 1.0)}
+_XLA_BACKWARD = {"group_norm": _Cost(10.0, 1.9), "batch_norm": _Cost(10.0, 1.65)}
 
 
 def _fastest_first(
@@ -487,9 +486,7 @@ def _fastest_first(
     if reason is not None:
         return reasons
     shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
-    gpu: dict[str, Any] = dict(
-        multiprocessors=device.multiprocessors, compute_capability=device.compute_capability
-    )
+    gpu = dict(multiprocessors=device.multiprocessors)
     config = cuda.group_norm.candidates(*shape, **gpu)[0]
     ours = cuda.group_norm.microseconds(config, *shape, **gpu)
     cost = xla[options.op]

@@ -56,4 +56,4 @@ KERNEL_CASES = (
     Case((1, 200, 150, 320), 32, activation="silu", parameter_dtype="float32"),
     Case((2, 300, 300, 64), 1, activation="relu2", modulated=True),
 )
-"""What differs for a kernel alone: one block or a team, vectors or pairs, slices that stay or not."""
+"""What differs for a kernel alone: one slice or several, vectors or pairs, sums merged apart or not."""
