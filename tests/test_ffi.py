@@ -411,14 +411,20 @@ POOL = {
                 "depthwise_conv",
                 [(2, 5, 6, 8), (9, 7), (0,), (0,)],
                 [(2, 5, 6, 8), (0,)],
-                DEPTHWISE | dict(activation="none"),
+                DEPTHWISE | dict(activation="none", turned=np.bool_(False)),
                 r"weights has shape \[9, 7\], but \[9, 8\]",
             ),
             (
                 "depthwise_conv",
                 [(2, 5, 6, 8), (4, 8), (0,), (0,)],
                 [(2, 5, 6, 8), (0,)],
-                DEPTHWISE | dict(activation="none", height=np.int64(2), width=np.int64(2)),
+                DEPTHWISE
+                | dict(
+                    activation="none",
+                    turned=np.bool_(False),
+                    height=np.int64(2),
+                    width=np.int64(2),
+                ),
                 "there is no kernel of 2 x 2 with stride 1",
             ),
             (
