@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     // From the oldest on, so that each sum's place is free when the next younger one moves there.
 #pragma unroll
     for (int j = K::kOlder; j >= 0; --j) {
-      if (guarded && (step - j < strip.begin || step - j >= strip.end)) continue;
+      if (decltype(guarded)::value && (step - j < strip.begin || step - j >= strip.end)) continue;
       float row[K::kColumns][2];
 #pragma unroll
       for (int i = 0; i < K::kColumns; ++i) {

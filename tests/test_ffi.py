@@ -219,6 +219,7 @@ DEPTHWISE = {
     name: np.int64(value)
     for name, value in dict(height=3, width=3, stride=1, top=1, left=1).items()
 }
+ALONE = dict(cluster=np.int64(1))
 POOL = {
     name: np.int64(value)
     for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
@@ -583,29 +584,36 @@ INT32 = "int32"
                 "segmentation_forward",
                 [(2, 9, 300), ((2, 9), INT32), (0,)],
                 [(2, 1, 902)],
-                PIXELS,
+                PIXELS | ALONE,
                 "logits have 300 classes; 1 to 256",
             ),
             (
                 "segmentation_forward",
                 [(2, 9, 3), ((2, 8), INT32), (0,)],
                 [(2, 1, 11)],
-                PIXELS,
+                PIXELS | ALONE,
                 r"labels has shape \[2, 8\], but \[2, 9\]",
             ),
             (
                 "segmentation_forward",
                 [(2, 9, 3), ((2, 9), BF16), (0,)],
                 [(2, 1, 11)],
-                PIXELS,
+                PIXELS | ALONE,
                 "labels must be int32, uint8, bool or float32",
             ),
             (
                 "segmentation_forward",
                 [(2, 9, 3), ((2, 9), INT32), (2, 9)],
                 [(2, 1, 10)],
-                PIXELS,
+                PIXELS | ALONE,
                 r"partials has shape \[2, 1, 10\], but \[2, 1, 11\]",
+            ),
+            (
+                "segmentation_forward",
+                [(2, 9, 3), ((2, 9), INT32), (0,)],
+                [(2, 1, 11)],
+                PIXELS | dict(cluster=np.int64(8)),
+                "a cluster has 1 block, or 8 that have the whole of a mask",
             ),
             (
                 "segmentation_backward",
