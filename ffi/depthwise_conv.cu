@@ -1,19 +1,21 @@
 // Depthwise convolution: each channel has one kernel of its own, and pixels are channels last.
 //
-// A lane has a pair of channels, a warp 64 channels of a patch of the output, and a block of four
-// warps a tile of patches, whose input with its halo is in shared memory. Of its patch a warp keeps
-// all sums in registers, and of each input value that it reads it makes all products: an input row
-// meets every row of the kernel while it is in registers. The copies of the next tile run
-// meanwhile. Blocks are persistent and keep their channels, and with them the weights.
+// A lane has a pair of channels, a warp 64 channels of a strip: a few neighbouring columns of the
+// output, and some or all of its rows. The warp walks down its strip. It loads each row of the
+// input once, a step before it is needed, and makes all products with it: a sum for each row of the
+// kernel is in registers, and the step's oldest sum is complete. The sums move on by one row in the
+// additions themselves. So the loop is short enough for the instruction cache, which a patch with
+// all of its products written out is not, and there is nothing that warps wait for each other for.
 //
-// The gradient of the weights has the same loops with the sums and the weights exchanged: a warp
-// keeps a sum for each weight over all of its patches. Each block writes its sums, and whoever
-// called adds them up in the order of the blocks.
+// The gradient of the weights walks down likewise, with the newest rows of dy in registers and a
+// sum for each weight. Each block writes its sums, and whoever called adds them up in the order of
+// the blocks.
+
+#include <cmath>
 
 #include "activation.cuh"
 #include "handler.h"
 #include "operands.h"
-#include "ptx.cuh"
 #include "vector.cuh"
 
 namespace {
@@ -21,8 +23,6 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockChannels = 64;
-constexpr int kPatchRows = 4;
-constexpr int kPatchColumns = 8;
 
 struct Shape {
   int images, height, width, channels;  // of the input
@@ -30,19 +30,19 @@ struct Shape {
   int top, left;  // zeros before the input
 };
 
-struct Tiling {
-  int warps_down, warps_across;
-  int down, across;  // tiles of an image
-  int tiles;         // of all images
-  int buffers;
-  bool wide;  // whether copies are 16 bytes, not 4
+// How the output is divided among the warps that share the same channels.
+struct Strips {
+  int across;  // strips beside each other
+  int down;    // strips one below the other, of almost equal height
+  int count;   // of all images
 };
 
 struct ConvArgs {
   Shape shape;
-  Tiling tiling;
+  Strips strips;
   const void* x;
-  const float* weights;  // [taps, channels]
+  Parameter weights;  // [taps, channels]
+  bool turned;        // whether the kernel is turned by 180 degrees
   Parameter bias;
   const void* residual;  // or nullptr
   void* y;
@@ -52,347 +52,474 @@ struct ConvArgs {
 
 struct WeightsArgs {
   Shape shape;
-  Tiling tiling;
+  Strips strips;
   const void* x;
   const void* dy;
   float* sums;  // [blocks along x, taps + 1, channels]; the last is the gradient of the bias
 };
 
-// A kernel's size and stride, and what follows from them.
-template <int kHigh, int kWide, int kStep>
+// A kernel's size and stride, the columns of a strip, and what follows from them.
+template <int kHigh, int kWide, int kStep, int kStripColumns>
 struct Kernel {
-  static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep;
+  static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep, kColumns = kStripColumns;
   static constexpr int kTaps = kHeight * kWidth;
-  static constexpr int kRows = (kPatchRows - 1) * kStride + kHeight;  // of a patch's input
-  static constexpr int kColumns = (kPatchColumns - 1) * kStride + kWidth;
+  // A step reads kStride rows of the input, and contributes to this many rows of the output and
+  // the step's own.
+  static constexpr int kOlder = (kHeight - 1) / kStride;
+  static constexpr int kInputs = (kColumns - 1) * kStride + kWidth;  // columns of the input
+  // Few weights stay in registers. Otherwise a row of them at a time is read from shared memory.
+  static constexpr bool kFewWeights = kTaps <= 9;
+};
 
-  static constexpr __host__ __device__ int rows(const Tiling& tiling) {  // of a tile's input
-    return (tiling.warps_down * kPatchRows - 1) * kStride + kHeight;
-  }
-  static constexpr __host__ __device__ int columns(const Tiling& tiling) {
-    return (tiling.warps_across * kPatchColumns - 1) * kStride + kWidth;
+// The loads of a row of weights, each of which is of two taps and two channels.
+template <typename K>
+constexpr int kPairs = (K::kWidth + 1) / 2;
+
+// Where a strip lies: its image, its columns and rows [begin, end) in the output.
+struct Strip {
+  int image, column, begin, end;
+
+  template <typename K>
+  static __device__ __forceinline__ Strip at(const Shape& shape, const Strips& strips, int index) {
+    Strip strip;
+    strip.column = index % strips.across * K::kColumns;
+    const int rest = index / strips.across;
+    const int piece = rest % strips.down;
+    strip.image = rest / strips.down;
+    strip.begin = static_cast<int>(int64_t{shape.out_height} * piece / strips.down);
+    strip.end = static_cast<int>(int64_t{shape.out_height} * (piece + 1) / strips.down);
+    return strip;
   }
 };
 
-// Where a tile lies: its image, and its first row and column in the output.
-struct Tile {
-  int image, row, column;
+// Hides from the compiler where a value comes from, so that it stays in a register.
+__device__ __forceinline__ int held(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
 
-  __device__ Tile(const Tiling& tiling, int index) {
-    const int in_image = index % (tiling.down * tiling.across);
-    image = index / (tiling.down * tiling.across);
-    row = in_image / tiling.across * tiling.warps_down * kPatchRows;
-    column = in_image % tiling.across * tiling.warps_across * kPatchColumns;
-  }
-};
+// The address of the pixel `i` pixels to the right, in one instruction.
+__device__ __forceinline__ const char* pixel(const char* row, int i, uint32_t pitch) {
+  return row + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(i);
+}
 
-// Starts the copies of `rows` x `columns` pixels of 64 channels from (top, left) of an image on;
-// what is outside of the image or beyond its channels is zero.
-template <typename T, int kBytes>
-__device__ __forceinline__ void copy_pixels(T* shared, const T* image, int height, int width,
-                                            int channels, int top, int left, int rows,
-                                            int columns) {
-  constexpr int kSize = kBytes / sizeof(T);
-  constexpr int kParts = kBlockChannels / kSize;
-  const int first_channel = blockIdx.y * kBlockChannels;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int row = warp; row < rows; row += kWarps) {
-    const int y = top + row;
-    const bool row_inside = y >= 0 && y < height;
-    for (int part = lane; part < columns * kParts; part += 32) {
-      const int x = left + part / kParts;
-      const int channel = first_channel + part % kParts * kSize;
-      T* to = shared + row * columns * kBlockChannels + part * kSize;
-      if (row_inside && x >= 0 && x < width && channel < channels) {
-        async_copy<kBytes>(to, image + (static_cast<int64_t>(y) * width + x) * channels + channel);
-      } else {
-        store_vector(to, Vector<T, kSize>{});
+__device__ __forceinline__ char* pixel(char* row, int i, uint32_t pitch) {
+  return row + static_cast<uint64_t>(pitch) * static_cast<uint32_t>(i);
+}
+
+// Reads rows of an image, from a column on: a lane's channels of kPixels pixels. What lies outside
+// is zero.
+template <typename T, int kPixels>
+class Rows {
+ public:
+  __device__ __forceinline__ Rows(const void* data, int image, int height, int width, int channels,
+                                  int channel, int column)
+      : first_(reinterpret_cast<const char*>(
+            static_cast<const T*>(data) +
+            (static_cast<int64_t>(image) * height * width + column) * channels + channel)),
+        height_(height),
+        row_pitch_(static_cast<int64_t>(width) * channels * static_cast<int>(sizeof(T))),
+        pitch_(held(channels * static_cast<int>(sizeof(T)))),
+        begin_(max(-column, 0)),
+        end_(channel < channels ? min(width - column, kPixels) : 0) {}
+
+  __device__ __forceinline__ void load(int row, Vector<T, 2> (&out)[kPixels]) const {
+    const char* const from = first_ + row * row_pitch_;
+    const bool inside = row >= 0 && row < height_;
+    if (inside && begin_ == 0 && end_ == kPixels) {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) out[i] = load_vector<T, 2>(pixel(from, i, pitch_));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        out[i] = Vector<T, 2>{};
+        if (inside && i >= begin_ && i < end_) {
+          out[i] = load_vector<T, 2>(pixel(from, i, pitch_));
+        }
       }
     }
   }
-}
 
-template <typename T>
-__device__ __forceinline__ void copy_tile(const Tiling& tiling, T* shared, const void* data,
-                                          int image, int height, int width, int channels, int top,
-                                          int left, int rows, int columns) {
-  const T* from =
-      static_cast<const T*>(data) + static_cast<int64_t>(image) * height * width * channels;
-  if (tiling.wide) {
-    copy_pixels<T, 16>(shared, from, height, width, channels, top, left, rows, columns);
-  } else {
-    copy_pixels<T, 4>(shared, from, height, width, channels, top, left, rows, columns);
-  }
-}
+ private:
+  const char* first_;
+  int height_;
+  int64_t row_pitch_;
+  uint32_t pitch_;
+  int begin_, end_;  // the pixels inside
+};
 
-// Loads this lane's channels of a row of pixels in shared memory.
 template <typename T, int kPixels>
-__device__ __forceinline__ void load_row(const T* row, float (&out)[kPixels][2]) {
+__device__ __forceinline__ void unpack_row(const Vector<T, 2> (&row)[kPixels],
+                                           float (&out)[kPixels][2]) {
 #pragma unroll
-  for (int i = 0; i < kPixels; ++i) {
-    unpack(load_vector<T, 2>(row + i * kBlockChannels), out[i]);
-  }
+  for (int i = 0; i < kPixels; ++i) unpack(row[i], out[i]);
 }
 
-// Calls f(tile, shared) for this block's tiles, whose copies `copy(tile, shared)` starts.
-template <typename T, typename Copy, typename F>
-__device__ __forceinline__ void for_each_tile(const Tiling& tiling, T* shared, int buffer_size,
-                                              const Copy& copy, const F& f) {
-  int index = blockIdx.x;
-  if (index >= tiling.tiles) return;
-  copy(Tile(tiling, index), shared);
-  async_copies_commit();
-  for (int turn = 0; index < tiling.tiles; ++turn) {
-    const int next = index + gridDim.x;
-    T* current = shared + (turn % tiling.buffers) * buffer_size;
-    const bool ahead = tiling.buffers > 1;
-    if (ahead && next < tiling.tiles) {
-      copy(Tile(tiling, next), shared + ((turn + 1) % tiling.buffers) * buffer_size);
+// The weights of the block's channels in shared memory: [kernel row, pair of taps, lane, 4].
+template <typename K>
+class Weights {
+ public:
+  __device__ __forceinline__ Weights(const ConvArgs& args, float4* shared) : shared_(shared) {
+    const int lane = threadIdx.x % 32;
+    const int channel = blockIdx.y * kBlockChannels + 2 * lane;
+    for (int i = threadIdx.x / 32; i < K::kHeight * kPairs<K>; i += kWarps) {
+      float taps[2][2] = {};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = i % kPairs<K> * 2 + j;
+        if (column >= K::kWidth || channel >= args.shape.channels) continue;
+        const int tap = i / kPairs<K> * K::kWidth + column;
+        const int from = args.turned ? K::kTaps - 1 - tap : tap;
+        load_parameter(args.weights, from * args.shape.channels + channel, taps[j]);
+      }
+      shared[i * 32 + lane] = make_float4(taps[0][0], taps[0][1], taps[1][0], taps[1][1]);
     }
-    async_copies_commit();
-    async_copies_wait(1);
     __syncthreads();
-    f(Tile(tiling, index), current);
-    __syncthreads();
-    if (!ahead && next < tiling.tiles) {
-      copy(Tile(tiling, next), shared);
-      async_copies_commit();
+    if constexpr (K::kFewWeights) {
+#pragma unroll
+      for (int ky = 0; ky < K::kHeight; ++ky) load(ky, few_[ky]);
     }
-    index = next;
   }
-}
+
+  __device__ __forceinline__ void row(int ky, float (&out)[kPairs<K> * 2][2]) const {
+    if constexpr (K::kFewWeights) {
+#pragma unroll
+      for (int i = 0; i < kPairs<K> * 2; ++i) {
+        out[i][0] = few_[ky][i][0];
+        out[i][1] = few_[ky][i][1];
+      }
+    } else {
+      load(ky, out);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(int ky, float (&out)[kPairs<K> * 2][2]) const {
+#pragma unroll
+    for (int i = 0; i < kPairs<K>; ++i) {
+      const float4 pair = shared_[(ky * kPairs<K> + i) * 32 + threadIdx.x % 32];
+      out[2 * i][0] = pair.x;
+      out[2 * i][1] = pair.y;
+      out[2 * i + 1][0] = pair.z;
+      out[2 * i + 1][1] = pair.w;
+    }
+  }
+
+  const float4* shared_;
+  float few_[K::kFewWeights ? K::kHeight : 1][kPairs<K> * 2][2];
+};
+
+// Where a lane stores rows of the output, and what it adds to them.
+template <typename T, typename K>
+class Output {
+ public:
+  __device__ __forceinline__ Output(const ConvArgs& args, const Strip& strip, int channel)
+      : args_(args),
+        pitch_(held(args.shape.channels * static_cast<int>(sizeof(T)))),
+        // A lane without a channel stores nothing.
+        columns_(channel < args.shape.channels ? args.shape.out_width - strip.column : 0) {
+    const Shape& shape = args.shape;
+    at_ = (((static_cast<int64_t>(strip.image) * shape.out_height + strip.begin) * shape.out_width +
+            strip.column) *
+               shape.channels +
+           channel) *
+          static_cast<int>(sizeof(T));
+  }
+
+  // Adds the residual, applies the activation and stores the next row.
+  __device__ __forceinline__ void finish(float (&sums)[K::kColumns][2]) {
+    if (args_.residual != nullptr) add_residual(sums);
+    if (args_.z != nullptr) store(args_.z, sums);
+    if (args_.activation != Activation::kNone) {
+      activate(args_.activation, reinterpret_cast<float (&)[K::kColumns * 2]>(sums));
+    }
+    store(args_.y, sums);
+    at_ += static_cast<int64_t>(args_.shape.out_width) * pitch_;
+  }
+
+ private:
+  __device__ __forceinline__ void add_residual(float (&sums)[K::kColumns][2]) const {
+    const char* const from = static_cast<const char*>(args_.residual) + at_;
+    Vector<T, 2> row[K::kColumns];
+#pragma unroll
+    for (int i = 0; i < K::kColumns; ++i) {
+      row[i] = Vector<T, 2>{};
+      if (i < columns_) row[i] = load_vector<T, 2>(pixel(from, i, pitch_));
+    }
+#pragma unroll
+    for (int i = 0; i < K::kColumns; ++i) {
+      float pair[2];
+      unpack(row[i], pair);
+      sums[i][0] += pair[0];
+      sums[i][1] += pair[1];
+    }
+  }
+
+  __device__ __forceinline__ void store(void* data, const float (&sums)[K::kColumns][2]) const {
+    char* const to = static_cast<char*>(data) + at_;
+    Vector<T, 2> row[K::kColumns];
+#pragma unroll
+    for (int i = 0; i < K::kColumns; ++i) pack(sums[i], row[i]);
+    if (columns_ >= K::kColumns) {
+#pragma unroll
+      for (int i = 0; i < K::kColumns; ++i) store_vector(pixel(to, i, pitch_), row[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < K::kColumns; ++i) {
+        if (i < columns_) store_vector(pixel(to, i, pitch_), row[i]);
+      }
+    }
+  }
+
+  const ConvArgs& args_;
+  uint32_t pitch_;
+  int columns_;
+  int64_t at_;  // the next row, in bytes
+};
+
+// The blocks of a multiprocessor, as far as their registers allow: an element of a row of the
+// output takes a register for each row of the kernel, and float32 input two while it is on its way.
+template <typename T, typename K>
+constexpr int kResident = K::kFewWeights                                                        ? 4
+                          : K::kHeight * K::kColumns > 49 || (sizeof(T) == 4 && K::kHeight > 5) ? 2
+                                                                                                : 3;
 
 template <typename T, typename K>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResident<T, K>)
     depthwise_conv_kernel(const __grid_constant__ ConvArgs args) {
-  extern __shared__ __align__(16) char shared[];
+  __shared__ float4 shared[K::kHeight * kPairs<K> * 32];
   const Shape& shape = args.shape;
-  const Tiling& tiling = args.tiling;
-  const int rows = K::rows(tiling), columns = K::columns(tiling);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int patch_row = warp / tiling.warps_across * kPatchRows;
-  const int patch_column = warp % tiling.warps_across * kPatchColumns;
-  const int channel = blockIdx.y * kBlockChannels + 2 * lane;
-  const bool has_channel = channel < shape.channels;
+  const Weights<K> weights(args, shared);
+  const int index = blockIdx.x * kWarps + threadIdx.x / 32;
+  if (index >= args.strips.count) return;
+  const Strip strip = Strip::at<K>(shape, args.strips, index);
+  const int channel = blockIdx.y * kBlockChannels + 2 * (threadIdx.x % 32);
+  float bias[2] = {0.0f, 0.0f};
+  if (channel < shape.channels) load_or_zero(args.bias, channel, bias);
+  const Rows<T, K::kInputs> input(args.x, strip.image, shape.height, shape.width, shape.channels,
+                                  channel, strip.column * K::kStride - shape.left);
+  Output<T, K> output(args, strip, channel);
 
-  float weights[K::kTaps][2], bias[2] = {0.0f, 0.0f};
+  Vector<T, 2> next[K::kStride][K::kInputs];
+  const auto load = [&](int step) {
 #pragma unroll
-  for (int tap = 0; tap < K::kTaps; ++tap) {
-    const float2 pair =
-        has_channel
-            ? *reinterpret_cast<const float2*>(args.weights + tap * shape.channels + channel)
-            : make_float2(0.0f, 0.0f);
-    weights[tap][0] = pair.x;
-    weights[tap][1] = pair.y;
-  }
-  if (has_channel && args.bias.data != nullptr) load_parameter(args.bias, channel, bias);
-
-  const auto copy = [&](const Tile& tile, T* to) {
-    copy_tile(tiling, to, args.x, tile.image, shape.height, shape.width, shape.channels,
-              tile.row * K::kStride - shape.top, tile.column * K::kStride - shape.left, rows,
-              columns);
-  };
-  const auto compute = [&](const Tile& tile, const T* in) {
-    float sums[kPatchRows][kPatchColumns][2];
-#pragma unroll
-    for (int i = 0; i < kPatchRows * kPatchColumns; ++i) {
-      sums[i / kPatchColumns][i % kPatchColumns][0] = bias[0];
-      sums[i / kPatchColumns][i % kPatchColumns][1] = bias[1];
+    for (int s = 0; s < K::kStride; ++s) {
+      input.load(step * K::kStride + s - shape.top, next[s]);
     }
-    const T* row_in =
-        in + (patch_row * K::kStride * columns + patch_column * K::kStride) * kBlockChannels +
-        2 * lane;
+  };
+  // sums[j] belongs to the row of the output that began j steps ago; the oldest one gets complete.
+  float sums[K::kOlder + 1][K::kColumns][2] = {}, complete[K::kColumns][2];
+  const auto advance = [&](int step, auto guarded) {
+    float values[K::kStride][K::kInputs][2];
 #pragma unroll
-    for (int r = 0; r < K::kRows; ++r) {
-      float values[K::kColumns][2];
-      load_row(row_in + r * columns * kBlockChannels, values);
+    for (int s = 0; s < K::kStride; ++s) unpack_row(next[s], values[s]);
+    load(step + 1);
+    // From the oldest on, so that each sum's place is free when the next younger one moves there.
 #pragma unroll
-      for (int o = 0; o < kPatchRows; ++o) {
-        const int ky = r - o * K::kStride;
-        if (ky < 0 || ky >= K::kHeight) continue;
+    for (int j = K::kOlder; j >= 0; --j) {
+      if (decltype(guarded)::value && (step - j < strip.begin || step - j >= strip.end)) continue;
+      float row[K::kColumns][2];
+#pragma unroll
+      for (int i = 0; i < K::kColumns; ++i) {
+        row[i][0] = j == 0 ? bias[0] : sums[j][i][0];
+        row[i][1] = j == 0 ? bias[1] : sums[j][i][1];
+      }
+#pragma unroll
+      for (int s = 0; s < K::kStride; ++s) {
+        const int ky = j * K::kStride + s;
+        if (ky >= K::kHeight) continue;
+        float taps[kPairs<K> * 2][2];
+        weights.row(ky, taps);
 #pragma unroll
         for (int kx = 0; kx < K::kWidth; ++kx) {
 #pragma unroll
-          for (int i = 0; i < kPatchColumns; ++i) {
-            const float* value = values[i * K::kStride + kx];
-            const float* weight = weights[ky * K::kWidth + kx];
-            sums[o][i][0] += value[0] * weight[0];
-            sums[o][i][1] += value[1] * weight[1];
+          for (int i = 0; i < K::kColumns; ++i) {
+            row[i][0] += values[s][i * K::kStride + kx][0] * taps[kx][0];
+            row[i][1] += values[s][i * K::kStride + kx][1] * taps[kx][1];
           }
         }
       }
-    }
-    if (!has_channel) return;
+      float (&next_row)[K::kColumns][2] = j == K::kOlder ? complete : sums[j + 1];
 #pragma unroll
-    for (int o = 0; o < kPatchRows; ++o) {
-      const int y = tile.row + patch_row + o, x = tile.column + patch_column;
-      if (y >= shape.out_height) break;
-      const int64_t at =
-          ((static_cast<int64_t>(tile.image) * shape.out_height + y) * shape.out_width + x) *
-              shape.channels +
-          channel;
-      float values[kPatchColumns * 2];
-#pragma unroll
-      for (int i = 0; i < kPatchColumns; ++i) {
-        float pair[2] = {0.0f, 0.0f};
-        if (args.residual != nullptr && x + i < shape.out_width) {
-          unpack(load_vector<T, 2>(static_cast<const T*>(args.residual) + at + i * shape.channels),
-                 pair);
-        }
-        values[2 * i] = sums[o][i][0] + pair[0];
-        values[2 * i + 1] = sums[o][i][1] + pair[1];
+      for (int i = 0; i < K::kColumns; ++i) {
+        next_row[i][0] = row[i][0];
+        next_row[i][1] = row[i][1];
       }
-      const auto store = [&](void* to) {
-#pragma unroll
-        for (int i = 0; i < kPatchColumns; ++i) {
-          if (x + i >= shape.out_width) break;
-          const float pair[2] = {values[2 * i], values[2 * i + 1]};
-          Vector<T, 2> out;
-          pack(pair, out);
-          store_vector(static_cast<T*>(to) + at + i * shape.channels, out);
-        }
-      };
-      if (args.z != nullptr) store(args.z);
-      activate(args.activation, values);
-      store(args.y);
     }
   };
-  for_each_tile(tiling, reinterpret_cast<T*>(shared), rows * columns * kBlockChannels, copy,
-                compute);
+  load(strip.begin);
+#pragma unroll 1
+  for (int step = strip.begin; step < strip.end + K::kOlder; ++step) {
+    // Where all sums belong to rows of the strip, or there are few of them, nothing is guarded.
+    if (K::kFewWeights || (step >= strip.begin + K::kOlder && step < strip.end)) {
+      advance(step, std::false_type{});
+    } else {
+      advance(step, std::true_type{});
+    }
+    if (step >= strip.begin + K::kOlder) output.finish(complete);
+  }
 }
 
 template <typename T, typename K>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     depthwise_weights_kernel(const __grid_constant__ WeightsArgs args) {
-  extern __shared__ __align__(16) char shared[];
+  __shared__ float2 totals[K::kTaps + 1][32];
   const Shape& shape = args.shape;
-  const Tiling& tiling = args.tiling;
-  const int rows = K::rows(tiling), columns = K::columns(tiling);
-  const int out_rows = tiling.warps_down * kPatchRows;
-  const int out_columns = tiling.warps_across * kPatchColumns;
-  const int in_size = rows * columns * kBlockChannels;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int patch_row = warp / tiling.warps_across * kPatchRows;
-  const int patch_column = warp % tiling.warps_across * kPatchColumns;
-
+  const int channel = blockIdx.y * kBlockChannels + 2 * lane;
   float sums[K::kTaps + 1][2] = {};
-  const auto copy = [&](const Tile& tile, T* to) {
-    copy_tile(tiling, to, args.x, tile.image, shape.height, shape.width, shape.channels,
-              tile.row * K::kStride - shape.top, tile.column * K::kStride - shape.left, rows,
-              columns);
-    copy_tile(tiling, to + in_size, args.dy, tile.image, shape.out_height, shape.out_width,
-              shape.channels, tile.row, tile.column, out_rows, out_columns);
-  };
-  const auto compute = [&](const Tile&, const T* in) {
-    float dy[kPatchRows][kPatchColumns][2];
-    const T* row_dy =
-        in + in_size + (patch_row * out_columns + patch_column) * kBlockChannels + 2 * lane;
+#pragma unroll 1
+  for (int index = blockIdx.x * kWarps + warp; index < args.strips.count;
+       index += gridDim.x * kWarps) {
+    const Strip strip = Strip::at<K>(shape, args.strips, index);
+    const Rows<T, K::kInputs> input(args.x, strip.image, shape.height, shape.width, shape.channels,
+                                    channel, strip.column * K::kStride - shape.left);
+    const Rows<T, K::kColumns> output(args.dy, strip.image, shape.out_height, shape.out_width,
+                                      shape.channels, channel, strip.column);
+    Vector<T, 2> next_x[K::kStride][K::kInputs], next_dy[K::kColumns];
+    const auto load = [&](int step) {
+      // Rows below the strip belong to another warp.
+      output.load(step < strip.end ? step : -1, next_dy);
 #pragma unroll
-    for (int o = 0; o < kPatchRows; ++o) {
-      load_row(row_dy + o * out_columns * kBlockChannels, dy[o]);
-#pragma unroll
-      for (int i = 0; i < kPatchColumns; ++i) {
-        sums[K::kTaps][0] += dy[o][i][0];
-        sums[K::kTaps][1] += dy[o][i][1];
+      for (int s = 0; s < K::kStride; ++s) {
+        input.load(step * K::kStride + s - shape.top, next_x[s]);
       }
-    }
-    const T* row_in =
-        in + (patch_row * K::kStride * columns + patch_column * K::kStride) * kBlockChannels +
-        2 * lane;
+    };
+    // dy[j] is the row j steps ago.
+    float dy[K::kOlder + 1][K::kColumns][2] = {};
+    load(strip.begin);
+    // Below the image there is nothing to multiply with.
+    const int end = min(strip.end + K::kOlder, (shape.height - 1 + shape.top) / K::kStride + 1);
+    // Two steps at a time, since the rows of dy then move half as often.
+#pragma unroll 2
+    for (int step = strip.begin; step < end; ++step) {
 #pragma unroll
-    for (int r = 0; r < K::kRows; ++r) {
-      float values[K::kColumns][2];
-      load_row(row_in + r * columns * kBlockChannels, values);
+      for (int j = K::kOlder; j > 0; --j) {
 #pragma unroll
-      for (int o = 0; o < kPatchRows; ++o) {
-        const int ky = r - o * K::kStride;
-        if (ky < 0 || ky >= K::kHeight) continue;
+        for (int i = 0; i < K::kColumns; ++i) {
+          dy[j][i][0] = dy[j - 1][i][0];
+          dy[j][i][1] = dy[j - 1][i][1];
+        }
+      }
+      unpack_row(next_dy, dy[0]);
+      float x[K::kStride][K::kInputs][2];
 #pragma unroll
-        for (int i = 0; i < kPatchColumns; ++i) {
+      for (int s = 0; s < K::kStride; ++s) unpack_row(next_x[s], x[s]);
+      load(step + 1);
+#pragma unroll
+      for (int i = 0; i < K::kColumns; ++i) {
+        sums[K::kTaps][0] += dy[0][i][0];
+        sums[K::kTaps][1] += dy[0][i][1];
+      }
+#pragma unroll
+      for (int ky = 0; ky < K::kHeight; ++ky) {
+        const int j = ky / K::kStride, s = ky % K::kStride;
+#pragma unroll
+        for (int i = 0; i < K::kColumns; ++i) {
 #pragma unroll
           for (int kx = 0; kx < K::kWidth; ++kx) {
-            const float* value = values[i * K::kStride + kx];
-            float* sum = sums[ky * K::kWidth + kx];
-            sum[0] += value[0] * dy[o][i][0];
-            sum[1] += value[1] * dy[o][i][1];
+            sums[ky * K::kWidth + kx][0] += x[s][i * K::kStride + kx][0] * dy[j][i][0];
+            sums[ky * K::kWidth + kx][1] += x[s][i * K::kStride + kx][1] * dy[j][i][1];
           }
         }
       }
     }
-  };
-  for_each_tile(tiling, reinterpret_cast<T*>(shared),
-                in_size + out_rows * out_columns * kBlockChannels, copy, compute);
+  }
 
   // Adds up the warps in their order.
-  float* totals = reinterpret_cast<float*>(shared);
+#pragma unroll 1
   for (int turn = 0; turn < kWarps; ++turn) {
     if (warp == turn) {
 #pragma unroll
       for (int tap = 0; tap <= K::kTaps; ++tap) {
-        float2* total = reinterpret_cast<float2*>(totals + tap * kBlockChannels + 2 * lane);
-        const float2 before = turn == 0 ? make_float2(0.0f, 0.0f) : *total;
-        *total = make_float2(before.x + sums[tap][0], before.y + sums[tap][1]);
+        float2 total = turn == 0 ? make_float2(0.0f, 0.0f) : totals[tap][lane];
+        totals[tap][lane] = make_float2(total.x + sums[tap][0], total.y + sums[tap][1]);
       }
     }
     __syncthreads();
   }
-  for (int i = threadIdx.x; i < (K::kTaps + 1) * kBlockChannels; i += kThreads) {
-    const int tap = i / kBlockChannels;
-    const int channel = blockIdx.y * kBlockChannels + i % kBlockChannels;
-    if (channel < shape.channels) {
-      args.sums[(static_cast<int64_t>(blockIdx.x) * (K::kTaps + 1) + tap) * shape.channels +
-                channel] = totals[i];
-    }
+  if (channel >= shape.channels) return;
+  for (int tap = warp; tap <= K::kTaps; tap += kWarps) {
+    float* const to =
+        args.sums + (static_cast<int64_t>(blockIdx.x) * (K::kTaps + 1) + tap) * shape.channels;
+    *reinterpret_cast<float2*>(to + channel) = totals[tap][lane];
   }
 }
 
 // --- launch --------------------------------------------------------------------------------------
 
-// Chooses the arrangement of the warps that covers the output with the fewest tiles.
-inline void arrange(const Shape& shape, Tiling* tiling) {
-  int64_t fewest = INT64_MAX;
-  for (const int across : {2, 1, 4}) {
-    const int down = kWarps / across;
-    const int64_t tiles = int64_t{divide_up(shape.out_height, down * kPatchRows)} *
-                          divide_up(shape.out_width, across * kPatchColumns);
-    if (tiles < fewest) {
-      fewest = tiles;
-      tiling->warps_down = down;
-      tiling->warps_across = across;
+// The strips one below the other for which `cost(down, rows of a strip)` is least.
+template <typename F>
+int cheapest_division(int height, const F& cost) {
+  int best = 1;
+  double least = cost(1, height);
+  for (int down = 2; down <= std::min(height, 1024); ++down) {
+    const double found = cost(down, divide_up(height, down));
+    if (found < least) {
+      least = found;
+      best = down;
     }
   }
-  tiling->down = divide_up(shape.out_height, tiling->warps_down * kPatchRows);
-  tiling->across = divide_up(shape.out_width, tiling->warps_across * kPatchColumns);
+  return best;
 }
 
-// Completes the tiling and launches; `most_blocks` limits the blocks that share the channels.
-template <typename K, typename Args>
-ffi::Error launch(void (*kernel)(Args), Args args, int itemsize, bool copies_dy,
-                  int64_t most_blocks, bool exactly, cudaStream_t stream) {
-  Device device;
-  RETURN_IF_ERROR(current_device(&device));
-  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
-  Tiling& tiling = args.tiling;
-  int pixels = K::rows(tiling) * K::columns(tiling);
-  if (copies_dy) pixels += kWarps * kPatchRows * kPatchColumns;
-  const int buffer_bytes = pixels * kBlockChannels * itemsize;
-  const int least = copies_dy ? (K::kTaps + 1) * kBlockChannels * 4 : 0;
-  tiling.buffers = 2 * buffer_bytes <= device.shared_bytes ? 2 : 1;
-  Launch shape = {dim3(1), kThreads, std::max(tiling.buffers * buffer_bytes, least)};
-  if (shape.shared_bytes > device.shared_bytes) {
-    return ffi::Error::InvalidArgument("depthwise_conv: a tile of " + std::to_string(buffer_bytes) +
-                                       " bytes does not fit into the shared memory of this GPU");
-  }
-  const int groups = divide_up(args.shape.channels, kBlockChannels);
-  int64_t blocks = most_blocks;
-  if (!exactly) {
-    int resident = 1;
-    RETURN_IF_ERROR(resident_blocks(kernel, shape, &resident));
-    blocks = std::max(1, resident * device.multiprocessors / groups);
-    blocks = std::min<int64_t>(blocks, tiling.tiles);
-  }
-  shape.grid = dim3(static_cast<unsigned>(blocks), groups);
-  return launch_kernel(kernel, args, shape, stream);
+ffi::Error check_count(double count) {
+  if (count <= INT32_MAX / 2) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("depthwise_conv: x is too large");
+}
+
+// How the convolution's kernel is launched, and about how long that takes.
+template <typename K>
+struct Plan {
+  Strips strips;
+  Launch launch;
+  double cost;
+};
+
+template <typename T, typename K>
+ffi::Error plan_conv(const Shape& shape, const Device& device, Plan<K>* plan) {
+  const int groups = divide_up(shape.channels, kBlockChannels);
+  plan->launch = {dim3(1), kThreads, 0};
+  int resident = 1;
+  RETURN_IF_ERROR(resident_blocks(depthwise_conv_kernel<T, K>, plan->launch, &resident));
+  Strips& strips = plan->strips;
+  strips.across = divide_up(shape.out_width, K::kColumns);
+  const auto cost = [&](int down, int rows) {
+    const double blocks = std::ceil(double(shape.images) * strips.across * down / kWarps) * groups;
+    // A multiprocessor with fewer blocks than it has room for is hardly faster. A strip's first
+    // and last steps make half of the products, and a step costs as much as two more columns.
+    const double turns = std::max<double>(std::ceil(blocks / device.multiprocessors), resident);
+    return turns * (rows + 0.5 * K::kOlder + 1.0) * (K::kColumns + 2);
+  };
+  strips.down = cheapest_division(shape.out_height, cost);
+  plan->cost = cost(strips.down, divide_up(shape.out_height, strips.down));
+  const double count = double(shape.images) * strips.across * strips.down;
+  RETURN_IF_ERROR(check_count(count));
+  strips.count = static_cast<int>(count);
+  plan->launch.grid = dim3(divide_up(strips.count, kWarps), groups);
+  return ffi::Error::Success();
+}
+
+template <typename T, typename K>
+ffi::Error launch_conv(ConvArgs args, const Plan<K>& plan, cudaStream_t stream) {
+  args.strips = plan.strips;
+  return launch_kernel(depthwise_conv_kernel<T, K>, args, plan.launch, stream);
+}
+
+template <typename T, typename K>
+ffi::Error launch_weights(WeightsArgs args, int64_t blocks, cudaStream_t stream) {
+  const Shape& shape = args.shape;
+  const int groups = divide_up(shape.channels, kBlockChannels);
+  Strips& strips = args.strips;
+  strips.across = divide_up(shape.out_width, K::kColumns);
+  const double of_row = double(shape.images) * strips.across;
+  strips.down = cheapest_division(shape.out_height, [&](int down, int rows) {
+    return std::ceil(of_row * down / (blocks * kWarps)) * (rows + K::kOlder + 1);
+  });
+  RETURN_IF_ERROR(check_count(of_row * strips.down));
+  strips.count = static_cast<int>(of_row * strips.down);
+  return launch_kernel(depthwise_weights_kernel<T, K>, args,
+                       {dim3(static_cast<unsigned>(blocks), groups), kThreads, 0}, stream);
 }
 
 ffi::Error parse_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int64_t top, int64_t left,
@@ -415,6 +542,9 @@ ffi::Error parse_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int64_t
       return ffi::Error::InvalidArgument("x of shape " + to_string(in) + " is too large");
     }
   }
+  if (in[3] > int64_t{kBlockChannels} * 65535) {
+    return ffi::Error::InvalidArgument("x of shape " + to_string(in) + " has too many channels");
+  }
   if (top < 0 || left < 0) {
     return ffi::Error::InvalidArgument("depthwise_conv: padding must not be negative");
   }
@@ -424,16 +554,22 @@ ffi::Error parse_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int64_t
   return ffi::Error::Success();
 }
 
+// The size and the stride of a kernel, which are compile-time constants.
+template <int kHigh, int kWide, int kStep>
+struct Size {
+  static constexpr int kHeight = kHigh, kWidth = kWide, kStride = kStep;
+};
+
 template <typename F>
-ffi::Error with_kernel(int64_t height, int64_t width, int64_t stride, const F& f) {
-  if (height == 3 && width == 3 && stride == 1) return f(Kernel<3, 3, 1>{});
-  if (height == 3 && width == 3 && stride == 2) return f(Kernel<3, 3, 2>{});
-  if (height == 5 && width == 5 && stride == 1) return f(Kernel<5, 5, 1>{});
-  if (height == 5 && width == 5 && stride == 2) return f(Kernel<5, 5, 2>{});
-  if (height == 7 && width == 7 && stride == 1) return f(Kernel<7, 7, 1>{});
-  if (height == 1 && width == 3 && stride == 1) return f(Kernel<1, 3, 1>{});
-  if (height == 1 && width == 4 && stride == 1) return f(Kernel<1, 4, 1>{});
-  if (height == 1 && width == 7 && stride == 1) return f(Kernel<1, 7, 1>{});
+ffi::Error with_size(int64_t height, int64_t width, int64_t stride, const F& f) {
+  if (height == 3 && width == 3 && stride == 1) return f(Size<3, 3, 1>{});
+  if (height == 3 && width == 3 && stride == 2) return f(Size<3, 3, 2>{});
+  if (height == 5 && width == 5 && stride == 1) return f(Size<5, 5, 1>{});
+  if (height == 5 && width == 5 && stride == 2) return f(Size<5, 5, 2>{});
+  if (height == 7 && width == 7 && stride == 1) return f(Size<7, 7, 1>{});
+  if (height == 1 && width == 3 && stride == 1) return f(Size<1, 3, 1>{});
+  if (height == 1 && width == 4 && stride == 1) return f(Size<1, 4, 1>{});
+  if (height == 1 && width == 7 && stride == 1) return f(Size<1, 7, 1>{});
   return ffi::Error::InvalidArgument("depthwise_conv: there is no kernel of " +
                                      std::to_string(height) + " x " + std::to_string(width) +
                                      " with stride " + std::to_string(stride));
@@ -451,19 +587,17 @@ ffi::Error with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-bool is_wide(const ffi::AnyBuffer& x, std::initializer_list<const void*> pointers) {
-  const int itemsize = *dtype_of(x) == Dtype::kFloat32 ? 4 : 2;
-  return x.dimensions()[3] * itemsize % 16 == 0 && are_aligned(pointers);
-}
-
 ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, ffi::AnyBuffer bias,
                 ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y,
                 ffi::Result<ffi::AnyBuffer> z, int64_t height, int64_t width, int64_t stride,
-                int64_t top, int64_t left, std::string_view activation) {
+                int64_t top, int64_t left, bool turned, std::string_view activation) {
   ConvArgs args = {};
   RETURN_IF_ERROR(parse_shape(x, *y, top, left, &args.shape));
   const int64_t channels = args.shape.channels;
-  RETURN_IF_ERROR(check_float32("weights", weights, {height * width, channels}));
+  RETURN_IF_ERROR(check_shape("weights", weights, {height * width, channels}));
+  if (!dtype_of(weights)) {
+    return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
+  }
   RETURN_IF_ERROR(parse_parameter("bias", bias, channels, &args.bias));
   const auto out = y->dimensions();
   for (const auto& [name, buffer] :
@@ -477,19 +611,30 @@ ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, f
                                        std::string(activation));
   }
   args.x = x.untyped_data();
-  args.weights = static_cast<const float*>(weights.untyped_data());
+  args.weights = {weights.untyped_data(), *dtype_of(weights)};
+  args.turned = turned;
   args.residual = data_or_null(residual);
   args.y = y->untyped_data();
   args.z = data_or_null(*z);
-  return with_kernel(height, width, stride, [&](auto kernel) {
-    using K = decltype(kernel);
+  return with_size(height, width, stride, [&](auto size) {
+    using S = decltype(size);
     if (is_absent(*y)) return ffi::Error::Success();
-    args.tiling.wide = is_wide(x, {args.x});
-    arrange(args.shape, &args.tiling);
-    args.tiling.tiles = args.shape.images * args.tiling.down * args.tiling.across;
+    Device device;
+    RETURN_IF_ERROR(current_device(&device));
     return with_dtype(*dtype_of(x), [&](auto type) {
       using T = decltype(type);
-      return launch<K>(depthwise_conv_kernel<T, K>, args, sizeof(T), false, 0, false, stream);
+      constexpr int kColumns = S::kStride == 1 ? 8 : 4;
+      using K = Kernel<S::kHeight, S::kWidth, S::kStride, kColumns>;
+      Plan<K> plan;
+      RETURN_IF_ERROR((plan_conv<T, K>(args.shape, device, &plan)));
+      if constexpr (S::kHeight == 7) {
+        // With this many products an idle column is costly, and many images have 7 times 2^n.
+        using Narrow = Kernel<S::kHeight, S::kWidth, S::kStride, 7>;
+        Plan<Narrow> narrow;
+        RETURN_IF_ERROR((plan_conv<T, Narrow>(args.shape, device, &narrow)));
+        if (narrow.cost <= plan.cost) return launch_conv<T, Narrow>(args, narrow, stream);
+      }
+      return launch_conv<T, K>(args, plan, stream);
     });
   });
 }
@@ -509,16 +654,13 @@ ffi::Error conv_weights(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dy
   args.x = x.untyped_data();
   args.dy = dy.untyped_data();
   args.sums = static_cast<float*>(sums->untyped_data());
-  return with_kernel(height, width, stride, [&](auto kernel) {
-    using K = decltype(kernel);
+  return with_size(height, width, stride, [&](auto size) {
+    using S = decltype(size);
     if (is_absent(*sums)) return ffi::Error::Success();
-    args.tiling.wide = is_wide(x, {args.x, args.dy});
-    arrange(args.shape, &args.tiling);
-    args.tiling.tiles = args.shape.images * args.tiling.down * args.tiling.across;
     return with_dtype(*dtype_of(x), [&](auto type) {
-      using T = decltype(type);
-      return launch<K>(depthwise_weights_kernel<T, K>, args, sizeof(T), true, shape[0], true,
-                       stream);
+      constexpr bool kWide = S::kHeight * S::kWidth <= 9 && S::kStride == 1;
+      using K = Kernel<S::kHeight, S::kWidth, S::kStride, kWide ? 8 : 4>;
+      return launch_weights<decltype(type), K>(args, shape[0], stream);
     });
   });
 }
@@ -539,6 +681,7 @@ DEFINE_HANDLER(jaxfused_depthwise_conv, conv,
                    .Attr<int64_t>("stride")
                    .Attr<int64_t>("top")
                    .Attr<int64_t>("left")
+                   .Attr<bool>("turned")
                    .Attr<std::string_view>("activation"));
 
 DEFINE_HANDLER(jaxfused_depthwise_conv_weights, conv_weights,

@@ -1,10 +1,13 @@
 // segmentation_loss: the sums over the pixels of an image that
 // jaxfused/reference/segmentation_loss.py states, and their gradient.
 //
-// A few neighbouring lanes share a pixel, one for each class, or for every 32nd of them. So the
-// logits are read in whole cache lines, and a lane keeps the sums of its own classes in registers.
-// Each block leaves its sums to be added up afterwards, always in the same order. The gradient
-// follows from the cotangents of the sums, pixel by pixel.
+// Of a binary mask a lane has vectors of neighbouring pixels. Of a few classes it has a pixel,
+// whose logits come through shared memory, so that they are read and written in whole cache lines;
+// a warp shares nothing with another one until the end. Of many classes a warp has a pixel.
+//
+// Blocks leave their sums to be added up, always in the same order: by the first block of a cluster
+// that has the whole image, or afterwards. The gradient follows from the cotangents of the sums,
+// pixel by pixel.
 
 #include "handler.h"
 #include "mma.cuh"
@@ -17,6 +20,10 @@ namespace {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kThreads = 256;
+constexpr int kMaskSumsThreads = 512;
+constexpr int kMaskGradientThreads = 256;
+constexpr int kFewThreads = 128;
+constexpr int kFewClasses = 24;
 // Pixels of a lane whose loads are in flight together.
 constexpr int kUnroll = 4;
 constexpr int kMostClasses = 256;
@@ -36,8 +43,10 @@ struct ImageArgs {
   int64_t pixels;
   int classes;
   float* partials;          // forward: [images, blocks, sums]
+  int cluster;              // blocks that add up their sums, so that `partials` has 1 of an image
   const float* cotangents;  // backward: [images, sums]
   void* dlogits;
+  bool wide;  // few classes: whether the images' bytes are multiples of 16
 };
 
 template <int kLanes>
@@ -58,11 +67,23 @@ __device__ __forceinline__ float max_over_lanes(float value) {
   return value;
 }
 
+__device__ __forceinline__ int load_class(const ImageArgs& args, int64_t place) {
+  return args.label_type == LabelType::kInt32 ? static_cast<const int*>(args.labels)[place]
+                                              : static_cast<const uint8_t*>(args.labels)[place];
+}
+
+// base^exponent of a base from 0 to 1; 0^0 is 1.
+__device__ __forceinline__ float power(float base, float exponent) {
+  return exponent == 0.0f ? 1.0f : exp2_fast(exponent * __log2f(base));
+}
+
+// --- many classes --------------------------------------------------------------------------------
+
 // A pixel as a lane sees it: kOwn classes. Lanes beyond the classes have logits of -inf.
 template <int kOwn>
 struct Pixel {
   float logits[kOwn];
-  float label;  // a class, or the share of the only class
+  float label;
   float weight;
   bool counts;
 };
@@ -83,22 +104,9 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
     }
     result.logits[i] = value[0];
   }
-  switch (args.label_type) {
-    case LabelType::kInt32: {
-      const int label = static_cast<const int*>(args.labels)[place];
-      if (args.ignores && label == args.ignore_index) result.counts = false;
-      result.label = static_cast<float>(label);
-      break;
-    }
-    case LabelType::kUint8: {
-      const int label = static_cast<const uint8_t*>(args.labels)[place];
-      if (args.ignores && label == args.ignore_index) result.counts = false;
-      result.label = static_cast<float>(label);
-      break;
-    }
-    default:
-      result.label = static_cast<const float*>(args.labels)[place];
-  }
+  const int label = load_class(args, place);
+  if (args.ignores && label == args.ignore_index) result.counts = false;
+  result.label = static_cast<float>(label);
   result.weight = args.weights == nullptr ? 1.0f : args.weights[place];
   // What does not count must not be NaN either.
   if (!result.counts) {
@@ -110,11 +118,6 @@ __device__ __forceinline__ Pixel<kOwn> load_pixel(const ImageArgs& args, int64_t
     }
   }
   return result;
-}
-
-// base^exponent of a base from 0 to 1; 0^0 is 1.
-__device__ __forceinline__ float power(float base, float exponent) {
-  return exponent == 0.0f ? 1.0f : exp2_fast(exponent * __log2f(base));
 }
 
 // The probabilities and shares of a pixel's classes, and its loss.
@@ -132,45 +135,30 @@ __device__ __forceinline__ Terms<kOwn> terms_of(const ImageArgs& args, const Pix
                                                 int lane) {
   Terms<kOwn> terms;
   const float gamma = args.focal_gamma;
-  float cross_entropy, miss, hit_slope;
-  if constexpr (kLanes == 1) {
-    const float z = pixel.logits[0], t = pixel.label;
-    const float small = exp2_fast(-fabsf(z) * kLog2e);
-    const float larger = 1.0f / (1.0f + small), smaller = small * larger;
-    const float p = z >= 0.0f ? larger : smaller, q = z >= 0.0f ? smaller : larger;
-    terms.probabilities[0] = z == z ? p : z;
-    terms.shares[0] = t;
-    cross_entropy = fmaf(-t, z, fmaxf(z, 0.0f)) + log1pf(small);
-    if (z != z) cross_entropy = z;
-    miss = p * (1.0f - t) + q * t;
-    // The derivative of miss is p q (1 - 2 t); divided by p - t only where it is not 0.
-    hit_slope = p * q * (1.0f - 2.0f * t);
-  } else {
-    float most = -INFINITY;
+  float most = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) most = fmaxf(most, pixel.logits[i]);
-    most = max_over_lanes<kLanes>(most);
-    const int label = static_cast<int>(pixel.label);
-    float sum = 0.0f, picked = 0.0f;
+  for (int i = 0; i < kOwn; ++i) most = fmaxf(most, pixel.logits[i]);
+  most = max_over_lanes<kLanes>(most);
+  const int label = static_cast<int>(pixel.label);
+  float sum = 0.0f, picked = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int c = lane + i * kLanes;
-      const float distance = c < args.classes ? pixel.logits[i] - most : -INFINITY;
-      terms.probabilities[i] = exp2_fast(distance * kLog2e);
-      terms.shares[i] = c == label ? 1.0f : 0.0f;
-      sum += terms.probabilities[i];
-      picked += c == label ? distance : 0.0f;
-    }
-    sum = sum_over_lanes<kLanes>(sum);
-    picked = sum_over_lanes<kLanes>(picked);
-    const float inverse = 1.0f / sum;
-#pragma unroll
-    for (float& probability : terms.probabilities) probability *= inverse;
-    cross_entropy = logf(sum) - picked;
-    if (label < 0 || label >= args.classes) cross_entropy = nanf("");
-    miss = -expm1f(-cross_entropy);
-    hit_slope = 1.0f - miss;
+  for (int i = 0; i < kOwn; ++i) {
+    const int c = lane + i * kLanes;
+    const float distance = c < args.classes ? pixel.logits[i] - most : -INFINITY;
+    terms.probabilities[i] = exp2_fast(distance * kLog2e);
+    terms.shares[i] = c == label ? 1.0f : 0.0f;
+    sum += terms.probabilities[i];
+    picked += c == label ? distance : 0.0f;
   }
+  sum = sum_over_lanes<kLanes>(sum);
+  picked = sum_over_lanes<kLanes>(picked);
+  const float inverse = 1.0f / sum;
+#pragma unroll
+  for (float& probability : terms.probabilities) probability *= inverse;
+  float cross_entropy = logf(sum) - picked;
+  if (label < 0 || label >= args.classes) cross_entropy = nanf("");
+  const float miss = -expm1f(-cross_entropy);
+  const float hit_slope = 1.0f - miss;
   terms.loss = cross_entropy;
   terms.slope = 1.0f;
   if (gamma != 0.0f) {
@@ -178,14 +166,7 @@ __device__ __forceinline__ Terms<kOwn> terms_of(const ImageArgs& args, const Pix
     terms.loss = miss == 0.0f ? 0.0f : factor * cross_entropy;
     const float steeper =
         miss == 0.0f ? 0.0f : gamma * power(miss, gamma - 1.0f) * hit_slope * cross_entropy;
-    if constexpr (kLanes == 1) {
-      // Here `slope` is that by the logit itself.
-      terms.slope = factor * (terms.probabilities[0] - terms.shares[0]) + steeper;
-    } else {
-      terms.slope = factor + steeper;
-    }
-  } else if constexpr (kLanes == 1) {
-    terms.slope = terms.probabilities[0] - terms.shares[0];
+    terms.slope = factor + steeper;
   }
   return terms;
 }
@@ -283,14 +264,13 @@ __global__ void __launch_bounds__(kThreads) image_gradient(const __grid_constant
       pulls[i] = of_overlap[i] * terms.shares[i] + of_predicted[i];
       mean += pulls[i] * terms.probabilities[i];
     }
-    // A single class has the other one's probability beside it, which nothing pulls at.
     mean = sum_over_lanes<kLanes>(mean);
     const int64_t pixel = base + u * kGroups + threadIdx.x / kLanes;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int c = lane + i * kLanes;
       const float p = terms.probabilities[i];
-      const float by_loss = kLanes == 1 ? terms.slope : terms.slope * (p - terms.shares[i]);
+      const float by_loss = terms.slope * (p - terms.shares[i]);
       const float value = pixels[u].weight * (of_loss * by_loss + p * (pulls[i] - mean));
       const float gradient[1] = {pixels[u].counts ? value : 0.0f};
       if (pixel >= args.pixels || c >= args.classes) continue;
@@ -298,6 +278,494 @@ __global__ void __launch_bounds__(kThreads) image_gradient(const __grid_constant
       pack(gradient, packed);
       store_vector(static_cast<T*>(args.dlogits) + (start + pixel) * args.classes + c, packed);
     }
+  }
+}
+
+// --- masks ---------------------------------------------------------------------------------------
+
+// The pixels of a vector.
+constexpr int kMaskPixels = 8;
+// The blocks of a cluster that has an image.
+constexpr int kCluster = 8;
+constexpr int kMaskSums = kOverall + 3;
+
+// Neighbouring pixels of a mask. What does not count has weight and logit 0.
+template <int kVec>
+struct MaskPixels {
+  float logits[kVec];
+  float labels[kVec];
+  float weights[kVec];
+  uint32_t counts = (1u << kVec) - 1;
+};
+
+template <typename T, int kVec>
+__device__ __forceinline__ MaskPixels<kVec> load_mask(const ImageArgs& args, int64_t place,
+                                                      bool inside = true) {
+  MaskPixels<kVec> pixels = {};
+  if (!inside) return pixels;
+  load_as_float<T>(static_cast<const T*>(args.logits) + place, 0, pixels.logits);
+  const auto classes = [&](const int (&labels)[kVec]) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const int label = labels[i];
+      if (args.ignores && label == args.ignore_index) pixels.counts &= ~(1u << i);
+      pixels.labels[i] = static_cast<float>(label);
+    }
+  };
+  switch (args.label_type) {
+    case LabelType::kInt32: {
+      int labels[kVec];
+      constexpr int kPart = kVec < 4 ? kVec : 4;
+#pragma unroll
+      for (int i = 0; i < kVec; i += kPart) {
+        const auto part = load_vector<int, kPart>(static_cast<const int*>(args.labels) + place + i);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) labels[i + j] = part.values[j];
+      }
+      classes(labels);
+      break;
+    }
+    case LabelType::kUint8: {
+      const auto* const from = static_cast<const uint8_t*>(args.labels) + place;
+      int labels[kVec];
+      if constexpr (kVec == 8) {
+        const uint2 bytes = *reinterpret_cast<const uint2*>(from);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+          labels[i] = (i < 4 ? bytes.x >> 8 * i : bytes.y >> 8 * (i - 4)) & 255;
+        }
+      } else {
+        static_assert(kVec == 1);
+        labels[0] = *from;
+      }
+      classes(labels);
+      break;
+    }
+    default:
+      load_as_float<float>(static_cast<const float*>(args.labels) + place, 0, pixels.labels);
+  }
+  if (args.weights != nullptr) {
+    load_as_float<float>(args.weights + place, 0, pixels.weights);
+  } else {
+#pragma unroll
+    for (float& weight : pixels.weights) weight = 1.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    // What does not count must not be NaN either.
+    if (pixels.counts >> i & 1) continue;
+    pixels.logits[i] = pixels.labels[i] = pixels.weights[i] = 0.0f;
+  }
+  return pixels;
+}
+
+// Computes log(1 + x) for x from 0 to 1, with a relative error of 2^-22 however small x is.
+__device__ __forceinline__ float log1p_to_one(float x) {
+  constexpr float kCoefficients[] = {1.0f,         -0.499999017f,  0.333299607f, -0.249541298f,
+                                     0.196759179f, -0.15305531f,   0.106035516f, -0.0569585115f,
+                                     0.019850919f, -0.00324390456f};
+  constexpr int kDegree = sizeof(kCoefficients) / sizeof(float) - 1;
+  float sum = kCoefficients[kDegree];
+#pragma unroll
+  for (int i = kDegree - 1; i >= 0; --i) sum = fmaf(sum, x, kCoefficients[i]);
+  return sum * x;
+}
+
+// The probabilities of a pixel's being in the mask and outside, and exp(-|logit|).
+struct Odds {
+  float inside, outside, small;
+
+  __device__ __forceinline__ explicit Odds(float logit) {
+    small = exp2_fast(-fabsf(logit) * kLog2e);
+    const float larger = __fdividef(1.0f, 1.0f + small), smaller = small * larger;
+    inside = logit >= 0.0f ? larger : smaller;
+    outside = logit >= 0.0f ? smaller : larger;
+  }
+
+  __device__ __forceinline__ float cross_entropy(float logit, float label) const {
+    const float loss = fmaf(-label, logit, fmaxf(logit, 0.0f)) + log1p_to_one(small);
+    return logit == logit ? loss : logit;
+  }
+
+  // The probability of what the pixel is not; the focal loss is the cross-entropy times its power.
+  __device__ __forceinline__ float miss(float label) const {
+    return inside * (1.0f - label) + outside * label;
+  }
+};
+
+template <typename T, int kVec, bool kFocal>
+__global__ void __launch_bounds__(kMaskSumsThreads, 2)
+    mask_sums(const __grid_constant__ ImageArgs args) {
+  constexpr int kWarps = kMaskSumsThreads / kWarpSize;
+  const int64_t start = blockIdx.y * args.pixels;
+  float sums[kMaskSums] = {};
+  const auto add = [&](const MaskPixels<kVec>& pixels) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float logit = pixels.logits[i], label = pixels.labels[i], weight = pixels.weights[i];
+      const Odds odds(logit);
+      float loss = odds.cross_entropy(logit, label);
+      if constexpr (kFocal) {
+        const float miss = odds.miss(label);
+        loss = miss == 0.0f ? 0.0f : power(miss, args.focal_gamma) * loss;
+      }
+      sums[0] += weight;
+      sums[1] += weight * loss;
+      sums[2] += weight * odds.inside * label;
+      sums[3] += weight * odds.inside;
+      sums[4] += weight * label;
+    }
+  };
+  const int64_t step = int64_t{gridDim.x} * kMaskSumsThreads * kVec;
+  for (int64_t pixel = (int64_t{blockIdx.x} * kMaskSumsThreads + threadIdx.x) * kVec;
+       pixel < args.pixels; pixel += 2 * step) {
+    // Both loads are in flight together.
+    const auto first = load_mask<T, kVec>(args, start + pixel);
+    const auto second = load_mask<T, kVec>(args, start + pixel + step, pixel + step < args.pixels);
+    add(first);
+    add(second);
+  }
+
+  __shared__ float of_warps[kWarps][kMaskSums];
+  __shared__ float of_block[kMaskSums];
+#pragma unroll
+  for (float& sum : sums) sum = sum_over_lanes<kWarpSize>(sum);
+  if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+    for (int i = 0; i < kMaskSums; ++i) of_warps[threadIdx.x / kWarpSize][i] = sums[i];
+  }
+  __syncthreads();
+  float sum = 0.0f;
+  if (threadIdx.x < kMaskSums) {
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += of_warps[warp][threadIdx.x];
+  }
+  if (args.cluster == 1) {
+    if (threadIdx.x < kMaskSums) {
+      const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+      args.partials[block * kMaskSums + threadIdx.x] = sum;
+    }
+    return;
+  }
+  if (threadIdx.x < kMaskSums) of_block[threadIdx.x] = sum;
+  cluster_sync();
+  if (cluster_rank() == 0 && threadIdx.x < kMaskSums) {
+    float total = 0.0f;
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) {
+      total += cluster_load(cluster_address(&of_block[threadIdx.x], rank));
+    }
+    args.partials[int64_t{blockIdx.y} * kMaskSums + threadIdx.x] = total;
+  }
+  // A block's shared memory must be there until it has been read.
+  cluster_sync();
+}
+
+template <typename T, int kVec, bool kFocal>
+__global__ void __launch_bounds__(kMaskGradientThreads, 5)
+    mask_gradient(const __grid_constant__ ImageArgs args) {
+  const int64_t pixel = (int64_t{blockIdx.x} * kMaskGradientThreads + threadIdx.x) * kVec;
+  if (pixel >= args.pixels) return;
+  const int64_t place = blockIdx.y * args.pixels + pixel;
+  const MaskPixels<kVec> pixels = load_mask<T, kVec>(args, place);
+  const float* const cotangents = args.cotangents + int64_t{blockIdx.y} * kMaskSums;
+  const float of_loss = cotangents[1], of_overlap = cotangents[2], of_predicted = cotangents[3];
+  float gradient[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const float logit = pixels.logits[i], label = pixels.labels[i];
+    const Odds odds(logit);
+    float slope = odds.inside - label;
+    if constexpr (kFocal) {
+      const float gamma = args.focal_gamma, miss = odds.miss(label);
+      // The derivative of miss is inside outside (1 - 2 label).
+      slope *= power(miss, gamma);
+      if (miss != 0.0f) {
+        slope += gamma * power(miss, gamma - 1.0f) * odds.inside * odds.outside *
+                 (1.0f - 2.0f * label) * odds.cross_entropy(logit, label);
+      }
+    }
+    const float pull = of_overlap * label + of_predicted;
+    const float value = pixels.weights[i] * (of_loss * slope + pull * odds.inside * odds.outside);
+    gradient[i] = pixels.counts >> i & 1 ? value : 0.0f;
+  }
+  constexpr int kPart = kVec * sizeof(T) <= 16 ? kVec : 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kVec; i += kPart) {
+    float part[kPart];
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) part[j] = gradient[i + j];
+    Vector<T, kPart> packed;
+    pack(part, packed);
+    store_vector(static_cast<T*>(args.dlogits) + place + i, packed);
+  }
+}
+
+// --- few classes ---------------------------------------------------------------------------------
+
+// How the logits of a warp's pixels, a row each, lie in shared memory.
+struct Rows {
+  int row;    // bytes of a pixel
+  int pitch;  // bytes from a pixel to the next one
+
+  // An odd number of 16 bytes between rows of whole 16 bytes leaves the banks the least conflicts.
+  __host__ __device__ __forceinline__ Rows(int classes, int itemsize)
+      : row(classes * itemsize), pitch(row % 32 == 0 ? row + 16 : row) {}
+
+  // Of a warp, a multiple of 16.
+  __host__ __device__ __forceinline__ int bytes() const {
+    return (kWarpSize * pitch + 15) / 16 * 16;
+  }
+
+  // Where the 16 bytes lie that are at `byte` without the gaps.
+  __device__ __forceinline__ int place(int byte) const {
+    return pitch == row ? byte : byte / row * pitch + byte % row;
+  }
+};
+
+// Starts the copies of a warp's pixels.
+template <typename T>
+__device__ __forceinline__ void load_rows(const ImageArgs& args, const Rows& rows, char* shared,
+                                          int64_t first, int pixels) {
+  const char* const from = static_cast<const char*>(args.logits) + first * rows.row;
+  const int bytes = pixels * rows.row;
+  const int whole = args.wide ? bytes / 16 * 16 : 0;
+  const int lane = threadIdx.x % kWarpSize;
+  for (int byte = lane * 16; byte < whole; byte += kWarpSize * 16) {
+    async_copy<16>(shared + rows.place(byte), from + byte);
+  }
+  for (int byte = whole + lane * static_cast<int>(sizeof(T)); byte < bytes;
+       byte += kWarpSize * static_cast<int>(sizeof(T))) {
+    async_copy<sizeof(T)>(shared + rows.place(byte), from + byte);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_rows(const ImageArgs& args, const Rows& rows,
+                                           const char* shared, int64_t first, int pixels) {
+  char* const to = static_cast<char*>(args.dlogits) + first * rows.row;
+  const int bytes = pixels * rows.row;
+  const int whole = args.wide ? bytes / 16 * 16 : 0;
+  const int lane = threadIdx.x % kWarpSize;
+  for (int byte = lane * 16; byte < whole; byte += kWarpSize * 16) {
+    *reinterpret_cast<uint4*>(to + byte) =
+        *reinterpret_cast<const uint4*>(shared + rows.place(byte));
+  }
+  for (int byte = whole + lane * static_cast<int>(sizeof(T)); byte < bytes;
+       byte += kWarpSize * static_cast<int>(sizeof(T))) {
+    *reinterpret_cast<T*>(to + byte) = *reinterpret_cast<const T*>(shared + rows.place(byte));
+  }
+}
+
+// A pixel's label and weight.
+struct Truth {
+  int label = 0;
+  float weight = 0.0f;
+  bool counts = false;
+
+  __device__ __forceinline__ Truth(const ImageArgs& args, int64_t place, bool inside) {
+    if (!inside) return;
+    label = load_class(args, place);
+    weight = args.weights == nullptr ? 1.0f : args.weights[place];
+    counts = !(args.ignores && label == args.ignore_index);
+    if (counts) return;
+    label = 0;
+    weight = 0.0f;
+  }
+};
+
+// What a lane knows of its pixel.
+template <int kMost>
+struct FewTerms {
+  float exponentials[kMost];  // the probabilities, times `sum`
+  float inverse;              // of the sum
+  float own;                  // the probability of the pixel's own class
+  float loss;
+  float slope;  // of the loss by a logit, divided by probability - share
+  bool valid;   // whether the label is a class
+
+  template <typename T>
+  __device__ __forceinline__ FewTerms(const ImageArgs& args, const T* row, const Truth& truth) {
+    const auto logit = [&](int c) {
+      float value[1];
+      unpack(load_vector<T, 1>(row + c), value);
+      return truth.counts ? value[0] : 0.0f;
+    };
+    float most = -INFINITY;
+#pragma unroll
+    for (int c = 0; c < kMost; ++c) {
+      exponentials[c] = c < args.classes ? logit(c) : -INFINITY;
+      most = fmaxf(most, exponentials[c]);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kMost; ++c) {
+      // Beyond the classes not even logits of -inf make a NaN.
+      const float distance = c < args.classes ? exponentials[c] - most : -INFINITY;
+      exponentials[c] = exp2_fast(distance * kLog2e);
+      sum += exponentials[c];
+    }
+    valid = truth.label >= 0 && truth.label < args.classes;
+    const float picked = valid ? logit(truth.label) - most : nanf("");
+    inverse = 1.0f / sum;
+    own = valid ? exp2_fast(picked * kLog2e) * inverse : 0.0f;
+    const float cross_entropy = logf(sum) - picked;
+    loss = cross_entropy;
+    slope = 1.0f;
+    const float gamma = args.focal_gamma;
+    if (gamma != 0.0f) {
+      const float miss = -expm1f(-cross_entropy);
+      const float factor = power(miss, gamma);
+      loss = miss == 0.0f ? 0.0f : factor * cross_entropy;
+      slope = factor;
+      if (miss != 0.0f) {
+        slope += gamma * power(miss, gamma - 1.0f) * (1.0f - miss) * cross_entropy;
+      }
+    }
+  }
+};
+
+template <typename T, int kMost>
+__global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ ImageArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  constexpr int kWarps = kFewThreads / kWarpSize;
+  const Rows rows(args.classes, sizeof(T));
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  char* const stages = shared + warp * 2 * rows.bytes();
+  // The sums of each thread's pixels by their own class: of their probabilities, and of 1.
+  float2* const own = reinterpret_cast<float2*>(shared + kWarps * 2 * rows.bytes()) + threadIdx.x;
+  for (int c = 0; c < args.classes; ++c) own[c * kFewThreads] = make_float2(0.0f, 0.0f);
+  float total = 0.0f, losses = 0.0f, predicted[kMost] = {};
+
+  const int64_t start = blockIdx.y * args.pixels;
+  const int64_t step = int64_t{gridDim.x} * kFewThreads;
+  int64_t pixel = int64_t{blockIdx.x} * kFewThreads + warp * kWarpSize;  // the warp's first one
+  const auto load = [&](int64_t first, char* stage) {
+    const int64_t pixels = args.pixels - first;
+    if (pixels > 0) {
+      load_rows<T>(args, rows, stage, start + first,
+                   static_cast<int>(pixels < kWarpSize ? pixels : kWarpSize));
+    }
+    async_copies_commit();
+    return Truth(args, start + first + lane, lane < pixels);
+  };
+  Truth next = load(pixel, stages);
+  for (int turn = 0; pixel < args.pixels; ++turn, pixel += step) {
+    const Truth truth = next;
+    next = load(pixel + step, stages + (turn + 1) % 2 * rows.bytes());
+    async_copies_wait(1);
+    __syncwarp();
+    const char* const row = stages + turn % 2 * rows.bytes() + lane * rows.pitch;
+    const FewTerms<kMost> terms(args, reinterpret_cast<const T*>(row), truth);
+    // Nor does a lane without a pixel count, whose row is anything.
+    if (truth.counts) {
+      total += truth.weight;
+      losses += truth.weight * terms.loss;
+      const float factor = truth.weight * terms.inverse;
+#pragma unroll
+      for (int c = 0; c < kMost; ++c) predicted[c] += factor * terms.exponentials[c];
+      if (terms.valid) {
+        float2& sum = own[truth.label * kFewThreads];
+        sum.x += truth.weight * terms.own;
+        sum.y += truth.weight;
+      }
+    }
+    __syncwarp();
+  }
+
+  __shared__ float of_warps[kWarps][kOverall + kMost];
+  total = sum_over_lanes<kWarpSize>(total);
+  losses = sum_over_lanes<kWarpSize>(losses);
+#pragma unroll
+  for (float& sum : predicted) sum = sum_over_lanes<kWarpSize>(sum);
+  if (lane == 0) {
+    of_warps[warp][0] = total;
+    of_warps[warp][1] = losses;
+#pragma unroll
+    for (int c = 0; c < kMost; ++c) of_warps[warp][kOverall + c] = predicted[c];
+  }
+  __syncthreads();
+  const int all = kOverall + 3 * args.classes;
+  float* const out = args.partials + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * all;
+  if (threadIdx.x < kOverall + args.classes) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sum += of_warps[i][threadIdx.x];
+    out[threadIdx.x < kOverall ? threadIdx.x : threadIdx.x + args.classes] = sum;
+  }
+  for (int c = warp; c < args.classes; c += kWarps) {
+    float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      const float2 part = own[c * kFewThreads - threadIdx.x + i * kWarpSize + lane];
+      sum = make_float2(sum.x + part.x, sum.y + part.y);
+    }
+    sum.x = sum_over_lanes<kWarpSize>(sum.x);
+    sum.y = sum_over_lanes<kWarpSize>(sum.y);
+    if (lane == 0) {
+      out[kOverall + c] = sum.x;
+      out[kOverall + 2 * args.classes + c] = sum.y;
+    }
+  }
+}
+
+template <typename T, int kMost>
+__global__ void __launch_bounds__(kFewThreads)
+    few_gradient(const __grid_constant__ ImageArgs args) {
+  extern __shared__ __align__(16) char shared[];
+  __shared__ float of_overlap[kMost], of_predicted[kMost];
+  const Rows rows(args.classes, sizeof(T));
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  char* const stage = shared + warp * rows.bytes();
+  const float* const cotangents =
+      args.cotangents + int64_t{blockIdx.y} * (kOverall + 3 * args.classes);
+  if (threadIdx.x < kMost) {
+    const int c = min(static_cast<int>(threadIdx.x), args.classes - 1);
+    of_overlap[threadIdx.x] = cotangents[kOverall + c];
+    of_predicted[threadIdx.x] = cotangents[kOverall + args.classes + c];
+  }
+  __syncthreads();
+  const float of_loss = cotangents[1];
+  const int64_t start = blockIdx.y * args.pixels;
+  for (int turn = 0; turn < kUnroll; ++turn) {
+    const int64_t first = (int64_t{blockIdx.x} * kUnroll + turn) * kFewThreads + warp * kWarpSize;
+    if (first >= args.pixels) return;
+    const int pixels = static_cast<int>(min(args.pixels - first, int64_t{kWarpSize}));
+    load_rows<T>(args, rows, stage, start + first, pixels);
+    async_copies_commit();
+    const Truth truth(args, start + first + lane, lane < pixels);
+    async_copies_wait(0);
+    __syncwarp();
+    T* const row = reinterpret_cast<T*>(stage + lane * rows.pitch);
+    const FewTerms<kMost> terms(args, row, truth);
+    const int label = terms.valid ? truth.label : 0;
+    // Classes beyond the last one have probability 0.
+    float mean = of_overlap[label] * terms.own;
+#pragma unroll
+    for (int c = 0; c < kMost; ++c) {
+      mean += of_predicted[c] * (terms.exponentials[c] * terms.inverse);
+    }
+    const float slope = of_loss * terms.slope;
+    const auto store = [&](int c, float value) {
+      const float gradient[1] = {truth.counts ? truth.weight * value : 0.0f};
+      Vector<T, 1> packed;
+      pack(gradient, packed);
+      store_vector(row + c, packed);
+    };
+    if (lane < pixels) {
+#pragma unroll
+      for (int c = 0; c < kMost; ++c) {
+        if (c >= args.classes) continue;
+        store(c, terms.exponentials[c] * terms.inverse * (slope + of_predicted[c] - mean));
+      }
+      if (terms.valid) {
+        const float pull = of_overlap[label] + of_predicted[label];
+        store(label, slope * (terms.own - 1.0f) + terms.own * (pull - mean));
+      }
+    }
+    __syncwarp();
+    store_rows<T>(args, rows, stage, start + first, pixels);
+    __syncwarp();
   }
 }
 
@@ -309,16 +777,49 @@ ffi::Error with_lanes(int classes, const F& f) {
   const auto call = [&](auto lanes, auto own) { return f(lanes, own); };
 #define JAXFUSED_LANES(lanes, own) \
   call(std::integral_constant<int, lanes>{}, std::integral_constant<int, own>{})
-  if (classes == 1) return JAXFUSED_LANES(1, 1);
-  if (classes == 2) return JAXFUSED_LANES(2, 1);
-  if (classes <= 4) return JAXFUSED_LANES(4, 1);
-  if (classes <= 8) return JAXFUSED_LANES(8, 1);
-  if (classes <= 16) return JAXFUSED_LANES(16, 1);
   if (classes <= 32) return JAXFUSED_LANES(32, 1);
   if (classes <= 64) return JAXFUSED_LANES(32, 2);
   if (classes <= 128) return JAXFUSED_LANES(32, 4);
   return JAXFUSED_LANES(32, 8);
 #undef JAXFUSED_LANES
+}
+
+// Calls `f` with the pixels of a vector and whether the loss is focal. The images' first pixels
+// must be aligned alike.
+template <typename F>
+ffi::Error with_mask(const ImageArgs& args, const F& f) {
+  const bool aligned = args.pixels % kMaskPixels == 0 &&
+                       are_aligned({args.logits, args.labels, args.weights, args.dlogits});
+  const auto call = [&](auto vec) {
+    if (args.focal_gamma == 0.0f) return f(vec, std::false_type{});
+    return f(vec, std::true_type{});
+  };
+  if (aligned) return call(std::integral_constant<int, kMaskPixels>{});
+  return call(std::integral_constant<int, 1>{});
+}
+
+template <typename F>
+ffi::Error with_few(int classes, const F& f) {
+  if (classes <= 4) return f(std::integral_constant<int, 4>{});
+  if (classes <= 8) return f(std::integral_constant<int, 8>{});
+  if (classes <= 16) return f(std::integral_constant<int, 16>{});
+  return f(std::integral_constant<int, kFewClasses>{});
+}
+
+template <typename T>
+ffi::Error launch_few(void (*kernel)(ImageArgs), ImageArgs args, dim3 grid, bool sums,
+                      cudaStream_t stream) {
+  const Rows rows(args.classes, sizeof(T));
+  args.wide = args.pixels * args.classes * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
+              are_aligned({args.logits, args.dlogits});
+  int shared = (kFewThreads / kWarpSize) * (sums ? 2 : 1) * rows.bytes();
+  shared += sums ? kFewThreads * args.classes * static_cast<int>(sizeof(float2)) : 0;
+  if (shared > 48 * 1024) {
+    Device device;
+    RETURN_IF_ERROR(current_device(&device));
+    RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  }
+  return launch_kernel(kernel, args, {grid, kFewThreads, shared}, stream);
 }
 
 template <typename F>
@@ -359,6 +860,9 @@ ffi::Error parse_images(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& labe
       args->label_type = LabelType::kUint8;
       break;
     case ffi::DataType::F32:
+      if (shape[2] != 1) {
+        return ffi::Error::InvalidArgument("labels of classes must be int32 or uint8");
+      }
       args->label_type = LabelType::kFloat32;
       break;
     default:
@@ -381,7 +885,8 @@ ffi::Error parse_images(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& labe
 
 ffi::Error segmentation_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer labels,
                                 ffi::AnyBuffer weights, ffi::Result<ffi::AnyBuffer> partials,
-                                bool ignores, int64_t ignore_index, float focal_gamma) {
+                                bool ignores, int64_t ignore_index, float focal_gamma,
+                                int64_t cluster) {
   ImageArgs args = {};
   RETURN_IF_ERROR(parse_images(logits, labels, weights, ignores, ignore_index, focal_gamma, &args));
   const auto shape = logits.dimensions();
@@ -393,12 +898,27 @@ ffi::Error segmentation_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi:
       check_float32("partials", *partials, {shape[0], blocks, kOverall + 3 * shape[2]}));
   args.partials = static_cast<float*>(partials->untyped_data());
   if (is_absent(logits)) return ffi::Error::InvalidArgument("logits have no elements");
+  if (cluster != 1 && !(cluster == kCluster && blocks == 1 && args.classes == 1)) {
+    return ffi::Error::InvalidArgument("a cluster has 1 block, or " + std::to_string(kCluster) +
+                                       " that have the whole of a mask");
+  }
+  args.cluster = static_cast<int>(cluster);
+  const dim3 grid(static_cast<unsigned>(blocks * cluster), static_cast<unsigned>(shape[0]));
   return with_logits_type(*dtype_of(logits), [&](auto type) {
+    using T = decltype(type);
+    if (args.classes == 1) {
+      return with_mask(args, [&](auto vec, auto focal) {
+        return launch_kernel(mask_sums<T, vec(), focal()>, args,
+                             {grid, kMaskSumsThreads, 0, args.cluster}, stream);
+      });
+    }
+    if (args.classes <= kFewClasses) {
+      return with_few(args.classes, [&](auto most) {
+        return launch_few<T>(few_sums<T, most()>, args, grid, true, stream);
+      });
+    }
     return with_lanes(args.classes, [&](auto lanes, auto own) {
-      return launch_kernel(
-          image_sums<decltype(type), lanes(), own()>, args,
-          {dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(shape[0])), kThreads, 0},
-          stream);
+      return launch_kernel(image_sums<T, lanes(), own()>, args, {grid, kThreads, 0}, stream);
     });
   });
 }
@@ -416,11 +936,26 @@ ffi::Error segmentation_backward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
   args.cotangents = static_cast<const float*>(cotangents.untyped_data());
   args.dlogits = dlogits->untyped_data();
   if (is_absent(logits)) return ffi::Error::Success();
+  const auto images = static_cast<unsigned>(shape[0]);
   return with_logits_type(*dtype_of(logits), [&](auto type) {
+    using T = decltype(type);
+    if (args.classes == 1) {
+      return with_mask(args, [&](auto vec, auto focal) {
+        const int blocks = divide_up(args.pixels, kMaskGradientThreads * vec());
+        return launch_kernel(mask_gradient<T, vec(), focal()>, args,
+                             {dim3(blocks, images), kMaskGradientThreads, 0}, stream);
+      });
+    }
+    if (args.classes <= kFewClasses) {
+      return with_few(args.classes, [&](auto most) {
+        const int blocks = divide_up(args.pixels, kFewThreads * kUnroll);
+        return launch_few<T>(few_gradient<T, most()>, args, dim3(blocks, images), false, stream);
+      });
+    }
     return with_lanes(args.classes, [&](auto lanes, auto own) {
       const int blocks = divide_up(args.pixels, kThreads / lanes() * kUnroll);
-      return launch_kernel(image_gradient<decltype(type), lanes(), own()>, args,
-                           {dim3(blocks, static_cast<unsigned>(shape[0])), kThreads, 0}, stream);
+      return launch_kernel(image_gradient<T, lanes(), own()>, args,
+                           {dim3(blocks, images), kThreads, 0}, stream);
     });
   });
 }
@@ -436,7 +971,8 @@ DEFINE_HANDLER(jaxfused_segmentation_forward, segmentation_forward,
                    .Ret<ffi::AnyBuffer>()  // partials
                    .Attr<bool>("ignores")
                    .Attr<int64_t>("ignore_index")
-                   .Attr<float>("focal_gamma"));
+                   .Attr<float>("focal_gamma")
+                   .Attr<int64_t>("cluster"));
 
 DEFINE_HANDLER(jaxfused_segmentation_backward, segmentation_backward,
                ffi::Ffi::Bind()

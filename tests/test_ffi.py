@@ -218,6 +218,7 @@ DEPTHWISE = {
     name: np.int64(value)
     for name, value in dict(height=3, width=3, stride=1, top=1, left=1).items()
 }
+ALONE = dict(cluster=np.int64(1))
 POOL = {
     name: np.int64(value)
     for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
@@ -417,14 +418,20 @@ POOL = {
                 "depthwise_conv",
                 [(2, 5, 6, 8), (9, 7), (0,), (0,)],
                 [(2, 5, 6, 8), (0,)],
-                DEPTHWISE | dict(activation="none"),
+                DEPTHWISE | dict(activation="none", turned=np.bool_(False)),
                 r"weights has shape \[9, 7\], but \[9, 8\]",
             ),
             (
                 "depthwise_conv",
                 [(2, 5, 6, 8), (4, 8), (0,), (0,)],
                 [(2, 5, 6, 8), (0,)],
-                DEPTHWISE | dict(activation="none", height=np.int64(2), width=np.int64(2)),
+                DEPTHWISE
+                | dict(
+                    activation="none",
+                    turned=np.bool_(False),
+                    height=np.int64(2),
+                    width=np.int64(2),
+                ),
                 "there is no kernel of 2 x 2 with stride 1",
             ),
             (
@@ -583,29 +590,36 @@ INT32 = "int32"
                 "segmentation_forward",
                 [(2, 9, 300), ((2, 9), INT32), (0,)],
                 [(2, 1, 902)],
-                PIXELS,
+                PIXELS | ALONE,
                 "logits have 300 classes; 1 to 256",
             ),
             (
                 "segmentation_forward",
                 [(2, 9, 3), ((2, 8), INT32), (0,)],
                 [(2, 1, 11)],
-                PIXELS,
+                PIXELS | ALONE,
                 r"labels has shape \[2, 8\], but \[2, 9\]",
             ),
             (
                 "segmentation_forward",
                 [(2, 9, 3), ((2, 9), BF16), (0,)],
                 [(2, 1, 11)],
-                PIXELS,
+                PIXELS | ALONE,
                 "labels must be int32, uint8, bool or float32",
             ),
             (
                 "segmentation_forward",
                 [(2, 9, 3), ((2, 9), INT32), (2, 9)],
                 [(2, 1, 10)],
-                PIXELS,
+                PIXELS | ALONE,
                 r"partials has shape \[2, 1, 10\], but \[2, 1, 11\]",
+            ),
+            (
+                "segmentation_forward",
+                [(2, 9, 3), ((2, 9), INT32), (0,)],
+                [(2, 1, 11)],
+                PIXELS | dict(cluster=np.int64(8)),
+                "a cluster has 1 block, or 8 that have the whole of a mask",
             ),
             (
                 "segmentation_backward",

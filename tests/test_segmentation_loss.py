@@ -199,7 +199,8 @@ def stand_ins(hopper, monkeypatch):
     """Kernels are called, and jax.numpy computes what they would."""
     packed = jaxfused.ops.segmentation_loss._packed_sums
 
-    def forward(logits, labels, weights, *, multiprocessors, **options):
+    def forward(logits, labels, weights, *, compute_capability, multiprocessors, **options):
+        assert compute_capability == hopper.compute_capability
         assert multiprocessors == hopper.multiprocessors
         return packed(PixelOptions(**options), logits, labels, weights)
 

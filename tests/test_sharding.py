@@ -960,8 +960,9 @@ def image_stand_ins(hopper, monkeypatch):
             feature_group_count=x.shape[-1],
         )
 
-    def conv(x, w, bias, residual, *, window, activation, save_preactivation):
+    def conv(x, w, bias, residual, *, window, activation, save_preactivation, turned=False):
         del residual
+        w = w[::-1, ::-1] if turned else w
         z = lax.map(lambda image: convolve(window, image[None], w)[0], x)
         z = z if bias is None else z + bias
         y = z if activation is None else jnp.maximum(z, 0)

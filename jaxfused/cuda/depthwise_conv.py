@@ -1,7 +1,7 @@
 """Depthwise convolution by the CUDA kernels of ffi/depthwise_conv.cu.
 
-A block has 64 channels of a tile of the output, with the halo of its input in shared memory, and sums in
-registers. A convolution along one axis has the images as its rows.
+A warp has 64 channels of a strip, which is a few columns of the output, and walks down its rows with all
+sums in registers. A convolution along one axis has the images as its rows.
 """
 
 import math
@@ -23,14 +23,16 @@ KERNELS = {
     (1, 7): (1,),
 }
 """The sizes (height, width) that there are kernels for, and their strides."""
-MAX_SIZE = 2**28
-"""Of the pixels of all images, and of the channels."""
+MAX_PIXELS = 2**28
+"""Of all images together."""
+MAX_CHANNELS = 64 * 65535
 
 _BLOCK_CHANNELS = 64
-_PATCH = (4, 8)
 _WARPS = 4
-_SHARED_KILOBYTES = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (12, 0): 99}
-"""Of a block, by compute capability; 227 for those that are not listed."""
+_BLOCKS_OF_MULTIPROCESSOR = 2
+"""Those of the weights' gradient that run at a time."""
+_PIXELS_OF_WARP = 32
+"""That a warp of it has at least, so that it has more to do than to write its sums."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +96,11 @@ def why_unsupported(
     out = window.result(height, width)
     if min(out) < 1:
         return f"the result has {out[0]} rows and {out[1]} columns"
-    if max(images * math.prod(out), images * height * width, channels) >= MAX_SIZE:
-        return f"it takes less than {MAX_SIZE} pixels and channels, and x has more"
-    shared = _SHARED_KILOBYTES.get(compute_capability, 227) * 1024
-    if _tile_bytes(window, jnp.dtype(dtype).itemsize) > shared:
-        return "a tile does not fit into the shared memory of this GPU"
+    if max(images * math.prod(out), images * height * width) >= MAX_PIXELS:
+        return f"it takes less than {MAX_PIXELS} pixels, and x has more"
+    if channels > MAX_CHANNELS:
+        return f"it takes at most {MAX_CHANNELS} channels, and x has {channels}"
     return library.why_unavailable()
-
-
-def _tile_bytes(window: Window, itemsize: int) -> int:
-    """What the largest tile of x and dy takes, whichever way the warps are arranged."""
-    pixels = max(
-        math.prod(
-            (patch * warps - 1) * window.stride + kernel
-            for patch, warps, kernel in zip(_PATCH, (_WARPS // n, n), window.kernel, strict=True)
-        )
-        for n in (1, 2, 4)
-    )
-    return (pixels + _WARPS * math.prod(_PATCH)) * _BLOCK_CHANNELS * itemsize
 
 
 def conv(
@@ -123,8 +112,12 @@ def conv(
     window: Window,
     activation: str | None,
     save_preactivation: bool,
+    turned: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z) of x [B, H, W, C] and w [kh, kw, C]; y is the activation of z, which may be None."""
+    """(y, z) of x [B, H, W, C] and w [kh, kw, C]; y is the activation of z, which may be None.
+
+    Turned by 180 degrees, a kernel gives the input's gradient.
+    """
     library.register()
     shape = (x.shape[0], *window.result(*x.shape[1:3]), x.shape[3])
     absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
@@ -137,10 +130,11 @@ def conv(
     )
     y, z = call(
         x,
-        w.astype(jnp.float32).reshape(-1, x.shape[3]),
+        w.reshape(-1, x.shape[3]),
         absent if bias is None else bias,
         absent if residual is None else residual,
         **_attributes(window),
+        turned=np.bool_(turned),
         activation=activation or "none",
     )
     return y, z if save_preactivation else None
@@ -152,10 +146,11 @@ def weight_gradient(
     """(dw [kh, kw, C], dbias [C]) in float32, from x and the gradient of z."""
     library.register()
     channels = x.shape[3]
-    blocks = max(1, 2 * multiprocessors // math.ceil(channels / _BLOCK_CHANNELS))
-    tiles = math.ceil(math.prod(dy.shape[:3]) / (_WARPS * math.prod(_PATCH)))
+    resident = _BLOCKS_OF_MULTIPROCESSOR * multiprocessors
+    blocks = max(1, resident // math.ceil(channels / _BLOCK_CHANNELS))
+    most = math.ceil(math.prod(dy.shape[:3]) / (_WARPS * _PIXELS_OF_WARP))
     taps = math.prod(window.kernel)
-    shape = (min(blocks, tiles), taps + 1, channels)
+    shape = (min(blocks, most), taps + 1, channels)
     call = jax.ffi.ffi_call(
         "jaxfused_depthwise_conv_weights", jax.ShapeDtypeStruct(shape, jnp.float32)
     )

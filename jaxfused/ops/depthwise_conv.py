@@ -209,12 +209,13 @@ class _InputGradient:
         if implementation == "cuda":
             dx, _ = cuda.depthwise_conv.conv(
                 _rows(self.window, dz),
-                w[::-1, ::-1],
+                w,
                 None,
                 None,
                 window=self.window.transposed(),
                 activation=None,
                 save_preactivation=False,
+                turned=True,
             )
             return (dx.reshape(shape),)
         x = jnp.zeros_like(dz, shape=shape)

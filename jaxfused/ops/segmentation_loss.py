@@ -268,6 +268,7 @@ class _Forward:
                 weights,
                 ignore_index=self.options.ignore_index,
                 focal_gamma=self.options.focal_gamma,
+                compute_capability=device.compute_capability,
                 multiprocessors=device.multiprocessors,
             )
             return (sums,)
