@@ -114,8 +114,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
     "lamb": Entry(
         lambda schedule, decay: jaxfused.optim.lamb(
             schedule, b2=0.99, weight_decay=decay, mask=is_decayed
-        ),
-        rate=5.0,
+        )
     ),
     "sgd": Entry(
         lambda schedule, decay: jaxfused.optim.sgd(schedule, momentum=0.9, nesterov=True),
