@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import sharding
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 
@@ -66,7 +65,7 @@ def _batches(matrices: Sequence[jax.Array]) -> list[list[int]]:
     batches: dict[Hashable, list[list[int]]] = {}
     for i, x in enumerate(matrices):
         # Arrays that are split over devices in different ways are not brought together.
-        kind = (_wide(x).shape[1:], x.dtype, sharding.varying(x), str(jax.typeof(x).sharding))
+        kind = (_wide(x).shape[1:], x.dtype, str(jax.typeof(x).sharding))
         of_kind = batches.setdefault(kind, [[]])
         if of_kind[-1] and sum(matrices[j].size for j in of_kind[-1]) + x.size > _MOST_ELEMENTS:
             of_kind.append([])
