@@ -35,8 +35,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-import jaxfused
-from examples import processes
+from examples import optimizers, processes
 from examples.errors import ExampleError, Stopped
 from examples.images import Batch, Loader, MakeBatch
 from examples.placement import ONE_DEVICE, OneDevice
@@ -75,6 +74,13 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
     run.add_argument("--evaluate-every", type=whole(1), metavar="N", help="epochs (%(default)s)")
     run.add_argument("--checkpoint-every", type=whole(1), metavar="N", help="epochs (%(default)s)")
     optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument(
+        "--optimizer",
+        choices=tuple(optimizers.OPTIMIZERS),
+        default=optimizers.DEFAULT,
+        help=f"its learning rate and decay default to multiples of {optimizers.DEFAULT}'s"
+        " (%(default)s)",
+    )
     optimizer.add_argument("--epochs", type=whole(1), help="passes over the data (%(default)s)")
     optimizer.add_argument("--batch-size", type=whole(1), help="images a step (%(default)s)")
     optimizer.add_argument(
@@ -82,7 +88,9 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
     )
     optimizer.add_argument("--warmup-epochs", type=number(least=0), help="(%(default)s)")
     optimizer.add_argument(
-        "--weight-decay", type=number(least=0), help="of the kernels only (%(default)s)"
+        "--weight-decay",
+        type=number(least=0),
+        help="of the kernels only, of muon's matrices; sgd has none (%(default)s)",
     )
     optimizer.add_argument(
         "--clip-norm",
@@ -95,11 +103,18 @@ def add_flags(parser: argparse.ArgumentParser, *, out: str) -> None:
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags. With --resume, those not given are the run's own, and no other may differ.
 
-    "auto" becomes the dtype of this device, so that a run keeps its dtype when resumed elsewhere.
+    The defaults of learning rate and weight decay are those of the optimizer that is named. "auto"
+    becomes the dtype of this device, so that a run keeps its dtype when resumed elsewhere.
     """
+    entry = optimizers.OPTIMIZERS[parser.parse_args(argv).optimizer]
+    parser.set_defaults(
+        learning_rate=parser.get_default("learning_rate") * entry.rate,
+        weight_decay=parser.get_default("weight_decay") * entry.decay,
+    )
     args = parser.parse_args(argv)
     if args.resume:
-        saved = Run.load(args.out).config["flags"]
+        # Runs that were started before there was a choice had the default.
+        saved = {"optimizer": optimizers.DEFAULT} | Run.load(args.out).config["flags"]
         parser.set_defaults(**saved)
         args = parser.parse_args(argv)
         for name, value in saved.items():
@@ -245,20 +260,61 @@ def make_train_step(
 
 
 def make_optimizer(args: argparse.Namespace, epoch_steps: int) -> FusedTransformation:
-    """Returns AdamW with warm-up and cosine decay to zero; `make_train_step` clips the gradients."""
+    """Returns the optimizer of the flags, with warm-up and cosine decay of its rate to zero.
+
+    `make_train_step` clips the gradients.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=args.learning_rate,
         warmup_steps=round(args.warmup_epochs * epoch_steps),
         decay_steps=args.epochs * epoch_steps,
     )
-    return jaxfused.optim.adamw(schedule, b2=0.99, weight_decay=args.weight_decay, mask=_is_decayed)
+    return optimizers.make(args.optimizer, schedule, args.weight_decay)
 
 
-def _is_decayed(params: Any) -> Any:
-    """Returns True for the kernels of linear layers and convolutions, False for all other parameters."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
+_TIMED_STEPS = 20
+
+
+def optimizer_share(
+    optimizer: FusedTransformation,
+    state: State,
+    *,
+    args: argparse.Namespace,
+    images_per_second: float,
+    placement: OneDevice = ONE_DEVICE,
+) -> str:
+    """Returns a sentence that says how much of a training step is the optimizer's.
+
+    The optimizer's step is timed alone, on the device, over some steps in a row that only wait at the
+    end; a training step is what the run took on average. `state` is donated.
+    """
+
+    def step(state: State, batch: Batch, number: int) -> tuple[State, dict[str, jax.Array]]:
+        del batch, number
+        params, opt_state = optimizer.step(
+            state["gradients"], state["opt_state"], state["params"], max_norm=args.clip_norm
+        )
+        return dict(params=params, opt_state=opt_state, gradients=state["gradients"]), {}
+
+    zeros = placement.init(lambda params: jax.tree.map(jnp.zeros_like, params), state["params"])
+    state = dict(params=state["params"], opt_state=state["opt_state"], gradients=zeros)
+    rows = placement.rows(args.batch_size)
+    batch = dict(row=np.zeros(rows.stop - rows.start, np.float32))  # Placements split a batch.
+    take = placement.train_step(step)
+    state, _ = take(state, batch, 0)
+    jax.block_until_ready(state)
+    begin = time.perf_counter()
+    for number in range(_TIMED_STEPS):
+        state, _ = take(state, batch, number)
+    jax.block_until_ready(state)
+    milliseconds = 1e3 * (time.perf_counter() - begin) / _TIMED_STEPS
+    if not images_per_second:
+        return f"a step of {args.optimizer} takes {milliseconds:.3g} ms"
+    whole_step = 1e3 * args.batch_size / images_per_second
+    return (
+        f"{args.optimizer} takes {milliseconds:.3g} of the {whole_step:.3g} ms of a step,"
+        f" {milliseconds / whole_step:.1%} (its step timed alone, {_TIMED_STEPS} times in a row)"
     )
 
 
@@ -474,6 +530,8 @@ def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
 
 
 def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
+    """Raises ExampleError where a checkpoint's tree is not that of `arrays`."""
+    is_optimizers = where.name == "opt_state"
     metadata = ocp.StandardCheckpointHandler().metadata(epath.Path(where.absolute())).tree
     saved = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
     wanted = {name: (a.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
@@ -483,10 +541,16 @@ def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
                 "none" if array is None else f"{array[1]}{list(array[0])}"
                 for array in (saved.get(name), wanted.get(name))
             )
+            owner = "optimizer" if is_optimizers else "model"
+            remedy = (
+                "pass the --optimizer that the run was started with"
+                if is_optimizers
+                else "pass the checkpoint of this model"
+            )
             raise ExampleError(
-                f"a checkpoint must hold the arrays of the model, but {where} has {received} for"
-                f" {name!r} where the model has {needed}; pass the checkpoint of this model, or"
-                " start a new run with another --out."
+                f"a checkpoint must hold the arrays of the {owner}, but {where} has {received} for"
+                f" {name!r} where the {owner} has {needed}; {remedy}, or start a new run with another"
+                " --out."
             )
 
 

@@ -48,8 +48,18 @@ struct alignas(16) Scalars {
 constexpr int kScalars = sizeof(Scalars) / sizeof(float);
 
 // LAMB needs the norms of a whole leaf between the moments and the write, so it is two passes. The
-// second one finds the direction anew from the moments.
-enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite };
+// second one finds the direction anew: from the moments that the first has written where they are
+// in float32, else from the gradient. In 16 bits a second moment may have become 0, and the
+// direction would not be the one whose norm was taken.
+enum class Rule { kAdam, kAdam8Bit, kLion, kSgd, kLambMoments, kLambWrite, kLambNorms, kLambWhole };
+
+__host__ __device__ constexpr bool takes_norms(Rule rule) {
+  return rule == Rule::kLambMoments || rule == Rule::kLambNorms;
+}
+
+__host__ __device__ constexpr bool has_trust_ratio(Rule rule) {
+  return rule == Rule::kLambWrite || rule == Rule::kLambWhole;
+}
 
 __host__ __device__ constexpr bool has_adam_moments(Rule rule) {
   return rule != Rule::kLion && rule != Rule::kSgd;
@@ -67,8 +77,10 @@ __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
     case Rule::kAdam8Bit:
+    case Rule::kLambWhole:
       return kBits<kGradient, kParameter, kFirstMoment, kSecondMoment, kAverage>;
     case Rule::kLambMoments:
+    case Rule::kLambNorms:
       return kBits<kGradient, kParameter, kFirstMoment, kSecondMoment>;
     case Rule::kLambWrite:
       return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage>;
@@ -80,6 +92,7 @@ __host__ __device__ constexpr uint32_t streams_read(Rule rule) {
 __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   switch (rule) {
     case Rule::kAdam:
+    case Rule::kLambWhole:
       return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy>;
     case Rule::kAdam8Bit:
       return kBits<kParameter, kFirstMoment, kSecondMoment, kAverage, kCopy, kFirstScale,
@@ -88,6 +101,8 @@ __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
       return kBits<kFirstMoment, kSecondMoment>;
     case Rule::kLambWrite:
       return kBits<kParameter, kAverage, kCopy>;
+    case Rule::kLambNorms:
+      return 0;
     default:
       return kBits<kParameter, kFirstMoment, kAverage, kCopy>;
   }
@@ -159,7 +174,7 @@ __device__ __forceinline__ void update(const StepArgs& args, const Scalars& s, b
     float u = direction_of<kRule>(args, s, of[kGradient][i] * factor, of[kFirstMoment][i],
                                   of[kSecondMoment][i]);
     if (decays) u += s.weight_decay * p;
-    if constexpr (kRule == Rule::kLambMoments) {
+    if constexpr (takes_norms(kRule)) {
       squares.x += p * p;
       squares.y += u * u;
     } else {
@@ -261,7 +276,7 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
   const Scalars s = *args.scalars;
   const float factor = gradient_factor(args, s);
   float learning_rate = s.learning_rate;
-  if constexpr (kRule == Rule::kLambWrite) {
+  if constexpr (has_trust_ratio(kRule)) {
     learning_rate *= trust_ratio(__ldg(args.norms + leaf_index));
   }
   float2 squares = {0.0f, 0.0f};
@@ -287,7 +302,7 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
     squares.x += more.x;
     squares.y += more.y;
   }
-  if constexpr (kRule == Rule::kLambMoments) {
+  if constexpr (takes_norms(kRule)) {
     float sums[] = {squares.x, squares.y};
     add_over_lanes(kWarpSize, sums);
     if (threadIdx.x % kWarpSize == 0) {
@@ -438,6 +453,8 @@ std::optional<Rule> parse_rule(std::string_view name) {
   if (name == "sgd") return Rule::kSgd;
   if (name == "lamb_moments") return Rule::kLambMoments;
   if (name == "lamb_write") return Rule::kLambWrite;
+  if (name == "lamb_norms") return Rule::kLambNorms;
+  if (name == "lamb_whole") return Rule::kLambWhole;
   return std::nullopt;
 }
 
@@ -466,8 +483,12 @@ ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cu
       return launch_step<Rule::kSgd, kVectors>(args, device, stream);
     case Rule::kLambMoments:
       return launch_step<Rule::kLambMoments, kVectors>(args, device, stream);
-    default:
+    case Rule::kLambWrite:
       return launch_step<Rule::kLambWrite, kVectors>(args, device, stream);
+    case Rule::kLambNorms:
+      return launch_step<Rule::kLambNorms, kVectors>(args, device, stream);
+    default:
+      return launch_step<Rule::kLambWhole, kVectors>(args, device, stream);
   }
 }
 
@@ -512,11 +533,11 @@ ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyB
       return ffi::Error::InvalidArgument("a leaf with 8-bit moments must be whole aligned blocks");
     }
   }
-  if (*rule == Rule::kLambWrite) {
+  if (has_trust_ratio(*rule)) {
     RETURN_IF_ERROR(check_float32("norms", norms, {leaves.count, 2}));
     args.norms = static_cast<const float2*>(norms.untyped_data());
   }
-  if (*rule == Rule::kLambMoments) {
+  if (takes_norms(*rule)) {
     RETURN_IF_ERROR(check_float32("partial_norms", *partial_norms, {leaves.tiles, kLeafWarps, 2}));
     RETURN_IF_ERROR(check_float32("new_norms", *new_norms, {leaves.count, 2}));
     args.partial_norms = static_cast<float2*>(partial_norms->untyped_data());
@@ -534,7 +555,7 @@ ffi::Error optimizer_step(cudaStream_t stream, ffi::AnyBuffer scalars, ffi::AnyB
     default:
       return ffi::Error::InvalidArgument("vectors must be 1 or 2");
   }
-  if (*rule != Rule::kLambMoments) return ffi::Error::Success();
+  if (!takes_norms(*rule)) return ffi::Error::Success();
   sum_norms<<<leaves.count, kSumThreads, 0, stream>>>(
       args, static_cast<float2*>(new_norms->untyped_data()));
   return check_cuda(cudaGetLastError(), "kernel launch");

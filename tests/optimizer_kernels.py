@@ -110,11 +110,11 @@ def step(
         u, m, v = direction(rule, s, nesterov, None if g is None else g * factor, m, v)
         if decays_here:
             u = u + s.weight_decay * p
-        if rule == "lamb_moments":
+        if rule in ("lamb_moments", "lamb_norms"):
             new_norms.append(jnp.stack([jnp.sum(p * p), jnp.sum(u * u)]))
         else:
             ratio = 1.0
-            if rule == "lamb_write":
+            if rule in ("lamb_write", "lamb_whole"):
                 zero = (norms[i, 0] == 0) | (norms[i, 1] == 0)
                 ratio = jnp.where(zero, 1.0, jnp.sqrt(norms[i, 0]) / jnp.sqrt(norms[i, 1]))
             p = p - s.learning_rate * ratio * u
@@ -122,6 +122,9 @@ def step(
             p = p.astype(leaf.parameter.dtype).astype(jnp.float32)
             if e is not None:
                 e = s.average_decay * e + s.one_minus_average_decay * p
+        if rule == "lamb_norms":
+            new_leaves.append(leaf)
+            continue
         if rule != "lamb_write":
             m = round_at_random(random, rounded, i, "first_moment", leaf, m)
             v = round_at_random(random, rounded, i, "second_moment", leaf, v)

@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 
 import jax
@@ -17,9 +18,11 @@ import optax
 import pytest
 from PIL import Image
 
-from examples import training
+from examples import optimizers, training
 from examples.errors import ExampleError, Stopped, run_command
 from examples.images import Loader, epoch_indices, find_images, read_image
+from examples.optimizers import OPTIMIZERS
+from tests.grids import parametrize
 from tests.loader_batches import power
 
 STEPS, EPOCH_STEPS = 12, 4
@@ -228,7 +231,14 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def parse(*argv):
     parser = argparse.ArgumentParser()
     training.add_flags(parser, out="runs/x")
-    defaults = dict(epochs=3, batch_size=2, learning_rate=0.1, warmup_epochs=1.0, weight_decay=0.0)
+    defaults = dict(
+        epochs=3,
+        batch_size=2,
+        optimizer="adamw",
+        learning_rate=0.1,
+        warmup_epochs=1.0,
+        weight_decay=0.0,
+    )
     parser.set_defaults(**defaults)
     return training.parse_flags(parser, argv)
 
@@ -290,9 +300,15 @@ def test_commands_end_with_a_sentence_and_a_code(capsys, raised, code, said):
     assert capsys.readouterr().err == said
 
 
-def test_weight_decay_reaches_kernels_only():
+@parametrize("name", [n for n, entry in OPTIMIZERS.items() if entry.decay], quick=(0,))
+def test_weight_decay_reaches_kernels_only(name):
     args = argparse.Namespace(
-        learning_rate=0.1, warmup_epochs=0.0, epochs=1, clip_norm=1.0, weight_decay=0.5
+        optimizer=name,
+        learning_rate=0.1,
+        warmup_epochs=0.0,
+        epochs=1,
+        clip_norm=1.0,
+        weight_decay=0.5,
     )
     optimizer = training.make_optimizer(args, epoch_steps=10)
     params = {
@@ -306,13 +322,18 @@ def test_weight_decay_reaches_kernels_only():
     assert moved == {
         "positions": False,
         "blocks": {"norm": {"scale": False}, "mlp": {"kernel": True}},
-        "head": {"kernel": True, "bias": False},
+        "head": {"kernel": name != "muon", "bias": False},  # Muon decays what is a matrix to it.
     }
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero():
     args = argparse.Namespace(
-        learning_rate=0.1, warmup_epochs=2.0, epochs=10, clip_norm=1.0, weight_decay=1.0
+        optimizer="adamw",
+        learning_rate=0.1,
+        warmup_epochs=2.0,
+        epochs=10,
+        clip_norm=1.0,
+        weight_decay=1.0,
     )
     optimizer = training.make_optimizer(args, epoch_steps=5)
     params = {"kernel": jnp.ones(())}
@@ -330,7 +351,12 @@ def test_the_learning_rate_warms_up_and_falls_to_zero():
 
 def test_a_step_clips_the_gradients_and_reports_their_norm():
     args = argparse.Namespace(
-        learning_rate=0.1, warmup_epochs=0.0, epochs=1, clip_norm=1.0, weight_decay=0.0
+        optimizer="adamw",
+        learning_rate=0.1,
+        warmup_epochs=0.0,
+        epochs=1,
+        clip_norm=1.0,
+        weight_decay=0.0,
     )
     optimizer = training.make_optimizer(args, epoch_steps=10)
     step = training.make_train_step(
@@ -341,6 +367,114 @@ def test_a_step_clips_the_gradients_and_reports_their_norm():
     assert metrics["gradient_norm"] == 200
     (mean,) = optax.tree.get(state["opt_state"], "mu").values()
     np.testing.assert_allclose(mean, 0.1 * 2.0 / np.sqrt(4), rtol=1e-6)
+
+
+def small_model():
+    """Parameters of each kind that optimizers tell apart: a stack, a convolution, 8-bit moments."""
+    return {
+        "blocks": {"kernel": jnp.full((2, 16, 8), 0.5), "bias": jnp.zeros((2, 8))},
+        "conv": {"kernel": jnp.full((3, 3, 2, 4), 0.5)},
+        "embed": {"kernel": jnp.full((64, 128), 0.5)},
+        "norm": {"scale": jnp.ones(8)},
+    }
+
+
+def train_small_model(run, args, *, stop_after=None):
+    optimizer = training.make_optimizer(args, EPOCH_STEPS)
+
+    def loss_of(params, batch, key):
+        del key
+        return sum(jnp.mean((p - batch["value"]) ** 2) for p in jax.tree.leaves(params))
+
+    def make_batch(step):
+        if stop_after is not None and step == stop_after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return dict(value=np.float32(2))
+
+    params = small_model()
+    return training.fit(
+        run,
+        dict(params=params, opt_state=jax.jit(optimizer.init)(params)),
+        training.make_train_step(loss_of, optimizer, seed=0, clip_norm=args.clip_norm),
+        make_batch,
+        args=args,
+        epoch_steps=EPOCH_STEPS,
+        evaluate=lambda state: dict(test_total=float(optax.tree.norm(state["params"]))),
+    )
+
+
+def flags_of(name, **changed):
+    values = dict(optimizer=name, learning_rate=0.05, warmup_epochs=0.0, clip_norm=1.0)
+    values |= dict(weight_decay=0.1 if OPTIMIZERS[name].decay else 0.0)
+    return flags(**{**values, **changed})
+
+
+# Quick: a tree in parts, and moments of two arrays.
+@parametrize("name", [*OPTIMIZERS], quick=(5, 6))
+def test_every_optimizer_continues_from_its_checkpoint(tmp_path, name):
+    args = flags_of(name)
+    whole = training.Run.start(tmp_path / "whole", {})
+    train_small_model(whole, args)
+    losses = [r["loss"] for r in whole.records() if "loss" in r]
+    assert losses[-1] < losses[0]
+    with pytest.raises(Stopped, match="Step 6 of 12"):
+        train_small_model(training.Run.start(tmp_path / "parts", {}), args, stop_after=6)
+    resumed = training.Run.load(tmp_path / "parts")
+    train_small_model(resumed, args)
+    assert resumed.records() == whole.records()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    train_small_model(training.Run.start(tmp_path, {}), flags_of("adamw"))
+    with pytest.raises(
+        ExampleError,
+        match=r"hold the arrays of the optimizer, but .*; pass the --optimizer that the run was",
+    ):
+        train_small_model(training.Run.load(tmp_path), flags_of("lion"))
+
+
+def test_a_run_keeps_its_optimizer(tmp_path):
+    out = str(tmp_path / "run")
+    args = parse("--out", out, "--optimizer", "lion")
+    training.Run.start(args.out, dict(flags=training.saved_flags(args)))
+    resumed = parse("--out", out, "--resume")
+    assert (resumed.optimizer, resumed.learning_rate) == ("lion", args.learning_rate)
+    with pytest.raises(ExampleError, match="--optimizer lion and now got --optimizer muon"):
+        parse("--out", out, "--resume", "--optimizer", "muon")
+
+
+def test_a_run_from_before_there_was_a_choice_goes_on_with_adamw(tmp_path):
+    out = str(tmp_path / "run")
+    args = parse("--out", out)
+    saved = training.saved_flags(args)
+    del saved["optimizer"]
+    training.Run.start(args.out, dict(flags=saved))
+    assert parse("--out", out, "--resume").optimizer == "adamw"
+    with pytest.raises(ExampleError, match="--optimizer adamw and now got --optimizer lion"):
+        parse("--out", out, "--resume", "--optimizer", "lion")
+
+
+def test_defaults_are_the_optimizers_own():
+    plain, sgd = parse(), parse("--optimizer", "sgd")
+    assert sgd.learning_rate == OPTIMIZERS["sgd"].rate * plain.learning_rate
+    assert sgd.weight_decay == 0
+    assert parse("--optimizer", "sgd", "--learning-rate", "0.3").learning_rate == 0.3
+    with pytest.raises(ExampleError, match=r"sgd has no weight decay, but --weight-decay is 0\.1"):
+        optimizers.make("sgd", optax.constant_schedule(1.0), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(100.0, r"adamw takes \S+ of the 20 ms of a step"), (0, "a step of adamw ta")],
+)
+def test_the_optimizers_share_is_a_sentence(rate, said):
+    optimizer = training.make_optimizer(flags_of("adamw"), EPOCH_STEPS)
+    params = small_model()
+    state = dict(params=params, opt_state=jax.jit(optimizer.init)(params))
+    share = training.optimizer_share(
+        optimizer, state, args=flags_of("adamw"), images_per_second=rate
+    )
+    assert re.match(said, share)
 
 
 def test_the_curve_is_a_picture(tmp_path):

@@ -9,6 +9,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import dispatch
+from jaxfused.semantics import dropout
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.mlp import CASES, KERNEL_CASES
@@ -139,6 +140,73 @@ def test_derivatives_of_both_orders_and_modes():
         f = jax.jit(fused_gated_mlp(case))
         check_grads(f, args, order=1, modes=["fwd"])
         check_grads(f, args, order=2, modes=["rev"])
+
+
+def dropping(gated, *, save="preactivation", rate=0.25, rows=(3, 5)):
+    """Returns an operator with dropout, the same in plain jax.numpy, and operands."""
+    x, *weights = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(*rows, 8), (8, 12), (8, 12), (12, 6)])
+    )
+    key = jax.random.key(7)
+    options = dict(dropout_rate=rate, dropout_key=key, save=save)
+
+    def ours(x, w_gate, w_up, w_down):
+        if gated:
+            return jaxfused.gated_mlp(x, w_gate, w_up, w_down, **options)
+        return jaxfused.mlp(x, w_up, None, w_down, activation="silu", **options)
+
+    def plain(x, w_gate, w_up, w_down):
+        h = jax.nn.silu(x @ w_gate) * (x @ w_up) if gated else jax.nn.silu(x @ w_up)
+        words = jax.random.bits(key, (2,), jnp.uint32)
+        kept = dropout.keep_rows(words, h.shape, rate)
+        return jnp.where(kept, h / (1 - rate), 0) @ w_down
+
+    return ours, plain, (x, *weights)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("save", ["preactivation", "inputs"])
+def test_dropout_between_the_products(gated, save):
+    ours, plain, operands = dropping(gated, save=save)
+    chex.assert_trees_all_close(ours(*operands), plain(*operands), rtol=1e-5, atol=1e-5)
+    gradients = [
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), argnums=(0, 1, 2, 3)))(*operands)
+        for f in (ours, plain)
+    ]
+    chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-5)
+    saved = [jax.eval_shape(lambda *a, f=f: jax.vjp(f, *a)[1], *operands) for f in (ours, plain)]
+    masks = [[leaf for leaf in jax.tree.leaves(tree) if leaf.dtype == bool] for tree in saved]
+    assert not masks[0] and masks[1]
+
+
+def test_dropout_drops_its_share_and_no_two_rows_alike():
+    words = jax.random.bits(jax.random.key(0), (2,), jnp.uint32)
+    kept = np.asarray(dropout.keep_rows(words, (50, 4, 1001), 0.25))
+    assert abs(kept.mean() - 0.75) < 5e-3
+    assert len({row.tobytes() for row in kept.reshape(-1, 1001)}) == 200
+    np.testing.assert_array_equal(
+        kept.reshape(200, 1001), dropout.keep_rows(words, (200, 1001), 0.25)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dropout_rate=0.1), r"mlp: dropout_rate is 0\.1, but dropout_key is None"),
+        (dict(dropout_rate=1.0), r"mlp: dropout_rate must be in the range \[0, 1\)"),
+        (
+            dict(dropout_rate=0.1, implementation="pallas"),
+            "no Pallas kernel of mlp with dropout yet",
+        ),
+        (dict(dropout_rate=0.1, implementation="cuda"), "no CUDA kernel of mlp with dropout yet"),
+    ],
+)
+def test_errors_of_dropout(options, message):
+    if "implementation" in options:
+        options = options | dict(dropout_key=jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+        jaxfused.mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), None, jnp.ones((4, 5)), **options)
 
 
 def test_dtype_of_the_result():

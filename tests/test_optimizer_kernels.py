@@ -129,6 +129,18 @@ def test_as_the_reference(stood_in, case):
     assert_close(train(case, "cuda"), train(case, "xla"), tolerance, few)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_lambs_step_is_as_long_as_the_leaf(stood_in, dtype):
+    """A second moment that is 0 in float16 must not change the direction whose norm was taken."""
+    params = jax.random.normal(jax.random.key(0), (4000,), dtype)
+    grads = (1e-3 * jax.random.normal(jax.random.key(1), (4000,))).astype(dtype)
+    tx = optim.lamb(0.5)
+    before = np.float64(params)
+    params, _ = tx.step(grads, tx.init(params), params, implementation="cuda")
+    moved = np.linalg.norm(np.float64(params) - before) / np.linalg.norm(before)
+    np.testing.assert_allclose(moved, 0.5, rtol=1e-2)
+
+
 def test_kernels_come_first(stood_in):
     with dispatch.recorded() as choices:
         train(CASES[0], None)

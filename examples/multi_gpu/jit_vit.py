@@ -89,8 +89,17 @@ class OnMesh(OneDevice):
         return P(*axes)
 
     def spec(self, layer: str, name: str, shape: tuple[int, ...]) -> P:
-        """Returns how a parameter is stored, or an optimizer moment under its parameter's name."""
+        """Returns how a parameter is stored, or an optimizer moment under its parameter's name.
+
+        Moments that are no array like the parameter have few elements, and each device has them.
+        """
+        if name == "kernel" and len(shape) < 2:
+            return P()
         axes = list(self._tensor_spec(layer, name, len(shape)))
+        if any(
+            axis and size % self.mesh.shape[axis] for axis, size in zip(axes, shape, strict=True)
+        ):
+            return P()
         if self.fsdp and name == "kernel":
             free = [
                 axis
@@ -106,6 +115,8 @@ class OnMesh(OneDevice):
 
         def sharding(path: Sequence[Any], leaf: Any) -> NamedSharding:
             names = [jax.tree_util.keystr((key,), simple=True) for key in path]
+            if names[-1] == "codes":  # of a moment in 8 bits, which are as its parameter
+                names.pop()
             return NamedSharding(self.mesh, self.spec("".join(names[-2:-1]), names[-1], leaf.shape))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)

@@ -121,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         f" {data.held_out.images} images, trained at {result['images_per_second']:,.0f} crops/s;"
         f" see {args.out}/curve.png, {args.out}/predictions.png and {args.out}/metrics.json"
     )
+    print(
+        training.optimizer_share(
+            optimizer, state, args=args, images_per_second=result["images_per_second"]
+        )
+    )
 
 
 def create(flags: argparse.Namespace, *, channels: int, size: int) -> tuple[nnx.GraphDef, dict]:

@@ -109,6 +109,13 @@ def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
             evaluate=evaluate,
         )
         logits = held_out_logits(state)
+    share = training.optimizer_share(
+        optimizer,
+        state,
+        args=args,
+        images_per_second=result["images_per_second"],
+        placement=placement,
+    )
     if not processes.is_first():
         return
     save_sheet(args.out / "predictions.png", data, logits)
@@ -120,6 +127,7 @@ def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
         f" trained at {result['images_per_second']:,.0f} images/s; see {args.out}/curve.png,"
         f" {args.out}/predictions.png and {args.out}/metrics.json"
     )
+    print(share)
 
 
 def create(

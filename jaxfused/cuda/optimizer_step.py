@@ -58,7 +58,9 @@ class Scalars(NamedTuple):
 _WRITTEN = {
     "lamb_moments": ("first_moment", "second_moment"),
     "lamb_write": ("parameter", "average", "copy"),
+    "lamb_norms": (),
 }
+_TAKING_NORMS = ("lamb_moments", "lamb_norms")
 _ALL_WRITTEN = tuple(field for field in Leaf._fields if field != "gradient")
 RANDOM_WORDS = 16
 """The words for each leaf of `random`: see LeafRandom in ffi/stochastic_rounding.cuh."""
@@ -111,9 +113,11 @@ def step(
     """Returns the leaves after the step, whose arrays have the buffers of those before it.
 
     Args:
-      rule: "adam", "adam_8bit", "lion", "sgd", "lamb_moments" or "lamb_write". The last two are
-        LAMB's passes: the first updates the moments and returns the squares of the norms of each
-        leaf's parameter and direction, which the second one reads.
+      rule: "adam", "adam_8bit", "lion", "sgd", or one of LAMB's two passes, of which the first returns
+        the squares of the norms of each leaf's parameter and direction, and the second reads them.
+        With moments in float32 they are "lamb_moments", which updates these, and "lamb_write", which
+        reads them instead of the gradient. With narrower moments they are "lamb_norms", which writes
+        nothing, and "lamb_whole", since a direction from rounded moments would have another norm.
       scalars: `Scalars.stacked`.
       stats: from `gradient_norm.sum_of_squares`, if the step clips or skips.
       leaves: leaves that have the same arrays, in the same dtypes.
@@ -121,12 +125,12 @@ def step(
       clips: scale gradients down to the global norm `max_norm`.
       skips_nonfinite: change nothing if a gradient is not finite.
       nesterov: use Nesterov momentum.
-      norms: [leaves, 2], which "lamb_write" reads.
+      norms: [leaves, 2], which LAMB's second pass reads.
       random: uint32 [leaves, RANDOM_WORDS], which random rounding and "adam_8bit" read.
       rounded: the arrays of a leaf that are rounded at random if they are in bfloat16.
 
     Returns:
-      (leaves, norms), where norms are None but for "lamb_moments".
+      (leaves, norms), where norms are None but for LAMB's first pass.
     """
     library.register()
     streams = [
@@ -147,7 +151,7 @@ def step(
             for name in written
         ]
         tiles = sum(-(-leaf.parameter.size // tile) for leaf in leaves[part])
-        is_first_pass = rule == "lamb_moments"
+        is_first_pass = rule in _TAKING_NORMS
         call = jax.ffi.ffi_call(
             "jaxfused_optimizer_step",
             (
@@ -180,6 +184,6 @@ def step(
         new_leaves += [
             leaf._replace(**{name: next(remaining) for name in written}) for leaf in leaves[part]
         ]
-    if rule != "lamb_moments":
+    if rule not in _TAKING_NORMS:
         return new_leaves, None
     return new_leaves, new_norms[0] if len(new_norms) == 1 else jnp.concatenate(new_norms)

@@ -11,6 +11,7 @@ from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda import attention as cuda_attention
+from jaxfused.ops import dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
@@ -138,7 +139,7 @@ def dot_product_attention(
     )
     if bias is not None:
         bias = _broadcastable("bias", bias, (batch, heads, query_length, key_length))
-    dropout_words = _dropout_words(dropout_rate, dropout_key)
+    dropout_words = dropout.dropout_words("dot_product_attention", dropout_rate, dropout_key)
     if logits_soft_cap is not None:
         check_constant("dot_product_attention", "logits_soft_cap", logits_soft_cap)
     if scale is None:
@@ -313,24 +314,6 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
             f" {shape}; pass an array that broadcasts to them."
         )
     return array.reshape((1,) * (4 - array.ndim) + array.shape)
-
-
-def _dropout_words(rate: float, key: jax.Array | None) -> jax.Array | None:
-    """Returns the two words that `semantics.dropout.keep` takes, or None if nothing is dropped."""
-    check_constant("dot_product_attention", "dropout_rate", rate)
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(
-            f"dot_product_attention: dropout_rate must be in the range [0, 1), as it is the fraction to"
-            f" drop, but it is {rate}; pass a number from 0 up and below 1."
-        )
-    if rate == 0.0:
-        return None
-    if key is None:
-        raise ValueError(
-            f"dot_product_attention: dropout_rate is {rate}, but dropout_key is None;"
-            " pass a key of jax.random."
-        )
-    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 # --- kernels and their gradient -------------------------------------------------------------------

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.dropout import dropout_words, without_kernels
 from jaxfused.ops.kernel_call import (
     ROWS,
     Axes,
@@ -52,6 +53,8 @@ def mlp(
     *,
     activation: str | None = "gelu_tanh",
     residual: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     save: Save = "preactivation",
     precision: jax.lax.PrecisionLike = None,
     out_dtype: Any = None,
@@ -60,7 +63,7 @@ def mlp(
     r"""The two-layer perceptron of a Transformer block, with the residual stream it is added to.
 
     .. math::
-        y = \text{activation}(x w_1 + b_1) w_2 + b_2 + \text{residual}
+        y = \text{dropout}(\text{activation}(x w_1 + b_1)) w_2 + b_2 + \text{residual}
 
     Products are taken in x's dtype and accumulated in float32 (float64 for float64), as are the
     gradients; each gradient is rounded once, to the dtype of its operand.
@@ -77,6 +80,11 @@ def mlp(
         keeps x w1 + b1 [..., F]; "inputs" keeps nothing and takes that product again; "hidden" keeps
         two such arrays, the hidden layer and the activation's derivative. That is the fastest with
         implementation "pallas"; the others keep the preactivation then.
+      dropout_rate: the fraction of the hidden layer to drop, to the nearest 1/65536; the rest is divided
+        by the fraction that is kept. No kernel drops yet: implementation "xla" runs where it is not 0.
+      dropout_key: a `jax.random` key, needed where dropout_rate > 0. What is kept depends on the key,
+        the row and the feature alone, by `jaxfused.semantics.dropout.keep_rows`, and is not saved for
+        the backward.
       precision: of the products, as in `jax.numpy.matmul`.
       out_dtype: of y; by default the residual's dtype, or x's where there is no residual.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
@@ -85,8 +93,8 @@ def mlp(
       y, [..., E].
 
     Raises:
-      ValueError: shapes or dtypes do not fit, `save` is not known, or the named implementation
-        cannot run.
+      ValueError: shapes or dtypes do not fit, `save` is not known, dropout_rate is out of its range or
+        has no key, or the named implementation cannot run.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -108,7 +116,8 @@ def mlp(
     _check_save(op, save)
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
-    if takes_reference(op, implementation, device, x):
+    words = dropout_words(op, dropout_rate, dropout_key)
+    if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         return reference.mlp.mlp(
             x,
             w1,
@@ -116,7 +125,9 @@ def mlp(
             w2,
             b2,
             residual,
+            words,
             activation=activation,
+            dropout_rate=dropout_rate,
             save=save,
             precision=precision,
             out_dtype=out_dtype,
@@ -146,6 +157,8 @@ def gated_mlp(
     b_down: jax.Array | None = None,
     activation: str | None = "silu",
     residual: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
     save: Save = "preactivation",
     precision: jax.lax.PrecisionLike = None,
     out_dtype: Any = None,
@@ -154,7 +167,7 @@ def gated_mlp(
     r"""The gated perceptron: SwiGLU with "silu", GeGLU with a gelu, ReGLU with "relu".
 
     .. math::
-        y = \bigl(\text{activation}(x w_\text{gate} + b_\text{gate})
+        y = \text{dropout}\bigl(\text{activation}(x w_\text{gate} + b_\text{gate})
             \odot (x w_\text{up} + b_\text{up})\bigr) w_\text{down} + b_\text{down}
             + \text{residual}
 
@@ -209,7 +222,8 @@ def gated_mlp(
     _check_save(op, save)
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
-    if takes_reference(op, implementation, device, x):
+    words = dropout_words(op, dropout_rate, dropout_key)
+    if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         return reference.mlp.gated_mlp(
             x,
             w_gate,
@@ -219,7 +233,9 @@ def gated_mlp(
             w_down,
             b_down,
             residual,
+            words,
             activation=activation,
+            dropout_rate=dropout_rate,
             save=save,
             precision=precision,
             out_dtype=out_dtype,

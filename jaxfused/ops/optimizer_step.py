@@ -250,16 +250,31 @@ class _Call:
             new, _ = step(self.rule.name + coded, scalars, stats, leaves, decays)
         else:
             first = [leaf._replace(average=None, copy=None) for leaf in leaves]
-            moved, norms = step("lamb_moments", scalars, stats, first, decays)
+            keeps_direction = _has_float32_moments(leaves[0])
+            moved, norms = step(
+                "lamb_moments" if keeps_direction else "lamb_norms", scalars, stats, first, decays
+            )
             assert norms is not None
             norms = lax.psum(norms, names)
             second = [
-                new_leaf._replace(gradient=None, average=leaf.average, copy=leaf.copy)
+                new_leaf._replace(
+                    gradient=None if keeps_direction else leaf.gradient,
+                    average=leaf.average,
+                    copy=leaf.copy,
+                )
                 for new_leaf, leaf in zip(moved, leaves, strict=True)
             ]
-            new, _ = step("lamb_write", scalars, stats, second, decays, norms=norms)
+            rule = "lamb_write" if keeps_direction else "lamb_whole"
+            new, _ = step(rule, scalars, stats, second, decays, norms=norms)
         written = [[f for f in names if f != "gradient"] for names in fields]
         return self.leaves(sharding.vary(_arrays(new, written), varying), written)
+
+
+def _has_float32_moments(leaf: Leaf) -> bool:
+    return all(
+        moment is None or moment.dtype == jnp.float32
+        for moment in (leaf.first_moment, leaf.second_moment)
+    )
 
 
 def _place(

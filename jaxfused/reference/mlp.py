@@ -18,6 +18,7 @@ from jaxfused.reference.linear import (
 from jaxfused.reference.product import product, unshared
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
+from jaxfused.semantics.dropout import keep_probability, keep_rows
 
 SAVE_POLICIES = {
     "hidden": save_preactivation,
@@ -33,21 +34,24 @@ def mlp(
     w2: jax.Array,
     b2: jax.Array | None,
     residual: jax.Array | None,
+    dropout_words: jax.Array | None,
     *,
     activation: str | None,
+    dropout_rate: float,
     save: str,
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """Returns act(x @ w1 + b1) @ w2 + b2 + residual, in `out_dtype`."""
+    """Returns dropout(act(x @ w1 + b1)) @ w2 + b2 + residual, in `out_dtype`."""
 
-    def f(x, w1, b1, w2, b2, residual):
+    def f(x, w1, b1, w2, b2, residual, words):
         z = preactivation(x, w1, b1, precision=precision)
-        h = activate(activation, z.astype(accumulator_dtype(x.dtype))).astype(x.dtype)
+        h = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+        h = _dropped(h, words, dropout_rate).astype(x.dtype)
         y = affine(h, w2, b2, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
-    return jax.checkpoint(f, policy=SAVE_POLICIES[save])(x, w1, b1, w2, b2, residual)
+    return jax.checkpoint(f, policy=SAVE_POLICIES[save])(x, w1, b1, w2, b2, residual, dropout_words)
 
 
 def gated_mlp(
@@ -59,32 +63,40 @@ def gated_mlp(
     w_down: jax.Array,
     b_down: jax.Array | None,
     residual: jax.Array | None,
+    dropout_words: jax.Array | None,
     *,
     activation: str | None,
+    dropout_rate: float,
     save: str,
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """Returns (act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down + residual.
+    """Returns dropout(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down + residual.
 
     The result is in `out_dtype`. Without `w_up`, w_gate and b_gate hold both: the gate's features, then
     the others.
     """
 
-    def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual):
+    def f(x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, words):
         wide = accumulator_dtype(x.dtype)
         gate = preactivation(x, w_gate, b_gate, precision=precision).astype(wide)
         if w_up is None:
             gate, up = jnp.split(gate, 2, axis=-1)
         else:
             up = preactivation(x, w_up, b_up, precision=precision).astype(wide)
-        h = (activate(activation, gate) * up).astype(x.dtype)
+        h = _dropped(activate(activation, gate) * up, words, dropout_rate).astype(x.dtype)
         y = affine(h, w_down, b_down, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
     return jax.checkpoint(f, policy=SAVE_POLICIES[save])(
-        x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+        x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, dropout_words
     )
+
+
+def _dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
+    if words is None:
+        return h
+    return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)
 
 
 # --- the stages of the gradient, where XLA takes them beside kernels ------------------------------

@@ -1,4 +1,6 @@
-"""What dropout keeps of the probabilities of attention, in every implementation."""
+"""What dropout keeps of attention's probabilities and of rows, in every implementation."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,12 @@ def keep(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
     """
     batch, heads, query_count, key_count = shape
     return keep_by_seeds(dropout_seeds(words, batch, heads), query_count, key_count, rate)
+
+
+def keep_rows(words: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    """Returns which elements of rows [..., F] dropout keeps: `keep` with the row's number for t."""
+    rows = math.prod(shape[:-1])
+    return keep(words, (1, 1, rows, shape[-1]), rate).reshape(shape)
 
 
 def dropout_seeds(words: jax.Array, batch: int, heads: int) -> jax.Array:
