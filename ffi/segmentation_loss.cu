@@ -298,17 +298,16 @@ struct MaskPixels {
   uint32_t counts = (1u << kVec) - 1;
 };
 
-template <typename T, int kVec>
-__device__ __forceinline__ MaskPixels<kVec> load_mask(const ImageArgs& args, int64_t place,
-                                                      bool inside = true) {
-  MaskPixels<kVec> pixels = {};
-  if (!inside) return pixels;
+// Plain pixels all count, and have weight 1.
+template <typename T, int kVec, bool kPlain>
+__device__ __forceinline__ MaskPixels<kVec> load_mask(const ImageArgs& args, int64_t place) {
+  MaskPixels<kVec> pixels;
   load_as_float<T>(static_cast<const T*>(args.logits) + place, 0, pixels.logits);
   const auto classes = [&](const int (&labels)[kVec]) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       const int label = labels[i];
-      if (args.ignores && label == args.ignore_index) pixels.counts &= ~(1u << i);
+      if (!kPlain && args.ignores && label == args.ignore_index) pixels.counts &= ~(1u << i);
       pixels.labels[i] = static_cast<float>(label);
     }
   };
@@ -344,12 +343,10 @@ __device__ __forceinline__ MaskPixels<kVec> load_mask(const ImageArgs& args, int
     default:
       load_as_float<float>(static_cast<const float*>(args.labels) + place, 0, pixels.labels);
   }
-  if (args.weights != nullptr) {
-    load_as_float<float>(args.weights + place, 0, pixels.weights);
-  } else {
 #pragma unroll
-    for (float& weight : pixels.weights) weight = 1.0f;
-  }
+  for (float& weight : pixels.weights) weight = 1.0f;
+  if constexpr (kPlain) return pixels;
+  if (args.weights != nullptr) load_as_float<float>(args.weights + place, 0, pixels.weights);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     // What does not count must not be NaN either.
@@ -371,20 +368,25 @@ __device__ __forceinline__ float log1p_to_one(float x) {
   return sum * x;
 }
 
+// One instruction, right but for the last bit; the argument is 1 to 2, or NaN.
+__device__ __forceinline__ float reciprocal(float x) {
+  asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
+}
+
 // The probabilities of a pixel's being in the mask and outside, and exp(-|logit|).
 struct Odds {
   float inside, outside, small;
 
   __device__ __forceinline__ explicit Odds(float logit) {
     small = exp2_fast(-fabsf(logit) * kLog2e);
-    const float larger = __fdividef(1.0f, 1.0f + small), smaller = small * larger;
+    const float larger = reciprocal(1.0f + small), smaller = small * larger;
     inside = logit >= 0.0f ? larger : smaller;
     outside = logit >= 0.0f ? smaller : larger;
   }
 
   __device__ __forceinline__ float cross_entropy(float logit, float label) const {
-    const float loss = fmaf(-label, logit, fmaxf(logit, 0.0f)) + log1p_to_one(small);
-    return logit == logit ? loss : logit;
+    return fmaf(-label, logit, fmaxf(logit, 0.0f)) + log1p_to_one(small);
   }
 
   // The probability of what the pixel is not; the focal loss is the cross-entropy times its power.
@@ -393,7 +395,7 @@ struct Odds {
   }
 };
 
-template <typename T, int kVec, bool kFocal>
+template <typename T, int kVec, bool kFocal, bool kPlain>
 __global__ void __launch_bounds__(kMaskSumsThreads, 2)
     mask_sums(const __grid_constant__ ImageArgs args) {
   constexpr int kWarps = kMaskSumsThreads / kWarpSize;
@@ -416,15 +418,16 @@ __global__ void __launch_bounds__(kMaskSumsThreads, 2)
       sums[4] += weight * label;
     }
   };
+  const auto load = [&](int64_t pixel) { return load_mask<T, kVec, kPlain>(args, start + pixel); };
   const int64_t step = int64_t{gridDim.x} * kMaskSumsThreads * kVec;
-  for (int64_t pixel = (int64_t{blockIdx.x} * kMaskSumsThreads + threadIdx.x) * kVec;
-       pixel < args.pixels; pixel += 2 * step) {
+  int64_t pixel = (int64_t{blockIdx.x} * kMaskSumsThreads + threadIdx.x) * kVec;
+  for (; pixel + step < args.pixels; pixel += 2 * step) {
     // Both loads are in flight together.
-    const auto first = load_mask<T, kVec>(args, start + pixel);
-    const auto second = load_mask<T, kVec>(args, start + pixel + step, pixel + step < args.pixels);
+    const auto first = load(pixel), second = load(pixel + step);
     add(first);
     add(second);
   }
+  if (pixel < args.pixels) add(load(pixel));
 
   __shared__ float of_warps[kWarps][kMaskSums];
   __shared__ float of_block[kMaskSums];
@@ -461,13 +464,13 @@ __global__ void __launch_bounds__(kMaskSumsThreads, 2)
   cluster_sync();
 }
 
-template <typename T, int kVec, bool kFocal>
+template <typename T, int kVec, bool kFocal, bool kPlain>
 __global__ void __launch_bounds__(kMaskGradientThreads, 5)
     mask_gradient(const __grid_constant__ ImageArgs args) {
   const int64_t pixel = (int64_t{blockIdx.x} * kMaskGradientThreads + threadIdx.x) * kVec;
   if (pixel >= args.pixels) return;
   const int64_t place = blockIdx.y * args.pixels + pixel;
-  const MaskPixels<kVec> pixels = load_mask<T, kVec>(args, place);
+  const MaskPixels<kVec> pixels = load_mask<T, kVec, kPlain>(args, place);
   const float* const cotangents = args.cotangents + int64_t{blockIdx.y} * kMaskSums;
   const float of_loss = cotangents[1], of_overlap = cotangents[2], of_predicted = cotangents[3];
   float gradient[kVec];
@@ -633,7 +636,8 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   char* const stages = shared + warp * 2 * rows.bytes();
   // The sums of each thread's pixels by their own class: of their probabilities, and of 1.
-  float2* const own = reinterpret_cast<float2*>(shared + kWarps * 2 * rows.bytes()) + threadIdx.x;
+  float2* const places = reinterpret_cast<float2*>(shared + kWarps * 2 * rows.bytes());
+  float2* const own = places + threadIdx.x;
   for (int c = 0; c < args.classes; ++c) own[c * kFewThreads] = make_float2(0.0f, 0.0f);
   float total = 0.0f, losses = 0.0f, predicted[kMost] = {};
 
@@ -697,7 +701,7 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) {
-      const float2 part = own[c * kFewThreads - threadIdx.x + i * kWarpSize + lane];
+      const float2 part = places[c * kFewThreads + i * kWarpSize + lane];
       sum = make_float2(sum.x + part.x, sum.y + part.y);
     }
     sum.x = sum_over_lanes<kWarpSize>(sum.x);
@@ -784,18 +788,21 @@ ffi::Error with_lanes(int classes, const F& f) {
 #undef JAXFUSED_LANES
 }
 
-// Calls `f` with the pixels of a vector and whether the loss is focal. The images' first pixels
-// must be aligned alike.
+// Calls `f` with the pixels of a vector, whether the loss is focal and the pixels plain. The
+// images' first pixels must be aligned alike.
 template <typename F>
 ffi::Error with_mask(const ImageArgs& args, const F& f) {
   const bool aligned = args.pixels % kMaskPixels == 0 &&
                        are_aligned({args.logits, args.labels, args.weights, args.dlogits});
+  constexpr auto kNo = std::false_type{};
+  constexpr auto kYes = std::true_type{};
   const auto call = [&](auto vec) {
-    if (args.focal_gamma == 0.0f) return f(vec, std::false_type{});
-    return f(vec, std::true_type{});
+    return args.focal_gamma == 0.0f ? f(vec, kNo, kNo) : f(vec, kYes, kNo);
   };
-  if (aligned) return call(std::integral_constant<int, kMaskPixels>{});
-  return call(std::integral_constant<int, 1>{});
+  if (!aligned) return call(std::integral_constant<int, 1>{});
+  constexpr auto kVector = std::integral_constant<int, kMaskPixels>{};
+  const bool plain = args.weights == nullptr && !args.ignores && args.focal_gamma == 0.0f;
+  return plain ? f(kVector, kNo, kYes) : call(kVector);
 }
 
 template <typename F>
@@ -907,8 +914,8 @@ ffi::Error segmentation_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi:
   return with_logits_type(*dtype_of(logits), [&](auto type) {
     using T = decltype(type);
     if (args.classes == 1) {
-      return with_mask(args, [&](auto vec, auto focal) {
-        return launch_kernel(mask_sums<T, vec(), focal()>, args,
+      return with_mask(args, [&](auto vec, auto focal, auto plain) {
+        return launch_kernel(mask_sums<T, vec(), focal(), plain()>, args,
                              {grid, kMaskSumsThreads, 0, args.cluster}, stream);
       });
     }
@@ -940,9 +947,9 @@ ffi::Error segmentation_backward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
   return with_logits_type(*dtype_of(logits), [&](auto type) {
     using T = decltype(type);
     if (args.classes == 1) {
-      return with_mask(args, [&](auto vec, auto focal) {
+      return with_mask(args, [&](auto vec, auto focal, auto plain) {
         const int blocks = divide_up(args.pixels, kMaskGradientThreads * vec());
-        return launch_kernel(mask_gradient<T, vec(), focal()>, args,
+        return launch_kernel(mask_gradient<T, vec(), focal(), plain()>, args,
                              {dim3(blocks, images), kMaskGradientThreads, 0}, stream);
       });
     }

@@ -63,4 +63,4 @@ DEPTHWISE_KERNEL_CASES = (
     depthwise((2, 30, 31, 130), (5, 5), strides=2),
     depthwise((5, 300, 64), (7,), activation="gelu_erf"),
 )
-"""Several tiles, channels beyond a block's, and a last vector of channels that is not full."""
+"""Several strips, channels beyond a block's, and a last vector of channels that is not full."""
