@@ -677,7 +677,9 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
     __syncwarp();
   }
 
-  __shared__ float of_warps[kWarps][kOverall + kMost];
+  // The stages' place is free once all warps are here; it is larger.
+  __syncthreads();
+  auto& of_warps = *reinterpret_cast<float (*)[kWarps][kOverall + kMost]>(shared);
   total = sum_over_lanes<kWarpSize>(total);
   losses = sum_over_lanes<kWarpSize>(losses);
 #pragma unroll
