@@ -9,6 +9,7 @@
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
 # make lint        ruff, mypy, clang-format
 # make ffi         build the CUDA library into the checkout
+# make wheel       a wheel in dist/ with CUDA kernels for every GPU, which installs in seconds
 # make clean       remove the virtual environment and build outputs
 #
 # The first call makes .venv and installs all that is needed. With PYTHON=python3 that interpreter is
@@ -41,7 +42,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-peers test-adoption test-gpu bench fuzz lint ffi ffi-quick clean
+.PHONY: vit unet test test-all test-peers test-adoption test-gpu bench fuzz lint ffi ffi-quick wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -108,6 +109,11 @@ ffi: $(INSTALLED)
 ffi-quick: $(INSTALLED)
 	$(CONFIGURE_FFI) -B build/ffi-quick -DJAXFUSED_QUICK=ON
 	$(TOOLS) cmake --build build/ffi-quick
+
+# All architectures take nvcc about ten minutes on two cores; -v lets pip show what is compiled.
+wheel: $(INSTALLED)
+	$(PYTHON) -m pip wheel -v --no-deps --wheel-dir dist \
+	  -C cmake.define.JAXFUSED_CUDA_ARCHITECTURES=all .
 
 clean:
 	rm -rf $(VENV) $(ADOPTION_VENV) build dist

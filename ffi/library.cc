@@ -9,3 +9,8 @@ extern "C" __attribute__((visibility("default"))) void jaxfused_xla_ffi_version(
   *major = XLA_FFI_API_MAJOR;
   *minor = XLA_FFI_API_MINOR;
 }
+
+// Returns the GPUs that the kernels were compiled for, as CMake names them, with commas between.
+extern "C" __attribute__((visibility("default"))) const char* jaxfused_architectures() {
+  return JAXFUSED_ARCHITECTURES;
+}

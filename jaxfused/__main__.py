@@ -1,12 +1,15 @@
 """`python -m jaxfused`: which parts of jaxfused run on this machine, and why the others do not.
 
+`python -m jaxfused --check` exits with 1 where this machine has a GPU that the kernels cannot use.
 `python -m jaxfused tune` measures what is the fastest; see `jaxfused/tuning/command.py`.
 """
 
 import importlib.metadata
 import inspect
+import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -135,6 +138,57 @@ def measured_choices(device: dispatch.Device) -> list[str]:
     return ["measured" + lines[0][8:], *lines[1:]]
 
 
+def faults(device: dispatch.Device, driver: str | None, library: str | None) -> list[str]:
+    """Returns what keeps this machine's GPU from its kernels, each with its remedy.
+
+    Args:
+      device: what JAX computes on.
+      driver: the NVIDIA driver's version, None where there is none.
+      library: why the CUDA library cannot be used, None where it can.
+    """
+    found = []
+    if device.platform != "gpu":
+        if driver is not None:
+            found.append(
+                f"there is an NVIDIA driver ({driver}), but JAX computes on {device.platform};"
+                " install JAX's plugin with pip install 'jaxfused[cuda13]', and leave JAX_PLATFORMS"
+                " unset"
+            )
+        return found
+    if library is not None:
+        found.append(library)
+    with warnings.catch_warnings(record=True) as refused:
+        warnings.simplefilter("always")
+        len(table.load(device).entries)
+    return found + [str(warning.message) for warning in refused]
+
+
+def driver_version() -> str | None:
+    """Returns the version of the NVIDIA driver, or None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    versions = result.stdout.split()
+    return versions[0] if result.returncode == 0 and versions else None
+
+
+def check(device: dispatch.Device) -> int:
+    """Prints what keeps the GPU from its kernels, and returns 1 if anything does, else 0."""
+    driver = driver_version()
+    print(f"versions      {versions()}")
+    print(f"driver        {driver or 'there is no NVIDIA driver'}")
+    print(f"device        {describe(device)}")
+    library = cuda.library.why_unavailable()
+    built = f"for {', '.join(cuda.library.architectures())}" if library is None else library
+    print(f"CUDA library  {built}")
+    found = faults(device, driver, library)
+    for fault in found:
+        print(f"fault         {fault}")
+    return 1 if found else 0
+
+
 def report(device: dispatch.Device) -> str:
     """Returns all that the command prints: each operator's stages at one shape, forward and backward."""
     lines = [
@@ -161,8 +215,10 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     if arguments and arguments[0] == "tune":
         return command.main(arguments[1:])
+    if arguments == ["--check"]:
+        return check(dispatch.current_device())
     if arguments:
-        print(f"usage: python -m jaxfused [tune PROGRAM]; {arguments[0]!r} is not known")
+        print(f"usage: python -m jaxfused [--check | tune PROGRAM]; {arguments[0]!r} is not known")
         return 2
     print(report(dispatch.current_device()))
     return 0

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 import jaxfused
-from jaxfused import dispatch
-from jaxfused.__main__ import operators, report
+import jaxfused.__main__ as command_line
+from jaxfused import cuda, dispatch
+from jaxfused.__main__ import faults, operators, report
 
 CPU = dispatch.Device("cpu", "cpu", None, 0)
 DEVICES = [
@@ -57,3 +58,47 @@ def test_a_hopper_runs_kernels_and_the_report_names_each_stage():
     assert "NVIDIA H200, sm_90, 132 multiprocessors" in text
     assert "dot_product_attention forward runs on 'pallas'" in text
     assert "dot_product_attention backward runs on 'pallas'" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "driver", "library", "faults_found"),
+    [
+        (CPU, None, "there was no nvcc", []),
+        (CPU, "580.1", None, ["JAX computes on cpu"]),
+        (DEVICES[1], "580.1", None, []),
+        (DEVICES[1], "580.1", "the CUDA library was built for 80-real", ["80-real"]),
+    ],
+)
+def test_check_says_what_keeps_a_gpu_from_its_kernels(device, driver, library, faults_found):
+    found = faults(device, driver, library)
+    assert len(found) == len(faults_found)
+    assert all(part in fault for part, fault in zip(faults_found, found, strict=True))
+
+
+def test_check_exits_with_1_where_something_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "driver_version", lambda: None)
+    assert command_line.main(["--check"]) == 0
+    monkeypatch.setattr(command_line, "driver_version", lambda: "580.1")
+    assert command_line.main(["--check"]) == 1
+    assert "fault         there is an NVIDIA driver (580.1)" in capsys.readouterr().out
+    assert command_line.main(["--chekc"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "compute_capability", "runs"),
+    [
+        ("90-real", (9, 0), True),
+        ("90-real", (10, 0), False),
+        ("80-real", (8, 9), True),
+        ("86-real", (8, 0), False),
+        ("120", (12, 1), True),
+        ("75", (9, 0), True),
+        ("100-real", (10, 3), True),
+        ("90-virtual", (9, 0), True),
+        ("90-virtual", (8, 9), False),
+    ],
+)
+def test_machine_code_serves_its_major_version_and_ptx_all_later_gpus(
+    architecture, compute_capability, runs
+):
+    assert cuda.library.runs_on(architecture, compute_capability) == runs

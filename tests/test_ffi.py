@@ -87,6 +87,18 @@ def test_it_is_available(loadable):
     assert why_unsupported(**GOOD) is None
 
 
+def test_a_library_for_other_gpus_is_refused_in_one_sentence(loadable, monkeypatch):
+    class Gpu:
+        compute_capability = "6.1"
+
+    assert all(library.runs_on(a, divmod(int(a.split("-")[0]), 10)) for a in library.architectures())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
+    reason = library.why_unavailable()
+    assert "this GPU has compute capability 6.1; install jaxfused again" in reason
+    assert "\n" not in reason
+
+
 @pytest.mark.parametrize("running", [(0, 0), (1, 99)])
 def test_a_library_for_another_xla_ffi_is_refused_in_one_sentence(loadable, monkeypatch, running):
     monkeypatch.setattr(library, "running_ffi_version", lambda: running)

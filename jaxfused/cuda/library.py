@@ -79,7 +79,43 @@ def why_residual_unfit(dtype: Any, residual_dtype: Any) -> str | None:
 def why_unavailable() -> str | None:
     """Returns None where the kernels can be called, else the reason."""
     loaded = _load(PATH)
-    return loaded if isinstance(loaded, str) else None
+    return loaded if isinstance(loaded, str) else _why_not_built_for_these_gpus()
+
+
+def architectures() -> tuple[str, ...]:
+    """Returns the GPUs that the kernels were compiled for, as CMake names them: "90-real", "120"."""
+    loaded = _load(PATH)
+    assert not isinstance(loaded, str), loaded
+    loaded.jaxfused_architectures.restype = ctypes.c_char_p
+    return tuple(loaded.jaxfused_architectures().decode().split(","))
+
+
+def runs_on(architecture: str, compute_capability: tuple[int, int]) -> bool:
+    """Returns whether a GPU runs code of an architecture that CMake names so.
+
+    Machine code serves GPUs of the same major version that are no older, PTX all that are no older.
+    """
+    name, _, kind = architecture.partition("-")
+    built = divmod(int(name), 10)
+    if kind != "virtual" and built[0] == compute_capability[0] and built <= compute_capability:
+        return True
+    return kind != "real" and built <= compute_capability
+
+
+def _why_not_built_for_these_gpus() -> str | None:
+    """Returns None where the kernels run on the GPUs that JAX sees here, if any, else the reason."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return None
+    built = architectures()
+    for device in jax.local_devices():
+        major, minor = map(int, device.compute_capability.split("."))
+        if not any(runs_on(architecture, (major, minor)) for architecture in built):
+            return (
+                f"the CUDA library was built for {', '.join(built)}, and this GPU has compute"
+                f" capability {major}.{minor}; install jaxfused again on this machine, or with"
+                " -C cmake.define.JAXFUSED_CUDA_ARCHITECTURES=all"
+            )
+    return None
 
 
 def cublaslt_name() -> str:
@@ -123,7 +159,8 @@ def _load(path: Path) -> ctypes.CDLL | str:
 
 
 def _missing_target(library: ctypes.CDLL) -> str | None:
-    missing = [target for target in TARGETS if not hasattr(library, target)]
+    symbols = (*TARGETS, "jaxfused_architectures")
+    missing = [symbol for symbol in symbols if not hasattr(library, symbol)]
     if not missing:
         return None
     return (
