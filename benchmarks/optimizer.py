@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax import contrib
 
 from benchmarks import timing
 from jaxfused import optim
@@ -48,8 +49,12 @@ TREES: dict[str, Any] = {
     "vit-b": {**{f"layer{i}": _block(768, 3072) for i in range(12)}, **_ENDS},
     "vit-b-stacked": {**_block(768, 3072, 12), **_ENDS},
     "large": {f"w{i}": (7168, 7168) for i in range(20)},
+    "vit-l-matrices": {
+        f"layer{i}": {n: shape for n, shape in _block(1024, 4096).items() if len(shape) == 2}
+        for i in range(24)
+    },
 }
-"""Shapes of parameters: 86 M in 148 and in 16 arrays, and 1 G in 20."""
+"""Shapes of parameters: 86 M in 148 and in 16 arrays, 1 G in 20, and for Muon 302 M in 96 matrices."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,17 @@ class Row:
     name: str
     ours: optim.FusedTransformation
     bytes: int
-    """Of a parameter, in float32: what a step has to read and write."""
+    """Of a parameter, in float32: what a step has to read and write; 0 where products take the time."""
     theirs: optax.GradientTransformation | None = None
     how: dict[str, Any] = field(default_factory=dict)
 
 
-def rows() -> list[Row]:
-    """Every optimizer that has kernels."""
+def rows(tree: str) -> list[Row]:
+    """The optimizers to measure on a tree: every one that has kernels, or Muon."""
+    if tree == "vit-l-matrices":
+        theirs = contrib.muon(1e-3)
+        narrow = optim.muon(1e-3, iteration_dtype=jnp.bfloat16)
+        return [Row("muon", optim.muon(1e-3), 0, theirs), Row("muon, bfloat16", narrow, 0, theirs)]
     rate, clip = 1e-3, dict(max_norm=1.0)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     return [
@@ -91,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     figures = []
     for tree in options.trees:
-        for row in rows():
+        for row in rows(tree):
             figure = {"tree": tree, "optimizer": row.name, **_measure(tree, row)}
             figures.append(figure)
             print(_line(figure), flush=True)
@@ -104,7 +113,7 @@ def _line(figure: dict[str, Any]) -> str:
     theirs = figure["optax"]
     return (
         f"{figure['tree']:14} {figure['optimizer']:20} {figure['jaxfused']:9.1f} us"
-        f" {figure['terabytes']:5.2f} TB/s"
+        + (f" {figure['terabytes']:5.2f} TB/s" if figure["terabytes"] else " " * 11)
         + (f"   optax {theirs:9.1f} us, {theirs / figure['jaxfused']:.2f}x" if theirs else "")
     )
 
