@@ -91,7 +91,9 @@ def test_a_library_for_other_gpus_is_refused_in_one_sentence(loadable, monkeypat
     class Gpu:
         compute_capability = "6.1"
 
-    assert all(library.runs_on(a, divmod(int(a.split("-")[0]), 10)) for a in library.architectures())
+    assert all(
+        library.runs_on(a, divmod(int(a.split("-")[0]), 10)) for a in library.architectures()
+    )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [Gpu])
     reason = library.why_unavailable()
