@@ -413,7 +413,7 @@ def empty_calls():
         )
 
 
-@pytest.mark.parametrize("call", empty_calls(), ids=lambda call: str(call[1][0].shape))
+@pytest.mark.parametrize("call", list(empty_calls()), ids=lambda call: str(call[1][0].shape))
 def test_empty_operands_give_empty_results_and_zero_gradients(h200, call):
     f, arguments = call
     results, vjp = jax.vjp(f, *arguments)
