@@ -1,20 +1,41 @@
 // Moments in 8 bits, in blocks of 256 values that share a float32 scale, the largest magnitude of
 // the block; jaxfused/optim/eight_bit.py states the codes. A warp owns a block.
+//
+// So few bytes take little time, and the instructions of a value would take more. Codes become
+// floats and floats codes by 2^23, whose float has an integer in its lower bits: conversions have a
+// quarter of the throughput of an addition.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
+#include "approximate.cuh"
 #include "leaves.cuh"
 #include "stochastic_rounding.cuh"
 
+constexpr float kTwo23 = 8388608.0f;
+
 __device__ __forceinline__ float square(float x) { return x * x; }
+
+// Returns 2^23 + byte `i` of a word.
+__device__ __forceinline__ float byte_above_two23(uint32_t word, int i) {
+  return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440u | i));
+}
+
+// Returns a word of the lowest bytes of four.
+__device__ __forceinline__ uint32_t lowest_bytes(const uint32_t (&words)[kLeafVec]) {
+  static_assert(kLeafVec == 4);
+  const uint32_t low = __byte_perm(words[0], words[1], 0x0040);
+  return __byte_perm(low, __byte_perm(words[2], words[3], 0x0040), 0x5410);
+}
 
 // A signed code: scale * sign(code) * (code / 127)^2.
 __device__ __forceinline__ void decode_signed(uint32_t codes, float scale, float (&out)[kLeafVec]) {
   const float unit = scale * (1.0f / (127.0f * 127.0f));
+  const uint32_t above_minus128 = codes ^ 0x80808080u;
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
-    const float code = static_cast<float>(static_cast<int8_t>(codes >> 8 * i));
+    const float code = byte_above_two23(above_minus128, i) - (kTwo23 + 128.0f);
     out[i] = unit * (code * fabsf(code));
   }
 }
@@ -25,21 +46,25 @@ __device__ __forceinline__ void decode_unsigned(uint32_t codes, float scale,
   const float unit = scale * (1.0f / (255.0f * 255.0f * 255.0f * 255.0f));
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
-    const float code = static_cast<float>(static_cast<uint8_t>(codes >> 8 * i));
-    out[i] = unit * square(square(code));
+    out[i] = unit * square(square(byte_above_two23(codes, i) - kTwo23));
   }
-}
-
-__device__ __forceinline__ float fast_sqrt(float x) {
-  float root;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
-  return root;
 }
 
 // Returns the largest magnitude of a warp's values, or NaN if there is one: as an integer, a NaN
 // is larger than all others.
 template <int kVectors>
 __device__ __forceinline__ float largest(const float (&values)[kVectors][kLeafVec]) {
+#if __CUDA_ARCH__ >= 800
+  float most_here = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kLeafVec; ++i) {
+      asm("max.NaN.f32 %0, %1, %2;" : "=f"(most_here) : "f"(most_here), "f"(fabsf(values[v][i])));
+    }
+  }
+  const uint32_t most = __reduce_max_sync(0xffffffffu, __float_as_uint(most_here));
+#else
   uint32_t most = 0;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -52,36 +77,60 @@ __device__ __forceinline__ float largest(const float (&values)[kVectors][kLeafVe
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
   }
+#endif
   return __uint_as_float(most);
+}
+
+// Returns the factor by which a block's values are at most 1. It is 0, as are then all codes, where
+// the scale is 0 or so small that its inverse may overflow. With a scale that is not finite, no
+// code matters but that 0 decodes to NaN: the values become 0.
+template <int kVectors>
+__device__ __forceinline__ float inverse_scale_of(float scale,
+                                                  float (&values)[kVectors][kLeafVec]) {
+  if (!(scale <= FLT_MAX)) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kLeafVec; ++i) values[v][i] = 0.0f;
+    }
+  }
+  return scale >= FLT_MIN && scale <= FLT_MAX ? fast_reciprocal(scale) : 0.0f;
 }
 
 // Rounds to the nearest code.
 __device__ __forceinline__ uint32_t encode_signed(const float (&values)[kLeafVec],
                                                   float inverse_scale) {
-  uint32_t codes = 0;
+  uint32_t codes[kLeafVec];
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
-    const float root = 127.0f * fast_sqrt(fabsf(values[i]) * inverse_scale);
-    const int code = __float2int_rn(copysignf(root, values[i]));
-    codes |= (static_cast<uint32_t>(code) & 0xFFu) << 8 * i;
+    const float root = sqrt_of_normal(fabsf(values[i]) * inverse_scale);
+    codes[i] = __float_as_uint(fmaf(127.0f, copysignf(root, values[i]), 1.5f * kTwo23));
   }
-  return codes;
+  return lowest_bytes(codes);
 }
 
 // Rounds to one of the two neighbouring codes at random, so that the decoded values have the mean
 // `values`: a second moment changes by less than the distance of two codes in a step.
+//
+// The lower one is below 255 also where the roots are rounded up, since it is found by a factor a
+// little smaller than 255. A value just above a code is then rounded up from the code below it.
 __device__ __forceinline__ uint32_t encode_unsigned(const float (&values)[kLeafVec],
                                                     float inverse_scale,
                                                     const uint32_t (&halves)[kLeafVec]) {
-  uint32_t codes = 0;
+  constexpr float kUnit = 1.0f / 65536.0f;  // of the random numbers
+  uint32_t codes[kLeafVec];
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
     const float ratio = values[i] * inverse_scale;
-    const float low = fminf(floorf(255.0f * fast_sqrt(fast_sqrt(ratio))), 254.0f);
-    const float below = square(square(low)), above = square(square(low + 1.0f));
-    const float part = ratio * (255.0f * 255.0f * 255.0f * 255.0f) - below;
-    const bool up = static_cast<float>(halves[i]) * (above - below) < part * 65536.0f;
-    codes |= static_cast<uint32_t>(static_cast<int>(low) + up) << 8 * i;
+    const float root = sqrt_of_normal(sqrt_of_normal(ratio));
+    const float low_above_two23 = __fmaf_rd(254.9998f, root, kTwo23);
+    const float low = low_above_two23 - kTwo23;
+    // The distance of the neighbours, (low + 1)^4 - low^4.
+    const float gap = fmaf(fmaf(fmaf(4 * kUnit, low, 6 * kUnit), low, 4 * kUnit), low, kUnit);
+    const float random = __uint_as_float(0x4B000000u | halves[i]) - kTwo23;
+    const bool up =
+        fmaf(random, gap, square(square(low))) < ratio * (255.0f * 255.0f * 255.0f * 255.0f);
+    codes[i] = __float_as_uint(low_above_two23) + up;
   }
-  return codes;
+  return lowest_bytes(codes);
 }

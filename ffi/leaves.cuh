@@ -48,10 +48,21 @@ __host__ __device__ constexpr bool has_stream(uint32_t streams, int stream) {
   return streams >> stream & 1;
 }
 
-// Four values in the dtype of memory; values of 16 bits take up the first half.
+// Keeps a warp's loads before this point in the program before all that uses them: they should be
+// in flight together, but the compiler would rather save registers. All threads of the warp call
+// it.
+__device__ __forceinline__ void keep_loads_together() { __syncwarp(); }
+
+// Values in the dtype of memory: eight of 16 bits, or four, which in 16 bits take up the first
+// half.
 using RawVector = uint4;
 
+template <int kCount = kLeafVec>
 __device__ __forceinline__ RawVector load_raw(const void* data, Dtype dtype, int64_t index) {
+  static_assert(kCount == kLeafVec || kCount == 2 * kLeafVec);
+  if constexpr (kCount == 2 * kLeafVec) {
+    return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + index);
+  }
   if (dtype == Dtype::kFloat32) {
     return *reinterpret_cast<const uint4*>(static_cast<const float*>(data) + index);
   }
@@ -59,32 +70,36 @@ __device__ __forceinline__ RawVector load_raw(const void* data, Dtype dtype, int
   return make_uint4(half.x, half.y, 0, 0);
 }
 
+template <int kCount>
 __device__ __forceinline__ void unpack_raw(const RawVector& raw, Dtype dtype,
-                                           float (&out)[kLeafVec]) {
+                                           float (&out)[kCount]) {
   const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
   with_type(dtype, [&](auto type) {
-    Vector<decltype(type), kLeafVec> vector;
+    Vector<decltype(type), kCount> vector;
     constexpr int kWords = sizeof(vector) / sizeof(uint32_t);
-    auto* to = reinterpret_cast<uint32_t*>(&vector);
+    if constexpr (kWords <= 4) {
+      auto* to = reinterpret_cast<uint32_t*>(&vector);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) to[i] = words[i];
-    unpack(vector, out);
+      for (int i = 0; i < kWords; ++i) to[i] = words[i];
+      unpack(vector, out);
+    }
   });
 }
 
 // Writes values that the kernel does not read again.
+template <int kCount>
 __device__ __forceinline__ void store_values(void* data, Dtype dtype, int64_t index,
-                                             const float (&values)[kLeafVec]) {
+                                             const float (&values)[kCount]) {
   with_type(dtype, [&](auto type) {
     using T = decltype(type);
-    Vector<T, kLeafVec> vector;
+    Vector<T, kCount> vector;
     pack(values, vector);
     T* address = static_cast<T*>(data) + index;
     if constexpr (sizeof(vector) == 16) {
       store_streaming(address, vector);
-    } else {
+    } else if constexpr (sizeof(vector) == 8) {
       __stcs(reinterpret_cast<uint2*>(address), reinterpret_cast<const uint2&>(vector));
-    }
+    }  // No dtype of more bytes is stored in vectors of eight.
   });
 }
 
@@ -142,9 +157,9 @@ class LeafCursor {
   int leaf_ = 0;
 };
 
-// The values of a tile in which each thread has kVectors vectors.
-template <int kVectors>
-constexpr int kLeafTile = kLeafThreads * kLeafVec * kVectors;
+// The values of a tile in which each thread has kVectors vectors of kCount values.
+template <int kVectors, int kCount = kLeafVec>
+constexpr int kLeafTile = kLeafThreads * kCount * kVectors;
 
 // The part of a leaf that is in one tile.
 struct LeafTile {
@@ -152,16 +167,16 @@ struct LeafTile {
   int values;
   int whole;  // values that are in vectors; the remaining ones are handled one by one
 
-  __device__ LeafTile(const Leaf& leaf, int64_t tile, int tile_values) {
+  __device__ LeafTile(const Leaf& leaf, int64_t tile, int tile_values, int vec = kLeafVec) {
     start = (tile - leaf.first_tile) * tile_values;
     values = static_cast<int>(min(static_cast<int64_t>(tile_values), leaf.size - start));
-    whole = leaf.aligned ? values & ~(kLeafVec - 1) : 0;
+    whole = leaf.aligned ? values & ~(vec - 1) : 0;
   }
 };
 
 // The first value, within a tile, of vector `v` of this thread; a warp's vectors are neighbours.
-template <int kVectors>
+template <int kVectors, int kCount = kLeafVec>
 __device__ __forceinline__ int vector_start(int v) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  return ((warp * kVectors + v) * kWarpSize + lane) * kLeafVec;
+  return ((warp * kVectors + v) * kWarpSize + lane) * kCount;
 }

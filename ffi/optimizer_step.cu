@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "approximate.cuh"
 #include "eight_bit.cuh"
 #include "handler.h"
 #include "leaves.h"
@@ -108,6 +109,30 @@ __host__ __device__ constexpr uint32_t streams_written(Rule rule) {
   }
 }
 
+// What a kernel knows of a tree when it is compiled. Values of 16 bits and codes of 8 take so
+// little time in memory that branches on dtypes and absent arrays would take more. But for kAny, a
+// tree has neither averages nor copies, its momentum is not Nesterov's, and its values have one
+// dtype.
+enum class Format { kAny, kFloat32, kBfloat16 };
+
+// The values that a thread handles at a time: as many as it loads at once.
+template <Format kFormat, Rule kRule>
+constexpr int kVec = kFormat == Format::kBfloat16 && kRule != Rule::kAdam8Bit ? 8 : kLeafVec;
+
+template <Format kFormat>
+__device__ __forceinline__ Dtype dtype_in(const Leaves& leaves, int stream) {
+  if (kFormat == Format::kFloat32) return Dtype::kFloat32;
+  if (kFormat == Format::kBfloat16) return Dtype::kBfloat16;
+  return leaves.dtypes[stream];
+}
+
+template <Rule kRule, Format kFormat>
+__device__ __forceinline__ bool is_present(const Leaves& leaves, int stream) {
+  if (kFormat == Format::kAny) return has_stream(leaves.streams, stream);
+  if (stream == kAverage || stream == kCopy) return false;
+  return kRule != Rule::kSgd || stream != kFirstMoment || has_stream(leaves.streams, stream);
+}
+
 struct StepArgs {
   const Scalars* scalars;
   const float* stats;        // sum of squares of all gradients, and whether one is not finite
@@ -135,7 +160,7 @@ __device__ __forceinline__ float trust_ratio(float2 squares) {
 }
 
 // Updates the moments; returns the direction, before weight decay.
-template <Rule kRule>
+template <Rule kRule, Format kFormat>
 __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalars& s, float g,
                                               float& m, float& v) {
   if constexpr (has_adam_moments(kRule)) {
@@ -144,35 +169,38 @@ __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalar
       v = s.one_minus_b2 * (g * g) + s.b2 * v;
     }
     float numerator = m * s.inverse_bias1;
-    if ((kRule == Rule::kAdam || kRule == Rule::kAdam8Bit) && args.nesterov) {
+    if (kFormat == Format::kAny && (kRule == Rule::kAdam || kRule == Rule::kAdam8Bit) &&
+        args.nesterov) {
       numerator = s.b1 * (m * s.inverse_next_bias1) + s.one_minus_b1 * (g * s.inverse_bias1);
     }
     const float radicand = v * s.inverse_bias2 + s.eps_root;
-    // What has 8 bits needs no more than 23, and time is short beside so few bytes.
-    if (kRule == Rule::kAdam8Bit) return __fdividef(numerator, fast_sqrt(radicand) + s.eps);
+    // What has 8 or 16 bits needs no more than 22, and time is short beside so few bytes.
+    if (kRule == Rule::kAdam8Bit || kFormat == Format::kBfloat16) {
+      return numerator * fast_reciprocal(fast_sqrt(radicand) + s.eps);
+    }
     return numerator / (sqrtf(radicand) + s.eps);
   } else if constexpr (kRule == Rule::kLion) {
     const float mixed = s.one_minus_b1 * g + s.b1 * m;
     m = s.one_minus_b2 * g + s.b2 * m;
     return mixed > 0.0f ? 1.0f : mixed < 0.0f ? -1.0f : mixed;
   } else {
-    if (!has_stream(args.leaves.streams, kFirstMoment)) return g;
+    if (!is_present<kRule, kFormat>(args.leaves, kFirstMoment)) return g;
     m = g + s.b1 * m;
-    return args.nesterov ? g + s.b1 * m : m;
+    return kFormat == Format::kAny && args.nesterov ? g + s.b1 * m : m;
   }
 }
 
 // Updates kCount values of each stream. `learning_rate` includes a ratio of norms; `squares` gets
 // what LAMB sums.
-template <Rule kRule, int kCount>
+template <Rule kRule, Format kFormat, int kCount>
 __device__ __forceinline__ void update(const StepArgs& args, const Scalars& s, bool decays,
                                        float factor, float learning_rate,
                                        float (&of)[kMostRead][kCount], float2& squares) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     float& p = of[kParameter][i];
-    float u = direction_of<kRule>(args, s, of[kGradient][i] * factor, of[kFirstMoment][i],
-                                  of[kSecondMoment][i]);
+    float u = direction_of<kRule, kFormat>(args, s, of[kGradient][i] * factor, of[kFirstMoment][i],
+                                           of[kSecondMoment][i]);
     if (decays) u += s.weight_decay * p;
     if constexpr (takes_norms(kRule)) {
       squares.x += p * p;
@@ -208,9 +236,10 @@ __device__ __forceinline__ void round_chosen(const StepArgs& args, int leaf_inde
 }
 
 // Brings the average up to the new parameters, as they are in memory.
-template <int kCount>
+template <Format kFormat, int kCount>
 __device__ __forceinline__ void average(const StepArgs& args, const Scalars& s,
                                         float (&of)[kMostRead][kCount]) {
+  if (kFormat != Format::kAny) return;
   if ((args.leaves.streams & kBits<kAverage, kCopy>) == 0) return;
   round_to(args.leaves.dtypes[kParameter], of[kParameter]);
 #pragma unroll
@@ -220,15 +249,15 @@ __device__ __forceinline__ void average(const StepArgs& args, const Scalars& s,
   }
 }
 
-template <Rule kRule>
+template <Rule kRule, Format kFormat, int kCount>
 __device__ __forceinline__ void store_vectors(const StepArgs& args, const Leaf& leaf, int64_t index,
-                                              const float (&of)[kMostRead][kLeafVec]) {
+                                              const float (&of)[kMostRead][kCount]) {
 #pragma unroll
   for (int stream = 0; stream < kMostWritten; ++stream) {
     if (!has_stream(streams_written(kRule), stream)) continue;
     if (kRule == Rule::kAdam8Bit && is_moment(stream)) continue;
-    if (!has_stream(args.leaves.streams, stream)) continue;
-    store_values(leaf.data[stream], args.leaves.dtypes[stream], index,
+    if (!is_present<kRule, kFormat>(args.leaves, stream)) continue;
+    store_values(leaf.data[stream], dtype_in<kFormat>(args.leaves, stream), index,
                  of[stream == kCopy ? kParameter : stream]);
   }
 }
@@ -250,9 +279,9 @@ __device__ __noinline__ float2 update_singly(const StepArgs& args, int leaf_inde
         of[stream][0] = load_value(leaf.data[stream], leaves.dtypes[stream], i);
       }
     }
-    update<kRule>(args, s, leaf.decays, factor, learning_rate, of, squares);
+    update<kRule, Format::kAny>(args, s, leaf.decays, factor, learning_rate, of, squares);
     round_chosen<kRule>(args, leaf_index, i, of);
-    average(args, s, of);
+    average<Format::kAny>(args, s, of);
 #pragma unroll
     for (int stream = 0; stream < kMostWritten; ++stream) {
       if (has_stream(streams_written(kRule) & leaves.streams, stream)) {
@@ -268,13 +297,26 @@ template <int kVectors>
 using RawTile = RawVector[kMostRead][kVectors];
 
 // Updates a thread's values of a tile.
-template <Rule kRule, int kVectors>
+template <Rule kRule, Format kFormat, int kVectors>
 __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& leaf, int leaf_index,
                                             int64_t tile_index, const LeafTile& tile,
-                                            const RawTile<kVectors>& raw) {
+                                            float factor) {
+  constexpr int kCount = kVec<kFormat, kRule>;
   const Leaves& leaves = args.leaves;
+  RawTile<kVectors> raw;
+#pragma unroll
+  for (int stream = 0; stream < kMostRead; ++stream) {
+    if (!has_stream(streams_read(kRule), stream)) continue;
+    if (!is_present<kRule, kFormat>(leaves, stream)) continue;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int start = vector_start<kVectors, kCount>(v);
+      if (start >= tile.whole) continue;
+      raw[stream][v] = load_raw<kCount>(leaf.data[stream], dtype_in<kFormat>(leaves, stream),
+                                        tile.start + start);
+    }
+  }
   const Scalars s = *args.scalars;
-  const float factor = gradient_factor(args, s);
   float learning_rate = s.learning_rate;
   if constexpr (has_trust_ratio(kRule)) {
     learning_rate *= trust_ratio(__ldg(args.norms + leaf_index));
@@ -282,19 +324,19 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
   float2 squares = {0.0f, 0.0f};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int start = vector_start<kVectors>(v);
+    const int start = vector_start<kVectors, kCount>(v);
     if (start >= tile.whole) continue;
-    float of[kMostRead][kLeafVec] = {};
+    float of[kMostRead][kCount] = {};
 #pragma unroll
     for (int stream = 0; stream < kMostRead; ++stream) {
       if (!has_stream(streams_read(kRule), stream)) continue;
-      if (!has_stream(leaves.streams, stream)) continue;
-      unpack_raw(raw[stream][v], leaves.dtypes[stream], of[stream]);
+      if (!is_present<kRule, kFormat>(leaves, stream)) continue;
+      unpack_raw(raw[stream][v], dtype_in<kFormat>(leaves, stream), of[stream]);
     }
-    update<kRule>(args, s, leaf.decays, factor, learning_rate, of, squares);
+    update<kRule, kFormat>(args, s, leaf.decays, factor, learning_rate, of, squares);
     round_chosen<kRule>(args, leaf_index, tile.start + start, of);
-    average(args, s, of);
-    store_vectors<kRule>(args, leaf, tile.start + start, of);
+    average<kFormat>(args, s, of);
+    store_vectors<kRule, kFormat>(args, leaf, tile.start + start, of);
   }
   if (tile.whole < tile.values) {
     const float2 more = update_singly<kRule>(args, leaf_index, tile.start + tile.whole,
@@ -313,34 +355,60 @@ __device__ __forceinline__ void update_tile(const StepArgs& args, const Leaf& le
 }
 
 // Updates a thread's values of a tile whose moments have 8 bits. A warp owns one block of them, and
-// a leaf consists of whole blocks.
+// a leaf consists of whole blocks: a thread has vectors in both halves of the block or none.
+template <Format kFormat>
 __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Leaf& leaf,
                                                  int leaf_index, const LeafTile& tile,
-                                                 const RawTile<2>& raw, const float (&scales)[2]) {
+                                                 float factor) {
   constexpr Rule kRule = Rule::kAdam8Bit;
+  constexpr int kHalf = kBlockValues / 2;
+  static_assert(kHalf == kWarpSize * kLeafVec);
   const Leaves& leaves = args.leaves;
   if (vector_start<2>(0) >= tile.whole) return;
+  const int64_t first = tile.start + vector_start<2>(0);
+  const int64_t block = first / kBlockValues;
+  const auto codes_at = [&](Stream stream, int v) {
+    return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(leaf.data[stream]) + first) +
+           v * kWarpSize;
+  };
+  const auto scale_at = [&](Stream stream) {
+    return static_cast<float*>(leaf.data[stream]) + block;
+  };
+  RawTile<2> raw;
+  uint32_t codes[2][2];
+#pragma unroll
+  for (int v = 0; v < 2; ++v) {
+#pragma unroll
+    for (const Stream stream : {kGradient, kParameter, kAverage}) {
+      if (!is_present<kRule, kFormat>(leaves, stream)) continue;
+      raw[stream][v] =
+          load_raw(leaf.data[stream], dtype_in<kFormat>(leaves, stream), first + v * kHalf);
+    }
+    codes[0][v] = *codes_at(kFirstMoment, v);
+    codes[1][v] = *codes_at(kSecondMoment, v);
+  }
+  const float scales[] = {*scale_at(kFirstScale), *scale_at(kSecondScale)};
   const Scalars s = *args.scalars;
-  const float factor = gradient_factor(args, s);
+  keep_loads_together();
   float moments[2][2][kLeafVec];
   float2 squares = {0.0f, 0.0f};
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
     float of[kMostRead][kLeafVec] = {};
-    unpack_raw(raw[kGradient][v], leaves.dtypes[kGradient], of[kGradient]);
-    unpack_raw(raw[kParameter][v], leaves.dtypes[kParameter], of[kParameter]);
-    decode_signed(raw[kFirstMoment][v].x, scales[0], of[kFirstMoment]);
-    decode_unsigned(raw[kSecondMoment][v].x, scales[1], of[kSecondMoment]);
-    if (has_stream(leaves.streams, kAverage)) {
-      unpack_raw(raw[kAverage][v], leaves.dtypes[kAverage], of[kAverage]);
+#pragma unroll
+    for (const Stream stream : {kGradient, kParameter, kAverage}) {
+      if (!is_present<kRule, kFormat>(leaves, stream)) continue;
+      unpack_raw(raw[stream][v], dtype_in<kFormat>(leaves, stream), of[stream]);
     }
-    update<kRule>(args, s, leaf.decays, factor, s.learning_rate, of, squares);
-    const int64_t index = tile.start + vector_start<2>(v);
-    if (has_stream(args.rounded, kParameter)) {
+    decode_signed(codes[0][v], scales[0], of[kFirstMoment]);
+    decode_unsigned(codes[1][v], scales[1], of[kSecondMoment]);
+    update<kRule, kFormat>(args, s, leaf.decays, factor, s.learning_rate, of, squares);
+    const int64_t index = first + v * kHalf;
+    if (kFormat != Format::kFloat32 && has_stream(args.rounded, kParameter)) {
       round_stochastically(args.random[leaf_index], 0, index, of[kParameter]);
     }
-    average(args, s, of);
-    store_vectors<kRule>(args, leaf, index, of);
+    average<kFormat>(args, s, of);
+    store_vectors<kRule, kFormat>(args, leaf, index, of);
 #pragma unroll
     for (int i = 0; i < kLeafVec; ++i) {
       moments[0][v][i] = of[kFirstMoment][i];
@@ -348,68 +416,45 @@ __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Lea
     }
   }
   const float new_scales[] = {largest(moments[0]), largest(moments[1])};
-  float inverse[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) inverse[i] = new_scales[i] == 0.0f ? 0.0f : 1.0f / new_scales[i];
+  const float inverse[] = {inverse_scale_of(new_scales[0], moments[0]),
+                           inverse_scale_of(new_scales[1], moments[1])};
 #pragma unroll
   for (int v = 0; v < 2; ++v) {
-    const int64_t index = tile.start + vector_start<2>(v);
     uint32_t halves[kLeafVec];
-    random_halves(args.random[leaf_index], 2, index, halves);
-    const auto codes = [&](Stream stream) {
-      return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(leaf.data[stream]) + index);
-    };
-    __stcs(codes(kFirstMoment), encode_signed(moments[0][v], inverse[0]));
-    __stcs(codes(kSecondMoment), encode_unsigned(moments[1][v], inverse[1], halves));
+    random_halves(args.random[leaf_index], 2, first + v * kHalf, halves);
+    __stcs(codes_at(kFirstMoment, v), encode_signed(moments[0][v], inverse[0]));
+    __stcs(codes_at(kSecondMoment, v), encode_unsigned(moments[1][v], inverse[1], halves));
   }
   if (threadIdx.x % kWarpSize == 0) {
-    const int64_t block = (tile.start + vector_start<2>(0)) / kBlockValues;
-    static_cast<float*>(leaf.data[kFirstScale])[block] = new_scales[0];
-    static_cast<float*>(leaf.data[kSecondScale])[block] = new_scales[1];
+    *scale_at(kFirstScale) = new_scales[0];
+    *scale_at(kSecondScale) = new_scales[1];
   }
 }
 
-constexpr int kLeastBlocks = 3;  // of a multiprocessor, so that enough bytes are in flight
+// The blocks of a multiprocessor at least, so that enough bytes are in flight. Where the time is
+// that of instructions as well, more warps have some of each.
+template <Rule kRule, Format kFormat>
+constexpr int kLeastBlocks =
+    kFormat == Format::kAny || kRule == Rule::kAdam || kRule == Rule::kLambWhole ? 3 : 4;
 
 // The grid is as large as the GPU holds at a time. A block's loads of a tile are all in flight
 // together, and those of other blocks are while it computes.
-template <Rule kRule, int kVectors>
-__global__ void __launch_bounds__(kLeafThreads, kLeastBlocks)
+template <Rule kRule, Format kFormat, int kVectors>
+__global__ void __launch_bounds__(kLeafThreads, kLeastBlocks<kRule, kFormat>)
     step_leaves(const __grid_constant__ StepArgs args) {
+  constexpr int kCount = kVec<kFormat, kRule>;
   const Leaves& leaves = args.leaves;
   if (args.skips_nonfinite && __ldg(args.stats + 1) != 0.0f) return;
   int64_t tile_index = static_cast<int64_t>(leaves.tiles) - 1 - blockIdx.x;
   LeafCursor cursor(leaves, tile_index);
+  const float factor = gradient_factor(args, *args.scalars);
   for (; tile_index >= 0; tile_index -= gridDim.x) {
     const Leaf& leaf = cursor.earlier(tile_index);
-    const LeafTile tile(leaf, tile_index, kLeafTile<kVectors>);
-    RawTile<kVectors> raw;
-#pragma unroll
-    for (int stream = 0; stream < kMostRead; ++stream) {
-      if (!has_stream(streams_read(kRule), stream)) continue;
-      if (!has_stream(leaves.streams, stream)) continue;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int start = vector_start<kVectors>(v);
-        if (start >= tile.whole) continue;
-        if (kRule == Rule::kAdam8Bit && is_moment(stream)) {
-          raw[stream][v].x = *reinterpret_cast<const uint32_t*>(
-              static_cast<const uint8_t*>(leaf.data[stream]) + tile.start + start);
-        } else {
-          raw[stream][v] = load_raw(leaf.data[stream], leaves.dtypes[stream], tile.start + start);
-        }
-      }
-    }
+    const LeafTile tile(leaf, tile_index, kLeafTile<kVectors, kCount>, kCount);
     if constexpr (kRule == Rule::kAdam8Bit) {
-      float scales[2] = {0.0f, 0.0f};
-      if (vector_start<2>(0) < tile.whole) {
-        const int64_t block = (tile.start + vector_start<2>(0)) / kBlockValues;
-        scales[0] = static_cast<const float*>(leaf.data[kFirstScale])[block];
-        scales[1] = static_cast<const float*>(leaf.data[kSecondScale])[block];
-      }
-      update_8bit_tile(args, leaf, cursor.index(), tile, raw, scales);
+      update_8bit_tile<kFormat>(args, leaf, cursor.index(), tile, factor);
     } else {
-      update_tile<kRule, kVectors>(args, leaf, cursor.index(), tile_index, tile, raw);
+      update_tile<kRule, kFormat, kVectors>(args, leaf, cursor.index(), tile_index, tile, factor);
     }
   }
 }
@@ -458,9 +503,9 @@ std::optional<Rule> parse_rule(std::string_view name) {
   return std::nullopt;
 }
 
-template <Rule kRule, int kVectors>
+template <Rule kRule, Format kFormat, int kVectors>
 ffi::Error launch_step(const StepArgs& args, const Device& device, cudaStream_t stream) {
-  const auto kernel = step_leaves<kRule, kVectors>;
+  const auto kernel = step_leaves<kRule, kFormat, kVectors>;
   Launch launch = {dim3(1), kLeafThreads, 0};
   int resident = 0;
   RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
@@ -470,25 +515,63 @@ ffi::Error launch_step(const StepArgs& args, const Device& device, cudaStream_t 
   return launch_kernel(kernel, args, launch, stream);
 }
 
+// The format that all values of a tree have, among those that kernels are compiled for.
+Format format_of(Rule rule, const StepArgs& args) {
+  const Leaves& leaves = args.leaves;
+  if (args.nesterov || (leaves.streams & kBits<kAverage, kCopy>) != 0) return Format::kAny;
+  std::optional<Dtype> dtype;
+  for (int stream = kGradient; stream <= kSecondMoment; ++stream) {
+    if (!has_stream(leaves.streams, stream)) continue;
+    if (rule == Rule::kAdam8Bit && is_moment(stream)) continue;
+    if (dtype && *dtype != leaves.dtypes[stream]) return Format::kAny;
+    dtype = leaves.dtypes[stream];
+  }
+  if (dtype == Dtype::kFloat32) return Format::kFloat32;
+  return dtype == Dtype::kBfloat16 ? Format::kBfloat16 : Format::kAny;
+}
+
+// Launches a rule's kernel for any tree, or for one in bfloat16, whose tiles have as many values as
+// two vectors a thread have else.
+template <Rule kRule, int kVectors>
+ffi::Error launch_16bit_or_any(const StepArgs& args, const Device& device, cudaStream_t stream) {
+  if constexpr (kVectors == 2) {
+    if (format_of(kRule, args) == Format::kBfloat16) {
+      return launch_step<kRule, Format::kBfloat16, 1>(args, device, stream);
+    }
+  }
+  return launch_step<kRule, Format::kAny, kVectors>(args, device, stream);
+}
+
+ffi::Error launch_8bit(const StepArgs& args, const Device& device, cudaStream_t stream) {
+  switch (format_of(Rule::kAdam8Bit, args)) {
+    case Format::kFloat32:
+      return launch_step<Rule::kAdam8Bit, Format::kFloat32, 2>(args, device, stream);
+    case Format::kBfloat16:
+      return launch_step<Rule::kAdam8Bit, Format::kBfloat16, 2>(args, device, stream);
+    default:
+      return launch_step<Rule::kAdam8Bit, Format::kAny, 2>(args, device, stream);
+  }
+}
+
 template <int kVectors>
 ffi::Error launch_rule(Rule rule, const StepArgs& args, const Device& device, cudaStream_t stream) {
   switch (rule) {
     case Rule::kAdam:
-      return launch_step<Rule::kAdam, kVectors>(args, device, stream);
+      return launch_16bit_or_any<Rule::kAdam, kVectors>(args, device, stream);
     case Rule::kAdam8Bit:
-      return launch_step<Rule::kAdam8Bit, 2>(args, device, stream);
+      return launch_8bit(args, device, stream);
     case Rule::kLion:
-      return launch_step<Rule::kLion, kVectors>(args, device, stream);
+      return launch_16bit_or_any<Rule::kLion, kVectors>(args, device, stream);
     case Rule::kSgd:
-      return launch_step<Rule::kSgd, kVectors>(args, device, stream);
+      return launch_16bit_or_any<Rule::kSgd, kVectors>(args, device, stream);
     case Rule::kLambMoments:
-      return launch_step<Rule::kLambMoments, kVectors>(args, device, stream);
+      return launch_step<Rule::kLambMoments, Format::kAny, kVectors>(args, device, stream);
     case Rule::kLambWrite:
-      return launch_step<Rule::kLambWrite, kVectors>(args, device, stream);
+      return launch_step<Rule::kLambWrite, Format::kAny, kVectors>(args, device, stream);
     case Rule::kLambNorms:
-      return launch_step<Rule::kLambNorms, kVectors>(args, device, stream);
+      return launch_16bit_or_any<Rule::kLambNorms, kVectors>(args, device, stream);
     default:
-      return launch_step<Rule::kLambWhole, kVectors>(args, device, stream);
+      return launch_16bit_or_any<Rule::kLambWhole, kVectors>(args, device, stream);
   }
 }
 

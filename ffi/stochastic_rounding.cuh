@@ -36,13 +36,21 @@ __device__ __forceinline__ uint32_t random_word(uint2 seeds, uint32_t pair) {
   return x ^ (x >> 16);
 }
 
+// Returns the 16 random bits of a value that may have been split off its pair. It is seldom called,
+// and inline its divisions would take up registers.
+__device__ __noinline__ uint32_t random_half(const LeafRandom& random, int stream, int64_t local) {
+  const uint32_t index = random.index(local);
+  const uint32_t word = random_word(random.seeds[stream], index / 2);
+  return index % 2 == 0 ? word & 0xFFFFu : word >> 16;
+}
+
 // Sets 16 random bits for each of kCount neighbours, of which the first is number `local`.
 template <int kCount>
 __device__ __forceinline__ void random_halves(const LeafRandom& random, int stream, int64_t local,
                                               uint32_t (&halves)[kCount]) {
-  const uint2 seeds = random.seeds[stream];
-  const uint32_t first = random.index(local);
-  if (kCount % 2 == 0 && random.chunks[0] == 0 && first % 2 == 0) {
+  const uint32_t first = __ldg(&random.base) + static_cast<uint32_t>(local);
+  if (kCount % 2 == 0 && __ldg(&random.chunks[0]) == 0 && first % 2 == 0) {
+    const uint2 seeds = __ldg(&random.seeds[stream]);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const uint32_t word = random_word(seeds, first / 2 + i);
@@ -51,15 +59,14 @@ __device__ __forceinline__ void random_halves(const LeafRandom& random, int stre
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const uint32_t index = random.index(local + i);
-      const uint32_t word = random_word(seeds, index / 2);
-      halves[i] = index % 2 == 0 ? word & 0xFFFFu : word >> 16;
-    }
+    for (int i = 0; i < kCount; ++i) halves[i] = random_half(random, stream, local + i);
   }
 }
 
-// Rounds finite values to ones that bfloat16 has: up with the probability of the bits cut off.
+// Rounds values to ones that bfloat16 has: up with the probability of the bits cut off.
+//
+// An infinity has none of these bits. The NaN of all arithmetic is 0x7FFFFFFF: without its lower
+// half, nothing is carried into its upper one.
 template <int kCount>
 __device__ __forceinline__ void round_stochastically(const LeafRandom& random, int stream,
                                                      int64_t local, float (&values)[kCount]) {
@@ -67,8 +74,7 @@ __device__ __forceinline__ void round_stochastically(const LeafRandom& random, i
   random_halves(random, stream, local, halves);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const uint32_t bits = __float_as_uint(values[i]);
-    if ((bits & 0x7F800000u) == 0x7F800000u) continue;
-    values[i] = __uint_as_float((bits + halves[i]) & 0xFFFF0000u);
+    const int bits = min(__float_as_int(values[i]), 0x7FFF0000);
+    values[i] = __uint_as_float((static_cast<uint32_t>(bits) + halves[i]) & 0xFFFF0000u);
   }
 }
