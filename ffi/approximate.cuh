@@ -2,12 +2,6 @@
 // results that are kept in 8 or 16 bits.
 #pragma once
 
-__device__ __forceinline__ float fast_sqrt(float x) {
-  float root;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
-  return root;
-}
-
 // The square root of a number that is not subnormal, or 0 of one that is.
 __device__ __forceinline__ float sqrt_of_normal(float x) {
   float root;

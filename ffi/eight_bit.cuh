@@ -29,9 +29,10 @@ __device__ __forceinline__ uint32_t lowest_bytes(const uint32_t (&words)[kLeafVe
   return __byte_perm(low, __byte_perm(words[2], words[3], 0x0040), 0x5410);
 }
 
-// A signed code: scale * sign(code) * (code / 127)^2.
-__device__ __forceinline__ void decode_signed(uint32_t codes, float scale, float (&out)[kLeafVec]) {
-  const float unit = scale * (1.0f / (127.0f * 127.0f));
+// A signed code: scale * sign(code) * (code / 127)^2, here times `factor`.
+__device__ __forceinline__ void decode_signed(uint32_t codes, float scale, float factor,
+                                              float (&out)[kLeafVec]) {
+  const float unit = factor * (scale * (1.0f / (127.0f * 127.0f)));
   const uint32_t above_minus128 = codes ^ 0x80808080u;
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
@@ -40,10 +41,10 @@ __device__ __forceinline__ void decode_signed(uint32_t codes, float scale, float
   }
 }
 
-// An unsigned code: scale * (code / 255)^4.
-__device__ __forceinline__ void decode_unsigned(uint32_t codes, float scale,
+// An unsigned code: scale * (code / 255)^4, here times `factor`.
+__device__ __forceinline__ void decode_unsigned(uint32_t codes, float scale, float factor,
                                                 float (&out)[kLeafVec]) {
-  const float unit = scale * (1.0f / (255.0f * 255.0f * 255.0f * 255.0f));
+  const float unit = factor * (scale * (1.0f / (255.0f * 255.0f * 255.0f * 255.0f)));
 #pragma unroll
   for (int i = 0; i < kLeafVec; ++i) {
     out[i] = unit * square(square(byte_above_two23(codes, i) - kTwo23));
@@ -128,9 +129,10 @@ __device__ __forceinline__ uint32_t encode_unsigned(const float (&values)[kLeafV
     // The distance of the neighbours, (low + 1)^4 - low^4.
     const float gap = fmaf(fmaf(fmaf(4 * kUnit, low, 6 * kUnit), low, 4 * kUnit), low, kUnit);
     const float random = __uint_as_float(0x4B000000u | halves[i]) - kTwo23;
-    const bool up =
-        fmaf(random, gap, square(square(low))) < ratio * (255.0f * 255.0f * 255.0f * 255.0f);
-    codes[i] = __float_as_uint(low_above_two23) + up;
+    // Negative, by its uppermost bit, where the code is to be the upper one.
+    const float below =
+        fmaf(square(low), square(low), ratio * -(255.0f * 255.0f * 255.0f * 255.0f));
+    codes[i] = __float_as_uint(low_above_two23) + (__float_as_uint(fmaf(random, gap, below)) >> 31);
   }
   return lowest_bytes(codes);
 }

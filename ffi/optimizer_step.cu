@@ -5,6 +5,7 @@
 // counts may be traced. What a leaf has and in which dtypes is known at run time only: the branches
 // are the same for all threads of a block and cost nothing beside the memory.
 
+#include <cfloat>
 #include <optional>
 #include <string>
 
@@ -159,25 +160,29 @@ __device__ __forceinline__ float trust_ratio(float2 squares) {
   return squares.x == 0.0f || squares.y == 0.0f ? 1.0f : sqrtf(squares.x) / sqrtf(squares.y);
 }
 
-// Updates the moments; returns the direction, before weight decay.
+// Updates the moments; returns the direction, before weight decay. Moments of 8 bits were
+// multiplied by their decay when they were decoded.
 template <Rule kRule, Format kFormat>
 __device__ __forceinline__ float direction_of(const StepArgs& args, const Scalars& s, float g,
                                               float& m, float& v) {
   if constexpr (has_adam_moments(kRule)) {
     if constexpr (kRule != Rule::kLambWrite) {
-      m = s.one_minus_b1 * g + s.b1 * m;
-      v = s.one_minus_b2 * (g * g) + s.b2 * v;
+      m = s.one_minus_b1 * g + (kRule == Rule::kAdam8Bit ? m : s.b1 * m);
+      v = s.one_minus_b2 * (g * g) + (kRule == Rule::kAdam8Bit ? v : s.b2 * v);
     }
     float numerator = m * s.inverse_bias1;
     if (kFormat == Format::kAny && (kRule == Rule::kAdam || kRule == Rule::kAdam8Bit) &&
         args.nesterov) {
       numerator = s.b1 * (m * s.inverse_next_bias1) + s.one_minus_b1 * (g * s.inverse_bias1);
     }
-    const float radicand = v * s.inverse_bias2 + s.eps_root;
-    // What has 8 or 16 bits needs no more than 22, and time is short beside so few bytes.
+    // What has 8 or 16 bits needs no more than 22, and time is short beside so few bytes. With at
+    // least the smallest normal number below it, no root is of a subnormal one, which would take
+    // three instructions more; no eps notices.
     if (kRule == Rule::kAdam8Bit || kFormat == Format::kBfloat16) {
-      return numerator * fast_reciprocal(fast_sqrt(radicand) + s.eps);
+      const float radicand = v * s.inverse_bias2 + fmaxf(s.eps_root, FLT_MIN);
+      return numerator * fast_reciprocal(sqrt_of_normal(radicand) + s.eps);
     }
+    const float radicand = v * s.inverse_bias2 + s.eps_root;
     return numerator / (sqrtf(radicand) + s.eps);
   } else if constexpr (kRule == Rule::kLion) {
     const float mixed = s.one_minus_b1 * g + s.b1 * m;
@@ -366,7 +371,7 @@ __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Lea
   const Leaves& leaves = args.leaves;
   if (vector_start<2>(0) >= tile.whole) return;
   const int64_t first = tile.start + vector_start<2>(0);
-  const int64_t block = first / kBlockValues;
+  const uint64_t block = static_cast<uint64_t>(first) / kBlockValues;
   const auto codes_at = [&](Stream stream, int v) {
     return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(leaf.data[stream]) + first) +
            v * kWarpSize;
@@ -400,8 +405,8 @@ __device__ __forceinline__ void update_8bit_tile(const StepArgs& args, const Lea
       if (!is_present<kRule, kFormat>(leaves, stream)) continue;
       unpack_raw(raw[stream][v], dtype_in<kFormat>(leaves, stream), of[stream]);
     }
-    decode_signed(codes[0][v], scales[0], of[kFirstMoment]);
-    decode_unsigned(codes[1][v], scales[1], of[kSecondMoment]);
+    decode_signed(codes[0][v], scales[0], s.b1, of[kFirstMoment]);
+    decode_unsigned(codes[1][v], scales[1], s.b2, of[kSecondMoment]);
     update<kRule, kFormat>(args, s, leaf.decays, factor, s.learning_rate, of, squares);
     const int64_t index = first + v * kHalf;
     if (kFormat != Format::kFloat32 && has_stream(args.rounded, kParameter)) {

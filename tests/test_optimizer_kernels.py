@@ -392,6 +392,7 @@ def odd_params():
     for i, size in enumerate(sizes):
         tree[f"a{i}"] = jax.random.normal(jax.random.key(i), np.atleast_1d(size))
     tree["bf"] = jax.random.normal(jax.random.key(7), (300, 7), jnp.bfloat16)
+    tree["bf_blocks"] = jax.random.normal(jax.random.key(9), (20, 768), jnp.bfloat16)
     tree["hf"] = jax.random.normal(jax.random.key(8), (4000,), jnp.float16)
     return tree
 
