@@ -4,9 +4,10 @@
 // Each direction takes two passes over an image. The first leaves sums of every slice in global
 // memory, the second merges them and writes. A slice is a run of neighbouring pixels with all their
 // channels, and a block has one slice of one image. The images are taken in chunks that a second
-// read finds in L2: a launch does the second pass over a chunk, and then the first pass over the
-// next one. The second pass walks through a slice from its end, since what was read last is likely
-// to be in L2. Where an image is one slice, its block does both passes at once.
+// read finds in L2: a launch does the second pass over a chunk and the first pass over the next
+// one, by blocks that take turns, so that the two passes run side by side. The second pass walks
+// through a slice from its end, since what was read last is likely to be in L2. Where an image is
+// one slice, its block does both passes at once.
 //
 // A thread owns the same channels (one vector) in every `rows`-th pixel of its slice:
 //
@@ -15,6 +16,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "activation.cuh"
 #include "handler.h"
@@ -30,8 +32,22 @@ constexpr int kMaxThreads = 1024;
 // More sums than these in all slices of an image are merged by a launch of their own, so that not
 // every block of the second pass reads them all.
 constexpr int kMostSums = 4096;
-// The columns that a block of such a launch takes: 64 bytes of each part.
+// The columns that a block of such a launch takes, each by a warp.
 constexpr int kMergedColumns = 8;
+// Divides by a number that is known before the launch. The product of both operands is less than
+// 2^32.
+struct Divider {
+  unsigned divisor;
+  unsigned inverse;  // 2^32 / divisor, rounded up
+
+  void set(int by) {
+    divisor = by;
+    inverse = static_cast<unsigned>(((int64_t{1} << 32) + by - 1) / by);
+  }
+  __device__ int quotient(int value) const {
+    return divisor == 1 ? value : static_cast<int>(__umulhi(value, inverse));
+  }
+};
 
 struct Images {
   int count;
@@ -42,30 +58,30 @@ struct Images {
 };
 
 struct Plan {
-  int slices;        // of an image
-  int columns;       // vectors of a pixel
-  int rows;          // pixels that a block takes together
-  int64_t stride;    // values from a thread's pixel to its next
-  int parts;         // sums of an image that the second pass merges: the slices', or one
-  int second_image;  // from which on the first blocks do the second pass
+  int slices;  // of an image
+  int pixels;  // of a slice; the first `longer` slices have one more
+  int longer;
+  int columns;        // vectors of a pixel
+  int rows;           // pixels that a block takes together
+  int full;           // steps of a thread: pixels / rows; in the first rows there is one more,
+  int extra;          // in so many where the slice is not one of the longer
+  int64_t stride;     // values from a thread's pixel to its next
+  int item_parts;     // the parts of a sum that a block's threads leave in shared memory
+  int item_pitch;     // from a sum's parts to the next's, odd so that no bank has them all
+  int item_lanes;     // neighbouring threads that merge the parts of a sum there,
+  int channel_lanes;  // those that merge a group's channels,
+  int slice_lanes;    // and those that merge a group's slices in the second pass
+  int parts;          // sums of an image that the second pass merges: the slices', or one
+  int second_image;   // from which on blocks do the second pass
   int second_blocks;
   int first_image;  // from which on the other blocks do the first pass
-  bool streams;     // whether what is written should leave L2 first
+  int first_blocks;
+  bool streams;  // whether what is written should leave L2 first
+  Divider by_columns;
+  Divider by_group;  // divides a channel by group_size
 
   // Whether blocks do both passes, and there are no other blocks.
   __host__ __device__ bool is_whole() const { return slices == 1; }
-};
-
-// A slice of an image.
-struct Slice {
-  int start;
-  int count;
-
-  __host__ __device__ Slice(int pixels, int slices, int index) {
-    const int least = pixels / slices, longer = pixels % slices;
-    start = index * least + (index < longer ? index : longer);
-    count = least + (index < longer ? 1 : 0);
-  }
 };
 
 // Where a thread stands.
@@ -74,76 +90,162 @@ struct Place {
   bool writes;  // whether it does the second
   int image;
   int index;  // of the slice
-  Slice slice;
+  int start;  // the slice's first pixel
+  int count;  // its pixels
+  int extra;  // the rows of threads with a step more than the others
   int row;
   int channel;  // the first of the thread's
   int steps;    // of this thread; 0 for a thread without a column or a pixel
 
-  __device__ Place(const Images& images, const Plan& plan, int vec)
-      : Place(images, plan, vec, static_cast<int>(blockIdx.x) < plan.second_blocks) {}
-
-  // Returns how many pixels of the slice a row of threads has.
-  __device__ int pixels_of_row(const Plan& plan, int of_row) const {
-    return of_row < slice.count ? (slice.count - of_row + plan.rows - 1) / plan.rows : 0;
+  __device__ Place(const Images& images, const Plan& plan, int vec) {
+    // The blocks of the two passes take turns until those of one pass are all there.
+    const int block = blockIdx.x;
+    const int turns = min(plan.first_blocks, plan.second_blocks);
+    const bool in_turn = block < 2 * turns;
+    const bool second = in_turn ? block % 2 == 0 : plan.second_blocks > turns;
+    const int unit = in_turn ? block / 2 : block - turns;
+    const int image_of_pass = unit / plan.slices;
+    takes = !second;
+    writes = second || plan.is_whole();
+    image = (second ? plan.second_image : plan.first_image) + image_of_pass;
+    index = unit - image_of_pass * plan.slices;
+    const int more = index < plan.longer ? 1 : 0;
+    start = index * plan.pixels + min(index, plan.longer);
+    count = plan.pixels + more;
+    extra = plan.extra + more;
+    row = plan.by_columns.quotient(threadIdx.x);
+    channel = (static_cast<int>(threadIdx.x) - row * plan.columns) * vec;
+    steps = row < plan.rows ? plan.full + (row < extra ? 1 : 0) : 0;
   }
 
   // Returns the offset in an array of the thread's vector in its first step.
   __device__ int64_t offset(const Images& images) const {
-    const int64_t pixel = static_cast<int64_t>(image) * images.pixels + slice.start + row;
+    const int64_t pixel = static_cast<int64_t>(image) * images.pixels + start + row;
     return pixel * images.channels + channel;
+  }
+};
+
+struct Sums {
+  float first;
+  float second;
+
+  __device__ void add(const Sums& other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
+// Adds up, for each of `sums` sums, what of(sum)(part) returns for all parts, and hands the result
+// to store(sum, merged) of one thread. A sum's parts spread over `lanes` neighbouring threads, a
+// power of two up to a warp; the order of adding depends on the sizes alone. Whole warps call it.
+template <int kLoads = 4, typename Of, typename Store>
+__device__ __forceinline__ void merge_parts(int sums, int parts, int lanes, const Of& of,
+                                            const Store& store) {
+  const int thread = threadIdx.x;
+  const int shift = __ffs(lanes) - 1;
+  const int lane = thread & (lanes - 1);
+  const int last_of_warp = (thread & 31) >> shift;  // sums before this thread's in its warp
+  for (int sum = thread >> shift; sum - last_of_warp < sums;
+       sum += static_cast<int>(blockDim.x) >> shift) {
+    Sums own = {};
+    if (sum < sums) {
+      const auto load = of(sum);
+      for (int part = lane; part < parts; part += kLoads * lanes) {
+        Sums loaded[kLoads];
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          loaded[i] = part + i * lanes < parts ? load(part + i * lanes) : Sums{};
+        }
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) own.add(loaded[i]);
+      }
+    }
+    for (int half = lanes >> 1; half > 0; half >>= 1) {
+      own.first += __shfl_xor_sync(~0u, own.first, half);
+      own.second += __shfl_xor_sync(~0u, own.second, half);
+    }
+    if (sum < sums && lane == 0) store(sum, own);
+  }
+}
+
+// Moves an offset, in a way that the compiler does not see through: it would keep an offset of its
+// own in registers for each of a loop's loads.
+__device__ __forceinline__ void advance(int64_t& offset, int64_t by) {
+  offset += by;
+  asm("" : "+l"(offset));
+}
+
+// A thread's vectors of one array or of several, step by step: 64 bytes of them are on the way, and
+// the next are loaded into the place of those that have been taken. load(offset) returns the
+// vectors of a step.
+template <typename Vectors>
+class Stream {
+  static constexpr int kTogether = sizeof(Vectors) < 32 ? 4 : 2;
+
+ public:
+  template <typename Load>
+  __device__ Stream(int steps, int64_t offset, int64_t stride, const Load& load)
+      : left_(steps), next_(offset), stride_(stride) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      if (i < left_) ring_[i] = load(next_);
+      advance(next_, stride_);
+    }
+  }
+
+  __device__ const Vectors& first() const { return ring_[0]; }
+
+  // Calls take(vectors, reload) for each step; take calls reload() once it has unpacked the
+  // vectors.
+  template <typename Load, typename Take>
+  __device__ __forceinline__ void for_each(const Load& load, const Take& take) {
+    for (; left_ >= kTogether; left_ -= kTogether) {
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        take(ring_[i], [&] {
+          if (i + kTogether < left_) ring_[i] = load(next_);
+          advance(next_, stride_);
+        });
+      }
+    }
+#pragma unroll 1
+    for (; left_ > 0; --left_) {
+      take(ring_[0], [&] {
+#pragma unroll
+        for (int i = 0; i + 1 < kTogether; ++i) ring_[i] = ring_[i + 1];
+      });
+    }
   }
 
  private:
-  __device__ Place(const Images& images, const Plan& plan, int vec, bool second)
-      : Place(images, plan, vec, second, second ? plan.second_image : plan.first_image,
-              static_cast<int>(blockIdx.x) - (second ? 0 : plan.second_blocks)) {}
-
-  __device__ Place(const Images& images, const Plan& plan, int vec, bool second, int base,
-                   int block)
-      : takes(!second),
-        writes(second || plan.is_whole()),
-        image(base + block / plan.slices),
-        index(block % plan.slices),
-        slice(images.pixels, plan.slices, index),
-        row(static_cast<int>(threadIdx.x) / plan.columns),
-        channel(static_cast<int>(threadIdx.x) % plan.columns * vec),
-        steps(row < plan.rows ? pixels_of_row(plan, row) : 0) {}
+  Vectors ring_[kTogether] = {};
+  int left_;
+  int64_t next_;
+  int64_t stride_;
 };
 
-// Merges, for each of `sums` sums, what load(sum, part) returns for all parts, and hands the result
-// to store(sum, merged) of one thread. Neighbouring threads take neighbouring sums, and several
-// threads the parts of a sum; the order of merging depends on the sizes alone. All threads of the
-// block call it. `scratch` has room for a Part of each thread, and nobody uses it before and after
-// without a barrier of the block in between.
-template <typename Part, typename Load, typename Store>
-__device__ __forceinline__ void merge_parts(int sums, int parts, Part* scratch, const Load& load,
-                                            const Store& store) {
-  constexpr int kLoads = 4;
-  const int thread = threadIdx.x;
-  const int width = min(sums, static_cast<int>(blockDim.x));
-  const int lanes = 1 << (31 - __clz(blockDim.x / width));
-  const int lane = thread / width;
-  for (int first = 0; first < sums; first += width) {
-    const int sum = first + thread % width;
-    const bool works = lane < lanes && sum < sums;
-    Part own = {};
-    for (int part = lane; works && part < parts; part += kLoads * lanes) {
-      Part loaded[kLoads];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        loaded[i] = part + i * lanes < parts ? load(sum, part + i * lanes) : Part{};
-      }
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) own.add(loaded[i]);
+// Calls f(activation, whether there is a residual) with types that have these as constants, so that
+// a loop in f has no branches for them.
+template <typename F>
+__device__ __forceinline__ void with_constants(Activation activation, bool has_residual,
+                                               const F& f) {
+  const auto with_activation = [&](auto residual) {
+    switch (activation) {
+      case Activation::kNone:
+        return f(std::integral_constant<Activation, Activation::kNone>{}, residual);
+      case Activation::kRelu:
+        return f(std::integral_constant<Activation, Activation::kRelu>{}, residual);
+      case Activation::kRelu2:
+        return f(std::integral_constant<Activation, Activation::kRelu2>{}, residual);
+      case Activation::kGeluTanh:
+        return f(std::integral_constant<Activation, Activation::kGeluTanh>{}, residual);
+      case Activation::kGeluErf:
+        return f(std::integral_constant<Activation, Activation::kGeluErf>{}, residual);
+      case Activation::kSilu:
+        return f(std::integral_constant<Activation, Activation::kSilu>{}, residual);
     }
-    // There are several lanes only where one turn takes all sums.
-    for (int half = lanes / 2; half > 0; half /= 2) {
-      if (lane >= half && lane < 2 * half) scratch[thread] = own;
-      __syncthreads();
-      if (lane < half) own.add(scratch[thread + half * width]);
-    }
-    if (works && lane == 0) store(sum, own);
-  }
+  };
+  has_residual ? with_activation(std::true_type{}) : with_activation(std::false_type{});
 }
 
 // Loads the parameters of a thread's channels, or `otherwise` where there are none. A parameter
@@ -239,12 +341,19 @@ inline bool merges_apart(const Plan& plan, int sums) {
   return plan.slices > 1 && static_cast<int64_t>(plan.slices) * sums > kMostSums;
 }
 
-// Launches both passes of `kernel` over all images. `args` has the members images and plan;
-// merge(first image, images) launches what lies between the passes, and shared_bytes(threads) is
-// the shared memory of a block.
-template <int kVec, typename Args, typename SharedBytes, typename Merge>
-ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config,
-                         const SharedBytes& shared_bytes, const Merge& merge, cudaStream_t stream) {
+// Returns how many threads of a block should merge a sum's parts: a few parts are left to each.
+inline int lanes_of(int threads, int sums, int parts) {
+  int lanes = 1;
+  while (lanes < 32 && 2 * lanes * sums <= threads && 4 * lanes < parts) lanes *= 2;
+  return lanes;
+}
+
+// Launches both passes of `kernel` over all images. `args` has the members images and plan; the
+// threads of a block leave `item_sums` sums in shared memory, of which a row has `row_parts` parts.
+// merge(first image, images) launches what lies between the passes.
+template <int kVec, typename Args, typename Merge>
+ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, int item_sums,
+                         int row_parts, const Merge& merge, cudaStream_t stream) {
   const Images& images = args.images;
   Plan& plan = args.plan;
   plan.columns = images.channels / kVec;
@@ -257,19 +366,32 @@ ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config,
     return ffi::Error::InvalidArgument(
         "group_norm: the slices of a chunk are more than a grid has");
   }
-  const int longest = (images.pixels + plan.slices - 1) / plan.slices;
+  plan.pixels = images.pixels / plan.slices;
+  plan.longer = images.pixels % plan.slices;
+  const int longest = plan.pixels + (plan.longer > 0 ? 1 : 0);
   plan.rows = std::max(1, std::min(kThreads / plan.columns, longest));
+  plan.full = plan.pixels / plan.rows;
+  plan.extra = plan.pixels % plan.rows;
   plan.stride = static_cast<int64_t>(plan.rows) * images.channels;
+  plan.by_columns.set(plan.columns);
+  plan.by_group.set(images.group_size);
   const int threads = (plan.rows * plan.columns + 31) / 32 * 32;
+  plan.item_parts = plan.rows * row_parts;
+  plan.item_pitch = plan.item_parts | 1;
+  plan.item_lanes = lanes_of(threads, item_sums, plan.item_parts);
+  plan.channel_lanes = lanes_of(threads, images.groups, images.group_size);
+  plan.slice_lanes = lanes_of(threads, images.groups, plan.parts);
+  const int shared_bytes =
+      static_cast<int>(std::max(item_sums * plan.item_pitch, images.groups) * sizeof(float2));
   int waiting = 0;  // images of the chunk whose second pass is due
   for (int first = 0; first < images.count || waiting > 0;) {
     const int count = static_cast<int>(std::min<int64_t>(config.chunk, images.count - first));
     plan.second_image = first - waiting;
     plan.second_blocks = waiting * plan.slices;
     plan.first_image = first;
+    plan.first_blocks = count * plan.slices;
     const unsigned blocks = static_cast<unsigned>(waiting + count) * plan.slices;
-    RETURN_IF_ERROR(
-        launch_kernel(kernel, args, {dim3(blocks), threads, shared_bytes(threads)}, stream));
+    RETURN_IF_ERROR(launch_kernel(kernel, args, {dim3(blocks), threads, shared_bytes}, stream));
     if (count > 0) RETURN_IF_ERROR(merge(first, count));
     first += count;
     waiting = plan.is_whole() ? 0 : count;

@@ -41,16 +41,6 @@ struct BackwardArgs {
   Activation activation;
 };
 
-struct Sums {
-  float dot;
-  float total;
-
-  __device__ void add(const Sums& other) {
-    dot += other.dot;
-    total += other.total;
-  }
-};
-
 __device__ __forceinline__ Sums sums_at(const float2* address) {
   const float2 values = __ldcg(address);
   return {values.x, values.y};
@@ -69,93 +59,92 @@ struct Channels {
                   bias);
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      const int at = place.image * images.groups + (place.channel + c) / images.group_size;
+      const int at = place.image * images.groups + args.plan.by_group.quotient(place.channel + c);
       mean[c] = args.mean[at];
       factor[c] *= args.rstd[at];
     }
   }
 };
 
-// Calls f(offset, x - mean, dz) for the steps of a thread, from the first or from the last on. `dz`
-// comes from `gradient`, which is multiplied by the activation's derivative.
-template <typename T, int kVec, bool kFromLast, typename F>
-__device__ __forceinline__ void for_each_step(const BackwardArgs& args, const Place& place,
-                                              const Channels<kVec>& own, const void* gradient,
-                                              const void* residual, Activation activation,
-                                              const F& f) {
-  constexpr int kLoads = sizeof(T) * kVec > 8 ? 2 : 4;
-  constexpr int kPair = 2 * kVec;  // values of two steps, which share the activation's branch
-  const T* all_x = static_cast<const T*>(args.x);
-  const T* all_dy = static_cast<const T*>(gradient);
-  const T* all_residual = static_cast<const T*>(residual);
-  const int64_t stride = kFromLast ? -args.plan.stride : args.plan.stride;
-  int64_t at = place.offset(args.images) - (kFromLast ? (place.steps - 1) * stride : 0);
-  for (int step = 0; step < place.steps; step += kLoads, at += kLoads * stride) {
-    Vector<T, kVec> x[kLoads] = {}, dy[kLoads] = {};
+// A thread's steps through x and what dz comes from: in the second pass from the last one on.
+template <typename T, int kVec, bool kSecond>
+class Steps {
+ public:
+  // Whether the mean is not subtracted from x, but from the constants of the second pass. Values of
+  // 16 bits have so few digits that this loses none of them.
+  static constexpr bool kFolds = kSecond && sizeof(T) == 2;
+
+  __device__ Steps(const BackwardArgs& args, const Place& place, const void* gradient)
+      : load_{static_cast<const T*>(args.x), static_cast<const T*>(gradient)},
+        stride_(kSecond ? -args.plan.stride : args.plan.stride),
+        at_(place.offset(args.images) - (kSecond ? (place.steps - 1) * stride_ : 0)),
+        stream_(place.steps, at_, stride_, load_) {}
+
+  // Calls f(offset, x - mean, dz, whether there is a residual) for each step, with the gradient
+  // times the activation's derivative as dz, and x for x - mean if kFolds.
+  template <typename F>
+  __device__ __forceinline__ void for_each(const Channels<kVec>& own, Activation activation,
+                                           const void* residual, const F& f) {
+    with_constants(activation, !kSecond && residual != nullptr, [&](auto act, auto has_residual) {
+      constexpr Activation kActivation = decltype(act)::value;
+      constexpr bool kResidual = decltype(has_residual)::value;
+      stream_.for_each(load_, [&](const Pair& pair, const auto& reload) {
+        float centred[kVec], dz[kVec];
+        unpack(pair.x, centred);
+        unpack(pair.gradient, dz);
+        reload();
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (step + i < place.steps) {
-        x[i] = load_vector<T, kVec>(all_x + at + i * stride);
-        dy[i] = load_vector<T, kVec>(all_dy + at + i * stride);
-      }
-    }
+        for (int c = 0; c < kVec && !kFolds; ++c) centred[c] -= own.mean[c];
+        if constexpr (kActivation != Activation::kNone) {
+          float z[kVec];
 #pragma unroll
-    for (int first = 0; first < kLoads; first += 2) {
-      float centred[2][kVec], dz[kPair];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float values[kVec];
-        unpack(x[first + i], centred[i]);
-        unpack(dy[first + i], values);
-#pragma unroll
-        for (int c = 0; c < kVec; ++c) {
-          centred[i][c] -= own.mean[c];
-          dz[i * kVec + c] = values[c];
-        }
-      }
-      if (activation != Activation::kNone) {
-        float z[kPair];
-#pragma unroll
-        for (int i = 0; i < kPair; ++i) {
-          const int c = i % kVec;
-          z[i] = centred[i / kVec][c] * own.factor[c] + own.bias[c];
-        }
-        if (residual != nullptr) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if (step + first + i >= place.steps) break;
+          for (int c = 0; c < kVec; ++c) z[c] = centred[c] * own.factor[c] + own.bias[c];
+          if constexpr (kResidual) {
             float added[kVec];
-            unpack(load_vector<T, kVec>(all_residual + at + (first + i) * stride), added);
+            unpack(load_vector<T, kVec>(static_cast<const T*>(residual) + at_), added);
 #pragma unroll
-            for (int c = 0; c < kVec; ++c) z[i * kVec + c] += added[c];
+            for (int c = 0; c < kVec; ++c) z[c] += added[c];
           }
+          multiply_derivative(kActivation, z, dz);
         }
-        multiply_derivative(activation, z, dz);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (step + first + i >= place.steps) break;
-        float values[kVec];
-#pragma unroll
-        for (int c = 0; c < kVec; ++c) values[c] = dz[i * kVec + c];
-        f(at + (first + i) * stride, centred[i], values);
-      }
-    }
+        f(at_, centred, dz, has_residual);
+        advance(at_, stride_);
+      });
+    });
   }
-}
+
+ private:
+  struct Pair {
+    Vector<T, kVec> x, gradient;
+  };
+  struct Load {
+    const T* x;
+    const T* gradient;
+
+    __device__ Pair operator()(int64_t at) const {
+      return {load_vector<T, kVec>(x + at), load_vector<T, kVec>(gradient + at)};
+    }
+  };
+
+  Load load_;
+  int64_t stride_;
+  int64_t at_;
+  Stream<Pair> stream_;
+};
 
 // The first pass.
 template <typename T, int kVec>
-__device__ void take_sums(const BackwardArgs& args, const Place& place, float2* items,
-                          Sums* scratch) {
+__device__ void take_sums(const BackwardArgs& args, const Place& place, float2* items) {
   const Images& images = args.images;
+  const Plan& plan = args.plan;
   float dot[kVec] = {}, total[kVec] = {};
   if (place.steps > 0) {
+    Steps<T, kVec, false> steps(args, place, args.dy);
     const Channels<kVec> own(args, place);
-    for_each_step<T, kVec, false>(
-        args, place, own, args.dy, args.residual, args.activation,
-        [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec]) {
-          if (args.dresidual != nullptr) {
+    steps.for_each(
+        own, args.activation, args.residual,
+        [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec], auto has_residual) {
+          if constexpr (decltype(has_residual)::value) {
             Vector<T, kVec> vector;
             pack(dz, vector);
             store_vector(static_cast<T*>(args.dresidual) + at, vector);
@@ -167,66 +156,75 @@ __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* 
           }
         });
   }
-  if (place.row < args.plan.rows) {
+  if (place.row < plan.rows) {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      items[place.row * images.channels + place.channel + c] = make_float2(dot[c], total[c]);
+      items[(place.channel + c) * plan.item_pitch + place.row] = make_float2(dot[c], total[c]);
     }
   }
   __syncthreads();
-  const int64_t slice = static_cast<int64_t>(place.image) * args.plan.slices + place.index;
+  const int64_t slice = static_cast<int64_t>(place.image) * plan.slices + place.index;
   merge_parts(
-      images.channels, args.plan.rows, scratch,
-      [&](int channel, int row) -> Sums {
-        const float2 item = items[row * images.channels + channel];
-        return {item.x, item.y};
+      images.channels, plan.item_parts, plan.item_lanes,
+      [&](int channel) {
+        const float2* own = items + channel * plan.item_pitch;
+        return [own](int row) -> Sums { return {own[row].x, own[row].y}; };
       },
       [&](int channel, const Sums& merged) {
-        const int group = place.image * images.groups + channel / images.group_size;
-        const float2 sums = make_float2(merged.dot * args.rstd[group], merged.total);
+        const int group = place.image * images.groups + plan.by_group.quotient(channel);
+        const float2 sums = make_float2(merged.first * args.rstd[group], merged.second);
         __stcg(args.channel_partials + slice * images.channels + channel, sums);
         float scale[1];
         load_channels(args.scale, args.scale_rows, place.image, images.channels, channel, 1.0f,
                       scale);
-        // The first row's item has been read by this thread alone.
-        items[channel] = make_float2(sums.x * scale[0], sums.y * scale[0]);
+        // The threads that merge this channel have read its items.
+        items[channel * plan.item_pitch] = make_float2(sums.x * scale[0], sums.y * scale[0]);
       });
   if (args.group_partials == nullptr) return;
   __syncthreads();
   merge_parts(
-      images.groups, images.group_size, scratch,
-      [&](int group, int part) -> Sums {
-        const float2 item = items[group * images.group_size + part];
-        return {item.x, item.y};
+      images.groups, images.group_size, plan.channel_lanes,
+      [&](int group) {
+        const float2* own = items + group * images.group_size * plan.item_pitch;
+        return [own, &plan](int part) -> Sums {
+          const float2 item = own[part * plan.item_pitch];
+          return {item.x, item.y};
+        };
       },
       [&](int group, const Sums& merged) {
         __stcg(args.group_partials + slice * images.groups + group,
-               make_float2(merged.dot, merged.total));
+               make_float2(merged.first, merged.second));
       });
 }
 
 // The second pass.
 template <typename T, int kVec>
-__device__ void write(const BackwardArgs& args, const Place& place, float2* groups, Sums* scratch) {
+__device__ void write(const BackwardArgs& args, const Place& place, float2* groups) {
   const Images& images = args.images;
+  const Plan& plan = args.plan;
+  const bool has_dz = args.dresidual != nullptr;
+  // On the way while the parts are merged:
+  Steps<T, kVec, true> steps(args, place, has_dz ? args.dresidual : args.dy);
+  const float2* parts = args.parts + static_cast<int64_t>(place.image) * plan.parts * images.groups;
   merge_parts(
-      images.groups, args.plan.parts, scratch,
-      [&](int group, int part) {
-        const int64_t at = static_cast<int64_t>(place.image) * args.plan.parts + part;
-        return sums_at(args.parts + at * images.groups + group);
+      images.groups, plan.parts, plan.slice_lanes,
+      [&](int group) {
+        return [own = parts + group, &images](int part) {
+          return sums_at(own + static_cast<int64_t>(part) * images.groups);
+        };
       },
       [&](int group, const Sums& merged) {
-        groups[group] = make_float2(merged.dot, merged.total);
+        groups[group] = make_float2(merged.first, merged.second);
       });
   __syncthreads();
   if (place.steps == 0) return;
 
-  const Channels<kVec> own(args, place);
+  Channels<kVec> own(args, place);
   float slope[kVec], constant[kVec];
   const float inverse = 1.0f / (static_cast<float>(images.pixels) * images.group_size);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
-    const int group = (place.channel + c) / images.group_size;
+    const int group = plan.by_group.quotient(place.channel + c);
     const int at = place.image * images.groups + group;
     const float rstd = args.rstd[at];
     const float weight = -inverse * (args.group_partials == nullptr ? own.factor[c] : rstd);
@@ -234,32 +232,31 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
     constant[c] = weight * groups[group].y;
     if (args.dvariance != nullptr) slope[c] += 2.0f * args.dvariance[at] * inverse;
     if (args.dmean != nullptr) constant[c] += args.dmean[at] * inverse;
+    if (steps.kFolds) {
+      constant[c] -= own.mean[c] * slope[c];
+      own.bias[c] -= own.mean[c] * own.factor[c];
+    }
   }
-  const bool has_dz = args.dresidual != nullptr;
   T* dx = static_cast<T*>(args.dx);
-  for_each_step<T, kVec, true>(
-      args, place, own, has_dz ? args.dresidual : args.dy, nullptr,
-      has_dz ? Activation::kNone : args.activation,
-      [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec]) {
-        float values[kVec];
+  steps.for_each(own, has_dz ? Activation::kNone : args.activation, nullptr,
+                 [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec], auto) {
+                   float values[kVec];
 #pragma unroll
-        for (int c = 0; c < kVec; ++c) {
-          values[c] = dz[c] * own.factor[c] + (centred[c] * slope[c] + constant[c]);
-        }
-        store_result(args.plan, dx + at, values);
-      });
+                   for (int c = 0; c < kVec; ++c) {
+                     values[c] = dz[c] * own.factor[c] + (centred[c] * slope[c] + constant[c]);
+                   }
+                   store_result(plan, dx + at, values);
+                 });
 }
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kMaxThreads)
     group_norm_backward_kernel(const __grid_constant__ BackwardArgs args) {
-  extern __shared__ __align__(16) char shared[];
-  Sums* scratch = reinterpret_cast<Sums*>(shared);
-  float2* items = reinterpret_cast<float2*>(scratch + blockDim.x);
+  extern __shared__ __align__(16) float2 items[];
   const Place place(args.images, args.plan, kVec);
-  if (place.takes) take_sums<T, kVec>(args, place, items, scratch);
+  if (place.takes) take_sums<T, kVec>(args, place, items);
   if (place.takes && place.writes) __syncthreads();
-  if (place.writes) write<T, kVec>(args, place, items, scratch);
+  if (place.writes) write<T, kVec>(args, place, items);
 }
 
 // Adds up parts [count, parts, columns] over the parts: to `merged` [count, columns], and to dscale
@@ -274,29 +271,31 @@ struct MergeArgs {
   float* dbias;
 };
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(32 * kMergedColumns)
     group_norm_gradient_kernel(const __grid_constant__ MergeArgs args) {
-  __shared__ Sums scratch[kThreads];
   const int blocks = (args.columns + kMergedColumns - 1) / kMergedColumns;
   const int64_t index = args.first + static_cast<int>(blockIdx.x) / blocks;
   const int first = static_cast<int>(blockIdx.x) % blocks * kMergedColumns;
-  merge_parts(
-      min(kMergedColumns, args.columns - first), args.parts, scratch,
-      [&](int column, int part) {
-        return sums_at(args.partials + (index * args.parts + part) * args.columns + first + column);
+  merge_parts<8>(
+      min(kMergedColumns, args.columns - first), args.parts, 32,
+      [&](int column) {
+        const float2* own = args.partials + index * args.parts * args.columns + first + column;
+        return [own, &args](int part) {
+          return sums_at(own + static_cast<int64_t>(part) * args.columns);
+        };
       },
       [&](int column, const Sums& sums) {
         const int64_t at = index * args.columns + first + column;
-        if (args.merged != nullptr) args.merged[at] = make_float2(sums.dot, sums.total);
-        if (args.dscale != nullptr) args.dscale[at] = sums.dot;
-        if (args.dbias != nullptr) args.dbias[at] = sums.total;
+        if (args.merged != nullptr) args.merged[at] = make_float2(sums.first, sums.second);
+        if (args.dscale != nullptr) args.dscale[at] = sums.first;
+        if (args.dbias != nullptr) args.dbias[at] = sums.second;
       });
 }
 
 ffi::Error launch_merge(const MergeArgs& args, int count, cudaStream_t stream) {
   const unsigned blocks = (args.columns + kMergedColumns - 1) / kMergedColumns;
-  return launch_kernel(group_norm_gradient_kernel, args, {dim3(count * blocks), kThreads, 0},
-                       stream);
+  return launch_kernel(group_norm_gradient_kernel, args,
+                       {dim3(count * blocks), 32 * kMergedColumns, 0}, stream);
 }
 
 // Checks the gradient of a parameter, [1 or images, channels]; `rows` becomes the former.
@@ -394,12 +393,8 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   const auto launch = [&](auto type, auto vec) {
     using T = decltype(type);
     constexpr int kVec = decltype(vec)::value;
-    const auto shared_bytes = [&](int threads) {
-      const size_t items = std::max({threads * kVec, images.channels, images.groups});
-      return static_cast<int>(threads * sizeof(Sums) + items * sizeof(float2));
-    };
-    return launch_passes<kVec>(group_norm_backward_kernel<T, kVec>, args, config, shared_bytes,
-                               merge, stream);
+    return launch_passes<kVec>(group_norm_backward_kernel<T, kVec>, args, config, images.channels,
+                               1, merge, stream);
   };
   RETURN_IF_ERROR(with_vectors<4>(*dtype_of(x), whole, images.channels, launch));
   if (rows == 0 || merges_once) return ffi::Error::Success();

@@ -11,9 +11,6 @@ namespace {
 
 using namespace group_norm;
 
-// The vectors of x that a thread loads together.
-constexpr int kTogether = 4;
-
 struct ForwardArgs {
   Images images;
   Plan plan;
@@ -31,65 +28,77 @@ struct ForwardArgs {
   Activation activation;
 };
 
-// The number of some values, their mean and the sum of their squared deviations from it.
-struct Moments {
-  float count;
-  float mean;
-  float squares;
+// Means and sums of squared deviations of several parts make those of all values together by plain
+// sums about `base`, the mean of one part that is not empty: with d = mean - base, n values and
+// squared deviations m of a part,
+//
+//     mean = base + sum n d / sum n,   deviations = sum (m + n d^2) - (sum n d)^2 / sum n.
+//
+// Since `base` is a mean of the values themselves, the difference loses few digits: its first term
+// is at most as many times the second as there are parts.
+__device__ __forceinline__ Sums moments_about(float base, float count, float2 moments) {
+  const float delta = moments.x - base;
+  const float first = count * delta;
+  return {first, moments.y + first * delta};
+}
 
-  __device__ void add(const Moments& other) {
-    if (other.count == 0.0f) return;
-    const float total = count + other.count;
-    const float weight = other.count / total;
-    const float delta = other.mean - mean;
-    mean += delta * weight;
-    squares += other.squares + delta * delta * (count * weight);
-    count = total;
-  }
-};
+__device__ __forceinline__ float2 moments_of(float base, float count, const Sums& sums) {
+  const float delta = __fdividef(sums.first, fmaxf(count, 1.0f));
+  const float deviations = sums.second - sums.first * delta;
+  return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
+}
 
-// Returns the moments of a part of an image's group.
-__device__ __forceinline__ Moments part_of(const Images& images, const float2* parts, int count,
-                                           int image, int group, int part) {
-  const float2 values =
-      __ldcg(parts + (static_cast<int64_t>(image) * count + part) * images.groups + group);
-  const Slice slice(images.pixels, count, part);
-  return {static_cast<float>(slice.count) * images.group_size, values.x, values.y};
+// Merges the moments of an image's slices, [slices, groups], and hands those of a group to
+// store(group, moments) of one thread. `parts` is the number of slices, or 1 if they are merged.
+template <int kLoads, typename Store>
+__device__ __forceinline__ void merge_slices(const Images& images, const float2* moments,
+                                             int first_group, int groups, int parts, int lanes,
+                                             int pixels, int longer, const Store& store) {
+  const float size = static_cast<float>(images.group_size);
+  const float shorter = static_cast<float>(pixels) * size;
+  moments += first_group;
+  merge_parts<kLoads>(
+      groups, parts, lanes,
+      [&](int group) {
+        const float2* own = moments + group;
+        const float base = __ldcg(own).x;
+        return [=, &images](int part) {
+          const float count = part < longer ? shorter + size : shorter;
+          return moments_about(base, count,
+                               __ldcg(own + static_cast<int64_t>(part) * images.groups));
+        };
+      },
+      [&](int group, const Sums& sums) {
+        const float count = static_cast<float>(images.pixels) * size;
+        store(first_group + group, moments_of(__ldcg(moments + group).x, count, sums));
+      });
 }
 
 // The first pass. A thread adds up differences from the first of its values. This is as good as
 // their deviations from the mean would be: that value is one of those that the variance is of, so
 // that its own deviation is a part of the sum, and little is lost where it is large.
 template <typename T, int kVec>
-__device__ void take_moments(const ForwardArgs& args, const Place& place, float2* items,
-                             Moments* scratch) {
+__device__ void take_moments(const ForwardArgs& args, const Place& place, float2* items) {
   const Images& images = args.images;
   const Plan& plan = args.plan;
-  const int64_t stride = plan.stride;
-  const T* x = static_cast<const T*>(args.x) + place.offset(images);
-  float shift[kVec] = {}, mean[kVec] = {}, squares[kVec] = {};
-  for (int step = 0; step < place.steps; step += kTogether, x += kTogether * stride) {
-    Vector<T, kVec> loaded[kTogether];
+  const T* x = static_cast<const T*>(args.x);
+  const auto load = [x](int64_t at) { return load_vector<T, kVec>(x + at); };
+  Stream<Vector<T, kVec>> stream(place.steps, place.offset(images), plan.stride, load);
+  float shift[kVec], mean[kVec] = {}, squares[kVec] = {};
+  unpack(stream.first(), shift);
+  stream.for_each(load, [&](const Vector<T, kVec>& vector, const auto& reload) {
+    float values[kVec];
+    unpack(vector, values);
+    reload();
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (step + i < place.steps) loaded[i] = load_vector<T, kVec>(x + i * stride);
+    for (int c = 0; c < kVec; ++c) {
+      const float difference = values[c] - shift[c];
+      mean[c] += difference;
+      squares[c] += difference * difference;
     }
-    if (step == 0) unpack(loaded[0], shift);
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (step + i >= place.steps) break;
-      float values[kVec];
-      unpack(loaded[i], values);
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) {
-        const float difference = values[c] - shift[c];
-        mean[c] += difference;
-        squares[c] += difference * difference;
-      }
-    }
-  }
+  });
   const float count = static_cast<float>(place.steps);
-  const float inverse = 1.0f / fmaxf(count, 1.0f);
+  const float inverse = __fdividef(1.0f, fmaxf(count, 1.0f));
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
     const float offset = mean[c] * inverse;
@@ -97,11 +106,11 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
     mean[c] = shift[c] + offset;
   }
   // Neighbouring channels of a group are merged in pairs, and their pairs again.
-  int width = 1;
+  int width_bits = 0;
 #pragma unroll
   for (int half = 1; half < kVec; half *= 2) {
-    if (images.group_size % (2 * half) != 0) continue;
-    width = 2 * half;
+    if ((images.group_size & (2 * half - 1)) != 0) continue;
+    ++width_bits;
 #pragma unroll
     for (int c = 0; c < kVec; c += 2 * half) {
       const float delta = mean[c + half] - mean[c];
@@ -109,115 +118,121 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
       squares[c] += squares[c + half] + delta * delta * (0.5f * half * count);
     }
   }
-  const int row_items = images.channels / width;
+  const int width = 1 << width_bits;
+  const int row_parts = images.group_size >> width_bits;
   if (place.row < plan.rows) {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      if (c % width != 0) continue;
-      items[place.row * row_items + (place.channel + c) / width] = make_float2(mean[c], squares[c]);
+      if ((c & (width - 1)) != 0) continue;
+      const int group = plan.by_group.quotient(place.channel + c);
+      const int part = (place.channel + c - group * images.group_size) >> width_bits;
+      items[group * plan.item_pitch + place.row * row_parts + part] =
+          make_float2(mean[c], squares[c]);
     }
   }
   __syncthreads();
-  const int group_items = images.group_size / width;
   float2* partials =
       args.partials +
       (static_cast<int64_t>(place.image) * plan.slices + place.index) * images.groups;
+  const int longer = place.extra * row_parts;  // the parts with a pixel more
+  const float shorter_count = static_cast<float>(plan.full * width);
+  const float longer_count = shorter_count + static_cast<float>(width);
   merge_parts(
-      images.groups, plan.rows * group_items, scratch,
-      [&](int group, int part) -> Moments {
-        const int row = part / group_items;
-        const float2 item = items[row * row_items + group * group_items + part % group_items];
-        return {static_cast<float>(place.pixels_of_row(plan, row) * width), item.x, item.y};
+      images.groups, plan.item_parts, plan.item_lanes,
+      [&](int group) {
+        const float2* own = items + group * plan.item_pitch;
+        const float base = own->x;
+        return [=](int part) {
+          return moments_about(base, part < longer ? longer_count : shorter_count, own[part]);
+        };
       },
-      [&](int group, const Moments& merged) {
-        __stcg(partials + group, make_float2(merged.mean, merged.squares));
+      [&](int group, const Sums& sums) {
+        const float values = static_cast<float>(place.count) * images.group_size;
+        __stcg(partials + group, moments_of(items[group * plan.item_pitch].x, values, sums));
       });
 }
 
 // The second pass.
 template <typename T, int kVec>
-__device__ void write(const ForwardArgs& args, const Place& place, float2* stats,
-                      Moments* scratch) {
+__device__ void write(const ForwardArgs& args, const Place& place, float2* stats) {
+  // Values of 16 bits have so few digits that x factor + (bias - mean factor) loses none of them.
+  constexpr bool kFolds = sizeof(T) == 2;
   const Images& images = args.images;
   const Plan& plan = args.plan;
-  const int64_t stride = plan.stride;
+  const int64_t stride = -plan.stride;
   const T* x = static_cast<const T*>(args.x);
   const T* residual = static_cast<const T*>(args.residual);
   T* y = static_cast<T*>(args.y);
-  int last = place.steps - 1;
-  int64_t from = place.offset(images) + last * stride;
-  Vector<T, kVec> loaded[kTogether];
-  const auto load = [&] {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (last >= i) loaded[i] = load_vector<T, kVec>(x + from - i * stride);
-    }
-  };
-  load();  // on the way while the parts are merged
+  int64_t at = place.offset(images) - (place.steps - 1) * stride;
+  const auto load = [x](int64_t offset) { return load_vector<T, kVec>(x + offset); };
+  // On the way while the parts are merged:
+  Stream<Vector<T, kVec>> stream(place.steps, at, stride, load);
+  float factor[kVec], bias[kVec];
+  if (place.steps > 0) {
+    load_channels(args.scale, args.scale_rows, place.image, images.channels, place.channel, 1.0f,
+                  factor);
+    load_channels(args.bias, args.bias_rows, place.image, images.channels, place.channel, 0.0f,
+                  bias);
+  }
 
-  merge_parts(
-      images.groups, plan.parts, scratch,
-      [&](int group, int part) {
-        return part_of(images, args.parts, plan.parts, place.image, group, part);
-      },
-      [&](int group, const Moments& merged) {
-        const float variance = merged.squares / merged.count;
-        const float rstd = rsqrtf(variance + args.epsilon);
-        stats[group] = make_float2(merged.mean, rstd);
-        if (place.index != 0) return;
-        const int at = place.image * images.groups + group;
-        if (args.mean != nullptr) args.mean[at] = merged.mean;
-        if (args.rstd != nullptr) args.rstd[at] = rstd;
-        if (args.variance != nullptr) args.variance[at] = variance;
-      });
+  const bool merged = plan.parts == 1;
+  merge_slices<4>(images,
+                  args.parts + static_cast<int64_t>(place.image) * plan.parts * images.groups, 0,
+                  images.groups, plan.parts, plan.slice_lanes, merged ? images.pixels : plan.pixels,
+                  merged ? 0 : plan.longer, [&](int group, float2 moments) {
+                    const float values = static_cast<float>(images.pixels) * images.group_size;
+                    const float variance = moments.y / values;
+                    const float rstd = rsqrtf(variance + args.epsilon);
+                    stats[group] = make_float2(moments.x, rstd);
+                    if (place.index != 0) return;
+                    const int of_group = place.image * images.groups + group;
+                    if (args.mean != nullptr) args.mean[of_group] = moments.x;
+                    if (args.rstd != nullptr) args.rstd[of_group] = rstd;
+                    if (args.variance != nullptr) args.variance[of_group] = variance;
+                  });
   __syncthreads();
   if (place.steps == 0) return;
 
-  float mean[kVec], factor[kVec], bias[kVec];
-  load_channels(args.scale, args.scale_rows, place.image, images.channels, place.channel, 1.0f,
-                factor);
-  load_channels(args.bias, args.bias_rows, place.image, images.channels, place.channel, 0.0f, bias);
+  float mean[kVec];
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
-    const float2 group = stats[(place.channel + c) / images.group_size];
+    const float2 group = stats[plan.by_group.quotient(place.channel + c)];
     mean[c] = group.x;
     factor[c] *= group.y;
+    if (kFolds) bias[c] -= mean[c] * factor[c];
   }
-  for (;;) {
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (last < i) break;
-      const int64_t at = from - i * stride;
+  with_constants(args.activation, residual != nullptr, [&](auto activation, auto has_residual) {
+    constexpr Activation kActivation = decltype(activation)::value;
+    constexpr bool kResidual = decltype(has_residual)::value;
+    stream.for_each(load, [&](const Vector<T, kVec>& vector, const auto& reload) {
       float values[kVec];
-      unpack(loaded[i], values);
+      unpack(vector, values);
+      reload();
 #pragma unroll
-      for (int c = 0; c < kVec; ++c) values[c] = (values[c] - mean[c]) * factor[c] + bias[c];
-      if (residual != nullptr) {
+      for (int c = 0; c < kVec; ++c) {
+        values[c] = (kFolds ? values[c] : values[c] - mean[c]) * factor[c] + bias[c];
+      }
+      if constexpr (kResidual) {
         float added[kVec];
         unpack(load_vector<T, kVec>(residual + at), added);
 #pragma unroll
         for (int c = 0; c < kVec; ++c) values[c] += added[c];
       }
-      activate(args.activation, values);
+      activate(kActivation, values);
       store_result(plan, y + at, values);
-    }
-    last -= kTogether;
-    from -= kTogether * stride;
-    if (last < 0) break;
-    load();
-  }
+      advance(at, stride);
+    });
+  });
 }
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kMaxThreads)
     group_norm_forward_kernel(const __grid_constant__ ForwardArgs args) {
-  extern __shared__ __align__(16) char shared[];
-  Moments* scratch = reinterpret_cast<Moments*>(shared);
-  float2* items = reinterpret_cast<float2*>(scratch + blockDim.x);
+  extern __shared__ __align__(16) float2 items[];
   const Place place(args.images, args.plan, kVec);
-  if (place.takes) take_moments<T, kVec>(args, place, items, scratch);
+  if (place.takes) take_moments<T, kVec>(args, place, items);
   if (place.takes && place.writes) __syncthreads();
-  if (place.writes) write<T, kVec>(args, place, items, scratch);
+  if (place.writes) write<T, kVec>(args, place, items);
 }
 
 struct MergeArgs {
@@ -228,22 +243,18 @@ struct MergeArgs {
   float2* merged;          // [images, groups]
 };
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(32 * kMergedColumns)
     group_norm_merge_kernel(const __grid_constant__ MergeArgs args) {
-  __shared__ Moments scratch[kThreads];
   const Images& images = args.images;
   const int blocks = (images.groups + kMergedColumns - 1) / kMergedColumns;
   const int image = args.first_image + static_cast<int>(blockIdx.x) / blocks;
   const int first = static_cast<int>(blockIdx.x) % blocks * kMergedColumns;
-  merge_parts(
-      min(kMergedColumns, images.groups - first), args.slices, scratch,
-      [&](int group, int part) {
-        return part_of(images, args.partials, args.slices, image, first + group, part);
-      },
-      [&](int group, const Moments& merged) {
-        args.merged[static_cast<int64_t>(image) * images.groups + first + group] =
-            make_float2(merged.mean, merged.squares);
-      });
+  merge_slices<8>(images, args.partials + static_cast<int64_t>(image) * args.slices * images.groups,
+                  first, min(kMergedColumns, images.groups - first), args.slices, 32,
+                  images.pixels / args.slices, images.pixels % args.slices,
+                  [&](int group, float2 moments) {
+                    args.merged[static_cast<int64_t>(image) * images.groups + group] = moments;
+                  });
 }
 
 ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residual,
@@ -295,18 +306,16 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
     const unsigned blocks = (images.groups + kMergedColumns - 1) / kMergedColumns;
     const MergeArgs merge_args = {images, first, args.plan.slices, args.partials,
                                   data_or_null<float2>(*merged)};
-    return launch_kernel(group_norm_merge_kernel, merge_args, {dim3(count * blocks), kThreads, 0},
-                         stream);
+    return launch_kernel(group_norm_merge_kernel, merge_args,
+                         {dim3(count * blocks), 32 * kMergedColumns, 0}, stream);
   };
   const auto launch = [&](auto type, auto vec) {
     using T = decltype(type);
     constexpr int kVec = decltype(vec)::value;
-    const auto shared_bytes = [&](int threads) {
-      const size_t items = std::max(threads * kVec, images.groups);
-      return static_cast<int>(threads * sizeof(Moments) + items * sizeof(float2));
-    };
-    return launch_passes<kVec>(group_norm_forward_kernel<T, kVec>, args, config, shared_bytes,
-                               merge, stream);
+    int width = 1;  // the channels that a thread merges
+    while (width < kVec && images.group_size % (2 * width) == 0) width *= 2;
+    return launch_passes<kVec>(group_norm_forward_kernel<T, kVec>, args, config, images.groups,
+                               images.group_size / width, merge, stream);
   };
   return with_vectors<8>(*dtype_of(x), whole, images.channels, launch);
 }

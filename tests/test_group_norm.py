@@ -324,12 +324,19 @@ def test_within_the_limits(with_library, change):
     images=st.integers(1, 300),
     pixels=st.integers(1, 10**6),
     vectors=st.integers(1, 512),
+    groups_of_all=st.booleans(),
     arrays=st.integers(1, 3),
     multiprocessors=st.integers(1, 160),
 )
-def test_candidates_are_legal(images, pixels, vectors, arrays, multiprocessors):
+def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, multiprocessors):
     configs = cuda.group_norm.candidates(
-        images, pixels, 8 * vectors, 2, arrays, multiprocessors=multiprocessors
+        images,
+        pixels,
+        8 * vectors,
+        2,
+        arrays,
+        groups=8 * vectors if groups_of_all else 8,
+        multiprocessors=multiprocessors,
     )
     assert configs and len(set(configs)) == len(configs)
     for config in configs:

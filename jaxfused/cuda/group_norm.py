@@ -1,7 +1,7 @@
 """group_norm by the CUDA kernels of ffi/group_norm_fwd.cu and ffi/group_norm_bwd.cu.
 
-Two passes take the sums of slices of an image and then write. They go over chunks of images that a
-second read finds in L2; a launch has the second pass over a chunk and the first over the next one.
+Two passes take the sums of slices of an image and then write. They may go over chunks of images that
+a second read finds in L2; a launch has the second pass over a chunk and the first over the next one.
 """
 
 import math
@@ -79,14 +79,29 @@ def why_unsupported(
 
 _CACHED_BYTES = 28e6
 """What a pass reads that the next pass finds in L2."""
-_LAUNCH = 2.0
-_TERABYTES_A_SECOND = 4.0
+_MOST_SUMS = 4096
+"""More sums than these in all slices of an image are merged by a launch of their own."""
+_LAUNCH = 4.5
+"""Microseconds, with the first loads and the sums of a block."""
+_MERGE_LAUNCH = 3.5
+_ROUND = 2.0
+"""Of each further round of blocks."""
+_TERABYTES_A_SECOND = 4.1
 _CACHE_TERABYTES_A_SECOND = 6.0
-_BLOCK_TERABYTES_A_SECOND = 0.03
+_BLOCK_TERABYTES_A_SECOND = 0.024
+_CHUNK_GAIN = 0.9
+"""Chunks are taken where they are expected to need this part of the time of a single one, at most."""
 
 
 def candidates(
-    images: int, pixels: int, channels: int, itemsize: int, arrays: int, *, multiprocessors: int
+    images: int,
+    pixels: int,
+    channels: int,
+    itemsize: int,
+    arrays: int,
+    *,
+    groups: int,
+    multiprocessors: int,
 ) -> list[Config]:
     """Configs for x [images, pixels, channels], the best guess first.
 
@@ -94,16 +109,21 @@ def candidates(
     """
     shape = (images, pixels, channels, itemsize, arrays)
     image_bytes = arrays * pixels * channels * itemsize
+    rows, blocks = _block(pixels, channels, itemsize, multiprocessors)
     found = [Config(1, max(1, images))]
     for limit in (0.5 * _CACHED_BYTES, _CACHED_BYTES, 1.5 * _CACHED_BYTES, math.inf):
         chunks = min(max(1, images), max(1, math.ceil(images * image_bytes / limit)))
         chunk = math.ceil(max(1, images) / chunks)
-        for waves in (1, 2):
-            rows, blocks = _block(pixels, channels, itemsize, multiprocessors)
-            slices = min(math.ceil(pixels / rows), max(1, waves * blocks // chunk))
+        for waves in (0.5, 1, 2):
+            slices = min(math.ceil(pixels / rows), max(1, int(waves * blocks / chunk)))
             if slices > 1 and (config := Config(slices, chunk)) not in found:
                 found.append(config)
-    return sorted(found, key=lambda c: microseconds(c, *shape, multiprocessors=multiprocessors))
+
+    def expected(config: Config) -> float:
+        time = microseconds(config, *shape, groups=groups, multiprocessors=multiprocessors)
+        return time if config.chunk >= images else time / _CHUNK_GAIN
+
+    return sorted(found, key=expected)
 
 
 def microseconds(
@@ -114,11 +134,13 @@ def microseconds(
     itemsize: int,
     arrays: int,
     *,
+    groups: int,
     multiprocessors: int,
 ) -> float:
     """The expected time of the passes, which read `arrays` of x's shape and write one."""
     _, blocks = _block(pixels, channels, itemsize, multiprocessors)
     chunk = max(1, min(config.chunk, images))
+    chunks = math.ceil(images / chunk)
     image_bytes = pixels * channels * itemsize
     running = min(chunk * config.slices, blocks)
     rounds = math.ceil(chunk * config.slices / blocks)
@@ -136,16 +158,23 @@ def microseconds(
         return max(of_all, of_blocks) / 1e6
 
     # A block that has a whole image reads it again at once.
-    live = running * slice_bytes if config.slices == 1 else chunk * image_bytes
+    whole = config.slices == 1
+    live = running * slice_bytes if whole else chunk * image_bytes
     again = min(1.0, _CACHED_BYTES / max(1, arrays * live))
-    chunks = math.ceil(images / chunk)
-    launches = 1 if config.slices == 1 else chunks + 1
     first = at(_TERABYTES_A_SECOND, arrays)
     second = max(
         at(_TERABYTES_A_SECOND, arrays * (1.0 - again) + 1.0),
         at(_CACHE_TERABYTES_A_SECOND, arrays),
     )
-    return launches * _LAUNCH + chunks * (first + second)
+    time = chunks * (first + second + 2.0 * (rounds - 1) * _ROUND)
+    if whole:
+        return time + _LAUNCH
+    # Sums are written by the first pass, and read by a merge or by every block of the second pass.
+    apart = config.slices * groups > _MOST_SUMS
+    readers = 1 if apart else config.slices
+    sums = 8 * images * config.slices * groups * (1 + readers)
+    time += (chunks + 1) * _LAUNCH + sums / _TERABYTES_A_SECOND / 1e6
+    return time + chunks * _MERGE_LAUNCH if apart else time
 
 
 def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
@@ -187,6 +216,7 @@ def forward(
             channels,
             x.dtype.itemsize,
             1 if residual is None else 2,
+            groups=groups,
             multiprocessors=multiprocessors,
         )[0]
     )
@@ -252,6 +282,7 @@ def backward(
             channels,
             x.dtype.itemsize,
             3 if reads_residual else 2,
+            groups=groups,
             multiprocessors=multiprocessors,
         )[0]
     )

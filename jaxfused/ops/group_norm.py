@@ -464,7 +464,7 @@ class _Cost:
     per_megabyte: float
 
 
-_XLA_FORWARD = {"group_norm": _Cost(6.0, 1.05), "batch_norm": _Cost(6.0, 1.0)}
+_XLA_FORWARD = {"group_norm": _Cost(6.0, 1.05), "batch_norm": _Cost(12.0, 1.0)}
 _XLA_BACKWARD = {"group_norm": _Cost(10.0, 1.9), "batch_norm": _Cost(10.0, 1.65)}
 
 
@@ -486,9 +486,9 @@ def _fastest_first(
     if reason is not None:
         return reasons
     shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
-    gpu = dict(multiprocessors=device.multiprocessors)
-    config = cuda.group_norm.candidates(*shape, **gpu)[0]
-    ours = cuda.group_norm.microseconds(config, *shape, **gpu)
+    run = dict(groups=groups, multiprocessors=device.multiprocessors)
+    config = cuda.group_norm.candidates(*shape, **run)[0]
+    ours = cuda.group_norm.microseconds(config, *shape, **run)
     cost = xla[options.op]
     theirs = cost.start + cost.per_megabyte * x.size * x.dtype.itemsize / 1e6
     return reasons if ours <= theirs else dispatch.preferring("xla", reasons)
