@@ -144,6 +144,16 @@ __device__ __forceinline__ uint32_t cluster_address(const void* shared, uint32_t
   return address;
 }
 
+// Announces the thread to its cluster, without making visible what it has written; `cluster_wait`
+// must follow.
+__device__ __forceinline__ void cluster_arrive() {
+  JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.relaxed.aligned;" :: : "memory"));
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  JAXFUSED_SM90(asm volatile("barrier.cluster.wait.acquire.aligned;" :: : "memory"));
+}
+
 // Waits for all threads of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   JAXFUSED_SM90(asm volatile("barrier.cluster.arrive.release.aligned;" :: : "memory");

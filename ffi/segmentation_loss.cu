@@ -32,6 +32,13 @@ constexpr int kOverall = 2;
 
 enum class LabelType : int { kInt32, kUint8, kFloat32 };
 
+// How the sums of a mask make its loss, and by what its gradient is multiplied.
+struct LossArgs {
+  float cross_entropy_weight, dice_weight, smooth;
+  float tversky_alpha, tversky_beta, tversky_rest;  // the rest is what they lack to 1
+  float scale;
+};
+
 struct ImageArgs {
   const void* logits;  // [images, pixels, classes]
   const void* labels;  // [images, pixels]
@@ -46,7 +53,9 @@ struct ImageArgs {
   int cluster;              // blocks that add up their sums, so that `partials` has 1 of an image
   const float* cotangents;  // backward: [images, sums]
   void* dlogits;
-  bool wide;  // few classes: whether the images' bytes are multiples of 16
+  LossArgs loss;  // a mask's loss and gradient in one kernel
+  float* losses;  // [images]
+  bool wide;      // few classes: whether the images' bytes are multiples of 16
 };
 
 template <int kLanes>
@@ -298,50 +307,74 @@ struct MaskPixels {
   uint32_t counts = (1u << kVec) - 1;
 };
 
-// Plain pixels all count, and have weight 1.
-template <typename T, int kVec, bool kPlain>
-__device__ __forceinline__ MaskPixels<kVec> load_mask(const ImageArgs& args, int64_t place) {
-  MaskPixels<kVec> pixels;
-  load_as_float<T>(static_cast<const T*>(args.logits) + place, 0, pixels.logits);
-  const auto classes = [&](const int (&labels)[kVec]) {
+// Neighbouring pixels as they lie in memory. Nothing waits for them here, so that the loads of
+// several vectors are in flight together.
+template <typename T, int kVec>
+struct MaskBits {
+  static constexpr int kPart = kVec * sizeof(T) <= 16 ? kVec : 16 / sizeof(T);
+  static constexpr int kLabelPart = kVec < 4 ? kVec : 4;
+  Vector<T, kPart> logits[kVec / kPart];
+  int labels[kVec];  // or bytes: four of them in each, or the only one
+
+  __device__ __forceinline__ MaskBits(const ImageArgs& args, int64_t place) {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const int label = labels[i];
-      if (!kPlain && args.ignores && label == args.ignore_index) pixels.counts &= ~(1u << i);
-      pixels.labels[i] = static_cast<float>(label);
+    for (int i = 0; i < kVec; i += kPart) {
+      logits[i / kPart] = load_vector<T, kPart>(static_cast<const T*>(args.logits) + place + i);
     }
-  };
-  switch (args.label_type) {
-    case LabelType::kInt32: {
-      int labels[kVec];
-      constexpr int kPart = kVec < 4 ? kVec : 4;
-#pragma unroll
-      for (int i = 0; i < kVec; i += kPart) {
-        const auto part = load_vector<int, kPart>(static_cast<const int*>(args.labels) + place + i);
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) labels[i + j] = part.values[j];
-      }
-      classes(labels);
-      break;
-    }
-    case LabelType::kUint8: {
+    if (args.label_type == LabelType::kUint8) {
       const auto* const from = static_cast<const uint8_t*>(args.labels) + place;
-      int labels[kVec];
       if constexpr (kVec == 8) {
         const uint2 bytes = *reinterpret_cast<const uint2*>(from);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) {
-          labels[i] = (i < 4 ? bytes.x >> 8 * i : bytes.y >> 8 * (i - 4)) & 255;
-        }
+        labels[0] = static_cast<int>(bytes.x);
+        labels[1] = static_cast<int>(bytes.y);
       } else {
         static_assert(kVec == 1);
         labels[0] = *from;
       }
-      classes(labels);
-      break;
+      return;
     }
+#pragma unroll
+    for (int i = 0; i < kVec; i += kLabelPart) {
+      const auto part =
+          load_vector<int, kLabelPart>(static_cast<const int*>(args.labels) + place + i);
+#pragma unroll
+      for (int j = 0; j < kLabelPart; ++j) labels[i + j] = part.values[j];
+    }
+  }
+};
+
+// Plain pixels all count, and have weight 1.
+template <typename T, int kVec, bool kPlain>
+__device__ __forceinline__ MaskPixels<kVec> mask_pixels(const ImageArgs& args,
+                                                        const MaskBits<T, kVec>& bits,
+                                                        int64_t place) {
+  constexpr int kPart = MaskBits<T, kVec>::kPart;
+  MaskPixels<kVec> pixels;
+#pragma unroll
+  for (int i = 0; i < kVec; i += kPart) {
+    float part[kPart];
+    unpack(bits.logits[i / kPart], part);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) pixels.logits[i + j] = part[j];
+  }
+  const auto set_class = [&](int i, int label) {
+    if (!kPlain && args.ignores && label == args.ignore_index) pixels.counts &= ~(1u << i);
+    pixels.labels[i] = static_cast<float>(label);
+  };
+  switch (args.label_type) {
+    case LabelType::kInt32:
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) set_class(i, bits.labels[i]);
+      break;
+    case LabelType::kUint8:
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        set_class(i, static_cast<uint32_t>(bits.labels[i / 4]) >> 8 * (i % 4) & 255);
+      }
+      break;
     default:
-      load_as_float<float>(static_cast<const float*>(args.labels) + place, 0, pixels.labels);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) pixels.labels[i] = __int_as_float(bits.labels[i]);
   }
 #pragma unroll
   for (float& weight : pixels.weights) weight = 1.0f;
@@ -368,7 +401,7 @@ __device__ __forceinline__ float log1p_to_one(float x) {
   return sum * x;
 }
 
-// One instruction, right but for the last bit; the argument is 1 to 2, or NaN.
+// One instruction, right but for the last bit; the argument is at least 1, or NaN.
 __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
   return x;
@@ -385,8 +418,13 @@ struct Odds {
     outside = logit >= 0.0f ? smaller : larger;
   }
 
+  // The cross-entropy without log(1 + exp(-|logit|)).
+  __device__ __forceinline__ float linear_loss(float logit, float label) const {
+    return fmaf(-label, logit, fmaxf(logit, 0.0f));
+  }
+
   __device__ __forceinline__ float cross_entropy(float logit, float label) const {
-    return fmaf(-label, logit, fmaxf(logit, 0.0f)) + log1p_to_one(small);
+    return linear_loss(logit, label) + log1p_to_one(small);
   }
 
   // The probability of what the pixel is not; the focal loss is the cross-entropy times its power.
@@ -395,85 +433,163 @@ struct Odds {
   }
 };
 
-template <typename T, int kVec, bool kFocal, bool kPlain>
-__global__ void __launch_bounds__(kMaskSumsThreads, 2)
-    mask_sums(const __grid_constant__ ImageArgs args) {
-  constexpr int kWarps = kMaskSumsThreads / kWarpSize;
-  const int64_t start = blockIdx.y * args.pixels;
+// The sums over a thread's pixels of a mask.
+template <bool kFocal, bool kPlain>
+struct MaskTotals {
+  static_assert(!(kFocal && kPlain));
   float sums[kMaskSums] = {};
-  const auto add = [&](const MaskPixels<kVec>& pixels) {
+
+  // Adds pixels, and returns the probabilities of their being in the mask.
+  template <int kVec>
+  __device__ __forceinline__ void add(const ImageArgs& args, const MaskPixels<kVec>& pixels,
+                                      float (&inside)[kVec]) {
+    // Of plain pixels the product of all 1 + exp(-|logit|), less 1, so that what is tiny is not
+    // lost beside the 1. One logarithm is enough for all of them.
+    float product = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       const float logit = pixels.logits[i], label = pixels.labels[i], weight = pixels.weights[i];
       const Odds odds(logit);
-      float loss = odds.cross_entropy(logit, label);
-      if constexpr (kFocal) {
-        const float miss = odds.miss(label);
-        loss = miss == 0.0f ? 0.0f : power(miss, args.focal_gamma) * loss;
+      inside[i] = odds.inside;
+      if constexpr (kPlain) {
+        product = fmaf(product, odds.small, product + odds.small);
+        sums[1] += odds.linear_loss(logit, label);
+        sums[2] = fmaf(odds.inside, label, sums[2]);
+        sums[3] += odds.inside;
+        sums[4] += label;
+      } else {
+        float loss = odds.cross_entropy(logit, label);
+        if constexpr (kFocal) {
+          const float miss = odds.miss(label);
+          loss = miss == 0.0f ? 0.0f : power(miss, args.focal_gamma) * loss;
+        }
+        sums[0] += weight;
+        sums[1] += weight * loss;
+        sums[2] += weight * odds.inside * label;
+        sums[3] += weight * odds.inside;
+        sums[4] += weight * label;
       }
-      sums[0] += weight;
-      sums[1] += weight * loss;
-      sums[2] += weight * odds.inside * label;
-      sums[3] += weight * odds.inside;
-      sums[4] += weight * label;
     }
-  };
-  const auto load = [&](int64_t pixel) { return load_mask<T, kVec, kPlain>(args, start + pixel); };
-  const int64_t step = int64_t{gridDim.x} * kMaskSumsThreads * kVec;
-  int64_t pixel = (int64_t{blockIdx.x} * kMaskSumsThreads + threadIdx.x) * kVec;
-  for (; pixel + step < args.pixels; pixel += 2 * step) {
-    // Both loads are in flight together.
-    const auto first = load(pixel), second = load(pixel + step);
-    add(first);
-    add(second);
+    if constexpr (kPlain) {
+      sums[0] += kVec;
+      sums[1] += log1pf(product);
+    }
   }
-  if (pixel < args.pixels) add(load(pixel));
 
-  __shared__ float of_warps[kWarps][kMaskSums];
-  __shared__ float of_block[kMaskSums];
+  // Returns the block's sum with index `i` to the threads of the first two warps.
+  template <int kWarps>
+  __device__ __forceinline__ float of_block(float (&of_warps)[kWarps][kMaskSums], int i) {
 #pragma unroll
-  for (float& sum : sums) sum = sum_over_lanes<kWarpSize>(sum);
-  if (threadIdx.x % kWarpSize == 0) {
+    for (float& sum : sums) sum = sum_over_lanes<kWarpSize>(sum);
+    if (threadIdx.x % kWarpSize == 0) {
 #pragma unroll
-    for (int i = 0; i < kMaskSums; ++i) of_warps[threadIdx.x / kWarpSize][i] = sums[i];
-  }
-  __syncthreads();
-  float sum = 0.0f;
-  if (threadIdx.x < kMaskSums) {
-#pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) sum += of_warps[warp][threadIdx.x];
-  }
-  if (args.cluster == 1) {
-    if (threadIdx.x < kMaskSums) {
-      const int64_t block = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
-      args.partials[block * kMaskSums + threadIdx.x] = sum;
+      for (int j = 0; j < kMaskSums; ++j) of_warps[threadIdx.x / kWarpSize][j] = sums[j];
     }
-    return;
-  }
-  if (threadIdx.x < kMaskSums) of_block[threadIdx.x] = sum;
-  cluster_sync();
-  if (cluster_rank() == 0 && threadIdx.x < kMaskSums) {
-    float total = 0.0f;
+    __syncthreads();
+    float sum = 0.0f;
+    if (threadIdx.x < 2 * kWarpSize) {
 #pragma unroll
-    for (int rank = 0; rank < kCluster; ++rank) {
-      total += cluster_load(cluster_address(&of_block[threadIdx.x], rank));
+      for (int warp = 0; warp < kWarps; ++warp) sum += of_warps[warp][i];
     }
-    args.partials[int64_t{blockIdx.y} * kMaskSums + threadIdx.x] = total;
+    return sum;
   }
-  // A block's shared memory must be there until it has been read.
-  cluster_sync();
+};
+
+// What the gradient needs of a thread's plain pixels.
+template <int kVec>
+struct Kept {
+  float inside[2][kVec];
+  float labels[2][kVec];
+};
+
+// Adds the vectors at `pixel` and `pixel + step` of the image, whose loads are in flight together.
+template <typename T, int kVec, bool kFocal, bool kPlain>
+__device__ __forceinline__ void add_two(const ImageArgs& args, int64_t pixel, int64_t step,
+                                        MaskTotals<kFocal, kPlain>& totals, Kept<kVec>& kept) {
+  const int64_t first = blockIdx.y * args.pixels + pixel;
+  // Beyond the image the first vector is read again, and not added.
+  const bool two = pixel + step < args.pixels;
+  const int64_t places[2] = {first, two ? first + step : first};
+  const MaskBits<T, kVec> bits[2] = {{args, places[0]}, {args, places[1]}};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i == 1 && !two) return;
+    const auto pixels = mask_pixels<T, kVec, kPlain>(args, bits[i], places[i]);
+    totals.add(args, pixels, kept.inside[i]);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) kept.labels[i][j] = pixels.labels[j];
+  }
 }
 
+// The sums of all blocks of a cluster, in the shared memory of each of them. Each block sends its
+// sums to all, and a barrier that counts bytes says when they are there: unlike a barrier of the
+// cluster's threads, it waits for no other memory access and leaves the caches as they are.
+struct ClusterSums {
+  float sums[kCluster][kMaskSums];
+  uint64_t barrier;
+
+  // Makes the block ready to receive. All threads call it.
+  __device__ __forceinline__ void begin() {
+    if (threadIdx.x == 0) {
+      mbarrier_init(&barrier);
+      mbarrier_init_fence();
+      mbarrier_arrive_expect(&barrier, sizeof(sums));
+    }
+    __syncwarp();
+    cluster_arrive();
+  }
+
+  // Sends the block's sum with index `i`, which is the thread's own modulo the number of sums, and
+  // returns the cluster's to the first warp. All threads call it.
+  __device__ __forceinline__ float total(float sum, int i) {
+    cluster_wait();
+    if (threadIdx.x < kCluster * kMaskSums) {
+      const uint32_t rank = threadIdx.x / kMaskSums;
+      cluster_store(cluster_address(&sums[cluster_rank()][i], rank), sum,
+                    cluster_address(&barrier, rank));
+    }
+    // A block stays until it has received all, so that nothing is sent to one that has ended.
+    if (threadIdx.x >= kWarpSize) return 0.0f;
+    mbarrier_wait(&barrier, 0);
+    float total = 0.0f;
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) total += sums[rank][i];
+    return total;
+  }
+};
+
 template <typename T, int kVec, bool kFocal, bool kPlain>
-__global__ void __launch_bounds__(kMaskGradientThreads, 5)
-    mask_gradient(const __grid_constant__ ImageArgs args) {
-  const int64_t pixel = (int64_t{blockIdx.x} * kMaskGradientThreads + threadIdx.x) * kVec;
-  if (pixel >= args.pixels) return;
-  const int64_t place = blockIdx.y * args.pixels + pixel;
-  const MaskPixels<kVec> pixels = load_mask<T, kVec, kPlain>(args, place);
-  const float* const cotangents = args.cotangents + int64_t{blockIdx.y} * kMaskSums;
-  const float of_loss = cotangents[1], of_overlap = cotangents[2], of_predicted = cotangents[3];
-  float gradient[kVec];
+__global__ void __launch_bounds__(kMaskSumsThreads, 2)
+    mask_sums(const __grid_constant__ ImageArgs args) {
+  __shared__ float of_warps[kMaskSumsThreads / kWarpSize][kMaskSums];
+  __shared__ ClusterSums of_blocks;
+  if (args.cluster > 1) of_blocks.begin();
+  const int64_t step = int64_t{gridDim.x} * kMaskSumsThreads * kVec;
+  int64_t pixel = (int64_t{blockIdx.x} * kMaskSumsThreads + threadIdx.x) * kVec;
+  MaskTotals<kFocal, kPlain> totals;
+  Kept<kVec> unused;
+  for (; pixel < args.pixels; pixel += 2 * step) add_two<T>(args, pixel, step, totals, unused);
+  const int i = threadIdx.x % kMaskSums;
+  float sum = totals.of_block(of_warps, i);
+  int64_t place = int64_t{blockIdx.y} * gridDim.x + blockIdx.x;
+  if (args.cluster > 1) {
+    sum = of_blocks.total(sum, i);
+    if (cluster_rank() != 0) return;
+    place = blockIdx.y;
+  }
+  if (threadIdx.x < kMaskSums) args.partials[place * kMaskSums + i] = sum;
+}
+
+// The derivatives of the loss by three of the sums.
+struct Pulls {
+  float of_loss, of_overlap, of_predicted;
+};
+
+// Computes dlogits of the vector at `place`.
+template <typename T, int kVec, bool kFocal>
+__device__ __forceinline__ void gradient_of(const ImageArgs& args, const Pulls& pulls,
+                                            const MaskPixels<kVec>& pixels,
+                                            float (&gradient)[kVec]) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
     const float logit = pixels.logits[i], label = pixels.labels[i];
@@ -488,11 +604,17 @@ __global__ void __launch_bounds__(kMaskGradientThreads, 5)
                  (1.0f - 2.0f * label) * odds.cross_entropy(logit, label);
       }
     }
-    const float pull = of_overlap * label + of_predicted;
-    const float value = pixels.weights[i] * (of_loss * slope + pull * odds.inside * odds.outside);
+    const float pull = fmaf(pulls.of_overlap, label, pulls.of_predicted);
+    const float value =
+        pixels.weights[i] * (pulls.of_loss * slope + pull * odds.inside * odds.outside);
     gradient[i] = pixels.counts >> i & 1 ? value : 0.0f;
   }
-  constexpr int kPart = kVec * sizeof(T) <= 16 ? kVec : 16 / sizeof(T);
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void store_gradient(const ImageArgs& args, int64_t place,
+                                               const float (&gradient)[kVec]) {
+  constexpr int kPart = MaskBits<T, kVec>::kPart;
 #pragma unroll
   for (int i = 0; i < kVec; i += kPart) {
     float part[kPart];
@@ -500,7 +622,104 @@ __global__ void __launch_bounds__(kMaskGradientThreads, 5)
     for (int j = 0; j < kPart; ++j) part[j] = gradient[i + j];
     Vector<T, kPart> packed;
     pack(part, packed);
-    store_vector(static_cast<T*>(args.dlogits) + place + i, packed);
+    T* const to = static_cast<T*>(args.dlogits) + place + i;
+    if constexpr (sizeof(packed) == 16) {
+      // One instruction, where nvcc makes four of an ordinary store.
+      __stwb(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&packed));
+    } else {
+      store_vector(to, packed);
+    }
+  }
+}
+
+template <typename T, int kVec, bool kFocal, bool kPlain>
+__device__ __forceinline__ void load_and_differentiate(const ImageArgs& args, const Pulls& pulls,
+                                                       int64_t place) {
+  const MaskBits<T, kVec> bits(args, place);
+  float gradient[kVec];
+  gradient_of<T, kVec, kFocal>(args, pulls, mask_pixels<T, kVec, kPlain>(args, bits, place),
+                               gradient);
+  store_gradient<T>(args, place, gradient);
+}
+
+template <typename T, int kVec, bool kFocal, bool kPlain>
+__global__ void __launch_bounds__(kMaskGradientThreads, 5)
+    mask_gradient(const __grid_constant__ ImageArgs args) {
+  const int64_t pixel = (int64_t{blockIdx.x} * kMaskGradientThreads + threadIdx.x) * kVec;
+  if (pixel >= args.pixels) return;
+  const float* const cotangents = args.cotangents + int64_t{blockIdx.y} * kMaskSums;
+  const Pulls pulls = {cotangents[1], cotangents[2], cotangents[3]};
+  load_and_differentiate<T, kVec, kFocal, kPlain>(args, pulls, blockIdx.y * args.pixels + pixel);
+}
+
+// The loss of an image by its sums.
+__device__ __forceinline__ float loss_of(const LossArgs& args, const float (&sums)[kMaskSums],
+                                         Pulls* pulls) {
+  const auto [total, losses, overlap, predicted, present] = sums;
+  const float divisor = total == 0.0f ? 1.0f : total;
+  const float hits = 2.0f * overlap;
+  const float below = 2.0f * (args.tversky_alpha * predicted + args.tversky_beta * present) +
+                      args.tversky_rest * hits + args.smooth;
+  const float index = (hits + args.smooth) / below;
+  const float dice = 2.0f * args.scale * args.dice_weight / below;
+  pulls->of_loss = args.scale * args.cross_entropy_weight / divisor;
+  pulls->of_overlap = dice * (index * args.tversky_rest - 1.0f);
+  pulls->of_predicted = dice * index * args.tversky_alpha;
+  return args.cross_entropy_weight * (losses / divisor) + args.dice_weight * (1.0f - index);
+}
+
+// Sums and gradient in one kernel: a cluster has an image. Between them pixels stay in registers
+// where they are plain and a thread has no more than two vectors. Otherwise they are read again, as
+// far as possible from the caches.
+template <typename T, int kVec, bool kFocal, bool kPlain, bool kKeep>
+__global__ void __launch_bounds__(kMaskSumsThreads, 2)
+    mask_loss(const __grid_constant__ ImageArgs args) {
+  __shared__ float of_warps[kMaskSumsThreads / kWarpSize][kMaskSums];
+  __shared__ ClusterSums of_blocks;
+  __shared__ Pulls shared_pulls;
+  of_blocks.begin();
+  const int64_t step = int64_t{kCluster} * kMaskSumsThreads * kVec;
+  const int64_t first = (int64_t{blockIdx.x} * kMaskSumsThreads + threadIdx.x) * kVec;
+  const int64_t start = blockIdx.y * args.pixels;
+  MaskTotals<kFocal, kPlain> totals;
+  Kept<kVec> kept;
+  for (int64_t pixel = first; pixel < args.pixels; pixel += 2 * step) {
+    add_two<T>(args, pixel, step, totals, kept);
+    if (kKeep) break;
+  }
+  const int i = threadIdx.x % kMaskSums;
+  const float sum = of_blocks.total(totals.of_block(of_warps, i), i);
+  if (threadIdx.x < kWarpSize) {
+    float sums[kMaskSums];
+#pragma unroll
+    for (int j = 0; j < kMaskSums; ++j) sums[j] = __shfl_sync(0xffffffffu, sum, j);
+    Pulls pulls;
+    const float loss = loss_of(args.loss, sums, &pulls);
+    if (threadIdx.x == 0) {
+      shared_pulls = pulls;
+      if (cluster_rank() == 0) args.losses[blockIdx.y] = loss;
+    }
+  }
+  __syncthreads();
+  const Pulls pulls = shared_pulls;
+  if constexpr (kKeep) {
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      const int64_t pixel = first + turn * step;
+      if (pixel >= args.pixels) return;
+      float gradient[kVec];
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        const float p = kept.inside[turn][j], label = kept.labels[turn][j];
+        const float pull = fmaf(pulls.of_overlap, label, pulls.of_predicted);
+        gradient[j] = fmaf(pulls.of_loss, p - label, pull * fmaf(-p, p, p));
+      }
+      store_gradient<T>(args, start + pixel, gradient);
+    }
+  } else {
+    for (int64_t pixel = first; pixel < args.pixels; pixel += step) {
+      load_and_differentiate<T, kVec, kFocal, kPlain>(args, pulls, start + pixel);
+    }
   }
 }
 
@@ -560,21 +779,38 @@ __device__ __forceinline__ void store_rows(const ImageArgs& args, const Rows& ro
   }
 }
 
-// A pixel's label and weight.
-struct Truth {
-  int label = 0;
-  float weight = 0.0f;
-  bool counts = false;
+// The pixels that a lane has at a time: with few classes one would be too little to load.
+template <int kMost>
+constexpr int kPixels = kMost <= 4   ? 4
+                        : kMost <= 8 ? 2
+                                     : 1;
 
-  __device__ __forceinline__ Truth(const ImageArgs& args, int64_t place, bool inside) {
+// A pixel's label and weight as they lie in memory, which nothing waits for here.
+struct TruthBits {
+  int label = 0;
+  float weight = 1.0f;
+  bool inside = false;
+
+  TruthBits() = default;
+
+  __device__ __forceinline__ TruthBits(const ImageArgs& args, int64_t place, bool inside)
+      : inside(inside) {
     if (!inside) return;
     label = load_class(args, place);
-    weight = args.weights == nullptr ? 1.0f : args.weights[place];
-    counts = !(args.ignores && label == args.ignore_index);
-    if (counts) return;
-    label = 0;
-    weight = 0.0f;
+    if (args.weights != nullptr) weight = args.weights[place];
   }
+};
+
+// A pixel's label and weight, of which one that does not count has neither.
+struct Truth {
+  bool counts;
+  int label;
+  float weight;
+
+  __device__ __forceinline__ Truth(const ImageArgs& args, const TruthBits& bits)
+      : counts(bits.inside && !(args.ignores && bits.label == args.ignore_index)),
+        label(counts ? bits.label : 0),
+        weight(counts ? bits.weight : 0.0f) {}
 };
 
 // What a lane knows of its pixel.
@@ -595,11 +831,18 @@ struct FewTerms {
       return truth.counts ? value[0] : 0.0f;
     };
     float most = -INFINITY;
+    if (kMost * sizeof(T) <= 16 && args.classes == kMost) {
+      constexpr int kWhole = kMost * sizeof(T) <= 16 ? kMost : 1;
+      float values[kWhole];
+      unpack(load_vector<T, kWhole>(row), values);
 #pragma unroll
-    for (int c = 0; c < kMost; ++c) {
-      exponentials[c] = c < args.classes ? logit(c) : -INFINITY;
-      most = fmaxf(most, exponentials[c]);
+      for (int c = 0; c < kWhole; ++c) exponentials[c] = truth.counts ? values[c] : 0.0f;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kMost; ++c) exponentials[c] = c < args.classes ? logit(c) : -INFINITY;
     }
+#pragma unroll
+    for (int c = 0; c < kMost; ++c) most = fmaxf(most, exponentials[c]);
     float sum = 0.0f;
 #pragma unroll
     for (int c = 0; c < kMost; ++c) {
@@ -610,7 +853,7 @@ struct FewTerms {
     }
     valid = truth.label >= 0 && truth.label < args.classes;
     const float picked = valid ? logit(truth.label) - most : nanf("");
-    inverse = 1.0f / sum;
+    inverse = reciprocal(sum);
     own = valid ? exp2_fast(picked * kLog2e) * inverse : 0.0f;
     const float cross_entropy = logf(sum) - picked;
     loss = cross_entropy;
@@ -634,35 +877,48 @@ __global__ void __launch_bounds__(kFewThreads) few_sums(const __grid_constant__ 
   constexpr int kWarps = kFewThreads / kWarpSize;
   const Rows rows(args.classes, sizeof(T));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  char* const stages = shared + warp * 2 * rows.bytes();
+  constexpr int kTurn = kPixels<kMost>, kWarpPixels = kTurn * kWarpSize;
+  const int stage = kTurn * rows.bytes();
+  char* const stages = shared + warp * 2 * stage;
   // The sums of each thread's pixels by their own class: of their probabilities, and of 1.
-  float2* const places = reinterpret_cast<float2*>(shared + kWarps * 2 * rows.bytes());
+  float2* const places = reinterpret_cast<float2*>(shared + kWarps * 2 * stage);
   float2* const own = places + threadIdx.x;
   for (int c = 0; c < args.classes; ++c) own[c * kFewThreads] = make_float2(0.0f, 0.0f);
   float total = 0.0f, losses = 0.0f, predicted[kMost] = {};
 
   const int64_t start = blockIdx.y * args.pixels;
-  const int64_t step = int64_t{gridDim.x} * kFewThreads;
-  int64_t pixel = int64_t{blockIdx.x} * kFewThreads + warp * kWarpSize;  // the warp's first one
-  const auto load = [&](int64_t first, char* stage) {
+  const int64_t step = int64_t{gridDim.x} * kWarps * kWarpPixels;
+  // The warp's first one.
+  int64_t pixel = (int64_t{blockIdx.x} * kWarps + warp) * kWarpPixels;
+  TruthBits next[kTurn];
+  const auto load = [&](int64_t first, char* to) {
     const int64_t pixels = args.pixels - first;
     if (pixels > 0) {
-      load_rows<T>(args, rows, stage, start + first,
-                   static_cast<int>(pixels < kWarpSize ? pixels : kWarpSize));
+      load_rows<T>(args, rows, to, start + first,
+                   static_cast<int>(pixels < kWarpPixels ? pixels : kWarpPixels));
     }
     async_copies_commit();
-    return Truth(args, start + first + lane, lane < pixels);
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      const int own_pixel = i * kWarpSize + lane;
+      next[i] = TruthBits(args, start + first + own_pixel, own_pixel < pixels);
+    }
   };
-  Truth next = load(pixel, stages);
+  load(pixel, stages);
   for (int turn = 0; pixel < args.pixels; ++turn, pixel += step) {
-    const Truth truth = next;
-    next = load(pixel + step, stages + (turn + 1) % 2 * rows.bytes());
+    TruthBits bits[kTurn];
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) bits[i] = next[i];
+    load(pixel + step, stages + (turn + 1) % 2 * stage);
     async_copies_wait(1);
     __syncwarp();
-    const char* const row = stages + turn % 2 * rows.bytes() + lane * rows.pitch;
-    const FewTerms<kMost> terms(args, reinterpret_cast<const T*>(row), truth);
-    // Nor does a lane without a pixel count, whose row is anything.
-    if (truth.counts) {
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      const Truth truth(args, bits[i]);
+      const char* const row = stages + turn % 2 * stage + (i * kWarpSize + lane) * rows.pitch;
+      const FewTerms<kMost> terms(args, reinterpret_cast<const T*>(row), truth);
+      // Nor does a lane without a pixel count, whose row is anything.
+      if (!truth.counts) continue;
       total += truth.weight;
       losses += truth.weight * terms.loss;
       const float factor = truth.weight * terms.inverse;
@@ -722,9 +978,33 @@ __global__ void __launch_bounds__(kFewThreads)
   __shared__ float of_overlap[kMost], of_predicted[kMost];
   const Rows rows(args.classes, sizeof(T));
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  char* const stage = shared + warp * rows.bytes();
+  constexpr int kTurn = kPixels<kMost>, kWarpPixels = kTurn * kWarpSize;
+  constexpr int kTurns = kUnroll / kTurn;
+  const int stage = kTurn * rows.bytes();
+  char* const stages = shared + warp * 2 * stage;
   const float* const cotangents =
       args.cotangents + int64_t{blockIdx.y} * (kOverall + 3 * args.classes);
+  const int64_t start = blockIdx.y * args.pixels;
+  // The warp's pixels are neighbours.
+  const int64_t begin =
+      (int64_t{blockIdx.x} * (kFewThreads / kWarpSize) + warp) * (kTurns * kWarpPixels);
+  const auto pixels_of = [&](int turn) {
+    const int64_t pixels = args.pixels - begin - turn * kWarpPixels;
+    return static_cast<int>(max(int64_t{0}, min(pixels, int64_t{kWarpPixels})));
+  };
+  TruthBits next[kTurn];
+  const auto load = [&](int turn) {
+    const int pixels = turn < kTurns ? pixels_of(turn) : 0;
+    const int64_t first = start + begin + turn * kWarpPixels;
+    if (pixels > 0) load_rows<T>(args, rows, stages + turn % 2 * stage, first, pixels);
+    async_copies_commit();
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      const int own_pixel = i * kWarpSize + lane;
+      next[i] = TruthBits(args, first + own_pixel, own_pixel < pixels);
+    }
+  };
+  load(0);
   if (threadIdx.x < kMost) {
     const int c = min(static_cast<int>(threadIdx.x), args.classes - 1);
     of_overlap[threadIdx.x] = cotangents[kOverall + c];
@@ -732,33 +1012,37 @@ __global__ void __launch_bounds__(kFewThreads)
   }
   __syncthreads();
   const float of_loss = cotangents[1];
-  const int64_t start = blockIdx.y * args.pixels;
-  for (int turn = 0; turn < kUnroll; ++turn) {
-    const int64_t first = (int64_t{blockIdx.x} * kUnroll + turn) * kFewThreads + warp * kWarpSize;
-    if (first >= args.pixels) return;
-    const int pixels = static_cast<int>(min(args.pixels - first, int64_t{kWarpSize}));
-    load_rows<T>(args, rows, stage, start + first, pixels);
-    async_copies_commit();
-    const Truth truth(args, start + first + lane, lane < pixels);
-    async_copies_wait(0);
-    __syncwarp();
-    T* const row = reinterpret_cast<T*>(stage + lane * rows.pitch);
-    const FewTerms<kMost> terms(args, row, truth);
-    const int label = terms.valid ? truth.label : 0;
-    // Classes beyond the last one have probability 0.
-    float mean = of_overlap[label] * terms.own;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int pixels = pixels_of(turn);
+    if (pixels == 0) return;
+    TruthBits bits[kTurn];
 #pragma unroll
-    for (int c = 0; c < kMost; ++c) {
-      mean += of_predicted[c] * (terms.exponentials[c] * terms.inverse);
-    }
-    const float slope = of_loss * terms.slope;
-    const auto store = [&](int c, float value) {
-      const float gradient[1] = {truth.counts ? truth.weight * value : 0.0f};
-      Vector<T, 1> packed;
-      pack(gradient, packed);
-      store_vector(row + c, packed);
-    };
-    if (lane < pixels) {
+    for (int i = 0; i < kTurn; ++i) bits[i] = next[i];
+    load(turn + 1);
+    async_copies_wait(1);
+    __syncwarp();
+    char* const of_turn = stages + turn % 2 * stage;
+#pragma unroll
+    for (int i = 0; i < kTurn; ++i) {
+      const Truth truth(args, bits[i]);
+      const int own_pixel = i * kWarpSize + lane;
+      T* const row = reinterpret_cast<T*>(of_turn + own_pixel * rows.pitch);
+      const FewTerms<kMost> terms(args, row, truth);
+      const int label = terms.valid ? truth.label : 0;
+      // Classes beyond the last one have probability 0.
+      float mean = of_overlap[label] * terms.own;
+#pragma unroll
+      for (int c = 0; c < kMost; ++c) {
+        mean += of_predicted[c] * (terms.exponentials[c] * terms.inverse);
+      }
+      const float slope = of_loss * terms.slope;
+      const auto store = [&](int c, float value) {
+        const float gradient[1] = {truth.counts ? truth.weight * value : 0.0f};
+        Vector<T, 1> packed;
+        pack(gradient, packed);
+        store_vector(row + c, packed);
+      };
+      if (own_pixel >= pixels) continue;
 #pragma unroll
       for (int c = 0; c < kMost; ++c) {
         if (c >= args.classes) continue;
@@ -770,7 +1054,7 @@ __global__ void __launch_bounds__(kFewThreads)
       }
     }
     __syncwarp();
-    store_rows<T>(args, rows, stage, start + first, pixels);
+    store_rows<T>(args, rows, of_turn, start + begin + turn * kWarpPixels, pixels);
     __syncwarp();
   }
 }
@@ -816,12 +1100,12 @@ ffi::Error with_few(int classes, const F& f) {
 }
 
 template <typename T>
-ffi::Error launch_few(void (*kernel)(ImageArgs), ImageArgs args, dim3 grid, bool sums,
-                      cudaStream_t stream) {
+ffi::Error launch_few(void (*kernel)(ImageArgs), ImageArgs args, int pixels_of_lane, dim3 grid,
+                      bool sums, cudaStream_t stream) {
   const Rows rows(args.classes, sizeof(T));
   args.wide = args.pixels * args.classes * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
               are_aligned({args.logits, args.dlogits});
-  int shared = (kFewThreads / kWarpSize) * (sums ? 2 : 1) * rows.bytes();
+  int shared = (kFewThreads / kWarpSize) * 2 * pixels_of_lane * rows.bytes();
   shared += sums ? kFewThreads * args.classes * static_cast<int>(sizeof(float2)) : 0;
   if (shared > 48 * 1024) {
     Device device;
@@ -844,7 +1128,7 @@ ffi::Error with_logits_type(Dtype dtype, const F& f) {
 }
 
 ffi::Error parse_images(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& labels,
-                        const ffi::AnyBuffer& weights, bool ignores, int64_t ignore_index,
+                        const ffi::AnyBuffer* weights, bool ignores, int64_t ignore_index,
                         float focal_gamma, ImageArgs* args) {
   const auto shape = logits.dimensions();
   if (shape.size() != 3 || !dtype_of(logits)) {
@@ -877,13 +1161,15 @@ ffi::Error parse_images(const ffi::AnyBuffer& logits, const ffi::AnyBuffer& labe
     default:
       return ffi::Error::InvalidArgument("labels must be int32, uint8, bool or float32");
   }
-  if (!is_absent(weights)) RETURN_IF_ERROR(check_float32("weights", weights, {shape[0], shape[1]}));
+  if (weights != nullptr && !is_absent(*weights)) {
+    RETURN_IF_ERROR(check_float32("weights", *weights, {shape[0], shape[1]}));
+    args->weights = data_or_null<const float>(*weights);
+  }
   if (!(focal_gamma >= 0.0f)) {
     return ffi::Error::InvalidArgument("focal_gamma must not be negative");
   }
   args->logits = logits.untyped_data();
   args->labels = labels.untyped_data();
-  args->weights = data_or_null<const float>(weights);
   args->ignores = ignores;
   args->ignore_index = static_cast<int>(ignore_index);
   args->focal_gamma = focal_gamma;
@@ -897,7 +1183,8 @@ ffi::Error segmentation_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi:
                                 bool ignores, int64_t ignore_index, float focal_gamma,
                                 int64_t cluster) {
   ImageArgs args = {};
-  RETURN_IF_ERROR(parse_images(logits, labels, weights, ignores, ignore_index, focal_gamma, &args));
+  RETURN_IF_ERROR(
+      parse_images(logits, labels, &weights, ignores, ignore_index, focal_gamma, &args));
   const auto shape = logits.dimensions();
   if (partials->dimensions().size() != 3 || partials->dimensions()[1] < 1) {
     return ffi::Error::InvalidArgument("partials must have axes images, blocks, sums");
@@ -923,7 +1210,7 @@ ffi::Error segmentation_forward(cudaStream_t stream, ffi::AnyBuffer logits, ffi:
     }
     if (args.classes <= kFewClasses) {
       return with_few(args.classes, [&](auto most) {
-        return launch_few<T>(few_sums<T, most()>, args, grid, true, stream);
+        return launch_few<T>(few_sums<T, most()>, args, kPixels<most()>, grid, true, stream);
       });
     }
     return with_lanes(args.classes, [&](auto lanes, auto own) {
@@ -937,7 +1224,8 @@ ffi::Error segmentation_backward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
                                  ffi::Result<ffi::AnyBuffer> dlogits, bool ignores,
                                  int64_t ignore_index, float focal_gamma) {
   ImageArgs args = {};
-  RETURN_IF_ERROR(parse_images(logits, labels, weights, ignores, ignore_index, focal_gamma, &args));
+  RETURN_IF_ERROR(
+      parse_images(logits, labels, &weights, ignores, ignore_index, focal_gamma, &args));
   const auto shape = logits.dimensions();
   RETURN_IF_ERROR(check_float32("cotangents", cotangents, {shape[0], kOverall + 3 * shape[2]}));
   RETURN_IF_ERROR(check_shape("dlogits", *dlogits, {shape[0], shape[1], shape[2]}));
@@ -958,7 +1246,8 @@ ffi::Error segmentation_backward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
     if (args.classes <= kFewClasses) {
       return with_few(args.classes, [&](auto most) {
         const int blocks = divide_up(args.pixels, kFewThreads * kUnroll);
-        return launch_few<T>(few_gradient<T, most()>, args, dim3(blocks, images), false, stream);
+        return launch_few<T>(few_gradient<T, most()>, args, kPixels<most()>, dim3(blocks, images),
+                             false, stream);
       });
     }
     return with_lanes(args.classes, [&](auto lanes, auto own) {
@@ -969,7 +1258,69 @@ ffi::Error segmentation_backward(cudaStream_t stream, ffi::AnyBuffer logits, ffi
   });
 }
 
+ffi::Error segmentation_loss(cudaStream_t stream, ffi::AnyBuffer logits, ffi::AnyBuffer labels,
+                             ffi::Result<ffi::AnyBuffer> losses,
+                             ffi::Result<ffi::AnyBuffer> dlogits, bool ignores,
+                             int64_t ignore_index, float focal_gamma, float cross_entropy_weight,
+                             float dice_weight, float smooth, float tversky_alpha,
+                             float tversky_beta, float tversky_rest, float scale) {
+  ImageArgs args = {};
+  RETURN_IF_ERROR(parse_images(logits, labels, nullptr, ignores, ignore_index, focal_gamma, &args));
+  const auto shape = logits.dimensions();
+  if (shape[2] != 1) {
+    return ffi::Error::InvalidArgument("loss and gradient in one kernel are of masks alone");
+  }
+  RETURN_IF_ERROR(check_float32("losses", *losses, {shape[0]}));
+  RETURN_IF_ERROR(check_shape("dlogits", *dlogits, {shape[0], shape[1], 1}));
+  RETURN_IF_ERROR(check_dtype("dlogits", *dlogits, logits.element_type()));
+  if (is_absent(logits)) return ffi::Error::InvalidArgument("logits have no elements");
+  args.losses = static_cast<float*>(losses->untyped_data());
+  args.dlogits = dlogits->untyped_data();
+  args.loss = {cross_entropy_weight, dice_weight,  smooth, tversky_alpha,
+               tversky_beta,         tversky_rest, scale};
+  const dim3 grid(kCluster, static_cast<unsigned>(shape[0]));
+  const Launch launch = {grid, kMaskSumsThreads, 0, kCluster};
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    return with_mask(args, [&](auto vec, auto focal, auto plain) {
+      if constexpr (plain()) {
+        if (args.pixels <= 2 * kCluster * kMaskSumsThreads * vec()) {
+          return launch_kernel(mask_loss<T, vec(), false, true, true>, args, launch, stream);
+        }
+      }
+      return launch_kernel(mask_loss<T, vec(), focal(), plain(), false>, args, launch, stream);
+    });
+  };
+  switch (*dtype_of(logits)) {
+    case Dtype::kFloat32:
+      return run(float{});
+    case Dtype::kBfloat16:
+      return run(__nv_bfloat16{});
+    default:
+      return ffi::Error::InvalidArgument(
+          "the gradient in float16 is too small before it has been multiplied by its cotangent");
+  }
+}
+
 }  // namespace
+
+DEFINE_HANDLER(jaxfused_segmentation_loss, segmentation_loss,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // logits
+                   .Arg<ffi::AnyBuffer>()  // labels
+                   .Ret<ffi::AnyBuffer>()  // losses
+                   .Ret<ffi::AnyBuffer>()  // dlogits
+                   .Attr<bool>("ignores")
+                   .Attr<int64_t>("ignore_index")
+                   .Attr<float>("focal_gamma")
+                   .Attr<float>("cross_entropy_weight")
+                   .Attr<float>("dice_weight")
+                   .Attr<float>("smooth")
+                   .Attr<float>("tversky_alpha")
+                   .Attr<float>("tversky_beta")
+                   .Attr<float>("tversky_rest")
+                   .Attr<float>("scale"));
 
 DEFINE_HANDLER(jaxfused_segmentation_forward, segmentation_forward,
                ffi::Ffi::Bind()

@@ -498,6 +498,18 @@ LOSS = dict(
     threads=np.int64(512),
 )
 PIXELS = dict(ignores=np.bool_(False), ignore_index=np.int64(0), focal_gamma=np.float32(0.0))
+MASK_LOSS = {
+    name: np.float32(value)
+    for name, value in dict(
+        cross_entropy_weight=1,
+        dice_weight=1,
+        smooth=1,
+        tversky_alpha=0.5,
+        tversky_beta=0.5,
+        tversky_rest=0,
+        scale=1,
+    ).items()
+}
 INT32 = "int32"
 
 
@@ -641,6 +653,27 @@ INT32 = "int32"
                 [(2, 9, 2)],
                 PIXELS,
                 r"dlogits has shape \[2, 9, 2\]",
+            ),
+            (
+                "segmentation_loss",
+                [(2, 9, 3), ((2, 9), INT32)],
+                [(2,), (2, 9, 3)],
+                PIXELS | MASK_LOSS,
+                "are of masks alone",
+            ),
+            (
+                "segmentation_loss",
+                [((2, 9, 1), jnp.float16), ((2, 9), INT32)],
+                [(2,), ((2, 9, 1), jnp.float16)],
+                PIXELS | MASK_LOSS,
+                "the gradient in float16 is too small",
+            ),
+            (
+                "segmentation_loss",
+                [(2, 9, 1), ((2, 9), INT32)],
+                [(3,), (2, 9, 1)],
+                PIXELS | MASK_LOSS,
+                r"losses has shape \[3\], but \[2\]",
             ),
         ]
     ],

@@ -208,7 +208,16 @@ def stand_ins(hopper, monkeypatch):
         _, vjp = jax.vjp(lambda z: packed(PixelOptions(**options), z, labels, weights), logits)
         return vjp(cotangents)[0]
 
+    def losses_and_gradient(logits, labels, *, ignore_index, focal_gamma, loss, scale):
+        def losses(z):
+            sums = packed(PixelOptions(ignore_index, focal_gamma), z, labels, None)
+            return jaxfused.ops.segmentation_loss._losses_of_packed(sums, loss)
+
+        values, vjp = jax.vjp(losses, logits)
+        return values, *vjp(jnp.full_like(values, scale))
+
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.segmentation_loss, "losses_and_gradient", losses_and_gradient)
     monkeypatch.setattr(cuda.segmentation_loss, "forward", forward)
     monkeypatch.setattr(cuda.segmentation_loss, "backward", backward)
 
@@ -257,6 +266,69 @@ def test_labels_of_a_float_dtype_have_a_gradient(stand_ins):
     np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-8)
 
 
+MANY_MASKS = (
+    Case((17, 8, 9), None),
+    Case((18, 5), None, options={"ignore_index": 255, "dice_weight": 0.5, "reduction": "sum"}),
+    Case((20, 7), None, options={"focal_gamma": 2.0, "tversky_alpha": 0.3, "tversky_beta": 0.9}),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", MANY_MASKS, ids=str)
+def test_many_masks_have_their_gradient_at_once(stand_ins, case, dtype):
+    labels = case.labels()
+
+    def ours(z):
+        return jaxfused.segmentation_loss(z, labels, **case.options)
+
+    logits, _ = case.arguments(jnp.dtype(dtype))
+    with dispatch.recorded() as choices:
+        jax.eval_shape(jax.grad(ours), logits)
+    assert {choice.kernel.name for choice in choices} == {"segmentation_loss masks"}
+    plain = lambda z: plain_loss(z, labels, None, **case.options)  # noqa: E731
+    assert_values_and_gradients(ours, plain, logits, cotangents=2)
+
+
+def test_the_gradient_of_many_masks_is_multiplied_only_by_what_is_not_1(stand_ins):
+    case = MANY_MASKS[0]
+    labels, (logits, _) = case.labels(), case.arguments(jnp.bfloat16)
+
+    def gradient(factor):
+        loss = lambda z: factor * jaxfused.segmentation_loss(z, labels)  # noqa: E731
+        return jax.jit(jax.grad(loss)).lower(logits).compile().as_text()
+
+    # The stand-in kernel has the same instructions in both.
+    assert gradient(3.0).count(" multiply(") == gradient(1.0).count(" multiply(") + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"weights": jnp.ones((17, 8, 9))}, "float32"),
+        ({"reduction": "none"}, "float32"),
+        ({}, "float16"),
+    ],
+    ids=["weights", "none", "float16"],
+)
+def test_masks_that_have_sums_and_gradient_apart(stand_ins, changes, dtype):
+    case = MANY_MASKS[0]
+    logits, _ = case.arguments(jnp.dtype(dtype))
+
+    def loss(z):
+        return jnp.sum(jaxfused.segmentation_loss(z, case.labels(), **changes))
+
+    with dispatch.recorded() as choices:
+        jax.eval_shape(jax.grad(loss), logits)
+    names = {choice.kernel.name for choice in choices}
+    assert names == {"segmentation_loss forward", "segmentation_loss backward"}
+
+
+def test_transforms_of_many_masks(stand_ins):
+    case = MANY_MASKS[0]
+    labels, (logits, _) = case.labels(), case.arguments(jnp.float32)
+    assert_transforms(lambda z: jaxfused.segmentation_loss(z, labels), logits)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("labels_dtype", ["int32", "uint8"])
@@ -264,6 +336,10 @@ def test_labels_of_a_float_dtype_have_a_gradient(stand_ins):
     "case",
     [
         *(case for case in CASES if case.options.get("ignore_index") != -1),
+        *MANY_MASKS,
+        Case((20, 256, 256), None),
+        Case((20, 300, 300), None),
+        Case((20, 260, 260), None, options={"ignore_index": 255}),
         Case((2, 300, 301), None, options={"ignore_index": 255}),
         *(Case((2, 40, 41), classes) for classes in (2, 3, 7, 12, 21, 40, 100, 200)),
         Case((1, 50, 50), 19, weights=True, options={"focal_gamma": 2.0}),

@@ -39,6 +39,7 @@ TARGETS = (
     "jaxfused_scale_rows",
     "jaxfused_segmentation_forward",
     "jaxfused_segmentation_backward",
+    "jaxfused_segmentation_loss",
     "jaxfused_upsample",
 )
 """The symbol of every handler in the library, under which its FFI target is registered."""

@@ -2,7 +2,8 @@
 
 All functions are over images: logits [B, N, C], labels int32, uint8, bool or float32 [B, N], and weights
 float32 [B, N] or None. The sums float32 [B, 2 + 3 C] are the fields of Sums in
-reference/segmentation_loss.py, one after the other.
+reference/segmentation_loss.py, one after the other. Masks have one class; one kernel makes losses and
+gradient of many of them.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.cuda import library
+from jaxfused.reference.segmentation_loss import LossOptions
 
 MAX_CLASSES = 256
 MAX_IMAGES = 65535
@@ -60,11 +62,9 @@ def forward(
     """Returns the sums of each image; they are added up in an order that depends on shapes alone."""
     library.register()
     images, pixels, classes = logits.shape
-    clustered = (
-        classes == 1 and compute_capability >= (9, 0) and images * _CLUSTER >= multiprocessors
-    )
+    clustered = classes == 1 and _have_clusters(images, compute_capability, multiprocessors)
     # So many run at a time.
-    resident = 2 if classes == 1 else 6 if classes <= _FEW_CLASSES else 8
+    resident = 2 if classes == 1 else 6 if 8 < classes <= _FEW_CLASSES else 8
     wanted = resident * multiprocessors // images
     blocks = 1 if clustered else max(1, min(wanted, -(-pixels // _PIXELS_OF_BLOCK)))
     partials = jax.ffi.ffi_call(
@@ -101,6 +101,69 @@ def backward(
         cotangents,
         **_attributes(ignore_index, focal_gamma),
     )
+
+
+def why_not_at_once(
+    *,
+    compute_capability: tuple[int, int] | None,
+    multiprocessors: int,
+    images: int,
+    classes: int,
+    dtype: Any,
+    labels_dtype: Any,
+    weighted: bool,
+) -> str | None:
+    """Returns None where `losses_and_gradient` can run, else the reason."""
+    if classes != 1:
+        return f"only masks have their gradient at once, and logits have {classes} classes"
+    if dtype == jnp.float16:
+        return "a gradient in float16 is too small before it has been multiplied by its cotangent"
+    if weighted or jnp.issubdtype(labels_dtype, jnp.floating):
+        return "weights and labels of a float dtype may have gradients of their own"
+    if not _have_clusters(images, compute_capability, multiprocessors):
+        return f"{images} images in clusters of {_CLUSTER} blocks would leave the GPU idle"
+    return None
+
+
+def losses_and_gradient(
+    logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ignore_index: int | None,
+    focal_gamma: float,
+    loss: LossOptions,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the losses [B] of masks, and dlogits of their sum times `scale`."""
+    library.register()
+    call = jax.ffi.ffi_call(
+        "jaxfused_segmentation_loss",
+        (
+            jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32),
+            jax.ShapeDtypeStruct(logits.shape, logits.dtype),
+        ),
+    )
+    losses, dlogits = call(
+        logits,
+        labels,
+        **_attributes(ignore_index, focal_gamma),
+        cross_entropy_weight=np.float32(loss.cross_entropy_weight),
+        dice_weight=np.float32(loss.dice_weight),
+        smooth=np.float32(loss.smooth),
+        tversky_alpha=np.float32(loss.tversky_alpha),
+        tversky_beta=np.float32(loss.tversky_beta),
+        tversky_rest=np.float32(loss.tversky_rest),
+        scale=np.float32(scale),
+    )
+    return losses, dlogits
+
+
+def _have_clusters(
+    images: int, compute_capability: tuple[int, int] | None, multiprocessors: int
+) -> bool:
+    """Whether each image of a mask has a cluster of blocks."""
+    clusters = compute_capability is not None and compute_capability >= (9, 0)
+    return clusters and images * _CLUSTER >= multiprocessors
 
 
 def _weights(logits: jax.Array, weights: jax.Array | None) -> jax.Array:

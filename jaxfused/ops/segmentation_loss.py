@@ -1,7 +1,8 @@
 """segmentation_loss: validation, choice, gradient.
 
 The loss of an image is made of a few sums over its pixels. Kernels compute the sums, and the gradient to
-the logits from the cotangents of the sums; what lies between is left to JAX.
+the logits from the cotangents of the sums; what lies between is left to JAX. One kernel computes losses
+and gradient of many masks whose losses are reduced.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.promotion import common_dtype
-from jaxfused.reference.segmentation_loss import PixelOptions, Sums
+from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions, Sums
 
 
 def segmentation_loss(
@@ -118,24 +119,23 @@ def segmentation_loss(
     check_reduction(op, reduction)
     refuse_pallas(op, implementation)
     options = PixelOptions(ignore_index, focal_gamma)
+    loss = LossOptions(cross_entropy_weight, dice_weight, smooth, tversky_alpha, tversky_beta)
     device = dispatch.current_device(logits)
     if takes_reference(op, implementation, device, logits):
         sums = reference.segmentation_loss.image_sums(logits, labels, weights, options)
     else:
         # Bytes are read as they are.
         fits = ignore_index is None or 0 <= ignore_index < 256
-        flat = _flat_images(logits, given if given.dtype == jnp.uint8 and fits else labels, weights)
-        sums = _sums(
-            Runner(implementation, device), options, *sharding.align(flat, operand_axes=_AXES)
+        images, truth, pixel_weights = sharding.align(
+            _flat_images(logits, given if given.dtype == jnp.uint8 and fits else labels, weights),
+            operand_axes=_AXES,
         )
-    losses = reference.segmentation_loss.losses_of(
-        sums,
-        cross_entropy_weight=cross_entropy_weight,
-        dice_weight=dice_weight,
-        smooth=smooth,
-        tversky_alpha=tversky_alpha,
-        tversky_beta=tversky_beta,
-    )
+        run = Runner(implementation, device)
+        if reduction != "none" and _why_not_at_once(device, images, truth, weights) is None:
+            scale = 1.0 / logits.shape[0] if reduction == "mean" else 1.0
+            return _mask_loss(run, _Masks(options, loss, scale), images, truth)
+        sums = _sums(run, options, images, truth, pixel_weights)
+    losses = reference.segmentation_loss.losses_of(sums, loss)
     if reduction == "none":
         return losses
     return jnp.mean(losses) if reduction == "mean" else jnp.sum(losses)
@@ -204,9 +204,7 @@ class _Residuals(NamedTuple):
 def _sums(run: Runner, options: PixelOptions, logits, labels, weights) -> Sums:
     """The sums over the pixels of logits [B, N, C]."""
     (packed,) = run(_Forward(options), logits, labels, weights)
-    classes = logits.shape[-1]
-    split = [packed[:, 2 + i * classes : 2 + (i + 1) * classes] for i in range(3)]
-    return Sums(packed[:, 0], packed[:, 1], *split)
+    return _split(packed)
 
 
 def _sums_fwd(run: Runner, options: PixelOptions, logits, labels, weights):
@@ -239,6 +237,29 @@ def _other_gradients(options: PixelOptions, saved: _Residuals, cotangents: Sums)
 
 
 _sums.defvjp(_sums_fwd, _sums_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mask_loss(run: Runner, masks: "_Masks", logits, labels) -> jax.Array:
+    """The sum of `masks.scale` times the losses of logits [B, N, 1].
+
+    Its gradient comes with the forward pass, for the cotangent 1; XLA drops the multiplication where it
+    is 1.
+    """
+    sums = _sums(run, masks.options, logits, labels, None)
+    return masks.scale * jnp.sum(reference.segmentation_loss.losses_of(sums, masks.loss))
+
+
+def _mask_loss_fwd(run: Runner, masks: "_Masks", logits, labels):
+    losses, dlogits = run(masks, logits, labels)
+    return masks.scale * jnp.sum(losses), dlogits
+
+
+def _mask_loss_bwd(run: Runner, masks: "_Masks", dlogits, dloss):
+    return (dloss * dlogits.astype(dloss.dtype)).astype(dlogits.dtype), None
+
+
+_mask_loss.defvjp(_mask_loss_fwd, _mask_loss_bwd)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -310,6 +331,69 @@ class _Backward:
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
         return _batched_images(self, call, axis_size, in_batched, operands)
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """(losses [B], dlogits) of logits [B, N, 1] and labels [B, N].
+
+    The gradient is that of `scale` times the sum of the losses.
+    """
+
+    options: PixelOptions
+    loss: LossOptions
+    scale: float
+
+    @property
+    def name(self) -> str:
+        return "segmentation_loss masks"
+
+    def axes(self, logits, labels) -> Axes:
+        return Axes(_AXES[:2], ("b", "bnc"), whole="cn")
+
+    def reasons(self, device, logits, labels) -> Mapping[str, str | None]:
+        return _reasons(device, logits)
+
+    def run(self, implementation, device, logits, labels) -> Results:
+        # A shard may have too few of the images.
+        if implementation == "cuda" and _why_not_at_once(device, logits, labels, None) is None:
+            return cuda.segmentation_loss.losses_and_gradient(
+                logits,
+                labels,
+                ignore_index=self.options.ignore_index,
+                focal_gamma=self.options.focal_gamma,
+                loss=self.loss,
+                scale=self.scale,
+            )
+        (packed,) = _Forward(self.options).run(implementation, device, logits, labels, None)
+        losses, vjp = jax.vjp(lambda s: _losses_of_packed(s, self.loss), packed)
+        (cotangents,) = vjp(jnp.full_like(losses, self.scale))
+        backward = _Backward(self.options)
+        return losses, *backward.run(implementation, device, logits, labels, None, cotangents)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        return _batched_images(self, call, axis_size, in_batched, operands)
+
+
+def _why_not_at_once(device: dispatch.Device, logits, labels, weights) -> str | None:
+    return cuda.segmentation_loss.why_not_at_once(
+        compute_capability=device.compute_capability,
+        multiprocessors=device.multiprocessors,
+        images=logits.shape[0],
+        classes=logits.shape[2],
+        dtype=logits.dtype,
+        labels_dtype=labels.dtype,
+        weighted=weights is not None,
+    )
+
+
+def _split(packed: jax.Array) -> Sums:
+    """The sums [B, 2 + 3 C]."""
+    return Sums(packed[:, 0], packed[:, 1], *jnp.split(packed[:, 2:], 3, axis=-1))
+
+
+def _losses_of_packed(packed: jax.Array, loss: LossOptions) -> jax.Array:
+    return reference.segmentation_loss.losses_of(_split(packed), loss)
 
 
 def _packed_sums(options: PixelOptions, logits, labels, weights) -> jax.Array:

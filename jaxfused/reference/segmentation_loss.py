@@ -22,6 +22,23 @@ class PixelOptions:
     focal_gamma: float = 0.0
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """The constants of a loss that is made of the sums."""
+
+    cross_entropy_weight: float = 1.0
+    dice_weight: float = 1.0
+    smooth: float = 1.0
+    tversky_alpha: float = 0.5
+    tversky_beta: float = 0.5
+
+    @property
+    def tversky_rest(self) -> float:
+        """What alpha and beta lack to 1, which Dice's own they do not."""
+        both = self.tversky_alpha + self.tversky_beta
+        return 0.0 if both == 1.0 else 1.0 - self.tversky_alpha - self.tversky_beta
+
+
 class Sums(NamedTuple):
     """Sums over the pixels of each image that count, times the pixels' weights."""
 
@@ -82,21 +99,13 @@ def image_sums(
     )
 
 
-def losses_of(
-    sums: Sums,
-    *,
-    cross_entropy_weight: float,
-    dice_weight: float,
-    smooth: float,
-    tversky_alpha: float,
-    tversky_beta: float,
-) -> jax.Array:
+def losses_of(sums: Sums, options: LossOptions) -> jax.Array:
     """Returns one loss for each image, [B]."""
     cross_entropy = sums.losses / jnp.where(sums.total == 0.0, 1.0, sums.total)
     overlap = 2.0 * sums.overlap
     # The false alarms are predicted - overlap and the misses present - overlap.
-    below = 2.0 * (tversky_alpha * sums.predicted + tversky_beta * sums.present)
-    if tversky_alpha + tversky_beta != 1.0:
-        below = below + (1.0 - tversky_alpha - tversky_beta) * overlap
-    index = jnp.mean((overlap + smooth) / (below + smooth), axis=-1)
-    return cross_entropy_weight * cross_entropy + dice_weight * (1.0 - index)
+    below = 2.0 * (options.tversky_alpha * sums.predicted + options.tversky_beta * sums.present)
+    if options.tversky_rest:
+        below = below + options.tversky_rest * overlap
+    index = jnp.mean((overlap + options.smooth) / (below + options.smooth), axis=-1)
+    return options.cross_entropy_weight * cross_entropy + options.dice_weight * (1.0 - index)
