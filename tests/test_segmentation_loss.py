@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch
-from jaxfused.reference.segmentation_loss import PixelOptions
+from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.segmentation_loss import CASES, Case
 from tests.transforms import assert_transforms
@@ -321,6 +321,18 @@ def test_masks_that_have_sums_and_gradient_apart(stand_ins, changes, dtype):
         jax.eval_shape(jax.grad(loss), logits)
     names = {choice.kernel.name for choice in choices}
     assert names == {"segmentation_loss forward", "segmentation_loss backward"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_shard_s_masks_by_one_kernel_or_two(stand_ins, hopper, dtype):
+    """Which of them it is does not change what comes out; float16 stands for a shard of few images."""
+    case = MANY_MASKS[1]
+    logits, _ = case.arguments(jnp.dtype(dtype))
+    op = jaxfused.ops.segmentation_loss
+    masks = op._Masks(PixelOptions(255), LossOptions(dice_weight=0.5), scale=0.25)
+    operands = op._flat_images(logits, case.labels(), None)[:2]
+    ours, plain = (masks.run(name, hopper, *operands) for name in ("cuda", "xla"))
+    chex.assert_trees_all_close(ours, plain, rtol=1e-5, atol=1e-7)
 
 
 def test_transforms_of_many_masks(stand_ins):

@@ -817,7 +817,7 @@ def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, ma
             for name in jaxfused.cuda.library.TARGETS
         ],
     )(*arguments).mlir_module()
-    names = ["cross_entropy_forward", "segmentation_forward", "segmentation_backward"]
+    names = ["cross_entropy_forward", "segmentation_loss"]
     names.append("scale_rows" if cotangent is None else "cross_entropy_backward")
     for name in names:
         assert f"@jaxfused_{name}(" in program
