@@ -72,15 +72,7 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
     return {first: reasons[first], **reasons}
 
 
-UNMEASURED = frozenset(
-    {
-        "batch_norm",
-        "conv",
-        "group_norm",
-        "segmentation_loss",
-        "step",
-    }
-)
+UNMEASURED = frozenset({"segmentation_loss"})
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""
 
 

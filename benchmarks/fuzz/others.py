@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -197,6 +198,14 @@ def _loss(
     if o["weights"]:
         constants["weights"] = rng.uniform(0, 2, tuple(o["rows"])).astype(np.float32)
 
+    common: Any = dict(
+        label_smoothing=o["label_smoothing"],
+        z_loss=o["z_loss"],
+        ignore_index=-1 if o["ignore"] and not o["soft"] else None,
+        logits_soft_cap=o["soft_cap"],
+        reduction=o["reduction"],
+        cotangent=o["cotangent"],
+    )
     # By default small logits are XLA's, and it is the kernels that are to be tried.
     on_gpu = jax.default_backend() == "gpu"
     # Soft labels of a linear layer have none.
@@ -210,19 +219,30 @@ def _loss(
             return loss(
                 *(operands[name] for name in first),
                 given.pop("labels"),
-                label_smoothing=o["label_smoothing"],
-                z_loss=o["z_loss"],
-                ignore_index=-1 if o["ignore"] and not o["soft"] else None,
-                logits_soft_cap=o["soft_cap"],
-                reduction=o["reduction"],
-                cotangent=o["cotangent"],
                 implementation=how.implementation or kernels,
                 **given,
                 **bias,
                 **more,
+                **common,
             )
 
-    return Problem(run, operands, constants, tf32="w" in operands)
+    def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
+        """The bias's gradient is the sum over rows of the logits', which are kept in x's dtype."""
+        del results
+        x, w, bias = (operands[name] for name in ("x", "w", "bias"))
+        logits = (x @ w).astype(jnp.float32) + bias
+
+        def of_logits(logits: jax.Array) -> jax.Array:
+            return jaxfused.softmax_cross_entropy(
+                logits, **constants, **common, implementation="xla"
+            )
+
+        (dlogits,) = jax.vjp(of_logits, logits)[1](cotangents[0])
+        rows = dlogits.reshape(-1, dlogits.shape[-1])
+        return {"bias": float(jnp.finfo(o["dtype"]).eps) * jnp.sqrt(jnp.sum(rows**2, axis=0))}
+
+    rounds = "bias" in operands and o["dtype"] != "float32"
+    return Problem(run, operands, constants, tf32="w" in operands, noise=noise if rounds else None)
 
 
 # --- optimizers -----------------------------------------------------------------------------------

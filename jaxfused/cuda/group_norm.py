@@ -81,13 +81,14 @@ _CACHED_BYTES = 28e6
 """What a pass reads that the next pass finds in L2."""
 _MOST_SUMS = 4096
 """More sums than these in all slices of an image are merged by a launch of their own."""
-_LAUNCH = 4.5
+_LAUNCH = 7.0
 """Microseconds, with the first loads and the sums of a block."""
 _MERGE_LAUNCH = 3.5
 _ROUND = 2.0
 """Of each further round of blocks."""
 _TERABYTES_A_SECOND = 4.1
-_CACHE_TERABYTES_A_SECOND = 6.0
+_CACHE_TERABYTES_A_SECOND = 10.0
+"""Of what the second pass reads from the L2, beside what it writes."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
 _CHUNK_GAIN = 0.9
 """Chunks are taken where they are expected to need this part of the time of a single one, at most."""
@@ -162,10 +163,8 @@ def microseconds(
     live = running * slice_bytes if whole else chunk * image_bytes
     again = min(1.0, _CACHED_BYTES / max(1, arrays * live))
     first = at(_TERABYTES_A_SECOND, arrays)
-    second = max(
-        at(_TERABYTES_A_SECOND, arrays * (1.0 - again) + 1.0),
-        at(_CACHE_TERABYTES_A_SECOND, arrays),
-    )
+    second = at(_TERABYTES_A_SECOND, arrays * (1.0 - again) + 1.0)
+    second += at(_CACHE_TERABYTES_A_SECOND, arrays * again)
     time = chunks * (first + second + 2.0 * (rounds - 1) * _ROUND)
     if whole:
         return time + _LAUNCH

@@ -106,7 +106,8 @@ def conv(
     missing = {"pallas": depthwise_conv.NO_PALLAS}
     if isinstance(window, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {window}"
-    if takes_reference(op, implementation, device, x, missing=missing):
+    why_xla = None if isinstance(window, str) else depthwise_conv.why_xla(window)
+    if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         return run(x, w, bias, residual)
     assert isinstance(window, depthwise_conv.Window)
     return depthwise_conv.depthwise_conv(

@@ -21,6 +21,19 @@ from jaxfused.semantics.activation import value_and_slope
 NO_PALLAS = "there is no Pallas kernel of conv yet"
 
 
+def why_xla(window: Window) -> str | None:
+    """Returns why a call that names no implementation is XLA's, or None where kernels are faster."""
+    if window.stride == 1 and min(window.kernel) >= _LARGE:
+        return None
+    return (
+        f"depthwise kernels are known to be faster from {_LARGE} x {_LARGE} at stride 1, and this one"
+        f" is {window.kernel[0]} x {window.kernel[1]} at stride {window.stride}"
+    )
+
+
+_LARGE = 7
+
+
 def window_of(
     x: jax.Array,
     w: jax.Array,

@@ -508,6 +508,8 @@ class _Layer:
 
     def _chunk_rows(self, dtype: Any) -> int:
         """Returns the rows of a chunk, equal but for the last and in whole tiles of products."""
+        if self.rows == 0:
+            return 1
         if self.constants.chunk_size is not None:
             return min(self.constants.chunk_size, self.rows)
         most = max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(dtype).itemsize)
