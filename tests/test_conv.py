@@ -252,10 +252,20 @@ def test_transforms_of_the_way_to_the_kernels(stand_ins):
 def test_depthwise_kernels_are_launched(with_library):
     case = DEPTHWISE_CASES[0]
     x, w, bias, residual = case.arguments(jnp.bfloat16)
-    ours, _ = depthwise(case, None)
+    ours, _ = depthwise(case, "cuda")
     assert kernels(ours, x, w, bias, residual) == [CONV]
     gradient = jax.grad(lambda *args: ours(*args).astype(jnp.float32).sum(), (0, 1, 2, 3))
     assert kernels(gradient, x, w, bias, residual) == [CONV, CONV, WEIGHTS]
+
+
+@pytest.mark.parametrize(("size", "stride", "launched"), [(7, 1, [CONV]), (7, 2, []), (3, 1, [])])
+def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, launched):
+    x, w = jnp.ones((1, 9, 9, 64), jnp.bfloat16), jnp.ones((size, size, 1, 64), jnp.bfloat16)
+
+    def conv(x, w):
+        return jaxfused.conv(x, w, feature_group_count=64, strides=stride)
+
+    assert kernels(conv, x, w) == launched
 
 
 @pytest.mark.parametrize(
