@@ -6,6 +6,7 @@ reference/segmentation_loss.py, one after the other. Masks have one class; one k
 gradient of many of them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfused.cuda import library
-from jaxfused.reference.segmentation_loss import LossOptions
 
 MAX_CLASSES = 256
 MAX_IMAGES = 65535
@@ -131,10 +131,14 @@ def losses_and_gradient(
     *,
     ignore_index: int | None,
     focal_gamma: float,
-    loss: LossOptions,
+    constants: Mapping[str, float],
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the losses [B] of masks, and dlogits of their sum times `scale`."""
+    """Returns the losses [B] of masks, and dlogits of their sum times `scale`.
+
+    `constants` are the loss's by name: cross_entropy_weight, dice_weight, smooth, tversky_alpha,
+    tversky_beta and tversky_rest.
+    """
     library.register()
     call = jax.ffi.ffi_call(
         "jaxfused_segmentation_loss",
@@ -147,12 +151,7 @@ def losses_and_gradient(
         logits,
         labels,
         **_attributes(ignore_index, focal_gamma),
-        cross_entropy_weight=np.float32(loss.cross_entropy_weight),
-        dice_weight=np.float32(loss.dice_weight),
-        smooth=np.float32(loss.smooth),
-        tversky_alpha=np.float32(loss.tversky_alpha),
-        tversky_beta=np.float32(loss.tversky_beta),
-        tversky_rest=np.float32(loss.tversky_rest),
+        **{name: np.float32(value) for name, value in constants.items()},
         scale=np.float32(scale),
     )
     return losses, dlogits

@@ -362,7 +362,7 @@ class _Masks:
                 labels,
                 ignore_index=self.options.ignore_index,
                 focal_gamma=self.options.focal_gamma,
-                loss=self.loss,
+                constants=self.loss.constants,
                 scale=self.scale,
             )
         (packed,) = _Forward(self.options).run(implementation, device, logits, labels, None)

@@ -1,6 +1,6 @@
 """segmentation_loss in plain jax.numpy: sums over the pixels of each image, and losses of the sums."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import jax
@@ -37,6 +37,11 @@ class LossOptions:
         """What alpha and beta lack to 1, which Dice's own they do not."""
         both = self.tversky_alpha + self.tversky_beta
         return 0.0 if both == 1.0 else 1.0 - self.tversky_alpha - self.tversky_beta
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """All by name, what is made of them too."""
+        return asdict(self) | {"tversky_rest": self.tversky_rest}
 
 
 class Sums(NamedTuple):
