@@ -17,6 +17,8 @@ from tests.lowering import kernels
 from tests.test_group_norm import BACKWARD, FORWARD, stand_ins, with_library
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 __all__ = ["stand_ins", "with_library"]
 
 

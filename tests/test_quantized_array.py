@@ -14,6 +14,8 @@ from jaxfused.quantization.quantized_array import FORMATS, pack_int4, unpack_int
 from tests.cases.quantized_array import CASES
 from tests.transforms import assert_transforms
 
+pytestmark = pytest.mark.exhaustive
+
 
 def naive_quantize(x, dtype, *, axis=-2, group_size=None, per_tensor=False, symmetric=True):
     """Returns (integers or float8, dequantised), group by group, in float64 with float32 scales."""

@@ -22,6 +22,8 @@ from tests import optimizer_kernels
 from tests.grids import parametrize
 from tests.lowering import lowered
 
+pytestmark = pytest.mark.exhaustive
+
 B, T, D = 2, 6, 16
 
 
