@@ -245,17 +245,17 @@ def test_what_is_launched(loadable, options, launched):
 
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_a_linear_loss_of_no_token_launches_nothing(loadable, chunk_size):
-    x, w = jnp.ones((2, 0, 16), jnp.bfloat16), jnp.ones((16, 40), jnp.bfloat16)
-    labels = jnp.zeros((2, 0), int)
+    x = jax.ShapeDtypeStruct((2, 0, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 40), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((2, 0), jnp.int32)
 
-    def loss(x, w):
+    def loss(x, w, labels):
         return jaxfused.linear_softmax_cross_entropy(
             x, w, labels, chunk_size=chunk_size, reduction="sum", implementation="cuda"
         )
 
-    value, (dx, dw) = jax.value_and_grad(loss, (0, 1))(x, w)
-    assert value == 0.0 and dx.shape == x.shape
-    np.testing.assert_array_equal(dw, jnp.zeros_like(w))
+    # The gradient of w, which is zero, is still multiplied by the cotangent.
+    assert set(kernels(jax.value_and_grad(loss, (0, 1)), x, w, labels)) <= {SCALE}
 
 
 @pytest.mark.parametrize(

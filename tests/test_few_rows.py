@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfused
+from jaxfused import dispatch
 from pallas_kernels.product import linear, mlp
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import FewRowsConfig
@@ -270,7 +271,6 @@ LOSSES = {
 OPERATORS = {linear_loss: "linear", mlp_loss: "mlp", gated_loss: "gated_mlp"}
 
 
-@pytest.mark.usefixtures("hopper")
 @parametrize("loss", list(LOSSES), quick=(0, 2), ids=lambda loss: loss.__name__)
 def test_operators_launch_it(loss):
     """For all products but those of the weights' gradients, whose sums are short."""
@@ -279,8 +279,9 @@ def test_operators_launch_it(loss):
         y, vjp = jax.vjp(loss, x, w, b)
         return vjp(y)
 
-    shapes = ((9, 512), "bfloat16"), ((512, 768), "float32"), ((768,), "bfloat16")
-    found = kernels(gradients, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    shapes = ((9, 2048), "bfloat16"), ((2048, 4096), "float32"), ((4096,), "bfloat16")
+    with dispatch.assume(dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)):
+        found = kernels(gradients, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     assert [name for name in found if name.endswith("_few_rows")] == LOSSES[loss]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
+from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import depthwise_conv
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
@@ -106,7 +106,10 @@ def conv(
     missing = {"pallas": depthwise_conv.NO_PALLAS}
     if isinstance(window, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {window}"
-    why_xla = None if isinstance(window, str) else depthwise_conv.why_xla(window)
+    why_xla = None
+    if not (isinstance(window, str) or sharding.is_explicit(x) or sharding.is_explicit(w)):
+        # JAX's own convolution refuses channels that are split under Explicit axes.
+        why_xla = depthwise_conv.why_xla(window)
     if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         return run(x, w, bias, residual)
     assert isinstance(window, depthwise_conv.Window)
