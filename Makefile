@@ -27,8 +27,8 @@ SEED ?= 1
 # Of `make test-peers`: the folder tests/ of a checkout of JAX, whose tests of attention then run too.
 JAX_TESTS ?=
 NVCC ?= $(shell command -v nvcc)
-# Architectures that `make ffi` builds: this machine's GPU, or Hopper where there is none.
-CUDA_ARCHITECTURES ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .),90)
+# Architectures that `make ffi` builds: those of this machine's GPUs, which CMake asks for, or Hopper.
+CUDA_ARCHITECTURES ?= $(if $(shell command -v nvidia-smi),,90)
 
 ifdef PYTHON
 INSTALLED :=

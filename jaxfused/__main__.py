@@ -159,6 +159,7 @@ def faults(device: dispatch.Device, driver: str | None, library: str | None) -> 
         found.append(library)
     with warnings.catch_warnings(record=True) as refused:
         warnings.simplefilter("always")
+        # Tables are read on first use, and a file that is refused is warned of then.
         len(table.load(device).entries)
     return found + [str(warning.message) for warning in refused]
 

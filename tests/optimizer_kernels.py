@@ -153,7 +153,6 @@ def stood_in_for(monkeypatch):
     monkeypatch.setattr(optimizer_step, "step", step)
     monkeypatch.setattr(gradient_norm, "sum_of_squares", sum_of_squares)
     monkeypatch.setattr(library, "why_unavailable", lambda: None)
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
     with dispatch.assume(HOPPER):
         yield
     jax.clear_caches()

@@ -32,6 +32,7 @@ def why_xla(window: Window) -> str | None:
 
 
 _LARGE = 7
+"""Rows and columns of a window that were measured to be worth a kernel."""
 
 
 def window_of(

@@ -37,8 +37,7 @@ def reasons(device: dispatch.Device, dtypes: Sequence[Any]) -> dict[str, str | N
     reason = kernels.why_unsupported(
         compute_capability=device.compute_capability, dtypes=tuple(dict.fromkeys(dtypes))
     )
-    why: dict[str, str | None] = {"cuda": reason, "xla": None}
-    return dispatch.preferring("xla", why) if dispatch.why_unmeasured("step") else why
+    return {"cuda": reason, "xla": None}
 
 
 def record(

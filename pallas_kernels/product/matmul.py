@@ -201,6 +201,7 @@ def matmul(
         bs=tuple(bs),
         blocks=tuple(blocks),
         n=n,
+        ks=ks,
         products=products,
         activations=activations,
         a_transposed=a_transposed,
@@ -228,6 +229,8 @@ class _Call:
     bs: tuple[jax.Array, ...]
     blocks: tuple[Block, ...]
     n: int
+    ks: tuple[int, ...]
+    """The lengths of the terms' sums."""
     products: int
     activations: int
     a_transposed: bool
@@ -244,10 +247,6 @@ class _Call:
     @property
     def m(self) -> int:
         return self.terms[0].shape[1 if self.a_transposed else 0]
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        return tuple(term.shape[0 if self.a_transposed else 1] for term in self.terms)
 
     @property
     def dtype(self) -> Any:
