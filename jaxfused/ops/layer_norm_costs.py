@@ -79,6 +79,7 @@ _BACKWARD = {
     "pallas, a row for each CTA": _Kernel(3.6, 0.27),
     "pallas, beyond the registers": _Kernel(3.6, 0.31),
     "cuda, few rows": _Kernel(2.4, 0.417, 0.49),
+    "cuda, few odd rows": _Kernel(2.4, 0.417, 1.65),
     "cuda, narrow": _Kernel(9.2, 0.258),
     "cuda, a row for each warp": _Kernel(9.6, 0.202, 0.159),
     "cuda, a row for several warps": _Kernel(6.6, 0.237, 0.4),
@@ -86,6 +87,8 @@ _BACKWARD = {
     "cuda, odd and narrow": _Kernel(8.0, 0.4),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
     "xla": _Kernel(8.0, 0.75),
+    "xla, mean square": _Kernel(3.5, 0.36),
+    "xla, mean square of fewer rows": _Kernel(3.0, 0.63),
     "xla, small": _Kernel(1.5, 2.0),
 }
 _SECOND_KERNEL = 2.3
@@ -100,6 +103,7 @@ _NARROW_FEATURES = 256
 """Fewer of them, if they are no power of two, take XLA longer than its padding explains."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
+_MANY_ROWS = 6000
 _SMALL = 300_000
 """Values of a matrix."""
 _RESIDUAL_XLA = 1.6
@@ -144,7 +148,15 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
     """Of the backward with the gradients of parameters, by an implementation that can run."""
     megabytes = norm.megabytes(4 if norm.residual else 3)
     if implementation == "xla":
-        name = "xla, small" if norm.is_small_for_xla else "xla"
+        name = "xla"
+        if norm.is_small_for_xla:
+            name = "xla, small"
+        elif norm.aligned and not norm.subtract_mean:
+            # With many rows the sums over them are made by the kernel of the gradient of x.
+            many = norm.rows >= _MANY_ROWS or (norm.features <= 128 and norm.rows >= 1024)
+            name = "xla, mean square" if many else "xla, mean square of fewer rows"
+            if many and norm.features <= 2048:
+                megabytes *= _power_of_two(norm.features) / norm.features
         return _BACKWARD[name].microseconds(megabytes, norm.rows)
     matrices = 3 if norm.residual else 2
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
@@ -159,6 +171,8 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows, most_odd=512)
+    if few_rows and not norm.aligned:
+        name = "cuda, few odd rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
         name = "cuda, beyond shared memory"
     microseconds = _BACKWARD[name].microseconds(megabytes, norm.rows)

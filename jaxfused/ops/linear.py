@@ -236,7 +236,7 @@ def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
     """
     rows = math.prod(dy.shape[:-1])
     few = rows <= _ROWS_OF_SLOW_SUMS and dy.size >= _SIZE_OF_SLOW_SUMS
-    if few and dy.dtype.itemsize == 2 and not sharding.is_explicit(dy):
+    if few and dy.dtype.itemsize == 2 and not sharding.is_explicit(dy) and rows % _SPLIT_ROWS == 0:
         # The barrier keeps XLA from merging it with a product of the weight's gradient.
         flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
         ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
@@ -245,6 +245,8 @@ def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
 
 
 _ROWS_OF_SLOW_SUMS = 2**14
+_SPLIT_ROWS = 256
+"""XLA splits such a product along the rows, and writes a padded copy of what it cannot split evenly."""
 _SIZE_OF_SLOW_SUMS = 2**20
 _TILE_ROWS = 8
 """The rows of the smallest tile of a product."""
@@ -362,9 +364,10 @@ class Layer:
 
     def _passes(self, x, bias, residual) -> Passes:
         """What XLA cannot have its product do."""
-        in_product = bias is None or bias.dtype == x.dtype == self.out_dtype
-        if self.activation is None and residual is None and in_product:
-            return Passes()
+        in_product = reference.linear.sums_in_product(x, bias, residual, self.out_dtype)
+        is_plain = self.activation is None and not self.save_preactivation
+        if is_plain and (in_product or (bias is None and residual is None)):
+            return Passes(bytes_in_product=0 if residual is None else residual.dtype.itemsize)
         streams = (x.dtype, self.out_dtype, *(() if residual is None else (residual.dtype,)))
         return Passes(
             bytes_of_element=sum(jnp.dtype(dtype).itemsize for dtype in streams),

@@ -800,10 +800,16 @@ class _GatedInputGradient:
     def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
         del dup
         work = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
-        # Two products, which XLA then adds; or one, for which it puts the cotangents side by side.
-        matrices = 3 if w_up is not None else math.ceil(4 * work.k / work.n)
-        passes = _passes(work, None, matrices=matrices)
-        return _reasons(device, self.precision, dgate, work, passes, terms=2)
+        if w_up is not None:
+            # Two products, which XLA then adds.
+            passes = _passes(work, None, matrices=3)
+            return _reasons(device, self.precision, dgate, work, passes, terms=2)
+        # One, for which it puts the cotangents side by side, unless the weights' gradient did.
+        matrices = 0 if work.m <= work.n else math.ceil(4 * work.k / work.n)
+        features = {"what is multiplied": work.k, "the result": work.n}
+        reasons = product_reasons(device, self.precision, {"x": dgate}, features)
+        passes = Passes(bytes_of_element=matrices * work.itemsize)
+        return in_order(device, dgate.dtype, reasons, replace(work, k=2 * work.k), passes)
 
     def run(self, implementation, device, dgate, dup, w_gate, w_up, config=None) -> Results:
         functions: Mapping[str, Callable[..., Results]] = {

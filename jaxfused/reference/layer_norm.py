@@ -120,9 +120,13 @@ def gradient(
             z = z + along_last_axis(bias, z)
         dz = dz * value_and_slope(activation, z)[1]
     dnormalised = dz if gain is None else dz * gain
-    dh = dnormalised - normalised * jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
     if subtract_mean:
-        dh = dh - jnp.mean(dnormalised, axis=-1, keepdims=True)
+        projection = jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
+        dh = dnormalised - normalised * projection - jnp.mean(dnormalised, axis=-1, keepdims=True)
+    else:
+        # This sum does not wait for that of rstd, so that XLA can take both in one kernel.
+        projection = jnp.mean(dnormalised * u, axis=-1, keepdims=True) * rstd[:, None]
+        dh = dnormalised - normalised * projection
     dh = dh * rstd[:, None] * slope_of_pre_activation
     if dnext_residual is not None:
         dh = dh + dnext_residual.astype(wide)

@@ -91,12 +91,12 @@ def layer(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y, z): y as `linear` returns it, and with `save_preactivation` the preactivation in x's dtype."""
     if activation is None and not save_preactivation:
-        narrow = {x.dtype, jnp.dtype(out_dtype)} | ({bias.dtype} if bias is not None else set())
-        if residual is None and len(narrow) == 1:
-            # The same numbers as of a sum in float32 that is then rounded; and written so, XLA has
-            # its product add the bias. Its gradient would sum in 16 bits: `linear` above keeps float32.
+        if sums_in_product(x, bias, residual, out_dtype):
+            # XLA has its product add both before the one rounding, where sums in float32 take a pass
+            # over the result. Their gradients would sum in 16 bits: `linear` above keeps float32.
             y = product("md,df->mf", x, w, out_dtype=out_dtype, precision=precision)
-            return y if bias is None else y + along_last_axis(bias, y), None
+            y = y if bias is None else y + along_last_axis(bias, y)
+            return y if residual is None else y + residual, None
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype), None
     z = narrow_preactivation(x, w, bias, precision=precision)
@@ -104,6 +104,14 @@ def layer(
     keeps_dtype = activation == "relu" and residual is None
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
     return add_residual(y, residual, out_dtype), z if save_preactivation else None
+
+
+def sums_in_product(
+    x: jax.Array, bias: jax.Array | None, residual: jax.Array | None, out_dtype: Any
+) -> bool:
+    """Whether XLA's product can add bias and residual: it does where all have its dtype."""
+    added = [a.dtype for a in (bias, residual) if a is not None]
+    return all(dtype == x.dtype for dtype in (jnp.dtype(out_dtype), *added))
 
 
 def narrow_preactivation(

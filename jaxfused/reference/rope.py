@@ -23,8 +23,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-        if rotary_dim == x.shape[-1] and rotary_dim.bit_count() == 1:
-            # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so.
+        whole = rotary_dim == x.shape[-1] and rotary_dim.bit_count() == 1
+        if whole and x.size * x.dtype.itemsize >= _LARGE:
+            # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so,
+            # for which it makes tables of the heads' size.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
             return (rotated * cos + turned * sin).astype(x.dtype)
@@ -34,6 +36,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     else:
         rotated = jnp.concatenate(pair, axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+
+
+_LARGE = 2**25
+"""Bytes of the heads from which on such tables cost less than they save."""
 
 
 # --- angles ---------------------------------------------------------------------------------------

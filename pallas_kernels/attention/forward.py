@@ -49,6 +49,9 @@ class ForwardConfig:
     """Whether the output has shared memory of its own; otherwise it overwrites Q if it is as wide."""
     heads_together: int = 1
     """The number of heads whose tiles run next to each other, so that K and V stay in the L2 cache."""
+    wide_blocks: bool = False
+    """Whether the last columns of a head take a block of 64, filled up with zeros, instead of narrower
+    blocks, each of which takes products of its own."""
 
     def __post_init__(self):
         if self.consumers not in (1, 2, 3):
@@ -68,9 +71,14 @@ class ForwardConfig:
         """Returns the layout of Q and K, and the layout of V and the output."""
         lengths = (shape.query_count, shape.key_count)
         return (
-            Columns.of(shape.head_size, lengths),
-            Columns.of(shape.value_size, lengths, self.key_block),
+            self._blocks(shape.head_size, lengths, SWIZZLED_COLUMNS),
+            self._blocks(shape.value_size, lengths, self.key_block),
         )
+
+    def _blocks(self, size: int, lengths: tuple[int, ...], contracted: int) -> Columns:
+        layout = Columns.of(size, lengths, contracted)
+        widens = self.wide_blocks and not layout.copies_tiles and layout.swizzled == SWIZZLED_COLUMNS
+        return Columns.in_wide_blocks(size) if widens else layout
 
     def has_own_output(self, shape: Shape) -> bool:
         """Whether the output has shared memory of its own, as it must where Q has another layout."""
@@ -127,13 +135,20 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
             ForwardConfig(consumers=1, key_block=64, separate_output=False),
             ForwardConfig(consumers=1, key_block=128, separate_output=False),
         )
+    # Two narrower blocks take longer than a wide one.
+    wide_blocks = any(size % SWIZZLED_COLUMNS > 32 for size in (shape.head_size, shape.value_size))
     head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
     together = max(1, _CACHED_BYTES // head_bytes) * shape.group
-    legal = [replace(config, heads_together=together) for config in configs if config.fits(shape)]
+    configs = tuple(
+        replace(config, heads_together=together, wide_blocks=wide_blocks) for config in configs
+    )
+    legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
     if together > shape.group:
         legal.append(replace(legal[0], heads_together=shape.group))
+    if wide_blocks:
+        legal.append(replace(legal[0], wide_blocks=False))
     return tuple(legal)
 
 

@@ -318,6 +318,11 @@ def xla_pass(
     return speeds.xla_pass + max(traffic, elements * activations * of_one)
 
 
+def memory_time(moved_bytes: int) -> float:
+    """Microseconds to read or write so much in a kernel that does other things too."""
+    return moved_bytes * H200.memory_byte
+
+
 def cuda_pass(rows: int, columns: int, bytes_of_element: int, itemsize: int = 2) -> float:
     """Microseconds of this package's CUDA kernel with an activation or its derivative."""
     unaligned = columns * itemsize % 16 != 0
