@@ -70,10 +70,6 @@ struct Channels {
 template <typename T, int kVec, bool kSecond>
 class Steps {
  public:
-  // Whether the mean is not subtracted from x, but from the constants of the second pass. Values of
-  // 16 bits have so few digits that this loses none of them.
-  static constexpr bool kFolds = kSecond && sizeof(T) == 2;
-
   __device__ Steps(const BackwardArgs& args, const Place& place, const void* gradient)
       : load_{static_cast<const T*>(args.x), static_cast<const T*>(gradient)},
         stride_(kSecond ? -args.plan.stride : args.plan.stride),
@@ -81,7 +77,8 @@ class Steps {
         stream_(place.steps, at_, stride_, load_) {}
 
   // Calls f(offset, x - mean, dz, whether there is a residual) for each step, with the gradient
-  // times the activation's derivative as dz, and x for x - mean if kFolds.
+  // times the activation's derivative as dz. Both passes subtract the mean from x, and not from the
+  // constants: of nearly equal values, which rstd makes large, dz would not be the same in both.
   template <typename F>
   __device__ __forceinline__ void for_each(const Channels<kVec>& own, Activation activation,
                                            const void* residual, const F& f) {
@@ -94,7 +91,7 @@ class Steps {
         unpack(pair.gradient, dz);
         reload();
 #pragma unroll
-        for (int c = 0; c < kVec && !kFolds; ++c) centred[c] -= own.mean[c];
+        for (int c = 0; c < kVec; ++c) centred[c] -= own.mean[c];
         if constexpr (kActivation != Activation::kNone) {
           float z[kVec];
 #pragma unroll
@@ -219,7 +216,7 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
   __syncthreads();
   if (place.steps == 0) return;
 
-  Channels<kVec> own(args, place);
+  const Channels<kVec> own(args, place);
   float slope[kVec], constant[kVec];
   const float inverse = 1.0f / (static_cast<float>(images.pixels) * images.group_size);
 #pragma unroll
@@ -232,10 +229,6 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
     constant[c] = weight * groups[group].y;
     if (args.dvariance != nullptr) slope[c] += 2.0f * args.dvariance[at] * inverse;
     if (args.dmean != nullptr) constant[c] += args.dmean[at] * inverse;
-    if (steps.kFolds) {
-      constant[c] -= own.mean[c] * slope[c];
-      own.bias[c] -= own.mean[c] * own.factor[c];
-    }
   }
   T* dx = static_cast<T*>(args.dx);
   steps.for_each(own, has_dz ? Activation::kNone : args.activation, nullptr,

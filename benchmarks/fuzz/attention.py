@@ -147,6 +147,8 @@ def _rounded_output_noise(o: Options) -> Any:
     unit = 2 * max(float(jnp.finfo(o["dtype"]).eps), 2.0**-10)
 
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
+        if cotangents is None:
+            return {}
         q, k, y, dy = operands["q"], operands["k"], results[0], cotangents[0]
         given = {name: value for name, value in constants.items() if name != "dropout_key"}
         # The weights are what attention makes of unit vectors.

@@ -170,8 +170,8 @@ def _compare(programs: _Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
                 return Verdict(DIFFERENT, f"{name} is not bitwise the same in a second run")
         true, noise = true[: len(errors)], true[len(errors) :]
         slack = _slack(programs, truth, operands, cotangents, true)
-        for index, of_gradient in enumerate(noise, len(errors) - len(noise)):
-            slack[index] = slack[index] + of_gradient
+        for index, of_one in enumerate(noise):
+            slack[index] = slack[index] + of_one
         shaken = programs.run(_TRUTH, truth, programs.shaken(operands), cotangents)
         for seen, *arrays in zip(
             errors, first, low, true, slack, shaken[: len(errors)], strict=True

@@ -226,22 +226,35 @@ def _loss(
                 **common,
             )
 
+    eps = float(jnp.finfo(o["dtype"]).eps)
+
     def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """The bias's gradient is the sum over rows of the logits', which are kept in x's dtype."""
+        """Logits and their gradients are kept in x's dtype."""
         del results
-        x, w, bias = (operands[name] for name in ("x", "w", "bias"))
-        logits = (x @ w).astype(jnp.float32) + bias
+        x, w, bias = operands["x"], operands["w"], operands.get("bias")
+        logits = (x @ w).astype(jnp.float32)
+        logits = logits if bias is None else logits + bias
+        # A row's loss has the errors of its label's logit and of the largest ones.
+        of_rows = eps * jnp.max(jnp.abs(logits), axis=-1, initial=0.0)
+        if o["reduction"] != "none":
+            of_rows = jnp.sqrt(jnp.sum(of_rows**2))
+        if o["reduction"] == "mean":
+            of_rows = of_rows / max(1, logits[..., 0].size)
+        found = {"result 0": of_rows}
+        if bias is None or cotangents is None:
+            return found
 
         def of_logits(logits: jax.Array) -> jax.Array:
             return jaxfused.softmax_cross_entropy(
                 logits, **constants, **common, implementation="xla"
             )
 
+        # The bias's gradient is the sum over rows of the logits'.
         (dlogits,) = jax.vjp(of_logits, logits)[1](cotangents[0])
         rows = dlogits.reshape(-1, dlogits.shape[-1])
-        return {"bias": float(jnp.finfo(o["dtype"]).eps) * jnp.sqrt(jnp.sum(rows**2, axis=0))}
+        return found | {"bias": eps * jnp.sqrt(jnp.sum(rows**2, axis=0))}
 
-    rounds = "bias" in operands and o["dtype"] != "float32"
+    rounds = "w" in operands and o["dtype"] != "float32"
     return Problem(run, operands, constants, tf32="w" in operands, noise=noise if rounds else None)
 
 

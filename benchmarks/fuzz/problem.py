@@ -57,12 +57,13 @@ class Problem:
     """Whether float32 products may round their operands to 11 bits."""
     with_gradient: bool = True
     noise: Callable[[Any, Any, Any, Any], Mapping[str, jax.Array]] | None = None
-    """(operands, constants, results, cotangents) to how far gradients may be off besides, by name."""
+    """(operands, constants, results, cotangents) to how far what is named may be off besides: the
+    gradient of an operand, or "result 0". Without gradients there are no cotangents, but None."""
 
     def whole(self, how: How, batched: tuple[str, ...], gradient: bool) -> Function:
         """(operands, constants, cotangents) to a list: results and, if asked, gradients.
 
-        After them the exact one has the noise of each gradient, where the problem has it.
+        After them the exact one has the noise of each of them, where the problem has it.
         """
 
         def forward(operands: Any, constants: Any) -> list[jax.Array]:
@@ -73,12 +74,14 @@ class Problem:
             return list(_mapped(of_one, batched, operands)(operands))
 
         def run(operands: Any, constants: Any, cotangents: Any) -> list[Any]:
+            noisy = how.exact and self.noise is not None
             if not gradient:
-                return forward(operands, constants)
+                results = forward(operands, constants)
+                return results + self._noise(batched, operands, constants, results) * noisy
             results, pullback = jax.vjp(lambda moving: forward(moving, constants), operands)
             (gradients,) = pullback(cotangents)
             whole = [*results, *(gradients[name] for name in self.operands)]
-            if how.exact and self.noise is not None:
+            if noisy:
                 whole += self._noise(batched, operands, constants, results, cotangents)
             return whole
 
@@ -89,14 +92,24 @@ class Problem:
         return precisely if how.exact else run
 
     def _noise(
-        self, batched: tuple[str, ...], operands: Any, constants: Any, results: Any, cotangents: Any
+        self,
+        batched: tuple[str, ...],
+        operands: Any,
+        constants: Any,
+        results: Any,
+        cotangents: Any = None,
     ) -> list[jax.Array]:
+        if self.noise is None:
+            return []
+        noise_of = self.noise
+
         def of_one(operands: Any, results: Any, cotangents: Any) -> Any:
-            assert self.noise is not None
-            return dict(self.noise(operands, constants, results, cotangents))
+            return dict(noise_of(operands, constants, results, cotangents))
 
         noise = _mapped(of_one, batched, operands, 0, 0)(operands, results, cotangents)
-        whole = []
+        whole = [noise.get(f"result {i}", jnp.zeros(y.shape)) for i, y in enumerate(results)]
+        if cotangents is None:
+            return whole
         # In the order of the problem: inside jax.jit a dict is in that of its keys.
         for name in self.operands:
             values = noise.get(name, jnp.zeros(operands[name].shape))

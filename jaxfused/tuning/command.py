@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("program", metavar="PROGRAM")
-    parser.add_argument("--seconds", type=float, default=60.0, help="default: %(default).0f")
+    parser.add_argument("--seconds", type=float, default=50.0, help="default: %(default).0f")
     parser.add_argument(
         "--out", type=Path, help="a file to write, in place of the one that jaxfused reads"
     )

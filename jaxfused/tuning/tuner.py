@@ -140,7 +140,7 @@ class TuningReport:
 def tune(
     f: Callable[..., Any],
     *args: Any,
-    seconds: float = 60.0,
+    seconds: float = 50.0,
     path: Path | str | None = None,
     progress: bool = True,
 ) -> TuningReport:
