@@ -1,0 +1,242 @@
+"""Products with quantised weights on Hopper: linear's epilogue, and a gated unit in one launch.
+
+The weights lie as [N, K]. Their scales along the sums are the kernel's (`quantized_weights`); one scale
+for each column is one more vector of the epilogue.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper
+from pallas_kernels.activation import activation as activate
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.product import linear, quantized_weights
+from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
+from pallas_kernels.product.mainloop import Block
+from pallas_kernels.product.matmul import GRAIN
+from pallas_kernels.product.quantized_weights import Format
+
+STEP = 128
+"""Numbers along the sums in the shortest step."""
+_X_DTYPES = (jnp.bfloat16, jnp.float16)
+
+
+class Packed(NamedTuple):
+    """Weights of one product: scale * (values - zero_point)."""
+
+    values: jax.Array
+    """[N, K], of int8, int4 or float8."""
+    scale: jax.Array
+    """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
+    zero_point: jax.Array | None = None
+    """Of the scale's shape, int8; or None where 0 stands for 0."""
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def format(self) -> Format:
+        groups = self.scale.shape[0]
+        group = self.k // groups if groups > 1 else 0
+        return Format(jnp.dtype(self.values.dtype), group, self.zero_point is not None)
+
+    def spread(self) -> "Packed":
+        """The same with an entry of the scale and of the zero point for each column."""
+        shape = (self.scale.shape[0], self.n)
+        zero_point = self.zero_point
+        return Packed(
+            self.values,
+            jnp.broadcast_to(self.scale, shape),
+            None if zero_point is None else jnp.broadcast_to(zero_point, shape),
+        )
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    x_dtype: Any,
+    out_dtype: Any,
+    residual_dtype: Any,
+    rows: int,
+    w: Packed,
+) -> str | None:
+    """None where the kernel of few rows can multiply x with quantised weights, else why not."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x_dtype not in _X_DTYPES:
+        return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    if rows > MAX_ROWS:
+        return f"it takes at most {MAX_ROWS} rows, and there are {rows}"
+    if w.n % GRAIN:
+        return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
+    if w.k < STEP:
+        return f"it takes sums of at least {STEP} numbers, and they have {w.k}"
+    return quantized_weights.why_unsupported(
+        dtype=jnp.dtype(w.values.dtype),
+        group=w.format.group,
+        has_zero_point=w.zero_point is not None,
+        k=w.k,
+        n=w.n,
+        step=STEP,
+    )
+
+
+def forward(
+    x: jax.Array,
+    w: Packed,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: FewRowsConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
+
+    def scaled(z, *, scale=None, bias=None):
+        return linear.preactivation(z if scale is None else z * scale, bias=bias)
+
+    def epilogue(z, *, residual=None, **vectors):
+        (z,) = scaled(z, **vectors)
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    results = _run(
+        x,
+        [w],
+        epilogue=epilogue,
+        vectors={"bias": bias},
+        scales=("scale",),
+        matrices={"residual": residual},
+        outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_linear",
+    )
+    return results["y"], results.get("preactivation")
+
+
+def gated_forward(
+    x: jax.Array,
+    w_gate: Packed,
+    w_up: Packed,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    multiprocessors: int,
+    config: FewRowsConfig | None = None,
+) -> jax.Array:
+    """activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; both weights of one format."""
+
+    def epilogue(gate, up, *, scale_gate=None, scale_up=None, b_gate=None, b_up=None):
+        gate, up = (
+            part if scale is None else part * scale
+            for part, scale in ((gate, scale_gate), (up, scale_up))
+        )
+        gate, up = (
+            part if bias is None else part + bias for part, bias in ((gate, b_gate), (up, b_up))
+        )
+        return {"h": activate(activation, gate, x.dtype) * up}
+
+    results = _run(
+        x,
+        [w_gate, w_up],
+        epilogue=epilogue,
+        vectors={"b_gate": b_gate, "b_up": b_up},
+        scales=("scale_gate", "scale_up"),
+        matrices={},
+        outputs={"h": x.dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_gated_unit",
+    )
+    return results["h"]
+
+
+def _run(
+    x: jax.Array,
+    ws: Sequence[Packed],
+    *,
+    epilogue: Any,
+    vectors: dict[str, jax.Array | None],
+    scales: Sequence[str],
+    matrices: dict[str, jax.Array | None],
+    outputs: dict[str, Any],
+    config: FewRowsConfig | None,
+    multiprocessors: int,
+    name: str,
+) -> dict[str, jax.Array]:
+    """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
+    ws = [w.spread() for w in ws]
+    layout = ws[0].format
+    present: dict[str, jax.Array] = {n: v for n, v in vectors.items() if v is not None}
+    if not layout.group:
+        present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
+    read = {n: matrix for n, matrix in matrices.items() if matrix is not None}
+    m, k = x.shape
+
+    def launch_of(config: FewRowsConfig) -> FewRows:
+        return FewRows(
+            m=m,
+            n=ws[0].n,
+            ks=(k,),
+            dtype=x.dtype,
+            blocks=tuple(Block(index) for index in range(len(ws))),
+            config=config,
+            products=len(ws),
+            w_dtype=ws[0].values.dtype,
+            w_transposed=True,
+            before_rounding=None,
+            function=epilogue,
+            vectors={n: jax.typeof(v) for n, v in present.items()},
+            matrices={n: jax.typeof(matrix) for n, matrix in read.items()},
+            outputs=outputs,
+            quantized=layout,
+        )
+
+    if config is None:
+        config = next(
+            config
+            for config in candidates(m, ws[0].n, k, layout, len(ws), multiprocessors)
+            if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    arrays: list[jax.Array] = []
+    for w in ws:
+        arrays.append(w.values)
+        if layout.group:
+            arrays.append(w.scale)
+        if w.zero_point is not None:
+            arrays.append(w.zero_point)
+    results = launch_of(config).launch([x], arrays, [*present.values(), *read.values()], name=name)
+    return dict(zip(outputs, results, strict=True))
+
+
+def candidates(
+    m: int, n: int, k: int, layout: Format, products: int, multiprocessors: int
+) -> list[FewRowsConfig]:
+    """Configs for a product, the one that is predicted fastest first; not all fit into memory."""
+    del layout, products
+    steps = -(-k // STEP)
+    configs = [
+        FewRowsConfig(tile_n, parts, stages, STEP)
+        for tile_n in ((128, 64) if m > 32 else (64, 128))
+        for parts in (4, 2, 8, 1)
+        for stages in (4, 6, 3, 2)
+        if parts <= min(steps, MAX_PARTS) and (parts - 1) * 2 * multiprocessors * tile_n <= parts * n * 8
+    ]
+    return configs
