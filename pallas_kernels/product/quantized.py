@@ -28,7 +28,7 @@ class Packed(NamedTuple):
     """Weights of one product: scale * (values - zero_point)."""
 
     values: jax.Array
-    """[N, K], of int8, int4 or float8."""
+    """[N, K], of int8, int4 or float8; or int32 [N, K / 8], eight int4 each, of `pack_words`."""
     scale: jax.Array
     """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
     zero_point: jax.Array | None = None
@@ -39,14 +39,22 @@ class Packed(NamedTuple):
         return self.values.shape[0]
 
     @property
+    def in_words(self) -> bool:
+        return self.values.dtype == jnp.int32
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.int4 if self.in_words else self.values.dtype)
+
+    @property
     def k(self) -> int:
-        return self.values.shape[1]
+        return self.values.shape[1] * (8 if self.in_words else 1)
 
     @property
     def format(self) -> Format:
         groups = self.scale.shape[0]
         group = self.k // groups if groups > 1 else 0
-        return Format(jnp.dtype(self.values.dtype), group, self.zero_point is not None)
+        return Format(self.dtype, group, self.zero_point is not None, self.in_words)
 
     def spread(self) -> "Packed":
         """The same with an entry of the scale and of the zero point for each column."""
@@ -84,7 +92,7 @@ def why_unsupported(
     if w.k < STEP:
         return f"it takes sums of at least {STEP} numbers, and they have {w.k}"
     return quantized_weights.why_unsupported(
-        dtype=jnp.dtype(w.values.dtype),
+        dtype=w.dtype,
         group=w.format.group,
         has_zero_point=w.zero_point is not None,
         k=w.k,

@@ -12,9 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.product.operands import SWIZZLE_BYTES, bits_of, tiled
 
@@ -31,6 +35,8 @@ class Format:
     group: int = 0
     """Weights along the sums that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
+    in_words: bool = False
+    """int4 lie as `pack_words` makes them, in the order in which threads take them."""
 
     @property
     def bits(self) -> int:
@@ -82,12 +88,27 @@ class QuantizedTile:
 
     @property
     def copies(self) -> int:
-        return self.format.arrays
+        return self.format.arrays + (self.word_blocks - 1 if self.format.in_words else 0)
+
+    @property
+    def word_blocks(self) -> int:
+        """Blocks of words in a step."""
+        return self.step_k // WORD_BLOCK
 
     @property
     def group(self) -> int:
-        """Numbers along the sums that are multiplied before their sum is scaled."""
-        return min(self.format.group or self.step_k, self.step_k)
+        """Numbers along the sums that are multiplied one after another by instructions."""
+        longest = WORD_BLOCK if self.format.in_words else self.step_k
+        return min(self.format.group or longest, longest)
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales along the sums that a step needs for a column."""
+        return max(1, self.step_k // (self.format.group or self.step_k))
+
+    def _scale_row(self, group: int) -> int:
+        """Which of them is that of a group."""
+        return group * self.scale_rows // self.groups
 
     @property
     def groups(self) -> int:
@@ -103,11 +124,17 @@ class QuantizedTile:
         f = self.format
         row_bytes = self.step_k * f.bits // 8
         columns = min(row_bytes, SWIZZLE_BYTES) * 8 // f.bits
-        memory = {"values": tiled((stages, self.span, self.step_k), f.dtype, columns)}
+        memory: dict[str, Any] = {}
+        if f.in_words:
+            # A row of a block is 64 bytes, so that threads find two rows in all banks unswizzled.
+            shape = (stages * self.word_blocks, self.span, _BLOCK_WORDS)
+            memory["values"] = plgpu.SMEM(shape, jnp.int32)
+        else:
+            memory["values"] = tiled((stages, self.span, self.step_k), f.dtype, columns)
         if f.group:
-            memory["scale"] = plgpu.SMEM((stages, self.groups, self.span), jnp.float32)
+            memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
-            memory["zero_point"] = plgpu.SMEM((stages, self.groups, self.span), jnp.int8)
+            memory["zero_point"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.int8)
         return memory
 
     def copy(
@@ -122,37 +149,63 @@ class QuantizedTile:
         """Starts the copies of the columns from `start` on, of a step, with their scales."""
         values, *of_groups = arrays
         columns = pl.ds(start, self.span)
-        plgpu.copy_gmem_to_smem(
-            values.at[columns, pl.ds(k_start, self.step_k)], memory["values"].at[slot], landed
-        )
+        if self.format.in_words:
+            for block in range(self.word_blocks):
+                first = lax.div(k_start, jnp.int32(8)) + block * _BLOCK_WORDS
+                place = memory["values"].at[slot * self.word_blocks + block]
+                words = values.at[columns, pl.ds(first, _BLOCK_WORDS)]
+                plgpu.copy_gmem_to_smem(words, place, landed)
+        else:
+            numbers = values.at[columns, pl.ds(k_start, self.step_k)]
+            plgpu.copy_gmem_to_smem(numbers, memory["values"].at[slot], landed)
         names = [name for name in ("scale", "zero_point") if name in memory]
         for name, array in zip(names, of_groups, strict=True):
             first = lax.div(k_start, jnp.int32(self.format.group)) if self.format.group else 0
             plgpu.copy_gmem_to_smem(
-                array.at[pl.ds(first, self.groups), columns], memory[name].at[slot], landed
+                array.at[pl.ds(first, self.scale_rows), columns], memory[name].at[slot], landed
             )
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
         """Yields the weights [span, group] of each group in registers, as instructions take them."""
-        wide = _to_floats(
-            plgpu.load(memory["values"].at[slot], layout=self._load_layout), self.x_dtype
+        for group, w in enumerate(self._floats(memory["values"], slot)):
+            offset = self._offset(memory, slot, group)
+            yield w if offset is None else w - lax.broadcast_in_dim(offset, w.shape, (0,))
+
+    def _floats(self, values: Any, slot: Any) -> Iterator[jax.Array]:
+        """Yields the numbers of each group, with what `_offset` returns added to them."""
+        if not self.format.in_words:
+            wide = _to_floats(plgpu.load(values.at[slot], layout=self._load_layout), self.x_dtype)
+            for first in range(0, self.step_k, self.group):
+                yield wide if self.groups == 1 else wide[:, first : first + self.group]
+            return
+        for block in range(self.word_blocks):
+            words = values.at[slot * self.word_blocks + block]
+            words = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT)
+            wide = from_words(words, self.x_dtype)
+            for first in range(0, WORD_BLOCK, self.group):
+                yield wide if self.group == WORD_BLOCK else wide[:, first : first + self.group]
+
+    def _offset(self, memory: Mapping[str, Any], slot: Any, group: int) -> jax.Array | None:
+        """What has to be subtracted from the numbers of a group [span], if anything."""
+        base = _word_base(self.x_dtype) + 8 if self.format.in_words else 0
+        if not self.format.has_zero_point:
+            if not base:
+                return None
+            splat = jnp.full((self.span,), base, self.x_dtype)
+            return plgpu.layout_cast(splat, plgpu.Layout.WGMMA.reduce(1))
+        zero_point = plgpu.load(
+            memory["zero_point"].at[slot, self._scale_row(group)],
+            layout=plgpu.Layout.WGMMA.reduce(1),
         )
-        for group in range(self.groups):
-            first = group * self.group
-            w = wide if self.groups == 1 else wide[:, first : first + self.group]
-            if self.format.has_zero_point:
-                zero_point = plgpu.load(
-                    memory["zero_point"].at[slot, group], layout=plgpu.Layout.WGMMA.reduce(1)
-                )
-                zero_point = zero_point.astype(self.x_dtype)
-                w = w - lax.broadcast_in_dim(zero_point, w.shape, (0,))
-            yield w
+        # Every integer up to 256 is a number of bfloat16.
+        return (zero_point.astype(jnp.float32) + base).astype(self.x_dtype)
 
     def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:
         """Yields for each group what multiplies its sums [span, rows]."""
         for group in range(self.groups):
             scale = plgpu.load(
-                memory["scale"].at[slot, group], layout=plgpu.Layout.WGMMA.reduce(1)
+                memory["scale"].at[slot, self._scale_row(group)],
+                layout=plgpu.Layout.WGMMA.reduce(1),
             )
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
 
@@ -161,6 +214,88 @@ class QuantizedTile:
         """Of which a thread's registers need few exchanges to become an operand."""
         layouts = plgpu.Layout
         return layouts.WGMMA_UPCAST_4X if self.format.bits == 4 else layouts.WGMMA_UPCAST_2X
+
+
+WORD_BLOCK = 128
+"""Numbers along the sums whose words are stored together."""
+_BLOCK_WORDS = WORD_BLOCK // 8
+
+
+def pack_words(values: jax.Array) -> jax.Array:
+    """Integers -8 to 7 [N, K] in words of 32 bits [N, K / 8], as a thread needs them for instructions.
+
+    Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8 and
+    2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
+    its high half, 8 added to each; and the four words of a thread for 128 numbers are neighbours, so that
+    it reads 16 bytes.
+    """
+    n, k = values.shape
+    # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
+    runs = (values.astype(jnp.int32) + 8).reshape(n, k // WORD_BLOCK, 4, 2, 2, 4, 2)
+    nibbles = runs.transpose(0, 1, 5, 2, 6, 3, 4).reshape(n, k // 8, 8).astype(jnp.uint32)
+    shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(
+        jnp.sum(nibbles << shifts, axis=-1, dtype=jnp.uint32), jnp.int32
+    )
+
+
+def unpack_words(words: jax.Array) -> jax.Array:
+    """The integers [N, K], as int8, that `pack_words` packed."""
+    n, count = words.shape
+    shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
+    unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    nibbles = ((unsigned[..., None] >> shifts) & 15).astype(jnp.int8) - 8
+    runs = nibbles.reshape(n, count // _BLOCK_WORDS, 4, 4, 2, 2, 2)
+    return runs.transpose(0, 1, 3, 5, 6, 2, 4).reshape(n, 8 * count)
+
+
+def _word_base(dtype: Any) -> float:
+    """The number of a dtype whose last four bits are the units."""
+    return 128.0 if dtype == jnp.bfloat16 else 1024.0
+
+
+def from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """Of words [N, 16] the numbers [N, 128], to each of which 8 and `_word_base` are added.
+
+    Four bits under the exponent of a power of two are a float without a conversion.
+    """
+    exponent = 0x43004300 if dtype == jnp.bfloat16 else 0x64006400
+    pairs = [((words >> (4 * pair)) & 0x000F000F) | exponent for pair in range(4)]
+    return pairs_as_operand(*pairs, dtype=dtype)
+
+
+def pairs_as_operand(*pairs: jax.Array, dtype: Any) -> jax.Array:
+    """Four arrays of words [N, 16], each with two numbers of 16 bits, as an operand [N, 128].
+
+    Nothing is moved: these are the very registers of the operand.
+    """
+    layout = plgpu.Layout.WGMMA_8BIT
+    n = pairs[0].shape[0]
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * 4,
+        return_type=plgpu.ShapeDtypeStruct((n, WORD_BLOCK), dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def relabel(ctx, *arrays):
+        del ctx
+        return _registers_as_operand(arrays, (n, WORD_BLOCK), dtype)
+
+    return relabel(*pairs)
+
+
+def _registers_as_operand(arrays: Sequence[Any], shape: tuple[int, int], dtype: Any) -> Any:
+    """The registers of `pairs_as_operand`, when a kernel is lowered."""
+    target = mgpu.WGMMA_LAYOUT
+    registers = np.empty(target.registers_shape(shape), dtype=object)
+    narrow = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
+    for pair, words in enumerate(arrays):
+        # Of each register: which 64 rows, and which 8 rows of 16.
+        for (tile, _, _, _, half, *ones), register in np.ndenumerate(words.registers):
+            for word in range(4):
+                place = (tile, 4 * word + pair, 0, 0, half, *(0 for _ in ones))
+                element = vector.extract(register, [], [word])
+                registers[place] = mgpu.utils.bitcast(element, narrow)
+    return mgpu.FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
 
 def _to_floats(w: jax.Array, dtype: Any) -> jax.Array:
