@@ -145,6 +145,11 @@ class Product:
         return swizzled_columns(self.dtype)
 
     @property
+    def accumulator_dtype(self) -> Any:
+        """Integers are summed exactly."""
+        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
+
+    @property
     def a_tile(self) -> OperandTile:
         return OperandTile(
             span=self.config.cta_tile_m,
@@ -408,7 +413,8 @@ class _Consumer:
         epilogue = self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx))
         epilogue.prefetch()
         accumulate = functools.partial(self._accumulate, sequence_idx, tiles)
-        acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
+        accumulator = plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
+        acc, slot = pl.run_scoped(accumulate, accumulator)
         plgpu.barrier_arrive(self.ring.free.at[slot])
         epilogue.run(acc)
 

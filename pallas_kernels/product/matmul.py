@@ -156,6 +156,7 @@ def matmul(
     before_rounding: BeforeRounding | None = None,
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
+    row_vectors: Mapping[str, jax.Array] | None = None,
     column_sums: Sequence[str] = (),
     products: int = 1,
     activations: int = 0,
@@ -182,6 +183,7 @@ def matmul(
         registers, and is rounded.
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
+      row_vectors: [M] each, the same for all columns; a product of few rows takes none.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
       activations: how many activations and derivatives of one the epilogue evaluates for an element,
         for the choice of a config.
@@ -210,6 +212,7 @@ def matmul(
         epilogue=epilogue,
         vectors={name: v for name, v in (vectors or {}).items() if v is not None},
         matrices={name: x for name, x in (matrices or {}).items() if x is not None},
+        row_vectors=row_vectors or {},
         outputs=outputs,
         column_sums=tuple(column_sums),
         multiprocessors=multiprocessors,
@@ -239,6 +242,7 @@ class _Call:
     epilogue: Function
     vectors: Mapping[str, jax.Array]
     matrices: Mapping[str, jax.Array]
+    row_vectors: Mapping[str, jax.Array]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
     multiprocessors: int
@@ -255,7 +259,7 @@ class _Call:
     @property
     def others(self) -> tuple[jax.Array, ...]:
         """What the epilogue reads."""
-        return (*self.vectors.values(), *self.matrices.values())
+        return (*self.vectors.values(), *self.row_vectors.values(), *self.matrices.values())
 
     @property
     def work(self) -> Work:
@@ -281,7 +285,7 @@ class _Call:
 
     def default_config(self) -> MatmulConfig | FewRowsConfig:
         """The config that is predicted to be the fastest of those that fit into shared memory."""
-        takes_few_rows = self.few_rows_convert and not self.a_transposed
+        takes_few_rows = self.few_rows_convert and not (self.a_transposed or self.row_vectors)
         for config in fitting(self.work, self.multiprocessors):
             if isinstance(config, FewRowsConfig):
                 fits = takes_few_rows and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
@@ -314,6 +318,7 @@ class _Call:
             matrices={name: x.dtype for name, x in self.matrices.items()},
             outputs=dict(self.outputs),
             column_sums=self.column_sums,
+            row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
         )
 
     def run_tiles(self, config: MatmulConfig) -> dict[str, jax.Array]:
