@@ -139,6 +139,9 @@ class Product:
     b_transposed: bool = False
     b_columns: int = 0
     """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
+    scales_steps: bool = False
+    """The sums of each step are scaled, by a number for each row and one for each column, before they
+    are added to those of the steps before."""
 
     @property
     def tile_k(self) -> int:
@@ -219,6 +222,7 @@ class Product:
         scratch: Mapping[str, Any],
         epilogue: Callable[[Sequence[Any], Mapping[str, Any], TilePlace], TileEpilogue],
         name: str,
+        step_scales: Sequence[jax.Array] = (),
     ) -> Sequence[jax.Array]:
         """Runs the kernel.
 
@@ -227,15 +231,17 @@ class Product:
           scratch: shared memory of the epilogue.
           epilogue: that of a tile, from `others` and the outputs in global memory, and `scratch`.
           name: of the kernel, in a profile.
+          step_scales: with `scales_steps`, those of the rows [steps, M] and of the columns [steps, N].
         """
 
         def kernel(*refs, ring, own):
             a_gmem, b_gmem = refs[: len(terms)], refs[len(terms) : len(terms) + len(bs)]
             rest = refs[len(terms) + len(bs) :]
+            of_steps, rest = rest[: len(step_scales)], rest[len(step_scales) :]
             wg_idx = lax.axis_index("wg")
             lax.cond(
                 wg_idx == CONSUMERS,
-                lambda: _Producer(self, _Ring(**ring), a_gmem, b_gmem).run(),
+                lambda: _Producer(self, _Ring(**ring), a_gmem, b_gmem, of_steps).run(),
                 lambda: _Consumer(
                     self, _Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
                 ).run(),
@@ -253,7 +259,7 @@ class Product:
             thread_name="wg",
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
-        )(*terms, *bs, *others)
+        )(*terms, *bs, *step_scales, *others)
 
     def _ring_memory(self) -> dict[str, Any]:
         c = self.config
@@ -264,7 +270,9 @@ class Product:
             # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
             # its own.
             full=plgpu.Barrier(
-                num_arrivals=self.a_tile.blocks + self.products * self.b_tile.blocks,
+                num_arrivals=self.a_tile.blocks
+                + self.products * self.b_tile.blocks
+                + (2 if self.scales_steps else 0),
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
@@ -273,6 +281,9 @@ class Product:
                 collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
             ),
         )
+        if self.scales_steps:
+            ring["a_scale"] = plgpu.SMEM((c.stages, c.cta_tile_m), jnp.float32)
+            ring["b_scale"] = plgpu.SMEM((c.stages, c.tile_n), jnp.float32)
         if c.ping_pong:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
@@ -315,6 +326,8 @@ class _Ring:
     """All instructions that read a slot have ended."""
     turn: Any = None
     """In ping-pong, a warpgroup may multiply."""
+    a_scale: Any = None
+    b_scale: Any = None
 
 
 @dataclass(frozen=True)
@@ -325,6 +338,7 @@ class _Producer:
     ring: _Ring
     a_gmem: Sequence[Any]
     b_gmem: Sequence[Any]
+    step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
@@ -367,6 +381,12 @@ class _Producer:
                 full,
                 collective_axes="cta" if product.config.cluster > 1 else None,
             )
+        if product.scales_steps:
+            of_rows, of_columns = self.step_scales
+            rows = pl.ds(m_start, product.config.cta_tile_m)
+            columns = pl.ds(n_idx * product.part_n, product.part_n)
+            plgpu.copy_gmem_to_smem(of_rows.at[k_idx, rows], ring.a_scale.at[slot], full)
+            plgpu.copy_gmem_to_smem(of_columns.at[k_idx, columns], ring.b_scale.at[slot], full)
         return product.next_slot(slot), filled + 1
 
     def _await_readers(self, slot, filled) -> None:
@@ -412,11 +432,49 @@ class _Consumer:
             m_start += self.wg_idx * c.tile_m
         epilogue = self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx))
         epilogue.prefetch()
+        if self.product.scales_steps:
+            epilogue.run(self._accumulate_scaled(sequence_idx))
+            return
         accumulate = functools.partial(self._accumulate, sequence_idx, tiles)
-        accumulator = plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
-        acc, slot = pl.run_scoped(accumulate, accumulator)
+        acc, slot = pl.run_scoped(accumulate, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[slot])
         epilogue.run(acc)
+
+    @property
+    def _accumulator(self) -> Any:
+        c = self.product.config
+        return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
+
+    def _accumulate_scaled(self, sequence_idx) -> jax.Array:
+        """The sums of a tile, those of each step scaled.
+
+        While a warpgroup scales, the other one has the tensor cores: they share a tile and take no turns.
+        """
+        product, ring, c = self.product, self.ring, self.product.config
+        shape = (c.tile_m, c.tile_n)
+
+        def step(_, carry):
+            slot, total = carry
+
+            def multiply(acc_ref):
+                self._multiply(acc_ref, sequence_idx, slot)
+                plgpu.wgmma_wait(0)
+                return acc_ref[...]
+
+            sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
+            first = jnp.int32(0) if c.ping_pong else self.wg_idx * c.tile_m
+            of_rows = plgpu.load(
+                ring.a_scale.at[slot, pl.ds(first, c.tile_m)], layout=plgpu.Layout.WGMMA.reduce(1)
+            )
+            of_columns = plgpu.load(ring.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+            plgpu.barrier_arrive(ring.free.at[slot])
+            of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
+            of_columns = lax.broadcast_in_dim(of_columns, shape, (1,))
+            return product.next_slot(slot), total + sums * of_columns * of_rows
+
+        slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, product.k_steps, step, (slot, zeros))[1]
 
     def _accumulate(self, sequence_idx, tiles, acc_ref):
         """All steps of a tile: the accumulators, and the slot that is still to be freed."""

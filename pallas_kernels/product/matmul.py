@@ -157,6 +157,7 @@ def matmul(
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
     row_vectors: Mapping[str, jax.Array] | None = None,
+    step_scales: Sequence[jax.Array] = (),
     column_sums: Sequence[str] = (),
     products: int = 1,
     activations: int = 0,
@@ -184,6 +185,8 @@ def matmul(
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
       row_vectors: [M] each, the same for all columns; a product of few rows takes none.
+      step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
+        [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
       activations: how many activations and derivatives of one the epilogue evaluates for an element,
         for the choice of a config.
@@ -213,6 +216,7 @@ def matmul(
         vectors={name: v for name, v in (vectors or {}).items() if v is not None},
         matrices={name: x for name, x in (matrices or {}).items() if x is not None},
         row_vectors=row_vectors or {},
+        step_scales=tuple(step_scales),
         outputs=outputs,
         column_sums=tuple(column_sums),
         multiprocessors=multiprocessors,
@@ -243,6 +247,7 @@ class _Call:
     vectors: Mapping[str, jax.Array]
     matrices: Mapping[str, jax.Array]
     row_vectors: Mapping[str, jax.Array]
+    step_scales: tuple[jax.Array, ...]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
     multiprocessors: int
@@ -309,6 +314,7 @@ class _Call:
             a_transposed=self.a_transposed,
             b_transposed=self.b_transposed,
             b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
+            scales_steps=bool(self.step_scales),
         )
         return Epilogue(
             product=product,
@@ -342,6 +348,7 @@ class _Call:
             scratch=fused.scratch(),
             epilogue=fused.of_tile,
             name=self.name,
+            step_scales=self.step_scales,
         )
         matrices, sums = results[: len(self.outputs)], results[len(self.outputs) :]
         return dict(zip(self.outputs, matrices, strict=True)) | {
