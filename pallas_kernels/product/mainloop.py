@@ -19,11 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
 from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns
+from pallas_kernels.product.quantized_weights import Format, QuantizedTile
 
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
 ACCUMULATOR_ELEMENTS = 128 * 192
 """Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
+
+RAW_STEP = 128
+"""Numbers along the sums of quantised weights that are converted at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class MatmulConfig:
     """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
+    raw_stages: int = 2
+    """Steps of 128 numbers of quantised weights that are in flight or in use, before a warpgroup converts
+    them."""
     pads_columns: bool = False
     """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
     of a tile's columns and not one block of them. That pays where there are many rows."""
@@ -63,7 +70,7 @@ class MatmulConfig:
                 f"MatmulConfig: a tile may have {ACCUMULATOR_ELEMENTS} elements,"
                 f" got {self.tile_m} x {self.tile_n}"
             )
-        for name in ("stages", "cluster", "read_slots", "write_slots", "band"):
+        for name in ("stages", "cluster", "read_slots", "write_slots", "band", "raw_stages"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulConfig: {name} must be at least 1")
 
@@ -142,6 +149,8 @@ class Product:
     scales_steps: bool = False
     """The sums of each step are scaled, by a number for each row and one for each column, before they
     are added to those of the steps before."""
+    quantized: Format | None = None
+    """How b is stored, if it is quantised: the warpgroup that copies then converts it to a's dtype."""
 
     @property
     def tile_k(self) -> int:
@@ -193,7 +202,19 @@ class Product:
 
     @property
     def k_steps(self) -> int:
+        if self.quantized is not None:
+            return self.raw_steps * (RAW_STEP // self.tile_k)
         return sum(pl.cdiv(k, self.tile_k) for k in self.ks)
+
+    @property
+    def raw_steps(self) -> int:
+        """Steps of quantised weights."""
+        return pl.cdiv(self.ks[0], RAW_STEP)
+
+    @property
+    def raw_tile(self) -> QuantizedTile:
+        assert self.quantized is not None
+        return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
 
     def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
         """Shared memory that a CTA takes for the operands and for the `scratch` of the epilogue.
@@ -239,9 +260,13 @@ class Product:
             rest = refs[len(terms) + len(bs) :]
             of_steps, rest = rest[: len(step_scales)], rest[len(step_scales) :]
             wg_idx = lax.axis_index("wg")
+            if self.quantized is None:
+                producer = _Producer(self, _Ring(**ring), a_gmem, b_gmem, of_steps)
+            else:
+                producer = _Converter(self, _Ring(**ring), a_gmem, b_gmem)
             lax.cond(
                 wg_idx == CONSUMERS,
-                lambda: _Producer(self, _Ring(**ring), a_gmem, b_gmem, of_steps).run(),
+                lambda: producer.run(),
                 lambda: _Consumer(
                     self, _Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
                 ).run(),
@@ -271,7 +296,7 @@ class Product:
             # its own.
             full=plgpu.Barrier(
                 num_arrivals=self.a_tile.blocks
-                + self.products * self.b_tile.blocks
+                + (self.products * self.b_tile.blocks if self.quantized is None else 1)
                 + (2 if self.scales_steps else 0),
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
@@ -284,6 +309,11 @@ class Product:
         if self.scales_steps:
             ring["a_scale"] = plgpu.SMEM((c.stages, c.cta_tile_m), jnp.float32)
             ring["b_scale"] = plgpu.SMEM((c.stages, c.tile_n), jnp.float32)
+        if self.quantized is not None:
+            ring["raw"] = [self.raw_tile.memory(c.raw_stages) for _ in range(self.products)]
+            ring["raw_full"] = plgpu.Barrier(
+                num_arrivals=self.products * self.raw_tile.copies, num_barriers=c.raw_stages
+            )
         if c.ping_pong:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
@@ -328,6 +358,9 @@ class _Ring:
     """In ping-pong, a warpgroup may multiply."""
     a_scale: Any = None
     b_scale: Any = None
+    raw: Any = None
+    """Quantised tiles of b, which only the warpgroup that copies reads."""
+    raw_full: Any = None
 
 
 @dataclass(frozen=True)
@@ -401,6 +434,91 @@ class _Producer:
 
 
 @dataclass(frozen=True)
+class _Converter(_Producer):
+    """The warpgroup that fills the ring where b is quantised: it copies, converts and stores."""
+
+    def run(self) -> None:
+        # What is left beside the consumers' registers.
+        plgpu.set_max_registers(56, action="decrease")
+        product = self.product
+        total = product.tiles_of_cluster() * product.raw_steps
+        for step in range(product.config.raw_stages):
+            pl.when(step < total)(functools.partial(self._copy_raw, jnp.int32(step)))
+        nothing = (jnp.int32(0), jnp.int32(0))
+        step = functools.partial(self._convert_step, total)
+        slot, filled = lax.fori_loop(0, total, step, nothing)
+        self._await_readers(slot, filled)
+
+    def _copy_raw(self, step) -> None:
+        """Starts the copies of a step of quantised weights, counted over all tiles."""
+        product, c = self.product, self.product.config
+        _, n_idx = product.position(lax.div(step, jnp.int32(product.raw_steps)))
+        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * RAW_STEP
+        raw_slot = lax.rem(step, jnp.int32(c.raw_stages))
+        count = len(self.b_gmem) // product.products
+        for index, memory in enumerate(self.ring.raw):
+            arrays = self.b_gmem[index * count : (index + 1) * count]
+            n_start, full = n_idx * product.part_n, self.ring.raw_full.at[raw_slot]
+            product.raw_tile.copy(arrays, memory, raw_slot, n_start, k_start, full)
+
+    def _convert_step(self, total, step, carry):
+        """Fills the slots of a step of quantised weights, and has the next but some copied."""
+        product, ring, c = self.product, self.ring, self.product.config
+        slot, filled = carry
+        sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
+        m_start, _ = product.position(sequence_idx)
+        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * RAW_STEP
+        raw_slot = lax.rem(step, jnp.int32(c.raw_stages))
+        slots = []
+        for half in range(RAW_STEP // product.tile_k):
+
+            @pl.when(filled >= c.stages)
+            def _(slot=slot):
+                plgpu.barrier_wait(ring.free.at[slot])
+
+            full = ring.full.at[product.full_idx(sequence_idx, slot)]
+            product.a_tile.copy(
+                lambda first, second: self.a_gmem[0].at[first, second],
+                ring.a_smem,
+                slot,
+                m_start,
+                k_start + half * product.tile_k,
+                full,
+            )
+            slots.append((slot, full))
+            slot, filled = product.next_slot(slot), filled + 1
+        plgpu.barrier_wait(ring.raw_full.at[raw_slot])
+        for index, raw in enumerate(ring.raw):
+            for start in range(0, product.part_n, _CONVERTED_COLUMNS):
+                self._convert(index, raw, raw_slot, start, [slot for slot, _ in slots])
+        plgpu.commit_smem()
+        for _, full in slots:
+            plgpu.barrier_arrive(full)
+        pl.when(step + c.raw_stages < total)(lambda: self._copy_raw(step + c.raw_stages))
+        return slot, filled
+
+    def _convert(self, index: int, raw: Any, raw_slot: Any, start: int, slots: Any) -> None:
+        """Writes 64 columns of b, for the slots of a step."""
+        tile_k, first = self.product.tile_k, 0
+        registers, _ = self.ring.b_smem[index]
+        for w in self.product.raw_tile.dequantized(raw, raw_slot, start, _CONVERTED_COLUMNS):
+            for part in range(0, w.shape[1], min(tile_k, w.shape[1])):
+                width = min(tile_k, w.shape[1])
+                place = registers.at[
+                    slots[first // tile_k],
+                    0,
+                    pl.ds(start, _CONVERTED_COLUMNS),
+                    pl.ds(first % tile_k, width),
+                ]
+                place[...] = w if width == w.shape[1] else w[:, part : part + width]
+                first += width
+
+
+_CONVERTED_COLUMNS = 64
+"""Of b that a warpgroup has in registers at a time."""
+
+
+@dataclass(frozen=True)
 class _Consumer:
     """A warpgroup that multiplies, and runs the epilogue of its tiles."""
 
@@ -411,7 +529,8 @@ class _Consumer:
 
     def run(self) -> None:
         ping_pong, turn = self.product.config.ping_pong, self.ring.turn
-        plgpu.set_max_registers(232, action="increase")
+        registers = 232 if self.product.quantized is None else 224
+        plgpu.set_max_registers(registers, action="increase")
         tiles = self.product.tiles_of_cluster()
         stride = CONSUMERS if ping_pong else 1
         first = self.wg_idx if ping_pong else jnp.int32(0)

@@ -21,6 +21,7 @@ from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
+from pallas_kernels.product.quantized_weights import Format
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 GRAIN = 8
@@ -163,6 +164,7 @@ def matmul(
     activations: int = 0,
     a_transposed: bool = False,
     b_transposed: bool = False,
+    b_format: Format | None = None,
     config: MatmulConfig | FewRowsConfig | None = None,
     multiprocessors: int,
     name: str = "matmul",
@@ -190,6 +192,9 @@ def matmul(
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
       activations: how many activations and derivatives of one the epilogue evaluates for an element,
         for the choice of a config.
+      b_format: how b is quantised, if it is: b are then the arrays of each product, in the order of
+        `QuantizedTile.copy`, of [N, K]. Scales of whole columns are left to the epilogue. With a config
+        of tiles.
       name: of the kernel, in a profile.
 
     Returns:
@@ -211,6 +216,7 @@ def matmul(
         activations=activations,
         a_transposed=a_transposed,
         b_transposed=b_transposed,
+        b_format=b_format,
         before_rounding=before_rounding,
         epilogue=epilogue,
         vectors={name: v for name, v in (vectors or {}).items() if v is not None},
@@ -242,6 +248,7 @@ class _Call:
     activations: int
     a_transposed: bool
     b_transposed: bool
+    b_format: Format | None
     before_rounding: BeforeRounding | None
     epilogue: Function
     vectors: Mapping[str, jax.Array]
@@ -315,6 +322,7 @@ class _Call:
             b_transposed=self.b_transposed,
             b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
             scales_steps=bool(self.step_scales),
+            quantized=self.b_format,
         )
         return Epilogue(
             product=product,
@@ -330,10 +338,19 @@ class _Call:
     def run_tiles(self, config: MatmulConfig) -> dict[str, jax.Array]:
         tiles = (*self.matrices.values(), *self.outputs.values())
         _check_config(config, self.dtype, self.products, self.b_transposed, tiles)
+        if self.b_format is not None and (config.stages < 3 or config.cluster > 1):
+            raise ValueError(
+                "matmul: where b is quantised, a config needs at least 3 stages, two of which are filled"
+                f" at once, and no cluster, got {config}; pass another config"
+            )
+        if self.step_scales and config.ping_pong:
+            raise ValueError(
+                f"matmul: step_scales want a config without ping_pong, got {config}; pass another one"
+            )
         fused = self.tiles(config)
         product = fused.product
         product.check_shared_bytes(fused.shared_bytes)
-        bs = [b.astype(self.dtype) for b in self.bs]
+        bs = self.bs if self.b_format else [b.astype(self.dtype) for b in self.bs]
         if product.b_columns > self.n:
             zeros = (0, product.b_columns - self.n)
             bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [zeros]) for x in bs]

@@ -15,8 +15,8 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import linear, quantized_weights
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
-from pallas_kernels.product.mainloop import Block
-from pallas_kernels.product.matmul import GRAIN
+from pallas_kernels.product.mainloop import Block, MatmulConfig
+from pallas_kernels.product.matmul import GRAIN, matmul
 from pallas_kernels.product.quantized_weights import Format
 
 STEP = 128
@@ -111,7 +111,7 @@ def forward(
     save_preactivation: bool,
     out_dtype: Any,
     multiprocessors: int,
-    config: FewRowsConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
 
@@ -147,7 +147,7 @@ def gated_forward(
     *,
     activation: str | None,
     multiprocessors: int,
-    config: FewRowsConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
 ) -> jax.Array:
     """activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; both weights of one format."""
 
@@ -185,7 +185,7 @@ def _run(
     scales: Sequence[str],
     matrices: dict[str, jax.Array | None],
     outputs: dict[str, Any],
-    config: FewRowsConfig | None,
+    config: MatmulConfig | FewRowsConfig | None,
     multiprocessors: int,
     name: str,
 ) -> dict[str, jax.Array]:
@@ -217,12 +217,6 @@ def _run(
             quantized=layout,
         )
 
-    if config is None:
-        config = next(
-            config
-            for config in candidates(m, ws[0].n, k, layout, len(ws), multiprocessors)
-            if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
-        )
     arrays: list[jax.Array] = []
     for w in ws:
         arrays.append(w.values)
@@ -230,6 +224,27 @@ def _run(
             arrays.append(w.scale)
         if w.zero_point is not None:
             arrays.append(w.zero_point)
+    if isinstance(config, MatmulConfig):
+        return matmul(
+            x,
+            arrays,
+            epilogue=epilogue,
+            outputs=outputs,
+            vectors=present,
+            matrices=read,
+            products=len(ws),
+            b_transposed=True,
+            b_format=layout,
+            config=config,
+            multiprocessors=multiprocessors,
+            name=name,
+        )
+    if config is None:
+        config = next(
+            config
+            for config in candidates(m, ws[0].n, k, layout, len(ws), multiprocessors)
+            if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
+        )
     results = launch_of(config).launch([x], arrays, [*present.values(), *read.values()], name=name)
     return dict(zip(outputs, results, strict=True))
 

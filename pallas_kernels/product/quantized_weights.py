@@ -167,46 +167,70 @@ class QuantizedTile:
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
         """Yields the weights [span, group] of each group in registers, as instructions take them."""
-        for group, w in enumerate(self._floats(memory["values"], slot)):
-            offset = self._offset(memory, slot, group)
+        for group, w in enumerate(self._floats(memory["values"], slot, 0, self.span)):
+            offset = self._offset(memory, slot, group, 0, self.span)
             yield w if offset is None else w - lax.broadcast_in_dim(offset, w.shape, (0,))
 
-    def _floats(self, values: Any, slot: Any) -> Iterator[jax.Array]:
+    def dequantized(
+        self, memory: Mapping[str, Any], slot: Any, start: int, width: int
+    ) -> Iterator[jax.Array]:
+        """Yields for each group what the weights of columns from `start` on stand for, in x's dtype.
+
+        One scale for a whole column is left to the epilogue here too.
+        """
+        for group, w in enumerate(self._floats(memory["values"], slot, start, width)):
+            offset = self._offset(memory, slot, group, start, width)
+            if offset is not None:
+                w = w - lax.broadcast_in_dim(offset, w.shape, (0,))
+            if self.format.group:
+                scale = self._of_group(memory["scale"], slot, group, start, width)
+                w = w * lax.broadcast_in_dim(scale.astype(self.x_dtype), w.shape, (0,))
+            yield w
+
+    def _of_group(self, memory: Any, slot: Any, group: int, start: int, width: int) -> jax.Array:
+        """The scales or zero points of a group, for some columns."""
+        numbers = memory.at[slot, self._scale_row(group)]
+        if width < self.span:
+            numbers = numbers.at[pl.ds(start, width)]
+        return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
+
+    def _floats(self, values: Any, slot: Any, start: int, width: int) -> Iterator[jax.Array]:
         """Yields the numbers of each group, with what `_offset` returns added to them."""
+
+        def rows(memory):
+            return memory if width == self.span else memory.at[pl.ds(start, width)]
+
         if not self.format.in_words:
-            wide = _to_floats(plgpu.load(values.at[slot], layout=self._load_layout), self.x_dtype)
+            narrow = plgpu.load(rows(values.at[slot]), layout=self._load_layout)
+            wide = _to_floats(narrow, self.x_dtype)
             for first in range(0, self.step_k, self.group):
                 yield wide if self.groups == 1 else wide[:, first : first + self.group]
             return
         for block in range(self.word_blocks):
-            words = values.at[slot * self.word_blocks + block]
+            words = rows(values.at[slot * self.word_blocks + block])
             words = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT)
             wide = from_words(words, self.x_dtype)
             for first in range(0, WORD_BLOCK, self.group):
                 yield wide if self.group == WORD_BLOCK else wide[:, first : first + self.group]
 
-    def _offset(self, memory: Mapping[str, Any], slot: Any, group: int) -> jax.Array | None:
-        """What has to be subtracted from the numbers of a group [span], if anything."""
+    def _offset(
+        self, memory: Mapping[str, Any], slot: Any, group: int, start: int, width: int
+    ) -> jax.Array | None:
+        """What has to be subtracted from the numbers of a group [width], if anything."""
         base = _word_base(self.x_dtype) + 8 if self.format.in_words else 0
         if not self.format.has_zero_point:
             if not base:
                 return None
-            splat = jnp.full((self.span,), base, self.x_dtype)
+            splat = jnp.full((width,), base, self.x_dtype)
             return plgpu.layout_cast(splat, plgpu.Layout.WGMMA.reduce(1))
-        zero_point = plgpu.load(
-            memory["zero_point"].at[slot, self._scale_row(group)],
-            layout=plgpu.Layout.WGMMA.reduce(1),
-        )
+        zero_point = self._of_group(memory["zero_point"], slot, group, start, width)
         # Every integer up to 256 is a number of bfloat16.
         return (zero_point.astype(jnp.float32) + base).astype(self.x_dtype)
 
     def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:
         """Yields for each group what multiplies its sums [span, rows]."""
         for group in range(self.groups):
-            scale = plgpu.load(
-                memory["scale"].at[slot, self._scale_row(group)],
-                layout=plgpu.Layout.WGMMA.reduce(1),
-            )
+            scale = self._of_group(memory["scale"], slot, group, 0, self.span)
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
 
     @property
