@@ -47,7 +47,7 @@ def block(leading: tuple[int, ...], rows: int, columns: int, dtype: Any) -> plgp
     The first is for wgmma and registers, the second for copies from and to arrays of any width.
     """
     shape = (*leading, rows, columns)
-    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+    swizzle = plgpu.SwizzleTransform(columns * bits_of(dtype) // 8)
     return plgpu.RefUnion(
         tiled(shape, dtype, columns), plgpu.SMEM(shape, dtype, transforms=(swizzle,))
     )

@@ -46,14 +46,10 @@ class Packed(NamedTuple):
     def dtype(self) -> Any:
         return jnp.dtype(jnp.int4 if self.in_words else self.values.dtype)
 
-    @property
-    def k(self) -> int:
-        return self.values.shape[1] * (8 if self.in_words else 1)
-
-    @property
-    def format(self) -> Format:
+    def format(self, k: int) -> Format:
+        """How they are stored, of sums of length k."""
         groups = self.scale.shape[0]
-        group = self.k // groups if groups > 1 else 0
+        group = k // groups if groups > 1 else 0
         return Format(self.dtype, group, self.zero_point is not None, self.in_words)
 
     def spread(self) -> "Packed":
@@ -73,7 +69,7 @@ def why_unsupported(
     x_dtype: Any,
     out_dtype: Any,
     residual_dtype: Any,
-    rows: int,
+    x_shape: tuple[int, int],
     w: Packed,
 ) -> str | None:
     """None where the kernel of few rows can multiply x with quantised weights, else why not."""
@@ -85,17 +81,19 @@ def why_unsupported(
     for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
         if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
             return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    rows, k = x_shape
     if rows > MAX_ROWS:
         return f"it takes at most {MAX_ROWS} rows, and there are {rows}"
     if w.n % GRAIN:
         return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
-    if w.k < STEP:
-        return f"it takes sums of at least {STEP} numbers, and they have {w.k}"
+    if k < STEP:
+        return f"it takes sums of at least {STEP} numbers, and they have {k}"
     return quantized_weights.why_unsupported(
         dtype=w.dtype,
-        group=w.format.group,
+        in_words=w.in_words,
+        group=w.format(k).group,
         has_zero_point=w.zero_point is not None,
-        k=w.k,
+        k=k,
         n=w.n,
         step=STEP,
     )
@@ -191,12 +189,12 @@ def _run(
 ) -> dict[str, jax.Array]:
     """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
     ws = [w.spread() for w in ws]
-    layout = ws[0].format
+    m, k = x.shape
+    layout = ws[0].format(k)
     present: dict[str, jax.Array] = {n: v for n, v in vectors.items() if v is not None}
     if not layout.group:
         present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
     read = {n: matrix for n, matrix in matrices.items() if matrix is not None}
-    m, k = x.shape
 
     def launch_of(config: FewRowsConfig) -> FewRows:
         return FewRows(

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.product.operands import SWIZZLE_BYTES, bits_of, tiled
+from pallas_kernels.product.operands import SWIZZLE_BYTES, bits_of, block
 
 DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
 _X_COLUMNS = 64
@@ -49,7 +49,7 @@ class Format:
 
 
 def why_unsupported(
-    *, dtype: Any, group: int, has_zero_point: bool, k: int, n: int, step: int
+    *, dtype: Any, in_words: bool, group: int, has_zero_point: bool, k: int, n: int, step: int
 ) -> str | None:
     """None where a product [M, k] @ [n, k]^T with such weights can run in steps of `step`, else why not.
 
@@ -60,7 +60,7 @@ def why_unsupported(
         return f"it takes weights of int8, int4 and float8, and they are {jnp.dtype(dtype)}"
     bits = Format(dtype).bits
     row_bytes = 16
-    if k * bits % (8 * row_bytes):
+    if not in_words and k * bits % (8 * row_bytes):
         return (
             f"it copies rows of weights that are whole multiples of {row_bytes} bytes, and a row has"
             f" {k} numbers of {bits} bits"
@@ -88,7 +88,13 @@ class QuantizedTile:
 
     @property
     def copies(self) -> int:
-        return self.format.arrays + (self.word_blocks - 1 if self.format.in_words else 0)
+        of_values = self.word_blocks if self.format.in_words else self.step_k // self.piece
+        return of_values + self.format.arrays - 1
+
+    @property
+    def piece(self) -> int:
+        """Numbers of a row that are swizzled as one, where they are not in words."""
+        return min(self.step_k, SWIZZLE_BYTES * 8 // self.format.bits)
 
     @property
     def word_blocks(self) -> int:
@@ -98,7 +104,7 @@ class QuantizedTile:
     @property
     def group(self) -> int:
         """Numbers along the sums that are multiplied one after another by instructions."""
-        longest = WORD_BLOCK if self.format.in_words else self.step_k
+        longest = WORD_BLOCK if self.format.in_words else self.piece
         return min(self.format.group or longest, longest)
 
     @property
@@ -122,15 +128,14 @@ class QuantizedTile:
 
     def memory(self, stages: int) -> Mapping[str, Any]:
         f = self.format
-        row_bytes = self.step_k * f.bits // 8
-        columns = min(row_bytes, SWIZZLE_BYTES) * 8 // f.bits
         memory: dict[str, Any] = {}
         if f.in_words:
             # A row of a block is 64 bytes, so that threads find two rows in all banks unswizzled.
             shape = (stages * self.word_blocks, self.span, _BLOCK_WORDS)
             memory["values"] = plgpu.SMEM(shape, jnp.int32)
         else:
-            memory["values"] = tiled((stages, self.span, self.step_k), f.dtype, columns)
+            leading = (stages, self.step_k // self.piece)
+            memory["values"] = block(leading, self.span, self.piece, f.dtype)
         if f.group:
             memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
@@ -150,14 +155,16 @@ class QuantizedTile:
         values, *of_groups = arrays
         columns = pl.ds(start, self.span)
         if self.format.in_words:
-            for block in range(self.word_blocks):
-                first = lax.div(k_start, jnp.int32(8)) + block * _BLOCK_WORDS
-                place = memory["values"].at[slot * self.word_blocks + block]
+            for index in range(self.word_blocks):
+                first = lax.div(k_start, jnp.int32(8)) + index * _BLOCK_WORDS
+                place = memory["values"].at[slot * self.word_blocks + index]
                 words = values.at[columns, pl.ds(first, _BLOCK_WORDS)]
                 plgpu.copy_gmem_to_smem(words, place, landed)
         else:
-            numbers = values.at[columns, pl.ds(k_start, self.step_k)]
-            plgpu.copy_gmem_to_smem(numbers, memory["values"].at[slot], landed)
+            _, for_copies = memory["values"]
+            for index in range(self.step_k // self.piece):
+                numbers = values.at[columns, pl.ds(k_start + index * self.piece, self.piece)]
+                plgpu.copy_gmem_to_smem(numbers, for_copies.at[slot, index], landed)
         names = [name for name in ("scale", "zero_point") if name in memory]
         for name, array in zip(names, of_groups, strict=True):
             first = lax.div(k_start, jnp.int32(self.format.group)) if self.format.group else 0
@@ -201,13 +208,16 @@ class QuantizedTile:
             return memory if width == self.span else memory.at[pl.ds(start, width)]
 
         if not self.format.in_words:
-            narrow = plgpu.load(rows(values.at[slot]), layout=self._load_layout)
-            wide = _to_floats(narrow, self.x_dtype)
-            for first in range(0, self.step_k, self.group):
-                yield wide if self.groups == 1 else wide[:, first : first + self.group]
+            for_registers, _ = values
+            for index in range(self.step_k // self.piece):
+                narrow = plgpu.load(rows(for_registers.at[slot, index]), layout=self._load_layout)
+                wide = _to_floats(narrow, self.x_dtype)
+                for first in range(0, self.piece, self.group):
+                    whole = self.group == self.piece
+                    yield wide if whole else wide[:, first : first + self.group]
             return
-        for block in range(self.word_blocks):
-            words = rows(values.at[slot * self.word_blocks + block])
+        for index in range(self.word_blocks):
+            words = rows(values.at[slot * self.word_blocks + index])
             words = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT)
             wide = from_words(words, self.x_dtype)
             for first in range(0, WORD_BLOCK, self.group):
@@ -251,8 +261,9 @@ def pack_words(values: jax.Array) -> jax.Array:
     Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8 and
     2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
     its high half, 8 added to each; and the four words of a thread for 128 numbers are neighbours, so that
-    it reads 16 bytes.
+    it reads 16 bytes. K is filled up with zeros to a multiple of 128.
     """
+    values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % WORD_BLOCK)))
     n, k = values.shape
     # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
     runs = (values.astype(jnp.int32) + 8).reshape(n, k // WORD_BLOCK, 4, 2, 2, 4, 2)
@@ -264,7 +275,7 @@ def pack_words(values: jax.Array) -> jax.Array:
 
 
 def unpack_words(words: jax.Array) -> jax.Array:
-    """The integers [N, K], as int8, that `pack_words` packed."""
+    """The integers [N, K], as int8, that `pack_words` packed, with those that fill up K."""
     n, count = words.shape
     shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
