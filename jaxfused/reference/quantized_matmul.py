@@ -58,11 +58,34 @@ def _frozen_product_fwd(dtype, x, w):
 
 
 def _frozen_product_bwd(dtype, w, dy):
-    dx = _wide_matmul(dy.astype(dtype), w.dequantize(dtype).T)
-    return dx.astype(dtype), None
+    return input_gradient(dtype, w, dy.astype(dtype)), None
 
 
 frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
+
+
+def input_gradient(dtype: Any, w: QuantizedArray, dy: jax.Array) -> jax.Array:
+    """The gradient dy @ w^T of x, in x's dtype, of dy in it."""
+    return _wide_matmul(dy, w.dequantize(dtype).T).astype(dtype)
+
+
+def layer(
+    x: jax.Array,
+    w: QuantizedArray,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, z) of float x: y as `matmul` returns it, and z = x @ w + bias in x's dtype if it is saved."""
+    z = frozen_product(x.dtype, x, w)
+    z = z if bias is None else z + along_last_axis(bias, z)
+    narrow = z.astype(x.dtype)
+    if activation is not None:
+        z = activate(activation, narrow.astype(accumulator_dtype(x.dtype)))
+    return add_residual(z, residual, out_dtype), narrow if save_preactivation else None
 
 
 def _wide_matmul(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -73,6 +73,10 @@ class Speeds:
     """For each chunk of rows that a CTA finishes."""
     few_rows_conversion: float = 1e-4
     """For each number of w that a CTA converts to the dtype of x."""
+    quantized_step: float = 0.35
+    """Of a step of a CTA with quantised weights, which is done before the next one begins."""
+    quantized_number: float = 2e-5
+    """Of a step, for each weight."""
     few_rows_wave: float = 1.3
     """For CTAs that wait until others have ended: their ring is empty again."""
     in_flight_bytes: float = 38e3
@@ -117,7 +121,7 @@ class Work:
     products: int = 1
     itemsize: int = 2
     """Bytes of a number in a, and in b unless that has its own."""
-    w_itemsize: int = 0
+    w_itemsize: float = 0
     """Bytes of a number in b where it is of another dtype, which is then converted; else 0, or a's."""
     read_bytes: int = 0
     """Of an element in each of the matrices that the epilogue reads."""
@@ -135,12 +139,12 @@ class Work:
         return math.ceil(self.k * self.itemsize / _STEP_BYTES)
 
     @property
-    def b_bytes(self) -> int:
+    def b_bytes(self) -> float:
         """Bytes of a number in b."""
         return self.w_itemsize or self.itemsize
 
     @property
-    def memory_bytes(self) -> int:
+    def memory_bytes(self) -> float:
         """What has to be read and written once."""
         operands = self.k * (self.itemsize * self.m + self.b_bytes * self.products * self.n)
         return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
@@ -250,6 +254,54 @@ def few_rows(
         traffic = max(traffic, of_cta * waves * speeds.few_rows_conversion)
     cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
     total = speeds.few_rows_launch + _at_once((traffic, cached), speeds)
+    total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
+    if config.parts > 1:
+        total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange
+    return total
+
+
+def quantized_few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> float:
+    """About what a CTA takes of shared memory where the weights are quantised."""
+    rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
+    chunks = math.ceil(rows / 8 / config.parts)
+    return (
+        config.stages * config.step_k * (work.b_bytes * width + work.itemsize * rows)
+        + config.stages * 2 * 1024 * work.products
+        + 4 * rows * width
+        + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
+        + 6 * 1024
+    )
+
+
+def quantized_few_rows(
+    work: Work, config: FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
+) -> float:
+    """Microseconds of the product in the kernel for few rows where the weights are quantised."""
+    rows = math.ceil(work.m / 8) * 8
+    width = work.products * config.tile_n
+    columns = math.ceil(work.n / config.tile_n)
+    chunks = math.ceil(rows / 8 / config.parts)
+    steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
+    shared = quantized_few_rows_shared_bytes(work, config)
+    registers = 64 + width * (2 * rows + config.step_k) // 128
+    of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
+    resident = max(1, of_multiprocessor) * multiprocessors
+    ctas = columns * config.parts
+    w_step = config.step_k * work.b_bytes * width
+    in_flight = min(ctas, resident) * min(config.stages, steps) * w_step
+    traffic = work.memory_bytes * speeds.few_rows_byte
+    traffic *= max(
+        1.0,
+        speeds.in_flight_bytes * multiprocessors / in_flight,
+        speeds.busy * multiprocessors / ctas,
+    )
+    waves = math.ceil(ctas / resident)
+    if waves > 1:
+        traffic *= waves * resident / ctas
+    # A CTA waits for its copies, converts, and waits for its instructions; others fill the gaps.
+    of_cta = steps * (speeds.quantized_step + config.step_k * width * speeds.quantized_number)
+    cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
+    total = speeds.few_rows_launch + _at_once((traffic, cached, waves * of_cta), speeds)
     total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
     if config.parts > 1:
         total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange

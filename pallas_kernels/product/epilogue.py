@@ -254,8 +254,12 @@ class _EpilogueOfTile:
             column = plgpu.load(smem.at[self.place.wg_idx], layout=plgpu.Layout.WGMMA.reduce(1))
             return lax.broadcast_in_dim(column.astype(jnp.float32), self._shape, (0,))
 
-        vectors = {name: over_tile(self.smem["vector_smem"][name]) for name in self.epilogue.vectors}
-        rows = {name: over_columns(self.smem["row_smem"][name]) for name in self.epilogue.row_vectors}
+        vectors = {
+            name: over_tile(self.smem["vector_smem"][name]) for name in self.epilogue.vectors
+        }
+        rows = {
+            name: over_columns(self.smem["row_smem"][name]) for name in self.epilogue.row_vectors
+        }
         return vectors | rows
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:

@@ -282,7 +282,6 @@ class FewRows:
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*xs, *ws, *others)
 
-
     def _of_weights(self, refs: Sequence[Any]) -> Sequence[Any]:
         """The arrays that hold weights; of quantised ones a tuple for each product."""
         if self.quantized is None:

@@ -53,8 +53,7 @@ class MatmulConfig:
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
     raw_stages: int = 2
-    """Steps of 128 numbers of quantised weights that are in flight or in use, before a warpgroup converts
-    them."""
+    """Steps of 128 numbers of quantised weights that are in flight, or being converted."""
     pads_columns: bool = False
     """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
     of a tile's columns and not one block of them. That pays where there are many rows."""
@@ -567,7 +566,7 @@ class _Consumer:
     def _accumulate_scaled(self, sequence_idx) -> jax.Array:
         """The sums of a tile, those of each step scaled.
 
-        While a warpgroup scales, the other one has the tensor cores: they share a tile and take no turns.
+        While a warpgroup scales, the other one has the tensor cores: they share a tile without turns.
         """
         product, ring, c = self.product, self.ring, self.product.config
         shape = (c.tile_m, c.tile_n)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import linear, quantized_weights
+from pallas_kernels.product import cost, linear, quantized_weights
+from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
 from pallas_kernels.product.mainloop import Block, MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, matmul
@@ -28,7 +29,7 @@ class Packed(NamedTuple):
     """Weights of one product: scale * (values - zero_point)."""
 
     values: jax.Array
-    """[N, K], of int8, int4 or float8; or int32 [N, K / 8], eight int4 each, of `pack_words`."""
+    """[N, K], of int8, int4 or float8; or int32 [N, K / 8] for int4 in words."""
     scale: jax.Array
     """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
     zero_point: jax.Array | None = None
@@ -238,26 +239,65 @@ def _run(
             name=name,
         )
     if config is None:
+        read_bytes = sum(matrix.dtype.itemsize for matrix in read.values())
+        written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
+        work = _work(x, ws[0], len(ws), read_bytes, written_bytes)
         config = next(
             config
-            for config in candidates(m, ws[0].n, k, layout, len(ws), multiprocessors)
+            for config in candidates(work, multiprocessors)
             if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
         )
     results = launch_of(config).launch([x], arrays, [*present.values(), *read.values()], name=name)
     return dict(zip(outputs, results, strict=True))
 
 
-def candidates(
-    m: int, n: int, k: int, layout: Format, products: int, multiprocessors: int
+def fitting(
+    x: jax.Array, w: Packed, *, read_bytes: int, written_bytes: int, multiprocessors: int
 ) -> list[FewRowsConfig]:
-    """Configs for a product, the one that is predicted fastest first; not all fit into memory."""
-    del layout, products
-    steps = -(-k // STEP)
-    configs = [
-        FewRowsConfig(tile_n, parts, stages, STEP)
-        for tile_n in ((128, 64) if m > 32 else (64, 128))
-        for parts in (4, 2, 8, 1)
-        for stages in (4, 6, 3, 2)
-        if parts <= min(steps, MAX_PARTS) and (parts - 1) * 2 * multiprocessors * tile_n <= parts * n * 8
+    """Configs for a product that fit into shared memory, predicted fastest first."""
+    work = _work(x, w, 1, read_bytes, written_bytes)
+    return [
+        config
+        for config in candidates(work, multiprocessors)
+        if cost.quantized_few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
     ]
-    return configs
+
+
+def predicted_time(x: jax.Array, w: Packed, *, products: int = 1, multiprocessors: int) -> float:
+    """Microseconds of the product with the config that it takes by default."""
+    work = _work(x, w, products, 0, x.dtype.itemsize)
+    config = candidates(work, multiprocessors)[0]
+    return cost.quantized_few_rows(work, config, multiprocessors)
+
+
+def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes: int) -> Work:
+    m, k = x.shape
+    layout = w.format(k)
+    of_group = 4 + int(layout.has_zero_point)
+    return Work(
+        m,
+        w.n,
+        k,
+        products,
+        w_itemsize=layout.bits / 8 + (of_group / layout.group if layout.group else 0),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        k_last=True,
+    )
+
+
+def candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
+    """Configs for a product of few rows, predicted fastest first; not all fit into shared memory."""
+    configs = [
+        FewRowsConfig(tile_n, parts, stages, step)
+        for step in (STEP, 2 * STEP)
+        for tile_n in (64, 128)
+        if tile_n == 64 or tile_n < 2 * work.n
+        for parts in (1, 2, 4, MAX_PARTS)
+        for stages in (3, 4, 6)
+        if (parts == 1 or parts * step <= work.k)
+        and (stages == 3 or stages * step < 2 * work.k // parts)
+    ]
+    return sorted(
+        configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
+    )

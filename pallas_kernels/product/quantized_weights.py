@@ -36,7 +36,7 @@ class Format:
     """Weights along the sums that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
     in_words: bool = False
-    """int4 lie as `pack_words` makes them, in the order in which threads take them."""
+    """int4 lie in words of 32 bits [N, K / 8], as threads take them: see `WORD_BLOCK`."""
 
     @property
     def bits(self) -> int:
@@ -251,37 +251,13 @@ class QuantizedTile:
 
 
 WORD_BLOCK = 128
-"""Numbers along the sums whose words are stored together."""
+"""Numbers along the sums whose words are stored together.
+
+Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8
+and 2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
+its high half, 8 added to each. The four words of a thread for 128 numbers are neighbours, 16 bytes.
+"""
 _BLOCK_WORDS = WORD_BLOCK // 8
-
-
-def pack_words(values: jax.Array) -> jax.Array:
-    """Integers -8 to 7 [N, K] in words of 32 bits [N, K / 8], as a thread needs them for instructions.
-
-    Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8 and
-    2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
-    its high half, 8 added to each; and the four words of a thread for 128 numbers are neighbours, so that
-    it reads 16 bytes. K is filled up with zeros to a multiple of 128.
-    """
-    values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % WORD_BLOCK)))
-    n, k = values.shape
-    # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
-    runs = (values.astype(jnp.int32) + 8).reshape(n, k // WORD_BLOCK, 4, 2, 2, 4, 2)
-    nibbles = runs.transpose(0, 1, 5, 2, 6, 3, 4).reshape(n, k // 8, 8).astype(jnp.uint32)
-    shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
-    return jax.lax.bitcast_convert_type(
-        jnp.sum(nibbles << shifts, axis=-1, dtype=jnp.uint32), jnp.int32
-    )
-
-
-def unpack_words(words: jax.Array) -> jax.Array:
-    """The integers [N, K], as int8, that `pack_words` packed, with those that fill up K."""
-    n, count = words.shape
-    shifts = 4 * jnp.arange(8, dtype=jnp.uint32)
-    unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    nibbles = ((unsigned[..., None] >> shifts) & 15).astype(jnp.int8) - 8
-    runs = nibbles.reshape(n, count // _BLOCK_WORDS, 4, 4, 2, 2, 2)
-    return runs.transpose(0, 1, 3, 5, 6, 2, 4).reshape(n, 8 * count)
 
 
 def _word_base(dtype: Any) -> float:
