@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
-from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig
+from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig, QuantizedConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
 _STEP_BYTES = 128
@@ -260,7 +260,7 @@ def few_rows(
     return total
 
 
-def quantized_few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> float:
+def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> float:
     """About what a CTA takes of shared memory where the weights are quantised."""
     rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
     chunks = math.ceil(rows / 8 / config.parts)
@@ -274,7 +274,7 @@ def quantized_few_rows_shared_bytes(work: Work, config: FewRowsConfig) -> float:
 
 
 def quantized_few_rows(
-    work: Work, config: FewRowsConfig, multiprocessors: int, speeds: Speeds = H200
+    work: Work, config: QuantizedConfig, multiprocessors: int, speeds: Speeds = H200
 ) -> float:
     """Microseconds of the product in the kernel for few rows where the weights are quantised."""
     rows = math.ceil(work.m / 8) * 8

@@ -46,15 +46,8 @@ class FewRowsConfig:
     """CTAs that share a block of columns: each takes a part of the sums."""
     stages: int = 4
     """Steps along the sums that are in flight or in use."""
-    step_k: int = 0
-    """Numbers along the sums in a step of quantised weights, 128 or 256; others are taken by 64."""
 
     def __post_init__(self) -> None:
-        if self.step_k not in (0, 128, 256):
-            raise ValueError(
-                f"FewRowsConfig: step_k must be 128 or 256, or 0 where weights are not quantised, got"
-                f" {self.step_k}; pass one of these"
-            )
         if self.tile_n not in (64, 128, 256):
             raise ValueError(
                 f"FewRowsConfig: tile_n must be 64, 128 or 256, got {self.tile_n}; pass one of these"
@@ -67,6 +60,21 @@ class FewRowsConfig:
         if self.stages < 2:
             raise ValueError(
                 f"FewRowsConfig: stages must be at least 2, got {self.stages}; pass more"
+            )
+
+
+@dataclass(frozen=True)
+class QuantizedConfig(FewRowsConfig):
+    """Likewise where the weights are quantised, of which a step may be longer."""
+
+    step_k: int = 128
+    """Numbers along the sums in a step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_k not in (128, 256):
+            raise ValueError(
+                f"QuantizedConfig: step_k must be 128 or 256, got {self.step_k}; pass one of these"
             )
 
 
@@ -137,7 +145,9 @@ class FewRows:
     @property
     def step_k(self) -> int:
         """Numbers along the sums in a step."""
-        return self.config.step_k if self.quantized else swizzled_columns(self.dtype)
+        if isinstance(self.config, QuantizedConfig):
+            return self.config.step_k
+        return swizzled_columns(self.dtype)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -168,7 +178,7 @@ class FewRows:
     @property
     def quantized_tile(self) -> QuantizedTile:
         assert self.quantized is not None
-        return QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.config.step_k)
+        return QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a CTA."""

@@ -28,6 +28,8 @@ ACCUMULATOR_ELEMENTS = 128 * 192
 
 RAW_STEP = 128
 """Numbers along the sums of quantised weights that are converted at a time."""
+RAW_STAGES = 2
+"""Such steps that are in flight, or being converted."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,6 @@ class MatmulConfig:
     """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
-    raw_stages: int = 2
-    """Steps of 128 numbers of quantised weights that are in flight, or being converted."""
     pads_columns: bool = False
     """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
     of a tile's columns and not one block of them. That pays where there are many rows."""
@@ -69,7 +69,7 @@ class MatmulConfig:
                 f"MatmulConfig: a tile may have {ACCUMULATOR_ELEMENTS} elements,"
                 f" got {self.tile_m} x {self.tile_n}"
             )
-        for name in ("stages", "cluster", "read_slots", "write_slots", "band", "raw_stages"):
+        for name in ("stages", "cluster", "read_slots", "write_slots", "band"):
             if getattr(self, name) < 1:
                 raise ValueError(f"MatmulConfig: {name} must be at least 1")
 
@@ -309,9 +309,9 @@ class Product:
             ring["a_scale"] = plgpu.SMEM((c.stages, c.cta_tile_m), jnp.float32)
             ring["b_scale"] = plgpu.SMEM((c.stages, c.tile_n), jnp.float32)
         if self.quantized is not None:
-            ring["raw"] = [self.raw_tile.memory(c.raw_stages) for _ in range(self.products)]
+            ring["raw"] = [self.raw_tile.memory(RAW_STAGES) for _ in range(self.products)]
             ring["raw_full"] = plgpu.Barrier(
-                num_arrivals=self.products * self.raw_tile.copies, num_barriers=c.raw_stages
+                num_arrivals=self.products * self.raw_tile.copies, num_barriers=RAW_STAGES
             )
         if c.ping_pong:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
@@ -441,7 +441,7 @@ class _Converter(_Producer):
         plgpu.set_max_registers(56, action="decrease")
         product = self.product
         total = product.tiles_of_cluster() * product.raw_steps
-        for step in range(product.config.raw_stages):
+        for step in range(RAW_STAGES):
             pl.when(step < total)(functools.partial(self._copy_raw, jnp.int32(step)))
         nothing = (jnp.int32(0), jnp.int32(0))
         step = functools.partial(self._convert_step, total)
@@ -450,10 +450,10 @@ class _Converter(_Producer):
 
     def _copy_raw(self, step) -> None:
         """Starts the copies of a step of quantised weights, counted over all tiles."""
-        product, c = self.product, self.product.config
+        product = self.product
         _, n_idx = product.position(lax.div(step, jnp.int32(product.raw_steps)))
         k_start = lax.rem(step, jnp.int32(product.raw_steps)) * RAW_STEP
-        raw_slot = lax.rem(step, jnp.int32(c.raw_stages))
+        raw_slot = lax.rem(step, jnp.int32(RAW_STAGES))
         count = len(self.b_gmem) // product.products
         for index, memory in enumerate(self.ring.raw):
             arrays = self.b_gmem[index * count : (index + 1) * count]
@@ -467,7 +467,7 @@ class _Converter(_Producer):
         sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
         m_start, _ = product.position(sequence_idx)
         k_start = lax.rem(step, jnp.int32(product.raw_steps)) * RAW_STEP
-        raw_slot = lax.rem(step, jnp.int32(c.raw_stages))
+        raw_slot = lax.rem(step, jnp.int32(RAW_STAGES))
         slots = []
         for half in range(RAW_STEP // product.tile_k):
 
@@ -493,7 +493,7 @@ class _Converter(_Producer):
         plgpu.commit_smem()
         for _, full in slots:
             plgpu.barrier_arrive(full)
-        pl.when(step + c.raw_stages < total)(lambda: self._copy_raw(step + c.raw_stages))
+        pl.when(step + RAW_STAGES < total)(lambda: self._copy_raw(step + RAW_STAGES))
         return slot, filled
 
     def _convert(self, index: int, raw: Any, raw_slot: Any, start: int, slots: Any) -> None:

@@ -15,7 +15,7 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import cost, linear, quantized_weights
 from pallas_kernels.product.cost import Work
-from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
+from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, QuantizedConfig
 from pallas_kernels.product.mainloop import Block, MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, matmul
 from pallas_kernels.product.quantized_weights import Format
@@ -110,7 +110,7 @@ def forward(
     save_preactivation: bool,
     out_dtype: Any,
     multiprocessors: int,
-    config: MatmulConfig | FewRowsConfig | None = None,
+    config: MatmulConfig | QuantizedConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
 
@@ -146,7 +146,7 @@ def gated_forward(
     *,
     activation: str | None,
     multiprocessors: int,
-    config: MatmulConfig | FewRowsConfig | None = None,
+    config: MatmulConfig | QuantizedConfig | None = None,
 ) -> jax.Array:
     """activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; both weights of one format."""
 
@@ -184,7 +184,7 @@ def _run(
     scales: Sequence[str],
     matrices: dict[str, jax.Array | None],
     outputs: dict[str, Any],
-    config: MatmulConfig | FewRowsConfig | None,
+    config: MatmulConfig | QuantizedConfig | None,
     multiprocessors: int,
     name: str,
 ) -> dict[str, jax.Array]:
@@ -197,7 +197,7 @@ def _run(
         present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
     read = {n: matrix for n, matrix in matrices.items() if matrix is not None}
 
-    def launch_of(config: FewRowsConfig) -> FewRows:
+    def launch_of(config: QuantizedConfig) -> FewRows:
         return FewRows(
             m=m,
             n=ws[0].n,
@@ -253,7 +253,7 @@ def _run(
 
 def fitting(
     x: jax.Array, w: Packed, *, read_bytes: int, written_bytes: int, multiprocessors: int
-) -> list[FewRowsConfig]:
+) -> list[QuantizedConfig]:
     """Configs for a product that fit into shared memory, predicted fastest first."""
     work = _work(x, w, 1, read_bytes, written_bytes)
     return [
@@ -286,10 +286,10 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
     )
 
 
-def candidates(work: Work, multiprocessors: int) -> list[FewRowsConfig]:
+def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
     """Configs for a product of few rows, predicted fastest first; not all fit into shared memory."""
     configs = [
-        FewRowsConfig(tile_n, parts, stages, step)
+        QuantizedConfig(tile_n, parts, stages, step)
         for step in (STEP, 2 * STEP)
         for tile_n in (64, 128)
         if tile_n == 64 or tile_n < 2 * work.n
