@@ -15,7 +15,6 @@ from jaxfused.ops.kernel_call import (
     Results,
     Runner,
     batched_rows,
-    reference_only,
     takes_reference,
 )
 from jaxfused.ops.linear import (
@@ -98,26 +97,43 @@ def quantized_matmul(
     check_residual(op, residual, array, w.shape[1])
     _check_sums_fit(op, x, w)
     out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
-    if isinstance(x, QuantizedArray):
-        reference_only(op, implementation, values)
-    elif not _takes_reference(op, implementation, x, w):
-        residual_dtype = None if residual is None else residual.dtype
-        options = _Options(activation, out_dtype, w.layout, w.dtype, x.dtype, residual_dtype)
-        rows = sharding.leading_axes(x.ndim - 1)
-        arrays = sharding.align(
-            (x, w.values, *_of_columns(w), bias, residual),
-            operand_axes=(rows + "d", options.letters, "gf", "gf", "f", rows + "f"),
-            whole="dkg",
+    if _takes_reference(op, implementation, array, x, w):
+        return reference.quantized_matmul.matmul(
+            x, w, bias, residual, activation=activation, out_dtype=out_dtype
         )
-        device = dispatch.current_device(x)
-        return _quantized_matmul(Runner(implementation, device), options, *arrays)
-    return reference.quantized_matmul.matmul(
-        x, w, bias, residual, activation=activation, out_dtype=out_dtype
+    options = _Options(
+        activation,
+        out_dtype,
+        w.layout,
+        w.dtype,
+        x_dtype=None if isinstance(x, QuantizedArray) else x.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
     )
+    rows = sharding.leading_axes(values.ndim - 1)
+    arrays = sharding.align(
+        (
+            values,
+            x.scale if isinstance(x, QuantizedArray) else None,
+            w.values,
+            *_of_columns(w),
+            bias,
+            residual,
+        ),
+        operand_axes=(rows + "d", rows + "h", options.letters, "gf", "gf", "f", rows + "f"),
+        whole=_WHOLE,
+    )
+    device = dispatch.current_device(values)
+    return _quantized_matmul(Runner(implementation, device), options, *arrays)
 
 
-def _takes_reference(op: str, implementation: str | None, x: jax.Array, w: QuantizedArray) -> bool:
-    """Whether a product with float x is plain jax.numpy, whatever its shapes are."""
+def _takes_reference(
+    op: str,
+    implementation: str | None,
+    array: Any,
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+) -> bool:
+    """Whether a product is plain jax.numpy, whatever its shapes are; `array` is like x in floats."""
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     why_xla = None
     if w.layout != "columns":
@@ -125,9 +141,13 @@ def _takes_reference(op: str, implementation: str | None, x: jax.Array, w: Quant
             "its kernels read weights whose columns are contiguous: pass"
             " jaxfused.quantize(w, layout='columns')"
         )
+    elif isinstance(x, QuantizedArray) and (x.dtype == "int4" or x.zero_point is not None):
+        why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
+    if why_xla is not None:
         missing["pallas"] = why_xla
-    device = dispatch.current_device(x)
-    return takes_reference(op, implementation, device, x, why_xla=why_xla, missing=missing)
+    values = x.values if isinstance(x, QuantizedArray) else x
+    device = dispatch.current_device(values)
+    return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
 
 
 def _of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
@@ -180,6 +200,7 @@ class _Options:
     layout: Layout
     w_dtype: str
     x_dtype: Any
+    """None where x is quantised."""
     residual_dtype: Any
 
     @property
@@ -189,7 +210,7 @@ class _Options:
 
     def forward(self, *, save_preactivation: bool) -> "_Layer":
         """The kernel of the forward."""
-        return _Layer(self, save_preactivation)
+        return (_Layer if self.x_dtype else _LayerOfBoth)(self, save_preactivation)
 
     def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
         """The weights of which these are the arrays."""
@@ -200,35 +221,35 @@ class _Residuals(NamedTuple):
     w: QuantizedArray
     bias: jax.Array | None
     preactivation: jax.Array | None
-    """x @ w + bias in x's dtype, where there is an activation."""
+    """x @ w + bias in x's dtype, or float32 if x is quantised; where there is an activation."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _quantized_matmul(run: Runner, options: _Options, x, values, scale, zero_point, bias, residual):
+def _quantized_matmul(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
     layer = options.forward(save_preactivation=False)
-    y, _ = run(layer, x, values, scale, zero_point, bias, residual)
+    y, _ = run(layer, x, x_scale, *weights_bias_residual)
     return y
 
 
-def _quantized_matmul_fwd(
-    run: Runner, options: _Options, x, values, scale, zero_point, bias, residual
-):
+def _quantized_matmul_fwd(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
     layer = options.forward(save_preactivation=options.activation is not None)
-    y, preactivation = run(layer, x, values, scale, zero_point, bias, residual)
-    w = options.weights(values, scale, zero_point)
-    return y, _Residuals(w, bias, preactivation)
+    y, preactivation = run(layer, x, x_scale, *weights_bias_residual)
+    *weights, bias, _ = weights_bias_residual
+    return y, _Residuals(options.weights(*weights), bias, preactivation)
 
 
 def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
-    dtype, bias = options.x_dtype, saved.bias
+    dtype, bias = options.x_dtype or jnp.float32, saved.bias
     if saved.preactivation is None:
         dz, dbias = dy.astype(dtype), None if bias is None else sum_rows(dy, bias.dtype)
     else:
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, saved.preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
+    frozen = options.x_dtype is None
     return (
-        reference.quantized_matmul.input_gradient(dtype, saved.w, dz),
+        None if frozen else reference.quantized_matmul.input_gradient(dtype, saved.w, dz),
+        None,
         None,
         None,
         None,
@@ -241,6 +262,10 @@ _quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
 
 
 # --- kernels --------------------------------------------------------------------------------------
+
+
+_WHOLE = "dkgh"
+"""Axes of sums and of their scales, which devices may not split."""
 
 
 @dataclass(frozen=True)
@@ -257,15 +282,15 @@ class _Layer:
     def axes(self, *operands) -> Axes:
         del operands
         return Axes(
-            (ROWS + "d", self.options.letters, "gf", "gf", "f", ROWS + "f"),
+            (ROWS + "d", ROWS + "h", self.options.letters, "gf", "gf", "f", ROWS + "f"),
             (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
-            whole="dkg",
+            whole=_WHOLE,
         )
 
     def reasons(
-        self, device, x, values, scale, zero_point, bias, residual
+        self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
-        del bias
+        del x_scale, bias
         reason = pallas_quantized.why_unsupported(
             compute_capability=device.compute_capability,
             x_dtype=x.dtype,
@@ -277,12 +302,12 @@ class _Layer:
         return {"pallas": reason, "xla": None}
 
     def configs(
-        self, implementation, device, x, values, scale, zero_point, bias, residual
+        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Sequence[Hashable]:
-        del bias
+        del x_scale, bias
         if implementation != "pallas":
             return ()
-        return pallas_quantized.fitting(
+        return pallas_quantized.few_rows_fitting(
             x,
             Packed(values, scale, zero_point),
             read_bytes=0 if residual is None else residual.dtype.itemsize,
@@ -292,29 +317,106 @@ class _Layer:
         )
 
     def run(
-        self, implementation, device, x, values, scale, zero_point, bias, residual, config=None
+        self,
+        implementation,
+        device,
+        x,
+        x_scale,
+        values,
+        scale,
+        zero_point,
+        bias,
+        residual,
+        config=None,
     ) -> Results:
-        options = self.options
+        del x_scale
+        keywords = self._keywords
         if implementation == "pallas":
             return pallas_quantized.forward(
                 x,
                 Packed(values, scale, zero_point),
                 bias,
                 residual,
-                activation=options.activation,
-                save_preactivation=self.save_preactivation,
-                out_dtype=options.out_dtype,
+                **keywords,
                 multiprocessors=device.multiprocessors,
                 config=config,
             )
-        return reference.quantized_matmul.layer(
-            x,
-            options.weights(values, scale, zero_point),
-            bias,
-            residual,
-            activation=options.activation,
+        w = self.options.weights(values, scale, zero_point)
+        return reference.quantized_matmul.layer(x, w, bias, residual, **keywords)
+
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        return dict(
+            activation=self.options.activation,
             save_preactivation=self.save_preactivation,
-            out_dtype=options.out_dtype,
+            out_dtype=self.options.out_dtype,
         )
 
     batched = batched_rows
+
+
+@dataclass(frozen=True)
+class _LayerOfBoth(_Layer):
+    """The same of quantised x, whose preactivation is float32."""
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul forward of both"
+
+    def reasons(
+        self, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Mapping[str, str | None]:
+        del bias
+        reason = pallas_quantized.why_both_unsupported(
+            compute_capability=device.compute_capability,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x=x,
+            x_scale=x_scale,
+            w=Packed(values, scale, zero_point),
+        )
+        return {"pallas": reason, "xla": None}
+
+    def configs(
+        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Sequence[Hashable]:
+        del x_scale, bias
+        if implementation != "pallas":
+            return ()
+        return pallas_quantized.both_candidates(
+            x,
+            Packed(values, scale, zero_point),
+            0 if residual is None else residual.dtype.itemsize,
+            self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0),
+            int(self.options.activation is not None),
+            device.multiprocessors,
+        )
+
+    def run(
+        self,
+        implementation,
+        device,
+        x,
+        x_scale,
+        values,
+        scale,
+        zero_point,
+        bias,
+        residual,
+        config=None,
+    ) -> Results:
+        keywords = self._keywords
+        if implementation == "pallas":
+            return pallas_quantized.both_forward(
+                x,
+                x_scale,
+                Packed(values, scale, zero_point),
+                bias,
+                residual,
+                **keywords,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        w = self.options.weights(values, scale, zero_point)
+        q = QuantizedArray(x, x_scale, None, -1)
+        return reference.quantized_matmul.layer(q, w, bias, residual, **keywords)

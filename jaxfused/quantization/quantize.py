@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.kernel_call import reference_only
+from jaxfused.ops import quantize_rows as rows_operator
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.quantization import rounding
 from jaxfused.quantization.quantized_array import (
@@ -131,9 +131,7 @@ def quantize_rows(
             f"{op}: dtype is 'int4', but activations are quantised to a byte;"
             " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
         )
-    reference_only(op, implementation, x)
-    scale, _ = rounding.scales(x, name, axis=-1, groups=1, per_tensor=False, symmetric=True)
-    return rounding.encode(x, name, scale, None, -1)
+    return rows_operator.quantize_rows(x, name, implementation)
 
 
 def fake_quantize(

@@ -29,7 +29,9 @@ def scales(
 
     def extreme(reduction, values):
         result = reduction(values, axis=over, keepdims=per_tensor, initial=0.0)
-        return result.astype(jnp.float32)
+        # On a CPU XLA's largest number of an array may leave out NaN (jax 0.11.2).
+        has_nan = jnp.any(jnp.isnan(values), axis=over, keepdims=per_tensor)
+        return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
 
     def divisible(scale):
         # Zeros (and what is next to them) get the smallest scale that can be divided by. An infinite

@@ -17,12 +17,13 @@ from pallas_kernels.product import cost, linear, quantized_weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, QuantizedConfig
 from pallas_kernels.product.mainloop import Block, MatmulConfig
-from pallas_kernels.product.matmul import GRAIN, matmul
+from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 from pallas_kernels.product.quantized_weights import Format
 
 STEP = 128
 """Numbers along the sums in the shortest step."""
 _X_DTYPES = (jnp.bfloat16, jnp.float16)
+_BOTH_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 class Packed(NamedTuple):
@@ -135,6 +136,119 @@ def forward(
         name="quantized_linear",
     )
     return results["y"], results.get("preactivation")
+
+
+def why_both_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Packed,
+) -> str | None:
+    """None where x [M, K], quantised too, can be multiplied with the weights as they are, else why not.
+
+    Args:
+      x_scale: [M, 1], or [M, G] for G groups along K.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x.dtype != w.values.dtype or x.dtype not in _BOTH_DTYPES:
+        names = f"{x.dtype} and {w.dtype}"
+        return (
+            f"it multiplies int8 with int8 and float8 with the same float8, and these are {names}"
+        )
+    if w.zero_point is not None:
+        return "it takes symmetric weights, and they have zero points"
+    k = x.shape[1]
+    groups = {x_scale.shape[1], w.scale.shape[0]}
+    if groups != {1} and not (groups == {k // STEP} and k % STEP == 0):
+        return (
+            f"it takes one scale a row and a column, or one for each {STEP} numbers of both, and these"
+            f" have {x_scale.shape[1]} and {w.scale.shape[0]} along {k}"
+        )
+    if k % 16:
+        return f"it copies rows of whole multiples of 16 bytes, and they have {k}"
+    if w.n % GRAIN:
+        return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    return None
+
+
+def both_forward(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Packed,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32."""
+    w = w.spread()
+    in_groups = w.scale.shape[0] > 1
+
+    def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
+        z = z if x_scale is None else z * x_scale * w_scale
+        z = z if bias is None else z + bias
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    if config is None:
+        read_bytes = 0 if residual is None else residual.dtype.itemsize
+        written_bytes = jnp.dtype(out_dtype).itemsize + (4 if save_preactivation else 0)
+        config = both_candidates(
+            x, w, read_bytes, written_bytes, int(activation is not None), multiprocessors
+        )[0]
+    results = matmul(
+        x,
+        [w.values],
+        epilogue=epilogue,
+        vectors={"w_scale": None if in_groups else w.scale[0], "bias": bias},
+        row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
+        step_scales=(x_scale.T, w.scale) if in_groups else (),
+        matrices={"residual": residual},
+        outputs={"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {}),
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_product",
+    )
+    return results["y"], results.get("preactivation")
+
+
+def both_candidates(
+    x: jax.Array,
+    w: Packed,
+    read_bytes: int,
+    written_bytes: int,
+    activations: int,
+    multiprocessors: int,
+) -> list[MatmulConfig]:
+    """Configs for a product with quantised x, predicted fastest first."""
+    m, k = x.shape
+    work = Work(
+        m,
+        w.n,
+        k,
+        itemsize=1,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        activations=activations,
+        k_last=True,
+    )
+    if w.scale.shape[0] > 1:
+        # Two accumulators have to fit into the registers.
+        return [MatmulConfig(64, 128, stages, False, epilogue_columns=32) for stages in (6, 4, 3)]
+    return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
 
 
 def gated_forward(
@@ -251,7 +365,7 @@ def _run(
     return dict(zip(outputs, results, strict=True))
 
 
-def fitting(
+def few_rows_fitting(
     x: jax.Array, w: Packed, *, read_bytes: int, written_bytes: int, multiprocessors: int
 ) -> list[QuantizedConfig]:
     """Configs for a product that fit into shared memory, predicted fastest first."""
