@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.product.operands import SWIZZLE_BYTES, bits_of, block
 
-DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
+DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 _X_COLUMNS = 64
 """Numbers of x in 128 bytes, which are swizzled as one."""
 
@@ -36,7 +36,7 @@ class Format:
     """Weights along the sums that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
     in_words: bool = False
-    """int4 lie in words of 32 bits [N, K / 8], as threads take them: see `WORD_BLOCK`."""
+    """int4 lie in words of 32 bits [N, K / 8], as threads take them: see `BLOCK`."""
 
     @property
     def bits(self) -> int:
@@ -93,18 +93,18 @@ class QuantizedTile:
 
     @property
     def piece(self) -> int:
-        """Numbers of a row that are swizzled as one, where they are not in words."""
-        return min(self.step_k, SWIZZLE_BYTES * 8 // self.format.bits)
+        """Numbers of a row that are stored as one: a block of words, or what is swizzled together."""
+        return min(self.step_k, BLOCK if self.format.in_words else SWIZZLE_BYTES)
 
     @property
     def word_blocks(self) -> int:
         """Blocks of words in a step."""
-        return self.step_k // WORD_BLOCK
+        return self.step_k // BLOCK
 
     @property
     def group(self) -> int:
         """Numbers along the sums that are multiplied one after another by instructions."""
-        longest = WORD_BLOCK if self.format.in_words else self.piece
+        longest = BLOCK if self.format.in_words else self.piece
         return min(self.format.group or longest, longest)
 
     @property
@@ -139,7 +139,9 @@ class QuantizedTile:
         if f.group:
             memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
-            memory["zero_point"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.int8)
+            # A copy begins at a multiple of 128 bytes.
+            rows = max(self.scale_rows, 128 // self.span)
+            memory["zero_point"] = plgpu.SMEM((stages, rows, self.span), jnp.int8)
         return memory
 
     def copy(
@@ -154,23 +156,34 @@ class QuantizedTile:
         """Starts the copies of the columns from `start` on, of a step, with their scales."""
         values, *of_groups = arrays
         columns = pl.ds(start, self.span)
-        if self.format.in_words:
-            for index in range(self.word_blocks):
-                first = lax.div(k_start, jnp.int32(8)) + index * _BLOCK_WORDS
-                place = memory["values"].at[slot * self.word_blocks + index]
-                words = values.at[columns, pl.ds(first, _BLOCK_WORDS)]
-                plgpu.copy_gmem_to_smem(words, place, landed)
-        else:
-            _, for_copies = memory["values"]
-            for index in range(self.step_k // self.piece):
-                numbers = values.at[columns, pl.ds(k_start + index * self.piece, self.piece)]
-                plgpu.copy_gmem_to_smem(numbers, for_copies.at[slot, index], landed)
+        for index, place in enumerate(self._pieces_for_copies(memory["values"], slot)):
+            if values.ndim == 3:
+                # A block of the sums has all columns one after another.
+                block = lax.div(k_start, jnp.int32(BLOCK)) + index
+                whole = self.format.in_words and values.shape[1] % self.span == 0
+                mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if whole else None
+                plgpu.copy_gmem_to_smem(values.at[block, columns], place, landed, oob_mode=mode)
+                continue
+            width = place.shape[1]
+            scale = 8 if self.format.in_words else 1
+            first = lax.div(k_start, jnp.int32(scale)) + index * width
+            plgpu.copy_gmem_to_smem(values.at[columns, pl.ds(first, width)], place, landed)
         names = [name for name in ("scale", "zero_point") if name in memory]
         for name, array in zip(names, of_groups, strict=True):
             first = lax.div(k_start, jnp.int32(self.format.group)) if self.format.group else 0
-            plgpu.copy_gmem_to_smem(
-                array.at[pl.ds(first, self.scale_rows), columns], memory[name].at[slot], landed
-            )
+            place = memory[name].at[slot]
+            if place.shape[0] > self.scale_rows:
+                place = place.at[: self.scale_rows]
+            rows = pl.ds(first, self.scale_rows)
+            plgpu.copy_gmem_to_smem(array.at[rows, columns], place, landed)
+
+    def _pieces_for_copies(self, memory: Any, slot: Any) -> Iterator[Any]:
+        """Yields the memory of a step as copies see it, block by block."""
+        for index in range(self.step_k // self.piece):
+            if self.format.in_words:
+                yield memory.at[slot * self.word_blocks + index]
+            else:
+                yield memory[1].at[slot, index]
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
         """Yields the weights [span, group] of each group in registers, as instructions take them."""
@@ -220,8 +233,8 @@ class QuantizedTile:
             words = rows(values.at[slot * self.word_blocks + index])
             words = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT)
             wide = from_words(words, self.x_dtype)
-            for first in range(0, WORD_BLOCK, self.group):
-                yield wide if self.group == WORD_BLOCK else wide[:, first : first + self.group]
+            for first in range(0, BLOCK, self.group):
+                yield wide if self.group == BLOCK else wide[:, first : first + self.group]
 
     def _offset(
         self, memory: Mapping[str, Any], slot: Any, group: int, start: int, width: int
@@ -250,14 +263,14 @@ class QuantizedTile:
         return layouts.WGMMA_UPCAST_4X if self.format.bits == 4 else layouts.WGMMA_UPCAST_2X
 
 
-WORD_BLOCK = 128
+BLOCK = 128
 """Numbers along the sums whose words are stored together.
 
 Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8
 and 2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
 its high half, 8 added to each. The four words of a thread for 128 numbers are neighbours, 16 bytes.
 """
-_BLOCK_WORDS = WORD_BLOCK // 8
+_BLOCK_WORDS = BLOCK // 8
 
 
 def _word_base(dtype: Any) -> float:
@@ -285,11 +298,11 @@ def pairs_as_operand(*pairs: jax.Array, dtype: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * 4,
-        return_type=plgpu.ShapeDtypeStruct((n, WORD_BLOCK), dtype, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((n, BLOCK), dtype, layout=plgpu.Layout.WGMMA),
     )
     def relabel(ctx, *arrays):
         del ctx
-        return _registers_as_operand(arrays, (n, WORD_BLOCK), dtype)
+        return _registers_as_operand(arrays, (n, BLOCK), dtype)
 
     return relabel(*pairs)
 
