@@ -83,6 +83,9 @@ class QuantizedTile:
     x_dtype: Any
     step_k: int
     """Numbers along the sums in a step."""
+    copied: int = 0
+    """Columns that are copied at once all over the grid; the array has a multiple of that, or copies are
+    clipped."""
 
     in_registers = True
 
@@ -160,7 +163,7 @@ class QuantizedTile:
             if values.ndim == 3:
                 # A block of the sums has all columns one after another.
                 block = lax.div(k_start, jnp.int32(BLOCK)) + index
-                whole = self.format.in_words and values.shape[1] % self.span == 0
+                whole = self.format.in_words and values.shape[1] % (self.copied or self.span) == 0
                 mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if whole else None
                 plgpu.copy_gmem_to_smem(values.at[block, columns], place, landed, oob_mode=mode)
                 continue
