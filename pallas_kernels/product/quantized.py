@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 
     @property
     def n(self) -> int:
-        return self.values.shape[0]
+        return self.values.shape[-2]
 
     @property
     def in_words(self) -> bool:
