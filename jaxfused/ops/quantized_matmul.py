@@ -246,9 +246,8 @@ def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy)
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, saved.preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
-    frozen = options.x_dtype is None
     return (
-        None if frozen else reference.quantized_matmul.input_gradient(dtype, saved.w, dz),
+        None if options.x_dtype is None else _input_gradient(run, options, saved.w, dz),
         None,
         None,
         None,
@@ -259,6 +258,15 @@ def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy)
 
 
 _quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
+
+
+def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
+    """The gradient of x, from dz in x's dtype."""
+    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    if sharding.is_in_one_piece(dz, w.values) and run.implementation in (None, "pallas"):
+        (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
+        return dx
+    return reference.quantized_matmul.input_gradient(dz.dtype, w, dz)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -420,3 +428,52 @@ class _LayerOfBoth(_Layer):
         w = self.options.weights(values, scale, zero_point)
         q = QuantizedArray(x, x_scale, None, -1)
         return reference.quantized_matmul.layer(q, w, bias, residual, **keywords)
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dz @ w^T,) of dz [M, F] and w [D, F]."""
+
+    options: _Options
+    features: int
+    """D."""
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul input gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        whole = "f" + _WHOLE
+        return Axes((ROWS + "f", self.options.letters, "gf", "gf"), (ROWS + "d",), whole=whole)
+
+    def reasons(self, device, dz, values, scale, zero_point) -> Mapping[str, str | None]:
+        reason = pallas_quantized.why_gradient_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=dz.dtype,
+            k=self.features,
+            w=Packed(values, scale, zero_point),
+        )
+        return {"pallas": reason, "xla": None}
+
+    def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
+        del values, scale, zero_point
+        if implementation != "pallas":
+            return ()
+        return pallas_quantized.gradient_candidates(dz, self.features, device.multiprocessors)
+
+    def run(self, implementation, device, dz, values, scale, zero_point, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_quantized.input_gradient(
+                dz,
+                Packed(values, scale, zero_point),
+                self.features,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        else:
+            w = self.options.weights(values, scale, zero_point)
+            dx = reference.quantized_matmul.input_gradient(dz.dtype, w, dz)
+        return (dx,)
+
+    batched = batched_rows

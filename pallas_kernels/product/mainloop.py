@@ -175,7 +175,8 @@ class Product:
         return OperandTile(
             span=self.part_n,
             k_last=self.b_transposed,
-            whole_blocks=self.b_columns % swizzled_columns(self.dtype) == 0,
+            whole_blocks=self.quantized is not None
+            or self.b_columns % swizzled_columns(self.dtype) == 0,
             dtype=self.dtype,
         )
 
@@ -202,18 +203,26 @@ class Product:
     @property
     def k_steps(self) -> int:
         if self.quantized is not None:
-            return self.raw_steps * (RAW_STEP // self.tile_k)
+            return self.raw_steps * (self.raw_step // self.tile_k)
         return sum(pl.cdiv(k, self.tile_k) for k in self.ks)
+
+    @property
+    def raw_step(self) -> int:
+        """Numbers along the sums of quantised weights that are converted at a time."""
+        return RAW_STEP if self.b_transposed else self.tile_k
 
     @property
     def raw_steps(self) -> int:
         """Steps of quantised weights."""
-        return pl.cdiv(self.ks[0], RAW_STEP)
+        return pl.cdiv(self.ks[0], self.raw_step)
 
     @property
     def raw_tile(self) -> QuantizedTile:
+        """Of a step of quantised weights, whose groups run along the sums or along the columns."""
         assert self.quantized is not None
-        return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
+        if self.b_transposed:
+            return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
+        return QuantizedTile(self.quantized, self.raw_step, self.dtype, self.part_n)
 
     def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
         """Shared memory that a CTA takes for the operands and for the `scratch` of the epilogue.
@@ -452,13 +461,15 @@ class _Converter(_Producer):
         """Starts the copies of a step of quantised weights, counted over all tiles."""
         product = self.product
         _, n_idx = product.position(lax.div(step, jnp.int32(product.raw_steps)))
-        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * RAW_STEP
+        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * product.raw_step
+        n_start = n_idx * product.part_n
+        starts = (n_start, k_start) if product.b_transposed else (k_start, n_start)
         raw_slot = lax.rem(step, jnp.int32(RAW_STAGES))
         count = len(self.b_gmem) // product.products
         for index, memory in enumerate(self.ring.raw):
             arrays = self.b_gmem[index * count : (index + 1) * count]
-            n_start, full = n_idx * product.part_n, self.ring.raw_full.at[raw_slot]
-            product.raw_tile.copy(arrays, memory, raw_slot, n_start, k_start, full)
+            full = self.ring.raw_full.at[raw_slot]
+            product.raw_tile.copy(arrays, memory, raw_slot, *starts, full)
 
     def _convert_step(self, total, step, carry):
         """Fills the slots of a step of quantised weights, and has the next but some copied."""
@@ -466,10 +477,10 @@ class _Converter(_Producer):
         slot, filled = carry
         sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
         m_start, _ = product.position(sequence_idx)
-        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * RAW_STEP
+        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * product.raw_step
         raw_slot = lax.rem(step, jnp.int32(RAW_STAGES))
         slots = []
-        for half in range(RAW_STEP // product.tile_k):
+        for half in range(product.raw_step // product.tile_k):
 
             @pl.when(filled >= c.stages)
             def _(slot=slot):
@@ -488,8 +499,11 @@ class _Converter(_Producer):
             slot, filled = product.next_slot(slot), filled + 1
         plgpu.barrier_wait(ring.raw_full.at[raw_slot])
         for index, raw in enumerate(ring.raw):
-            for start in range(0, product.part_n, _CONVERTED_COLUMNS):
-                self._convert(index, raw, raw_slot, start, [slot for slot, _ in slots])
+            if product.b_transposed:
+                for start in range(0, product.part_n, _CONVERTED_COLUMNS):
+                    self._convert(index, raw, raw_slot, start, [slot for slot, _ in slots])
+            else:
+                self._convert_rows(index, raw, raw_slot, slots[0][0])
         plgpu.commit_smem()
         for _, full in slots:
             plgpu.barrier_arrive(full)
@@ -511,6 +525,13 @@ class _Converter(_Producer):
                 ]
                 place[...] = w if width == w.shape[1] else w[:, part : part + width]
                 first += width
+
+    def _convert_rows(self, index: int, raw: Any, raw_slot: Any, slot: Any) -> None:
+        """Writes all columns of b for a slot, where the weights' groups run along the columns."""
+        tile, memory, first = self.product.raw_tile, self.ring.b_smem[index], 0
+        for w in tile.dequantized(raw, raw_slot, 0, tile.span):
+            memory.at[slot, :, pl.ds(first, w.shape[1])][...] = w
+            first += w.shape[1]
 
 
 _CONVERTED_COLUMNS = 64

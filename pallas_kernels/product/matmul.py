@@ -165,6 +165,7 @@ def matmul(
     a_transposed: bool = False,
     b_transposed: bool = False,
     b_format: Format | None = None,
+    b_columns: int | None = None,
     config: MatmulConfig | FewRowsConfig | None = None,
     multiprocessors: int,
     name: str = "matmul",
@@ -193,8 +194,9 @@ def matmul(
       activations: how many activations and derivatives of one the epilogue evaluates for an element,
         for the choice of a config.
       b_format: how b is quantised, if it is: b are then the arrays of each product, in the order of
-        `QuantizedTile.copy`, of [N, K]. Scales of whole columns are left to the epilogue. With a config
-        of tiles.
+        `QuantizedTile.copy`. With `b_transposed` they are of [N, K], and scales of whole columns are
+        left to the epilogue; else of [K, N], where N is `b_columns`, with scales of groups along N.
+        With a config of tiles.
       name: of the kernel, in a profile.
 
     Returns:
@@ -206,6 +208,7 @@ def matmul(
         b_transposed = True
     ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
     bs, blocks, n = _blocks(b, ks, products, b_transposed)
+    n = b_columns or (bs[0].shape[-2] if b_format else n)
     call = _Call(
         terms=tuple(terms),
         bs=tuple(bs),

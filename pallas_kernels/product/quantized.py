@@ -5,6 +5,7 @@ for each column is one more vector of the epilogue.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +53,7 @@ class Packed(NamedTuple):
         """How they are stored, of sums of length k."""
         groups = self.scale.shape[0]
         group = k // groups if groups > 1 else 0
-        return Format(self.dtype, group, self.zero_point is not None, self.in_words)
+        return Format(self.dtype, group, self.zero_point is not None)
 
     def spread(self) -> "Packed":
         """The same with an entry of the scale and of the zero point for each column."""
@@ -92,7 +93,6 @@ def why_unsupported(
         return f"it takes sums of at least {STEP} numbers, and they have {k}"
     return quantized_weights.why_unsupported(
         dtype=w.dtype,
-        in_words=w.in_words,
         group=w.format(k).group,
         has_zero_point=w.zero_point is not None,
         k=k,
@@ -214,7 +214,7 @@ def both_forward(
         epilogue=epilogue,
         vectors={"w_scale": None if in_groups else w.scale[0], "bias": bias},
         row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
-        step_scales=(x_scale.T, w.scale) if in_groups else (),
+        step_scales=(_rows_of_16_bytes(x_scale.T), w.scale) if in_groups else (),
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {}),
         b_transposed=True,
@@ -223,6 +223,11 @@ def both_forward(
         name="quantized_product",
     )
     return results["y"], results.get("preactivation")
+
+
+def _rows_of_16_bytes(scale: jax.Array) -> jax.Array:
+    """Float32 [G, M] with a few more columns, where that makes rows that can be copied."""
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
 
 
 def both_candidates(
@@ -249,6 +254,67 @@ def both_candidates(
         # Two accumulators have to fit into the registers.
         return [MatmulConfig(64, 128, stages, False, epilogue_columns=32) for stages in (6, 4, 3)]
     return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
+
+
+def why_gradient_unsupported(
+    *, compute_capability: tuple[int, int] | None, dtype: Any, k: int, w: Packed
+) -> str | None:
+    """None where the gradient of x [M, k] can be taken from the quantised weights, else why not."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if dtype not in _X_DTYPES:
+        return f"it multiplies bfloat16 and float16, and the gradient is {jnp.dtype(dtype)}"
+    layout = w.format(k)
+    if layout.group and layout.group != 64 and layout.group % STEP:
+        return f"it takes groups of 64 and multiples of {STEP}, and they have {layout.group}"
+    if layout.has_zero_point and w.n % 16:
+        return f"it copies zero points of a multiple of 16 columns, and there are {w.n}"
+    if w.n % GRAIN or k % 16:
+        return f"it takes multiples of 16 x {GRAIN} weights, and there are {k} x {w.n}"
+    return None
+
+
+def input_gradient(
+    dz: jax.Array,
+    w: Packed,
+    k: int,
+    *,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """The gradient dz @ w^T [M, k] of x, from dz [M, N], without a copy of the weights in floats."""
+    w = w.spread()
+    layout = w.format(k)
+    if not layout.group:
+        # Here a column's scale is one of the sums: as if all of k were a group of it.
+        layout = replace(layout, group=-(-k // STEP) * STEP)
+    arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
+    config = config or gradient_candidates(dz, k, multiprocessors)[0]
+    return matmul(
+        dz,
+        arrays,
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dz.dtype},
+        b_format=layout,
+        b_columns=k,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_input_gradient",
+    )["dx"]
+
+
+def gradient_candidates(dz: jax.Array, k: int, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for the gradient of x [M, k], predicted fastest first."""
+    work = Work(*dz.shape[:1], k, dz.shape[1], k_last=True)
+    return sorted(
+        (
+            MatmulConfig(128, 128, 4, epilogue_columns=32),
+            MatmulConfig(64, 256, 3, epilogue_columns=32),
+            MatmulConfig(64, 128, 4, epilogue_columns=32),
+        ),
+        key=lambda config: cost.kernel(work, config, multiprocessors),
+    )
 
 
 def gated_forward(
@@ -361,7 +427,8 @@ def _run(
             for config in candidates(work, multiprocessors)
             if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
         )
-    results = launch_of(config).launch([x], arrays, [*present.values(), *read.values()], name=name)
+    others = [*present.values(), *read.values()]
+    results = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
     return dict(zip(outputs, results, strict=True))
 
 

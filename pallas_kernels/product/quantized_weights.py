@@ -20,9 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.product.operands import SWIZZLE_BYTES, bits_of, block
+from pallas_kernels.product.operands import bits_of, block
 
-DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""int4 only in words."""
 _X_COLUMNS = 64
 """Numbers of x in 128 bytes, which are swizzled as one."""
 
@@ -35,8 +36,11 @@ class Format:
     group: int = 0
     """Weights along the sums that share a scale; 0 where the epilogue scales whole columns."""
     has_zero_point: bool = False
-    in_words: bool = False
-    """int4 lie in words of 32 bits [N, K / 8], as threads take them: see `BLOCK`."""
+
+    @property
+    def in_words(self) -> bool:
+        """int4 lie in words of 32 bits [N, K / 8], as threads take them: see `BLOCK`."""
+        return self.dtype == jnp.int4
 
     @property
     def bits(self) -> int:
@@ -49,7 +53,7 @@ class Format:
 
 
 def why_unsupported(
-    *, dtype: Any, in_words: bool, group: int, has_zero_point: bool, k: int, n: int, step: int
+    *, dtype: Any, group: int, has_zero_point: bool, k: int, n: int, step: int
 ) -> str | None:
     """None where a product [M, k] @ [n, k]^T with such weights can run in steps of `step`, else why not.
 
@@ -58,12 +62,11 @@ def why_unsupported(
     """
     if dtype not in DTYPES:
         return f"it takes weights of int8, int4 and float8, and they are {jnp.dtype(dtype)}"
-    bits = Format(dtype).bits
     row_bytes = 16
-    if not in_words and k * bits % (8 * row_bytes):
+    if dtype != jnp.int4 and k % row_bytes:
         return (
             f"it copies rows of weights that are whole multiples of {row_bytes} bytes, and a row has"
-            f" {k} numbers of {bits} bits"
+            f" {k} numbers of a byte"
         )
     if group and group not in (32, 64) and group % step:
         return f"it takes groups of 32, 64 and multiples of {step}, and they have {group}"
@@ -91,24 +94,17 @@ class QuantizedTile:
 
     @property
     def copies(self) -> int:
-        of_values = self.word_blocks if self.format.in_words else self.step_k // self.piece
-        return of_values + self.format.arrays - 1
+        return self.blocks + self.format.arrays - 1
 
     @property
-    def piece(self) -> int:
-        """Numbers of a row that are stored as one: a block of words, or what is swizzled together."""
-        return min(self.step_k, BLOCK if self.format.in_words else SWIZZLE_BYTES)
-
-    @property
-    def word_blocks(self) -> int:
-        """Blocks of words in a step."""
+    def blocks(self) -> int:
+        """Of a step."""
         return self.step_k // BLOCK
 
     @property
     def group(self) -> int:
         """Numbers along the sums that are multiplied one after another by instructions."""
-        longest = BLOCK if self.format.in_words else self.piece
-        return min(self.format.group or longest, longest)
+        return min(self.format.group or BLOCK, BLOCK)
 
     @property
     def scale_rows(self) -> int:
@@ -134,11 +130,11 @@ class QuantizedTile:
         memory: dict[str, Any] = {}
         if f.in_words:
             # A row of a block is 64 bytes, so that threads find two rows in all banks unswizzled.
-            shape = (stages * self.word_blocks, self.span, _BLOCK_WORDS)
+            shape = (stages * self.blocks, self.span, _BLOCK_WORDS)
             memory["values"] = plgpu.SMEM(shape, jnp.int32)
         else:
-            leading = (stages, self.step_k // self.piece)
-            memory["values"] = block(leading, self.span, self.piece, f.dtype)
+            # Numbers of a byte, which are swizzled together.
+            memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
         if f.group:
             memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
@@ -162,10 +158,10 @@ class QuantizedTile:
         for index, place in enumerate(self._pieces_for_copies(memory["values"], slot)):
             if values.ndim == 3:
                 # A block of the sums has all columns one after another.
-                block = lax.div(k_start, jnp.int32(BLOCK)) + index
+                of_sums = lax.div(k_start, jnp.int32(BLOCK)) + index
                 whole = self.format.in_words and values.shape[1] % (self.copied or self.span) == 0
                 mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if whole else None
-                plgpu.copy_gmem_to_smem(values.at[block, columns], place, landed, oob_mode=mode)
+                plgpu.copy_gmem_to_smem(values.at[of_sums, columns], place, landed, oob_mode=mode)
                 continue
             width = place.shape[1]
             scale = 8 if self.format.in_words else 1
@@ -182,11 +178,9 @@ class QuantizedTile:
 
     def _pieces_for_copies(self, memory: Any, slot: Any) -> Iterator[Any]:
         """Yields the memory of a step as copies see it, block by block."""
-        for index in range(self.step_k // self.piece):
-            if self.format.in_words:
-                yield memory.at[slot * self.word_blocks + index]
-            else:
-                yield memory[1].at[slot, index]
+        for_copies = memory if self.format.in_words else memory[1]
+        for index in range(self.blocks):
+            yield for_copies.at[slot * self.blocks + index]
 
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
         """Yields the weights [span, group] of each group in registers, as instructions take them."""
@@ -219,23 +213,18 @@ class QuantizedTile:
 
     def _floats(self, values: Any, slot: Any, start: int, width: int) -> Iterator[jax.Array]:
         """Yields the numbers of each group, with what `_offset` returns added to them."""
-
-        def rows(memory):
-            return memory if width == self.span else memory.at[pl.ds(start, width)]
-
-        if not self.format.in_words:
-            for_registers, _ = values
-            for index in range(self.step_k // self.piece):
-                narrow = plgpu.load(rows(for_registers.at[slot, index]), layout=self._load_layout)
+        for_registers = values if self.format.in_words else values[0]
+        for index in range(self.blocks):
+            stored = for_registers.at[slot * self.blocks + index]
+            if width < self.span:
+                stored = stored.at[pl.ds(start, width)]
+            if self.format.in_words:
+                words = plgpu.load(stored, layout=plgpu.Layout.WGMMA_8BIT)
+                wide = from_words(words, self.x_dtype)
+            else:
+                # Of this layout a thread's registers need few exchanges to become an operand.
+                narrow = plgpu.load(stored, layout=plgpu.Layout.WGMMA_UPCAST_2X)
                 wide = _to_floats(narrow, self.x_dtype)
-                for first in range(0, self.piece, self.group):
-                    whole = self.group == self.piece
-                    yield wide if whole else wide[:, first : first + self.group]
-            return
-        for index in range(self.word_blocks):
-            words = rows(values.at[slot * self.word_blocks + index])
-            words = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT)
-            wide = from_words(words, self.x_dtype)
             for first in range(0, BLOCK, self.group):
                 yield wide if self.group == BLOCK else wide[:, first : first + self.group]
 
@@ -258,12 +247,6 @@ class QuantizedTile:
         for group in range(self.groups):
             scale = self._of_group(memory["scale"], slot, group, 0, self.span)
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
-
-    @property
-    def _load_layout(self) -> Any:
-        """Of which a thread's registers need few exchanges to become an operand."""
-        layouts = plgpu.Layout
-        return layouts.WGMMA_UPCAST_4X if self.format.bits == 4 else layouts.WGMMA_UPCAST_2X
 
 
 BLOCK = 128
