@@ -1,6 +1,7 @@
 """Kernels of quantised products and of row quantisation: in the interpreter, and lowered for CUDA."""
 
 import functools
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from pallas_kernels.rows import quantize as rows_kernel
 from tests import mosaic_interpreter
 from tests.choices import chosen
 from tests.grids import parametrize
-from tests.lowering import kernels
+from tests.lowering import kernels, lowered
 from tests.tolerances import assert_accurate
 
 C, T = QuantizedConfig, MatmulConfig
@@ -198,6 +199,52 @@ def test_gated_unit_in_the_interpreter(dtype, options):
     assert_accurate("h", run(x, gate, up), plain(x, *weights, jnp.bfloat16), truth)
 
 
+# --- the gradient of x -----------------------------------------------------------------------------
+
+
+GRADIENTS = (
+    Case(130, 400, 200, T(128, 128, 3, epilogue_columns=32)),
+    Case(200, 384, 136, T(64, 128, 3, False, epilogue_columns=32), "int4", {"group_size": 128}),
+    Case(
+        70,
+        256,
+        144,
+        T(64, 256, 3, epilogue_columns=32),
+        "int4",
+        {"group_size": 64, "symmetric": False},
+    ),
+    Case(9, 272, 72, None, "float8_e4m3fn"),
+)
+
+
+def gradient(case, dz, q):
+    return quantized.input_gradient(
+        dz,
+        Packed(q.values, q.scale, q.zero_point),
+        case.k,
+        multiprocessors=4,
+        config=case.config,
+    )
+
+
+@pytest.mark.usefixtures("interpreted")
+@parametrize("case", GRADIENTS, quick=(), ids=str)
+def test_gradient_in_the_interpreter(case):
+    _, q, _, residual = case.operands()
+    dz = residual.astype(jnp.bfloat16)
+    wide = np.asarray(q.dequantize(), np.float64)
+    plain = jnp.matmul(dz, q.dequantize(jnp.bfloat16).T)
+    dx = jax.jit(functools.partial(gradient, case))(dz, q)
+    assert_accurate("dx", dx, plain, np.asarray(dz.astype(jnp.float32), np.float64) @ wide.T)
+
+
+@parametrize("case", GRADIENTS, quick=(2,), ids=str)
+def test_gradient_lowers_for_cuda(case):
+    _, q, _, dz = jax.eval_shape(case.operands)
+    run = functools.partial(gradient, case)
+    assert kernels(run, dz, q) == ["quantized_input_gradient"]
+
+
 # --- quantised x ----------------------------------------------------------------------------------
 
 
@@ -298,8 +345,8 @@ OPERANDS = (
 )
 
 
-def operands(dtype, options, x_dtype):
-    case = Case(9, 256, 80, None, dtype, options)
+def operands(dtype, options, x_dtype, m=9):
+    case = Case(m, 256, 80, None, dtype, options)
     x, q, bias, residual = case.operands()
     return (x if x_dtype is None else jaxfused.quantize_rows(x, x_dtype)), q, bias, residual
 
@@ -330,10 +377,30 @@ def test_gradients_through_the_kernels_in_the_interpreter(
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
 
 
+def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
+    x, q, bias, residual = jax.eval_shape(lambda: operands("int4", {"group_size": 128}, None, 200))
+
+    def gradients(x, q, bias, residual):
+        f = functools.partial(loss, implementation="pallas")
+        y, vjp = jax.vjp(lambda x, bias: f(x, q, bias, residual), x, bias)
+        return vjp(y)
+
+    assert kernels(gradients, x, q, bias, residual) == [
+        "quantized_linear",
+        "quantized_input_gradient",
+    ]
+    # XLA's program for the same makes the weights in floats.
+    shape = re.compile(r"tensor<256x80x(bf16|f32)>")
+    assert not shape.search(lowered(gradients, x, q, bias, residual))
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"m": 65}, "at most 64 rows, and there are 65"),
+        (
+            {"m": 65, "options": {"group_size": 32}},
+            "groups of 32 with at most 64 rows, and there are 65",
+        ),
         ({"n": 84}, "a multiple of 8 columns, and there are 84"),
         ({"k": 64, "dtype": "int8"}, "sums of at least 128 numbers, and they have 64"),
         ({"k": 200, "dtype": "int8"}, "whole multiples of 16 bytes, and a row has 200"),

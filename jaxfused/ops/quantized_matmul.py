@@ -27,6 +27,7 @@ from jaxfused.ops.linear import (
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.quantization.quantized_array import Layout, QuantizedArray
 from pallas_kernels.product import quantized as pallas_quantized
+from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.quantized import Packed
 
 
@@ -53,7 +54,8 @@ def quantized_matmul(
     The weights are frozen: gradients go to x (where it is float), bias and residual, and the scales'
     are zero. Gradients are of reverse mode, to any order where no kernel runs.
 
-    The kernels read weights of layout "columns", and float x of at most 64 rows.
+    The kernels read weights of layout "columns". Of more than 64 rows they have to be named, and with
+    quantised x.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
@@ -262,8 +264,19 @@ _quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
 
 def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
     """The gradient of x, from dz in x's dtype."""
+    weights = Packed(w.values, w.scale, w.zero_point)
+    reason = pallas_quantized.why_gradient_unsupported(
+        compute_capability=run.device.compute_capability,
+        dtype=dz.dtype,
+        k=w.shape[0],
+        w=weights,
+    )
     # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
-    if sharding.is_in_one_piece(dz, w.values) and run.implementation in (None, "pallas"):
+    if (
+        reason is None
+        and sharding.is_in_one_piece(dz, w.values)
+        and run.implementation in (None, "pallas")
+    ):
         (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
         return dx
     return reference.quantized_matmul.input_gradient(dz.dtype, w, dz)
@@ -307,7 +320,9 @@ class _Layer:
             x_shape=x.shape,
             w=Packed(values, scale, zero_point),
         )
-        return {"pallas": reason, "xla": None}
+        reasons = {"pallas": reason, "xla": None}
+        # Of many rows no GPU has measured it.
+        return reasons if x.shape[0] <= MAX_ROWS else dispatch.preferring("xla", reasons)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
@@ -315,9 +330,14 @@ class _Layer:
         del x_scale, bias
         if implementation != "pallas":
             return ()
+        w = Packed(values, scale, zero_point)
+        if x.shape[0] > MAX_ROWS:
+            written = (self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ()))
+            read = () if residual is None else (residual,)
+            return pallas_quantized.tile_candidates(x, w, 1, written, read, device.multiprocessors)
         return pallas_quantized.few_rows_fitting(
             x,
-            Packed(values, scale, zero_point),
+            w,
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=self.options.out_dtype.itemsize
             + (x.dtype.itemsize if self.save_preactivation else 0),

@@ -4,7 +4,7 @@ The weights lie as [N, K]. Their scales along the sums are the kernel's (`quanti
 for each column is one more vector of the epilogue.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ def why_unsupported(
     x_shape: tuple[int, int],
     w: Packed,
 ) -> str | None:
-    """None where the kernel of few rows can multiply x with quantised weights, else why not."""
+    """None where x [M, K] can be multiplied with quantised weights, else why not."""
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
         return reason
@@ -85,8 +85,8 @@ def why_unsupported(
         if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
             return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
     rows, k = x_shape
-    if rows > MAX_ROWS:
-        return f"it takes at most {MAX_ROWS} rows, and there are {rows}"
+    if rows > MAX_ROWS and w.format(k).group == 32:
+        return f"it takes groups of 32 with at most {MAX_ROWS} rows, and there are {rows}"
     if w.n % GRAIN:
         return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
     if k < STEP:
@@ -403,6 +403,10 @@ def _run(
             arrays.append(w.scale)
         if w.zero_point is not None:
             arrays.append(w.zero_point)
+    if config is None and m > MAX_ROWS:
+        config = tile_candidates(
+            x, ws[0], len(ws), outputs.values(), read.values(), multiprocessors
+        )[0]
     if isinstance(config, MatmulConfig):
         return matmul(
             x,
@@ -430,6 +434,37 @@ def _run(
     others = [*present.values(), *read.values()]
     results = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
     return dict(zip(outputs, results, strict=True))
+
+
+def tile_candidates(
+    x: jax.Array,
+    w: Packed,
+    products: int,
+    written: Iterable[Any],
+    read: Iterable[jax.Array],
+    multiprocessors: int,
+) -> list[MatmulConfig]:
+    """Configs for a product of many rows with quantised weights, predicted fastest first."""
+    m, k = x.shape
+    work = Work(
+        m,
+        w.n,
+        k,
+        products,
+        read_bytes=sum(matrix.dtype.itemsize for matrix in read),
+        written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in written),
+        k_last=True,
+    )
+    configs = [
+        MatmulConfig(tile_m, tile_n, stages, ping_pong, epilogue_columns=32)
+        for tile_m, tile_n, stages, ping_pong in _TILES
+        if tile_n % (64 * products) == 0
+    ]
+    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
+
+
+_TILES = ((128, 192, 3, True), (128, 128, 3, True), (64, 128, 4, True), (64, 256, 3, False))
+"""Rows and columns of accumulators, slots of the ring, and ping-pong."""
 
 
 def few_rows_fitting(
