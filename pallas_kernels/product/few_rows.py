@@ -12,9 +12,9 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +69,12 @@ class QuantizedConfig(FewRowsConfig):
 
     step_k: int = 128
     """Numbers along the sums in a step."""
-    warpgroups: int = 1
-    """Of a CTA: each has `tile_n` columns of its own, and they share the tiles of x."""
+    resident: bool = True
+    """A CTA's part of x, and its scales along the sums, are copied at once and not step by step, if they
+    can be: each copy of a step takes all threads a moment."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warpgroups not in (1, 2, 4):
-            raise ValueError(
-                f"QuantizedConfig: warpgroups must be 1, 2 or 4, got {self.warpgroups};"
-                " pass one of these"
-            )
         if self.step_k not in (128, 256):
             raise ValueError(
                 f"QuantizedConfig: step_k must be 128 or 256, got {self.step_k}; pass one of these"
@@ -163,13 +159,8 @@ class FewRows:
 
     @property
     def columns(self) -> int:
-        """Blocks of columns, one for each cluster."""
-        return pl.cdiv(self.n, self.config.tile_n * self.warpgroups)
-
-    @property
-    def warpgroups(self) -> int:
-        """Of a CTA."""
-        return self.config.warpgroups if isinstance(self.config, QuantizedConfig) else 1
+        """Blocks of columns."""
+        return pl.cdiv(self.n, self.config.tile_n)
 
     @property
     def x_tile(self) -> OperandTile:
@@ -190,56 +181,96 @@ class FewRows:
     @property
     def quantized_tile(self) -> QuantizedTile:
         assert self.quantized is not None
-        tile_n = self.config.tile_n
-        copied = tile_n * self.warpgroups
-        return QuantizedTile(self.quantized, tile_n, self.dtype, self.step_k, copied)
+        tile = QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
+        rows = tile.rows_of_steps(self.steps_of_cta)
+        fits = rows <= _LONGEST_COPY and tile.copies_of_groups
+        return replace(tile, resident=rows) if self._wants_resident and fits else tile
+
+    @property
+    def steps_of_cta(self) -> int:
+        """The most that one has."""
+        return pl.cdiv(sum(self.steps), self.config.parts)
+
+    @property
+    def _wants_resident(self) -> bool:
+        return isinstance(self.config, QuantizedConfig) and self.config.resident
+
+    @property
+    def x_in_one_copy(self) -> bool:
+        """Whether x is copied several pieces of a row at a time, of which it has to be made."""
+        whole = self.ks[0] % self.x_tile.tile_k == 0 and (self.m < _CHUNK or self.m % _CHUNK == 0)
+        return self.quantized is not None and whole
+
+    @property
+    def x_resident(self) -> bool:
+        """Whether a CTA's part of x is copied at once."""
+        pieces = self.steps_of_cta * self.x_pieces
+        return self._wants_resident and self.x_in_one_copy and pieces <= _LONGEST_COPY
+
+    def _x_memory(self) -> Any:
+        tile, stages = self.x_tile, self.config.stages
+        if self.x_resident:
+            shape: tuple[int, ...] = (self.rows, self.steps_of_cta * self.step_k)
+            return tiled(shape, self.dtype, tile.tile_k)
+        if self.x_in_one_copy:
+            return tiled((stages, self.rows, self.step_k), self.dtype, tile.tile_k)
+        return tile.memory(stages * self.x_pieces)
+
+    @property
+    def x_copies(self) -> int:
+        """Of a step."""
+        if self.x_resident:
+            return 0
+        return 1 if self.x_in_one_copy else self.x_pieces * self.x_tile.blocks
+
+    @property
+    def resident_copies(self) -> int:
+        """Copies of what a CTA needs in all of its steps."""
+        if self.quantized is None:
+            return 0
+        tile = self.quantized_tile
+        of_groups = self.products * tile.copies_of_groups if tile.resident else 0
+        return of_groups + int(self.x_resident)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a CTA."""
-        c, wgs = self.config, self.warpgroups
+        c = self.config
         w_tile = self.quantized_tile if self.quantized else self.w_tile
-        of_x, of_w = self.x_pieces * self.x_tile.blocks, self.products * w_tile.copies
+        arrivals = self.x_copies + self.products * w_tile.copies
         scratch: dict[str, Any] = dict(
-            x_smem=self.x_tile.memory(c.stages * self.x_pieces),
-            w_smem=[w_tile.memory(c.stages * wgs) for _ in range(self.products)],
-            full=plgpu.Barrier(
-                num_arrivals=of_w + (of_x if wgs == 1 else 0), num_barriers=c.stages * wgs
-            ),
+            x_smem=self._x_memory(),
+            w_smem=[w_tile.memory(c.stages) for _ in range(self.products)],
+            full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             # Swizzled, as columns of the accumulators become rows in it.
-            sums=[[self._sums_memory() for _ in range(self.chunks)] for _ in range(self.products)],
+            sums=[
+                [tiled((_CHUNK, c.tile_n), jnp.float32, 32) for _ in range(self.chunks)]
+                for _ in range(self.products)
+            ],
             out_smem={
                 name: self._chunk_memory(self.piece or c.tile_n, dtype, self.pieces)
                 for name, dtype in self.outputs.items()
             },
         )
-        if wgs > 1:
-            scratch["x_full"] = plgpu.Barrier(num_arrivals=of_x, num_barriers=c.stages)
-            scratch["x_free"] = plgpu.Barrier(num_arrivals=wgs, num_barriers=c.stages)
+        if self.resident_copies:
+            scratch["resident_full"] = plgpu.Barrier(num_arrivals=self.resident_copies)
         if self.vectors:
             scratch["vector_smem"] = {
-                name: plgpu.SMEM((wgs, self.width(v.shape[-1])), v.dtype)
+                name: plgpu.SMEM((self.width(v.shape[-1]),), v.dtype)
                 for name, v in self.vectors.items()
             }
-            scratch["vector_full"] = plgpu.Barrier(num_arrivals=len(self.vectors), num_barriers=wgs)
+            scratch["vector_full"] = plgpu.Barrier(num_arrivals=len(self.vectors))
         if self.matrices:
             scratch["matrix_smem"] = {
                 name: self._chunk_memory(self.width(x.shape[1]), x.dtype)
                 for name, x in self.matrices.items()
             }
             scratch["matrix_full"] = plgpu.Barrier(
-                num_arrivals=len(self.matrices), num_barriers=wgs * self.chunks_of_cta
+                num_arrivals=len(self.matrices), num_barriers=self.chunks_of_cta
             )
         if c.parts > 1:
-            barrier = functools.partial(
-                plgpu.ClusterBarrier, collective_axes=("part",), num_arrivals=wgs
-            )
+            barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("part",))
             scratch["summed"], scratch["read"] = barrier(), barrier()
         return scratch
-
-    def _sums_memory(self) -> Sequence[Any]:
-        """Holds a chunk of rows of what each warpgroup has summed."""
-        of_one = tiled((_CHUNK, self.config.tile_n), jnp.float32, 32)
-        return [of_one] * self.warpgroups
 
     def _chunk_memory(self, width: int, dtype: Any, pieces: int = 1) -> plgpu.RefUnion:
         """Holds the chunks of a matrix that a CTA reads or writes, row after row of a piece.
@@ -247,7 +278,7 @@ class FewRows:
         The first description is for registers, the second for copies. For the same bytes they differ, as
         Mosaic takes any tiles that it is free to take, and arrays of every width are to be copied.
         """
-        shape = (self.warpgroups * self.chunks_of_cta, pieces, _CHUNK, width)
+        shape = (self.chunks_of_cta, pieces, _CHUNK, width)
         whole = plgpu.TilingTransform((_CHUNK, width))
         return plgpu.RefUnion(
             plgpu.SMEM(shape, dtype, transforms=(whole,)), plgpu.SMEM(shape, dtype)
@@ -311,8 +342,6 @@ class FewRows:
             grid_names=("column",),
             cluster=(self.config.parts,),
             cluster_names=("part",),
-            num_threads=self.warpgroups,
-            thread_name="wg",
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*xs, *ws, *others)
@@ -325,9 +354,23 @@ class FewRows:
         return [tuple(refs[start : start + size]) for start in range(0, len(refs), size)]
 
 
+class _StepPlace(NamedTuple):
+    """Where the operands of a step are."""
+
+    slot: Any
+    k_start: Any
+    """In what is resident of x."""
+    row: Any
+    """In what is resident of the scales along the sums, if it is."""
+
+
+_LONGEST_COPY = 256
+"""Along an axis, of a copy."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Cta:
-    """What a warpgroup, often a whole CTA, does: a block of columns, and a part of the sums."""
+    """What a CTA, which is one warpgroup, does: a block of columns, and a part of the sums."""
 
     product: FewRows
     x_gmem: Sequence[Any]
@@ -339,17 +382,15 @@ class _Cta:
     w_smem: Sequence[Any]
     full: Any
     """A slot of the ring holds a step."""
-    sums: Sequence[Sequence[Sequence[Any]]]
-    """What this CTA has summed of each product, of each chunk of rows, and each warpgroup of that."""
+    resident_full: Any = None
+    """What is copied for all steps has come."""
+    sums: Sequence[Sequence[Any]]
+    """What this CTA has summed of each product, and of it of each chunk of rows."""
     out_smem: Mapping[str, Any]
     vector_smem: Any = None
     vector_full: Any = None
     matrix_smem: Any = None
     matrix_full: Any = None
-    x_full: Any = None
-    """With several warpgroups: a slot of the ring holds x."""
-    x_free: Any = None
-    """With several warpgroups: all of them have read x in a slot."""
     summed: Any = None
     """Every CTA of the cluster has left its sums."""
     read: Any = None
@@ -365,13 +406,7 @@ class _Cta:
 
     @property
     def n_start(self) -> jax.Array:
-        return (
-            lax.axis_index("column") * self.product.warpgroups + self.wg_idx
-        ) * self.config.tile_n
-
-    @property
-    def wg_idx(self) -> jax.Array:
-        return lax.axis_index("wg")
+        return lax.axis_index("column") * self.config.tile_n
 
     @property
     def _accumulator(self) -> Any:
@@ -383,6 +418,8 @@ class _Cta:
         # The parts differ by one step at most, and the larger ones are spread.
         first = lax.div(self.part * total, jnp.int32(c.parts))
         last = lax.div((self.part + 1) * total, jnp.int32(c.parts))
+        if self.product.resident_copies:
+            self._copy_resident(first)
         for slot in range(c.stages):
             pl.when(first + slot < last)(functools.partial(self._copy_step, first + slot, slot))
         self._prefetch()
@@ -398,7 +435,7 @@ class _Cta:
             plgpu.barrier_arrive(self.summed)
             plgpu.barrier_wait(self.summed)
         if self.vectors:
-            plgpu.barrier_wait(self.vector_full.at[self.wg_idx])
+            plgpu.barrier_wait(self.vector_full)
         self._each_chunk(self._finish_rows)
         if c.parts > 1:
             # A CTA that ends takes its shared memory along.
@@ -406,20 +443,13 @@ class _Cta:
             plgpu.barrier_wait(self.read)
         plgpu.wait_smem_to_gmem(0)
 
-    def _leave(self, value: jax.Array, memory: Sequence[Any]) -> None:
+    @staticmethod
+    def _leave(value: jax.Array, memory: Sequence[Any]) -> None:
         """Leaves accumulators [columns, rows] in shared memory, for all CTAs of the cluster."""
         for index, rows in enumerate(memory):
             part = value[:, index * _CHUNK : (index + 1) * _CHUNK]
             turned = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-            for wg_idx, own in enumerate(rows):
-
-                def leave(own=own, turned=turned):
-                    own.transpose((1, 0))[...] = turned
-
-                if len(rows) == 1:
-                    leave()
-                else:
-                    pl.when(self.wg_idx == wg_idx)(leave)
+            rows.transpose((1, 0))[...] = turned
 
     # --- the product ------------------------------------------------------------------------------
 
@@ -435,32 +465,45 @@ class _Cta:
             start += steps
 
     def _copy_of_term(self, term: int, step: Any, slot: Any) -> None:
-        product = self.product
-        own = self._own_slot(slot)
+        product, full = self.product, self.full.at[slot]
         k_start = step * product.step_k
         for index in range(product.products):
             block = product.blocks[term * product.products + index]
-            place = (self.w_smem[index], own, self.n_start, k_start, self.full.at[own])
+            place = (self.w_smem[index], slot, self.n_start, k_start, full)
             if product.quantized is not None:
                 product.quantized_tile.copy(self.w_gmem[block.array], *place)
             else:
                 product.w_tile.copy(block.view(self.w_gmem, product.w_transposed), *place)
-        if product.warpgroups == 1:
-            self._copy_x(term, step, slot, self.full.at[slot])
-
-    def _copy_x(self, term: int, step: Any, slot: Any, full: Any) -> None:
-        """Starts the copies of x for a step."""
-        product, x = self.product, self.x_gmem[term]
+        x = self.x_gmem[term]
         no_row = 0 * self.part  # Traced, as x may have fewer rows than copied.
+        if product.x_resident:
+            return
+        if product.x_in_one_copy:
+            rows, sums = pl.ds(no_row, product.rows), pl.ds(k_start, product.step_k)
+            plgpu.copy_gmem_to_smem(x.at[rows, sums], self.x_smem.at[slot], full)
+            return
         for piece in range(product.x_pieces):
             product.x_tile.copy(
                 lambda first, second: x.at[first, second],
                 self.x_smem,
                 slot * product.x_pieces + piece,
                 no_row,
-                step * product.step_k + piece * product.x_tile.tile_k,
+                k_start + piece * product.x_tile.tile_k,
                 full,
             )
+
+    def _copy_resident(self, first: Any) -> None:
+        """Starts the copies of what all steps from `first` on need."""
+        product, tile = self.product, self.product.quantized_tile
+        if product.x_resident:
+            rows = pl.ds(0 * self.part, product.rows)
+            sums = pl.ds(first * product.step_k, product.steps_of_cta * product.step_k)
+            plgpu.copy_gmem_to_smem(self.x_gmem[0].at[rows, sums], self.x_smem, self.resident_full)
+        if tile.resident:
+            row = tile.row_of_step(first)
+            for arrays, memory in zip(self.w_gmem, self.w_smem, strict=True):
+                of_groups = arrays[1:]
+                tile.copy_groups(of_groups, memory, 0, self.n_start, row, self.resident_full)
 
     def _accumulate(self, first, last, *accumulators) -> Sequence[jax.Array]:
         """The sums of each product from step `first` to before step `last`."""
@@ -498,65 +541,37 @@ class _Cta:
     # --- quantised weights ------------------------------------------------------------------------
 
     def _each_step(self, first, last, multiply: Callable[[Any, Any], Any], totals: Any) -> Any:
-        """Has each step multiplied by `multiply(slot, totals)`, after which its slot may be filled."""
-        stages, wgs = self.config.stages, self.product.warpgroups
+        """Has each step multiplied by `multiply(place, totals)`, after which its slot may be filled."""
+        stages = self.config.stages
         count = last - first
-
-        def copy_x(step, slot):
-            self._copy_x(0, first + step, slot, self.x_full.at[slot])
-
-        if wgs > 1:
-            for slot in range(stages):
-                pl.when((self.wg_idx == 0) & (slot < count))(
-                    functools.partial(copy_x, jnp.int32(slot), slot)
-                )
+        if self.product.resident_copies:
+            plgpu.barrier_wait(self.resident_full)
 
         def step(i, totals):
             slot = lax.rem(i, jnp.int32(stages))
-            if wgs == 1:
-                plgpu.barrier_wait(self.full.at[slot])
-            else:
-                plgpu.barrier_wait(self.full.at[self._own_slot(slot)])
-                plgpu.barrier_wait(self.x_full.at[slot])
-            totals = multiply(slot, totals)
-            if wgs > 1:
-                plgpu.barrier_arrive(self.x_free.at[slot])
+            plgpu.barrier_wait(self.full.at[slot])
+            totals = multiply(self._place(slot, i, first), totals)
 
             @pl.when(i + stages < count)
             def _():
                 plgpu.commit_smem()  # All four warps have read it.
                 self._copy_step(first + i + stages, slot)
 
-            if wgs > 1:
-                # The other warpgroups are likely done with the step before this one.
-                @pl.when((self.wg_idx == 0) & (i >= 1) & (i - 1 + stages < count))
-                def _():
-                    previous = lax.rem(i - 1, jnp.int32(stages))
-                    plgpu.barrier_wait(self.x_free.at[previous])
-                    copy_x(i - 1 + stages, previous)
-
             return totals
 
-        totals = lax.fori_loop(0, count, step, totals)
-        if wgs > 1:
-            # None is still about to arrive when this CTA ends.
-            for slot in range(stages):
-                pl.when((self.wg_idx == 0) & (slot < count))(
-                    functools.partial(plgpu.barrier_wait, self.x_free.at[slot])
-                )
-        return totals
+        return lax.fori_loop(0, count, step, totals)
 
-    def _own_slot(self, slot: Any) -> Any:
-        """Where in the ring the weights of this warpgroup are."""
-        wgs = self.product.warpgroups
-        return slot if wgs == 1 else slot * wgs + self.wg_idx
+    def _place(self, slot: Any, i: Any, first: Any) -> "_StepPlace":
+        tile = self.product.quantized_tile
+        row = tile.row_of_step(first + i) - tile.row_of_step(first) if tile.resident else None
+        return _StepPlace(slot, i * self.product.step_k, row)
 
-    def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
+    def _multiply_step(self, accumulators: Sequence[Any], place: "_StepPlace", nothing) -> None:
         """Adds what the weights of a step, all of one scale, make of x."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
-            for group, w in enumerate(tile.operands(w_smem, self._own_slot(slot))):
-                self._multiply_group(slot, group, w, acc)
+            for group, w in enumerate(tile.operands(w_smem, place.slot, place.row)):
+                self._multiply_group(place, group, w, acc)
         plgpu.wgmma_wait(0)
         return nothing
 
@@ -564,13 +579,13 @@ class _Cta:
         """As `_accumulate`, where the sum of each group is scaled before it is added."""
         tile = self.product.quantized_tile
 
-        def multiply(slot, totals):
+        def multiply(place, totals):
             sums = []
             for total, w_smem in zip(totals, self.w_smem, strict=True):
-                scales = tile.scales(w_smem, self._own_slot(slot), self.product.rows)
-                operands = tile.operands(w_smem, self._own_slot(slot))
+                scales = tile.scales(w_smem, place.slot, self.product.rows, place.row)
+                operands = tile.operands(w_smem, place.slot, place.row)
                 for group, (w, scale) in enumerate(zip(operands, scales, strict=True)):
-                    of_group = functools.partial(self._sum_group, slot, group, w)
+                    of_group = functools.partial(self._sum_group, place, group, w)
                     total = total + scale * pl.run_scoped(of_group, self._accumulator)
                 sums.append(total)
             return tuple(sums)
@@ -580,20 +595,30 @@ class _Cta:
         )
         return self._each_step(first, last, multiply, (zero,) * self.product.products)
 
-    def _sum_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> jax.Array:
-        self._multiply_group(slot, group, w, acc)
+    def _sum_group(self, place: "_StepPlace", group: int, w: jax.Array, acc: Any) -> jax.Array:
+        self._multiply_group(place, group, w, acc)
         plgpu.wgmma_wait(0)
         return acc[...]
 
-    def _multiply_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> None:
+    def _multiply_group(self, place: "_StepPlace", group: int, w: jax.Array, acc: Any) -> None:
         """Issues the products of a group's weights [columns, sums], which are in registers."""
-        product, width = self.product, self.product.x_tile.tile_k
+        width = self.product.x_tile.tile_k
         pieces = w.shape[1] // width
         for piece in range(pieces):
-            place = slot * product.x_pieces + group * pieces + piece
-            [(_, x)] = product.x_tile.operands(self.x_smem, place)
+            x = self._x(place, group * pieces + piece)
             part = w if pieces == 1 else w[:, piece * width : (piece + 1) * width]
             plgpu.wgmma(acc, part, x.transpose((1, 0)))
+
+    def _x(self, place: "_StepPlace", piece: int) -> Any:
+        """A piece of x in a step."""
+        product = self.product
+        width = product.x_tile.tile_k
+        if product.x_resident:
+            return self.x_smem.at[:, pl.ds(place.k_start + piece * width, width)]
+        if product.x_in_one_copy:
+            return self.x_smem.at[place.slot, :, pl.ds(piece * width, width)]
+        [(_, x)] = product.x_tile.operands(self.x_smem, place.slot * product.x_pieces + piece)
+        return x
 
     # --- the epilogue -----------------------------------------------------------------------------
 
@@ -614,23 +639,15 @@ class _Cta:
     def _own(self, memory: Any, chunk: int) -> tuple[Any, Any]:
         """This CTA's memory for a chunk of rows, as registers and as copies see it."""
         for_registers, for_copies = memory
-        index = self._own_index(chunk)
-        return for_registers.at[index], for_copies.at[index]
-
-    def _own_index(self, chunk: int) -> Any:
-        """Of a chunk of rows among those that the warpgroups of this CTA finish."""
         index = chunk // self.config.parts
-        if self.product.warpgroups == 1:
-            return index
-        return self.wg_idx * self.product.chunks_of_cta + index
+        return for_registers.at[index], for_copies.at[index]
 
     def _prefetch(self) -> None:
         """Has what the epilogue reads copied while the product is taken."""
         for name, ref in self.vectors.items():
-            columns = pl.ds(self._first_column(ref), self.vector_smem[name].shape[1])
+            columns = pl.ds(self._first_column(ref), self.vector_smem[name].shape[0])
             source = ref.at[columns] if ref.ndim == 1 else ref.at[self.segment, columns]
-            place, full = self.vector_smem[name].at[self.wg_idx], self.vector_full.at[self.wg_idx]
-            plgpu.copy_gmem_to_smem(source, place, full)
+            plgpu.copy_gmem_to_smem(source, self.vector_smem[name], self.vector_full)
         if self.matrices:
             self._each_chunk(self._prefetch_rows)
 
@@ -647,7 +664,7 @@ class _Cta:
             plgpu.copy_gmem_to_smem(
                 ref.at[pl.ds(row, _CHUNK), columns],
                 self._own(self.matrix_smem[name], chunk)[1].at[0],
-                self.matrix_full.at[self._own_index(chunk)],
+                self.matrix_full.at[chunk // self.config.parts],
             )
 
     @property
@@ -662,7 +679,7 @@ class _Cta:
         products = [self._sum(memory[chunk]) for memory in self.sums]
         vectors = {name: self._vector(smem) for name, smem in (self.vector_smem or {}).items()}
         if self.matrices:
-            plgpu.barrier_wait(self.matrix_full.at[self._own_index(chunk)])
+            plgpu.barrier_wait(self.matrix_full.at[chunk // self.config.parts])
         matrices = {
             name: plgpu.load(self._own(smem, chunk)[0].at[0], layout=self._layout).astype(
                 jnp.float32
@@ -700,13 +717,8 @@ class _Cta:
             else:
                 pl.when((first >= 0) & (first < array.shape[1]))(store)
 
-    def _sum(self, memory: Sequence[Any]) -> jax.Array:
+    def _sum(self, memory: Any) -> jax.Array:
         """Rows of a product, added up over the CTAs of the cluster in their order."""
-        if len(memory) == 1:
-            return self._sum_of(memory[0])
-        return lax.switch(self.wg_idx, [functools.partial(self._sum_of, own) for own in memory])
-
-    def _sum_of(self, memory: Any) -> jax.Array:
         parts = self.config.parts
         total = None
         for part in range(parts):
@@ -718,8 +730,8 @@ class _Cta:
         return total
 
     def _vector(self, smem: Any) -> jax.Array:
-        row = plgpu.load(smem.at[self.wg_idx], layout=self._layout.reduce(0))
-        shape = (_CHUNK, smem.shape[1])
+        row = plgpu.load(smem, layout=self._layout.reduce(0))
+        shape = (_CHUNK, *smem.shape)
         return lax.broadcast_in_dim(row.astype(jnp.float32), shape, (1,))
 
     @property
