@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from jaxfused.ops.linear import (
     resolve_out_dtype,
     sum_rows,
 )
+from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.quantization.quantized_array import Layout, QuantizedArray
 from pallas_kernels.product import quantized as pallas_quantized
@@ -395,15 +396,33 @@ class _LayerOfBoth(_Layer):
         self, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Mapping[str, str | None]:
         del bias
+        w = Packed(values, scale, zero_point)
         reason = pallas_quantized.why_both_unsupported(
             compute_capability=device.compute_capability,
             out_dtype=self.options.out_dtype,
             residual_dtype=None if residual is None else residual.dtype,
             x=x,
             x_scale=x_scale,
-            w=Packed(values, scale, zero_point),
+            w=w,
         )
-        return {"pallas": reason, "xla": None}
+        reasons = {"pallas": reason, "xla": None}
+        if x.shape[0] <= MAX_ROWS:
+            # It is not measured, and its tiles have many more rows.
+            return dispatch.preferring("xla", reasons)
+        if reason is not None or not is_modelled(device):
+            return reasons
+        work = pallas_quantized.both_work(
+            x, w, *self._bytes(residual), int(self.options.activation is not None)
+        )
+        ours = pallas_quantized.both_time(w, work, device.multiprocessors)
+        wide = replace(work, itemsize=2)
+        xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
+        return fastest_first(reasons, {"pallas": ours, "xla": xla})
+
+    def _bytes(self, residual: Any) -> tuple[int, int]:
+        """Of an element in the matrices that the epilogue reads, and in those that it writes."""
+        read = 0 if residual is None else residual.dtype.itemsize
+        return read, self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
@@ -411,14 +430,9 @@ class _LayerOfBoth(_Layer):
         del x_scale, bias
         if implementation != "pallas":
             return ()
-        return pallas_quantized.both_candidates(
-            x,
-            Packed(values, scale, zero_point),
-            0 if residual is None else residual.dtype.itemsize,
-            self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0),
-            int(self.options.activation is not None),
-            device.multiprocessors,
-        )
+        w, activations = Packed(values, scale, zero_point), int(self.options.activation is not None)
+        work = pallas_quantized.both_work(x, w, *self._bytes(residual), activations)
+        return pallas_quantized.both_candidates(w, work, device.multiprocessors)
 
     def run(
         self,
@@ -474,7 +488,8 @@ class _InputGradient:
             k=self.features,
             w=Packed(values, scale, zero_point),
         )
-        return {"pallas": reason, "xla": None}
+        # No GPU has measured it.
+        return dispatch.preferring("xla", {"pallas": reason, "xla": None})
 
     def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
         del values, scale, zero_point

@@ -205,9 +205,8 @@ def both_forward(
     if config is None:
         read_bytes = 0 if residual is None else residual.dtype.itemsize
         written_bytes = jnp.dtype(out_dtype).itemsize + (4 if save_preactivation else 0)
-        config = both_candidates(
-            x, w, read_bytes, written_bytes, int(activation is not None), multiprocessors
-        )[0]
+        work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
+        config = both_candidates(w, work, multiprocessors)[0]
     results = matmul(
         x,
         [w.values],
@@ -230,17 +229,12 @@ def _rows_of_16_bytes(scale: jax.Array) -> jax.Array:
     return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
 
 
-def both_candidates(
-    x: jax.Array,
-    w: Packed,
-    read_bytes: int,
-    written_bytes: int,
-    activations: int,
-    multiprocessors: int,
-) -> list[MatmulConfig]:
-    """Configs for a product with quantised x, predicted fastest first."""
+def both_work(
+    x: jax.Array, w: Packed, read_bytes: int, written_bytes: int, activations: int
+) -> Work:
+    """The product of quantised x [M, K] with quantised weights, and its epilogue."""
     m, k = x.shape
-    work = Work(
+    return Work(
         m,
         w.n,
         k,
@@ -250,9 +244,27 @@ def both_candidates(
         activations=activations,
         k_last=True,
     )
+
+
+def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
+    """Predicted microseconds of the product with the config that it takes by default."""
+    config = both_candidates(w, work, multiprocessors)[0]
+    slower = _SCALED_STEPS if w.scale.shape[0] > 1 else 1.0
+    return slower * cost.kernel(work, config, multiprocessors)
+
+
+_SCALED_STEPS = 1.3
+"""By how much a product takes longer whose steps along the sums are scaled each."""
+
+
+def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product with quantised x, predicted fastest first."""
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
-        return [MatmulConfig(64, 128, stages, False, epilogue_columns=32) for stages in (6, 4, 3)]
+        return [
+            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
+            for tile_n, stages in ((192, 4), (128, 4), (128, 3), (64, 3))
+        ]
     return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
 
 
