@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxfused
+import jaxfused.nnx
 from jaxfused import dispatch
 from jaxfused.quantization.quantized_array import FORMATS, pack_words
 from jaxfused.semantics.activation import activate
@@ -197,6 +199,28 @@ def test_gated_unit_in_the_interpreter(dtype, options):
         wide = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, *weights))
         truth = np.asarray(plain(*wide, jnp.float64))
     assert_accurate("h", run(x, gate, up), plain(x, *weights, jnp.bfloat16), truth)
+
+
+@parametrize("layout", ["columns", "rows"], quick=(0,))
+def test_gated_mlp_of_quantized_kernels(layout, interpreted):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 3, 128)), jnp.bfloat16)
+    rule = jaxfused.QuantizationRule("", "int4", group_size=64, layout=layout)
+
+    def run(x, implementation):
+        model = jaxfused.nnx.GatedMLP(
+            128, 256, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, implementation=implementation
+        )
+        y, vjp = jax.vjp(jaxfused.quantize_params(model, [rule]), x)
+        return y, *vjp(y)
+
+    actual, expected = run(x, None), run(x, "xla")
+    stages = chosen(functools.partial(run, implementation=None), x)
+    wanted = {"columns": "pallas", "rows": None}[layout]
+    assert stages.get("quantized_matmul gated unit") == wanted
+    for a, b in zip(actual, expected, strict=True):
+        a, b = (np.asarray(array, np.float64) for array in (a, b))
+        np.testing.assert_allclose(a, b, atol=3e-2 * np.abs(b).max())
 
 
 # --- the gradient of x -----------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def quantized_matmul(
             values,
             x.scale if isinstance(x, QuantizedArray) else None,
             w.values,
-            *_of_columns(w),
+            *of_columns(w),
             bias,
             residual,
         ),
@@ -153,7 +153,7 @@ def _takes_reference(
     return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
 
 
-def _of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
+def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
     """The scale and the zero point [G, F]: one of the whole array is repeated for each column."""
     shape = (w.groups, w.shape[1])
     zero_point = w.zero_point

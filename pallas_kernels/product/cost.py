@@ -264,8 +264,10 @@ def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> floa
     """About what a CTA takes of shared memory where the weights are quantised."""
     rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
     chunks = math.ceil(rows / 8 / config.parts)
+    steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
+    of_x = steps if config.resident else config.stages
     return (
-        config.stages * config.step_k * (work.b_bytes * width + work.itemsize * rows)
+        config.step_k * (config.stages * work.b_bytes * width + of_x * work.itemsize * rows)
         + config.stages * 2 * 1024 * work.products
         + 4 * rows * width
         + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)

@@ -516,16 +516,22 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
 
 def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
     """Configs for a product of few rows, predicted fastest first; not all fit into shared memory."""
-    configs = [
-        QuantizedConfig(tile_n, parts, stages, step)
-        for step in (STEP, 2 * STEP)
-        for tile_n in (64, 128)
-        if tile_n == 64 or tile_n < 2 * work.n
-        for parts in (1, 2, 4, MAX_PARTS)
-        for stages in (3, 4, 6)
-        if (parts == 1 or parts * step <= work.k)
-        and (stages == 3 or stages * step < 2 * work.k // parts)
-    ]
+    steps = -(-work.k // STEP)
+    rows = -(-work.m // 8) * 8
+    configs = []
+    for tile_n in (64, 128):
+        for parts in (1, 2, 4, MAX_PARTS):
+            of_cta = -(-steps // parts)
+            resident = rows * of_cta * STEP * work.itemsize <= _RESIDENT_BYTES
+            if parts > steps or (tile_n > 64 and tile_n >= 2 * work.n):
+                continue
+            for stages in (3, 4, 6):
+                if stages == 3 or stages < 2 * of_cta:
+                    configs.append(QuantizedConfig(tile_n, parts, stages, STEP, resident))
     return sorted(
         configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
     )
+
+
+_RESIDENT_BYTES = 48 * 1024
+"""Of x in a CTA, beside which others find room on its multiprocessor."""
