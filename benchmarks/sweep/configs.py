@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from benchmarks.draw import HEAD_SIZES, VISION_TOKENS, Draw
+from benchmarks.draw import HEAD_SIZES, MOST_ELEMENTS, VISION_TOKENS, Draw
+from benchmarks.sweep import image_configs
+from benchmarks.sweep.image_configs import DepthwiseConv, ImageNorm, Pool, Upsample
 
-MOST_ELEMENTS = 2**27
-"""Of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
 MOST_FLOPS = 1.5e12
 """Of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
 MOST_TRUTH_LOGITS = 2**30
@@ -235,6 +235,7 @@ class CrossEntropy:
 
 
 Config = Norm | Attention | Linear | MLP | Rope | QKVProjection | CrossEntropy
+Config |= ImageNorm | DepthwiseConv | Pool | Upsample
 
 
 def _least(size: int) -> int:
@@ -447,6 +448,11 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
     "rope": _rope,
     "qkv_projection": _qkv_projection,
     "softmax_cross_entropy": _cross_entropy,
+    "group_norm": lambda draw: image_configs.image_norm(draw, "group_norm"),
+    "batch_norm": lambda draw: image_configs.image_norm(draw, "batch_norm"),
+    "depthwise_conv": image_configs.depthwise_conv,
+    "max_pool": image_configs.max_pool,
+    "upsample": image_configs.upsample,
 }
 
 
@@ -484,6 +490,11 @@ def from_line(line: str) -> Config:
         "rope": Rope,
         "qkv_projection": QKVProjection,
         "softmax_cross_entropy": CrossEntropy,
+        "group_norm": ImageNorm,
+        "batch_norm": ImageNorm,
+        "depthwise_conv": DepthwiseConv,
+        "max_pool": Pool,
+        "upsample": Upsample,
     }
     kind = kinds[values["operator"]]
     names = {field.name for field in fields(kind)}
