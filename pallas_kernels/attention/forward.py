@@ -142,6 +142,9 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
     configs = tuple(
         replace(config, heads_together=together, wide_blocks=wide_blocks) for config in configs
     )
+    if any(layout.count > 1 for layout in configs[0].columns(shape)):
+        # Between the products of several blocks, consumers in turns get in each other's way less.
+        configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
