@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.conv.conv import ConvConfig, conv
+from pallas_kernels.conv.weight_gradient import WeightGradientConfig, weight_gradient
 from pallas_kernels.conv.window import Window
 
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
@@ -122,3 +123,59 @@ INTERPRETED = (
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
+
+
+@dataclass(frozen=True)
+class WeightsCase:
+    shape: tuple[int, ...]
+    features: int = 64
+    kernel: tuple[int, ...] = (3, 3)
+    padding: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
+    dilation: tuple[int, ...] = (1, 1)
+    config: WeightGradientConfig = WeightGradientConfig(64, 64, 2)
+
+    def check(self, multiprocessors):
+        rng = np.random.default_rng(0)
+        strides = (1,) * len(self.kernel)
+        window = Window(self.kernel, self.padding, strides, self.dilation)
+        result = window.result(self.shape[1:-1])
+        x, dz = (
+            jnp.asarray(rng.integers(-2, 3, size=shape), jnp.bfloat16)
+            for shape in (self.shape, (self.shape[0], *result, self.features))
+        )
+        letters = "DHW"[-len(self.kernel) :]
+
+        def convolve(w):
+            return jax.lax.conv_general_dilated(
+                x.astype(jnp.float32),
+                w,
+                strides,
+                self.padding,
+                rhs_dilation=self.dilation,
+                dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+            )
+
+        w = jnp.zeros((*self.kernel, self.shape[-1], self.features))
+        (expected,) = jax.vjp(convolve, w)[1](dz.astype(jnp.float32))
+        actual = jax.jit(
+            lambda x, dz: weight_gradient(
+                x, dz, window=window, multiprocessors=multiprocessors, config=self.config
+            )
+        )(x, dz)
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        WeightsCase((2, 8, 8, 64)),
+        WeightsCase((3, 9, 11, 128), 128, config=WeightGradientConfig(128, 128, 2)),
+        WeightsCase((3, 8, 8, 64), config=WeightGradientConfig(64, 128, 2, parts=3)),
+        WeightsCase((1, 12, 9, 64), kernel=(2, 3), padding=((0, 1), (2, 1)), dilation=(2, 3)),
+        WeightsCase((1, 3, 8, 9, 64), kernel=(2, 3, 3), padding=((1, 0),) * 3, dilation=(1, 1, 1)),
+        WeightsCase((2, 1, 70, 64), kernel=(1, 4), padding=((0, 0), (3, 0))),
+    ],
+    ids=str,
+)
+def test_weight_gradient_in_the_interpreter(case, interpreted_hopper):
+    case.check(4)
