@@ -223,7 +223,7 @@ def candidates(window: Window, features: int) -> list[WeightGradientConfig]:
         WeightGradientConfig(tile_n, pixels, stages)
         for tile_n in (128, 64)
         if (tile_n == 64 or features > 64) and rows * tile_n <= ACCUMULATOR_ELEMENTS
-        for pixels, stages in ((128, 4), (64, 4), (64, 3), (64, 2))
+        for pixels, stages in ((128, 4), (128, 3), (64, 4), (64, 3), (64, 2))
     ]
 
 
