@@ -14,6 +14,7 @@ from pallas_kernels.conv.window import Window
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
 ROWS = replace(SMALL, plan="rows")
 RESIDENT = replace(SMALL, plan="resident")
+FEW_PIXELS = WeightGradientConfig(64, 64, 2)
 
 
 CUBE = dict(strides=(1, 1, 1), dilation=(1, 1, 1))
@@ -132,7 +133,7 @@ class WeightsCase:
     kernel: tuple[int, ...] = (3, 3)
     padding: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
     dilation: tuple[int, ...] = (1, 1)
-    config: WeightGradientConfig = WeightGradientConfig(64, 64, 2)
+    config: WeightGradientConfig = FEW_PIXELS
 
     def check(self, multiprocessors):
         rng = np.random.default_rng(0)
