@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels.conv.conv import ConvConfig, conv
 from pallas_kernels.conv.weight_gradient import WeightGradientConfig, weight_gradient
 from pallas_kernels.conv.window import Window
+from tests.grids import parametrize
 
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
 ROWS = replace(SMALL, plan="rows")
@@ -121,7 +121,7 @@ INTERPRETED = (
 )
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+@parametrize("case", INTERPRETED, quick=(0, 1, 3, 4, 8, 13))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
@@ -166,17 +166,17 @@ class WeightsCase:
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        WeightsCase((2, 8, 8, 64)),
-        WeightsCase((3, 9, 11, 128), 128, config=WeightGradientConfig(128, 128, 2)),
-        WeightsCase((3, 8, 8, 64), config=WeightGradientConfig(64, 128, 2, parts=3)),
-        WeightsCase((1, 12, 9, 64), kernel=(2, 3), padding=((0, 1), (2, 1)), dilation=(2, 3)),
-        WeightsCase((1, 3, 8, 9, 64), kernel=(2, 3, 3), padding=((1, 0),) * 3, dilation=(1, 1, 1)),
-        WeightsCase((2, 1, 70, 64), kernel=(1, 4), padding=((0, 0), (3, 0))),
-    ],
-    ids=str,
+WEIGHTS = (
+    WeightsCase((2, 8, 8, 64)),
+    WeightsCase((3, 9, 11, 128), 128, config=WeightGradientConfig(128, 128, 2)),
+    WeightsCase((3, 8, 8, 64), config=WeightGradientConfig(64, 128, 2, parts=3)),
+    WeightsCase((1, 12, 9, 64), kernel=(2, 3), padding=((0, 1), (2, 1)), dilation=(2, 3)),
+    WeightsCase((1, 3, 8, 9, 64), kernel=(2, 3, 3), padding=((1, 0),) * 3, dilation=(1, 1, 1)),
+    WeightsCase((2, 8, 8, 24), 40),
+    WeightsCase((2, 1, 70, 64), kernel=(1, 4), padding=((0, 0), (3, 0))),
 )
+
+
+@parametrize("case", WEIGHTS, quick=(0, 1, 4))
 def test_weight_gradient_in_the_interpreter(case, interpreted_hopper):
     case.check(4)

@@ -12,8 +12,8 @@ the channels whose turn it is. There are three plans:
   channels, where every tile would bring them anew.
 """
 
-import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,16 +26,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
+from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import GROUP, Boxes, Window, best_box
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.product.cost import H200, Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.linear import preactivation
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig, Product, Ring, Step, part
-from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns, tiled
+from pallas_kernels.product.matmul import fitting as product_configs
+from pallas_kernels.product.matmul import matmul
+from pallas_kernels.product.matmul import predicted_time as product_time
+from pallas_kernels.product.operands import (
+    SWIZZLE_BYTES,
+    allocated_bytes,
+    swizzled_columns,
+    tiled,
+)
 
 Plan = Literal["taps", "rows", "resident"]
-INSTRUCTION_ROWS = 64
-"""Of a tile that one instruction takes at least."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,10 @@ class ConvConfig(MatmulConfig):
     turns_weights: bool = False
     """XLA copies the weights to [taps, features, channels] first, so that a tile may be any multiple of
     8 features wide."""
+
+
+Config = ConvConfig | MatmulConfig | FewRowsConfig
+"""Of a convolution; those of a matrix product where its window has one weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +115,7 @@ class ConvProduct(Product):
     def operand_memory(self) -> dict[str, Any]:
         stages, columns = self.config.stages, self.tile_k
         leading = (stages, self.boxes_of_slot)
-        x_rows = functools.reduce(int.__mul__, self.x_box)
+        x_rows = math.prod(self.x_box)
         swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
         x_smem = plgpu.RefUnion(
             tiled((*leading, x_rows, columns), self.dtype, columns),
@@ -233,7 +246,7 @@ class ConvProduct(Product):
             # All of a box follow one another.
             parts, height_of_part = 1, self.boxes.rows // width
         else:
-            parts = functools.reduce(int.__mul__, before)
+            parts = math.prod(before)
             height_of_part = self.boxes.box[-2]
         rows = height_of_part * width
         for row, index in itertools.product(range(self.rows_at_once), range(parts)):
@@ -268,6 +281,19 @@ class ConvCall:
     def result(self) -> tuple[int, ...]:
         return (self.sizes[0], *self.window.result(self.sizes[1:]))
 
+    def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
+        """What a window of one weight is as a matrix product."""
+        return Work(
+            m=math.prod(self.sizes),
+            n=self.features,
+            k=self.channels,
+            itemsize=jnp.dtype(self.dtype).itemsize,
+            read_bytes=read_bytes,
+            written_bytes=written_bytes,
+            activations=activations,
+            k_last=self.flipped,
+        )
+
     def product(self, config: ConvConfig) -> ConvProduct:
         halo = 0 if config.plan == "taps" else self.window.reach[-2]
         boxes = Boxes(self.result, best_box(self.result, config.tile_m, halo=halo))
@@ -300,36 +326,112 @@ class ConvCall:
         return None
 
 
-def candidates(call: ConvCall, *, read_bytes: int, written_bytes: int) -> list[ConvConfig]:
-    """Configs for a convolution, about the fastest first; not all fit into shared memory."""
-    slots = [(4, 2, 2), (3, 1, 1), (2, 1, 1)] if read_bytes else [(4, 1, 2), (3, 1, 1), (2, 1, 1)]
-    shapes = []
+def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
+    """Configs for a convolution; not all fit into shared memory."""
+    slots = [(4, 2, 2), (4, 1, 1)] if read_bytes else [(4, 1, 2), (4, 1, 1)]
+    slots += [(3, 1, 1), (2, 1, 1)]
     base = ConvConfig(epilogue_columns=32)
-    few = call.features <= 128
-    if few:
-        width = 64 if call.features <= 64 else 128
+    whole = swizzled_columns(call.dtype)
+    shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
+    shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
+    if call.window.kernel[-2] > 1:
         shapes += [
-            replace(base, plan=plan, tile_m=128, tile_n=width) for plan in ("resident", "rows")
+            replace(base, plan=plan, tile_n=width)
+            for plan, width in itertools.product(_PLANS_OF_ROWS, (whole, 2 * whole))
         ]
-    for width in (160, 192, 128, 64):
-        turned = not call.flipped and width % 64 != 0
-        if width < 2 * call.features:
-            shapes.append(replace(base, tile_n=width, turns_weights=turned))
-    if not shapes:
-        shapes.append(replace(base, tile_n=64))
-    shapes.sort(key=lambda shape: (shape.plan == "taps", _waste(call, shape)))
     return [
         replace(shape, stages=stages, read_slots=read, write_slots=write)
         for shape in shapes
+        if shape.tile_n == whole or shape.tile_n < 2 * call.features
         for stages, read, write in slots
         if call.why_not(shape) is None
     ]
 
 
-def _waste(call: ConvCall, config: ConvConfig) -> float:
-    """How many columns of tiles are computed for one of the result, narrow tiles counted for more."""
-    columns = pl.cdiv(call.features, config.tile_n) * config.tile_n
-    return columns / call.features * (1 + 24 / config.tile_n)
+_PLANS_OF_ROWS: tuple[Plan, ...] = ("resident", "rows")
+
+
+def fitting(
+    call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
+) -> Sequence[Config]:
+    """Candidates that fit into shared memory, predicted fastest first.
+
+    Args:
+      read_bytes: of an element of what the epilogue reads.
+      written_bytes: of an element of what it writes.
+      activations: that it evaluates for an element.
+    """
+    streams = (read_bytes, written_bytes, activations)
+    if call.window.is_pointwise:
+        return product_configs(call.as_product(*streams), call.multiprocessors)
+    return sorted(
+        (
+            config
+            for config in candidates(call, read_bytes=read_bytes)
+            if _shared_bytes(call, config, read_bytes, written_bytes) <= SHARED_MEMORY_BYTES
+        ),
+        key=lambda config: _time(call, config, *streams),
+    )
+
+
+def predicted_time(
+    call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
+) -> float:
+    """Microseconds of a convolution with the config that it takes by default; see `fitting`."""
+    streams = (read_bytes, written_bytes, activations)
+    if call.window.is_pointwise:
+        return product_time(call.as_product(*streams), call.multiprocessors)
+    configs = candidates(call, read_bytes=read_bytes)
+    return min(
+        _time(call, config, *streams)
+        for config in configs
+        if _shared_bytes(call, config, read_bytes, written_bytes) <= SHARED_MEMORY_BYTES
+    )
+
+
+def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int) -> int:
+    """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    ring = allocated_bytes(call.product(config).operand_memory())
+    streams = config.read_slots * read_bytes + config.write_slots * written_bytes
+    vectors_and_barriers = 3 * 1024
+    return (
+        ring + CONSUMERS * config.tile_m * config.epilogue_columns * streams + vectors_and_barriers
+    )
+
+
+def _time(
+    call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int, activations: int
+) -> float:
+    """Microseconds of the convolution with a config."""
+    product = call.product(config)
+    itemsize = jnp.dtype(call.dtype).itemsize
+    x_rows = math.prod(product.x_box)
+    weights = 0 if product.is_resident else product.rows_at_once * config.tile_n
+    down, across = product.tile_grid
+    elements = math.prod(call.result) * call.features
+    operands = math.prod(call.sizes) * call.channels
+    operands += call.window.taps * call.channels * call.features
+    work = cost.Work(
+        tiles=down * across,
+        rows=config.tile_m,
+        columns=config.tile_n,
+        slots=product.k_steps,
+        slot_bytes=product.tile_k * itemsize * (x_rows + weights),
+        multiplications_of_slot=product.rows_at_once
+        * config.tile_m
+        * config.tile_n
+        * product.tile_k,
+        narrow=config.tile_n <= 64,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        activations=activations,
+        memory_bytes=operands * itemsize + elements * (read_bytes + written_bytes),
+    )
+    turned = 0.0
+    if config.turns_weights:
+        moved = 2 * itemsize * call.window.taps * call.channels * call.features
+        turned = H200.xla_pass + moved * H200.xla_pass_byte
+    return cost.kernel(work, call.multiprocessors) + turned
 
 
 def why_unsupported(
@@ -372,15 +474,17 @@ def conv(
     before_rounding: BeforeRounding | None = None,
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
+    activations: int = 0,
     flipped: bool = False,
-    config: ConvConfig | None = None,
+    config: Config | None = None,
     multiprocessors: int,
     name: str = "conv",
 ) -> dict[str, jax.Array]:
     """What `epilogue` makes of the convolution of x [B, *spatial, C] with w [*kernel, C, F], by name.
 
     Args:
-      epilogue, outputs, before_rounding, vectors, matrices: as in `matmul`, of the result's shape.
+      epilogue, outputs, before_rounding, vectors, matrices, activations: as in `matmul`; matrices are
+        of the result's shape.
       flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
       name: of the kernel, in a profile.
     """
@@ -393,6 +497,27 @@ def conv(
         multiprocessors=multiprocessors,
         flipped=flipped,
     )
+    if window.is_pointwise:
+        assert not isinstance(config, ConvConfig)
+        flat = {
+            key: None if v is None else v.reshape(-1, call.features)
+            for key, v in (matrices or {}).items()
+        }
+        results = matmul(
+            x.reshape(-1, call.channels),
+            w.reshape(w.shape[-2:]),
+            epilogue=epilogue,
+            outputs=outputs,
+            before_rounding=before_rounding,
+            vectors=vectors,
+            matrices=flat,
+            activations=activations,
+            b_transposed=flipped,
+            config=config,
+            multiprocessors=multiprocessors,
+            name=name,
+        )
+        return {key: y.reshape(*call.result, call.features) for key, y in results.items()}
     vectors = {key: v for key, v in (vectors or {}).items() if v is not None}
     matrices = {key: v for key, v in (matrices or {}).items() if v is not None}
 
@@ -408,15 +533,18 @@ def conv(
         )
 
     if config is None:
-        config = next(
-            candidate
-            for candidate in candidates(
-                call,
-                read_bytes=sum(v.dtype.itemsize for v in matrices.values()),
-                written_bytes=sum(jnp.dtype(d).itemsize for d in outputs.values()),
-            )
-            if fused(candidate).shared_bytes <= SHARED_MEMORY_BYTES
+        ranked = fitting(
+            call,
+            read_bytes=sum(v.dtype.itemsize for v in matrices.values()),
+            written_bytes=sum(jnp.dtype(d).itemsize for d in outputs.values()),
+            activations=activations,
         )
+        config = next(
+            c
+            for c in ranked
+            if isinstance(c, ConvConfig) and fused(c).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    assert isinstance(config, ConvConfig)
     reason = call.why_not(config)
     if reason is not None:
         raise ValueError(f"conv: {reason}, got {config}; pass another config")
@@ -448,7 +576,7 @@ def forward(
     activation: str | None,
     save_preactivation: bool,
     multiprocessors: int,
-    config: ConvConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved)."""
 
@@ -466,6 +594,7 @@ def forward(
         vectors={"bias": bias},
         matrices={"residual": residual},
         outputs={"y": x.dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        activations=int(activation not in (None, "relu", "relu2")),
         multiprocessors=multiprocessors,
         config=config,
     )
@@ -478,7 +607,7 @@ def input_gradient(
     *,
     window: Window,
     multiprocessors: int,
-    config: ConvConfig | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """The gradient of x [B, *spatial, C] of a convolution by `window` with w [*kernel, C, F]."""
     results = conv(

@@ -6,7 +6,6 @@ same box of x, read from another row on. There are few tiles and many pixels, so
 computed in parts, by CTAs that take some of the pixels each; XLA adds the parts in a fixed order.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import Boxes, Window, best_box
 from pallas_kernels.product.epilogue import Epilogue
 from pallas_kernels.product.mainloop import (
@@ -199,32 +199,55 @@ def _best_parts(tiles: int, boxes: int, multiprocessors: int, *, step: float, pa
 
     def time(parts: int) -> float:
         rounds = pl.cdiv(tiles * parts, multiprocessors)
-        return rounds * (pl.cdiv(boxes, parts) + 2) * step + parts * part
+        steps = pl.cdiv(boxes, parts)
+        return cost.weight_gradient(step=step, steps=steps, rounds=rounds, parts=parts, part=part)
 
     most = min(boxes, 4 * pl.cdiv(multiprocessors, tiles))
     return min(range(1, most + 1), key=time)
 
 
-def why_unsupported(window: Window, channels: int, features: int) -> str | None:
+def why_unsupported(window: Window) -> str | None:
     """None where the kernel takes a convolution that `conv` takes, else why not."""
     if window.is_strided:
         return "the rows of a strided window do not follow one another"
+    if window.is_pointwise:
+        return "it is a matrix product"
     if window.kernel[-2] * CHANNELS * swizzled_columns(jnp.bfloat16) > ACCUMULATOR_ELEMENTS:
         return f"the window has {window.kernel[-2]} rows"
-    if channels % CHANNELS or features % CHANNELS:
-        return f"it takes multiples of {CHANNELS} channels"
     return None
 
 
-def candidates(window: Window, features: int) -> list[WeightGradientConfig]:
-    """Configs, about the fastest first; not all fit into shared memory."""
+def fitting(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> list[WeightGradientConfig]:
+    """Configs that fit into shared memory, predicted fastest first."""
     rows = window.kernel[-2] * CHANNELS
-    return [
+    configs = [
         WeightGradientConfig(tile_n, pixels, stages)
         for tile_n in (128, 64)
-        if (tile_n == 64 or features > 64) and rows * tile_n <= ACCUMULATOR_ELEMENTS
+        if (tile_n == 64 or dz.shape[-1] > 64) and rows * tile_n <= ACCUMULATOR_ELEMENTS
         for pixels, stages in ((128, 4), (128, 3), (64, 4), (64, 3), (64, 2))
     ]
+    calls = {config: _call(x, dz, window, multiprocessors, config) for config in configs}
+    fits = [c for c in configs if calls[c].shared_bytes <= hopper.SHARED_MEMORY_BYTES]
+    return sorted(fits, key=lambda config: _time(calls[config].product))
+
+
+def predicted_time(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> float:
+    """Microseconds of the gradient with the config that it takes by default."""
+    config = fitting(x, dz, window=window, multiprocessors=multiprocessors)[0]
+    return _time(_call(x, dz, window, multiprocessors, config).product)
+
+
+def _time(product: Product) -> float:
+    assert isinstance(product, _WeightProduct)
+    rows, columns = product.config.tile_m, product.part_n
+    step = rows * columns * product.boxes.rows / _MULTIPLICATIONS
+    return cost.weight_gradient(
+        step=step,
+        steps=product.k_steps,
+        rounds=pl.cdiv(product.tile_count, product.multiprocessors),
+        parts=product.parts,
+        part=product.m // product.parts * product.n * 8 / _BYTES,
+    )
 
 
 def weight_gradient(
@@ -236,14 +259,9 @@ def weight_gradient(
     config: WeightGradientConfig | None = None,
 ) -> jax.Array:
     """The gradient [*kernel, C, F], in float32, from x [B, *spatial, C] and dz [B, *spatial', F]."""
-    call = functools.partial(_call, x, dz, window, multiprocessors)
     if config is None:
-        config = next(
-            c
-            for c in candidates(window, dz.shape[-1])
-            if call(c).shared_bytes <= hopper.SHARED_MEMORY_BYTES
-        )
-    whole = call(config)
+        config = fitting(x, dz, window=window, multiprocessors=multiprocessors)[0]
+    whole = _call(x, dz, window, multiprocessors, config)
     product = whole.product
     assert isinstance(product, _WeightProduct)
     product.check_shared_bytes(whole.shared_bytes)
@@ -263,8 +281,8 @@ def weight_gradient(
 
 
 def _call(
-    x: jax.Array,
-    dz: jax.Array,
+    x: Any,
+    dz: Any,
     window: Window,
     multiprocessors: int,
     config: WeightGradientConfig,

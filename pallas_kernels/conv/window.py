@@ -45,6 +45,11 @@ class Window:
     def is_strided(self) -> bool:
         return any(stride > 1 for stride in self.strides)
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each value of the result is made of one pixel, and each pixel makes one."""
+        return self.taps == 1 and not self.is_strided and not any(map(any, self.padding))
+
     def result(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The size of the result for a picture of these sizes."""
         return tuple(
