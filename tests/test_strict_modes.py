@@ -476,7 +476,7 @@ MODULES = {
     "ConvNeXtBlock": (
         (D,),
         dict(kernel_size=(3, 3), drop_path_rate=0.5),
-        ("ConvNeXtBlock", dict(kernel_size=(3, 3), drop_path_rate=0.5)),
+        ("ConvNeXtBlock", dict(kernel_size=(3, 3), drop_path_rate=0.5, deterministic=False)),
         (B, 4, 5, D),
     ),
     "GroupNorm": ((D, 4), {}, ("GroupNorm", dict(num_groups=4)), (B, T, D)),

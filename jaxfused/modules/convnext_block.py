@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxfused.modules.linear import QuantizedKernel
 from jaxfused.modules.mlp import Layer, mlp
+from jaxfused.reference.promotion import along_last_axis, common_dtype
 
 
 def scaled_mlp(
@@ -28,12 +28,12 @@ def scaled_mlp(
     kernel, bias = down
     if drop is None and not isinstance(kernel, QuantizedKernel):
         if scale is not None:
-            wide = jnp.promote_types(kernel.dtype, scale.dtype)
-            kernel = kernel.astype(wide) * scale.astype(wide)
-            bias = None if bias is None else bias.astype(wide) * scale.astype(wide)
+            kernel = kernel.astype(common_dtype(kernel.dtype, scale.dtype))
+            kernel = kernel * along_last_axis(scale, kernel)
+            bias = None if bias is None else bias.astype(kernel.dtype) * scale.astype(kernel.dtype)
         total = mlp(y, up, (kernel, bias), residual=residual, **options)
         return total.astype(residual.dtype)
     branch = mlp(y, up, down, residual=None, **options)
-    branch = branch if scale is None else branch * scale.astype(branch.dtype)
+    branch = branch if scale is None else branch * along_last_axis(scale, branch)
     branch = branch if drop is None else drop(branch)
-    return (residual + branch).astype(residual.dtype)
+    return residual + branch.astype(residual.dtype)
