@@ -76,10 +76,10 @@ def conv(
       Array([1., 5.], dtype=float32)
 
     Where a kernel runs, forward-mode differentiation and gradients of gradients need
-    `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's dtype, and
-    nothing where that is relu, whose result says enough. The Pallas kernels take padding with zeros
-    as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the input of a
-    convolution with strides is XLA's.
+    `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's
+    dtype, and nothing where that is relu, whose result says enough. The Pallas kernels take padding
+    with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
+    input of a convolution with strides is XLA's.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.
