@@ -257,6 +257,14 @@ def test_what_the_dense_kernels_refuse(hopper, change, message):
     assert kernels(lambda: jaxfused.conv(**(arguments | change))) == []
 
 
+def test_dense_kernels_leave_what_32_bits_do_not_count_to_xla(hopper):
+    x = jax.ShapeDtypeStruct((2, 2**15, 2**15, 8), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.bfloat16)
+    assert kernels(jaxfused.conv, x, w) == []
+    with pytest.raises(ValueError, match="at most 1073741824 pixels, and x has 2147483648"):
+        jax.eval_shape(lambda x, w: jaxfused.conv(x, w, implementation="pallas"), x, w)
+
+
 @parametrize("spatial", [(8, 56, 56), (4, 16, 28, 28), (64, 400)], quick=(0,))
 @parametrize("channels", [64, 320], quick=(0,))
 @parametrize("kernel", [1, 3], quick=(0, 1))

@@ -69,6 +69,7 @@ def why_unsupported(
         compute_capability=device.compute_capability,
         dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
         channels={"x": w.shape[-2], "the result": w.shape[-1]},
+        pixels=math.prod(x.shape[:-1]),
         window=window,
     )
 

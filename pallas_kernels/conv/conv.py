@@ -44,6 +44,8 @@ from pallas_kernels.product.operands import (
     tiled,
 )
 
+MAX_PIXELS = 2**30
+"""Of all images: with what tiles have beyond the edges, they are still counted by 32 bits."""
 Plan = Literal["taps", "rows", "resident"]
 
 
@@ -439,6 +441,7 @@ def why_unsupported(
     compute_capability: tuple[int, int] | None,
     dtypes: Mapping[str, Any],
     channels: Mapping[str, int],
+    pixels: int,
     window: Window,
 ) -> str | None:
     """None where the convolution can run, else why not.
@@ -446,6 +449,7 @@ def why_unsupported(
     Args:
       dtypes: of the operands, by name, None for an absent one.
       channels: of x, "x", and of the result.
+      pixels: of all images of x.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -456,6 +460,8 @@ def why_unsupported(
     for name, count in channels.items():
         if count % GROUP:
             return f"it takes multiples of {GROUP} channels, and {name} has {count}"
+    if pixels > MAX_PIXELS:
+        return f"it takes at most {MAX_PIXELS} pixels, and x has {pixels}"
     if window.is_strided:
         if len(window.kernel) > 2:
             return "it takes strides of pictures with rows and columns only"
