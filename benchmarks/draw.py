@@ -20,6 +20,8 @@ HEAD_SIZES = (32, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
 
 MOST_ELEMENTS = 2**27
 """Of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
+MOST_FLOPS = 1.5e12
+"""Of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
 
 
 class Draw:

@@ -235,7 +235,7 @@ def kernels_and_operands():
         for save in (False, True):
             layer = linear.Layer("linear forward", activation, jnp.dtype(BF16), save, None)
             yield layer, (x, w, b, h)
-    yield linear._ActivationGradient("silu", True), (h, h)
+    yield linear.ActivationGradient("silu", True), (h, h)
     yield mlp._HiddenAndSlope("silu", None), (x, w, b)
     yield mlp._HiddenGradientBySlope(True, None), (dy, w.T, h)
     yield mlp._HiddenGradient("silu", True, None), (dy, w.T, h)

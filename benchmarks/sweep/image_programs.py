@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxfused
 from benchmarks.case import Arrays
-from benchmarks.sweep.image_configs import DepthwiseConv, ImageNorm, Pool, Upsample
+from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
 from benchmarks.sweep.random_arrays import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
@@ -60,6 +60,60 @@ def image_norm(config: ImageNorm) -> Programs:
         ours,
         {"two passes": stock(False), "fast variance": stock(True)},
         differentiable=3 + config.residual,
+    )
+
+
+def conv(config: Conv) -> Programs:
+    dtype, param_dtype = (
+        jnp.dtype(config.dtype),
+        jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype),
+    )
+    window = (config.window,) * config.axes
+    deviation = (config.window**config.axes * config.channels) ** -0.5
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = RandomArrays(key)
+        operands = [random.normal(config.shape, dtype)]
+        weights = (*window, config.channels, config.out)
+        operands.append(random.normal(weights, param_dtype, deviation=deviation))
+        if config.bias:
+            operands.append(random.small(config.out, param_dtype))
+        results = 2 if config.residual else 1
+        return (*operands, *(random.normal(config.result, dtype) for _ in range(results)))
+
+    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
+        x, w, *rest = args
+        bias = rest.pop(0) if config.bias else None
+        return x, w, bias, rest.pop(0) if config.residual else None
+
+    def ours(*args: jax.Array) -> Any:
+        x, w, bias, residual = split(args)
+        return jaxfused.conv(
+            x,
+            w,
+            bias,
+            strides=config.stride,
+            kernel_dilation=config.dilation,
+            activation=config.activation,
+            residual=residual,
+        )
+
+    def stock(*args: jax.Array) -> Any:
+        x, w, bias, residual = split(args)
+        letters = "DHW"[-config.axes :]
+        y = lax.conv_general_dilated(
+            x,
+            w.astype(x.dtype),
+            (config.stride,) * config.axes,
+            "SAME",
+            rhs_dilation=(config.dilation,) * config.axes,
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        )
+        y = y if bias is None else y + bias.astype(y.dtype)
+        return ACTIVATIONS[config.activation](y if residual is None else y + residual)
+
+    return Programs(
+        make_inputs, ours, {"flax": stock}, differentiable=2 + config.bias + config.residual
     )
 
 

@@ -25,7 +25,7 @@ from benchmarks.sweep.configs import (
     QKVProjection,
     Rope,
 )
-from benchmarks.sweep.image_configs import DepthwiseConv, ImageNorm, Pool, Upsample
+from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
 from benchmarks.sweep.random_arrays import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
@@ -40,6 +40,7 @@ def of(config: Config) -> Programs:
         QKVProjection: _qkv_projection,
         CrossEntropy: _cross_entropy,
         ImageNorm: image_programs.image_norm,
+        Conv: image_programs.conv,
         DepthwiseConv: image_programs.depthwise_conv,
         Pool: image_programs.max_pool,
         Upsample: image_programs.upsample,

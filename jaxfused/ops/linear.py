@@ -195,7 +195,7 @@ def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
     if preactivation is None:
         dz, dbias = dy.astype(x.dtype), None if bias is None else sum_rows(dy, bias.dtype)
     else:
-        gradient = _ActivationGradient(str(options.activation), bias is not None)
+        gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
     return (
@@ -395,7 +395,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class _ActivationGradient:
+class ActivationGradient:
     """(dz, dz summed over the rows) of dy and the preactivation z [M, F]; sums are float32 [F]."""
 
     activation: str
