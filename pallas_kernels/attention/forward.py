@@ -77,7 +77,9 @@ class ForwardConfig:
 
     def _blocks(self, size: int, lengths: tuple[int, ...], contracted: int) -> Columns:
         layout = Columns.of(size, lengths, contracted)
-        widens = self.wide_blocks and not layout.copies_tiles and layout.swizzled == SWIZZLED_COLUMNS
+        widens = (
+            self.wide_blocks and not layout.copies_tiles and layout.swizzled == SWIZZLED_COLUMNS
+        )
         return Columns.in_wide_blocks(size) if widens else layout
 
     def has_own_output(self, shape: Shape) -> bool:
