@@ -62,7 +62,7 @@ _FORWARD = {
     "pallas, a row for each warp": _Kernel(1.5, 0.254, 0.0126),
     "pallas, a row for each CTA": _Kernel(1.4, 0.261),
     "cuda, few rows": _Kernel(2.0, 0.54, 0.07),
-    "cuda, narrow": _Kernel(2.4, 0.282),
+    "cuda, narrow": _Kernel(2.7, 0.235),
     "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
     "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
     "cuda, odd": _Kernel(7.7, 0.317),
