@@ -18,6 +18,11 @@ VISION_TOKENS = (49, 64, 144, 196, 197, 256, 257, 576, 577, 729, 784, 1024, 1370
 HEAD_SIZES = (32, 64, 64, 64, 72, 80, 96, 112, 128, 128, 128, 160, 192, 256)
 """Those that are met most stand here more than once."""
 
+MOST_ELEMENTS = 2**27
+"""Of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
+MOST_FLOPS = 1.5e12
+"""Of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
+
 
 class Draw:
     """A stream of random choices that depends on a seed and a name alone."""

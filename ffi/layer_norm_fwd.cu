@@ -585,7 +585,9 @@ constexpr int kWideTeam = 128;
 // each loads the parameters anew, which shows where few blocks are resident, and most where they go
 // to shared memory.
 int neighbouring_rows(const ForwardArgs& args, int shared_parameters, int resident) {
-  const bool warp = args.team_size <= kWarpSize;
+  // A block takes many narrow rows at a step, and a run of a step would be all prologue.
+  if (args.team_size < kWarpSize) return 0;
+  const bool warp = args.team_size == kWarpSize;
   if (!warp && shared_parameters > 1) return 0;
   if (args.residual != nullptr) return warp ? 1 : 2;
   if (!warp && args.team_size < kWideTeam) return 0;

@@ -21,22 +21,69 @@ from pallas_kernels.product import quantized_weights
 
 
 def share_unions(monkeypatch) -> None:
-    """Lets members of a `RefUnion` that have one shape and dtype be the same memory, for one test.
+    """Lets members of a `RefUnion` be the same memory, for one test.
 
     The interpreter gives each member memory of its own, as JAX promises nothing about how they
-    overlap. On a GPU a block of memory one swizzled piece wide is the same bytes with and without tiles.
+    overlap. On a GPU a block of memory one swizzled piece wide is the same bytes with and without tiles,
+    and with its rows as one axis or as several. Members of one shape are made one, so that races
+    are found between them; members of several shapes are views of the memory of the first.
     """
+
+    def members_of(aval):
+        members = jaxpr_interpret.union_members(aval)
+        return members, [jaxpr_interpret._member_inner_aval(member) for member in members]
 
     def resolve(aval, keys, transforms):
         if not isinstance(aval, core.AbstractRefUnion):
             return keys, transforms
         extract, *rest = transforms
-        members = jaxpr_interpret.union_members(aval)
-        logical = [jaxpr_interpret._member_inner_aval(member) for member in members]
+        members, logical = members_of(aval)
         named = logical[[member.transforms[0] for member in members].index(extract)]
         return keys[logical.index(named)], tuple(rest)
 
+    def tag(token, keys, groups):
+        del groups
+        memory = gpu_callbacks._get_shared_memory()
+        first, *others = (gpu_callbacks.HostAllocationKey.from_array(key) for key in keys)
+        content = memory.mem[first].content
+        for other in others:
+            buffer = memory.mem[other]
+            if buffer.shape != content.shape:
+                buffer._content = content.reshape(buffer.shape)
+        return token
+
     monkeypatch.setattr(jaxpr_interpret, "resolve_ref", resolve)
+    monkeypatch.setattr(
+        gpu_callbacks,
+        "_tag_ref_union",
+        lambda token, keys, alias_group_idxs: tag(token, keys, alias_group_idxs),
+    )
+
+
+def fill_before_the_start(monkeypatch) -> None:
+    """Has copies read zeros before an array's start too, as they do beyond its end, for one test."""
+    shared = gpu_callbacks.memory.GPUSharedMemory
+    read = shared.get_buffer_content
+
+    def read_from(self, key, access, *args, **kwargs):
+        before = [isinstance(r, slice) and r.start < 0 for r in access.range]
+        if not any(before):
+            return read(self, key, access, *args, **kwargs)
+        inside = tuple(
+            slice(0, max(0, r.stop), r.step) if negative else r
+            for r, negative in zip(access.range, before, strict=True)
+        )
+        found, described, clock = read(
+            self, key, dataclasses.replace(access, range=inside), *args, **kwargs
+        )
+        filled = np.zeros(access.shape, described.dtype)
+        if found is not None:
+            kept = [r for r in access.range if isinstance(r, slice)]
+            starts = [max(0, -r.start) for r in kept]
+            filled[tuple(slice(a, a + n) for a, n in zip(starts, found.shape, strict=True))] = found
+        return filled, described, clock
+
+    monkeypatch.setattr(shared, "get_buffer_content", read_from)
 
 
 def align_copies(monkeypatch) -> None:

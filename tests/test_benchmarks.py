@@ -13,6 +13,7 @@ from benchmarks import (
     __main__,
     attention,
     ceilings,
+    conv,
     end_to_end,
     end_to_end_jax,
     end_to_end_report,
@@ -51,7 +52,8 @@ LOSS_CASES = {
     case.name: case
     for case in losses.cases(logits=[(24, 300)], layers=[(24, 16, 300)], images=[(3, 8, 8)])
 }
-ALL_CASES = CASES | PRODUCT_CASES | LOSS_CASES
+CONV_CASES = {case.name: case for case in conv.cases(shapes=[(2, 6, 5, 8, 16)])}
+ALL_CASES = CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES
 
 
 def result_of(case, times, **rows):
@@ -125,6 +127,15 @@ def test_case_with_products_counts_operands_and_operations(name):
     assert case.bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
     flops = end_to_end_jax.product_flops(jax.make_jaxpr(case.jax["xla"])(*inputs).jaxpr)
     assert case.flops == flops // (2 if "causal" in name else 1)
+
+
+@pytest.mark.parametrize("name", [n for n in CONV_CASES if n.endswith(" forward")])
+def test_case_of_a_convolution_counts_each_operand_once(name):
+    case = CONV_CASES[name]
+    inputs = jax.eval_shape(case.make_inputs, jax.random.key(0))
+    outputs = jax.eval_shape(case.jax["xla"], *inputs)
+    assert case.bytes == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((inputs, outputs)))
+    assert case.flops == 2 * (2 * 6 * 5) * 9 * 8 * 16
 
 
 def test_attention_takes_its_logits_once_more_for_the_gradient():

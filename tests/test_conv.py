@@ -11,8 +11,11 @@ import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda.depthwise_conv import Window
 from jaxfused.semantics.activation import activate
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.conv import CASES, DEPTHWISE_CASES, DEPTHWISE_KERNEL_CASES
+from tests.cases.conv import CASES, DENSE_CASES, DEPTHWISE_CASES, DEPTHWISE_KERNEL_CASES
+from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
@@ -165,12 +168,118 @@ def test_derivatives_of_both_orders_and_modes():
         ({"x": jnp.ones((2, 5, 5, 4)), "w": jnp.ones((3, 3, 4, 6)), "padding": "CAUSAL"}, "CAUSAL"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
         ({"implementation": "cuda"}, "the CUDA kernels of conv are depthwise, and x has"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of conv yet"),
+        ({"implementation": "pallas"}, "it needs a Hopper GPU"),
+        (
+            {"implementation": "pallas", "padding": "CIRCULAR"},
+            "the Pallas kernels of conv are dense, and padding is 'CIRCULAR'",
+        ),
     ],
 )
 def test_errors(change, message):
     with pytest.raises(ValueError, match=f"conv: .*{message}"):
         jaxfused.conv(**({"x": jnp.ones((2, 5, 4)), "w": jnp.ones((3, 4, 6))} | change))
+
+
+# --- dense kernels --------------------------------------------------------------------------------
+
+
+def dense(case, implementation="pallas"):
+    def ours(x, w, bias, residual):
+        return jaxfused.conv(
+            x, w, bias, residual=residual, implementation=implementation, **case.options
+        )
+
+    def plain(*args):
+        return plain_conv(*args, **case.options)
+
+    return ours, plain
+
+
+@parametrize("case", DENSE_CASES, quick=(0, 2, 3))
+def test_dense_kernels_in_the_interpreter(case, interpreted_hopper):
+    with dispatch.recorded() as choices:
+        args = case.arguments(jnp.bfloat16)
+        assert_values_and_gradients(*dense(case), *args, cotangents=1)
+    chosen = {choice.stage: choice.implementation for choice in choices}
+    assert chosen["conv dense forward"] == "pallas"
+    strided = case.options.get("strides", 1) > 1
+    assert chosen["conv dense input gradient"] == ("xla" if strided else "pallas")
+
+
+@pytest.fixture
+def dense_stand_ins(hopper, monkeypatch):
+    """The operator's way to its dense kernels, with XLA in their place and for any dtype."""
+
+    def convolve(x, w, window):
+        return jax.lax.conv_general_dilated(
+            x, w, window.strides, window.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def forward(x, w, bias, residual, *, window, activation, save_preactivation, **_):
+        z = convolve(x, w, window)
+        z = z if bias is None else z + bias
+        z = z if residual is None else z + residual
+        return activate(activation, z), z if save_preactivation else None
+
+    def input_gradient(dy, w, *, window, **_):
+        turned = jnp.flip(w, (0, 1)).swapaxes(2, 3)
+        return convolve(dy, turned, window.transposed())
+
+    def weight_gradient(x, dz, *, window, **_):
+        w = jax.ShapeDtypeStruct((*window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
+        return jax.linear_transpose(lambda w: convolve(x, w, window), w)(dz)[0]
+
+    monkeypatch.setattr(pallas_conv, "why_unsupported", lambda **_: None)
+    monkeypatch.setattr(pallas_conv, "forward", forward)
+    monkeypatch.setattr(pallas_conv, "input_gradient", input_gradient)
+    monkeypatch.setattr(pallas_weight_gradient, "weight_gradient", weight_gradient)
+
+
+def test_transforms_of_the_way_to_the_dense_kernels(dense_stand_ins):
+    case = DENSE_CASES[0]
+    assert_transforms(dense(case)[0], *case.arguments(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(x=jnp.ones((2, 5, 5, 8))), "x has dtype float32"),
+        (dict(w=jnp.ones((3, 3, 8, 12))), "multiples of 8 channels, and the result has 12"),
+        (dict(input_dilation=2, padding=1), "the input is dilated"),
+        (dict(strides=2), "multiples of 64 channels, and x has 8"),
+        (dict(w=jnp.ones((3, 3, 4, 8)), feature_group_count=2), "x has 2 groups of channels"),
+    ],
+)
+def test_what_the_dense_kernels_refuse(hopper, change, message):
+    arguments = dict(x=jnp.ones((2, 5, 5, 8), jnp.bfloat16), w=jnp.ones((3, 3, 8, 8)))
+    with pytest.raises(ValueError, match=message):
+        jaxfused.conv(**(arguments | change), implementation="pallas")
+    assert kernels(lambda: jaxfused.conv(**(arguments | change))) == []
+
+
+def test_dense_kernels_leave_what_32_bits_do_not_count_to_xla(hopper):
+    x = jax.ShapeDtypeStruct((2, 2**15, 2**15, 8), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.bfloat16)
+    assert kernels(jaxfused.conv, x, w) == []
+    with pytest.raises(ValueError, match="at most 1073741824 pixels, and x has 2147483648"):
+        jax.eval_shape(lambda x, w: jaxfused.conv(x, w, implementation="pallas"), x, w)
+
+
+@parametrize("spatial", [(8, 56, 56), (4, 16, 28, 28), (64, 400)], quick=(0,))
+@parametrize("channels", [64, 320], quick=(0,))
+@parametrize("kernel", [1, 3], quick=(0, 1))
+def test_dense_kernels_lower(hopper, spatial, channels, kernel):
+    x = jax.ShapeDtypeStruct((*spatial, channels), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((*(kernel,) * (len(spatial) - 1), channels, channels), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((channels,), jnp.float32)
+
+    def conv(x, w, bias):
+        return jaxfused.conv(x, w, bias, activation="silu", implementation="pallas")
+
+    assert kernels(conv, x, w, bias) == ["conv"]
+    gradient = jax.grad(lambda *args: conv(*args).astype(jnp.float32).sum(), (0, 1, 2))
+    launched = ["conv", "conv_input_gradient"] + ["conv_weight_gradient"] * (kernel > 1)
+    assert kernels(gradient, x, w, bias) == launched
 
 
 # --- depthwise kernels ----------------------------------------------------------------------------

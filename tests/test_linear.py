@@ -312,3 +312,28 @@ def test_sums_of_rows_are_those_of_float32(shape, dtype):
     sums = jax.jit(sum_rows, static_argnums=1)(dy, jnp.float32)
     expected = np.asarray(dy, np.float64).sum(axis=tuple(range(len(shape) - 1)))
     chex.assert_trees_all_close(sums, expected.astype(np.float32), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows, width", [(1, 215), (4, 271), (28, 512)])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_gradients_have_their_operands_dtypes(implementation, rows, width):
+    """Whichever implementation the sizes call for."""
+
+    def loss(x, w, b):
+        h = jaxfused.linear(x, w, b, activation="silu", implementation=implementation)
+        h = h + jaxfused.mlp(x, w, b, w.T, b[:width], implementation=implementation) @ w
+        return h @ w.T + jaxfused.gated_mlp(x, w, w, w.T, implementation=implementation)
+
+    def gradients(x, w, b):
+        y, vjp = jax.vjp(loss, x, w, b)
+        return vjp(y)
+
+    operands = (
+        jax.ShapeDtypeStruct((rows, width), "bfloat16"),
+        jax.ShapeDtypeStruct((width, 2 * width), "bfloat16"),
+        jax.ShapeDtypeStruct((2 * width,), "bfloat16"),
+    )
+    with dispatch.assume(dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)):
+        chex.assert_trees_all_equal_shapes_and_dtypes(
+            jax.eval_shape(gradients, *operands), operands
+        )

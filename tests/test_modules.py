@@ -369,6 +369,74 @@ def test_conv_norm_act_with_batch_norm(training):
     )
 
 
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_convnext_block(scale):
+    nnx = jaxfused.nnx.ConvNeXtBlock(
+        D, kernel_size=(3, 3), layer_scale=scale, rngs=flax.nnx.Rngs(0)
+    )
+    linen = jaxfused.linen.ConvNeXtBlock(kernel_size=(3, 3), layer_scale=scale)
+    x = normal(0, B, 5, 4, D)
+
+    def plain(params, x):
+        conv = flax.linen.Conv(D, (3, 3), feature_group_count=D)
+        y = linen_apply(flax.linen.LayerNorm())(
+            params["norm"], linen_apply(conv)(params["conv"], x)
+        )
+        h = linen_apply(flax.linen.Dense(4 * D))(params["mlp"]["up"], y)
+        h = jax.nn.gelu(h, approximate=False)
+        y = linen_apply(flax.linen.Dense(D))(params["mlp"]["down"], h)
+        return x + (y if scale is None else params["layer_scale"] * y)
+
+    assert_same(nnx, linen, plain, shared_params(nnx, linen, x), x)
+
+
+def test_convnext_block_drops_whole_paths():
+    options = dict(kernel_size=(3, 3), layer_scale=1.0, drop_path_rate=0.5)
+    nnx = jaxfused.nnx.ConvNeXtBlock(D, rngs=flax.nnx.Rngs(0), **options)
+    linen = jaxfused.linen.ConvNeXtBlock(**options)
+    x = normal(0, 16, 3, 3, D)
+    variables = linen.init(jax.random.key(0), x, deterministic=True)
+    whole = linen.apply(variables, x, deterministic=True) - x
+    dropped = (
+        linen.apply(variables, x, deterministic=False, rngs={"dropout": jax.random.key(1)}) - x
+    )
+    kept = jnp.any(dropped != 0, axis=(1, 2, 3))
+    assert 0 < kept.sum() < 16
+    np.testing.assert_allclose(dropped[kept], 2 * whole[kept], atol=1e-5)
+    changed = jnp.any(nnx(x, deterministic=False, rngs=jax.random.key(2)) != x, axis=(1, 2, 3))
+    assert 0 < changed.sum() < 16
+
+
+@pytest.mark.parametrize(("bottleneck", "strides"), [(True, 1), (True, 2), (False, 1), (False, 2)])
+def test_resnet_block(bottleneck, strides):
+    before, after = 4 * D, 4 * D if bottleneck else D
+    options = dict(strides=strides, bottleneck=bottleneck, norm="group_norm", num_groups=2)
+    nnx = jaxfused.nnx.ResNetBlock(before, D, rngs=flax.nnx.Rngs(0), **options)
+    linen = jaxfused.linen.ResNetBlock(D, **options)
+    x = normal(0, B, 6, 5, before)
+
+    def plain(params, x):
+        def layer(name, x, features, size, step):
+            conv = flax.linen.Conv(features, size, step, use_bias=False)
+            norm = flax.linen.GroupNorm(2, epsilon=1e-5)
+            y = linen_apply(conv)(params[name]["conv"], x)
+            return linen_apply(norm)(params[name]["norm"], y)
+
+        residual = x
+        if after != before or strides > 1:
+            residual = layer("shortcut", x, after, (1, 1), strides)
+        if bottleneck:
+            y = jax.nn.relu(layer("layer1", x, D, (1, 1), 1))
+            y = jax.nn.relu(layer("layer2", y, D, (3, 3), strides))
+            y = layer("layer3", y, 4 * D, (1, 1), 1)
+        else:
+            y = jax.nn.relu(layer("layer1", x, D, (3, 3), strides))
+            y = layer("layer2", y, D, (3, 3), 1)
+        return jax.nn.relu(y + residual)
+
+    assert_same(nnx, linen, plain, shared_params(nnx, linen, x), x)
+
+
 def test_conv_norm_act_with_group_norm():
     options = dict(norm="group_norm", num_groups=2, activation="silu", feature_group_count=2)
     nnx = jaxfused.nnx.ConvNormAct(4, 6, 3, rngs=flax.nnx.Rngs(0), **options)

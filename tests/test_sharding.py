@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import cuda, ops, reference, sharding
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
 from tests.grids import parametrize
 
@@ -1042,3 +1044,76 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
     expected = jax.jit(functools.partial(results, "xla"))(x, w, dy)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+# --- dense convolution ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dense_stand_ins(hopper, monkeypatch):
+    """One image after the other, which XLA cannot partition, for any dtype."""
+
+    def convolve(x, w, window):
+        return lax.conv_general_dilated(
+            x, w, window.strides, window.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def forward(x, w, bias, residual, *, window, activation, save_preactivation, **_):
+        del residual
+        z = lax.map(lambda image: convolve(image[None], w, window)[0], x) + bias
+        return jnp.maximum(z, 0), z if save_preactivation else None
+
+    def input_gradient(dy, w, *, window, **_):
+        turned = jnp.flip(w, (0, 1)).swapaxes(2, 3)
+        return lax.map(lambda dy: convolve(dy[None], turned, window.transposed())[0], dy)
+
+    def weight_gradient(x, dz, *, window, **_):
+        w = jnp.zeros_like(x, shape=(*window.kernel, x.shape[-1], dz.shape[-1]))
+
+        def gradient(image):
+            x, dz = (a[None] for a in image)
+            return jax.vjp(lambda w: convolve(x, w, window), w)[1](dz)[0]
+
+        return lax.map(gradient, (x, dz)).sum(0)
+
+    monkeypatch.setattr(pallas_conv, "why_unsupported", lambda **_: None)
+    monkeypatch.setattr(pallas_conv, "forward", forward)
+    monkeypatch.setattr(pallas_conv, "input_gradient", input_gradient)
+    monkeypatch.setattr(pallas_weight_gradient, "weight_gradient", weight_gradient)
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    ("images", "weights", "result"),
+    [
+        (P(AXES), P(), P(AXES)),
+        (P("data"), P(None, None, None, "sequence"), P("data", None, None, "sequence")),
+    ],
+    ids=("batch", "features"),
+)
+def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 6, 6, 16)).astype(np.float32)
+    w = rng.normal(size=(3, 3, 16, 32)).astype(np.float32)
+    bias = rng.normal(size=32).astype(np.float32)
+    dy = rng.normal(size=(8, 6, 6, 32)).astype(np.float32)
+
+    def results(implementation, x, w, bias, dy):
+        def f(x, w, bias):
+            return jaxfused.conv(x, w, bias, activation="relu", implementation=implementation)
+
+        y, vjp = jax.vjp(f, x, w, bias)
+        return y, vjp(dy)
+
+    mesh = make_mesh(axis_type, axis_type)
+    specs = (images, weights, P(*weights[-1:]), result)
+    placed = place(mesh, specs, (x, w, bias, dy))
+    actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
+    split = weights != P()
+    # The gradient to x wants all features.
+    assert (count("all-gather", text) > 0) == split
+    expected = jax.jit(functools.partial(results, "xla"))(x, w, bias, dy)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)

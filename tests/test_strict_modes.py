@@ -473,6 +473,12 @@ MODULES = {
         ("ConvNormAct", dict(features=8, kernel_size=3, norm="group_norm", num_groups=2)),
         (B, T, D),
     ),
+    "ConvNeXtBlock": (
+        (D,),
+        dict(kernel_size=(3, 3), drop_path_rate=0.5),
+        ("ConvNeXtBlock", dict(kernel_size=(3, 3), drop_path_rate=0.5, deterministic=False)),
+        (B, 4, 5, D),
+    ),
     "GroupNorm": ((D, 4), {}, ("GroupNorm", dict(num_groups=4)), (B, T, D)),
     "InstanceNorm": ((D,), {}, ("InstanceNorm", {}), (B, T, D)),
     "LayerNorm": ((D,), {}, ("LayerNorm", {}), (B, T, D)),
@@ -491,6 +497,12 @@ MODULES = {
         dict(input_dtype="int8"),
         ("QuantizedDense", dict(features=8, input_dtype="int8")),
         (B, T, D),
+    ),
+    "ResNetBlock": (
+        (D, 8),
+        dict(norm="group_norm", num_groups=4),
+        ("ResNetBlock", dict(features=8, norm="group_norm", num_groups=4)),
+        (B, 4, 5, D),
     ),
     "RotaryEmbedding": ((), {}, ("RotaryEmbedding", {}), (B, T, 4, 8)),
     "TransformerBlock": (

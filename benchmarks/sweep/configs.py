@@ -5,12 +5,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from benchmarks.draw import HEAD_SIZES, VISION_TOKENS, Draw
+from benchmarks.draw import HEAD_SIZES, MOST_ELEMENTS, MOST_FLOPS, VISION_TOKENS, Draw
+from benchmarks.sweep import image_configs
+from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
 
-MOST_ELEMENTS = 2**27
-"""Of the largest operand: 256 MiB in bfloat16, several times what any L2 holds."""
-MOST_FLOPS = 1.5e12
-"""Of a forward pass: a few milliseconds on an H200, so that float32 checks it in a second."""
 MOST_TRUTH_LOGITS = 2**30
 """Of the query heads that share a key head, which the truth of attention holds at a time."""
 
@@ -235,6 +233,7 @@ class CrossEntropy:
 
 
 Config = Norm | Attention | Linear | MLP | Rope | QKVProjection | CrossEntropy
+Config |= ImageNorm | Conv | DepthwiseConv | Pool | Upsample
 
 
 def _least(size: int) -> int:
@@ -447,6 +446,12 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
     "rope": _rope,
     "qkv_projection": _qkv_projection,
     "softmax_cross_entropy": _cross_entropy,
+    "group_norm": lambda draw: image_configs.image_norm(draw, "group_norm"),
+    "batch_norm": lambda draw: image_configs.image_norm(draw, "batch_norm"),
+    "conv": image_configs.conv,
+    "depthwise_conv": image_configs.depthwise_conv,
+    "max_pool": image_configs.max_pool,
+    "upsample": image_configs.upsample,
 }
 
 
@@ -484,6 +489,12 @@ def from_line(line: str) -> Config:
         "rope": Rope,
         "qkv_projection": QKVProjection,
         "softmax_cross_entropy": CrossEntropy,
+        "group_norm": ImageNorm,
+        "batch_norm": ImageNorm,
+        "conv": Conv,
+        "depthwise_conv": DepthwiseConv,
+        "max_pool": Pool,
+        "upsample": Upsample,
     }
     kind = kinds[values["operator"]]
     names = {field.name for field in fields(kind)}

@@ -4,8 +4,7 @@ Stock is what a user of JAX and Flax writes, never jaxfused's own reference. Whe
 forms all are timed and the fastest counts.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxfused
-from benchmarks.case import Arrays, Function, gradient_in_jax
-from benchmarks.sweep import attention
+from benchmarks.case import Arrays, Function
+from benchmarks.sweep import attention, image_programs
 from benchmarks.sweep.configs import (
     MLP,
     Attention,
@@ -26,54 +25,8 @@ from benchmarks.sweep.configs import (
     QKVProjection,
     Rope,
 )
-
-EPSILON = 1e-6
-
-ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
-    None: lambda x: x,
-    "relu": jax.nn.relu,
-    "gelu_tanh": jax.nn.gelu,
-    "gelu_erf": partial(jax.nn.gelu, approximate=False),
-    "silu": jax.nn.silu,
-}
-
-
-@dataclass(frozen=True)
-class Programs:
-    """Functions of the same operands, of which the first `differentiable` get gradients."""
-
-    make_inputs: Callable[[jax.Array], Arrays]
-    """From a key: the operands, then a cotangent for each result."""
-    ours: Function
-    stock: Mapping[str, Function]
-    """By form; empty where XLA would need more memory than it is given."""
-    differentiable: int
-    cotangents: int = 1
-    peers: Mapping[str, Function] = field(default_factory=dict)
-    terms: tuple[float, ...] = ()
-    """For results and gradients: the usual size of terms that may cancel, 0 where none do."""
-    reference: Function | None = None
-    """The formula of stock in little memory: by default the first form of stock itself."""
-
-    def whole(self, forward: Function, with_gradient: bool) -> Function:
-        """(*operands, *cotangents) to results, and to gradients too if asked."""
-        if with_gradient:
-            return gradient_in_jax(forward, self.differentiable, self.cotangents)
-        return lambda *args: _as_tuple(forward(*args[: -self.cotangents]))
-
-    def plain(self) -> Function:
-        """What says how accurate low precision can be, and in float32 what is true."""
-        return self.reference or next(iter(self.stock.values()))
-
-    def in_float32(self) -> Function:
-        """Results and gradients in float32 throughout, products included."""
-        whole = self.whole(self.plain(), with_gradient=True)
-
-        def run(*args: jax.Array) -> Arrays:
-            with jax.default_matmul_precision("highest"):
-                return whole(*(_widened(a) for a in args))
-
-        return run
+from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
+from benchmarks.sweep.random_arrays import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
 def of(config: Config) -> Programs:
@@ -86,35 +39,13 @@ def of(config: Config) -> Programs:
         Rope: _rope,
         QKVProjection: _qkv_projection,
         CrossEntropy: _cross_entropy,
+        ImageNorm: image_programs.image_norm,
+        Conv: image_programs.conv,
+        DepthwiseConv: image_programs.depthwise_conv,
+        Pool: image_programs.max_pool,
+        Upsample: image_programs.upsample,
     }
     return build[type(config)](config)
-
-
-def _as_tuple(outputs: Any) -> Arrays:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-class _Random:
-    """Arrays of a stream of keys."""
-
-    def __init__(self, key: jax.Array):
-        self._keys = iter(jax.random.split(key, 16))
-
-    def normal(self, shape: tuple[int, ...], dtype: Any, *, mean=0.0, deviation=1.0) -> jax.Array:
-        values = jax.random.normal(next(self._keys), shape, dtype)
-        return (mean + deviation * values).astype(dtype)
-
-    def weight(self, shape: tuple[int, int], dtype: Any) -> jax.Array:
-        """[D, F] that keeps the variance of what it multiplies."""
-        return self.normal(shape, dtype, deviation=shape[0] ** -0.5)
-
-    def small(self, size: int, dtype: Any, mean: float = 0.0) -> jax.Array:
-        """A bias, or a scale about 1."""
-        return self.normal((size,), dtype, mean=mean, deviation=0.1)
 
 
 # --- norms ----------------------------------------------------------------------------------------
@@ -125,7 +56,7 @@ def _norm(config: Norm) -> Programs:
     has_mean = config.operator == "layer_norm"
 
     def make_inputs(key: jax.Array) -> Arrays:
-        random = _Random(key)
+        random = RandomArrays(key)
         operands = [random.normal(shape, dtype, mean=0.5, deviation=2.0)]
         operands.append(random.small(config.width, jnp.float32, mean=1.0))
         if config.bias:
@@ -191,7 +122,7 @@ def attention_programs(config: Attention) -> Programs:
     key_shape = (config.batch, config.keys, config.key_heads, config.head_size)
 
     def make_inputs(key: jax.Array) -> Arrays:
-        random = _Random(key)
+        random = RandomArrays(key)
         operands = [random.normal(shape, dtype) for shape in (query, key_shape, key_shape)]
         if config.bias_batch:
             shape = (config.bias_batch, config.heads, config.queries, config.keys)
@@ -244,7 +175,7 @@ def _linear(config: Linear) -> Programs:
     )
 
     def make_inputs(key: jax.Array) -> Arrays:
-        random = _Random(key)
+        random = RandomArrays(key)
         operands = [random.normal((*rows, config.width), dtype)]
         operands.append(random.weight((config.width, config.out), param_dtype))
         if config.bias:
@@ -285,7 +216,7 @@ def _linear(config: Linear) -> Programs:
 
 def _mlp_inputs(config: MLP, weights: list[tuple[int, int]], key: jax.Array) -> Arrays:
     """X, each weight with its bias, the residual and the cotangent."""
-    random, dtype, param_dtype = _Random(key), jnp.dtype(config.dtype), _param_dtype(config)
+    random, dtype, param_dtype = RandomArrays(key), jnp.dtype(config.dtype), _param_dtype(config)
     shape = (config.batch, config.tokens, config.width)
     operands = [random.normal(shape, dtype)]
     for weight in weights:
@@ -377,7 +308,7 @@ def _rope(config: Rope) -> Programs:
     shapes = [(config.batch, config.tokens, n, config.head_size) for n in heads]
 
     def make_inputs(key: jax.Array) -> Arrays:
-        random = _Random(key)
+        random = RandomArrays(key)
         rows = [random.normal(shape, dtype) for shape in shapes]
         tables = _angles(config.tokens, config.rotary_dim) if config.tables else ()
         return (*rows, *tables, *(random.normal(shape, dtype) for shape in shapes))
@@ -450,7 +381,7 @@ def _qkv_projection(config: QKVProjection) -> Programs:
     differentiable = 2 + config.bias + 2 * config.norm
 
     def make_inputs(key: jax.Array) -> Arrays:
-        random = _Random(key)
+        random = RandomArrays(key)
         operands = [random.normal((*rows, config.width), dtype)]
         operands.append(random.weight((config.width, config.out), param_dtype))
         if config.bias:

@@ -12,13 +12,18 @@ from examples.errors import run_command
 from examples.images import read_image
 from examples.training import Run
 from examples.vit.data import centre_crop
-from examples.vit.train import create, make_predict
+from examples.vit.train import Create, create_vit, make_predict
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; `argv` replaces the command line."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    module: str = "examples.vit.predict",
+    create: Create = create_vit,
+) -> None:
+    """Runs the command; `argv` replaces the command line, and `create` makes another model."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.vit.predict", description=__doc__.splitlines()[0]
+        prog=f"python -m {module}", description="Prints the classes of images."
     )
     parser.add_argument(
         "checkpoint", type=Path, help="the --out of a run, or one of its checkpoints/N"

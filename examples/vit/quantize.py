@@ -19,7 +19,7 @@ from examples.errors import run_command
 from examples.images import Loader
 from examples.training import Run
 from examples.vit.data import HeldOut
-from examples.vit.train import check_classes, create, load_data, make_predict
+from examples.vit.train import check_classes, create_vit, load_data, make_predict
 
 # int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights become floats
 # again.
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags.data = None if folder is None else Path(folder)
     data = load_data(flags)
     check_classes(run, data)
-    graphdef, params = create(flags, channels=data.channels, classes=len(data.classes))
+    graphdef, params = create_vit(flags, channels=data.channels, classes=len(data.classes))
     model = nnx.merge(graphdef, run.restore(dict(params=params))["params"])
 
     print(f"{'':5}  {'size':>9}  {'accuracy':>8}  {'images/s':>9}")

@@ -7,8 +7,9 @@ minutes; with `--data DIR` it learns the images in DIR/train/CLASS and DIR/val/C
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -62,8 +63,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     train(parse_flags(make_parser("examples.vit.train", out="runs/vit"), argv))
 
 
-def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
-    """Trains as the flags say, on the devices of `placement`."""
+class Create(Protocol):
+    """Makes the model of the flags: its structure and its initial parameters."""
+
+    def __call__(
+        self,
+        args: argparse.Namespace,
+        *,
+        channels: int,
+        classes: int,
+        placement: OneDevice = ONE_DEVICE,
+    ) -> tuple[nnx.GraphDef, dict]: ...
+
+
+def train(
+    args: argparse.Namespace, placement: OneDevice = ONE_DEVICE, *, create: Create | None = None
+) -> None:
+    """Trains as the flags say, on the devices of `placement`; `create` makes another model."""
+    create = create_vit if create is None else create
     data = load_data(args, rows=placement.rows(args.batch_size))
     epoch_steps = training.steps_per_epoch(args, data.train_size)
     channels, classes = data.channels, len(data.classes)
@@ -130,7 +147,7 @@ def train(args: argparse.Namespace, placement: OneDevice = ONE_DEVICE) -> None:
     print(share)
 
 
-def create(
+def create_vit(
     args: argparse.Namespace,
     *,
     channels: int,
@@ -180,11 +197,17 @@ def make_predict(graphdef: nnx.GraphDef, *, dtype: str, placement: OneDevice = O
     return placement.predict(predict)
 
 
-def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
-    """The flags of a training that is started by `python -m module`."""
+def make_parser(
+    module: str,
+    *,
+    out: str,
+    models: Mapping[str, Any] = MODELS,
+    description: str = "Trains a Vision Transformer on handwritten digits, or on a folder of images.",
+) -> argparse.ArgumentParser:
+    """The flags of a training of one of `models` that is started by `python -m module`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
-        description="Trains a Vision Transformer on handwritten digits, or on a folder of images.",
+        description=description,
         epilog="Defaults are those of the digits. With --data they are: "
         + ", ".join(f"{name} {value}" for name, value in _FOLDER_DEFAULTS.items()),
     )
@@ -208,7 +231,7 @@ def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
     )
     images.add_argument("--no-flip", action="store_true", help="never mirror, with --data")
     model = parser.add_argument_group("model")
-    model.add_argument("--model", choices=MODELS, metavar="NAME", help=", ".join(MODELS))
+    model.add_argument("--model", choices=models, metavar="NAME", help=", ".join(models))
     model.add_argument(
         "--pool", choices=("token", "mean"), help="where the class is read (%(default)s)"
     )
@@ -225,10 +248,15 @@ def make_parser(module: str, *, out: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_flags(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    *,
+    folder_model: str = str(_FOLDER_DEFAULTS["model"]),
+) -> argparse.Namespace:
     """The flags, with the defaults of the data that they name."""
     if parser.parse_args(argv).data is not None:
-        parser.set_defaults(**_FOLDER_DEFAULTS)
+        parser.set_defaults(**{**_FOLDER_DEFAULTS, "model": folder_model})
     return training.parse_flags(parser, argv)
 
 

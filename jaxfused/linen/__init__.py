@@ -10,6 +10,7 @@ from jaxfused.linen.attention import attention_fn as attention_fn
 from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
 from jaxfused.linen.conv import Conv as Conv
 from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
+from jaxfused.linen.convnext_block import ConvNeXtBlock as ConvNeXtBlock
 from jaxfused.linen.group_norm import GroupNorm as GroupNorm
 from jaxfused.linen.instance_norm import InstanceNorm as InstanceNorm
 from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
@@ -18,5 +19,6 @@ from jaxfused.linen.linear import Dense as Dense
 from jaxfused.linen.mlp import MLP as MLP
 from jaxfused.linen.mlp import GatedMLP as GatedMLP
 from jaxfused.linen.quantized_linear import QuantizedDense as QuantizedDense
+from jaxfused.linen.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock

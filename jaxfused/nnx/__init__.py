@@ -9,6 +9,7 @@ from jaxfused.nnx.attention import attention_fn as attention_fn
 from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
+from jaxfused.nnx.convnext_block import ConvNeXtBlock as ConvNeXtBlock
 from jaxfused.nnx.group_norm import GroupNorm as GroupNorm
 from jaxfused.nnx.instance_norm import InstanceNorm as InstanceNorm
 from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
@@ -17,5 +18,6 @@ from jaxfused.nnx.linear import Linear as Linear
 from jaxfused.nnx.mlp import MLP as MLP
 from jaxfused.nnx.mlp import GatedMLP as GatedMLP
 from jaxfused.nnx.quantized_linear import QuantizedLinear as QuantizedLinear
+from jaxfused.nnx.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock

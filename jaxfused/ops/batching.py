@@ -37,3 +37,23 @@ def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[
         return f(*[next(remaining) if b else a for b, a in zip(batched, args, strict=True)])
 
     return jax.lax.map(entry, [a for b, a in zip(batched, args, strict=True) if b])
+
+
+def merged_images(
+    axis_size: int, in_batched: Sequence[Any], images: Sequence[jax.Array | None]
+) -> list[Any]:
+    """Returns arrays [B, ...] of images with the batch of a `jax.vmap` merged into theirs."""
+    return [
+        None if array is None else array.reshape(-1, *array.shape[2:])
+        for array in batch_all(axis_size, in_batched, images)
+    ]
+
+
+def unmerged_images(
+    axis_size: int, results: Sequence[jax.Array | None]
+) -> tuple[jax.Array | None, ...]:
+    """Returns results over merged images with the batch of the `jax.vmap` as first axis."""
+    return tuple(
+        None if array is None else array.reshape(axis_size, -1, *array.shape[1:])
+        for array in results
+    )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops import depthwise_conv
+from jaxfused.ops import dense_conv, depthwise_conv
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 
@@ -76,7 +76,10 @@ def conv(
       Array([1., 5.], dtype=float32)
 
     Where a kernel runs, forward-mode differentiation and gradients of gradients need
-    `implementation="xla"`.
+    `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's
+    dtype, and nothing where that is relu, whose result says enough. The Pallas kernels take padding
+    with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
+    input of a convolution with strides is XLA's.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.
@@ -102,25 +105,37 @@ def conv(
         shape = jax.eval_shape(run, x, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
     device = dispatch.current_device(x, residual)
-    window = depthwise_conv.window_of(x, w, **geometry)
-    missing = {"pallas": depthwise_conv.NO_PALLAS}
-    if isinstance(window, str):
-        missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {window}"
-    why_xla = None
-    if not (isinstance(window, str) or sharding.is_explicit(x) or sharding.is_explicit(w)):
+    depthwise = depthwise_conv.window_of(x, w, **geometry)
+    missing = {}
+    why_xla = dispatch.why_unmeasured("dense_conv")
+    if isinstance(depthwise, str):
+        missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
+        dense = dense_conv.window_of(x, w, **geometry)
+        why_not_dense = dense_conv.why_unsupported(device, dense, x, w, residual)
+        if why_not_dense is not None:
+            missing["pallas"] = why_not_dense
+    else:
+        missing["pallas"] = depthwise_conv.NO_PALLAS
         # JAX's own convolution refuses channels that are split under Explicit axes.
-        why_xla = depthwise_conv.why_xla(window)
+        explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
+        why_xla = None if explicit else depthwise_conv.why_xla(depthwise)
     if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         return run(x, w, bias, residual)
-    assert isinstance(window, depthwise_conv.Window)
-    return depthwise_conv.depthwise_conv(
-        Runner(implementation, device),
+    runner = Runner(implementation, device)
+    if not isinstance(depthwise, str):
+        return depthwise_conv.depthwise_conv(
+            runner, x, w, bias, residual, window=depthwise, activation=activation
+        )
+    assert not isinstance(dense, str)
+    return dense_conv.dense_conv(
+        runner,
         x,
         w,
         bias,
         residual,
-        window=window,
+        window=dense,
         activation=activation,
+        precision=precision,
     )
 
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.cuda.depthwise_conv import Window
-from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import value_and_slope
 
-NO_PALLAS = "there is no Pallas kernel of conv yet"
+NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
 
 
 def why_xla(window: Window) -> str | None:
@@ -192,8 +192,8 @@ class _Forward:
     def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
         if is_batched(in_batched[1:3]):
             return None
-        merged = _merged(axis_size, (in_batched[0], in_batched[3]), (x, residual))
-        return _unmerged(axis_size, call(self, merged[0], w, bias, merged[1]))
+        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
+        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,9 @@ class _InputGradient:
     def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
         if is_batched(in_batched[1]):
             return None
-        return _unmerged(axis_size, call(self, *_merged(axis_size, in_batched[:1], (dz,)), w))
+        return unmerged_images(
+            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
+        )
 
 
 @dataclass(frozen=True)
@@ -315,15 +317,3 @@ def _reasons(device: dispatch.Device, x: Any, window: Window, residual=None) -> 
         "pallas": NO_PALLAS,
         "xla": None,
     }
-
-
-def _merged(axis_size: int, in_batched, images) -> list[jax.Array | None]:
-    """Images with the batch of a `jax.vmap` merged into them."""
-    return [
-        None if a is None else a.reshape(-1, *a.shape[2:])
-        for a in batch_all(axis_size, in_batched, images)
-    ]
-
-
-def _unmerged(axis_size: int, results: Results) -> Results:
-    return tuple(None if a is None else a.reshape(axis_size, -1, *a.shape[1:]) for a in results)

@@ -36,7 +36,8 @@ class Norm:
     @property
     def is_small_for_xla(self) -> bool:
         """Whether XLA's program without a mean starts sooner than a kernel that others cannot join."""
-        few = self.rows == 1 or (not self.aligned and self.rows * self.features <= _SMALL)
+        few = self.rows <= (1 if self.features <= _FEW_ROWS_FEATURES else 2)
+        few = few or (not self.aligned and self.rows * self.features <= _SMALL)
         return few and not self.subtract_mean
 
     @property
@@ -61,7 +62,7 @@ _FORWARD = {
     "pallas, a row for each warp": _Kernel(1.5, 0.254, 0.0126),
     "pallas, a row for each CTA": _Kernel(1.4, 0.261),
     "cuda, few rows": _Kernel(2.0, 0.54, 0.07),
-    "cuda, narrow": _Kernel(2.4, 0.282),
+    "cuda, narrow": _Kernel(2.7, 0.235),
     "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
     "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
     "cuda, odd": _Kernel(7.7, 0.317),
@@ -70,6 +71,7 @@ _FORWARD = {
     "xla": _Kernel(1.7, 0.26),
     "xla, mean square": _Kernel(1.2, 0.32),
     "xla, small": _Kernel(1.0, 0.7),
+    "xla, before its gradient": _Kernel(1.8, 0.32),
     "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
     "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
     "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
@@ -104,6 +106,8 @@ _NARROW_FEATURES = 256
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _MANY_ROWS = 6000
+_FEW_ROWS_FEATURES = 4096
+"""Up to it CUDA has a kernel of few rows."""
 _SMALL = 300_000
 """Values of a matrix."""
 _RESIDUAL_XLA = 1.6
@@ -118,6 +122,9 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     if implementation == "xla":
         if norm.aligned:
             name = "xla, with statistics" if saves_statistics else "xla"
+            if saves_statistics and not norm.subtract_mean and _backward_is_xla(norm):
+                # Its two halves share what they read.
+                name = "xla, before its gradient"
         else:
             name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
         if name == "xla" and norm.features <= 2048:
@@ -177,6 +184,18 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         name = "cuda, beyond shared memory"
     microseconds = _BACKWARD[name].microseconds(megabytes, norm.rows)
     return microseconds * (_GENERAL if norm.general else 1.0)
+
+
+def _backward_is_xla(norm: Norm) -> bool:
+    """Whether no kernel is expected to be faster in the backward."""
+    kernels = ["cuda"]
+    matrices = 3 if norm.residual else 2
+    if pallas_layer_norm.backward_candidates(
+        norm.rows, norm.features, norm.itemsize, matrices, norm.parameters
+    ):
+        kernels.append("pallas")
+    fastest = min(backward_microseconds(kernel, norm) for kernel in kernels)
+    return backward_microseconds("xla", norm) < fastest
 
 
 def _pallas(config: RowConfig) -> str:

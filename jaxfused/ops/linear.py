@@ -473,7 +473,9 @@ class _InputGradient:
                 dy, w, multiprocessors=device.multiprocessors, config=config
             )
         else:
-            dx = product("mf,df->md", dy, w, dtype=dy.dtype, precision=self.precision)
+            dx = product(
+                "mf,df->md", dy, w, dtype=dy.dtype, out_dtype=dy.dtype, precision=self.precision
+            )
         return (dx,)
 
     configs = product_configs

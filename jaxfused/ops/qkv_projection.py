@@ -274,8 +274,10 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
     ends = (flat[0].shape[-1], flat[0].shape[-1] + flat[1].shape[-1])
     if _takes_one_product(run, x, weights):
-        dy = jnp.concatenate(flat, axis=-1)
-        dw = weight_gradient(x, dy, weights[0].dtype, options.precision)
+        # In the very form that XLA's gradient of x takes, so that it is written once.
+        dy = jnp.concatenate([dy.reshape(-1, dy.shape[-1]) for dy in flat], axis=-1)
+        rows = x.reshape(-1, x.shape[-1])
+        dw = weight_gradient(rows, dy, weights[0].dtype, options.precision)
         dws = jnp.split(dw, ends, axis=-1)
         dbs = None if biases[0] is None else jnp.split(sum_rows(dy, biases[0].dtype), ends)
     else:

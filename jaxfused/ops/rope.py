@@ -288,8 +288,9 @@ class _Rotation:
             pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head, itemsize) < 16
         )
         moves_vectors = cuda.rope.moves_vectors(*head, itemsize)
-        if not (moves_vectors or self.interleaved):
-            # Value by value halves take CUDA longer than XLA.
+        few = q.size * itemsize <= _FEW_BYTES
+        if not moves_vectors and (few or not self.interleaved):
+            # Value by value halves take CUDA longer than XLA, and little data takes it no less.
             return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
         return dispatch.preferring("cuda", reasons) if narrow and moves_vectors else reasons
 
@@ -326,6 +327,9 @@ class _Rotation:
         rows = q.shape[1 if is_batched(in_batched[0]) else 0 : -3]
         q, k = batch_all(axis_size, in_batched[:2], (q, k))
         return call(self, q, k, *batch_tables(axis_size, in_batched[2:], (cos, sin), rows))
+
+
+_FEW_BYTES = 2**16
 
 
 class _Residuals(NamedTuple):

@@ -49,7 +49,7 @@ def tables(
     positions: jax.Array, rotary_dim: int, theta: float, scaling: RopeScaling
 ) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) of float32 angles, positions.shape + (rotary_dim / 2,)."""
-    frequencies = jnp.asarray(scaling.frequencies(rotary_dim, theta), jnp.float32)
+    frequencies = _frequencies(scaling, rotary_dim, theta)
     positions = positions.astype(jnp.float32)[..., None]
     return _cos_sin(positions * along_last_axis(frequencies, positions), scaling)
 
@@ -62,7 +62,7 @@ def axial_tables(
     The other half turn with the column; both halves have the frequencies of rotary_dim / 2.
     """
     scaling = RopeScaling()
-    frequencies = jnp.asarray(scaling.frequencies(rotary_dim // 2, theta), jnp.float32)
+    frequencies = _frequencies(scaling, rotary_dim // 2, theta)
     shape = (height, width, rotary_dim // 4)
     row, column = (
         jnp.broadcast_to(
@@ -72,6 +72,16 @@ def axial_tables(
     )
     angles = jnp.concatenate([row, column], axis=-1)
     return _cos_sin(angles.reshape(height * width, rotary_dim // 2), scaling)
+
+
+def _frequencies(scaling: RopeScaling, rotary_dim: int, theta: float) -> jax.Array:
+    """[rotary_dim / 2], of float32.
+
+    XLA has one kernel for the cosines and the sines of angles that both read, but not where all that
+    they share is a constant: the barrier hides that it is one.
+    """
+    frequencies = jnp.asarray(scaling.frequencies(rotary_dim, theta), jnp.float32)
+    return jax.lax.optimization_barrier(frequencies)
 
 
 def _cos_sin(angles: jax.Array, scaling: RopeScaling) -> tuple[jax.Array, jax.Array]:

@@ -111,7 +111,6 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
     guess therefore has as many consumers as registers have room for their tiles, and then the largest
     blocks that fit. Where that leaves half of the multiprocessors idle, it has one consumer.
     """
-    del logits  # The guess is the same whatever is done to each logit.
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
         configs = (
@@ -139,19 +138,35 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
         )
     # Two narrower blocks take longer than a wide one.
     wide_blocks = any(size % SWIZZLED_COLUMNS > 32 for size in (shape.head_size, shape.value_size))
-    head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
-    together = max(1, _CACHED_BYTES // head_bytes) * shape.group
+    together = _heads_together(shape, logits, configs[0].query_block, multiprocessors)
     configs = tuple(
-        replace(config, heads_together=together, wide_blocks=wide_blocks) for config in configs
+        replace(config, heads_together=together[0], wide_blocks=wide_blocks) for config in configs
     )
+    if any(layout.count > 1 for layout in configs[0].columns(shape)):
+        # Between the products of several blocks, consumers in turns get in each other's way less.
+        configs = tuple(sorted(configs, key=lambda config: not config.takes_turns))
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
-    if together > shape.group:
-        legal.append(replace(legal[0], heads_together=shape.group))
+    legal += [replace(legal[0], heads_together=heads) for heads in together[1:]]
     if wide_blocks:
         legal.append(replace(legal[0], wide_blocks=False))
     return tuple(legal)
+
+
+def _heads_together(
+    shape: Shape, logits: Logits, query_block: int, multiprocessors: int
+) -> list[int]:
+    """Returns the numbers of heads whose tiles may run next to each other, the best guess first.
+
+    The heads of a group share K and V. More heads together only help where a CTA has few tiles that
+    visit unequal numbers of keys: then the long ones run first, and the short ones fill up the end.
+    """
+    head_bytes = 2 * shape.key_count * (shape.head_size + shape.value_size)
+    most = max(1, _CACHED_BYTES // head_bytes) * shape.group
+    few = shape.query_tiles(query_block) < 6 * multiprocessors
+    numbers = [most, shape.group] if few and logits.mask.is_causal else [shape.group, most]
+    return list(dict.fromkeys(numbers))
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> ForwardConfig:

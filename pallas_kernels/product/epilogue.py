@@ -22,7 +22,6 @@ from pallas_kernels.product.mainloop import (
     TileEpilogue,
     TilePlace,
 )
-from pallas_kernels.product.operands import block
 from pallas_kernels.store import store_unoptimized
 
 Function = Callable[..., Mapping[str, jax.Array]]
@@ -105,7 +104,7 @@ class Epilogue:
     def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
         c = self.config
-        return block((CONSUMERS, slots), c.tile_m, c.epilogue_columns, dtype)
+        return self.product.stream_memory((CONSUMERS, slots), c.epilogue_columns, dtype)
 
     def of_tile(
         self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
@@ -227,7 +226,7 @@ class _EpilogueOfTile:
         return pl.ds(self.n_start + chunk * width, width)
 
     def _block(self, ref, chunk: int):
-        return ref.at[pl.ds(self.place.m_start, self.epilogue.config.tile_m), self._columns(chunk)]
+        return self.epilogue.product.rows_at(ref, self.place.m_start, self._columns(chunk))
 
     def _matrix_full(self, slot: int):
         return self.smem["matrix_full"].at[

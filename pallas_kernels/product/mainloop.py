@@ -18,7 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import REDUCTION_BYTES, SHARED_MEMORY_BYTES
-from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns
+from pallas_kernels.product.operands import (
+    OperandTile,
+    allocated_bytes,
+    block,
+    swizzled_columns,
+)
 from pallas_kernels.product.quantized_weights import Format, QuantizedTile
 
 CONSUMERS = 2
@@ -201,10 +206,21 @@ class Product:
         return min(self.multiprocessors // self.config.cluster, self.tile_count)
 
     @property
+    def steps_of_terms(self) -> tuple[int, ...]:
+        """Slots of the ring that each term's operands fill for a tile of the output."""
+        return tuple(pl.cdiv(k, self.tile_k) for k in self.ks)
+
+    @property
     def k_steps(self) -> int:
         if self.quantized is not None:
             return self.raw_steps * (self.raw_step // self.tile_k)
-        return sum(pl.cdiv(k, self.tile_k) for k in self.ks)
+        return sum(self.steps_of_terms)
+
+    @property
+    def copies_of_slot(self) -> int:
+        """Arrivals at the barrier of a slot: of copies, or of the warpgroup that converts b."""
+        of_b = self.products * self.b_tile.blocks if self.quantized is None else 1
+        return self.a_tile.blocks + of_b + (2 if self.scales_steps else 0)
 
     @property
     def raw_step(self) -> int:
@@ -269,14 +285,14 @@ class Product:
             of_steps, rest = rest[: len(step_scales)], rest[len(step_scales) :]
             wg_idx = lax.axis_index("wg")
             if self.quantized is None:
-                producer = _Producer(self, _Ring(**ring), a_gmem, b_gmem, of_steps)
+                producer = _Producer(self, Ring(**ring), a_gmem, b_gmem, of_steps)
             else:
-                producer = _Converter(self, _Ring(**ring), a_gmem, b_gmem)
+                producer = _Converter(self, Ring(**ring), a_gmem, b_gmem)
             lax.cond(
                 wg_idx == CONSUMERS,
                 lambda: producer.run(),
                 lambda: _Consumer(
-                    self, _Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
+                    self, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
                 ).run(),
             )
 
@@ -294,18 +310,26 @@ class Product:
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*terms, *bs, *step_scales, *others)
 
+    def operand_memory(self) -> dict[str, Any]:
+        """Shared memory for the operands in the ring, and what else they need there."""
+        stages = self.config.stages
+        return dict(
+            a_smem=self.a_tile.memory(stages),
+            b_smem=[self.b_tile.memory(stages) for _ in range(self.products)],
+        )
+
+    def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
+        """What holds `columns` of a tile's rows on their way to or from an array with rows like a's."""
+        return block(leading, self.config.tile_m, columns, dtype)
+
     def _ring_memory(self) -> dict[str, Any]:
         c = self.config
         takers = 1 if c.ping_pong else CONSUMERS
-        ring = dict(
-            a_smem=self.a_tile.memory(c.stages),
-            b_smem=[self.b_tile.memory(c.stages) for _ in range(self.products)],
+        ring = self.operand_memory() | dict(
             # A warpgroup has to see every phase of a barrier that it waits on: in ping-pong each has
             # its own.
             full=plgpu.Barrier(
-                num_arrivals=self.a_tile.blocks
-                + (self.products * self.b_tile.blocks if self.quantized is None else 1)
-                + (2 if self.scales_steps else 0),
+                num_arrivals=self.copies_of_slot,
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
@@ -351,9 +375,78 @@ class Product:
         """The slot after this one in the ring."""
         return lax.select(slot == self.config.stages - 1, jnp.int32(0), slot + 1)
 
+    def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
+        """The rows of a warpgroup's tile in an array with rows like a's, and some of its columns."""
+        return ref.at[pl.ds(m_start, self.config.tile_m), columns]
+
+    def copy_once(self, ring: "Ring", b_gmem: Sequence[Any]) -> None:
+        """Has copied what stays in shared memory for all tiles."""
+
+    def await_once(self, ring: "Ring") -> None:
+        """Waits, in each warpgroup that multiplies, for what `copy_once` has copied."""
+
+    def copy_step(
+        self,
+        ring: "Ring",
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: "Step",
+        full: Any,
+    ) -> None:
+        """Has the operands of a step copied, `copies_of_slot` times with an arrival at `full`."""
+        k_start = step.k_idx * self.tile_k
+
+        def a_matrix(first, second):
+            return a_gmem[step.term].at[first, second]
+
+        self.a_tile.copy(a_matrix, ring.a_smem, slot, step.m_start, k_start, full)
+        for index in range(self.products):
+            place = self.blocks[step.term * self.products + index]
+            self.b_tile.copy(
+                place.view(b_gmem, self.b_transposed),
+                ring.b_smem[index],
+                slot,
+                step.n_idx * self.part_n,
+                k_start,
+                full,
+                collective_axes="cta" if self.config.cluster > 1 else None,
+            )
+
+    def instructions(
+        self, acc_ref: Any, ring: "Ring", slot: Any, k_idx: Any, share: Any, shares: int
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        """What is multiplied in a slot: the part of the accumulators it is added to, a and b.
+
+        Args:
+          k_idx: the step of the tile that the slot holds, counted over all terms.
+          share: which of as many equal `shares` of a tile's rows is this warpgroup's.
+        """
+        del k_idx
+        for index, b_smem in enumerate(ring.b_smem):
+            for columns, b in self.b_tile.operands(b_smem, slot):
+                for rows, a in self.a_tile.operands(ring.a_smem, slot, share, shares):
+                    start = index * self.part_n
+                    yield (
+                        part(acc_ref, rows, slice(start + columns.start, start + columns.stop)),
+                        a.transpose((1, 0)) if self.a_transposed else a,
+                        b.transpose((1, 0)) if self.b_transposed else b,
+                    )
+
 
 @dataclass(frozen=True)
-class _Ring:
+class Step:
+    """A step of a tile: where the tile lies, and which part of the sums is next."""
+
+    m_start: Any
+    n_idx: Any
+    term: int
+    k_idx: Any
+    """Of the term's steps."""
+
+
+@dataclass(frozen=True)
+class Ring:
     """The slots for tiles of operands in shared memory, and their barriers."""
 
     a_smem: Any
@@ -369,6 +462,8 @@ class _Ring:
     raw: Any = None
     """Quantised tiles of b, which only the warpgroup that copies reads."""
     raw_full: Any = None
+    once: Any = None
+    """What stays in shared memory for all tiles is there."""
 
 
 @dataclass(frozen=True)
@@ -376,13 +471,14 @@ class _Producer:
     """The warpgroup that fills the ring, tile by tile of the output and step by step along K."""
 
     product: Product
-    ring: _Ring
+    ring: Ring
     a_gmem: Sequence[Any]
     b_gmem: Sequence[Any]
     step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
+        self.product.copy_once(self.ring, self.b_gmem)
         nothing = (jnp.int32(0), jnp.int32(0))
         slot, filled = lax.fori_loop(0, self.product.tiles_of_cluster(), self._fill_tile, nothing)
         self._await_readers(slot, filled)
@@ -390,9 +486,9 @@ class _Producer:
     def _fill_tile(self, sequence_idx, carry):
         """Fills slots for all steps of a tile; carries the next slot and how many were filled."""
         m_start, n_idx = self.product.position(sequence_idx)
-        for term, k in enumerate(self.product.ks):
+        for term, steps in enumerate(self.product.steps_of_terms):
             fill = functools.partial(self._fill_slot, sequence_idx, m_start, n_idx, term)
-            carry = lax.fori_loop(0, pl.cdiv(k, self.product.tile_k), fill, carry)
+            carry = lax.fori_loop(0, steps, fill, carry)
         return carry
 
     def _fill_slot(self, sequence_idx, m_start, n_idx, term, k_idx, carry):
@@ -404,24 +500,8 @@ class _Producer:
             plgpu.barrier_wait(ring.free.at[slot])
 
         full = ring.full.at[product.full_idx(sequence_idx, slot)]
-        k_start = k_idx * product.tile_k
-
-        def a_matrix(first, second):
-            return self.a_gmem[term].at[first, second]
-
-        product.a_tile.copy(a_matrix, ring.a_smem, slot, m_start, k_start, full)
-        for index in range(product.products):
-            product.b_tile.copy(
-                product.blocks[term * product.products + index].view(
-                    self.b_gmem, product.b_transposed
-                ),
-                ring.b_smem[index],
-                slot,
-                n_idx * product.part_n,
-                k_start,
-                full,
-                collective_axes="cta" if product.config.cluster > 1 else None,
-            )
+        step = Step(m_start, n_idx, term, k_idx)
+        product.copy_step(ring, self.a_gmem, self.b_gmem, slot, step, full)
         if product.scales_steps:
             of_rows, of_columns = self.step_scales
             rows = pl.ds(m_start, product.config.cta_tile_m)
@@ -543,7 +623,7 @@ class _Consumer:
     """A warpgroup that multiplies, and runs the epilogue of its tiles."""
 
     product: Product
-    ring: _Ring
+    ring: Ring
     wg_idx: jax.Array
     epilogue_of: Callable[[TilePlace], TileEpilogue]
 
@@ -551,6 +631,7 @@ class _Consumer:
         ping_pong, turn = self.product.config.ping_pong, self.ring.turn
         registers = 232 if self.product.quantized is None else 224
         plgpu.set_max_registers(registers, action="increase")
+        self.product.await_once(self.ring)
         tiles = self.product.tiles_of_cluster()
         stride = CONSUMERS if ping_pong else 1
         first = self.wg_idx if ping_pong else jnp.int32(0)
@@ -621,7 +702,7 @@ class _Consumer:
         if product.config.ping_pong:
             plgpu.barrier_wait(turn.at[self.wg_idx])
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(product.config.stages))
-        self._multiply(acc_ref, sequence_idx, slot)
+        self._multiply(acc_ref, sequence_idx, jnp.int32(0), slot)
         step = functools.partial(self._step, acc_ref, sequence_idx)
         slot = lax.fori_loop(1, product.k_steps, step, slot)
         if product.config.ping_pong:
@@ -629,39 +710,29 @@ class _Consumer:
             pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
         return acc_ref[...], slot
 
-    def _step(self, acc_ref, sequence_idx, _, previous):
+    def _step(self, acc_ref, sequence_idx, k_idx, previous):
         """Has a slot multiplied, and frees the one before it, whose instructions have ended by then."""
         slot = self.product.next_slot(previous)
-        plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, slot))
+        plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, k_idx, slot))
         plgpu.barrier_arrive(self.ring.free.at[previous])
         return slot
 
-    def _multiply(self, acc_ref, sequence_idx, slot) -> int:
+    def _multiply(self, acc_ref, sequence_idx, k_idx, slot) -> int:
         """Issues the products of a slot once it has been filled, and returns their number."""
-        plgpu.barrier_wait(self.ring.full.at[self.product.full_idx(sequence_idx, slot)])
+        product = self.product
+        plgpu.barrier_wait(self.ring.full.at[product.full_idx(sequence_idx, slot)])
+        ping_pong = product.config.ping_pong
+        share, shares = (jnp.int32(0), 1) if ping_pong else (self.wg_idx, CONSUMERS)
         count = 0
-        for part, a, b in self._instructions(acc_ref, slot):
-            plgpu.wgmma(part, a, b)
+        for part_of_acc, a, b in product.instructions(
+            acc_ref, self.ring, slot, k_idx, share, shares
+        ):
+            plgpu.wgmma(part_of_acc, a, b)
             count += 1
         return count
 
-    def _instructions(self, acc_ref, slot) -> Iterator[tuple[Any, Any, Any]]:
-        """What is multiplied in a slot: the part of the accumulators it is added to, a and b."""
-        product = self.product
-        ping_pong = product.config.ping_pong
-        share, shares = (jnp.int32(0), 1) if ping_pong else (self.wg_idx, CONSUMERS)
-        for index, b_smem in enumerate(self.ring.b_smem):
-            for columns, b in product.b_tile.operands(b_smem, slot):
-                for rows, a in product.a_tile.operands(self.ring.a_smem, slot, share, shares):
-                    start = index * product.part_n
-                    yield (
-                        _part(acc_ref, rows, slice(start + columns.start, start + columns.stop)),
-                        a.transpose((1, 0)) if product.a_transposed else a,
-                        b.transpose((1, 0)) if product.b_transposed else b,
-                    )
 
-
-def _part(acc_ref: Any, rows: slice, columns: slice) -> Any:
+def part(acc_ref: Any, rows: slice, columns: slice) -> Any:
     """A part of the accumulators, which is not sliced along an axis of which it is all."""
     height, width = acc_ref.shape
     if (rows.start, rows.stop) != (0, height):

@@ -41,6 +41,16 @@ CASES = (
     Case((2, 6, 6, 4), (3, 2), 8, {"feature_group_count": 4, "padding": "VALID"}),
 )
 
+DENSE_CASES = (
+    Case(
+        (2, 5, 8, 64), (3, 3), 64, {"activation": "silu"}, bias=True, residual_shape=(2, 5, 8, 64)
+    ),
+    Case((1, 6, 7, 16), (2, 3), 24, {"activation": "relu", "padding": "VALID"}, bias=True),
+    Case((2, 6, 8, 64), (3, 3), 8, {"strides": 2, "activation": "gelu_tanh"}, bias=True),
+    Case((2, 9, 8), (1,), 16, {"activation": "relu"}, bias=True, w_dtype="float32"),
+    Case((2, 9, 16), (4,), 16, {"padding": [(3, 0)]}, bias=True),
+)
+
 
 def depthwise(shape, kernel, **options):
     channels = shape[-1]

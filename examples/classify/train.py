@@ -1,0 +1,79 @@
+"""Trains a classifier of images: `python -m examples.classify.train`, `--help` for the flags.
+
+ConvNeXts, ResNets and the Vision Transformers of examples/vit, with the same flags, pictures and
+checkpoints. Without --data they learn the handwritten digits that scikit-learn ships, on any CPU in a
+few minutes; with `--data DIR` the images in DIR/train/CLASS and DIR/val/CLASS, or DIR/CLASS.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from examples import training
+from examples.classify.convnext import CONVNEXTS, ConvNeXt
+from examples.classify.resnet import RESNETS, ResNet
+from examples.errors import ExampleError, run_command
+from examples.placement import ONE_DEVICE, OneDevice
+from examples.vit import train as vit
+from examples.vit.model import MODELS as VITS
+
+MODELS = {**CONVNEXTS, **RESNETS, **VITS}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command; `argv` replaces the command line."""
+    parser = vit.make_parser(
+        "examples.classify.train",
+        out="runs/classify",
+        models=MODELS,
+        description="Trains a ConvNeXt, ResNet or Vision Transformer on handwritten digits, or on a"
+        " folder of images.",
+    )
+    parser.set_defaults(model="convnext-digits")
+    args = vit.parse_flags(parser, argv, folder_model="convnext-t")
+    vit.train(args, create=create)
+
+
+def create(
+    args: argparse.Namespace,
+    *,
+    channels: int,
+    classes: int,
+    placement: OneDevice = ONE_DEVICE,
+) -> tuple[nnx.GraphDef, dict]:
+    """The model of the flags, as its structure and its initial parameters.
+
+    Raises:
+      ExampleError: a flag asks for what the model does not have.
+    """
+    name = args.model
+    if name in VITS:
+        return vit.create_vit(args, channels=channels, classes=classes, placement=placement)
+    refused = dict(dropout=args.dropout, unroll=args.unroll)
+    if name in RESNETS:
+        # What the data's defaults set for other models is no wish of the user's.
+        refused |= dict(drop_path=args.drop_path if args.data is None else 0.0)
+    for flag, value in refused.items():
+        if value:
+            raise ExampleError(
+                f"{name} has no --{flag.replace('_', '-')}, but it is {value:g}; leave it out, or pass"
+                " another --model."
+            )
+
+    def build() -> nnx.Module:
+        shared = dict(
+            channels=channels, classes=classes, dtype=args.dtype, rngs=nnx.Rngs(args.seed)
+        )
+        if name in RESNETS:
+            return ResNet(RESNETS[name], **shared)
+        size = CONVNEXTS[name]
+        return ConvNeXt(size, image_size=args.image_size, drop_path=args.drop_path, **shared)
+
+    images = jax.ShapeDtypeStruct((1, args.image_size, args.image_size, channels), args.dtype)
+    return training.create(build, images, placement=placement)
+
+
+if __name__ == "__main__":
+    run_command(main)

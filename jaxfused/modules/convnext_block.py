@@ -1,0 +1,39 @@
+"""What ConvNeXtBlock of nnx and linen share: the perceptron with a scale, a dropped path and a sum."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxfused.modules.linear import QuantizedKernel
+from jaxfused.modules.mlp import Layer, mlp
+from jaxfused.reference.promotion import along_last_axis, common_dtype
+
+
+def scaled_mlp(
+    y: Any,
+    up: Layer,
+    down: Layer,
+    scale: jax.Array | None,
+    residual: jax.Array,
+    *,
+    drop: Callable[[jax.Array], jax.Array] | None,
+    **options: Any,
+) -> jax.Array:
+    """Residual + drop(scale * mlp(y)), in one operator where nothing is dropped.
+
+    The scale is then a part of the last layer's parameters: their product is a small array, where that
+    with the result is a large one.
+    """
+    kernel, bias = down
+    if drop is None and not isinstance(kernel, QuantizedKernel):
+        if scale is not None:
+            kernel = kernel.astype(common_dtype(kernel.dtype, scale.dtype))
+            kernel = kernel * along_last_axis(scale, kernel)
+            bias = None if bias is None else bias.astype(kernel.dtype) * scale.astype(kernel.dtype)
+        total = mlp(y, up, (kernel, bias), residual=residual, **options)
+        return total.astype(residual.dtype)
+    branch = mlp(y, up, down, residual=None, **options)
+    branch = branch if scale is None else branch * along_last_axis(scale, branch)
+    branch = branch if drop is None else drop(branch)
+    return residual + branch.astype(residual.dtype)

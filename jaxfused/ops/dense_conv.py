@@ -1,0 +1,427 @@
+"""conv where each feature is made of all channels: choice of implementation, gradient.
+
+To the kernels a convolution along one axis is one along columns, with a single row.
+"""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
+from jaxfused.ops.kernel_call import Axes, Results, Runner
+from jaxfused.ops.linear import ActivationGradient, sum_rows
+from jaxfused.ops.product_choice import fastest_first, is_modelled
+from jaxfused.reference.promotion import accumulator_dtype
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import cost
+from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
+from pallas_kernels.conv.window import Window
+
+
+def window_of(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    strides: tuple[int, ...],
+    padding: str | Sequence[tuple[int, int]],
+    input_dilation: tuple[int, ...],
+    kernel_dilation: tuple[int, ...],
+    feature_group_count: int,
+) -> Window | str:
+    """The window of a convolution of two axes or three, or why there is no kernel for it."""
+    kernel = w.shape[:-2]
+    if feature_group_count > 1:
+        return f"x has {feature_group_count} groups of channels"
+    if len(kernel) > 3:
+        return f"x has {len(kernel)} spatial axes"
+    if set(input_dilation) != {1}:
+        return "the input is dilated"
+    if padding == "CAUSAL":
+        padding = [((k - 1) * d, 0) for k, d in zip(kernel, kernel_dilation, strict=True)]
+    if padding in ("SAME", "SAME_LOWER", "VALID"):
+        reaches = [(k - 1) * d + 1 for k, d in zip(kernel, kernel_dilation, strict=True)]
+        padding = jax.lax.padtype_to_pads(x.shape[1:-1], reaches, strides, str(padding))
+    if isinstance(padding, str):
+        return f"padding is {padding!r}"
+    window = Window(kernel, tuple((low, high) for low, high in padding), strides, kernel_dilation)
+    if len(kernel) == 1:
+        window = Window(
+            (1, *kernel), ((0, 0), *window.padding), (1, *strides), (1, *kernel_dilation)
+        )
+    if any(size < 1 for size in window.result(_images(x).shape[1:-1])):
+        return "the result has no elements"
+    return window
+
+
+def why_unsupported(
+    device: dispatch.Device, window: Window | str, x: Any, w: Any, residual: Any = None
+) -> str | None:
+    """None where the kernels can run a convolution of this window, else why not."""
+    if isinstance(window, str):
+        return f"the Pallas kernels of conv are dense, and {window}"
+    return pallas_conv.why_unsupported(
+        compute_capability=device.compute_capability,
+        dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
+        channels={"x": w.shape[-2], "the result": w.shape[-1]},
+        pixels=math.prod(x.shape[:-1]),
+        window=window,
+    )
+
+
+def _images(x: Any) -> Any:
+    """Returns x [B, L, C] as pictures of one row."""
+    return x[:, None] if x is not None and x.ndim == 3 else x
+
+
+def dense_conv(
+    run: Runner,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+    precision: Any,
+) -> jax.Array:
+    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it."""
+    weights = w.reshape(*window.kernel, *w.shape[-2:])
+    letters = _Letters(len(window.kernel))
+    operands = sharding.align(
+        (_images(x), weights, bias, _images(residual)),
+        operand_axes=(letters.images, letters.weights, "f", letters.result),
+        whole=letters.whole,
+    )
+    y = _conv(run, _Options(window, activation, precision), *operands)
+    return y[:, 0] if x.ndim == 3 else y
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    window: Window
+    activation: str | None
+    precision: Any
+
+    @property
+    def keeps_preactivation(self) -> bool:
+        """Whether the gradient reads what the activation is applied to; relu's reads the result."""
+        return self.activation not in (None, "relu")
+
+
+class _Residuals(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    residual_like: jax.Array | None
+    """Of the residual only its dtype matters: an array without elements."""
+    z: jax.Array | None
+    """What the activation is applied to, or a result of the same sign; None without one."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _conv(run: Runner, options: _Options, x, w, bias, residual):
+    return run(_Forward(options, save_preactivation=False), x, w, bias, residual)[0]
+
+
+def _conv_fwd(run: Runner, options: _Options, x, w, bias, residual):
+    saves = options.keeps_preactivation
+    y, z = run(_Forward(options, save_preactivation=saves), x, w, bias, residual)
+    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
+    kept = y if options.activation == "relu" else z
+    return y, _Residuals(x, w, bias, like, kept)
+
+
+def _conv_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+    x, w, bias, residual_like, z = saved
+    if z is None:
+        dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        gradient = ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, z)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+    sizes = x.shape[1:-1]
+    (dx,) = run(_InputGradient(options.window, sizes, options.precision), dz, w)
+    (dw,) = run(_WeightGradient(options.window, options.precision), x, dz)
+    return (
+        dx,
+        dw.astype(w.dtype),
+        dbias,
+        None if residual_like is None else dz.astype(residual_like.dtype),
+    )
+
+
+_conv.defvjp(_conv_fwd, _conv_bwd)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """The letters of a convolution's axes."""
+
+    axes: int
+
+    @property
+    def images(self) -> str:
+        return "b" + "dhw"[-self.axes :] + "c"
+
+    @property
+    def weights(self) -> str:
+        return "ijk"[-self.axes :] + "cf"
+
+    @property
+    def result(self) -> str:
+        return "b" + "tuv"[-self.axes :] + "f"
+
+    @property
+    def whole(self) -> str:
+        return "dhwcijktuv"
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """(y, z) of x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
+
+    options: _Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward"
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        letters = _Letters(x.ndim - 2)
+        saved = letters.result if self.save_preactivation else None
+        return Axes(
+            (letters.images, letters.weights, "f", letters.result),
+            (letters.result, saved),
+            whole=letters.whole,
+        )
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        window = self.options.window
+        call = _call(device, window, x.shape[:-1], x.dtype, w)
+        reason = why_unsupported(device, window, x, w, residual)
+        elements = math.prod(call.result) * call.features
+        after = cost.cudnn_epilogue(
+            elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
+        )
+        return _in_order(device, call, reason, after=after, **self._streams(x, residual))
+
+    def _streams(self, x, residual) -> dict[str, int]:
+        """What the epilogue reads, writes and evaluates of an element."""
+        return dict(
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
+            activations=int(self.options.activation not in (None, "relu", "relu2")),
+        )
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, x, w, bias, residual
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        call = _call(device, self.options.window, x.shape[:-1], x.dtype, w)
+        return pallas_conv.fitting(call, **self._streams(x, residual))
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        options = self.options
+        if implementation == "pallas":
+            return pallas_conv.forward(
+                x,
+                w,
+                bias,
+                residual,
+                window=options.window,
+                activation=options.activation,
+                save_preactivation=self.save_preactivation,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        convolve = functools.partial(_reference, options, x, w, bias, residual)
+        y = convolve(activation=options.activation)
+        return y, convolve(activation=None) if self.save_preactivation else None
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
+        if is_batched(in_batched[1:3]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
+        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dx,) [B, *spatial, C] of dz and w."""
+
+    window: Window
+    sizes: tuple[int, ...]
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "conv dense input gradient"
+
+    def axes(self, dz, w) -> Axes:
+        letters = _Letters(dz.ndim - 2)
+        # Parts of the sum over the features would be rounded before they are added.
+        return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
+
+    def _call(self, device, dz, w) -> pallas_conv.ConvCall:
+        return _call(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
+
+    def reasons(self, device, dz, w) -> Mapping[str, str | None]:
+        if self.window.is_strided:
+            # With zeros between the values of dz, most products are for nothing.
+            return {"xla": None}
+        reason = why_unsupported(device, self.window, dz, w)
+        return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
+
+    def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_conv.fitting(self._call(device, dz, w), written_bytes=dz.dtype.itemsize)
+
+    def run(self, implementation, device, dz, w, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_conv.input_gradient(
+                dz,
+                w,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        options = _Options(self.window, None, self.precision)
+        x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.sizes, w.shape[-2]))
+        return tuple(jax.vjp(lambda x: _reference(options, x, w.astype(dz.dtype)), x)[1](dz))
+
+    def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        return unmerged_images(
+            axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
+        )
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """(dw,) [*kernel, C, F] of x and dz, in float32."""
+
+    window: Window
+    precision: Any
+
+    @property
+    def name(self) -> str:
+        return "conv dense weight gradient"
+
+    def axes(self, x, dz) -> Axes:
+        letters = _Letters(x.ndim - 2)
+        return Axes((letters.images, letters.result), (letters.weights,), whole=letters.whole)
+
+    def reasons(self, device, x, dz) -> Mapping[str, str | None]:
+        w = jax.ShapeDtypeStruct((*self.window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)
+        reason = why_unsupported(device, self.window, x, w)
+        if pallas_weight_gradient.why_unsupported(self.window) is not None:
+            return {"xla": None}
+        reasons = {"pallas": reason, "xla": None}
+        if reason is not None or not is_modelled(device):
+            return dispatch.preferring("xla", reasons)
+        ours = pallas_weight_gradient.predicted_time(
+            x, dz, window=self.window, multiprocessors=device.multiprocessors
+        )
+        call = _call(device, self.window, x.shape[:-1], x.dtype, w)
+        return fastest_first(reasons, {"pallas": ours, "xla": _cudnn_time(call)})
+
+    def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_weight_gradient.fitting(
+            x, dz, window=self.window, multiprocessors=device.multiprocessors
+        )
+
+    def run(self, implementation, device, x, dz, config=None) -> Results:
+        if implementation == "pallas":
+            dw = pallas_weight_gradient.weight_gradient(
+                x,
+                dz,
+                window=self.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dw,)
+        # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
+        options = _Options(self.window, None, self.precision)
+        w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
+        (dw,) = jax.vjp(lambda w: _reference(options, x, w), w)[1](dz)
+        return (dw.astype(accumulator_dtype(x.dtype)),)
+
+    def batched(self, call, axis_size, in_batched, x, dz) -> None:
+        return None
+
+
+def _call(
+    device: dispatch.Device, window: Window, sizes, dtype, w, *, flipped: bool = False
+) -> pallas_conv.ConvCall:
+    channels, features = w.shape[-2:]
+    return pallas_conv.ConvCall(
+        sizes=tuple(sizes),
+        channels=features if flipped else channels,
+        features=channels if flipped else features,
+        window=window,
+        dtype=dtype,
+        multiprocessors=device.multiprocessors,
+        flipped=flipped,
+    )
+
+
+def _cudnn_time(call: pallas_conv.ConvCall) -> float:
+    pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
+    moved = math.prod(call.sizes) * call.channels + pixels * call.features
+    work = pixels * call.window.taps * call.channels * call.features
+    return cost.cudnn(work, call.channels, call.features, moved * itemsize)
+
+
+def _in_order(
+    device: dispatch.Device,
+    call: pallas_conv.ConvCall,
+    reason: str | None,
+    *,
+    after: float = 0.0,
+    **streams: int,
+) -> dict[str, str | None]:
+    """The reasons, the implementation that is predicted to be fastest first."""
+    reasons = {"pallas": reason, "xla": None}
+    if reason is not None or not is_modelled(device):
+        return dispatch.preferring("xla", reasons)
+    times = {
+        "pallas": pallas_conv.predicted_time(call, **streams),
+        "xla": _cudnn_time(call) + after,
+    }
+    return fastest_first(reasons, times)
+
+
+def _reference(options: _Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
+    window = options.window
+    return reference.conv.conv(
+        x,
+        w,
+        bias,
+        residual,
+        strides=window.strides,
+        padding=window.padding,
+        input_dilation=(1,) * len(window.kernel),
+        kernel_dilation=window.dilation,
+        feature_group_count=1,
+        activation=activation,
+        precision=options.precision,
+    )

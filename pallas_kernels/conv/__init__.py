@@ -1,0 +1,1 @@
+"""Kernels of convolutions: implicit products whose operands are windows of a picture."""

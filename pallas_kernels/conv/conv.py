@@ -1,0 +1,630 @@
+"""A convolution for Hopper as an implicit product, with a traced epilogue.
+
+The product is [pixels of the result, weights of the window x channels] @ [the same, features]. Nothing
+writes the left operand: each of its tiles is a box of x, which the copy engine brings for the weight and
+the channels whose turn it is. There are three plans:
+
+- "taps": a step of the sums is one weight of the window and 64 channels.
+- "rows": a step is all weights of a column of the window. Its box of x is as much higher as the window
+  reaches, and what a weight further down takes of it begins some rows later: x is copied for each column
+  of the window, and not for each weight.
+- "resident": likewise, and the weights stay in shared memory for all tiles of a CTA. That is for few
+  channels, where every tile would bring them anew.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import hopper
+from pallas_kernels.activation import activation as activate
+from pallas_kernels.conv import cost
+from pallas_kernels.conv.window import GROUP, Boxes, Window, best_box
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.product.cost import H200, Work
+from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
+from pallas_kernels.product.few_rows import FewRowsConfig
+from pallas_kernels.product.linear import preactivation
+from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig, Product, Ring, Step, part
+from pallas_kernels.product.matmul import fitting as product_configs
+from pallas_kernels.product.matmul import matmul
+from pallas_kernels.product.matmul import predicted_time as product_time
+from pallas_kernels.product.operands import (
+    SWIZZLE_BYTES,
+    allocated_bytes,
+    swizzled_columns,
+    tiled,
+)
+
+MAX_PIXELS = 2**30
+"""Of all images: with what tiles have beyond the edges, they are still counted by 32 bits."""
+Plan = Literal["taps", "rows", "resident"]
+
+
+@dataclass(frozen=True)
+class ConvConfig(MatmulConfig):
+    """How a convolution is cut into tiles, and what a step of its sums is."""
+
+    plan: Plan = "taps"
+    turns_weights: bool = False
+    """XLA copies the weights to [taps, features, channels] first, so that a tile may be any multiple of
+    8 features wide."""
+
+
+Config = ConvConfig | MatmulConfig | FewRowsConfig
+"""Of a convolution; those of a matrix product where its window has one weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvProduct(Product):
+    """The static facts of a launch, and how windows are copied and multiplied.
+
+    Of the fields it inherits, `m` counts the rows of all tiles, and `ks` has the channels of x.
+    """
+
+    window: Window
+    boxes: Boxes
+    flipped: bool
+    """The window's weights are turned around, as in the gradient of x."""
+
+    @property
+    def _plan(self) -> Plan:
+        assert isinstance(self.config, ConvConfig)
+        return self.config.plan
+
+    @property
+    def channel_steps(self) -> int:
+        return pl.cdiv(self.ks[0], self.tile_k)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Weights of a column of the window that a step multiplies."""
+        return 1 if self._plan == "taps" else self.window.kernel[-2]
+
+    @property
+    def steps_of_terms(self) -> tuple[int, ...]:
+        return (self.window.taps // self.rows_at_once * self.channel_steps,)
+
+    @property
+    def is_resident(self) -> bool:
+        return self._plan == "resident"
+
+    @property
+    def boxes_of_slot(self) -> int:
+        return 1 if self.config.ping_pong else CONSUMERS
+
+    @property
+    def x_box(self) -> tuple[int, ...]:
+        """What is copied of x for a box of the result."""
+        *before, height, width = self.boxes.box
+        if self.rows_at_once > 1:
+            height += self.window.reach[-2]
+        return (*before, height, width)
+
+    @property
+    def copies_of_slot(self) -> int:
+        weights = 0 if self.is_resident else self.rows_at_once * self.b_tile.blocks
+        return self.boxes_of_slot + weights
+
+    def operand_memory(self) -> dict[str, Any]:
+        stages, columns = self.config.stages, self.tile_k
+        leading = (stages, self.boxes_of_slot)
+        x_rows = math.prod(self.x_box)
+        swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
+        x_smem = plgpu.RefUnion(
+            tiled((*leading, x_rows, columns), self.dtype, columns),
+            plgpu.SMEM((*leading, *self.x_box, columns), self.dtype, transforms=(swizzle,)),
+        )
+        steps = self.k_steps if self.is_resident else stages
+        memory = dict(a_smem=x_smem, b_smem=[self.b_tile.memory(steps * self.rows_at_once)])
+        if self.is_resident:
+            arrivals = self.window.taps * self.channel_steps * self.b_tile.blocks
+            memory["once"] = plgpu.Barrier(num_arrivals=arrivals)
+        return memory
+
+    def stream_memory(self, leading: tuple[int, ...], columns: int, dtype: Any) -> plgpu.RefUnion:
+        swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+        return plgpu.RefUnion(
+            tiled((*leading, self.config.tile_m, columns), dtype, columns),
+            plgpu.SMEM((*leading, *self.boxes.box, columns), dtype, transforms=(swizzle,)),
+        )
+
+    # --- on the device ----------------------------------------------------------------------------
+
+    def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
+        starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
+        spans = [pl.ds(start, size) for start, size in zip(starts, self.boxes.box, strict=True)]
+        return ref.at[(*spans, columns)]
+
+    def copy_once(self, ring: Ring, b_gmem: Sequence[Any]) -> None:
+        if not self.is_resident:
+            return
+
+        def step(k_idx, _):
+            self._copy_weights(ring, b_gmem, k_idx, k_idx, jnp.int32(0), ring.once)
+
+        lax.fori_loop(0, self.k_steps, step, None)
+
+    def await_once(self, ring: Ring) -> None:
+        if self.is_resident:
+            plgpu.barrier_wait(ring.once)
+
+    def copy_step(
+        self,
+        ring: Ring,
+        a_gmem: Sequence[Any],
+        b_gmem: Sequence[Any],
+        slot: Any,
+        step: Step,
+        full: Any,
+    ) -> None:
+        first_tap, channel = self._tap_and_channel(step.k_idx)
+        first_box = lax.div(step.m_start, jnp.int32(self.config.tile_m))
+        for index in range(self.boxes_of_slot):
+            plgpu.copy_gmem_to_smem(
+                self._box_of_x(a_gmem[0], self.boxes.start(first_box + index), first_tap, channel),
+                ring.a_smem[1].at[slot, index],
+                full,
+            )
+        if not self.is_resident:
+            self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
+
+    def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
+        """The place in the window of a step's first weight, and the first of its channels."""
+        rest = lax.div(k_idx, jnp.int32(self.channel_steps))
+        channel = lax.rem(k_idx, jnp.int32(self.channel_steps)) * self.tile_k
+        place = []
+        for axis, size in reversed(list(enumerate(self.window.kernel))):
+            if self.rows_at_once > 1 and axis == len(self.window.kernel) - 2:
+                place.append(jnp.int32(0))
+                continue
+            place.append(lax.rem(rest, jnp.int32(size)))
+            rest = lax.div(rest, jnp.int32(size))
+        return place[::-1], channel
+
+    def _box_of_x(
+        self, x_gmem: Any, starts: Sequence[Any], tap: Sequence[Any], channel: Any
+    ) -> Any:
+        """What a weight of the window takes of x for a box of the result."""
+        window = self.window
+        places = [
+            start * stride + index * dilation - low
+            for start, stride, index, dilation, (low, _) in zip(
+                starts[1:], window.strides, tap, window.dilation, window.padding, strict=True
+            )
+        ]
+        sizes = self.x_box
+        if not window.is_strided:
+            spans = [pl.ds(s, size) for s, size in zip((starts[0], *places), sizes, strict=True)]
+            return x_gmem.at[(*spans, pl.ds(channel, self.tile_k))]
+        index = [pl.ds(starts[0], sizes[0])]
+        for place, stride, size, (low, _) in zip(
+            places, window.strides, sizes[1:], window.padding, strict=True
+        ):
+            # Division rounds towards 0, and a place may be negative.
+            beyond = pl.cdiv(low, stride) * stride
+            quotient = lax.div(place + beyond, jnp.int32(stride)) - beyond // stride
+            index += [pl.ds(quotient, size), place - quotient * stride]
+        *index, last = index
+        return x_gmem.at[(*index, pl.ds(last * self.ks[0] + channel, self.tile_k))]
+
+    def _copy_weights(
+        self, ring: Ring, b_gmem: Sequence[Any], k_idx: Any, slot: Any, n_idx: Any, full: Any
+    ) -> None:
+        """Has the weights of a step copied to the slot."""
+        place, channel = self._tap_and_channel(k_idx)
+        first: Any = jnp.int32(0)
+        for index, size in zip(place, self.window.kernel, strict=True):
+            first = first * size + index
+        for row in range(self.rows_at_once):
+            tap = first + row * self.window.kernel[-1]
+            if self.flipped:
+                tap = self.window.taps - 1 - tap
+            self.b_tile.copy(
+                lambda rows, columns, tap=tap: b_gmem[0].at[tap, rows, columns],
+                ring.b_smem[0],
+                slot * self.rows_at_once + row,
+                n_idx * self.part_n,
+                channel,
+                full,
+                collective_axes="cta" if self.config.cluster > 1 else None,
+            )
+
+    def instructions(
+        self, acc_ref: Any, ring: Ring, slot: Any, k_idx: Any, share: Any, shares: int
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        x_smem = ring.a_smem[0]
+        step = k_idx if self.is_resident else slot
+        *before, height, width = self.x_box
+        if self.rows_at_once == 1:
+            # All of a box follow one another.
+            parts, height_of_part = 1, self.boxes.rows // width
+        else:
+            parts = math.prod(before)
+            height_of_part = self.boxes.box[-2]
+        rows = height_of_part * width
+        for row, index in itertools.product(range(self.rows_at_once), range(parts)):
+            start = (index * height + row * self.window.dilation[-2]) * width
+            x = x_smem.at[slot, share]
+            if rows != self.boxes.rows or self.rows_at_once > 1:
+                x = x.at[pl.ds(start, rows)]
+            weights = self.b_tile.operands(ring.b_smem[0], step * self.rows_at_once + row)
+            for columns, w in weights:
+                yield (
+                    part(acc_ref, slice(index * rows, (index + 1) * rows), columns),
+                    x,
+                    w.transpose((1, 0)) if self.b_transposed else w,
+                )
+
+
+@dataclass(frozen=True)
+class ConvCall:
+    """A convolution of x [B, *spatial, C] with w, whose weights are [taps, C, F] or [taps, F, C]."""
+
+    sizes: tuple[int, ...]
+    """Of x: images, then each axis of the picture."""
+    channels: int
+    features: int
+    window: Window
+    dtype: Any
+    multiprocessors: int
+    flipped: bool = False
+    """The weights are turned around, and [taps, F, C]."""
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        return (self.sizes[0], *self.window.result(self.sizes[1:]))
+
+    def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
+        """What a window of one weight is as a matrix product."""
+        return Work(
+            m=math.prod(self.sizes),
+            n=self.features,
+            k=self.channels,
+            itemsize=jnp.dtype(self.dtype).itemsize,
+            read_bytes=read_bytes,
+            written_bytes=written_bytes,
+            activations=activations,
+            k_last=self.flipped,
+        )
+
+    def product(self, config: ConvConfig) -> ConvProduct:
+        halo = 0 if config.plan == "taps" else self.window.reach[-2]
+        boxes = Boxes(self.result, best_box(self.result, config.tile_m, halo=halo))
+        return ConvProduct(
+            m=boxes.count * config.tile_m,
+            n=self.features,
+            ks=(self.channels,),
+            dtype=self.dtype,
+            blocks=(),
+            config=config,
+            multiprocessors=self.multiprocessors,
+            b_transposed=self.flipped or config.turns_weights,
+            b_columns=self.features,
+            window=self.window,
+            boxes=boxes,
+            flipped=self.flipped,
+        )
+
+    def why_not(self, config: ConvConfig) -> str | None:
+        """None where a convolution can be cut as the config says, else why not."""
+        transposed = self.flipped or config.turns_weights
+        if not transposed and config.tile_n % swizzled_columns(self.dtype):
+            return f"tile_n must be a multiple of {swizzled_columns(self.dtype)}"
+        if config.plan == "taps":
+            return None
+        if self.window.is_strided:
+            return "the rows of a strided window do not follow one another"
+        if config.plan == "resident" and (self.features > config.tile_n or config.cluster > 1):
+            return "the weights that stay in shared memory are those of all features"
+        return None
+
+
+def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
+    """Configs for a convolution; not all fit into shared memory."""
+    slots = [(4, 2, 2), (4, 1, 1)] if read_bytes else [(4, 1, 2), (4, 1, 1)]
+    slots += [(3, 1, 1), (2, 1, 1)]
+    base = ConvConfig(epilogue_columns=32)
+    whole = swizzled_columns(call.dtype)
+    shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
+    shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
+    if call.window.kernel[-2] > 1:
+        shapes += [
+            replace(base, plan=plan, tile_n=width)
+            for plan, width in itertools.product(_PLANS_OF_ROWS, (whole, 2 * whole))
+        ]
+    return [
+        replace(shape, stages=stages, read_slots=read, write_slots=write)
+        for shape in shapes
+        if shape.tile_n == whole or shape.tile_n < 2 * call.features
+        for stages, read, write in slots
+        if call.why_not(shape) is None
+    ]
+
+
+_PLANS_OF_ROWS: tuple[Plan, ...] = ("resident", "rows")
+
+
+def fitting(
+    call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
+) -> Sequence[Config]:
+    """Candidates that fit into shared memory, predicted fastest first.
+
+    Args:
+      read_bytes: of an element of what the epilogue reads.
+      written_bytes: of an element of what it writes.
+      activations: that it evaluates for an element.
+    """
+    streams = (read_bytes, written_bytes, activations)
+    if call.window.is_pointwise:
+        return product_configs(call.as_product(*streams), call.multiprocessors)
+    return sorted(
+        (
+            config
+            for config in candidates(call, read_bytes=read_bytes)
+            if _shared_bytes(call, config, read_bytes, written_bytes) <= SHARED_MEMORY_BYTES
+        ),
+        key=lambda config: _time(call, config, *streams),
+    )
+
+
+def predicted_time(
+    call: ConvCall, *, read_bytes: int = 0, written_bytes: int, activations: int = 0
+) -> float:
+    """Microseconds of a convolution with the config that it takes by default; see `fitting`."""
+    streams = (read_bytes, written_bytes, activations)
+    if call.window.is_pointwise:
+        return product_time(call.as_product(*streams), call.multiprocessors)
+    configs = candidates(call, read_bytes=read_bytes)
+    return min(
+        _time(call, config, *streams)
+        for config in configs
+        if _shared_bytes(call, config, read_bytes, written_bytes) <= SHARED_MEMORY_BYTES
+    )
+
+
+def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int) -> int:
+    """About what a CTA takes of shared memory: `Epilogue.shared_bytes` counts the very allocations."""
+    ring = allocated_bytes(call.product(config).operand_memory())
+    streams = config.read_slots * read_bytes + config.write_slots * written_bytes
+    vectors_and_barriers = 3 * 1024
+    return (
+        ring + CONSUMERS * config.tile_m * config.epilogue_columns * streams + vectors_and_barriers
+    )
+
+
+def _time(
+    call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int, activations: int
+) -> float:
+    """Microseconds of the convolution with a config."""
+    product = call.product(config)
+    itemsize = jnp.dtype(call.dtype).itemsize
+    x_rows = math.prod(product.x_box)
+    weights = 0 if product.is_resident else product.rows_at_once * config.tile_n
+    down, across = product.tile_grid
+    elements = math.prod(call.result) * call.features
+    operands = math.prod(call.sizes) * call.channels
+    operands += call.window.taps * call.channels * call.features
+    work = cost.Work(
+        tiles=down * across,
+        rows=config.tile_m,
+        columns=config.tile_n,
+        slots=product.k_steps,
+        slot_bytes=product.tile_k * itemsize * (x_rows + weights),
+        multiplications_of_slot=product.rows_at_once
+        * config.tile_m
+        * config.tile_n
+        * product.tile_k,
+        narrow=config.tile_n <= 64,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        activations=activations,
+        memory_bytes=operands * itemsize + elements * (read_bytes + written_bytes),
+    )
+    turned = 0.0
+    if config.turns_weights:
+        moved = 2 * itemsize * call.window.taps * call.channels * call.features
+        turned = H200.xla_pass + moved * H200.xla_pass_byte
+    return cost.kernel(work, call.multiprocessors) + turned
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    channels: Mapping[str, int],
+    pixels: int,
+    window: Window,
+) -> str | None:
+    """None where the convolution can run, else why not.
+
+    Args:
+      dtypes: of the operands, by name, None for an absent one.
+      channels: of x, "x", and of the result.
+      pixels: of all images of x.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    for name, dtype in dtypes.items():
+        if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it takes bfloat16 and float16, and {name} has dtype {jnp.dtype(dtype)}"
+    for name, count in channels.items():
+        if count % GROUP:
+            return f"it takes multiples of {GROUP} channels, and {name} has {count}"
+    if pixels > MAX_PIXELS:
+        return f"it takes at most {MAX_PIXELS} pixels, and x has {pixels}"
+    if window.is_strided:
+        if len(window.kernel) > 2:
+            return "it takes strides of pictures with rows and columns only"
+        if channels["x"] % 64:
+            return f"with strides it takes multiples of 64 channels, and x has {channels['x']}"
+    return None
+
+
+def conv(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    window: Window,
+    epilogue: Function,
+    outputs: Mapping[str, Any],
+    before_rounding: BeforeRounding | None = None,
+    vectors: Mapping[str, jax.Array | None] | None = None,
+    matrices: Mapping[str, jax.Array | None] | None = None,
+    activations: int = 0,
+    flipped: bool = False,
+    config: Config | None = None,
+    multiprocessors: int,
+    name: str = "conv",
+) -> dict[str, jax.Array]:
+    """What `epilogue` makes of the convolution of x [B, *spatial, C] with w [*kernel, C, F], by name.
+
+    Args:
+      epilogue, outputs, before_rounding, vectors, matrices, activations: as in `matmul`; matrices are
+        of the result's shape.
+      flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
+      name: of the kernel, in a profile.
+    """
+    call = ConvCall(
+        sizes=x.shape[:-1],
+        channels=x.shape[-1],
+        features=w.shape[-2 if flipped else -1],
+        window=window,
+        dtype=x.dtype,
+        multiprocessors=multiprocessors,
+        flipped=flipped,
+    )
+    if window.is_pointwise:
+        assert not isinstance(config, ConvConfig)
+        flat = {
+            key: None if v is None else v.reshape(-1, call.features)
+            for key, v in (matrices or {}).items()
+        }
+        results = matmul(
+            x.reshape(-1, call.channels),
+            w.reshape(w.shape[-2:]),
+            epilogue=epilogue,
+            outputs=outputs,
+            before_rounding=before_rounding,
+            vectors=vectors,
+            matrices=flat,
+            activations=activations,
+            b_transposed=flipped,
+            config=config,
+            multiprocessors=multiprocessors,
+            name=name,
+        )
+        return {key: y.reshape(*call.result, call.features) for key, y in results.items()}
+    vectors = {key: v for key, v in (vectors or {}).items() if v is not None}
+    matrices = {key: v for key, v in (matrices or {}).items() if v is not None}
+
+    def fused(config: ConvConfig) -> Epilogue:
+        return Epilogue(
+            product=call.product(config),
+            before_rounding=before_rounding,
+            function=epilogue,
+            vectors={key: v.dtype for key, v in vectors.items()},
+            matrices={key: v.dtype for key, v in matrices.items()},
+            outputs=dict(outputs),
+            column_sums=(),
+        )
+
+    if config is None:
+        ranked = fitting(
+            call,
+            read_bytes=sum(v.dtype.itemsize for v in matrices.values()),
+            written_bytes=sum(jnp.dtype(d).itemsize for d in outputs.values()),
+            activations=activations,
+        )
+        config = next(
+            c
+            for c in ranked
+            if isinstance(c, ConvConfig) and fused(c).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    assert isinstance(config, ConvConfig)
+    reason = call.why_not(config)
+    if reason is not None:
+        raise ValueError(f"conv: {reason}, got {config}; pass another config")
+    whole = fused(config)
+    whole.product.check_shared_bytes(whole.shared_bytes)
+    weights = w.astype(x.dtype).reshape(window.taps, *w.shape[-2:])
+    if config.turns_weights and not flipped:
+        weights = weights.transpose(0, 2, 1)
+    shape = (*call.result, call.features)
+    results = whole.product.launch(
+        (window.splits(x),),
+        (weights,),
+        (*vectors.values(), *matrices.values()),
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in outputs.values()],
+        scratch=whole.scratch(),
+        epilogue=whole.of_tile,
+        name=name,
+    )
+    return dict(zip(outputs, results, strict=True))
+
+
+def forward(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+    save_preactivation: bool,
+    multiprocessors: int,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved)."""
+
+    def epilogue(z, *, bias=None, residual=None):
+        (z,) = preactivation(z, bias=bias)
+        z = z if residual is None else z + residual
+        return {"y": activate(activation, z, x.dtype), "preactivation": z}
+
+    results = conv(
+        x,
+        w,
+        window=window,
+        before_rounding=None if activation is None else preactivation,
+        epilogue=epilogue,
+        vectors={"bias": bias},
+        matrices={"residual": residual},
+        outputs={"y": x.dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        activations=int(activation not in (None, "relu", "relu2")),
+        multiprocessors=multiprocessors,
+        config=config,
+    )
+    return results["y"], results.get("preactivation")
+
+
+def input_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    *,
+    window: Window,
+    multiprocessors: int,
+    config: Config | None = None,
+) -> jax.Array:
+    """The gradient of x [B, *spatial, C] of a convolution by `window` with w [*kernel, C, F]."""
+    results = conv(
+        dy,
+        w,
+        window=window.transposed(),
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dy.dtype},
+        flipped=True,
+        multiprocessors=multiprocessors,
+        config=config,
+        name="conv_input_gradient",
+    )
+    return results["dx"]

@@ -1,0 +1,182 @@
+"""The Hopper convolution by itself: plans, windows, odd sizes, every form of epilogue."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.conv.conv import ConvConfig, conv
+from pallas_kernels.conv.weight_gradient import WeightGradientConfig, weight_gradient
+from pallas_kernels.conv.window import Window
+from tests.grids import parametrize
+
+SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
+ROWS = replace(SMALL, plan="rows")
+RESIDENT = replace(SMALL, plan="resident")
+FEW_PIXELS = WeightGradientConfig(64, 64, 2)
+
+
+CUBE = dict(strides=(1, 1, 1), dilation=(1, 1, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, ...]
+    features: int = 64
+    kernel: tuple[int, ...] = (3, 3)
+    padding: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
+    strides: tuple[int, ...] = (1, 1)
+    dilation: tuple[int, ...] = (1, 1)
+    epilogue: bool = False
+    """Bias and residual are added, and the sum is returned in two dtypes."""
+    flipped: bool = False
+    config: ConvConfig = SMALL
+    dtype: str = "bfloat16"
+
+    @property
+    def window(self) -> Window:
+        return Window(self.kernel, self.padding, self.strides, self.dilation)
+
+    def operands(self):
+        """Small integers, whose sums float32 holds in whatever order they are added."""
+        rng = np.random.default_rng(0)
+
+        def array(*shape):
+            return jnp.asarray(rng.integers(-2, 3, size=shape), self.dtype)
+
+        channels = self.shape[-1]
+        pair = (self.features, channels) if self.flipped else (channels, self.features)
+        result = (self.shape[0], *self.window.result(self.shape[1:-1]), self.features)
+        bias = jnp.asarray(rng.integers(-9, 10, size=self.features), jnp.float32)
+        return array(*self.shape), array(*self.kernel, *pair), bias, array(*result)
+
+    def run(self, x, w, bias, residual, multiprocessors):
+        def epilogue(z, *, bias=None, residual=None):
+            return {"y": z + bias + residual, "wide": z} if self.epilogue else {"y": z}
+
+        return conv(
+            x,
+            w,
+            window=self.window,
+            epilogue=epilogue,
+            outputs={"y": self.dtype} | ({"wide": jnp.float32} if self.epilogue else {}),
+            vectors={"bias": bias if self.epilogue else None},
+            matrices={"residual": residual if self.epilogue else None},
+            flipped=self.flipped,
+            config=self.config,
+            multiprocessors=multiprocessors,
+        )
+
+    def expected(self, x, w, bias, residual):
+        if self.flipped:
+            w = jnp.flip(w, range(len(self.kernel))).swapaxes(-1, -2)
+        letters = "DHW"[-len(self.kernel) :]
+        z = jax.lax.conv_general_dilated(
+            x.astype(jnp.float32),
+            w.astype(jnp.float32),
+            self.strides,
+            self.padding,
+            rhs_dilation=self.dilation,
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        )
+        if not self.epilogue:
+            return {"y": z.astype(self.dtype)}
+        return {"y": (z + bias + residual).astype(self.dtype), "wide": z}
+
+    def check(self, multiprocessors=2):
+        operands = self.operands()
+        actual = jax.jit(lambda *args: self.run(*args, multiprocessors))(*operands)
+        expected = self.expected(*operands)
+        assert actual.keys() == expected.keys()
+        for name, result in actual.items():
+            np.testing.assert_array_equal(
+                np.asarray(result, np.float32), np.asarray(expected[name], np.float32)
+            )
+
+
+INTERPRETED = (
+    Case((1, 9, 11, 64), epilogue=True),
+    Case((2, 7, 8, 24), 40, epilogue=True, config=ROWS),
+    Case((1, 10, 9, 72), 64, config=replace(RESIDENT, stages=3)),
+    # Two images in a box, whose rows are two parts of a tile.
+    Case((3, 8, 8, 64), config=replace(RESIDENT, tile_m=128)),
+    Case((3, 8, 8, 64), epilogue=True, config=replace(SMALL, tile_m=128, ping_pong=False)),
+    Case((3, 8, 8, 64), config=replace(ROWS, ping_pong=False)),
+    Case((2, 8, 8, 64), 128, config=replace(SMALL, cluster=2)),
+    # Strides: of even and of odd pictures, with padding on both sides or none.
+    Case((2, 8, 10, 64), strides=(2, 2)),
+    Case((1, 9, 7, 64), padding=((0, 1), (2, 0)), strides=(2, 2), kernel=(3, 2)),
+    Case((1, 8, 9, 64), strides=(1, 2), kernel=(1, 1), padding=((0, 0), (0, 0))),
+    Case((1, 9, 8, 16), dilation=(2, 3), padding=((2, 1), (3, 0))),
+    Case((1, 9, 8, 16), dilation=(2, 1), padding=((2, 2), (-1, 1)), config=ROWS),
+    # The gradient of x, whose weights are turned around.
+    Case((1, 8, 9, 24), 40, flipped=True, config=replace(SMALL, tile_n=48, epilogue_columns=16)),
+    Case((1, 8, 9, 64), flipped=True, config=RESIDENT),
+    Case((1, 8, 9, 64), 72, config=replace(SMALL, tile_n=96, turns_weights=True)),
+    # One axis and three.
+    Case((2, 1, 100, 16), kernel=(1, 4), padding=((0, 0), (3, 0)), dilation=(1, 2)),
+    Case((1, 3, 5, 8, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE),
+    Case((1, 3, 5, 8, 16), kernel=(2, 3, 1), padding=((1, 0), (1, 1), (0, 0)), **CUBE, config=ROWS),
+)
+
+
+@parametrize("case", INTERPRETED, quick=(0, 1, 3, 4, 8, 13))
+def test_in_the_interpreter(case, interpreted_hopper):
+    case.check()
+
+
+@dataclass(frozen=True)
+class WeightsCase:
+    shape: tuple[int, ...]
+    features: int = 64
+    kernel: tuple[int, ...] = (3, 3)
+    padding: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
+    dilation: tuple[int, ...] = (1, 1)
+    config: WeightGradientConfig = FEW_PIXELS
+
+    def check(self, multiprocessors):
+        rng = np.random.default_rng(0)
+        strides = (1,) * len(self.kernel)
+        window = Window(self.kernel, self.padding, strides, self.dilation)
+        result = window.result(self.shape[1:-1])
+        x, dz = (
+            jnp.asarray(rng.integers(-2, 3, size=shape), jnp.bfloat16)
+            for shape in (self.shape, (self.shape[0], *result, self.features))
+        )
+        letters = "DHW"[-len(self.kernel) :]
+
+        def convolve(w):
+            return jax.lax.conv_general_dilated(
+                x.astype(jnp.float32),
+                w,
+                strides,
+                self.padding,
+                rhs_dilation=self.dilation,
+                dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+            )
+
+        w = jnp.zeros((*self.kernel, self.shape[-1], self.features))
+        (expected,) = jax.vjp(convolve, w)[1](dz.astype(jnp.float32))
+        actual = jax.jit(
+            lambda x, dz: weight_gradient(
+                x, dz, window=window, multiprocessors=multiprocessors, config=self.config
+            )
+        )(x, dz)
+        np.testing.assert_array_equal(actual, expected)
+
+
+WEIGHTS = (
+    WeightsCase((2, 8, 8, 64)),
+    WeightsCase((3, 9, 11, 128), 128, config=WeightGradientConfig(128, 128, 2)),
+    WeightsCase((3, 8, 8, 64), config=WeightGradientConfig(64, 128, 2, parts=3)),
+    WeightsCase((1, 12, 9, 64), kernel=(2, 3), padding=((0, 1), (2, 1)), dilation=(2, 3)),
+    WeightsCase((1, 3, 8, 9, 64), kernel=(2, 3, 3), padding=((1, 0),) * 3, dilation=(1, 1, 1)),
+    WeightsCase((2, 8, 8, 24), 40),
+    WeightsCase((2, 1, 70, 64), kernel=(1, 4), padding=((0, 0), (3, 0))),
+)
+
+
+@parametrize("case", WEIGHTS, quick=(0, 1, 4))
+def test_weight_gradient_in_the_interpreter(case, interpreted_hopper):
+    case.check(4)
