@@ -121,7 +121,7 @@ class _Unit:
             w=Packed(values, scale, zero_point),
         )
         reasons = {"pallas": reason, "xla": None}
-        # Of many rows no GPU has measured it.
+        # As of one product.
         return reasons if x.shape[0] <= MAX_ROWS else dispatch.preferring("xla", reasons)
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:

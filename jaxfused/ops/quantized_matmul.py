@@ -55,8 +55,9 @@ def quantized_matmul(
     The weights are frozen: gradients go to x (where it is float), bias and residual, and the scales'
     are zero. Gradients are of reverse mode, to any order where no kernel runs.
 
-    The kernels read weights of layout "columns". Of more than 64 rows they have to be named, and with
-    quantised x.
+    The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x of
+    more. `implementation="pallas"` takes them with float x of more rows too, where they need less memory
+    than XLA, which copies the weights in x's dtype, and more time.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
@@ -322,8 +323,13 @@ class _Layer:
             w=Packed(values, scale, zero_point),
         )
         reasons = {"pallas": reason, "xla": None}
-        # Of many rows no GPU has measured it.
-        return reasons if x.shape[0] <= MAX_ROWS else dispatch.preferring("xla", reasons)
+        if x.shape[0] > MAX_ROWS:
+            # XLA copies the weights in x's dtype, which takes less than the slower product here.
+            return dispatch.preferring("xla", reasons)
+        if reason is not None or not is_modelled(device):
+            return reasons
+        w = Packed(values, scale, zero_point)
+        return fastest_first(reasons, pallas_quantized.times(x, w, device.multiprocessors))
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
@@ -488,7 +494,7 @@ class _InputGradient:
             k=self.features,
             w=Packed(values, scale, zero_point),
         )
-        # No GPU has measured it.
+        # XLA copies the weights in x's dtype: more memory, and somewhat less time.
         return dispatch.preferring("xla", {"pallas": reason, "xla": None})
 
     def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:

@@ -73,10 +73,22 @@ class Speeds:
     """For each chunk of rows that a CTA finishes."""
     few_rows_conversion: float = 1e-4
     """For each number of w that a CTA converts to the dtype of x."""
-    quantized_step: float = 0.35
-    """Of a step of a CTA with quantised weights, which is done before the next one begins."""
-    quantized_number: float = 2e-5
-    """Of a step, for each weight."""
+    quantized_launch: float = 1.7
+    """As `few_rows_launch`, with quantised weights."""
+    quantized_byte: float = 2.5e-7
+    """Of memory traffic there."""
+    quantized_step: float = 0.29
+    """Of a step of a CTA, which is done before the next one begins."""
+    quantized_number: float = 6.5e-6
+    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 64 rows."""
+    quantized_x_byte: float = 1.6e-7
+    """Of x, which comes from the cache."""
+    quantized_wave: float = 1.0
+    """For CTAs that wait until others have ended."""
+    quantized_chunk: float = 0.48
+    """For each chunk of rows that a CTA finishes."""
+    quantized_exchange: float = 1.3e-3
+    """For each sum that a CTA leaves to the others of a cluster and takes from them."""
     few_rows_wave: float = 1.3
     """For CTAs that wait until others have ended: their ring is empty again."""
     in_flight_bytes: float = 38e3
@@ -264,11 +276,9 @@ def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> floa
     """About what a CTA takes of shared memory where the weights are quantised."""
     rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
     chunks = math.ceil(rows / 8 / config.parts)
-    steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
-    of_x = steps if config.resident else config.stages
     return (
-        config.step_k * (config.stages * work.b_bytes * width + of_x * work.itemsize * rows)
-        + config.stages * 2 * 1024 * work.products
+        config.stages * config.step_k * (work.b_bytes * width + work.itemsize * rows)
+        + config.stages * 1024 * work.products
         + 4 * rows * width
         + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
         + 6 * 1024
@@ -282,31 +292,26 @@ def quantized_few_rows(
     rows = math.ceil(work.m / 8) * 8
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)
-    chunks = math.ceil(rows / 8 / config.parts)
     steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
     shared = quantized_few_rows_shared_bytes(work, config)
     registers = 64 + width * (2 * rows + config.step_k) // 128
     of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
     resident = max(1, of_multiprocessor) * multiprocessors
     ctas = columns * config.parts
-    w_step = config.step_k * work.b_bytes * width
-    in_flight = min(ctas, resident) * min(config.stages, steps) * w_step
-    traffic = work.memory_bytes * speeds.few_rows_byte
-    traffic *= max(
-        1.0,
-        speeds.in_flight_bytes * multiprocessors / in_flight,
-        speeds.busy * multiprocessors / ctas,
-    )
     waves = math.ceil(ctas / resident)
-    if waves > 1:
-        traffic *= waves * resident / ctas
-    # A CTA waits for its copies, converts, and waits for its instructions; others fill the gaps.
-    of_cta = steps * (speeds.quantized_step + config.step_k * width * speeds.quantized_number)
-    cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
-    total = speeds.few_rows_launch + _at_once((traffic, cached, waves * of_cta), speeds)
-    total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
+    # CTAs of a multiprocessor share what it converts and multiplies, and each waits in its steps.
+    at_once = math.ceil(min(ctas, resident) / multiprocessors)
+    step = speeds.quantized_step + config.step_k * width * (
+        at_once * speeds.quantized_number * (1 + rows / 64)
+    )
+    of_ctas = waves * steps * step
+    cached = columns * work.itemsize * work.m * work.k * speeds.quantized_x_byte
+    traffic = work.memory_bytes * speeds.quantized_byte
+    total = speeds.quantized_launch + _at_once((traffic, cached, of_ctas), speeds)
+    total += math.ceil(rows / 8 / config.parts) * speeds.quantized_chunk
+    total += (waves - 1) * speeds.quantized_wave
     if config.parts > 1:
-        total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange
+        total += rows * width * speeds.quantized_exchange
     return total
 
 

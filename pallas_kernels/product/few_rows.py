@@ -12,9 +12,9 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +69,6 @@ class QuantizedConfig(FewRowsConfig):
 
     step_k: int = 128
     """Numbers along the sums in a step."""
-    resident: bool = True
-    """A CTA's part of x, and its scales along the sums, are copied at once and not step by step, if they
-    can be: each copy of a step takes all threads a moment."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,64 +178,15 @@ class FewRows:
     @property
     def quantized_tile(self) -> QuantizedTile:
         assert self.quantized is not None
-        tile = QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
-        rows = tile.rows_of_steps(self.steps_of_cta)
-        fits = rows <= _LONGEST_COPY and tile.copies_of_groups
-        return replace(tile, resident=rows) if self._wants_resident and fits else tile
-
-    @property
-    def steps_of_cta(self) -> int:
-        """The most that one has."""
-        return pl.cdiv(sum(self.steps), self.config.parts)
-
-    @property
-    def _wants_resident(self) -> bool:
-        return isinstance(self.config, QuantizedConfig) and self.config.resident
-
-    @property
-    def x_in_one_copy(self) -> bool:
-        """Whether x is copied several pieces of a row at a time, of which it has to be made."""
-        whole = self.ks[0] % self.x_tile.tile_k == 0 and (self.m < _CHUNK or self.m % _CHUNK == 0)
-        return self.quantized is not None and whole
-
-    @property
-    def x_resident(self) -> bool:
-        """Whether a CTA's part of x is copied at once."""
-        pieces = self.steps_of_cta * self.x_pieces
-        return self._wants_resident and self.x_in_one_copy and pieces <= _LONGEST_COPY
-
-    def _x_memory(self) -> Any:
-        tile, stages = self.x_tile, self.config.stages
-        if self.x_resident:
-            shape: tuple[int, ...] = (self.rows, self.steps_of_cta * self.step_k)
-            return tiled(shape, self.dtype, tile.tile_k)
-        if self.x_in_one_copy:
-            return tiled((stages, self.rows, self.step_k), self.dtype, tile.tile_k)
-        return tile.memory(stages * self.x_pieces)
-
-    @property
-    def x_copies(self) -> int:
-        """Of a step."""
-        if self.x_resident:
-            return 0
-        return 1 if self.x_in_one_copy else self.x_pieces * self.x_tile.blocks
-
-    @property
-    def resident_copies(self) -> int:
-        """Copies of what a CTA needs in all of its steps."""
-        if self.quantized is None:
-            return 0
-        tile = self.quantized_tile
-        of_groups = self.products * tile.copies_of_groups if tile.resident else 0
-        return of_groups + int(self.x_resident)
+        return QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a CTA."""
         c = self.config
         w_tile = self.quantized_tile if self.quantized else self.w_tile
-        arrivals = self.x_copies + self.products * w_tile.copies
+        arrivals = self.x_pieces * self.x_tile.blocks + self.products * w_tile.copies
         scratch: dict[str, Any] = dict(
-            x_smem=self._x_memory(),
+            x_smem=self.x_tile.memory(c.stages * self.x_pieces),
             w_smem=[w_tile.memory(c.stages) for _ in range(self.products)],
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             # Swizzled, as columns of the accumulators become rows in it.
@@ -251,8 +199,6 @@ class FewRows:
                 for name, dtype in self.outputs.items()
             },
         )
-        if self.resident_copies:
-            scratch["resident_full"] = plgpu.Barrier(num_arrivals=self.resident_copies)
         if self.vectors:
             scratch["vector_smem"] = {
                 name: plgpu.SMEM((self.width(v.shape[-1]),), v.dtype)
@@ -354,20 +300,6 @@ class FewRows:
         return [tuple(refs[start : start + size]) for start in range(0, len(refs), size)]
 
 
-class _StepPlace(NamedTuple):
-    """Where the operands of a step are."""
-
-    slot: Any
-    k_start: Any
-    """In what is resident of x."""
-    row: Any
-    """In what is resident of the scales along the sums, if it is."""
-
-
-_LONGEST_COPY = 256
-"""Along an axis, of a copy."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Cta:
     """What a CTA, which is one warpgroup, does: a block of columns, and a part of the sums."""
@@ -382,8 +314,6 @@ class _Cta:
     w_smem: Sequence[Any]
     full: Any
     """A slot of the ring holds a step."""
-    resident_full: Any = None
-    """What is copied for all steps has come."""
     sums: Sequence[Sequence[Any]]
     """What this CTA has summed of each product, and of it of each chunk of rows."""
     out_smem: Mapping[str, Any]
@@ -418,8 +348,6 @@ class _Cta:
         # The parts differ by one step at most, and the larger ones are spread.
         first = lax.div(self.part * total, jnp.int32(c.parts))
         last = lax.div((self.part + 1) * total, jnp.int32(c.parts))
-        if self.product.resident_copies:
-            self._copy_resident(first)
         for slot in range(c.stages):
             pl.when(first + slot < last)(functools.partial(self._copy_step, first + slot, slot))
         self._prefetch()
@@ -476,12 +404,6 @@ class _Cta:
                 product.w_tile.copy(block.view(self.w_gmem, product.w_transposed), *place)
         x = self.x_gmem[term]
         no_row = 0 * self.part  # Traced, as x may have fewer rows than copied.
-        if product.x_resident:
-            return
-        if product.x_in_one_copy:
-            rows, sums = pl.ds(no_row, product.rows), pl.ds(k_start, product.step_k)
-            plgpu.copy_gmem_to_smem(x.at[rows, sums], self.x_smem.at[slot], full)
-            return
         for piece in range(product.x_pieces):
             product.x_tile.copy(
                 lambda first, second: x.at[first, second],
@@ -491,19 +413,6 @@ class _Cta:
                 k_start + piece * product.x_tile.tile_k,
                 full,
             )
-
-    def _copy_resident(self, first: Any) -> None:
-        """Starts the copies of what all steps from `first` on need."""
-        product, tile = self.product, self.product.quantized_tile
-        if product.x_resident:
-            rows = pl.ds(0 * self.part, product.rows)
-            sums = pl.ds(first * product.step_k, product.steps_of_cta * product.step_k)
-            plgpu.copy_gmem_to_smem(self.x_gmem[0].at[rows, sums], self.x_smem, self.resident_full)
-        if tile.resident:
-            row = tile.row_of_step(first)
-            for arrays, memory in zip(self.w_gmem, self.w_smem, strict=True):
-                of_groups = arrays[1:]
-                tile.copy_groups(of_groups, memory, 0, self.n_start, row, self.resident_full)
 
     def _accumulate(self, first, last, *accumulators) -> Sequence[jax.Array]:
         """The sums of each product from step `first` to before step `last`."""
@@ -541,16 +450,14 @@ class _Cta:
     # --- quantised weights ------------------------------------------------------------------------
 
     def _each_step(self, first, last, multiply: Callable[[Any, Any], Any], totals: Any) -> Any:
-        """Has each step multiplied by `multiply(place, totals)`, after which its slot may be filled."""
+        """Has each step multiplied by `multiply(slot, totals)`, after which its slot may be filled."""
         stages = self.config.stages
         count = last - first
-        if self.product.resident_copies:
-            plgpu.barrier_wait(self.resident_full)
 
         def step(i, totals):
             slot = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(self.full.at[slot])
-            totals = multiply(self._place(slot, i, first), totals)
+            totals = multiply(slot, totals)
 
             @pl.when(i + stages < count)
             def _():
@@ -561,17 +468,12 @@ class _Cta:
 
         return lax.fori_loop(0, count, step, totals)
 
-    def _place(self, slot: Any, i: Any, first: Any) -> "_StepPlace":
-        tile = self.product.quantized_tile
-        row = tile.row_of_step(first + i) - tile.row_of_step(first) if tile.resident else None
-        return _StepPlace(slot, i * self.product.step_k, row)
-
-    def _multiply_step(self, accumulators: Sequence[Any], place: "_StepPlace", nothing) -> None:
+    def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
         """Adds what the weights of a step, all of one scale, make of x."""
         tile = self.product.quantized_tile
         for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
-            for group, w in enumerate(tile.operands(w_smem, place.slot, place.row)):
-                self._multiply_group(place, group, w, acc)
+            for group, w in enumerate(tile.operands(w_smem, slot)):
+                self._multiply_group(slot, group, w, acc)
         plgpu.wgmma_wait(0)
         return nothing
 
@@ -579,13 +481,13 @@ class _Cta:
         """As `_accumulate`, where the sum of each group is scaled before it is added."""
         tile = self.product.quantized_tile
 
-        def multiply(place, totals):
+        def multiply(slot, totals):
             sums = []
             for total, w_smem in zip(totals, self.w_smem, strict=True):
-                scales = tile.scales(w_smem, place.slot, self.product.rows, place.row)
-                operands = tile.operands(w_smem, place.slot, place.row)
+                scales = tile.scales(w_smem, slot, self.product.rows)
+                operands = tile.operands(w_smem, slot)
                 for group, (w, scale) in enumerate(zip(operands, scales, strict=True)):
-                    of_group = functools.partial(self._sum_group, place, group, w)
+                    of_group = functools.partial(self._sum_group, slot, group, w)
                     total = total + scale * pl.run_scoped(of_group, self._accumulator)
                 sums.append(total)
             return tuple(sums)
@@ -595,30 +497,20 @@ class _Cta:
         )
         return self._each_step(first, last, multiply, (zero,) * self.product.products)
 
-    def _sum_group(self, place: "_StepPlace", group: int, w: jax.Array, acc: Any) -> jax.Array:
-        self._multiply_group(place, group, w, acc)
+    def _sum_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> jax.Array:
+        self._multiply_group(slot, group, w, acc)
         plgpu.wgmma_wait(0)
         return acc[...]
 
-    def _multiply_group(self, place: "_StepPlace", group: int, w: jax.Array, acc: Any) -> None:
+    def _multiply_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> None:
         """Issues the products of a group's weights [columns, sums], which are in registers."""
-        width = self.product.x_tile.tile_k
+        product, width = self.product, self.product.x_tile.tile_k
         pieces = w.shape[1] // width
         for piece in range(pieces):
-            x = self._x(place, group * pieces + piece)
+            place = slot * product.x_pieces + group * pieces + piece
+            [(_, x)] = product.x_tile.operands(self.x_smem, place)
             part = w if pieces == 1 else w[:, piece * width : (piece + 1) * width]
             plgpu.wgmma(acc, part, x.transpose((1, 0)))
-
-    def _x(self, place: "_StepPlace", piece: int) -> Any:
-        """A piece of x in a step."""
-        product = self.product
-        width = product.x_tile.tile_k
-        if product.x_resident:
-            return self.x_smem.at[:, pl.ds(place.k_start + piece * width, width)]
-        if product.x_in_one_copy:
-            return self.x_smem.at[place.slot, :, pl.ds(piece * width, width)]
-        [(_, x)] = product.x_tile.operands(self.x_smem, place.slot * product.x_pieces + piece)
-        return x
 
     # --- the epilogue -----------------------------------------------------------------------------
 

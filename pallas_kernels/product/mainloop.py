@@ -673,11 +673,11 @@ class _Consumer:
         product, ring, c = self.product, self.ring, self.product.config
         shape = (c.tile_m, c.tile_n)
 
-        def step(_, carry):
+        def step(k_idx, carry):
             slot, total = carry
 
             def multiply(acc_ref):
-                self._multiply(acc_ref, sequence_idx, slot)
+                self._multiply(acc_ref, sequence_idx, k_idx, slot)
                 plgpu.wgmma_wait(0)
                 return acc_ref[...]
 

@@ -346,9 +346,10 @@ class _Call:
                 "matmul: where b is quantised, a config needs at least 3 stages, two of which are filled"
                 f" at once, and no cluster, got {config}; pass another config"
             )
-        if self.step_scales and config.ping_pong:
+        if self.step_scales and (config.ping_pong or config.tile_n % 32):
             raise ValueError(
-                f"matmul: step_scales want a config without ping_pong, got {config}; pass another one"
+                "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
+                f" got {config}; pass another one"
             )
         fused = self.tiles(config)
         product = fused.product

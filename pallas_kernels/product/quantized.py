@@ -321,8 +321,8 @@ def gradient_candidates(dz: jax.Array, k: int, multiprocessors: int) -> list[Mat
     work = Work(*dz.shape[:1], k, dz.shape[1], k_last=True)
     return sorted(
         (
-            MatmulConfig(128, 128, 4, epilogue_columns=32),
-            MatmulConfig(64, 256, 3, epilogue_columns=32),
+            MatmulConfig(128, 128, 3, False, epilogue_columns=32),
+            MatmulConfig(64, 128, 3, False, epilogue_columns=32),
             MatmulConfig(64, 128, 4, epilogue_columns=32),
         ),
         key=lambda config: cost.kernel(work, config, multiprocessors),
@@ -475,8 +475,9 @@ def tile_candidates(
     return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
 
 
-_TILES = ((128, 192, 3, True), (128, 128, 3, True), (64, 128, 4, True), (64, 256, 3, False))
-"""Rows and columns of accumulators, slots of the ring, and ping-pong."""
+_TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
+"""Rows and columns of accumulators, slots of the ring, and ping-pong. Warpgroups that share a tile need
+half as many weights converted for each product."""
 
 
 def few_rows_fitting(
@@ -491,11 +492,15 @@ def few_rows_fitting(
     ]
 
 
-def predicted_time(x: jax.Array, w: Packed, *, products: int = 1, multiprocessors: int) -> float:
-    """Microseconds of the product with the config that it takes by default."""
-    work = _work(x, w, products, 0, x.dtype.itemsize)
+def times(x: jax.Array, w: Packed, multiprocessors: int) -> dict[str, float]:
+    """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights."""
+    work = _work(x, w, 1, 0, x.dtype.itemsize)
     config = candidates(work, multiprocessors)[0]
-    return cost.quantized_few_rows(work, config, multiprocessors)
+    product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
+    return {
+        "pallas": cost.quantized_few_rows(work, config, multiprocessors),
+        "xla": product + cost.conversion(work),
+    }
 
 
 def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes: int) -> Work:
@@ -517,21 +522,14 @@ def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes
 def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
     """Configs for a product of few rows, predicted fastest first; not all fit into shared memory."""
     steps = -(-work.k // STEP)
-    rows = -(-work.m // 8) * 8
-    configs = []
-    for tile_n in (64, 128):
-        for parts in (1, 2, 4, MAX_PARTS):
-            of_cta = -(-steps // parts)
-            resident = rows * of_cta * STEP * work.itemsize <= _RESIDENT_BYTES
-            if parts > steps or (tile_n > 64 and tile_n >= 2 * work.n):
-                continue
-            for stages in (3, 4, 6):
-                if stages == 3 or stages < 2 * of_cta:
-                    configs.append(QuantizedConfig(tile_n, parts, stages, STEP, resident))
+    configs = [
+        QuantizedConfig(tile_n, parts, stages, STEP)
+        for tile_n in (64, 128)
+        if tile_n == 64 or tile_n < 2 * work.n
+        for parts in (1, 2, 4, MAX_PARTS)
+        if parts <= steps
+        for stages in (4, 3)
+    ]
     return sorted(
         configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
     )
-
-
-_RESIDENT_BYTES = 48 * 1024
-"""Of x in a CTA, beside which others find room on its multiprocessor."""

@@ -86,33 +86,12 @@ class QuantizedTile:
     x_dtype: Any
     step_k: int
     """Numbers along the sums in a step."""
-    resident: int = 0
-    """Rows of scales and zero points, where all that a CTA needs are copied at once."""
 
     in_registers = True
 
     @property
     def copies(self) -> int:
-        return self.blocks + (0 if self.resident else self.copies_of_groups)
-
-    @property
-    def copies_of_groups(self) -> int:
-        """Of scales along the sums and zero points."""
-        return self.format.arrays - 1
-
-    def rows_of_steps(self, steps: int) -> int:
-        """Scales along the sums that so many steps one after another need for a column."""
-        group = self.format.group
-        if group <= self.step_k:
-            return steps * self.scale_rows if group else 1
-        return -(-steps * self.step_k // group) + 1
-
-    def row_of_step(self, step: Any) -> Any:
-        """The first scale along the sums that a step needs."""
-        group = self.format.group
-        if group <= self.step_k:
-            return step * self.scale_rows if group else 0 * step
-        return lax.div(step * self.step_k, jnp.int32(group))
+        return self.blocks + self.format.arrays - 1
 
     @property
     def blocks(self) -> int:
@@ -153,15 +132,14 @@ class QuantizedTile:
         else:
             # Numbers of a byte, which are swizzled together.
             memory["values"] = block((stages * self.blocks,), self.span, BLOCK, f.dtype)
-        rows = self.resident or self.scale_rows
-        slots = 1 if self.resident else stages
         if f.group:
-            memory["scale"] = plgpu.SMEM((slots, rows, self.span), jnp.float32)
+            memory["scale"] = plgpu.SMEM((stages, self.scale_rows, self.span), jnp.float32)
         if f.has_zero_point:
             # A copy begins at a multiple of 128 bytes.
+            rows = self.scale_rows
             while rows * self.span % 128:
                 rows += 1
-            memory["zero_point"] = plgpu.SMEM((slots, rows, self.span), jnp.int8)
+            memory["zero_point"] = plgpu.SMEM((stages, rows, self.span), jnp.int8)
         return memory
 
     def copy(
@@ -181,28 +159,14 @@ class QuantizedTile:
             scale = 8 if self.format.in_words else 1
             first = lax.div(k_start, jnp.int32(scale)) + index * width
             plgpu.copy_gmem_to_smem(values.at[columns, pl.ds(first, width)], place, landed)
-        if not self.resident:
-            step = lax.div(k_start, jnp.int32(self.step_k))
-            self.copy_groups(of_groups, memory, slot, start, self.row_of_step(step), landed)
-
-    def copy_groups(
-        self,
-        arrays: Sequence[Any],
-        memory: Mapping[str, Any],
-        slot: Any,
-        start: Any,
-        first_row: Any,
-        landed: Any,
-    ) -> None:
-        """Starts the copies of scales along the sums and zero points, of a step or of all steps."""
         names = [name for name in ("scale", "zero_point") if name in memory]
-        count = self.resident or self.scale_rows
-        for name, array in zip(names, arrays, strict=True):
+        for name, array in zip(names, of_groups, strict=True):
+            first = lax.div(k_start, jnp.int32(self.format.group)) if self.format.group else 0
             place = memory[name].at[slot]
-            if place.shape[0] > count:
-                place = place.at[:count]
-            source = array.at[pl.ds(first_row, count), pl.ds(start, self.span)]
-            plgpu.copy_gmem_to_smem(source, place, landed)
+            if place.shape[0] > self.scale_rows:
+                place = place.at[: self.scale_rows]
+            rows = pl.ds(first, self.scale_rows)
+            plgpu.copy_gmem_to_smem(array.at[rows, columns], place, landed)
 
     def _pieces_for_copies(self, memory: Any, slot: Any) -> Iterator[Any]:
         """Yields the memory of a step as copies see it, block by block."""
@@ -210,16 +174,10 @@ class QuantizedTile:
         for index in range(self.blocks):
             yield for_copies.at[slot * self.blocks + index]
 
-    def operands(
-        self, memory: Mapping[str, Any], slot: Any, row: Any = None
-    ) -> Iterator[jax.Array]:
-        """Yields the weights [span, group] of each group in registers, as instructions take them.
-
-        Args:
-          row: of the step's first scale, where those of all steps are resident.
-        """
+    def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
+        """Yields the weights [span, group] of each group in registers, as instructions take them."""
         for group, w in enumerate(self._floats(memory["values"], slot, 0, self.span)):
-            offset = self._offset(memory, slot, group, 0, self.span, row)
+            offset = self._offset(memory, slot, group, 0, self.span)
             yield w if offset is None else w - lax.broadcast_in_dim(offset, w.shape, (0,))
 
     def dequantized(
@@ -238,12 +196,9 @@ class QuantizedTile:
                 w = w * lax.broadcast_in_dim(scale.astype(self.x_dtype), w.shape, (0,))
             yield w
 
-    def _of_group(
-        self, memory: Any, slot: Any, group: int, start: int, width: int, row: Any = None
-    ) -> jax.Array:
+    def _of_group(self, memory: Any, slot: Any, group: int, start: int, width: int) -> jax.Array:
         """The scales or zero points of a group, for some columns."""
-        of_step = self._scale_row(group)
-        numbers = memory.at[slot, of_step] if row is None else memory.at[0, row + of_step]
+        numbers = memory.at[slot, self._scale_row(group)]
         if width < self.span:
             numbers = numbers.at[pl.ds(start, width)]
         return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
@@ -266,13 +221,7 @@ class QuantizedTile:
                 yield wide if self.group == BLOCK else wide[:, first : first + self.group]
 
     def _offset(
-        self,
-        memory: Mapping[str, Any],
-        slot: Any,
-        group: int,
-        start: int,
-        width: int,
-        row: Any = None,
+        self, memory: Mapping[str, Any], slot: Any, group: int, start: int, width: int
     ) -> jax.Array | None:
         """What has to be subtracted from the numbers of a group [width], if anything."""
         base = _word_base(self.x_dtype) + 8 if self.format.in_words else 0
@@ -281,16 +230,14 @@ class QuantizedTile:
                 return None
             splat = jnp.full((width,), base, self.x_dtype)
             return plgpu.layout_cast(splat, plgpu.Layout.WGMMA.reduce(1))
-        zero_point = self._of_group(memory["zero_point"], slot, group, start, width, row)
+        zero_point = self._of_group(memory["zero_point"], slot, group, start, width)
         # Every integer up to 256 is a number of bfloat16.
         return (zero_point.astype(jnp.float32) + base).astype(self.x_dtype)
 
-    def scales(
-        self, memory: Mapping[str, Any], slot: Any, rows: int, row: Any = None
-    ) -> Iterator[jax.Array]:
+    def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:
         """Yields for each group what multiplies its sums [span, rows]."""
         for group in range(self.groups):
-            scale = self._of_group(memory["scale"], slot, group, 0, self.span, row)
+            scale = self._of_group(memory["scale"], slot, group, 0, self.span)
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
 
 
