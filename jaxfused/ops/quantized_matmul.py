@@ -55,9 +55,9 @@ def quantized_matmul(
     The weights are frozen: gradients go to x (where it is float), bias and residual, and the scales'
     are zero. Gradients are of reverse mode, to any order where no kernel runs.
 
-    The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x of
-    more. `implementation="pallas"` takes them with float x of more rows too, where they need less memory
-    than XLA, which copies the weights in x's dtype, and more time.
+    The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
+    of more. `implementation="pallas"` takes them with float x of more rows too, where they need less
+    memory than XLA, which copies the weights in x's dtype, and more time.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
