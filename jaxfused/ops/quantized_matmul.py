@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
+from jaxfused.ops import linear
 from jaxfused.ops.kernel_call import (
     ROWS,
     Axes,
@@ -93,11 +94,13 @@ def quantized_matmul(
     _check_quantized(op, "w", w, -2, "quantize(w)")
     if isinstance(x, QuantizedArray):
         _check_quantized(op, "x", x, -1, "quantize_rows(x)")
-        values, array = x.values, jax.eval_shape(x.dequantize)
+        values: Any = x.values
+        array: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     else:
         x = values = array = jnp.asarray(x)
         check_floating(op, dict(x=x))
-    check_affine(op, array, "w", jax.eval_shape(w.dequantize), "bias", bias)
+    w_like: Any = jax.ShapeDtypeStruct(w.shape, jnp.float32)
+    check_affine(op, array, "w", w_like, "bias", bias)
     check_residual(op, residual, array, w.shape[1])
     _check_sums_fit(op, x, w)
     out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
@@ -281,7 +284,7 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
     ):
         (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
         return dx
-    return reference.quantized_matmul.input_gradient(dz.dtype, w, dz)
+    return linear.input_gradient(run, dz, w.dequantize(dz.dtype), dz.dtype, None)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -182,8 +182,10 @@ def unpack_words(words: jax.Array) -> jax.Array:
     unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
     nibbles = ((unsigned[..., None] >> _nibble_shifts()) & 15).astype(jnp.int8) - jnp.int8(8)
     blocks = count * _NIBBLES // WORD_BLOCK
-    # The axes: block, thread, word of the thread, odd, run of the word, half of the run.
-    runs = nibbles.reshape(*leading, blocks, 4, 4, 2, 2, 2)
+    # The axes: block, thread, word of the thread, odd, run of the word, half of the run. One axis is
+    # split at a time, which JAX can do to arrays whose sharding is in their types.
+    runs = nibbles.reshape(*leading, blocks, 4, 4, _NIBBLES)
+    runs = runs.reshape(*leading, blocks, 4, 4, 2, 2, 2)
     return jnp.moveaxis(runs, (-5, -4, -3), (-2, -5, -1)).reshape(*leading, count * _NIBBLES)
 
 
