@@ -65,7 +65,7 @@ _FORWARD = {
     "cuda, narrow": _Kernel(2.7, 0.235),
     "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
     "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
-    "cuda, odd": _Kernel(7.7, 0.317),
+    "cuda, odd": _Kernel(7.7, 0.5, 0.3),
     "cuda, odd and narrow": _Kernel(3.3, 0.649, 0.045),
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
@@ -75,6 +75,7 @@ _FORWARD = {
     "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
     "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
     "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
+    "xla, few unaligned with statistics": _Kernel(2.4, 0.7),
 }
 _BACKWARD = {
     "pallas, a row for each warp": _Kernel(3.6, 0.264, 0.003),
@@ -91,7 +92,7 @@ _BACKWARD = {
     "xla": _Kernel(8.0, 0.75),
     "xla, mean square": _Kernel(3.5, 0.36),
     "xla, mean square of fewer rows": _Kernel(3.0, 0.63),
-    "xla, small": _Kernel(1.5, 2.0),
+    "xla, small": _Kernel(1.0, 2.0),
 }
 _SECOND_KERNEL = 2.3
 """Of a backward's start, the kernel that adds up the sums of all CTAs: a single CTA needs none."""
@@ -110,6 +111,9 @@ _FEW_ROWS_FEATURES = 4096
 """Up to it CUDA has a kernel of few rows."""
 _SMALL = 300_000
 """Values of a matrix."""
+_FEW_VALUES = 2**15
+_KERNELS_APART = 1.0
+"""What XLA takes for a sum with a residual, mean and variance in kernels of their own."""
 _RESIDUAL_XLA = 1.6
 """How much longer XLA takes for what it reads where it splits a norm after a residual in two."""
 
@@ -127,6 +131,8 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
                 name = "xla, before its gradient"
         else:
             name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
+            if saves_statistics and norm.rows * norm.features <= _FEW_VALUES:
+                name = "xla, few unaligned with statistics"
         if name == "xla" and norm.features <= 2048:
             # It computes with columns up to a power of two, and is slower still with few of them.
             padding = _power_of_two(norm.features) / norm.features
@@ -135,7 +141,8 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         if name == "xla" and not (norm.subtract_mean or norm.residual):
             name = "xla, mean square"
         megabytes *= _RESIDUAL_XLA if norm.residual else 1.0
-        return _FORWARD[name].microseconds(megabytes, norm.rows)
+        apart = _KERNELS_APART if norm.residual and norm.subtract_mean else 0.0
+        return apart + _FORWARD[name].microseconds(megabytes, norm.rows)
     matrices = 2 if norm.residual else 1
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":

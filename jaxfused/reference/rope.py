@@ -24,9 +24,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
         whole = rotary_dim == x.shape[-1] and rotary_dim.bit_count() == 1
-        if whole and x.size * x.dtype.itemsize >= _LARGE:
+        if whole and not _SMALL < x.size * x.dtype.itemsize < _LARGE:
             # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so,
-            # for which it makes tables of the heads' size.
+            # for which it makes tables of the heads' size, and rotates two small arrays in one kernel.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
             return (rotated * cos + turned * sin).astype(x.dtype)
@@ -38,8 +38,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
 
-_LARGE = 2**25
-"""Bytes of the heads from which on such tables cost less than they save."""
+_SMALL, _LARGE = 2**17, 2**24
+"""Bytes of the heads between which such tables cost more than they save."""
 
 
 # --- angles ---------------------------------------------------------------------------------------
