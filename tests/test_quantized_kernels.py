@@ -390,10 +390,9 @@ def test_gradients_through_the_kernels_in_the_interpreter(
         return y, *vjp(y)
 
     actual = jax.jit(functools.partial(run, "pallas"))(x, bias, residual)
-    assert set(chosen(functools.partial(run, None), x, bias, residual).values()) == {
-        "pallas",
-        "xla",
-    }
+    taken = chosen(functools.partial(run, None), x, bias, residual)
+    # Of few rows XLA multiplies quantised x.
+    assert set(taken.values()) == ({"pallas", "xla"} if x_dtype is None else {"xla"})
     expected = jax.jit(functools.partial(run, "xla"))(x, bias, residual)
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
