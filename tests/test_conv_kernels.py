@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.conv.conv import ConvConfig, conv
 from pallas_kernels.conv.weight_gradient import WeightGradientConfig, weight_gradient
@@ -180,3 +181,9 @@ WEIGHTS = (
 @parametrize("case", WEIGHTS, quick=(1,))
 def test_weight_gradient_in_the_interpreter(case, interpreted_hopper):
     case.check(4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [INTERPRETED[1], INTERPRETED[2], WEIGHTS[0]], ids=str)
+def test_threads_do_not_race(case, race_detector):
+    case.check(2)
