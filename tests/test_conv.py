@@ -265,6 +265,25 @@ def test_dense_kernels_leave_what_32_bits_do_not_count_to_xla(hopper):
         jax.eval_shape(lambda x, w: jaxfused.conv(x, w, implementation="pallas"), x, w)
 
 
+@parametrize(
+    ("kernel", "dilation"),
+    [((3, 3), 150), ((3, 3), 24), ((5, 5), 12), ((7, 7), 1), ((31, 5), 1)],
+    quick=(0, 2),
+)
+def test_large_windows_lower(hopper, kernel, dilation):
+    x = jax.ShapeDtypeStruct((2, 320, 320, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((*kernel, 64, 64), jnp.bfloat16)
+
+    def conv(x, w):
+        return jaxfused.conv(x, w, kernel_dilation=dilation, implementation="pallas")
+
+    assert kernels(conv, x, w) == ["conv"]
+    launched = kernels(jax.grad(lambda *args: conv(*args).astype(jnp.float32).sum(), (0, 1)), x, w)
+    # The gradient of the weights has no kernel for a window with many rows, or rows far apart.
+    small = kernel[0] <= 5 and (kernel[0] - 1) * dilation <= 48
+    assert launched == ["conv_input_gradient", *["conv_weight_gradient"] * small]
+
+
 @parametrize("spatial", [(8, 56, 56), (4, 16, 28, 28), (64, 400)], quick=(0,))
 @parametrize("channels", [64, 320], quick=(0,))
 @parametrize("kernel", [1, 3], quick=(0, 1))

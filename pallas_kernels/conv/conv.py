@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.conv import cost
-from pallas_kernels.conv.window import GROUP, Boxes, Window, best_box
+from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.cost import H200, Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
@@ -323,6 +323,8 @@ class ConvCall:
             return None
         if self.window.is_strided:
             return "the rows of a strided window do not follow one another"
+        if self.window.reach[-2] > MAX_REACH:
+            return f"a box that is {self.window.reach[-2]} rows higher than a tile has no place"
         if config.plan == "resident" and (self.features > config.tile_n or config.cluster > 1):
             return "the weights that stay in shared memory are those of all features"
         return None

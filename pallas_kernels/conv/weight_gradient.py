@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.conv import cost
-from pallas_kernels.conv.window import Boxes, Window, best_box
+from pallas_kernels.conv.window import MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.product.epilogue import Epilogue
 from pallas_kernels.product.mainloop import (
     ACCUMULATOR_ELEMENTS,
@@ -211,6 +211,8 @@ def why_unsupported(window: Window) -> str | None:
         return "the rows of a strided window do not follow one another"
     if window.is_pointwise:
         return "it is a matrix product"
+    if window.reach[-2] > MAX_REACH:
+        return f"the window reaches {window.reach[-2]} rows"
     if window.kernel[-2] * CHANNELS * swizzled_columns(jnp.bfloat16) > ACCUMULATOR_ELEMENTS:
         return f"the window has {window.kernel[-2]} rows"
     return None
