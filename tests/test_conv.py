@@ -14,7 +14,13 @@ from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.conv import CASES, DENSE_CASES, DEPTHWISE_CASES, DEPTHWISE_KERNEL_CASES
+from tests.cases.conv import (
+    CASES,
+    DENSE_CASES,
+    DENSE_KERNEL_CASES,
+    DEPTHWISE_CASES,
+    DEPTHWISE_KERNEL_CASES,
+)
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
@@ -299,6 +305,14 @@ def test_dense_kernels_lower(hopper, spatial, channels, kernel):
     gradient = jax.grad(lambda *args: conv(*args).astype(jnp.float32).sum(), (0, 1, 2))
     launched = ["conv", "conv_input_gradient"] + ["conv_weight_gradient"] * (kernel > 1)
     assert kernels(gradient, x, w, bias) == launched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [*DENSE_CASES, *DENSE_KERNEL_CASES], ids=str)
+def test_dense_kernels_are_as_accurate_as_jax_numpy(case, dtype):
+    args = case.arguments(jnp.dtype(dtype))
+    assert_values_and_gradients(*dense(case), *args, cotangents=2)
 
 
 # --- depthwise kernels ----------------------------------------------------------------------------

@@ -187,3 +187,22 @@ def test_weight_gradient_in_the_interpreter(case, interpreted_hopper):
 @pytest.mark.parametrize("case", [INTERPRETED[1], INTERPRETED[2], WEIGHTS[0]], ids=str)
 def test_threads_do_not_race(case, race_detector):
     case.check(2)
+
+
+LARGE = (
+    Case((5, 57, 61, 64), config=replace(RESIDENT, tile_m=128, stages=4)),
+    Case((5, 57, 61, 64), epilogue=True, config=replace(ROWS, tile_m=128)),
+    Case((4, 32, 32, 320), 320, config=replace(SMALL, tile_m=128, tile_n=160, turns_weights=True)),
+    Case((5, 14, 14, 128), 256, config=replace(SMALL, tile_m=128, tile_n=128, ping_pong=False)),
+    Case((3, 57, 55, 128), 128, strides=(2, 2), config=replace(SMALL, tile_m=128, tile_n=128)),
+    Case((2, 9, 20, 21, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE, config=ROWS),
+    WeightsCase((5, 57, 61, 64), config=WeightGradientConfig(64, 64, 8)),
+    WeightsCase((2, 64, 64, 320), 320, config=WeightGradientConfig(64, 128, 4)),
+)
+"""With as many tiles as keep all multiprocessors busy."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*INTERPRETED, *WEIGHTS, *LARGE], ids=str)
+def test_on_a_gpu(case):
+    case.check(jax.devices()[0].core_count)
