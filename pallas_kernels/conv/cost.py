@@ -37,12 +37,14 @@ class Speeds:
     """Of memory traffic. Some of it stays in the cache, for whoever reads it next."""
     overlap: float = 2.4
     """Exponent of the norm that two things take which run at once: large where one hides the other."""
-    weights_multiplication: float = 3.2e-7
+    weights_multiplication: float = 3.05e-7
     """Of one of the gradient of the weights, whose operands are read across their rows."""
     weights_wide: float = 1.16
     """Factor of those of tiles with more than 64 features, whose instructions take a block each."""
-    weights_ends: float = 3.0
-    """For a tile's first operands to arrive, and its last sums to leave."""
+    weights_ends: float = 4.0
+    """For the first operands to arrive, and the last sums to leave."""
+    weights_sum: float = 4 / 3.6e6
+    """Of a sum in each part of it, which are added by XLA."""
     weights_pixels: int = 384
     """Of all slots of the ring, so that none is waited for."""
     cudnn_launch: float = 4.0
@@ -52,7 +54,7 @@ class Speeds:
     """How many channels' worth of time a step takes besides: few channels are read over and over."""
     cudnn_weights: float = 1.2
     """Factor of the gradient of the weights."""
-    cudnn_volumes: float = 2.0
+    cudnn_volumes: float = 1.7
     """Factor of pictures with three axes."""
     cudnn_residual: float = 0.5
     """Part of the traffic of a residual that its convolution does not hide."""
@@ -164,7 +166,7 @@ def weight_gradient(
     steps: int,
     rounds: int,
     parts: int,
-    part: float,
+    sums: int,
 ) -> float:
     """Microseconds of the gradient of the weights.
 
@@ -175,13 +177,13 @@ def weight_gradient(
       steps: of a tile.
       rounds: tiles that a CTA computes one after the other.
       parts: of each tile.
-      part: microseconds to write one more part of all tiles, and to add it.
+      sums: the weights of the window, for all channels and features.
     """
     speeds = SPEEDS
     step = multiplications * speeds.weights_multiplication * (speeds.weights_wide if wide else 1.0)
     step *= max(1.0, speeds.weights_pixels / pixels_in_ring)
-    tile = steps * step + speeds.weights_ends
-    return speeds.launch + H200.xla_pass + rounds * tile + parts * part
+    product = rounds * steps * step + speeds.weights_ends
+    return speeds.launch + product + H200.xla_pass + parts * sums * speeds.weights_sum
 
 
 def _at_once(a: float, b: float) -> float:

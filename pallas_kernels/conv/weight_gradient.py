@@ -182,10 +182,6 @@ class _WeightProduct(Product):
                 yield part(acc_ref, rows, columns), x.transpose((1, 0)), dz
 
 
-_BYTES = 2.5e6
-"""That the sum of the parts reads, and what comes before it writes, in a microsecond."""
-
-
 def _best_parts(
     tiles: int, boxes: int, multiprocessors: int, of_parts: Callable[..., float]
 ) -> int:
@@ -254,7 +250,7 @@ def _of_parts(
         multiplications=config.tile_m * config.tile_n * boxes.rows,
         wide=config.tile_n > CHANNELS,
         pixels_in_ring=config.stages * boxes.rows,
-        part=window.taps * channels * features * 8 / _BYTES,
+        sums=window.taps * channels * features,
     )
 
 
