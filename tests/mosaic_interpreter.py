@@ -10,11 +10,14 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
+
+from pallas_kernels.product import quantized_weights
 
 
 def share_unions(monkeypatch) -> None:
@@ -187,3 +190,16 @@ def _multiply(
     total = total + np.asarray(left).astype(total.dtype) @ factor
     memory.store_buffer_content(accumulator, whole, total, thread, logging_info=info)
     return token
+
+
+def join_words(monkeypatch) -> None:
+    """States in jax.numpy what a kernel with weights of 4 bits does to registers, for one test."""
+
+    def pairs_as_operand(*pairs, dtype):
+        n, words = pairs[0].shape
+        # The axes: run of a word, half of the run, row, thread, word of the thread, odd.
+        both = jnp.stack([jax.lax.bitcast_convert_type(pair, dtype) for pair in pairs])
+        both = both.reshape(2, 2, n, words // 4, 4, 2)
+        return both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * words)
+
+    monkeypatch.setattr(quantized_weights, "pairs_as_operand", pairs_as_operand)

@@ -24,6 +24,7 @@ from benchmarks import (
     peers,
     plot,
     qkv_projection,
+    quantized_matmul,
     report,
     results,
     rope,
@@ -46,6 +47,7 @@ PRODUCT_CASES = {
         *mlp.cases(shapes=[(24, 16, 32)]),
         *rope.cases(shapes=[(2, 12, 4, 2, 16)]),
         *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
+        *quantized_matmul.cases(shapes=[(24, 256, 32)]),
     )
 }
 LOSS_CASES = {

@@ -35,6 +35,7 @@ LAYERS = {
         "jaxfused.cuda",
         "jaxfused.dispatch",
         "jaxfused.quantization.quantized_array",
+        "jaxfused.quantization.rounding",
         "jaxfused.reference",
         "jaxfused.semantics",
         "jaxfused.sharding",

@@ -230,7 +230,7 @@ _W = jaxfused.quantize(jnp.ones((4, 6)))
         ({"activation": "tanh"}, "activation='tanh' is not known"),
         ({"out_dtype": jnp.int8}, "out_dtype is int8, but the result is of floating-point numbers"),
         ({"implementation": "cuda"}, "there is no CUDA kernel of quantized_matmul yet"),
-        ({"implementation": "pallas"}, "there is no Pallas kernel of quantized_matmul yet"),
+        ({"implementation": "pallas"}, r"pass jaxfused.quantize\(w, layout='columns'\)"),
     ],
 )
 def test_errors(change, message):

@@ -9,6 +9,7 @@ from flax.typing import Dtype, Initializer
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import QuantizedKernel, linear, promoted
 from jaxfused.quantization.quantize import quantize
+from jaxfused.quantization.quantized_array import Layout
 
 
 class QuantizedDense(linen.Module):
@@ -33,6 +34,7 @@ class QuantizedDense(linen.Module):
       bias_init: initialises the bias.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -56,6 +58,7 @@ class QuantizedDense(linen.Module):
     bias_init: Initializer = linen.initializers.zeros
     activation: str | None = None
     implementation: Implementation | None = None
+    layout: Layout = "rows"
 
     @linen.compact
     def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
@@ -72,6 +75,7 @@ class QuantizedDense(linen.Module):
                 self.kernel_dtype,
                 group_size=self.group_size,
                 symmetric=self.symmetric,
+                layout=self.layout,
             )
             return QuantizedKernel(array, self.input_dtype)
 

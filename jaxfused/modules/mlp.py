@@ -10,6 +10,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.mlp import Save
+from jaxfused.ops.quantized_gated_unit import gated_unit, why_apart
+from jaxfused.quantization.quantized_array import QuantizedArray
 
 Layer = tuple[Kernel, jax.Array | None]
 
@@ -91,10 +93,31 @@ def gated_mlp(
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
-        h = linear(x, *gate, activation=activation, **options) * linear(x, *up, **options)
+        weights = _in_one_pass(w_gate, w_up)
+        if weights is not None and precision is None:
+            h = gated_unit(
+                x,
+                *weights,
+                b_gate,
+                b_up,
+                activation=activation,
+                implementation=implementation,
+            )
+        else:
+            h = linear(x, *gate, activation=activation, **options) * linear(x, *up, **options)
         return linear(h, *down, residual=residual, **options)
 
     return _saving(save, layers)(x, residual)
+
+
+def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArray] | None:
+    """The weights of kernels that are quantised alike and whose input is not, else None."""
+    if not (isinstance(gate, QuantizedKernel) and isinstance(up, QuantizedKernel)):
+        return None
+    of_floats = gate.input_dtype is None and up.input_dtype is None
+    if not of_floats or why_apart(gate.array, up.array) is not None:
+        return None
+    return gate.array, up.array
 
 
 def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -9,6 +9,7 @@ from flax.typing import Dtype, Initializer
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import QuantizedKernel, linear, promoted
 from jaxfused.quantization.quantize import quantize
+from jaxfused.quantization.quantized_array import Layout
 
 
 class Frozen(nnx.Variable):
@@ -29,6 +30,7 @@ class QuantizedLinear(nnx.Module):
       kernel_dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
       group_size: input features that share a scale; by default all of them.
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
+      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
       input_dtype: to which x is quantised, row by row: "int8", "float8_e4m3fn" or "float8_e5m2";
         None leaves it as it is. No gradient goes to an x that is quantised.
       use_bias: whether there is a bias [F].
@@ -59,6 +61,7 @@ class QuantizedLinear(nnx.Module):
         kernel_dtype: str = "int8",
         group_size: int | None = None,
         symmetric: bool = True,
+        layout: Layout = "rows",
         input_dtype: str | None = None,
         use_bias: bool = True,
         dtype: Dtype | None = None,
@@ -70,7 +73,9 @@ class QuantizedLinear(nnx.Module):
         implementation: Implementation | None = None,
     ):
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        array = quantize(kernel, kernel_dtype, group_size=group_size, symmetric=symmetric)
+        array = quantize(
+            kernel, kernel_dtype, group_size=group_size, symmetric=symmetric, layout=layout
+        )
         self.kernel = Frozen(QuantizedKernel(array, input_dtype))
         self.bias = nnx.data(None)
         if use_bias:

@@ -1,15 +1,36 @@
-"""quantized_matmul: validation and choice of implementation."""
+"""quantized_matmul: validation, choice of implementation, gradient."""
 
-from typing import Any
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference
-from jaxfused.ops.kernel_call import reference_only
-from jaxfused.ops.linear import check_affine, check_residual, resolve_out_dtype
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops import linear
+from jaxfused.ops.kernel_call import (
+    ROWS,
+    Axes,
+    Results,
+    Runner,
+    batched_rows,
+    takes_reference,
+)
+from jaxfused.ops.linear import (
+    ActivationGradient,
+    check_affine,
+    check_residual,
+    resolve_out_dtype,
+    sum_rows,
+)
+from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.quantization.quantized_array import Layout, QuantizedArray
+from pallas_kernels.product import quantized as pallas_quantized
+from pallas_kernels.product.few_rows import MAX_ROWS
+from pallas_kernels.product.quantized import Packed
 
 
 def quantized_matmul(
@@ -33,7 +54,11 @@ def quantized_matmul(
     dequantised to float32. Bias and residual are added in float32.
 
     The weights are frozen: gradients go to x (where it is float), bias and residual, and the scales'
-    are zero. Gradients are of reverse mode, to any order.
+    are zero. Gradients are of reverse mode, to any order where no kernel runs.
+
+    The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
+    of more. `implementation="pallas"` takes them with float x of more rows too, where they need less
+    memory than XLA, which copies the weights in x's dtype, and more time.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
@@ -69,21 +94,76 @@ def quantized_matmul(
     _check_quantized(op, "w", w, -2, "quantize(w)")
     if isinstance(x, QuantizedArray):
         _check_quantized(op, "x", x, -1, "quantize_rows(x)")
-        values, array = x.values, jax.eval_shape(x.dequantize)
+        values: Any = x.values
+        array: Any = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     else:
         x = values = array = jnp.asarray(x)
         check_floating(op, dict(x=x))
-    check_affine(op, array, "w", jax.eval_shape(w.dequantize), "bias", bias)
+    w_like: Any = jax.ShapeDtypeStruct(w.shape, jnp.float32)
+    check_affine(op, array, "w", w_like, "bias", bias)
     check_residual(op, residual, array, w.shape[1])
     _check_sums_fit(op, x, w)
-    reference_only(op, implementation, values)
-    return reference.quantized_matmul.matmul(
-        x,
-        w,
-        bias,
-        residual,
-        activation=activation,
-        out_dtype=resolve_out_dtype(op, out_dtype, array, residual),
+    out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
+    if _takes_reference(op, implementation, array, x, w):
+        return reference.quantized_matmul.matmul(
+            x, w, bias, residual, activation=activation, out_dtype=out_dtype
+        )
+    options = _Options(
+        activation,
+        out_dtype,
+        w.layout,
+        w.dtype,
+        x_dtype=None if isinstance(x, QuantizedArray) else x.dtype,
+        residual_dtype=None if residual is None else residual.dtype,
+    )
+    rows = sharding.leading_axes(values.ndim - 1)
+    arrays = sharding.align(
+        (
+            values,
+            x.scale if isinstance(x, QuantizedArray) else None,
+            w.values,
+            *of_columns(w),
+            bias,
+            residual,
+        ),
+        operand_axes=(rows + "d", rows + "h", options.letters, "gf", "gf", "f", rows + "f"),
+        whole=_WHOLE,
+    )
+    device = dispatch.current_device(values)
+    return _quantized_matmul(Runner(implementation, device), options, *arrays)
+
+
+def _takes_reference(
+    op: str,
+    implementation: str | None,
+    array: Any,
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+) -> bool:
+    """Whether a product is plain jax.numpy, whatever its shapes are; `array` is like x in floats."""
+    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    why_xla = None
+    if w.layout != "columns":
+        why_xla = (
+            "its kernels read weights whose columns are contiguous: pass"
+            " jaxfused.quantize(w, layout='columns')"
+        )
+    elif isinstance(x, QuantizedArray) and (x.dtype == "int4" or x.zero_point is not None):
+        why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
+    if why_xla is not None:
+        missing["pallas"] = why_xla
+    values = x.values if isinstance(x, QuantizedArray) else x
+    device = dispatch.current_device(values)
+    return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
+
+
+def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
+    """The scale and the zero point [G, F]: one of the whole array is repeated for each column."""
+    shape = (w.groups, w.shape[1])
+    zero_point = w.zero_point
+    return (
+        jnp.broadcast_to(w.scale, shape),
+        None if zero_point is None else jnp.broadcast_to(zero_point, shape),
     )
 
 
@@ -113,3 +193,331 @@ def _check_sums_fit(op: str, x: jax.Array | QuantizedArray, w: QuantizedArray) -
             f"{op}: w has {w.shape[0]} input features, but sums of more than {limit} products of"
             " these integers may not fit into int32; pass x as floats, or split the features."
         )
+
+
+# --- gradient -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is static in a call."""
+
+    activation: str | None
+    out_dtype: Any
+    layout: Layout
+    w_dtype: str
+    x_dtype: Any
+    """None where x is quantised."""
+    residual_dtype: Any
+
+    @property
+    def letters(self) -> str:
+        """The axes of the stored values; "k" are words of several numbers."""
+        return "fk" if self.w_dtype == "int4" else "fd"
+
+    def forward(self, *, save_preactivation: bool) -> "_Layer":
+        """The kernel of the forward."""
+        return (_Layer if self.x_dtype else _LayerOfBoth)(self, save_preactivation)
+
+    def weights(self, values: jax.Array, scale: jax.Array, zero_point: Any) -> QuantizedArray:
+        """The weights of which these are the arrays."""
+        return QuantizedArray(values, scale, zero_point, -2, self.layout)
+
+
+class _Residuals(NamedTuple):
+    w: QuantizedArray
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+    """x @ w + bias in x's dtype, or float32 if x is quantised; where there is an activation."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _quantized_matmul(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
+    layer = options.forward(save_preactivation=False)
+    y, _ = run(layer, x, x_scale, *weights_bias_residual)
+    return y
+
+
+def _quantized_matmul_fwd(run: Runner, options: _Options, x, x_scale, *weights_bias_residual):
+    layer = options.forward(save_preactivation=options.activation is not None)
+    y, preactivation = run(layer, x, x_scale, *weights_bias_residual)
+    *weights, bias, _ = weights_bias_residual
+    return y, _Residuals(options.weights(*weights), bias, preactivation)
+
+
+def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+    dtype, bias = options.x_dtype or jnp.float32, saved.bias
+    if saved.preactivation is None:
+        dz, dbias = dy.astype(dtype), None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        gradient = ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, saved.preactivation)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+    return (
+        None if options.x_dtype is None else _input_gradient(run, options, saved.w, dz),
+        None,
+        None,
+        None,
+        None,
+        dbias,
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_quantized_matmul.defvjp(_quantized_matmul_fwd, _quantized_matmul_bwd)
+
+
+def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.Array) -> jax.Array:
+    """The gradient of x, from dz in x's dtype."""
+    weights = Packed(w.values, w.scale, w.zero_point)
+    reason = pallas_quantized.why_gradient_unsupported(
+        compute_capability=run.device.compute_capability,
+        dtype=dz.dtype,
+        k=w.shape[0],
+        w=weights,
+    )
+    # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
+    if (
+        reason is None
+        and sharding.is_in_one_piece(dz, w.values)
+        and run.implementation in (None, "pallas")
+    ):
+        (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
+        return dx
+    return linear.input_gradient(run, dz, w.dequantize(dz.dtype), dz.dtype, None)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+_WHOLE = "dkgh"
+"""Axes of sums and of their scales, which devices may not split."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is saved) of x [M, D] and w [D, F]."""
+
+    options: _Options
+    save_preactivation: bool
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul forward"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(
+            (ROWS + "d", ROWS + "h", self.options.letters, "gf", "gf", "f", ROWS + "f"),
+            (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
+            whole=_WHOLE,
+        )
+
+    def reasons(
+        self, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Mapping[str, str | None]:
+        del x_scale, bias
+        reason = pallas_quantized.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x_shape=x.shape,
+            w=Packed(values, scale, zero_point),
+        )
+        reasons = {"pallas": reason, "xla": None}
+        if x.shape[0] > MAX_ROWS:
+            # XLA copies the weights in x's dtype, which takes less than the slower product here.
+            return dispatch.preferring("xla", reasons)
+        if reason is not None or not is_modelled(device):
+            return reasons
+        w = Packed(values, scale, zero_point)
+        return fastest_first(reasons, pallas_quantized.times(x, w, device.multiprocessors))
+
+    def configs(
+        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Sequence[Hashable]:
+        del x_scale, bias
+        if implementation != "pallas":
+            return ()
+        w = Packed(values, scale, zero_point)
+        if x.shape[0] > MAX_ROWS:
+            written = (self.options.out_dtype, *((x.dtype,) if self.save_preactivation else ()))
+            read = () if residual is None else (residual,)
+            return pallas_quantized.tile_candidates(x, w, 1, written, read, device.multiprocessors)
+        return pallas_quantized.few_rows_fitting(
+            x,
+            w,
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=self.options.out_dtype.itemsize
+            + (x.dtype.itemsize if self.save_preactivation else 0),
+            multiprocessors=device.multiprocessors,
+        )
+
+    def run(
+        self,
+        implementation,
+        device,
+        x,
+        x_scale,
+        values,
+        scale,
+        zero_point,
+        bias,
+        residual,
+        config=None,
+    ) -> Results:
+        del x_scale
+        keywords = self._keywords
+        if implementation == "pallas":
+            return pallas_quantized.forward(
+                x,
+                Packed(values, scale, zero_point),
+                bias,
+                residual,
+                **keywords,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        w = self.options.weights(values, scale, zero_point)
+        return reference.quantized_matmul.layer(x, w, bias, residual, **keywords)
+
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        return dict(
+            activation=self.options.activation,
+            save_preactivation=self.save_preactivation,
+            out_dtype=self.options.out_dtype,
+        )
+
+    batched = batched_rows
+
+
+@dataclass(frozen=True)
+class _LayerOfBoth(_Layer):
+    """The same of quantised x, whose preactivation is float32."""
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul forward of both"
+
+    def reasons(
+        self, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Mapping[str, str | None]:
+        del bias
+        w = Packed(values, scale, zero_point)
+        reason = pallas_quantized.why_both_unsupported(
+            compute_capability=device.compute_capability,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x=x,
+            x_scale=x_scale,
+            w=w,
+        )
+        reasons = {"pallas": reason, "xla": None}
+        if x.shape[0] <= MAX_ROWS:
+            # It is not measured, and its tiles have many more rows.
+            return dispatch.preferring("xla", reasons)
+        if reason is not None or not is_modelled(device):
+            return reasons
+        work = pallas_quantized.both_work(
+            x, w, *self._bytes(residual), int(self.options.activation is not None)
+        )
+        ours = pallas_quantized.both_time(w, work, device.multiprocessors)
+        wide = replace(work, itemsize=2)
+        xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
+        return fastest_first(reasons, {"pallas": ours, "xla": xla})
+
+    def _bytes(self, residual: Any) -> tuple[int, int]:
+        """Of an element in the matrices that the epilogue reads, and in those that it writes."""
+        read = 0 if residual is None else residual.dtype.itemsize
+        return read, self.options.out_dtype.itemsize + (4 if self.save_preactivation else 0)
+
+    def configs(
+        self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
+    ) -> Sequence[Hashable]:
+        del x_scale, bias
+        if implementation != "pallas":
+            return ()
+        w, activations = Packed(values, scale, zero_point), int(self.options.activation is not None)
+        work = pallas_quantized.both_work(x, w, *self._bytes(residual), activations)
+        return pallas_quantized.both_candidates(w, work, device.multiprocessors)
+
+    def run(
+        self,
+        implementation,
+        device,
+        x,
+        x_scale,
+        values,
+        scale,
+        zero_point,
+        bias,
+        residual,
+        config=None,
+    ) -> Results:
+        keywords = self._keywords
+        if implementation == "pallas":
+            return pallas_quantized.both_forward(
+                x,
+                x_scale,
+                Packed(values, scale, zero_point),
+                bias,
+                residual,
+                **keywords,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        w = self.options.weights(values, scale, zero_point)
+        q = QuantizedArray(x, x_scale, None, -1)
+        return reference.quantized_matmul.layer(q, w, bias, residual, **keywords)
+
+
+@dataclass(frozen=True)
+class _InputGradient:
+    """(dz @ w^T,) of dz [M, F] and w [D, F]."""
+
+    options: _Options
+    features: int
+    """D."""
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul input gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        whole = "f" + _WHOLE
+        return Axes((ROWS + "f", self.options.letters, "gf", "gf"), (ROWS + "d",), whole=whole)
+
+    def reasons(self, device, dz, values, scale, zero_point) -> Mapping[str, str | None]:
+        reason = pallas_quantized.why_gradient_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=dz.dtype,
+            k=self.features,
+            w=Packed(values, scale, zero_point),
+        )
+        # XLA copies the weights in x's dtype: more memory, and somewhat less time.
+        return dispatch.preferring("xla", {"pallas": reason, "xla": None})
+
+    def configs(self, implementation, device, dz, values, scale, zero_point) -> Sequence[Hashable]:
+        del values, scale, zero_point
+        if implementation != "pallas":
+            return ()
+        return pallas_quantized.gradient_candidates(dz, self.features, device.multiprocessors)
+
+    def run(self, implementation, device, dz, values, scale, zero_point, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_quantized.input_gradient(
+                dz,
+                Packed(values, scale, zero_point),
+                self.features,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        else:
+            w = self.options.weights(values, scale, zero_point)
+            dx = reference.quantized_matmul.input_gradient(dz.dtype, w, dz)
+        return (dx,)
+
+    batched = batched_rows

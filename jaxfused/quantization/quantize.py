@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.kernel_call import reference_only
+from jaxfused.ops import quantize_rows as rows_operator
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.quantization import rounding
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from jaxfused.quantization.quantized_array import (
+    FORMATS,
+    LAYOUTS,
+    WORD_BLOCK,
+    Layout,
+    QuantizedArray,
+)
 
 
 def quantize(
@@ -22,6 +28,7 @@ def quantize(
     symmetric: bool = True,
     scale: jax.Array | float | None = None,
     zero_point: jax.Array | int | None = None,
+    layout: Layout = "rows",
 ) -> QuantizedArray:
     r"""Rounds an array to 8 or 4 bits, with one scale for each channel, group or tensor.
 
@@ -52,6 +59,9 @@ def quantize(
         `axis` as many entries as groups and elsewhere x's size or 1.
       zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
         shape or a scalar.
+      layout: how the numbers lie in memory: "rows" as x has them; "columns" with what a product sums
+        over contiguous, as the kernels of `quantized_matmul` read weights [..., D, F] of axis -2, where
+        for int4 128 divides D.
 
     Returns:
       A `QuantizedArray`.
@@ -78,7 +88,8 @@ def quantize(
     scale, zero_point = _scale_and_zero_point(
         op, x, name, axis, group_size, per_tensor, symmetric, scale, zero_point
     )
-    return rounding.encode(x, name, scale, zero_point, _from_the_end(axis, x))
+    _check_layout(op, layout, x, name, axis)
+    return rounding.encode(x, name, scale, zero_point, _from_the_end(axis, x), layout)
 
 
 def quantize_rows(
@@ -120,9 +131,7 @@ def quantize_rows(
             f"{op}: dtype is 'int4', but activations are quantised to a byte;"
             " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
         )
-    reference_only(op, implementation, x)
-    scale, _ = rounding.scales(x, name, axis=-1, groups=1, per_tensor=False, symmetric=True)
-    return rounding.encode(x, name, scale, None, -1)
+    return rows_operator.quantize_rows(x, name, implementation)
 
 
 def fake_quantize(
@@ -179,6 +188,25 @@ def fake_quantize(
     rounded = rounding.encode(constant, name, scale, zero_point, axis)
     inside = rounding.inside_range(constant, name, scale, zero_point, axis)
     return rounding.straight_through(x, rounded.dequantize(x.dtype), inside)
+
+
+def _check_layout(op: str, layout: str, x: jax.Array, dtype: str, axis: int) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(
+            f"{op}: layout is {layout!r}; pass one of {', '.join(map(repr, LAYOUTS))}."
+        )
+    if layout == "rows":
+        return
+    if x.ndim < 2 or _from_the_end(axis, x) != -2:
+        raise ValueError(
+            f"{op}: layout 'columns' is for weights [..., D, F] quantised along axis -2, but x has shape"
+            f" {x.shape} and axis {axis}; pass layout 'rows'."
+        )
+    if dtype == "int4" and x.shape[-2] % WORD_BLOCK:
+        raise ValueError(
+            f"{op}: x has {x.shape[-2]} values along axis {axis}, but layout 'columns' stores int4 in"
+            f" blocks of {WORD_BLOCK}; pass layout 'rows', or pad x."
+        )
 
 
 def _from_the_end(axis: int, x: jax.Array) -> int:

@@ -13,6 +13,7 @@ from jaxfused.modules.fallback import why_given
 from jaxfused.modules.linear import QuantizedKernel
 from jaxfused.nnx.quantized_linear import QuantizedLinear
 from jaxfused.quantization.quantize import quantize
+from jaxfused.quantization.quantized_array import Layout
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class QuantizationRule:
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
       input_dtype: to which the layer's inputs are quantised, row by row: "int8", "float8_e4m3fn" or
         "float8_e5m2"; None leaves them as they are.
+      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
 
     Example:
       >>> import jaxfused
@@ -39,6 +41,7 @@ class QuantizationRule:
     group_size: int | None = None
     symmetric: bool = True
     input_dtype: str | None = None
+    layout: Layout = "rows"
 
 
 def quantize_params(module_or_params: Any, rules: str | Sequence[QuantizationRule]) -> Any:
@@ -131,7 +134,11 @@ def _quantize_tree(tree: Any, path: tuple[str, ...], choose: _Chooser) -> Any:
         if rule is not None:
             assert rule.dtype is not None
             array = quantize(
-                kernel, rule.dtype, group_size=rule.group_size, symmetric=rule.symmetric
+                kernel,
+                rule.dtype,
+                group_size=rule.group_size,
+                symmetric=rule.symmetric,
+                layout=rule.layout,
             )
             result["kernel"] = QuantizedKernel(array, rule.input_dtype)
     return result
@@ -191,6 +198,7 @@ def _quantize_linear(layer: nnx.Linear, rule: QuantizationRule) -> QuantizedLine
         kernel_dtype=rule.dtype,
         group_size=rule.group_size,
         symmetric=rule.symmetric,
+        layout=rule.layout,
         input_dtype=rule.input_dtype,
         use_bias=bias is not None,
         dtype=layer.dtype,

@@ -1,19 +1,22 @@
 """QuantizedArray: numbers in 8 or 4 bits with their scales, and how they lie in memory.
 
-The layout that kernels read:
+How the bits lie, unless the layout is "columns":
 
 - int8, float8: one value a byte, in the shape of the array that was quantised.
 - int4: two values a byte, along `axis`, in an array of uint8 whose `axis` is half as long. Byte i holds
   value 2i in its low and value 2i + 1 in its high four bits, each in two's complement:
   `byte[i] = (q[2i] & 15) | ((q[2i + 1] & 15) << 4)`.
+- layout "columns", for weights [..., D, F] of axis -2: what a column of a product sums over is
+  contiguous, as the kernels read it. int8 and float8 are stored as [..., F, D]. int4 are stored in words
+  of 32 bits, int32 [..., F, D / 8], for which D is a multiple of 128: `pack_words` says in which order.
 - scale and zero_point: of the rank of the values, broadcasting to them but for `axis`, where entry g is
   that of the g-th of as many equal runs of neighbouring values (groups).
 
 A value stands for `scale * (q - zero_point)`.
 """
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,21 +41,26 @@ FORMATS = {
 }
 
 
-@jax.tree_util.register_dataclass
+Layout = Literal["rows", "columns"]
+LAYOUTS: tuple[Layout, ...] = ("rows", "columns")
+
+
+@jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class QuantizedArray:
     """An array in 8 or 4 bits: `scale * (values - zero_point)`, made by `jaxfused.quantize`.
 
     It is a pytree, so that it goes through `jax.jit`, `jax.lax.scan` over stacked layers, `jax.vmap`,
     donation, `jax.device_put` with a sharding, and checkpoints. The module's docstring says how the
-    bits lie.
+    bits lie. A checkpoint of one layout cannot be read as the other: the values' names differ in it.
 
     Attributes:
-      values: int8, float8_e4m3fn or float8_e5m2, or uint8 for two int4.
+      values: int8, float8_e4m3fn or float8_e5m2; or uint8 for two int4, int32 for eight.
       scale: float32.
       zero_point: int8, or None where 0 stands for 0.
       axis: along which values share scales and int4 are packed, counted from the last, so that it
         holds also where leading axes come and go; it is the axis that a product sums over.
+      layout: "rows", or "columns" for weights as the kernels read them.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -67,19 +75,35 @@ class QuantizedArray:
     values: jax.Array
     scale: jax.Array
     zero_point: jax.Array | None
-    axis: int = field(metadata=dict(static=True))
+    axis: int
+    layout: Layout = "rows"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, Layout]]:
+        """The arrays with their names, and what is static."""
+        name = "values" if self.layout == "rows" else "columns"
+        keys = (jax.tree_util.GetAttrKey(key) for key in (name, "scale", "zero_point"))
+        arrays = (self.values, self.scale, self.zero_point)
+        return tuple(zip(keys, arrays, strict=True)), (self.axis, self.layout)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[int, Layout], arrays: Any) -> "QuantizedArray":
+        """The array again."""
+        (values, scale, zero_point), (axis, layout) = arrays, static
+        return cls(values, scale, zero_point, axis, layout)
 
     @property
     def dtype(self) -> str:
         """Which of FORMATS the values have."""
-        return "int4" if self.values.dtype == jnp.uint8 else str(self.values.dtype)
+        return "int4" if self.values.dtype in (jnp.uint8, jnp.int32) else str(self.values.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that was quantised."""
         shape = list(self.values.shape)
+        if self.layout == "columns":
+            shape[-2:] = shape[:-3:-1]
         if self.dtype == "int4":
-            shape[self.axis] *= 2
+            shape[self.axis] *= 2 if self.layout == "rows" else _NIBBLES
         return tuple(shape)
 
     @property
@@ -92,7 +116,10 @@ class QuantizedArray:
         return self.scale.shape[self.axis]
 
     def unpacked(self) -> jax.Array:
-        """The values with one to a byte: int8 for int4, else as they are."""
+        """The values with one to a byte, in the shape of the array: int8 for int4."""
+        if self.layout == "columns":
+            columns = unpack_words(self.values) if self.dtype == "int4" else self.values
+            return columns.mT
         return unpack_int4(self.values, self.axis) if self.dtype == "int4" else self.values
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
@@ -125,6 +152,45 @@ def unpack_int4(packed: jax.Array, axis: int) -> jax.Array:
     low = jax.lax.bitcast_convert_type(packed << 4, jnp.int8) >> 4
     pairs = jnp.stack([low, high], axis=axis + 1)
     return pairs.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+
+
+_NIBBLES = 8
+"""int4 in a word."""
+WORD_BLOCK = 128
+"""int4 whose words are stored together."""
+
+
+def pack_words(values: jax.Array) -> jax.Array:
+    """Packs integers -8 to 7 [..., N, K] into words [..., N, K / 8] for kernels; 128 divides K.
+
+    Of 16 numbers a thread of four, t, gives a wgmma instruction four: 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A
+    word has those of two such runs, 8 added to each: the even ones in its low half, the odd ones in its
+    high half. The words of a block of 128 numbers are ordered by t, and those of a thread by the runs.
+    """
+    *leading, k = values.shape
+    # The axes: block, word of the thread, run of the word, half of the run, thread, odd.
+    runs = (values.astype(jnp.int32) + 8).reshape(*leading, k // WORD_BLOCK, 4, 2, 2, 4, 2)
+    nibbles = jnp.moveaxis(runs, (-2, -5, -1), (-5, -4, -3)).reshape(*leading, k // 8, _NIBBLES)
+    shifted = jax.lax.bitcast_convert_type(nibbles, jnp.uint32) << _nibble_shifts()
+    words = jnp.sum(shifted, axis=-1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def unpack_words(words: jax.Array) -> jax.Array:
+    """The integers [..., N, K], as int8, that `pack_words` packed."""
+    *leading, count = words.shape
+    unsigned = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    nibbles = ((unsigned[..., None] >> _nibble_shifts()) & 15).astype(jnp.int8) - jnp.int8(8)
+    blocks = count * _NIBBLES // WORD_BLOCK
+    # The axes: block, thread, word of the thread, odd, run of the word, half of the run. One axis is
+    # split at a time, which JAX can do to arrays whose sharding is in their types.
+    runs = nibbles.reshape(*leading, blocks, 4, 4, _NIBBLES)
+    runs = runs.reshape(*leading, blocks, 4, 4, 2, 2, 2)
+    return jnp.moveaxis(runs, (-5, -4, -3), (-2, -5, -1)).reshape(*leading, count * _NIBBLES)
+
+
+def _nibble_shifts() -> jax.Array:
+    return 4 * jnp.arange(_NIBBLES, dtype=jnp.uint32)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:

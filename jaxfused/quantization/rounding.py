@@ -3,7 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, pack_int4, spread
+from jaxfused.quantization.quantized_array import (
+    FORMATS,
+    Layout,
+    QuantizedArray,
+    pack_int4,
+    pack_words,
+    spread,
+)
 from jaxfused.reference.promotion import accumulator_dtype
 
 
@@ -22,7 +29,9 @@ def scales(
 
     def extreme(reduction, values):
         result = reduction(values, axis=over, keepdims=per_tensor, initial=0.0)
-        return result.astype(jnp.float32)
+        # On a CPU XLA's largest number of an array may leave out NaN (jax 0.11.2).
+        has_nan = jnp.any(jnp.isnan(values), axis=over, keepdims=per_tensor)
+        return jnp.where(has_nan, jnp.nan, result.astype(jnp.float32))
 
     def divisible(scale):
         # Zeros (and what is next to them) get the smallest scale that can be divided by. An infinite
@@ -54,7 +63,12 @@ def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, axis:
 
 
 def encode(
-    x: jax.Array, dtype: str, scale: jax.Array, zero_point: jax.Array | None, axis: int
+    x: jax.Array,
+    dtype: str,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+    axis: int,
+    layout: Layout = "rows",
 ) -> QuantizedArray:
     """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
     limits = FORMATS[dtype]
@@ -63,14 +77,17 @@ def encode(
         if zero_point is None:
             units = jnp.clip(units, -limits.largest, limits.largest)
         values = to_integers(units, dtype)
-        values = pack_int4(values, axis) if dtype == "int4" else values
+        values = values.mT if layout == "columns" else values
+        if dtype == "int4":
+            values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
     else:
         # A conversion alone makes NaN or Inf of what is too large.
         clipped = jnp.clip(units, limits.smallest, limits.largest)
         values = clipped.astype(jnp.float32).astype(limits.storage)
+        values = values.mT if layout == "columns" else values
         # Or on a GPU XLA leaves the rounding out where the values are widened again.
         values = jax.lax.optimization_barrier(values)
-    return QuantizedArray(values, scale, zero_point, axis)
+    return QuantizedArray(values, scale, zero_point, axis, layout)
 
 
 def inside_range(

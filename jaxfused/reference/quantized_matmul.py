@@ -27,20 +27,22 @@ def matmul(
 
     @functools.partial(jax.checkpoint, policy=save_preactivation)
     def run(x, w, bias, residual):
-        if isinstance(x, QuantizedArray):
-            z = quantized_product(x, w)
-        else:
-            z = frozen_product(x.dtype, x, w)
+        z, dtype = _product(x, w)
         z = z if bias is None else z + along_last_axis(bias, z)
         if activation is not None:
-            # As in linear, the activation is applied to its argument in x's dtype, if x is not
-            # quantised.
-            dtype = z.dtype if isinstance(x, QuantizedArray) else x.dtype
             z = checkpoint_name(z.astype(dtype), PREACTIVATION)
             z = activate(activation, z.astype(accumulator_dtype(dtype)))
         return add_residual(z, residual, out_dtype)
 
     return run(x, w, bias, residual)
+
+
+def _product(x: jax.Array | QuantizedArray, w: QuantizedArray) -> tuple[jax.Array, Any]:
+    """The product in float32, and the dtype in which an activation reads it: that of float x."""
+    if isinstance(x, QuantizedArray):
+        z = quantized_product(x, w)
+        return z, z.dtype
+    return frozen_product(x.dtype, x, w), x.dtype
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -58,11 +60,34 @@ def _frozen_product_fwd(dtype, x, w):
 
 
 def _frozen_product_bwd(dtype, w, dy):
-    dx = _wide_matmul(dy.astype(dtype), w.dequantize(dtype).T)
-    return dx.astype(dtype), None
+    return input_gradient(dtype, w, dy.astype(dtype)), None
 
 
 frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
+
+
+def input_gradient(dtype: Any, w: QuantizedArray, dy: jax.Array) -> jax.Array:
+    """The gradient dy @ w^T of x, in x's dtype, of dy in it."""
+    return _wide_matmul(dy, w.dequantize(dtype).T).astype(dtype)
+
+
+def layer(
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, z): y as `matmul` returns it, and if it is saved what the activation reads."""
+    z, dtype = _product(x, w)
+    z = z if bias is None else z + along_last_axis(bias, z)
+    narrow = z.astype(dtype)
+    if activation is not None:
+        z = activate(activation, narrow.astype(accumulator_dtype(dtype)))
+    return add_residual(z, residual, out_dtype), narrow if save_preactivation else None
 
 
 def _wide_matmul(a: jax.Array, b: jax.Array) -> jax.Array:

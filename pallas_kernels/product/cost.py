@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
-from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig
+from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig, QuantizedConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
 _STEP_BYTES = 128
@@ -73,6 +73,22 @@ class Speeds:
     """For each chunk of rows that a CTA finishes."""
     few_rows_conversion: float = 1e-4
     """For each number of w that a CTA converts to the dtype of x."""
+    quantized_launch: float = 1.7
+    """As `few_rows_launch`, with quantised weights."""
+    quantized_byte: float = 2.5e-7
+    """Of memory traffic there."""
+    quantized_step: float = 0.29
+    """Of a step of a CTA, which is done before the next one begins."""
+    quantized_number: float = 6.5e-6
+    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 64 rows."""
+    quantized_x_byte: float = 1.6e-7
+    """Of x, which comes from the cache."""
+    quantized_wave: float = 1.0
+    """For CTAs that wait until others have ended."""
+    quantized_chunk: float = 0.48
+    """For each chunk of rows that a CTA finishes."""
+    quantized_exchange: float = 1.3e-3
+    """For each sum that a CTA leaves to the others of a cluster and takes from them."""
     few_rows_wave: float = 1.3
     """For CTAs that wait until others have ended: their ring is empty again."""
     in_flight_bytes: float = 38e3
@@ -117,7 +133,7 @@ class Work:
     products: int = 1
     itemsize: int = 2
     """Bytes of a number in a, and in b unless that has its own."""
-    w_itemsize: int = 0
+    w_itemsize: float = 0
     """Bytes of a number in b where it is of another dtype, which is then converted; else 0, or a's."""
     read_bytes: int = 0
     """Of an element in each of the matrices that the epilogue reads."""
@@ -135,12 +151,12 @@ class Work:
         return math.ceil(self.k * self.itemsize / _STEP_BYTES)
 
     @property
-    def b_bytes(self) -> int:
+    def b_bytes(self) -> float:
         """Bytes of a number in b."""
         return self.w_itemsize or self.itemsize
 
     @property
-    def memory_bytes(self) -> int:
+    def memory_bytes(self) -> float:
         """What has to be read and written once."""
         operands = self.k * (self.itemsize * self.m + self.b_bytes * self.products * self.n)
         return operands + self.m * self.n * (self.read_bytes + self.written_bytes)
@@ -253,6 +269,49 @@ def few_rows(
     total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
     if config.parts > 1:
         total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange
+    return total
+
+
+def quantized_few_rows_shared_bytes(work: Work, config: QuantizedConfig) -> float:
+    """About what a CTA takes of shared memory where the weights are quantised."""
+    rows, width = math.ceil(work.m / 8) * 8, work.products * config.tile_n
+    chunks = math.ceil(rows / 8 / config.parts)
+    return (
+        config.stages * config.step_k * (work.b_bytes * width + work.itemsize * rows)
+        + config.stages * 1024 * work.products
+        + 4 * rows * width
+        + 8 * chunks * config.tile_n * (work.read_bytes + work.written_bytes)
+        + 6 * 1024
+    )
+
+
+def quantized_few_rows(
+    work: Work, config: QuantizedConfig, multiprocessors: int, speeds: Speeds = H200
+) -> float:
+    """Microseconds of the product in the kernel for few rows where the weights are quantised."""
+    rows = math.ceil(work.m / 8) * 8
+    width = work.products * config.tile_n
+    columns = math.ceil(work.n / config.tile_n)
+    steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
+    shared = quantized_few_rows_shared_bytes(work, config)
+    registers = 64 + width * (2 * rows + config.step_k) // 128
+    of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
+    resident = max(1, of_multiprocessor) * multiprocessors
+    ctas = columns * config.parts
+    waves = math.ceil(ctas / resident)
+    # CTAs of a multiprocessor share what it converts and multiplies, and each waits in its steps.
+    at_once = math.ceil(min(ctas, resident) / multiprocessors)
+    step = speeds.quantized_step + config.step_k * width * (
+        at_once * speeds.quantized_number * (1 + rows / 64)
+    )
+    of_ctas = waves * steps * step
+    cached = columns * work.itemsize * work.m * work.k * speeds.quantized_x_byte
+    traffic = work.memory_bytes * speeds.quantized_byte
+    total = speeds.quantized_launch + _at_once((traffic, cached, of_ctas), speeds)
+    total += math.ceil(rows / 8 / config.parts) * speeds.quantized_chunk
+    total += (waves - 1) * speeds.quantized_wave
+    if config.parts > 1:
+        total += rows * width * speeds.quantized_exchange
     return total
 
 

@@ -6,6 +6,7 @@ is copied to shared memory while the tile is multiplied; what it returns leaves 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,6 +39,8 @@ class Epilogue:
     matrices: Mapping[str, Any]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
+    row_vectors: Mapping[str, Any] = MappingProxyType({})
+    """The dtypes of vectors with a number for each row."""
 
     @property
     def config(self) -> MatmulConfig:
@@ -76,6 +79,14 @@ class Epilogue:
             scratch["vector_full"] = plgpu.Barrier(
                 num_arrivals=len(self.vectors), num_barriers=CONSUMERS
             )
+        if self.row_vectors:
+            scratch["row_smem"] = {
+                name: plgpu.SMEM((CONSUMERS, c.tile_m), dtype)
+                for name, dtype in self.row_vectors.items()
+            }
+            scratch["row_full"] = plgpu.Barrier(
+                num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
+            )
         if self.matrices:
             scratch["matrix_smem"] = {
                 name: self._stream(dtype, c.read_slots) for name, dtype in self.matrices.items()
@@ -107,6 +118,7 @@ class _Refs:
     def __init__(self, epilogue: Epilogue, refs: Sequence[Any]):
         remaining = iter(refs)
         self.vectors = {name: next(remaining) for name in epilogue.vectors}
+        self.row_vectors = {name: next(remaining) for name in epilogue.row_vectors}
         self.matrices = {name: next(remaining) for name in epilogue.matrices}
         self.outputs = {name: next(remaining) for name in epilogue.outputs}
         self.sums = {name: next(remaining) for name in epilogue.column_sums}
@@ -133,6 +145,12 @@ class _EpilogueOfTile:
                 self.smem["vector_smem"][name].at[self.place.wg_idx],
                 self.smem["vector_full"].at[self.place.wg_idx],
             )
+        for name, ref in self.gmem.row_vectors.items():
+            plgpu.copy_gmem_to_smem(
+                ref.at[pl.ds(self.place.m_start, self.epilogue.config.tile_m)],
+                self.smem["row_smem"][name].at[self.place.wg_idx],
+                self.smem["row_full"].at[self.place.wg_idx],
+            )
         for chunk in range(min(self.epilogue.chunks, self.epilogue.config.read_slots)):
             self._copy_matrices(chunk)
 
@@ -140,6 +158,8 @@ class _EpilogueOfTile:
         epilogue = self.epilogue
         if epilogue.vectors:
             plgpu.barrier_wait(self.smem["vector_full"].at[self.place.wg_idx])
+        if epilogue.row_vectors:
+            plgpu.barrier_wait(self.smem["row_full"].at[self.place.wg_idx])
         narrow = None
         if epilogue.before_rounding is not None and epilogue.fills_registers:
             narrow = [
@@ -171,7 +191,7 @@ class _EpilogueOfTile:
         starts = [
             product * part_n + chunk * width for product in range(self.epilogue.product.products)
         ]
-        return [acc[:, start : start + width] for start in starts]
+        return [acc[:, start : start + width].astype(jnp.float32) for start in starts]
 
     def _load_matrices(self, chunk: int) -> dict[str, jax.Array]:
         """Takes a chunk out of shared memory, and has the next one copied into its place."""
@@ -229,7 +249,17 @@ class _EpilogueOfTile:
             )
             return lax.broadcast_in_dim(row.astype(jnp.float32), self._shape, (1,))
 
-        return {name: over_tile(self.smem["vector_smem"][name]) for name in self.epilogue.vectors}
+        def over_columns(smem) -> jax.Array:
+            column = plgpu.load(smem.at[self.place.wg_idx], layout=plgpu.Layout.WGMMA.reduce(1))
+            return lax.broadcast_in_dim(column.astype(jnp.float32), self._shape, (0,))
+
+        vectors = {
+            name: over_tile(self.smem["vector_smem"][name]) for name in self.epilogue.vectors
+        }
+        rows = {
+            name: over_columns(self.smem["row_smem"][name]) for name in self.epilogue.row_vectors
+        }
+        return vectors | rows
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
         epilogue, slots = self.epilogue, self.epilogue.config.write_slots

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.mainloop import Block
 from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns, tiled
+from pallas_kernels.product.quantized_weights import Format, QuantizedTile
 from pallas_kernels.product.weights import Weights, weights
 
 MAX_ROWS = 64
@@ -44,7 +45,7 @@ class FewRowsConfig:
     parts: int = 4
     """CTAs that share a block of columns: each takes a part of the sums."""
     stages: int = 4
-    """Steps of 64 along the sums that are in flight or in use."""
+    """Steps along the sums that are in flight or in use."""
 
     def __post_init__(self) -> None:
         if self.tile_n not in (64, 128, 256):
@@ -59,6 +60,21 @@ class FewRowsConfig:
         if self.stages < 2:
             raise ValueError(
                 f"FewRowsConfig: stages must be at least 2, got {self.stages}; pass more"
+            )
+
+
+@dataclass(frozen=True)
+class QuantizedConfig(FewRowsConfig):
+    """Likewise where the weights are quantised, of which a step may be longer."""
+
+    step_k: int = 128
+    """Numbers along the sums in a step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step_k not in (128, 256):
+            raise ValueError(
+                f"QuantizedConfig: step_k must be 128 or 256, got {self.step_k}; pass one of these"
             )
 
 
@@ -94,6 +110,8 @@ class FewRows:
     """Of outputs that lack the last segments, how many they have."""
     piece: int = 0
     """Columns of a piece, if `function` returns tiles in pieces."""
+    quantized: Format | None = None
+    """How the weights are stored, if they are quantised."""
 
     @property
     def pieces(self) -> int:
@@ -125,13 +143,16 @@ class FewRows:
         return pl.cdiv(self.chunks, self.config.parts)
 
     @property
-    def tile_k(self) -> int:
+    def step_k(self) -> int:
+        """Numbers along the sums in a step."""
+        if isinstance(self.config, QuantizedConfig):
+            return self.config.step_k
         return swizzled_columns(self.dtype)
 
     @property
     def steps(self) -> tuple[int, ...]:
         """Steps along the sums of each term."""
-        return tuple(pl.cdiv(k, self.tile_k) for k in self.ks)
+        return tuple(pl.cdiv(k, self.step_k) for k in self.ks)
 
     @property
     def columns(self) -> int:
@@ -140,19 +161,33 @@ class FewRows:
 
     @property
     def x_tile(self) -> OperandTile:
-        return OperandTile(span=self.rows, k_last=True, whole_blocks=False, dtype=self.dtype)
+        depth = self.quantized_tile.x_columns if self.quantized else 0
+        return OperandTile(
+            span=self.rows, k_last=True, whole_blocks=False, dtype=self.dtype, depth=depth
+        )
+
+    @property
+    def x_pieces(self) -> int:
+        """Tiles of x in a step."""
+        return self.step_k // self.x_tile.tile_k
 
     @property
     def w_tile(self) -> Weights:
         return weights(self.w_dtype, self.dtype, self.config.tile_n, k_last=self.w_transposed)
 
+    @property
+    def quantized_tile(self) -> QuantizedTile:
+        assert self.quantized is not None
+        return QuantizedTile(self.quantized, self.config.tile_n, self.dtype, self.step_k)
+
     def scratch(self) -> dict[str, Any]:
         """Shared memory of a CTA."""
         c = self.config
-        arrivals = self.x_tile.blocks + self.products * self.w_tile.copies
+        w_tile = self.quantized_tile if self.quantized else self.w_tile
+        arrivals = self.x_pieces * self.x_tile.blocks + self.products * w_tile.copies
         scratch: dict[str, Any] = dict(
-            x_smem=self.x_tile.memory(c.stages),
-            w_smem=[self.w_tile.memory(c.stages) for _ in range(self.products)],
+            x_smem=self.x_tile.memory(c.stages * self.x_pieces),
+            w_smem=[w_tile.memory(c.stages) for _ in range(self.products)],
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             # Swizzled, as columns of the accumulators become rows in it.
             sums=[
@@ -232,7 +267,7 @@ class FewRows:
             _Cta(
                 product=self,
                 x_gmem=[take() for _ in xs],
-                w_gmem=[take() for _ in ws],
+                w_gmem=self._of_weights([take() for _ in ws]),
                 vectors={name: take() for name in self.vectors},
                 matrices={name: take() for name in self.matrices},
                 outputs={
@@ -256,6 +291,13 @@ class FewRows:
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*xs, *ws, *others)
+
+    def _of_weights(self, refs: Sequence[Any]) -> Sequence[Any]:
+        """The arrays that hold weights; of quantised ones a tuple for each product."""
+        if self.quantized is None:
+            return refs
+        size = self.quantized.arrays
+        return [tuple(refs[start : start + size]) for start in range(0, len(refs), size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,6 +338,11 @@ class _Cta:
     def n_start(self) -> jax.Array:
         return lax.axis_index("column") * self.config.tile_n
 
+    @property
+    def _accumulator(self) -> Any:
+        """The sums of a product [columns, rows]."""
+        return plgpu.ACC((self.config.tile_n, self.product.rows), jnp.float32)
+
     def run(self) -> None:
         c, total = self.config, sum(self.product.steps)
         # The parts differ by one step at most, and the larger ones are spread.
@@ -304,11 +351,11 @@ class _Cta:
         for slot in range(c.stages):
             pl.when(first + slot < last)(functools.partial(self._copy_step, first + slot, slot))
         self._prefetch()
-        accumulators = [
-            plgpu.ACC((c.tile_n, self.product.rows), jnp.float32)
-            for _ in range(self.product.products)
-        ]
-        values = pl.run_scoped(functools.partial(self._accumulate, first, last), *accumulators)
+        if self.product.quantized is not None and self.product.quantized.group:
+            values = self._accumulate_groups(first, last)
+        else:
+            accumulate = functools.partial(self._accumulate, first, last)
+            values = pl.run_scoped(accumulate, *[self._accumulator] * self.product.products)
         for value, memory in zip(values, self.sums, strict=True):
             self._leave(value, memory)
         plgpu.commit_smem()
@@ -347,27 +394,31 @@ class _Cta:
 
     def _copy_of_term(self, term: int, step: Any, slot: Any) -> None:
         product, full = self.product, self.full.at[slot]
-        k_start = step * product.tile_k
+        k_start = step * product.step_k
         for index in range(product.products):
             block = product.blocks[term * product.products + index]
-            product.w_tile.copy(
-                block.view(self.w_gmem, product.w_transposed),
-                self.w_smem[index],
-                slot,
-                self.n_start,
-                k_start,
+            place = (self.w_smem[index], slot, self.n_start, k_start, full)
+            if product.quantized is not None:
+                product.quantized_tile.copy(self.w_gmem[block.array], *place)
+            else:
+                product.w_tile.copy(block.view(self.w_gmem, product.w_transposed), *place)
+        x = self.x_gmem[term]
+        no_row = 0 * self.part  # Traced, as x may have fewer rows than copied.
+        for piece in range(product.x_pieces):
+            product.x_tile.copy(
+                lambda first, second: x.at[first, second],
+                self.x_smem,
+                slot * product.x_pieces + piece,
+                no_row,
+                k_start + piece * product.x_tile.tile_k,
                 full,
             )
-        x, no_row = (
-            self.x_gmem[term],
-            0 * self.part,
-        )  # Traced, as x may have fewer rows than copied.
-        product.x_tile.copy(
-            lambda first, second: x.at[first, second], self.x_smem, slot, no_row, k_start, full
-        )
 
     def _accumulate(self, first, last, *accumulators) -> Sequence[jax.Array]:
         """The sums of each product from step `first` to before step `last`."""
+        if self.product.quantized is not None:
+            self._each_step(first, last, functools.partial(self._multiply_step, accumulators), None)
+            return [acc[...] for acc in accumulators]
         stages = self.config.stages
         count = last - first
 
@@ -395,6 +446,71 @@ class _Cta:
                 plgpu.wgmma(acc if whole else acc.at[columns], w, x.transpose((1, 0)))
                 count += 1
         plgpu.wgmma_wait(0 if tile.in_registers else count)
+
+    # --- quantised weights ------------------------------------------------------------------------
+
+    def _each_step(self, first, last, multiply: Callable[[Any, Any], Any], totals: Any) -> Any:
+        """Has each step multiplied by `multiply(slot, totals)`, after which its slot may be filled."""
+        stages = self.config.stages
+        count = last - first
+
+        def step(i, totals):
+            slot = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(self.full.at[slot])
+            totals = multiply(slot, totals)
+
+            @pl.when(i + stages < count)
+            def _():
+                plgpu.commit_smem()  # All four warps have read it.
+                self._copy_step(first + i + stages, slot)
+
+            return totals
+
+        return lax.fori_loop(0, count, step, totals)
+
+    def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
+        """Adds what the weights of a step, all of one scale, make of x."""
+        tile = self.product.quantized_tile
+        for acc, w_smem in zip(accumulators, self.w_smem, strict=True):
+            for group, w in enumerate(tile.operands(w_smem, slot)):
+                self._multiply_group(slot, group, w, acc)
+        plgpu.wgmma_wait(0)
+        return nothing
+
+    def _accumulate_groups(self, first, last) -> Sequence[jax.Array]:
+        """As `_accumulate`, where the sum of each group is scaled before it is added."""
+        tile = self.product.quantized_tile
+
+        def multiply(slot, totals):
+            sums = []
+            for total, w_smem in zip(totals, self.w_smem, strict=True):
+                scales = tile.scales(w_smem, slot, self.product.rows)
+                operands = tile.operands(w_smem, slot)
+                for group, (w, scale) in enumerate(zip(operands, scales, strict=True)):
+                    of_group = functools.partial(self._sum_group, slot, group, w)
+                    total = total + scale * pl.run_scoped(of_group, self._accumulator)
+                sums.append(total)
+            return tuple(sums)
+
+        zero = plgpu.layout_cast(
+            jnp.zeros((self.config.tile_n, self.product.rows), jnp.float32), plgpu.Layout.WGMMA
+        )
+        return self._each_step(first, last, multiply, (zero,) * self.product.products)
+
+    def _sum_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> jax.Array:
+        self._multiply_group(slot, group, w, acc)
+        plgpu.wgmma_wait(0)
+        return acc[...]
+
+    def _multiply_group(self, slot: Any, group: int, w: jax.Array, acc: Any) -> None:
+        """Issues the products of a group's weights [columns, sums], which are in registers."""
+        product, width = self.product, self.product.x_tile.tile_k
+        pieces = w.shape[1] // width
+        for piece in range(pieces):
+            place = slot * product.x_pieces + group * pieces + piece
+            [(_, x)] = product.x_tile.operands(self.x_smem, place)
+            part = w if pieces == 1 else w[:, piece * width : (piece + 1) * width]
+            plgpu.wgmma(acc, part, x.transpose((1, 0)))
 
     # --- the epilogue -----------------------------------------------------------------------------
 

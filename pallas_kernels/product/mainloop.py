@@ -24,11 +24,17 @@ from pallas_kernels.product.operands import (
     block,
     swizzled_columns,
 )
+from pallas_kernels.product.quantized_weights import Format, QuantizedTile
 
 CONSUMERS = 2
 """Warpgroups of a CTA that multiply; the one after them copies."""
 ACCUMULATOR_ELEMENTS = 128 * 192
 """Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
+
+RAW_STEP = 128
+"""Numbers along the sums of quantised weights that are converted at a time."""
+RAW_STAGES = 2
+"""Such steps that are in flight, or being converted."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +150,20 @@ class Product:
     b_transposed: bool = False
     b_columns: int = 0
     """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
+    scales_steps: bool = False
+    """The sums of each step are scaled, by a number for each row and one for each column, before they
+    are added to those of the steps before."""
+    quantized: Format | None = None
+    """How b is stored, if it is quantised: the warpgroup that copies then converts it to a's dtype."""
 
     @property
     def tile_k(self) -> int:
         return swizzled_columns(self.dtype)
+
+    @property
+    def accumulator_dtype(self) -> Any:
+        """Integers are summed exactly."""
+        return jnp.int32 if self.dtype == jnp.int8 else jnp.float32
 
     @property
     def a_tile(self) -> OperandTile:
@@ -164,7 +180,8 @@ class Product:
         return OperandTile(
             span=self.part_n,
             k_last=self.b_transposed,
-            whole_blocks=self.b_columns % swizzled_columns(self.dtype) == 0,
+            whole_blocks=self.quantized is not None
+            or self.b_columns % swizzled_columns(self.dtype) == 0,
             dtype=self.dtype,
         )
 
@@ -195,11 +212,33 @@ class Product:
 
     @property
     def k_steps(self) -> int:
+        if self.quantized is not None:
+            return self.raw_steps * (self.raw_step // self.tile_k)
         return sum(self.steps_of_terms)
 
     @property
     def copies_of_slot(self) -> int:
-        return self.a_tile.blocks + self.products * self.b_tile.blocks
+        """Arrivals at the barrier of a slot: of copies, or of the warpgroup that converts b."""
+        of_b = self.products * self.b_tile.blocks if self.quantized is None else 1
+        return self.a_tile.blocks + of_b + (2 if self.scales_steps else 0)
+
+    @property
+    def raw_step(self) -> int:
+        """Numbers along the sums of quantised weights that are converted at a time."""
+        return RAW_STEP if self.b_transposed else self.tile_k
+
+    @property
+    def raw_steps(self) -> int:
+        """Steps of quantised weights."""
+        return pl.cdiv(self.ks[0], self.raw_step)
+
+    @property
+    def raw_tile(self) -> QuantizedTile:
+        """Of a step of quantised weights, whose groups run along the sums or along the columns."""
+        assert self.quantized is not None
+        if self.b_transposed:
+            return QuantizedTile(self.quantized, self.part_n, self.dtype, RAW_STEP)
+        return QuantizedTile(self.quantized, self.raw_step, self.dtype, self.part_n)
 
     def shared_bytes(self, scratch: Mapping[str, Any], *, sums: bool) -> int:
         """Shared memory that a CTA takes for the operands and for the `scratch` of the epilogue.
@@ -228,6 +267,7 @@ class Product:
         scratch: Mapping[str, Any],
         epilogue: Callable[[Sequence[Any], Mapping[str, Any], TilePlace], TileEpilogue],
         name: str,
+        step_scales: Sequence[jax.Array] = (),
     ) -> Sequence[jax.Array]:
         """Runs the kernel.
 
@@ -236,15 +276,21 @@ class Product:
           scratch: shared memory of the epilogue.
           epilogue: that of a tile, from `others` and the outputs in global memory, and `scratch`.
           name: of the kernel, in a profile.
+          step_scales: with `scales_steps`, those of the rows [steps, M] and of the columns [steps, N].
         """
 
         def kernel(*refs, ring, own):
             a_gmem, b_gmem = refs[: len(terms)], refs[len(terms) : len(terms) + len(bs)]
             rest = refs[len(terms) + len(bs) :]
+            of_steps, rest = rest[: len(step_scales)], rest[len(step_scales) :]
             wg_idx = lax.axis_index("wg")
+            if self.quantized is None:
+                producer = _Producer(self, Ring(**ring), a_gmem, b_gmem, of_steps)
+            else:
+                producer = _Converter(self, Ring(**ring), a_gmem, b_gmem)
             lax.cond(
                 wg_idx == CONSUMERS,
-                lambda: _Producer(self, Ring(**ring), a_gmem, b_gmem).run(),
+                lambda: producer.run(),
                 lambda: _Consumer(
                     self, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
                 ).run(),
@@ -262,7 +308,7 @@ class Product:
             thread_name="wg",
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
-        )(*terms, *bs, *others)
+        )(*terms, *bs, *step_scales, *others)
 
     def operand_memory(self) -> dict[str, Any]:
         """Shared memory for the operands in the ring, and what else they need there."""
@@ -292,6 +338,14 @@ class Product:
                 collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
             ),
         )
+        if self.scales_steps:
+            ring["a_scale"] = plgpu.SMEM((c.stages, c.cta_tile_m), jnp.float32)
+            ring["b_scale"] = plgpu.SMEM((c.stages, c.tile_n), jnp.float32)
+        if self.quantized is not None:
+            ring["raw"] = [self.raw_tile.memory(RAW_STAGES) for _ in range(self.products)]
+            ring["raw_full"] = plgpu.Barrier(
+                num_arrivals=self.products * self.raw_tile.copies, num_barriers=RAW_STAGES
+            )
         if c.ping_pong:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
@@ -403,6 +457,11 @@ class Ring:
     """All instructions that read a slot have ended."""
     turn: Any = None
     """In ping-pong, a warpgroup may multiply."""
+    a_scale: Any = None
+    b_scale: Any = None
+    raw: Any = None
+    """Quantised tiles of b, which only the warpgroup that copies reads."""
+    raw_full: Any = None
     once: Any = None
     """What stays in shared memory for all tiles is there."""
 
@@ -415,6 +474,7 @@ class _Producer:
     ring: Ring
     a_gmem: Sequence[Any]
     b_gmem: Sequence[Any]
+    step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
@@ -442,6 +502,12 @@ class _Producer:
         full = ring.full.at[product.full_idx(sequence_idx, slot)]
         step = Step(m_start, n_idx, term, k_idx)
         product.copy_step(ring, self.a_gmem, self.b_gmem, slot, step, full)
+        if product.scales_steps:
+            of_rows, of_columns = self.step_scales
+            rows = pl.ds(m_start, product.config.cta_tile_m)
+            columns = pl.ds(n_idx * product.part_n, product.part_n)
+            plgpu.copy_gmem_to_smem(of_rows.at[k_idx, rows], ring.a_scale.at[slot], full)
+            plgpu.copy_gmem_to_smem(of_columns.at[k_idx, columns], ring.b_scale.at[slot], full)
         return product.next_slot(slot), filled + 1
 
     def _await_readers(self, slot, filled) -> None:
@@ -456,6 +522,103 @@ class _Producer:
 
 
 @dataclass(frozen=True)
+class _Converter(_Producer):
+    """The warpgroup that fills the ring where b is quantised: it copies, converts and stores."""
+
+    def run(self) -> None:
+        # What is left beside the consumers' registers.
+        plgpu.set_max_registers(56, action="decrease")
+        product = self.product
+        total = product.tiles_of_cluster() * product.raw_steps
+        for step in range(RAW_STAGES):
+            pl.when(step < total)(functools.partial(self._copy_raw, jnp.int32(step)))
+        nothing = (jnp.int32(0), jnp.int32(0))
+        step = functools.partial(self._convert_step, total)
+        slot, filled = lax.fori_loop(0, total, step, nothing)
+        self._await_readers(slot, filled)
+
+    def _copy_raw(self, step) -> None:
+        """Starts the copies of a step of quantised weights, counted over all tiles."""
+        product = self.product
+        _, n_idx = product.position(lax.div(step, jnp.int32(product.raw_steps)))
+        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * product.raw_step
+        n_start = n_idx * product.part_n
+        starts = (n_start, k_start) if product.b_transposed else (k_start, n_start)
+        raw_slot = lax.rem(step, jnp.int32(RAW_STAGES))
+        count = len(self.b_gmem) // product.products
+        for index, memory in enumerate(self.ring.raw):
+            arrays = self.b_gmem[index * count : (index + 1) * count]
+            full = self.ring.raw_full.at[raw_slot]
+            product.raw_tile.copy(arrays, memory, raw_slot, *starts, full)
+
+    def _convert_step(self, total, step, carry):
+        """Fills the slots of a step of quantised weights, and has the next but some copied."""
+        product, ring, c = self.product, self.ring, self.product.config
+        slot, filled = carry
+        sequence_idx = lax.div(step, jnp.int32(product.raw_steps))
+        m_start, _ = product.position(sequence_idx)
+        k_start = lax.rem(step, jnp.int32(product.raw_steps)) * product.raw_step
+        raw_slot = lax.rem(step, jnp.int32(RAW_STAGES))
+        slots = []
+        for half in range(product.raw_step // product.tile_k):
+
+            @pl.when(filled >= c.stages)
+            def _(slot=slot):
+                plgpu.barrier_wait(ring.free.at[slot])
+
+            full = ring.full.at[product.full_idx(sequence_idx, slot)]
+            product.a_tile.copy(
+                lambda first, second: self.a_gmem[0].at[first, second],
+                ring.a_smem,
+                slot,
+                m_start,
+                k_start + half * product.tile_k,
+                full,
+            )
+            slots.append((slot, full))
+            slot, filled = product.next_slot(slot), filled + 1
+        plgpu.barrier_wait(ring.raw_full.at[raw_slot])
+        for index, raw in enumerate(ring.raw):
+            if product.b_transposed:
+                for start in range(0, product.part_n, _CONVERTED_COLUMNS):
+                    self._convert(index, raw, raw_slot, start, [slot for slot, _ in slots])
+            else:
+                self._convert_rows(index, raw, raw_slot, slots[0][0])
+        plgpu.commit_smem()
+        for _, full in slots:
+            plgpu.barrier_arrive(full)
+        pl.when(step + RAW_STAGES < total)(lambda: self._copy_raw(step + RAW_STAGES))
+        return slot, filled
+
+    def _convert(self, index: int, raw: Any, raw_slot: Any, start: int, slots: Any) -> None:
+        """Writes 64 columns of b, for the slots of a step."""
+        tile_k, first = self.product.tile_k, 0
+        registers, _ = self.ring.b_smem[index]
+        for w in self.product.raw_tile.dequantized(raw, raw_slot, start, _CONVERTED_COLUMNS):
+            for part in range(0, w.shape[1], min(tile_k, w.shape[1])):
+                width = min(tile_k, w.shape[1])
+                place = registers.at[
+                    slots[first // tile_k],
+                    0,
+                    pl.ds(start, _CONVERTED_COLUMNS),
+                    pl.ds(first % tile_k, width),
+                ]
+                place[...] = w if width == w.shape[1] else w[:, part : part + width]
+                first += width
+
+    def _convert_rows(self, index: int, raw: Any, raw_slot: Any, slot: Any) -> None:
+        """Writes all columns of b for a slot, where the weights' groups run along the columns."""
+        tile, memory, first = self.product.raw_tile, self.ring.b_smem[index], 0
+        for w in tile.dequantized(raw, raw_slot, 0, tile.span):
+            memory.at[slot, :, pl.ds(first, w.shape[1])][...] = w
+            first += w.shape[1]
+
+
+_CONVERTED_COLUMNS = 64
+"""Of b that a warpgroup has in registers at a time."""
+
+
+@dataclass(frozen=True)
 class _Consumer:
     """A warpgroup that multiplies, and runs the epilogue of its tiles."""
 
@@ -466,7 +629,8 @@ class _Consumer:
 
     def run(self) -> None:
         ping_pong, turn = self.product.config.ping_pong, self.ring.turn
-        plgpu.set_max_registers(232, action="increase")
+        registers = 232 if self.product.quantized is None else 224
+        plgpu.set_max_registers(registers, action="increase")
         self.product.await_once(self.ring)
         tiles = self.product.tiles_of_cluster()
         stride = CONSUMERS if ping_pong else 1
@@ -488,10 +652,49 @@ class _Consumer:
             m_start += self.wg_idx * c.tile_m
         epilogue = self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx))
         epilogue.prefetch()
+        if self.product.scales_steps:
+            epilogue.run(self._accumulate_scaled(sequence_idx))
+            return
         accumulate = functools.partial(self._accumulate, sequence_idx, tiles)
-        acc, slot = pl.run_scoped(accumulate, plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
+        acc, slot = pl.run_scoped(accumulate, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[slot])
         epilogue.run(acc)
+
+    @property
+    def _accumulator(self) -> Any:
+        c = self.product.config
+        return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
+
+    def _accumulate_scaled(self, sequence_idx) -> jax.Array:
+        """The sums of a tile, those of each step scaled.
+
+        While a warpgroup scales, the other one has the tensor cores: they share a tile without turns.
+        """
+        product, ring, c = self.product, self.ring, self.product.config
+        shape = (c.tile_m, c.tile_n)
+
+        def step(k_idx, carry):
+            slot, total = carry
+
+            def multiply(acc_ref):
+                self._multiply(acc_ref, sequence_idx, k_idx, slot)
+                plgpu.wgmma_wait(0)
+                return acc_ref[...]
+
+            sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
+            first = jnp.int32(0) if c.ping_pong else self.wg_idx * c.tile_m
+            of_rows = plgpu.load(
+                ring.a_scale.at[slot, pl.ds(first, c.tile_m)], layout=plgpu.Layout.WGMMA.reduce(1)
+            )
+            of_columns = plgpu.load(ring.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+            plgpu.barrier_arrive(ring.free.at[slot])
+            of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
+            of_columns = lax.broadcast_in_dim(of_columns, shape, (1,))
+            return product.next_slot(slot), total + sums * of_columns * of_rows
+
+        slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
+        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, product.k_steps, step, (slot, zeros))[1]
 
     def _accumulate(self, sequence_idx, tiles, acc_ref):
         """All steps of a tile: the accumulators, and the slot that is still to be freed."""

@@ -21,6 +21,7 @@ from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
+from pallas_kernels.product.quantized_weights import Format
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 GRAIN = 8
@@ -156,11 +157,15 @@ def matmul(
     before_rounding: BeforeRounding | None = None,
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
+    row_vectors: Mapping[str, jax.Array] | None = None,
+    step_scales: Sequence[jax.Array] = (),
     column_sums: Sequence[str] = (),
     products: int = 1,
     activations: int = 0,
     a_transposed: bool = False,
     b_transposed: bool = False,
+    b_format: Format | None = None,
+    b_columns: int | None = None,
     config: MatmulConfig | FewRowsConfig | None = None,
     multiprocessors: int,
     name: str = "matmul",
@@ -182,9 +187,16 @@ def matmul(
         registers, and is rounded.
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
+      row_vectors: [M] each, the same for all columns; a product of few rows takes none.
+      step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
+        [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
       activations: how many activations and derivatives of one the epilogue evaluates for an element,
         for the choice of a config.
+      b_format: how b is quantised, if it is: b are then the arrays of each product, in the order of
+        `QuantizedTile.copy`. With `b_transposed` they are of [N, K], and scales of whole columns are
+        left to the epilogue; else of [K, N], where N is `b_columns`, with scales of groups along N.
+        With a config of tiles.
       name: of the kernel, in a profile.
 
     Returns:
@@ -196,6 +208,7 @@ def matmul(
         b_transposed = True
     ks = tuple(term.shape[0 if a_transposed else 1] for term in terms)
     bs, blocks, n = _blocks(b, ks, products, b_transposed)
+    n = b_columns or (bs[0].shape[-2] if b_format else n)
     call = _Call(
         terms=tuple(terms),
         bs=tuple(bs),
@@ -206,10 +219,13 @@ def matmul(
         activations=activations,
         a_transposed=a_transposed,
         b_transposed=b_transposed,
+        b_format=b_format,
         before_rounding=before_rounding,
         epilogue=epilogue,
         vectors={name: v for name, v in (vectors or {}).items() if v is not None},
         matrices={name: x for name, x in (matrices or {}).items() if x is not None},
+        row_vectors=row_vectors or {},
+        step_scales=tuple(step_scales),
         outputs=outputs,
         column_sums=tuple(column_sums),
         multiprocessors=multiprocessors,
@@ -235,10 +251,13 @@ class _Call:
     activations: int
     a_transposed: bool
     b_transposed: bool
+    b_format: Format | None
     before_rounding: BeforeRounding | None
     epilogue: Function
     vectors: Mapping[str, jax.Array]
     matrices: Mapping[str, jax.Array]
+    row_vectors: Mapping[str, jax.Array]
+    step_scales: tuple[jax.Array, ...]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
     multiprocessors: int
@@ -255,7 +274,7 @@ class _Call:
     @property
     def others(self) -> tuple[jax.Array, ...]:
         """What the epilogue reads."""
-        return (*self.vectors.values(), *self.matrices.values())
+        return (*self.vectors.values(), *self.row_vectors.values(), *self.matrices.values())
 
     @property
     def work(self) -> Work:
@@ -281,7 +300,7 @@ class _Call:
 
     def default_config(self) -> MatmulConfig | FewRowsConfig:
         """The config that is predicted to be the fastest of those that fit into shared memory."""
-        takes_few_rows = self.few_rows_convert and not self.a_transposed
+        takes_few_rows = self.few_rows_convert and not (self.a_transposed or self.row_vectors)
         for config in fitting(self.work, self.multiprocessors):
             if isinstance(config, FewRowsConfig):
                 fits = takes_few_rows and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
@@ -305,6 +324,8 @@ class _Call:
             a_transposed=self.a_transposed,
             b_transposed=self.b_transposed,
             b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
+            scales_steps=bool(self.step_scales),
+            quantized=self.b_format,
         )
         return Epilogue(
             product=product,
@@ -314,15 +335,26 @@ class _Call:
             matrices={name: x.dtype for name, x in self.matrices.items()},
             outputs=dict(self.outputs),
             column_sums=self.column_sums,
+            row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
         )
 
     def run_tiles(self, config: MatmulConfig) -> dict[str, jax.Array]:
         tiles = (*self.matrices.values(), *self.outputs.values())
         _check_config(config, self.dtype, self.products, self.b_transposed, tiles)
+        if self.b_format is not None and (config.stages < 3 or config.cluster > 1):
+            raise ValueError(
+                "matmul: where b is quantised, a config needs at least 3 stages, two of which are filled"
+                f" at once, and no cluster, got {config}; pass another config"
+            )
+        if self.step_scales and (config.ping_pong or config.tile_n % 32):
+            raise ValueError(
+                "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
+                f" got {config}; pass another one"
+            )
         fused = self.tiles(config)
         product = fused.product
         product.check_shared_bytes(fused.shared_bytes)
-        bs = [b.astype(self.dtype) for b in self.bs]
+        bs = self.bs if self.b_format else [b.astype(self.dtype) for b in self.bs]
         if product.b_columns > self.n:
             zeros = (0, product.b_columns - self.n)
             bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [zeros]) for x in bs]
@@ -337,6 +369,7 @@ class _Call:
             scratch=fused.scratch(),
             epilogue=fused.of_tile,
             name=self.name,
+            step_scales=self.step_scales,
         )
         matrices, sums = results[: len(self.outputs)], results[len(self.outputs) :]
         return dict(zip(self.outputs, matrices, strict=True)) | {

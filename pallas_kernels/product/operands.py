@@ -29,9 +29,14 @@ def swizzled_columns(dtype: Any) -> int:
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
+def bits_of(dtype: Any) -> int:
+    """Bits of a number in memory, also of int4, two of which are in a byte."""
+    return 4 if dtype == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
+
+
 def tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
     """Shared memory in pieces of `columns`, 8 rows of a piece after one another, as wgmma reads it."""
-    swizzle = columns * jnp.dtype(dtype).itemsize
+    swizzle = columns * bits_of(dtype) // 8
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -42,7 +47,7 @@ def block(leading: tuple[int, ...], rows: int, columns: int, dtype: Any) -> plgp
     The first is for wgmma and registers, the second for copies from and to arrays of any width.
     """
     shape = (*leading, rows, columns)
-    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+    swizzle = plgpu.SwizzleTransform(columns * bits_of(dtype) // 8)
     return plgpu.RefUnion(
         tiled(shape, dtype, columns), plgpu.SMEM(shape, dtype, transforms=(swizzle,))
     )
@@ -56,7 +61,7 @@ def allocated_bytes(scratch: Any) -> int:
             return MBARRIER_BYTES * math.prod(jax.tree.leaves(memory.num_barriers))
         if isinstance(memory, plgpu.RefUnion):
             return max(allocated_bytes(view) for view in memory.refs)
-        size = math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
+        size = math.prod(memory.shape) * bits_of(memory.dtype) // 8
         return math.ceil(size / ALLOCATION_BYTES) * ALLOCATION_BYTES
 
     return sum(map(bytes_of, jax.tree.leaves(scratch)))
@@ -73,10 +78,12 @@ class OperandTile:
     whole_blocks: bool
     """Whether the array is a whole number of pieces wide, so that a copy may cover several."""
     dtype: Any
+    depth: int = 0
+    """Of a tile whose sums run along the array's last axis: how many, if fewer than a piece holds."""
 
     @property
     def tile_k(self) -> int:
-        return swizzled_columns(self.dtype)
+        return self.depth or swizzled_columns(self.dtype)
 
     @property
     def one_copy(self) -> bool:
@@ -101,8 +108,10 @@ class OperandTile:
     def memory(self, stages: int) -> Any:
         if self.one_copy:
             return tiled((stages, self.tile_k, self.span), self.dtype, swizzled_columns(self.dtype))
-        rows = self.span if self.k_last else self.tile_k
-        return block((stages, self.blocks), rows, swizzled_columns(self.dtype), self.dtype)
+        if self.k_last:
+            return block((stages, 1), self.span, self.tile_k, self.dtype)
+        columns = swizzled_columns(self.dtype)
+        return block((stages, self.blocks), self.tile_k, columns, self.dtype)
 
     def _blocks(self, memory: Any) -> tuple[Any, Any]:
         """The memory as instructions and as copies see it."""

@@ -216,6 +216,10 @@ class RowTiles:
         block = ref.at[:, self.columns(chunk)]
         return plgpu.load(block, layout=layout, optimized=False).astype(jnp.float32)
 
+    def line_max(self, f: Callable[[int], jax.Array]) -> jax.Array:
+        """[lines]: the largest in each line of `f` of its column blocks."""
+        return jnp.max(functools.reduce(jnp.maximum, map(f, range(self.config.chunks))), axis=1)
+
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
         """Column blocks of a per-feature vector, as float32 of the tile's shape."""
 
@@ -337,7 +341,7 @@ class RowTiles:
 
         @pl.when(place.wg_idx == 0)
         def _():
-            ref[...] = _sum_pairwise(
+            ref[...] = _combine_pairwise(
                 [
                     plgpu.load(partial_smem.at[wg_idx, line], layout=layout, optimized=False)
                     for wg_idx in range(self.config.warpgroups)
@@ -347,8 +351,18 @@ class RowTiles:
 
         synchronize()
 
-    def total(self, lines: list[jax.Array], exchange_smem, exchange_barrier, parity, place: Place):
+    def total(
+        self,
+        lines: list[jax.Array],
+        exchange_smem,
+        exchange_barrier,
+        parity,
+        place: Place,
+        combine: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add,
+    ):
         """Sums over whole rows of quantities summed over lines ([lines] each) before.
+
+        Or what another way to `combine` makes of them, such as the largest.
 
         `exchange_smem` is [2, len(lines), warpgroups, 4]; its halves must alternate by `parity`, so
         that a fast warpgroup never overwrites what a slow one still reads.
@@ -361,12 +375,13 @@ class RowTiles:
             plgpu.barrier_arrive(exchange_barrier)
             plgpu.barrier_wait(exchange_barrier)
         return [
-            _sum_pairwise(
+            _combine_pairwise(
                 [
                     exchange_smem[parity, quantity, wg_idx, warp]
                     for wg_idx in range(self.config.warpgroups)
                     for warp in range(WARPS)
-                ]
+                ],
+                combine,
             )
             for quantity in range(len(lines))
         ]
@@ -436,8 +451,10 @@ class RowTiles:
         return lax.fori_loop(0, count, step, carry)
 
 
-def _sum_pairwise(values: list[jax.Array]) -> jax.Array:
+def _combine_pairwise(
+    values: list[jax.Array], combine: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
+) -> jax.Array:
     while len(values) > 1:
-        paired = [a + b for a, b in zip(values[::2], values[1::2], strict=False)]
+        paired = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = paired + values[2 * len(paired) :]
     return values[0]

@@ -1,0 +1,77 @@
+"""quantize_rows: choice of implementation. `jaxfused.quantization.quantize` has the public function."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused import dispatch, sharding
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.quantization import rounding
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from pallas_kernels.rows import quantize as pallas_quantize
+
+
+def quantize_rows(x: jax.Array, dtype: str, implementation: str | None) -> QuantizedArray:
+    """Returns x [..., D] in one of FORMATS, with a scale for each row."""
+    op = "quantize_rows"
+    device = dispatch.current_device(x)
+    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    if takes_reference(op, implementation, device, x, missing=missing):
+        return _by_reference(x, dtype)
+    rows = sharding.leading_axes(x.ndim - 1)
+    (aligned,) = sharding.align((x,), operand_axes=(rows + "d",), whole="d")
+    values, scale = Runner(implementation, device)(_Rows(dtype), aligned)
+    return QuantizedArray(values, scale[..., None], None, -1)
+
+
+def _by_reference(x: jax.Array, dtype: str) -> QuantizedArray:
+    scale, _ = rounding.scales(x, dtype, axis=-1, groups=1, per_tensor=False, symmetric=True)
+    return rounding.encode(x, dtype, scale, None, -1)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """(values [M, D], scale [M]) of rows x [M, D]."""
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return "quantize_rows forward"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes((ROWS + "d",), (ROWS + "d", ROWS), whole="d")
+
+    def reasons(self, device, x) -> Mapping[str, str | None]:
+        rows, features = x.shape
+        reason = pallas_quantize.why_unsupported(
+            compute_capability=device.compute_capability,
+            rows=rows,
+            features=features,
+            dtype=x.dtype,
+        )
+        return {"pallas": reason, "xla": None}
+
+    def configs(self, implementation, device, x) -> Sequence[Hashable]:
+        del device
+        if implementation != "pallas":
+            return ()
+        rows, features = x.shape
+        return pallas_quantize.candidates(rows, features, x.dtype.itemsize)
+
+    def run(self, implementation, device, x, config: Any = None) -> Results:
+        if implementation == "pallas":
+            return pallas_quantize.forward(
+                x,
+                self.dtype,
+                FORMATS[self.dtype].largest,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        q = _by_reference(x, self.dtype)
+        return q.values, q.scale[..., 0]
+
+    batched = batched_rows

@@ -1,0 +1,159 @@
+"""The gated unit of a perceptron whose weights are quantised: both products in one pass over x."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
+from jaxfused.ops.quantized_matmul import of_columns
+from jaxfused.quantization.quantized_array import QuantizedArray
+from pallas_kernels.product import quantized as pallas_quantized
+from pallas_kernels.product.few_rows import MAX_ROWS
+from pallas_kernels.product.quantized import Packed
+
+
+def gated_unit(
+    x: jax.Array,
+    gate: QuantizedArray,
+    up: QuantizedArray,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    implementation: str | None,
+) -> jax.Array:
+    """Returns activation(x @ gate + b_gate) * (x @ up + b_up), [..., F], in x's dtype.
+
+    The weights are frozen. They are of layout "columns", of one dtype and with scales of one shape, and
+    have no zero points or both have: see `why_apart`.
+    """
+    op = "quantized_matmul"
+    device = dispatch.current_device(x)
+    unit = _Unit(activation, gate.dtype)
+    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    if takes_reference(op, implementation, device, x, missing=missing):
+        return unit.by_reference(x, gate, up, b_gate, b_up)
+    rows = sharding.leading_axes(x.ndim - 1)
+    weights = (unit.letters, "gf", "gf")
+    operands = sharding.align(
+        (x, gate.values, *of_columns(gate), up.values, *of_columns(up), b_gate, b_up),
+        operand_axes=(rows + "d", *weights, *weights, "f", "f"),
+        whole=_WHOLE,
+    )
+    return _gated_unit(Runner(implementation, device), unit, *operands)
+
+
+def why_apart(gate: QuantizedArray, up: QuantizedArray) -> str | None:
+    """Why the two weights cannot be multiplied in one pass, or None where they can."""
+    for name, of_gate, of_up in (
+        ("dtype", gate.dtype, up.dtype),
+        ("groups", gate.groups, up.groups),
+        ("zero point", gate.zero_point is None, up.zero_point is None),
+        ("layout", gate.layout, "columns"),
+        ("layout", up.layout, "columns"),
+    ):
+        if of_gate != of_up:
+            return f"the weights differ in their {name}"
+    return None
+
+
+_WHOLE = "dkg"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_unit(run: Runner, unit: "_Unit", x, *weights_and_biases):
+    (h,) = run(unit, x, *weights_and_biases)
+    return h
+
+
+def _gated_unit_fwd(run: Runner, unit: "_Unit", x, *weights_and_biases):
+    return _gated_unit(run, unit, x, *weights_and_biases), (x, weights_and_biases)
+
+
+def _gated_unit_bwd(run: Runner, unit: "_Unit", saved, dh):
+    """The preactivations are computed again, by XLA."""
+    x, (*weights, b_gate, b_up) = saved
+    gate, up = unit.arrays(*weights)
+    _, vjp = jax.vjp(
+        lambda x, b_gate, b_up: unit.by_reference(x, gate, up, b_gate, b_up), x, b_gate, b_up
+    )
+    dx, db_gate, db_up = vjp(dh)
+    return (dx, *(None for _ in weights), db_gate, db_up)
+
+
+_gated_unit.defvjp(_gated_unit_fwd, _gated_unit_bwd)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """activation(x @ gate + b_gate) * (x @ up + b_up) of x [M, D] and weights [D, F]."""
+
+    activation: str | None
+    w_dtype: str
+
+    @property
+    def name(self) -> str:
+        return "quantized_matmul gated unit"
+
+    @property
+    def letters(self) -> str:
+        """The axes of the stored values; "k" are words of several numbers."""
+        return "fk" if self.w_dtype == "int4" else "fd"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        weights = (self.letters, "gf", "gf")
+        return Axes((ROWS + "d", *weights, *weights, "f", "f"), (ROWS + "f",), whole=_WHOLE)
+
+    def reasons(self, device, x, values, scale, zero_point, *others) -> Mapping[str, str | None]:
+        del others
+        reason = pallas_quantized.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=x.dtype,
+            residual_dtype=None,
+            x_shape=x.shape,
+            w=Packed(values, scale, zero_point),
+        )
+        reasons = {"pallas": reason, "xla": None}
+        # As of one product.
+        return reasons if x.shape[0] <= MAX_ROWS else dispatch.preferring("xla", reasons)
+
+    def run(self, implementation, device, x, *weights_and_biases) -> Results:
+        *weights, b_gate, b_up = weights_and_biases
+        if implementation == "pallas":
+            h = pallas_quantized.gated_forward(
+                x,
+                Packed(*weights[:3]),
+                Packed(*weights[3:]),
+                b_gate,
+                b_up,
+                activation=self.activation,
+                multiprocessors=device.multiprocessors,
+            )
+        else:
+            h = self.by_reference(x, *self.arrays(*weights), b_gate, b_up)
+        return (h,)
+
+    def arrays(self, *weights: Any) -> tuple[QuantizedArray, QuantizedArray]:
+        """Both weights, of their arrays."""
+
+        def array(values, scale, zero_point):
+            return QuantizedArray(values, scale, zero_point, -2, "columns")
+
+        return array(*weights[:3]), array(*weights[3:])
+
+    def by_reference(self, x, gate, up, b_gate, b_up) -> jax.Array:
+        """The same in jax.numpy."""
+        matmul = functools.partial(
+            reference.quantized_matmul.matmul, residual=None, out_dtype=jnp.dtype(x.dtype)
+        )
+        activated = matmul(x, gate, b_gate, activation=self.activation)
+        return activated * matmul(x, up, b_up, activation=None)
+
+    batched = batched_rows

@@ -1,0 +1,535 @@
+"""Products with quantised weights on Hopper: linear's epilogue, and a gated unit in one launch.
+
+The weights lie as [N, K]. Their scales along the sums are the kernel's (`quantized_weights`); one scale
+for each column is one more vector of the epilogue.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper
+from pallas_kernels.activation import activation as activate
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.product import cost, linear, quantized_weights
+from pallas_kernels.product.cost import Work
+from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, QuantizedConfig
+from pallas_kernels.product.mainloop import Block, MatmulConfig
+from pallas_kernels.product.matmul import GRAIN, fitting, matmul
+from pallas_kernels.product.quantized_weights import Format
+
+STEP = 128
+"""Numbers along the sums in the shortest step."""
+_X_DTYPES = (jnp.bfloat16, jnp.float16)
+_BOTH_DTYPES = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+class Packed(NamedTuple):
+    """Weights of one product: scale * (values - zero_point)."""
+
+    values: jax.Array
+    """[N, K], of int8, int4 or float8; or int32 [N, K / 8] for int4 in words."""
+    scale: jax.Array
+    """[G, N] for G groups along K; or [1, N]; or [1, 1]. float32."""
+    zero_point: jax.Array | None = None
+    """Of the scale's shape, int8; or None where 0 stands for 0."""
+
+    @property
+    def n(self) -> int:
+        return self.values.shape[-2]
+
+    @property
+    def in_words(self) -> bool:
+        return self.values.dtype == jnp.int32
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(jnp.int4 if self.in_words else self.values.dtype)
+
+    def format(self, k: int) -> Format:
+        """How they are stored, of sums of length k."""
+        groups = self.scale.shape[0]
+        group = k // groups if groups > 1 else 0
+        return Format(self.dtype, group, self.zero_point is not None)
+
+    def spread(self) -> "Packed":
+        """The same with an entry of the scale and of the zero point for each column."""
+        shape = (self.scale.shape[0], self.n)
+        zero_point = self.zero_point
+        return Packed(
+            self.values,
+            jnp.broadcast_to(self.scale, shape),
+            None if zero_point is None else jnp.broadcast_to(zero_point, shape),
+        )
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    x_dtype: Any,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x_shape: tuple[int, int],
+    w: Packed,
+) -> str | None:
+    """None where x [M, K] can be multiplied with quantised weights, else why not."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x_dtype not in _X_DTYPES:
+        return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    rows, k = x_shape
+    if rows > MAX_ROWS and w.format(k).group == 32:
+        return f"it takes groups of 32 with at most {MAX_ROWS} rows, and there are {rows}"
+    if w.n % GRAIN:
+        return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
+    if k < STEP:
+        return f"it takes sums of at least {STEP} numbers, and they have {k}"
+    return quantized_weights.why_unsupported(
+        dtype=w.dtype,
+        group=w.format(k).group,
+        has_zero_point=w.zero_point is not None,
+        k=k,
+        n=w.n,
+        step=STEP,
+    )
+
+
+def forward(
+    x: jax.Array,
+    w: Packed,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | QuantizedConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
+
+    def scaled(z, *, scale=None, bias=None):
+        return linear.preactivation(z if scale is None else z * scale, bias=bias)
+
+    def epilogue(z, *, residual=None, **vectors):
+        (z,) = scaled(z, **vectors)
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    results = _run(
+        x,
+        [w],
+        epilogue=epilogue,
+        vectors={"bias": bias},
+        scales=("scale",),
+        matrices={"residual": residual},
+        outputs={"y": out_dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_linear",
+    )
+    return results["y"], results.get("preactivation")
+
+
+def why_both_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    out_dtype: Any,
+    residual_dtype: Any,
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Packed,
+) -> str | None:
+    """None where x [M, K], quantised too, can be multiplied with the weights as they are, else why not.
+
+    Args:
+      x_scale: [M, 1], or [M, G] for G groups along K.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if x.dtype != w.values.dtype or x.dtype not in _BOTH_DTYPES:
+        names = f"{x.dtype} and {w.dtype}"
+        return (
+            f"it multiplies int8 with int8 and float8 with the same float8, and these are {names}"
+        )
+    if w.zero_point is not None:
+        return "it takes symmetric weights, and they have zero points"
+    k = x.shape[1]
+    groups = {x_scale.shape[1], w.scale.shape[0]}
+    if groups != {1} and not (groups == {k // STEP} and k % STEP == 0):
+        return (
+            f"it takes one scale a row and a column, or one for each {STEP} numbers of both, and these"
+            f" have {x_scale.shape[1]} and {w.scale.shape[0]} along {k}"
+        )
+    if k % 16:
+        return f"it copies rows of whole multiples of 16 bytes, and they have {k}"
+    if w.n % GRAIN:
+        return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    return None
+
+
+def both_forward(
+    x: jax.Array,
+    x_scale: jax.Array,
+    w: Packed,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    save_preactivation: bool,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32."""
+    w = w.spread()
+    in_groups = w.scale.shape[0] > 1
+
+    def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
+        z = z if x_scale is None else z * x_scale * w_scale
+        z = z if bias is None else z + bias
+        y = activate(activation, z, out_dtype)
+        return {"y": y if residual is None else y + residual, "preactivation": z}
+
+    if config is None:
+        read_bytes = 0 if residual is None else residual.dtype.itemsize
+        written_bytes = jnp.dtype(out_dtype).itemsize + (4 if save_preactivation else 0)
+        work = both_work(x, w, read_bytes, written_bytes, int(activation is not None))
+        config = both_candidates(w, work, multiprocessors)[0]
+    results = matmul(
+        x,
+        [w.values],
+        epilogue=epilogue,
+        vectors={"w_scale": None if in_groups else w.scale[0], "bias": bias},
+        row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
+        step_scales=(_rows_of_16_bytes(x_scale.T), w.scale) if in_groups else (),
+        matrices={"residual": residual},
+        outputs={"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {}),
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_product",
+    )
+    return results["y"], results.get("preactivation")
+
+
+def _rows_of_16_bytes(scale: jax.Array) -> jax.Array:
+    """Float32 [G, M] with a few more columns, where that makes rows that can be copied."""
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4)))
+
+
+def both_work(
+    x: jax.Array, w: Packed, read_bytes: int, written_bytes: int, activations: int
+) -> Work:
+    """The product of quantised x [M, K] with quantised weights, and its epilogue."""
+    m, k = x.shape
+    return Work(
+        m,
+        w.n,
+        k,
+        itemsize=1,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        activations=activations,
+        k_last=True,
+    )
+
+
+def both_time(w: Packed, work: Work, multiprocessors: int) -> float:
+    """Predicted microseconds of the product with the config that it takes by default."""
+    config = both_candidates(w, work, multiprocessors)[0]
+    slower = _SCALED_STEPS if w.scale.shape[0] > 1 else 1.0
+    return slower * cost.kernel(work, config, multiprocessors)
+
+
+_SCALED_STEPS = 1.3
+"""By how much a product takes longer whose steps along the sums are scaled each."""
+
+
+def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a product with quantised x, predicted fastest first."""
+    if w.scale.shape[0] > 1:
+        # Two accumulators have to fit into the registers.
+        return [
+            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
+            for tile_n, stages in ((192, 4), (128, 4), (128, 3), (64, 3))
+        ]
+    return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
+
+
+def why_gradient_unsupported(
+    *, compute_capability: tuple[int, int] | None, dtype: Any, k: int, w: Packed
+) -> str | None:
+    """None where the gradient of x [M, k] can be taken from the quantised weights, else why not."""
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    if dtype not in _X_DTYPES:
+        return f"it multiplies bfloat16 and float16, and the gradient is {jnp.dtype(dtype)}"
+    layout = w.format(k)
+    if layout.group and layout.group != 64 and layout.group % STEP:
+        return f"it takes groups of 64 and multiples of {STEP}, and they have {layout.group}"
+    if layout.has_zero_point and w.n % 16:
+        return f"it copies zero points of a multiple of 16 columns, and there are {w.n}"
+    if w.n % GRAIN or k % 16:
+        return f"it takes multiples of 16 x {GRAIN} weights, and there are {k} x {w.n}"
+    return None
+
+
+def input_gradient(
+    dz: jax.Array,
+    w: Packed,
+    k: int,
+    *,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """The gradient dz @ w^T [M, k] of x, from dz [M, N], without a copy of the weights in floats."""
+    w = w.spread()
+    layout = w.format(k)
+    if not layout.group:
+        # Here a column's scale is one of the sums: as if all of k were a group of it.
+        layout = replace(layout, group=-(-k // STEP) * STEP)
+    arrays = [w.values, w.scale] + ([] if w.zero_point is None else [w.zero_point])
+    config = config or gradient_candidates(dz, k, multiprocessors)[0]
+    return matmul(
+        dz,
+        arrays,
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dz.dtype},
+        b_format=layout,
+        b_columns=k,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_input_gradient",
+    )["dx"]
+
+
+def gradient_candidates(dz: jax.Array, k: int, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for the gradient of x [M, k], predicted fastest first."""
+    work = Work(*dz.shape[:1], k, dz.shape[1], k_last=True)
+    return sorted(
+        (
+            MatmulConfig(128, 128, 3, False, epilogue_columns=32),
+            MatmulConfig(64, 128, 3, False, epilogue_columns=32),
+            MatmulConfig(64, 128, 4, epilogue_columns=32),
+        ),
+        key=lambda config: cost.kernel(work, config, multiprocessors),
+    )
+
+
+def gated_forward(
+    x: jax.Array,
+    w_gate: Packed,
+    w_up: Packed,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+    multiprocessors: int,
+    config: MatmulConfig | QuantizedConfig | None = None,
+) -> jax.Array:
+    """activation(x @ w_gate + b_gate) * (x @ w_up + b_up) of x [M, K]; both weights of one format."""
+
+    def epilogue(gate, up, *, scale_gate=None, scale_up=None, b_gate=None, b_up=None):
+        gate, up = (
+            part if scale is None else part * scale
+            for part, scale in ((gate, scale_gate), (up, scale_up))
+        )
+        gate, up = (
+            part if bias is None else part + bias for part, bias in ((gate, b_gate), (up, b_up))
+        )
+        return {"h": activate(activation, gate, x.dtype) * up}
+
+    results = _run(
+        x,
+        [w_gate, w_up],
+        epilogue=epilogue,
+        vectors={"b_gate": b_gate, "b_up": b_up},
+        scales=("scale_gate", "scale_up"),
+        matrices={},
+        outputs={"h": x.dtype},
+        config=config,
+        multiprocessors=multiprocessors,
+        name="quantized_gated_unit",
+    )
+    return results["h"]
+
+
+def _run(
+    x: jax.Array,
+    ws: Sequence[Packed],
+    *,
+    epilogue: Any,
+    vectors: dict[str, jax.Array | None],
+    scales: Sequence[str],
+    matrices: dict[str, jax.Array | None],
+    outputs: dict[str, Any],
+    config: MatmulConfig | QuantizedConfig | None,
+    multiprocessors: int,
+    name: str,
+) -> dict[str, jax.Array]:
+    """Launches the kernel; `scales` are the epilogue's names for those of columns, a product each."""
+    ws = [w.spread() for w in ws]
+    m, k = x.shape
+    layout = ws[0].format(k)
+    present: dict[str, jax.Array] = {n: v for n, v in vectors.items() if v is not None}
+    if not layout.group:
+        present |= {scale: w.scale[0] for scale, w in zip(scales, ws, strict=True)}
+    read = {n: matrix for n, matrix in matrices.items() if matrix is not None}
+
+    def launch_of(config: QuantizedConfig) -> FewRows:
+        return FewRows(
+            m=m,
+            n=ws[0].n,
+            ks=(k,),
+            dtype=x.dtype,
+            blocks=tuple(Block(index) for index in range(len(ws))),
+            config=config,
+            products=len(ws),
+            w_dtype=ws[0].values.dtype,
+            w_transposed=True,
+            before_rounding=None,
+            function=epilogue,
+            vectors={n: jax.typeof(v) for n, v in present.items()},
+            matrices={n: jax.typeof(matrix) for n, matrix in read.items()},
+            outputs=outputs,
+            quantized=layout,
+        )
+
+    arrays: list[jax.Array] = []
+    for w in ws:
+        arrays.append(w.values)
+        if layout.group:
+            arrays.append(w.scale)
+        if w.zero_point is not None:
+            arrays.append(w.zero_point)
+    if config is None and m > MAX_ROWS:
+        config = tile_candidates(
+            x, ws[0], len(ws), outputs.values(), read.values(), multiprocessors
+        )[0]
+    if isinstance(config, MatmulConfig):
+        return matmul(
+            x,
+            arrays,
+            epilogue=epilogue,
+            outputs=outputs,
+            vectors=present,
+            matrices=read,
+            products=len(ws),
+            b_transposed=True,
+            b_format=layout,
+            config=config,
+            multiprocessors=multiprocessors,
+            name=name,
+        )
+    if config is None:
+        read_bytes = sum(matrix.dtype.itemsize for matrix in read.values())
+        written_bytes = sum(jnp.dtype(dtype).itemsize for dtype in outputs.values())
+        work = _work(x, ws[0], len(ws), read_bytes, written_bytes)
+        config = next(
+            config
+            for config in candidates(work, multiprocessors)
+            if launch_of(config).shared_bytes <= SHARED_MEMORY_BYTES
+        )
+    others = [*present.values(), *read.values()]
+    results = launch_of(config).launch([x], arrays, others, name=f"{name}_few_rows")
+    return dict(zip(outputs, results, strict=True))
+
+
+def tile_candidates(
+    x: jax.Array,
+    w: Packed,
+    products: int,
+    written: Iterable[Any],
+    read: Iterable[jax.Array],
+    multiprocessors: int,
+) -> list[MatmulConfig]:
+    """Configs for a product of many rows with quantised weights, predicted fastest first."""
+    m, k = x.shape
+    work = Work(
+        m,
+        w.n,
+        k,
+        products,
+        read_bytes=sum(matrix.dtype.itemsize for matrix in read),
+        written_bytes=sum(jnp.dtype(dtype).itemsize for dtype in written),
+        k_last=True,
+    )
+    configs = [
+        MatmulConfig(tile_m, tile_n, stages, ping_pong, epilogue_columns=32)
+        for tile_m, tile_n, stages, ping_pong in _TILES
+        if tile_n % (64 * products) == 0
+    ]
+    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
+
+
+_TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
+"""Rows and columns of accumulators, slots of the ring, and ping-pong. Warpgroups that share a tile need
+half as many weights converted for each product."""
+
+
+def few_rows_fitting(
+    x: jax.Array, w: Packed, *, read_bytes: int, written_bytes: int, multiprocessors: int
+) -> list[QuantizedConfig]:
+    """Configs for a product that fit into shared memory, predicted fastest first."""
+    work = _work(x, w, 1, read_bytes, written_bytes)
+    return [
+        config
+        for config in candidates(work, multiprocessors)
+        if cost.quantized_few_rows_shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+    ]
+
+
+def times(x: jax.Array, w: Packed, multiprocessors: int) -> dict[str, float]:
+    """Predicted microseconds of a product of few rows, and of XLA's, which copies the weights."""
+    work = _work(x, w, 1, 0, x.dtype.itemsize)
+    config = candidates(work, multiprocessors)[0]
+    product = cost.xla_product(work.m, work.n, work.k, work.itemsize, multiprocessors)
+    return {
+        "pallas": cost.quantized_few_rows(work, config, multiprocessors),
+        "xla": product + cost.conversion(work),
+    }
+
+
+def _work(x: jax.Array, w: Packed, products: int, read_bytes: int, written_bytes: int) -> Work:
+    m, k = x.shape
+    layout = w.format(k)
+    of_group = 4 + int(layout.has_zero_point)
+    return Work(
+        m,
+        w.n,
+        k,
+        products,
+        w_itemsize=layout.bits / 8 + (of_group / layout.group if layout.group else 0),
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        k_last=True,
+    )
+
+
+def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
+    """Configs for a product of few rows, predicted fastest first; not all fit into shared memory."""
+    steps = -(-work.k // STEP)
+    configs = [
+        QuantizedConfig(tile_n, parts, stages, STEP)
+        for tile_n in (64, 128)
+        if tile_n == 64 or tile_n < 2 * work.n
+        for parts in (1, 2, 4, MAX_PARTS)
+        if parts <= steps
+        for stages in (4, 3)
+    ]
+    return sorted(
+        configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
+    )
