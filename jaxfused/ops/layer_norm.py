@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops import layer_norm_costs
+from jaxfused.ops import adaptive_norm, layer_norm_costs
+from jaxfused.ops.adaptive_norm import NormOptions
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import (
     ROWS,
@@ -40,8 +41,11 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     epsilon: float = 1e-6,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     residual: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
     pre_activation: str | None = None,
     activation: str | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -49,10 +53,11 @@ def layer_norm(
     r"""Layer normalisation over the last axis, with what stands before and after it in one pass.
 
     .. math::
-        h &= x + \text{pre\_bias} + \text{residual} \\
+        h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
         u &= \text{pre\_activation}(h) \\
-        y &= \text{activation}\Bigl(\frac{u - \operatorname{mean}(u)}
-             {\sqrt{\operatorname{var}(u) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr)
+        v &= \frac{u - \operatorname{mean}(u)}{\sqrt{\operatorname{var}(u) + \epsilon}}
+             \cdot \text{scale} + \text{bias} \\
+        y &= \text{activation}(v \cdot (1 + \text{image\_scale}) + \text{image\_shift})
 
     Every part but the normalisation is optional. Statistics are taken in float32 (float64 for float64
     inputs) and the variance is the mean of squared deviations, not a difference of two means.
@@ -62,8 +67,12 @@ def layer_norm(
       scale: [D], multiplies the normalised values. Any float dtype, as for the other parameters.
       bias: [D], is added after `scale`.
       epsilon: is added to the variance.
+      image_scale: [*leading, D] for x [*leading, ..., D], such as [B, D] for [B, T, D]: modulates
+        each image as an offset from 1, as in the adaptive norm of a diffusion Transformer.
+      image_shift: like image_scale, is added after it.
       residual: [..., D] like x: the residual stream of a Transformer.
       pre_bias: [D], is added to x: the bias of the projection that made x.
+      gate: [D], or [*leading, D] for each image: multiplies what is added to the residual.
       pre_activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", between the sum and
         the norm.
       activation: the same choice, after the norm.
@@ -89,10 +98,13 @@ def layer_norm(
 
     Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
-    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
+    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450;
+    image_scale, image_shift and gate: Peebles, Xie, "Scalable Diffusion Models with Transformers", 2022,
+    https://arxiv.org/abs/2212.09748
     """
-    options = _Options("layer_norm", True, epsilon, 0.0, pre_activation, activation)
-    return _run(options, x, scale, bias, residual, pre_bias, implementation)
+    options = NormOptions("layer_norm", True, epsilon, 0.0, pre_activation, activation)
+    images = adaptive_norm.Images(image_scale, image_shift, gate)
+    return _run(options, x, scale, bias, images, residual, pre_bias, implementation)
 
 
 def rms_norm(
@@ -102,8 +114,11 @@ def rms_norm(
     *,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     residual: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
     pre_activation: str | None = None,
     activation: str | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -111,10 +126,11 @@ def rms_norm(
     r"""Root-mean-square normalisation over the last axis, with what stands around it in one pass.
 
     .. math::
-        h &= x + \text{pre\_bias} + \text{residual} \\
+        h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
         u &= \text{pre\_activation}(h) \\
-        y &= \text{activation}\Bigl(\frac{u}{\sqrt{\operatorname{mean}(u^2) + \epsilon}}
-             \cdot (\text{scale} + \text{scale\_offset}) + \text{bias}\Bigr)
+        v &= \frac{u}{\sqrt{\operatorname{mean}(u^2) + \epsilon}}
+             \cdot (\text{scale} + \text{scale\_offset}) + \text{bias} \\
+        y &= \text{activation}(v \cdot (1 + \text{image\_scale}) + \text{image\_shift})
 
     Args:
       scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as Gemma's do.
@@ -129,38 +145,20 @@ def rms_norm(
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019,
     https://arxiv.org/abs/1910.07467
     """
-    options = _Options("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
-    return _run(options, x, scale, bias, residual, pre_bias, implementation)
+    options = NormOptions("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
+    images = adaptive_norm.Images(image_scale, image_shift, gate)
+    return _run(options, x, scale, bias, images, residual, pre_bias, implementation)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What is static in a call: which norm, and its constants."""
-
-    op: str
-    subtract_mean: bool
-    epsilon: float
-    scale_offset: float
-    pre_activation: str | None
-    activation: str | None
-
-    def keywords(self) -> dict[str, Any]:
-        """The options as every implementation takes them."""
-        return dict(
-            subtract_mean=self.subtract_mean,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-        )
-
-
-def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
-    x = jnp.asarray(x)
-    scale, bias, residual, pre_bias = (
-        None if a is None else jnp.asarray(a) for a in (scale, bias, residual, pre_bias)
+def _run(options, x, scale, bias, images, residual, pre_bias, implementation) -> Output:
+    x, scale, bias, images, residual, pre_bias = jax.tree.map(
+        jnp.asarray, (x, scale, bias, images, residual, pre_bias)
     )
     _validate(options, x, scale, bias, residual, pre_bias)
+    if any(array is not None for array in images):
+        return adaptive_norm.run(
+            options, x, scale, bias, images, residual, pre_bias, implementation
+        )
     device = dispatch.current_device(x, residual)
     if takes_reference(options.op, implementation, device, x):
         y, next_residual = reference.layer_norm.norm(
@@ -211,20 +209,20 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(run: Runner, options: _Options, x, scale, bias, residual, pre_bias):
+def _norm(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias):
     forward = _Forward(options, save_statistics=False)
     y, next_residual, _, _ = run(forward, x, residual, scale, bias, pre_bias)
     return y, next_residual
 
 
-def _norm_fwd(run: Runner, options: _Options, x, scale, bias, residual, pre_bias):
+def _norm_fwd(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias):
     forward = _Forward(options, save_statistics=True)
     y, next_residual, mean, rstd = run(forward, x, residual, scale, bias, pre_bias)
     h = x if residual is None else next_residual
     return (y, next_residual), _Residuals(h, mean, rstd, scale, bias, pre_bias)
 
 
-def _norm_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
+def _norm_bwd(run: Runner, options: NormOptions, saved: _Residuals, cotangents):
     dy, dnext_residual = cotangents
     backward = _Backward(options, batch_axes=0)
     dx, dscale, dbias, dpre_bias = run(backward, dy, dnext_residual, *saved)
@@ -256,7 +254,7 @@ def _axes(x: jax.Array) -> str:
 class _Forward:
     """(y, next_residual, mean, rstd) of x, residual [M, D], scale, bias and pre_bias."""
 
-    options: _Options
+    options: NormOptions
     save_statistics: bool
 
     @property
@@ -322,7 +320,7 @@ class _Backward:
     gradient, float32 [*batch, D], for each of them.
     """
 
-    options: _Options
+    options: NormOptions
     batch_axes: int
 
     @property
