@@ -223,7 +223,8 @@ def manual(mesh, names, check_vma):
 def test_the_stand_ins_are_opaque_to_xla(stand_ins):
     arguments = place(make_mesh(AxisType.Auto, AxisType.Auto), ROWS, inputs().x)
     norm = functools.partial(
-        reference.layer_norm.norm, **ops.layer_norm._Options("", True, 0, 0, None, None).keywords()
+        reference.layer_norm.norm,
+        **ops.layer_norm.NormOptions("", True, 0, 0, None, None).keywords(),
     )
     whole = lambda x: lax.map(lambda row: norm(row, None, None, None, None)[0], x)  # noqa: E731
     _, text = results_and_text(lambda x: whole(x.reshape(-1, 64)), arguments)
@@ -360,6 +361,79 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
     wanted = jax.jit(gradients("xla"))(unplaced.x, unplaced.scale)
     for a, b in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+# --- layer_norm with parameters of each image -----------------------------------------------------
+
+
+@pytest.fixture
+def adaptive_stand_ins(hopper, monkeypatch):
+    """The kernels of a norm with parameters of each image, as loops over images."""
+    gradients = reference.layer_norm.gradients
+
+    def forward(x, scale, bias, residual, pre_bias, *, gate, segments, save_statistics, **options):
+        assert save_statistics
+        del options["multiprocessors"], options["config"]
+
+        def norm(image):
+            x, scale, bias, residual, pre_bias, gate = image
+            return reference.layer_norm.norm_and_statistics(
+                x, scale, bias, residual, pre_bias, gate=gate, **options
+            )
+
+        x, residual = (a.reshape(segments, -1, a.shape[-1]) for a in (x, residual))
+        found = lax.map(norm, (x, scale, bias, residual, pre_bias, gate))
+        return tuple(a.reshape(-1, *a.shape[2:]) for a in found)
+
+    def backward(dy, dnext, h, mean, rstd, x, *vectors, segments, **options):
+        del options["multiprocessors"], options["config"]
+
+        def gradient(image):
+            *rows, vectors = image
+            vectors = (None if v is None else v[None] for v in vectors)
+            found = gradients(*rows, *vectors, segments=1, **options)
+            return *found[:2], *(None if v is None else v[0] for v in found[2:])
+
+        rows = (a.reshape(segments, -1, *a.shape[1:]) for a in (dy, dnext, h, mean, rstd, x))
+        dx, dresidual, *sums = lax.map(gradient, (*rows, vectors))
+        return dx.reshape(h.shape), dresidual.reshape(h.shape), *sums
+
+    monkeypatch.setattr(ops.adaptive_norm.pallas_layer_norm, "forward", forward)
+    monkeypatch.setattr(ops.adaptive_norm.pallas_layer_norm, "gradients", backward)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("rows", (P("data"), P("data", "sequence")), ids=str)
+def test_norm_with_parameters_of_each_image(adaptive_stand_ins, axis_type, rows):
+    random = np.random.default_rng(0)
+    x, residual, dy = random.standard_normal((3, 4, 16, 64)).astype(np.float32)
+    images = random.standard_normal((3, 4, 64)).astype(np.float32)
+
+    def gradients(implementation, x, residual, images, dy):
+        def loss(x, residual, images):
+            scale, shift, gate = images
+            y, h = jaxfused.layer_norm(
+                x,
+                image_scale=scale,
+                image_shift=shift,
+                gate=gate,
+                residual=residual,
+                implementation=implementation,
+            )
+            return jnp.sum(y * dy + jnp.sin(h))
+
+        return jax.grad(loss, (0, 1, 2))(x, residual, images)
+
+    wanted = gradients("xla", x, residual, images, dy)
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, (rows, rows, P(None, rows[0]), rows), (x, residual, images, dy))
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    # An image whose rows are split needs one sum over their devices, and no image any other.
+    assert count("all-reduce", text) == (1 if "sequence" in rows else 0)
+    for a, w in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, w, rtol=2e-5, atol=2e-5)
 
 
 # --- rope -----------------------------------------------------------------------------------------
