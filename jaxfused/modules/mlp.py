@@ -25,6 +25,8 @@ def mlp(
     save: Save,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `jaxfused.mlp` on the (kernel, bias) of both layers."""
     x = promoted(x, *up, *down, dtype=dtype)
@@ -41,7 +43,10 @@ def mlp(
             save=save,
             precision=precision,
             implementation=implementation,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
         )
+    _refuse_dropout(dropout_rate)
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
@@ -63,6 +68,8 @@ def gated_mlp(
     save: Save,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `jaxfused.gated_mlp` on the (kernel, bias) of the three layers."""
     x = promoted(x, *gate, *up, *down, dtype=dtype)
@@ -87,7 +94,10 @@ def gated_mlp(
             save=save,
             precision=precision,
             implementation=implementation,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
         )
+    _refuse_dropout(dropout_rate)
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
@@ -95,6 +105,23 @@ def gated_mlp(
         return linear(h, *down, residual=residual, **options)
 
     return _saving(save, layers)(x, residual)
+
+
+def check_layer_names(module: str, names: tuple[str, ...], count: int) -> None:
+    """Checks that there are as many different names as layers."""
+    if len(names) != count or len(set(names)) != count:
+        raise ValueError(
+            f"{module}: layer_names is {names!r}, but each of the {count} layers has a name of its own;"
+            f" pass {count} different names."
+        )
+
+
+def _refuse_dropout(rate: float) -> None:
+    if rate > 0.0:
+        raise ValueError(
+            f"mlp: dropout_rate is {rate}, but layers with a quantised kernel are for inference and drop"
+            " nothing; pass deterministic=True."
+        )
 
 
 def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -159,8 +159,64 @@ def qkv_projection(
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
+    return _aligned(Runner(implementation, device), options, operands)
+
+
+def separate_projections(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    *,
+    precision: jax.lax.PrecisionLike,
+    implementation: dispatch.Implementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H], which nothing puts side by side.
+
+    So modules hold them. Devices may split the heads, where the columns of one matrix would have to be
+    brought together first.
+
+    Args:
+      x: [..., T, D].
+      weights: of queries, keys and values, of one dtype.
+      biases: of the same, [N, H] and twice [K, H], or None three times.
+      precision: as in `qkv_projection`.
+      implementation: as in `qkv_projection`.
+    """
+    op = "qkv_projection"
+    device = dispatch.current_device(x)
+    if takes_reference(op, implementation, device, x):
+        projections = []
+        for w, bias in zip(weights, biases, strict=True):
+            y = reference.linear.linear(
+                x,
+                w.reshape(w.shape[0], -1),
+                None if bias is None else bias.reshape(-1),
+                None,
+                activation=None,
+                precision=precision,
+                out_dtype=x.dtype,
+            )
+            projections.append(y.reshape(*x.shape[:-1], *w.shape[1:]))
+        q, k, v = projections
+        return q, k, v
+    key_heads, head_size = weights[1].shape[1:]
+
+    def grouped(array):
+        if array is None:
+            return None
+        return array.reshape(*array.shape[:-2], key_heads, array.shape[-2] // key_heads, head_size)
+
+    operands = (x, *map(grouped, weights), *map(grouped, biases), None, None, None, None)
+    options = _Options(head_size, 0.0, 0.0, False, precision)
+    return _aligned(Runner(implementation, device), options, operands)
+
+
+def _aligned(
+    run: Runner, options: "_Options", operands: Sequence[jax.Array | None]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of the kernels' operands, whose sharding is settled here."""
     aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
-    q, k, v = _qkv_projection(Runner(implementation, device), options, *aligned)
+    q, k, v = _qkv_projection(run, options, *aligned)
     return ungrouped(q), ungrouped(k), ungrouped(v)
 
 
