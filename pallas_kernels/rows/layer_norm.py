@@ -129,13 +129,12 @@ def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> 
     segments it leaves every fourth multiprocessor without work.
     """
 
-    def is_idle(config: RowConfig) -> bool:
+    def busy(config: RowConfig) -> float:
         room = multiprocessors * config.ctas_per_multiprocessor
         rounds = -(-segments // room)
-        ctas = segments * max(1, room // segments)
-        return ctas < _LEAST_BUSY * rounds * room
+        return segments * max(1, room // segments) / (rounds * room)
 
-    return sorted(guesses, key=is_idle)
+    return sorted(guesses, key=lambda config: -min(busy(config), _BUSY_ENOUGH))
 
 
 def _best(
@@ -153,7 +152,7 @@ def _best(
     return _balanced(legal or guesses, segments, multiprocessors)[0]
 
 
-_LEAST_BUSY = 0.9
+_BUSY_ENOUGH = 0.9
 """The part of the CTAs for which there is room that a well-balanced launch has."""
 
 
