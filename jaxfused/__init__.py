@@ -4,6 +4,7 @@ import importlib as _importlib
 from typing import Any as _Any
 
 from jaxfused import optim as optim
+from jaxfused import remat_policies as remat_policies
 from jaxfused.explain import Explanation as Explanation
 from jaxfused.explain import explain as explain
 from jaxfused.fuse import fuse as fuse

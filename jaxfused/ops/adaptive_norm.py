@@ -21,6 +21,7 @@ from jaxfused.ops.batching import batch_all
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_floating, check_shape
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
@@ -99,6 +100,8 @@ def run(
             **options.keywords(),
             gate=vectors.gate,
         )
+        y = named(y, options.op, "output")
+        next_residual = named(next_residual, options.op, "next_residual")
         return y if next_residual is None else (y, next_residual)
     image_axes = max(vector.ndim for vector in vectors if vector is not None) - 1
     axes = _Forward(options, image_axes, False).axes(x, residual, *vectors)
@@ -187,6 +190,9 @@ def _norm(run: Runner, options: NormOptions, image_axes: int, x, residual, *vect
 def _norm_fwd(run: Runner, options: NormOptions, image_axes: int, x, residual, *vectors):
     forward = _Forward(options, image_axes, save_statistics=True)
     y, next_residual, mean, rstd = run(forward, x, residual, *vectors)
+    y = named(y, options.op, "output")
+    next_residual = named(next_residual, options.op, "next_residual")
+    mean, rstd = named((mean, rstd), options.op, "statistics")
     saved = _Vectors(*vectors)
     h = x if residual is None else next_residual
     return (y, next_residual), _Residuals(h, mean, rstd, None if saved.gate is None else x, saved)

@@ -30,6 +30,7 @@ from jaxfused.ops.validation import (
     check_floating,
     check_shape,
 )
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
@@ -164,6 +165,8 @@ def _run(options, x, scale, bias, images, residual, pre_bias, implementation) ->
         y, next_residual = reference.layer_norm.norm(
             x, scale, bias, residual, pre_bias, **options.keywords()
         )
+        y = named(y, options.op, "output")
+        next_residual = named(next_residual, options.op, "next_residual")
         return y if next_residual is None else (y, next_residual)
 
     axes = _axes(x)
@@ -218,6 +221,9 @@ def _norm(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias)
 def _norm_fwd(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias):
     forward = _Forward(options, save_statistics=True)
     y, next_residual, mean, rstd = run(forward, x, residual, scale, bias, pre_bias)
+    y = named(y, options.op, "output")
+    next_residual = named(next_residual, options.op, "next_residual")
+    mean, rstd = named((mean, rstd), options.op, "statistics")
     h = x if residual is None else next_residual
     return (y, next_residual), _Residuals(h, mean, rstd, scale, bias, pre_bias)
 

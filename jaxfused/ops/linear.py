@@ -21,6 +21,7 @@ from jaxfused.ops.kernel_call import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import product
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
@@ -86,9 +87,10 @@ def linear(
     is_bare = bias is None and activation is None
     why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
     if takes_reference(op, implementation, device, x, why_xla=why_xla):
-        return reference.linear.linear(
+        y = reference.linear.linear(
             x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
         )
+        return named(y, op, "output")
     options = _Options(
         activation,
         jnp.dtype(out_dtype),
@@ -187,6 +189,8 @@ def _linear(run: Runner, options: _Options, x, w, bias, residual):
 def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
     saves = options.activation is not None
     y, preactivation = run(options.forward(save_preactivation=saves), x, w, bias, residual)
+    y = named(y, "linear", "output")
+    preactivation = named(preactivation, "linear", "preactivation")
     return y, _Residuals(x, w, bias, preactivation)
 
 

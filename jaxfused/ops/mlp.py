@@ -37,6 +37,7 @@ from jaxfused.ops.linear import (
 from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import unshared
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows, matmul
 from pallas_kernels.product import mlp as pallas_mlp
 from pallas_kernels.product.operands import SWIZZLE_BYTES
@@ -118,7 +119,7 @@ def mlp(
     device = dispatch.current_device(x)
     words = dropout_words(op, dropout_rate, dropout_key)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
-        return reference.mlp.mlp(
+        y = reference.mlp.mlp(
             x,
             w1,
             b1,
@@ -132,6 +133,7 @@ def mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
+        return named(y, op, "output")
     options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     operands: Sequence[Any] = sharding.align(
@@ -224,7 +226,7 @@ def gated_mlp(
     device = dispatch.current_device(x)
     words = dropout_words(op, dropout_rate, dropout_key)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
-        return reference.mlp.gated_mlp(
+        y = reference.mlp.gated_mlp(
             x,
             w_gate,
             b_gate,
@@ -240,6 +242,7 @@ def gated_mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
+        return named(y, op, "output")
     options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     gate_axis = _gate_axis(w_up)
@@ -377,13 +380,16 @@ def _mlp_fwd(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
     if options.saves_slope(run):
         hidden = run(_HiddenAndSlope(str(options.activation), options.precision), x, w1, b1)
+        hidden = named(hidden, "mlp", "hidden")
         h = hidden[0]
     else:
         layer = options.first_layer(
             x, activation=options.activation, saves=options.saves_preactivations
         )
         h, preactivation = run(layer, x, w1, b1, None)
+        preactivation = named(preactivation, "mlp", "preactivation")
     y, _ = run(options.last_layer, h, w2, b2, residual)
+    y = named(y, "mlp", "output")
     return y, _MlpResiduals(x, w1, b1, w2, b2, preactivation, hidden)
 
 
@@ -439,7 +445,11 @@ def _gated_mlp_fwd(
 ):
     unit = _GatedUnit(options.activation, options.saves_preactivations, options.precision)
     h, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
+    gate, up = named((gate, up), "gated_mlp", "preactivation")
+    if options.save == "hidden":
+        h = named(h, "gated_mlp", "hidden")
     y, _ = run(options.last_layer, h, w_down, b_down, residual)
+    y = named(y, "gated_mlp", "output")
     hidden = h if options.save == "hidden" else None
     return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
 

@@ -18,6 +18,7 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.product import product, unshared
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost
 from pallas_kernels.product import matmul as pallas_matmul
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
@@ -122,7 +123,7 @@ def qkv_projection(
         check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
     device = dispatch.current_device(x)
     if takes_reference(op, implementation, device, x):
-        return reference.qkv_projection.qkv_projection(
+        projected = reference.qkv_projection.qkv_projection(
             x,
             w,
             bias,
@@ -137,6 +138,7 @@ def qkv_projection(
             interleaved=interleaved,
             precision=precision,
         )
+        return named(projected, op, "output")
     options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
     # A device's part of the columns is not a part of the queries, of the keys and of the values.
     whole: Any = sharding.align(
@@ -197,7 +199,7 @@ def separate_projections(
                 out_dtype=x.dtype,
             )
             projections.append(y.reshape(*x.shape[:-1], *w.shape[1:]))
-        q, k, v = projections
+        q, k, v = named(projections, op, "output")
         return q, k, v
     key_heads, head_size = weights[1].shape[1:]
 
@@ -281,6 +283,8 @@ def _qkv_projection_fwd(run: Runner, options: _Options, *primals):
         table is not None and table.perturbed for table in primals[9:]
     )
     q, k, v, *projections = run(_Forward(options, save), *operands)
+    q, k, v = named((q, k, v), "qkv_projection", "output")
+    projections = named(projections, "qkv_projection", "projections")
     saved = _Residuals(x, weights, operands[4:7], scales, tables, projections)
     return (q, k, v), saved
 
