@@ -85,6 +85,7 @@ def call_flax(
     image_scale: jax.Array | None = None,
     image_shift: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
     scale_offset: float = 0.0,
     activation: str | None = None,
     implementation: str | None = None,
@@ -102,6 +103,7 @@ def call_flax(
         "image_scale": image_scale is not None,
         "image_shift": image_shift is not None,
         "pre_bias": pre_bias is not None,
+        "gate": gate is not None,
         "scale_offset": scale_offset != 0.0,
         f"implementation={implementation!r}": implementation not in (None, "xla"),
     }

@@ -17,6 +17,7 @@ from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.nnx.convnext_block import ConvNeXtBlock as ConvNeXtBlock
+from jaxfused.nnx.dit_block import DiTBlock as DiTBlock
 from jaxfused.nnx.einsum import Einsum as Einsum
 from jaxfused.nnx.group_norm import GroupNorm as GroupNorm
 from jaxfused.nnx.instance_norm import InstanceNorm as InstanceNorm
