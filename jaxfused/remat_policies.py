@@ -7,8 +7,9 @@ forward kernels then all run twice. The operators name what they make instead, a
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxfused
+  >>> from jax.ad_checkpoint import checkpoint_name
   >>> def block(x):
-  ...     return jaxfused.layer_norm(jax.checkpoint_name(jnp.sin(x), "wave"))
+  ...     return jaxfused.layer_norm(checkpoint_name(jnp.sin(x), "wave"))
   >>> policy = jaxfused.remat_policies.save_only_these_names("wave", "layer_norm")
   >>> jax.grad(lambda x: jax.checkpoint(block, policy=policy)(x).sum())(jnp.ones((2, 4))).shape
   (2, 4)
@@ -37,7 +38,7 @@ def save_only_these_names(*names: str) -> Policy:
     """Saves what has one of these names, and of this package's operators what makes a name enough.
 
     Args:
-      names: of values that `jax.checkpoint_name` marks; and of this package's operators, an operator
+      names: of values that `jax.ad_checkpoint.checkpoint_name` marks; and of this package's operators, an operator
         for all that it makes ("dot_product_attention"), a kind for that of all operators
         ("preactivation"; `jaxfused.semantics.checkpoint_names.What` lists them), or the whole name of
         a value ("jaxfused.mlp.output"). The small ones, statistics of norms and logarithms of sums,
