@@ -38,8 +38,8 @@ def save_only_these_names(*names: str) -> Policy:
     """Saves what has one of these names, and of this package's operators what makes a name enough.
 
     Args:
-      names: of values that `jax.ad_checkpoint.checkpoint_name` marks; and of this package's operators, an operator
-        for all that it makes ("dot_product_attention"), a kind for that of all operators
+      names: of values that `jax.ad_checkpoint.checkpoint_name` marks; and of this package's operators,
+        an operator for all that it makes ("dot_product_attention"), a kind for that of all operators
         ("preactivation"; `jaxfused.semantics.checkpoint_names.What` lists them), or the whole name of
         a value ("jaxfused.mlp.output"). The small ones, statistics of norms and logarithms of sums,
         are saved in any case: with them a saved result is all that a backward needs.

@@ -515,6 +515,176 @@ def test_linear(monkeypatch, hopper, axis_type, specs):
     )
 
 
+# --- tensor parallel: hidden features are split ---------------------------------------------------
+
+
+def by_rows(f, *rows):
+    """What `f` makes of each row alone, in a loop."""
+    return lax.map(lambda row: f(*(None if a is None else a[None] for a in row)), rows)
+
+
+def flat(results):
+    return tuple(None if r is None else r.reshape(-1, r.shape[-1]) for r in results)
+
+
+def stand_in_layer(x, w, bias, residual, *, multiprocessors, config, **options):
+    del multiprocessors, config
+    layer = functools.partial(reference.linear.layer, precision=None, **options)
+    return flat(by_rows(lambda x, residual: layer(x, w, bias, residual), x, residual))
+
+
+def stand_in_hidden_gradient(dy, w2, z, *, activation, sum_rows, multiprocessors, config):
+    del multiprocessors, config
+    options = dict(activation=activation, sum_rows=False, precision=None)
+    dz, h, _ = by_rows(lambda dy, z: reference.mlp.hidden_gradient(dy, w2, z, **options), dy, z)
+    dz, h = flat((dz, h))
+    return dz, h, dz.sum(0) if sum_rows else None
+
+
+def stand_in_gated_unit(x, w_gate, w_up, b_gate, b_up, *, multiprocessors, config, **options):
+    del multiprocessors, config
+    unit = functools.partial(reference.mlp.gated_unit, precision=None, **options)
+    return flat(by_rows(lambda x: unit(x, w_gate, w_up, b_gate, b_up), x))
+
+
+def stand_in_gated_hidden_gradient(
+    dy, w_down, gate, up, *, sum_rows, multiprocessors, config, **options
+):
+    del multiprocessors, config
+    gradient = functools.partial(
+        reference.mlp.gated_hidden_gradient, sum_rows=(False, False), precision=None, **options
+    )
+    *found, _, _ = by_rows(lambda *rows: gradient(rows[0], w_down, *rows[1:]), dy, gate, up)
+    found = flat(found)
+    sums = (d.sum(0) if wanted else None for d, wanted in zip(found, sum_rows, strict=False))
+    return *found, *sums
+
+
+def stand_in_gated_input_gradient(dgate, dup, w_gate, w_up, *, multiprocessors, config):
+    del multiprocessors, config
+    gradient = functools.partial(reference.mlp.gated_input_gradient, precision=None)
+    return flat(by_rows(lambda *rows: gradient(*rows, w_gate, w_up), dgate, dup))
+
+
+@pytest.fixture
+def perceptron_stand_ins(hopper, monkeypatch):
+    monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_layer)
+    for name, stand_in in dict(
+        hidden_gradient=stand_in_hidden_gradient,
+        gated_forward=stand_in_gated_unit,
+        gated_hidden_gradient=stand_in_gated_hidden_gradient,
+        gated_input_gradient=stand_in_gated_input_gradient,
+    ).items():
+        monkeypatch.setattr(ops.mlp.pallas_mlp, name, stand_in)
+
+
+WIDTH, HIDDEN = 64, 256
+UP, DOWN = P(None, "sequence"), P("sequence")
+PERCEPTRONS = {
+    "mlp": dict(
+        w1=((WIDTH, HIDDEN), UP),
+        b1=((HIDDEN,), DOWN),
+        w2=((HIDDEN, WIDTH), DOWN),
+        b2=((WIDTH,), SHARED),
+    ),
+    "gated_mlp": dict(
+        w_gate=((WIDTH, HIDDEN), UP),
+        w_up=((WIDTH, HIDDEN), UP),
+        w_down=((HIDDEN, WIDTH), DOWN),
+        b_gate=((HIDDEN,), DOWN),
+        b_down=((WIDTH,), SHARED),
+    ),
+}
+
+
+def reduced_bytes(text: str) -> list[int]:
+    """The bytes of each all-reduce of a program, the largest first."""
+    found = []
+    for line in text.splitlines():
+        if re.search(r"= \S+.* all-reduce(-start)?\(", line):
+            result = line.split("=", 1)[1].split("all-reduce")[0]
+            sizes = re.findall(r"f32\[([0-9,]*)\]", result)
+            found.append(sum(4 * int(np.prod([int(n) for n in s.split(",") if n])) for s in sizes))
+    return sorted(found, reverse=True)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("op", PERCEPTRONS)
+def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, op):
+    """Each device multiplies its hidden features; one sum a direction, and no weight is gathered."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    arguments = {
+        name: 0.1 * jax.random.normal(next(keys), shape)
+        for name, (shape, _) in PERCEPTRONS[op].items()
+    }
+    x, residual = (jax.random.normal(next(keys), (4, 8, WIDTH)) for _ in range(2))
+
+    def apply(implementation, x, residual, arguments):
+        f = functools.partial(getattr(jaxfused, op), residual=residual)
+        return f(x, **arguments, implementation=implementation)
+
+    def gradients(implementation, *args):
+        loss = lambda *args: jnp.sum(jnp.sin(apply(implementation, *args)))  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(*args)
+
+    mesh = make_mesh(axis_type, axis_type)
+    specs = {name: spec for name, (_, spec) in PERCEPTRONS[op].items()}
+    rows = P("data")
+    placed = place(mesh, (rows, rows, specs), (x, residual, arguments))
+    others = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    result = 4 // 2 * 8 * WIDTH * 4
+
+    y, text = results_and_text(functools.partial(apply, "pallas"), *placed)
+    assert not any(count(other, text) for other in others)
+    assert reduced_bytes(text) == [result]
+    np.testing.assert_allclose(y, apply("xla", x, residual, arguments), rtol=1e-4, atol=1e-4)
+
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert not any(count(other, text) for other in others)
+    # The result, the gradient of x, and each device's part of the parameters' gradients.
+    parameters = sum(
+        4 * int(np.prod(shape)) // (4 if "sequence" in str(spec) else 1)
+        for shape, spec in PERCEPTRONS[op].values()
+    )
+    assert sum(reduced_bytes(text)) <= 2 * result + parameters
+    wanted = gradients("xla", x, residual, arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
+    )
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("activation", (None, "silu"))
+def test_linear_sums_over_split_features(perceptron_stand_ins, axis_type, activation):
+    """The projection after split heads: its bias, activation and residual come once, after the sum."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((4, 8, HIDDEN), (HIDDEN, WIDTH), (WIDTH,), (4, 8, WIDTH))
+    arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+    def apply(implementation, x, w, bias, residual):
+        options = dict(activation=activation, residual=residual, implementation=implementation)
+        return jaxfused.linear(x, w, bias, **options)
+
+    def gradients(implementation, *args):
+        loss = lambda *args: jnp.sum(jnp.sin(apply(implementation, *args)))  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
+
+    mesh = make_mesh(axis_type, axis_type)
+    specs = (P("data", None, "sequence"), P("sequence"), SHARED, P("data"))
+    placed = [place(mesh, s, a) for s, a in zip(specs, arguments, strict=True)]
+    y, text = results_and_text(functools.partial(apply, "pallas"), *placed)
+    assert (count("all-gather", text), count("all-reduce", text)) == (0, 1)
+    np.testing.assert_allclose(y, apply("xla", *arguments), rtol=1e-4, atol=1e-4)
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    wanted = gradients("xla", *arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
+    )
+
+
 # --- qkv_projection -------------------------------------------------------------------------------
 
 

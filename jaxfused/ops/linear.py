@@ -99,7 +99,7 @@ def linear(
     )
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
-        (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), whole="d"
+        (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), parts="d"
     )
     return _linear(Runner(implementation, device), options, *operands)
 
@@ -321,7 +321,20 @@ class Layer:
         return Axes(
             (ROWS + "d", "df", "f", ROWS + "f"),
             (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
-            whole="d",
+            parts="d",
+        )
+
+    def on_parts(self, names, call, x, w, bias, residual) -> Results:
+        """Of the features that a device has: the product is summed, what is added to it comes after."""
+        product = Layer(self.name, None, x.dtype, False, self.precision)
+        z, _ = call(product, x, w, None, None)
+        return reference.linear.finish(
+            jax.lax.psum(z, tuple(names)),
+            bias,
+            residual,
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            save_preactivation=self.save_preactivation,
         )
 
     def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:

@@ -139,7 +139,7 @@ def mlp(
     operands: Sequence[Any] = sharding.align(
         (x, w1, b1, w2, b2, residual),
         operand_axes=(rows + "d", "df", "f", "fe", "e", rows + "e"),
-        whole="dfe",
+        whole="de",
     )
     x, w1, b1, w2, b2, residual = operands
     zeros = _zero_features(implementation, device, x, w1.shape[1], w2.shape[1])
@@ -249,7 +249,8 @@ def gated_mlp(
     operands: Sequence[Any] = sharding.align(
         (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
-        whole="dfge",
+        # A part of the columns of both matrices side by side has no two halves.
+        whole="de" if w_up is not None else "dfge",
     )
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
     zeros = _zero_features(implementation, device, x, hidden, w_down.shape[1])
@@ -273,6 +274,8 @@ def _zero_features(
     grain = matmul.GRAIN
     if implementation not in (None, "pallas") or x.dtype.itemsize != 2 or hidden % grain == 0:
         return 0
+    if sharding.is_explicit(x):
+        return 0  # Hidden features that devices share cannot be padded on each of them.
     can_run = matmul.why_unsupported(
         compute_capability=device.compute_capability,
         dtypes=dict(x=x.dtype),
@@ -800,7 +803,8 @@ class _GatedInputGradient:
     def axes(self, dgate, dup, w_gate, w_up) -> Axes:
         del dgate, dup, w_gate
         gate_axis = _gate_axis(w_up)
-        return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole="fg")
+        whole = "" if gate_axis == "f" else "fg"
+        return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole=whole)
 
     def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
         del dup, w_up
