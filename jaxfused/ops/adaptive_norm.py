@@ -109,7 +109,7 @@ def run(
     operands = sharding.align(
         (x, residual, *vectors),
         operand_axes=[letters.replace(ROWS, inner) for letters in axes.operands],
-        whole=axes.whole,
+        parts=axes.parts,
     )
     y, next_residual = _norm(Runner(implementation, device), options, image_axes, *operands)
     return y if next_residual is None else (y, next_residual)
@@ -257,7 +257,7 @@ class _Forward:
                 rows if saves_mean else None,
                 rows if self.save_statistics else None,
             ),
-            whole="d",
+            parts="d",
         )
 
     def reasons(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
@@ -280,14 +280,19 @@ class _Forward:
             *_tiled_shape(x, self.image_axes), 1 if residual is None else 2, _present(*vectors)
         )
 
+    def on_parts(self, names, call, x, residual, *vectors) -> Results:
+        """Of the features that a device has, by XLA: statistics are added up over the devices."""
+        del call
+        scale, bias, pre_bias, gate = vectors
+        found = reference.layer_norm.norm_and_statistics(
+            x, scale, bias, residual, pre_bias, gate=gate, **self.options.keywords(), names=names
+        )
+        return found if self.save_statistics else (*found[:2], None, None)
+
     def run(self, implementation, device, x, residual, *vectors, config=None) -> Results:
         keywords: dict[str, Any] = self.options.keywords()
         if implementation == "xla":
-            scale, bias, pre_bias, gate = vectors
-            found = reference.layer_norm.norm_and_statistics(
-                x, scale, bias, residual, pre_bias, gate=gate, **keywords
-            )
-            return found if self.save_statistics else (*found[:2], None, None)
+            return self.on_parts((), None, x, residual, *vectors)
         scale, bias, pre_bias, gate = _by_segments(vectors)
         results = pallas_layer_norm.forward(
             x.reshape(-1, x.shape[-1]),
@@ -336,7 +341,7 @@ class _Backward:
                 None if x is None else matrix,
                 *(None if v is None else vector for v in vectors),
             ),
-            whole="d",
+            parts="d",
         )
 
     def reasons(
@@ -364,31 +369,33 @@ class _Backward:
             *_tiled_shape(h, self.image_axes), matrices, _present(*read)
         )
 
-    def run(
-        self,
-        implementation,
-        device,
-        dy,
-        dnext_residual,
-        h,
-        mean,
-        rstd,
-        x,
-        *vectors,
-        config=None,
+    def on_parts(self, names, call, *operands) -> Results:
+        """Of the features that a device has, by XLA."""
+        del call
+        return self._gradients(reference.layer_norm.gradients, *operands, names=names)
+
+    def run(self, implementation, device, *operands, config=None) -> Results:
+        if implementation == "xla":
+            return self.on_parts((), None, *operands)
+        return self._gradients(
+            pallas_layer_norm.gradients,
+            *operands,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+    def _gradients(
+        self, function, dy, dnext_residual, h, mean, rstd, x, *vectors, **keywords: Any
     ) -> Results:
         images = h.shape[: self.image_axes]
-        keywords: dict[str, Any] = dict(segments=math.prod(images), **self.options.keywords())
-        gradients: Any = reference.layer_norm.gradients
-        if implementation == "pallas":
-            gradients = pallas_layer_norm.gradients
-            keywords |= dict(multiprocessors=device.multiprocessors, config=config)
-        dx, dresidual, *sums = gradients(
+        dx, dresidual, *sums = function(
             *map(_rows, (dy, dnext_residual, h)),
             None if mean is None else mean.reshape(-1),
             rstd.reshape(-1),
             _rows(x),
             *_by_segments(vectors),
+            segments=math.prod(images),
+            **self.options.keywords(),
             **keywords,
         )
         return (

@@ -171,7 +171,7 @@ def _run(options, x, scale, bias, images, residual, pre_bias, implementation) ->
 
     axes = _axes(x)
     operands = sharding.align(
-        (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), whole="d"
+        (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), parts="d"
     )
     y, next_residual = _norm(Runner(implementation, device), options, *operands)
     return y if next_residual is None else (y, next_residual)
@@ -278,7 +278,7 @@ class _Forward:
                 ROWS if saves_mean else None,
                 ROWS if self.save_statistics else None,
             ),
-            whole="d",
+            parts="d",
         )
 
     def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
@@ -299,6 +299,14 @@ class _Forward:
         matrices = 1 if residual is None else 2
         shape = (x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize)
         return kernels.forward_candidates(*shape, matrices, _present(*vectors))
+
+    def on_parts(self, names, call, x, residual, scale, bias, pre_bias) -> Results:
+        """Of the features that a device has, by XLA: statistics are added up over the devices."""
+        del call
+        results = reference.layer_norm.norm_and_statistics(
+            x, scale, bias, residual, pre_bias, **self.options.keywords(), names=names
+        )
+        return results if self.save_statistics else (*results[:2], None, None)
 
     def run(
         self, implementation, device, x, residual, scale, bias, pre_bias, config=None
@@ -342,7 +350,7 @@ class _Backward:
                 rows + "d",
                 *(None if p is None else batch + "d" for p in (scale, bias, pre_bias)),
             ),
-            whole="d",
+            parts="d",
         )
 
     def reasons(
@@ -376,6 +384,11 @@ class _Backward:
             return cuda.layer_norm.backward_candidates(*shape, matrices, vectors)
         return ()
 
+    def on_parts(self, names, call, *operands) -> Results:
+        """Of the features that a device has, by XLA."""
+        del call
+        return self._gradients(reference.layer_norm.gradient, *operands, names=names)
+
     def run(
         self,
         implementation,
@@ -388,22 +401,28 @@ class _Backward:
         *vectors,
         config=None,
     ) -> Results:
-        batch = h.shape[: self.batch_axes]
-        keywords: dict[str, Any] = dict(segments=math.prod(batch), **self.options.keywords())
         functions: Mapping[str, Callable[..., Any]] = {
             "pallas": pallas_layer_norm.backward,
             "cuda": cuda.layer_norm.backward,
             "xla": reference.layer_norm.gradient,
         }
+        keywords: dict[str, Any] = {} if implementation == "xla" else {"config": config}
         if implementation == "pallas":
             keywords["multiprocessors"] = device.multiprocessors
-        if implementation != "xla":
-            keywords["config"] = config
-        dx, *gradients = functions[implementation](
+        operands = (dy, dnext_residual, h, mean, rstd, *vectors)
+        return self._gradients(functions[implementation], *operands, **keywords)
+
+    def _gradients(
+        self, function, dy, dnext_residual, h, mean, rstd, *vectors, **keywords: Any
+    ) -> Results:
+        batch = h.shape[: self.batch_axes]
+        dx, *gradients = function(
             *(None if a is None else a.reshape(-1, a.shape[-1]) for a in (dy, dnext_residual, h)),
             None if mean is None else mean.reshape(-1),
             rstd.reshape(-1),
             *vectors,
+            segments=math.prod(batch),
+            **self.options.keywords(),
             **keywords,
         )
         return dx.reshape(h.shape), *(

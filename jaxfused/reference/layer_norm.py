@@ -4,6 +4,7 @@ It is also `implementation="xla"`: differentiable to any order and in either mod
 jax.numpy is in it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -62,8 +63,12 @@ def norm_and_statistics(
     pre_activation: str | None,
     activation: str | None,
     gate: jax.Array | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
-    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm."""
+    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm.
+
+    In a `jax.shard_map`, devices along the mesh axes `names` may each have a part of the features.
+    """
     compute_dtype = accumulator_dtype(x.dtype)
     total = x.astype(compute_dtype)
     if pre_bias is not None:
@@ -78,9 +83,9 @@ def norm_and_statistics(
     u = activate(pre_activation, total)
     mean = None
     if subtract_mean:
-        mean = jnp.mean(u, axis=-1, keepdims=True)
+        mean = _mean(u, names)
         u = u - mean
-    rstd = jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + epsilon)
+    rstd = jax.lax.rsqrt(_mean(u * u, names) + epsilon)
     y = u * rstd
     if scale is not None:
         y = y * (along_last_axis(scale, y) + scale_offset)
@@ -88,6 +93,12 @@ def norm_and_statistics(
         y = y + along_last_axis(bias, y)
     y = activate(activation, y).astype(x.dtype)
     return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
+
+
+def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:
+    """[..., 1]: over the features, of which devices along the mesh axes `names` have equal parts."""
+    mean = jnp.mean(values, axis=-1, keepdims=True)
+    return jax.lax.pmean(mean, tuple(names)) if names else mean
 
 
 class Gradients(NamedTuple):
@@ -118,6 +129,7 @@ def gradient(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
     found = gradients(
@@ -137,6 +149,7 @@ def gradient(
         scale_offset=scale_offset,
         pre_activation=pre_activation,
         activation=activation,
+        names=names,
     )
     return found.x, found.scale, found.bias, found.pre_bias
 
@@ -159,12 +172,13 @@ def gradients(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    names: Sequence[str] = (),
 ) -> Gradients:
     """The gradients of rows [M, D], from what a forward has saved.
 
     With `dnext_residual`, h is the next residual; without it x, to which pre_bias is still added. The
     vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32 [segments, D].
-    `x` is needed with a gate alone.
+    `x` is needed with a gate alone. `names` are those of `norm_and_statistics`.
     """
     del epsilon
     wide = accumulator_dtype(h.dtype)
@@ -188,11 +202,11 @@ def gradients(
         dz = dz * value_and_slope(activation, z)[1]
     dnormalised = dz if gain is None else dz * gain
     if subtract_mean:
-        projection = jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
-        dh = dnormalised - normalised * projection - jnp.mean(dnormalised, axis=-1, keepdims=True)
+        projection = _mean(dnormalised * normalised, names)
+        dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
         # This sum does not wait for that of rstd, so that XLA can take both in one kernel.
-        projection = jnp.mean(dnormalised * u, axis=-1, keepdims=True) * rstd[..., None]
+        projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
     dh = dh * rstd[..., None] * slope_of_pre_activation
     if dnext_residual is not None:
