@@ -662,6 +662,37 @@ def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, 
 
 
 @on_eight_devices
+@pytest.mark.parametrize("dtype", (np.float32, jnp.bfloat16))
+@pytest.mark.parametrize("op", PERCEPTRONS)
+def test_reference_of_split_hidden_features(op, dtype):
+    """Plain jax.numpy has to say how the sum over Explicit axes is sharded."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    arguments = {
+        name: (0.1 * jax.random.normal(next(keys), shape)).astype(dtype)
+        for name, (shape, _) in PERCEPTRONS[op].items()
+    }
+    x = jax.random.normal(next(keys), (4, 8, WIDTH), dtype)
+
+    def gradients(x, arguments):
+        f = getattr(jaxfused, op)
+        loss = lambda x, arguments: jnp.sum(f(x, **arguments).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1))(x, arguments)
+
+    specs = {name: spec for name, (_, spec) in PERCEPTRONS[op].items()}
+    mesh = make_mesh(AxisType.Explicit, AxisType.Explicit)
+    placed = place(mesh, (P("data"), specs), (x, arguments))
+    actual, text = results_and_text(gradients, *placed)
+    assert count("all-gather", text) == 0
+    tolerance = 1e-4 if dtype == np.float32 else 0.05
+
+    def near(a, b):
+        a, b = (np.asarray(z, np.float32) for z in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+    jax.tree.map(near, actual, gradients(x, arguments))
+
+
+@on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("activation", (None, "silu"))
 def test_linear_sums_over_split_features(perceptron_stand_ins, axis_type, activation):
