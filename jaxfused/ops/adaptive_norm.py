@@ -152,17 +152,25 @@ def _vectors(
     wide = accumulator_dtype(x.dtype)
 
     def of_images(array: jax.Array) -> jax.Array:
+        if array.shape == shape:
+            return array
         axes = (1,) * (len(shape) - array.ndim)
-        return jnp.broadcast_to(array.astype(wide).reshape(axes + array.shape), shape)
+        return jnp.broadcast_to(array.reshape(axes + array.shape), shape)
 
-    if images.scale is not None:
+    # Where there is nothing to fold, the kernels read what the caller has as it is.
+    if images.scale is not None and scale is None and bias is None:
+        scale, options = images.scale, replace(options, scale_offset=1.0)
+    elif images.scale is not None:
         factor = 1.0 + images.scale.astype(wide)
-        scale = factor if scale is None else (of_images(scale) + options.scale_offset) * factor
-        bias = None if bias is None else of_images(bias) * factor
-        options = replace(options, scale_offset=0.0)
-    if images.shift is not None:
-        shift = images.shift.astype(wide)
-        bias = shift if bias is None else of_images(bias) + shift
+        bias = None if bias is None else of_images(bias.astype(wide)) * factor
+        if scale is not None:
+            factor = (of_images(scale.astype(wide)) + options.scale_offset) * factor
+        scale, options = factor, replace(options, scale_offset=0.0)
+    if images.shift is not None and bias is None:
+        bias = images.shift
+    elif images.shift is not None:
+        assert bias is not None
+        bias = of_images(bias.astype(wide)) + images.shift.astype(wide)
     vectors = (scale, bias, pre_bias, images.gate)
     return options, _Vectors(*(None if v is None else of_images(v) for v in vectors))
 

@@ -149,7 +149,11 @@ def _best(
     if segments == 1:
         return guesses[0]
     legal = _legal(guesses, rows, features, element_bytes, sums=True)
-    return _balanced(legal or guesses, segments, multiprocessors)[0]
+    # Two small CTAs have more to do while one of them waits for its sums than a large one.
+    preferred = sorted(
+        legal, key=lambda config: (config.warpgroups, config.ctas_per_multiprocessor) != (1, 2)
+    )
+    return _balanced(preferred or guesses, segments, multiprocessors)[0]
 
 
 _BUSY_ENOUGH = 0.9
