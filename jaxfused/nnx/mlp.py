@@ -65,6 +65,10 @@ class MLP(nnx.Module):
     Source: `jaxfused.mlp`.
     """
 
+    # Under these names unless `layer_names` says otherwise.
+    up: Linear
+    down: Linear
+
     def __init__(
         self,
         in_features: int,
@@ -207,6 +211,11 @@ class GatedMLP(nnx.Module):
 
     Source: `jaxfused.gated_mlp`.
     """
+
+    # Under these names unless `layer_names` says otherwise.
+    gate: Linear
+    up: Linear
+    down: Linear
 
     def __init__(
         self,
