@@ -809,6 +809,46 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
 # --- per_shard ------------------------------------------------------------------------------------
 
 
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
+    """Kernels [D, N, H], as attention modules have them: each device projects to its own heads."""
+
+    def forward(x, weights, biases, scales, cos, sin, **options):
+        del scales, cos, sin, options
+        project = lambda x: tuple(x @ w + b for w, b in zip(weights, biases, strict=True))  # noqa: E731
+        return *lax.map(project, x), None, None
+
+    kernels = ops.qkv_projection.pallas_qkv_projection
+    monkeypatch.setattr(kernels, "forward", forward)
+    monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
+    keys = jax.random.split(jax.random.key(0), 7)
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    x = normal(keys[0], (4, 8, 64))
+    heads = (8, 4, 4)
+    weights = [0.1 * normal(k, (64, n, 32)) for k, n in zip(keys[1:], heads, strict=False)]
+    biases = [normal(k, (n, 32)) for k, n in zip(keys[4:], heads, strict=True)]
+
+    def gradients(implementation, x, weights, biases):
+        def loss(x, weights, biases):
+            projected = ops.qkv_projection.separate_projections(
+                x, weights, biases, precision=None, implementation=implementation
+            )
+            return sum(jnp.sum(jnp.sin(heads.astype(jnp.float32))) for heads in projected)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, weights, biases)
+
+    mesh = make_mesh(axis_type, axis_type)
+    split = (P("data"), [P(None, "sequence")] * 3, [P("sequence")] * 3)
+    placed = place(mesh, split, (x, weights, biases))
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    wanted = gradients("xla", x, weights, biases)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
+    )
+
+
 def opaque_product(x, w):
     return lax.map(lambda row: row @ w, x), None
 
