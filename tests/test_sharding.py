@@ -826,8 +826,8 @@ def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     x = normal(keys[0], (4, 8, 64))
     heads = (8, 4, 4)
-    weights = [0.1 * normal(k, (64, n, 32)) for k, n in zip(keys[1:], heads, strict=False)]
-    biases = [normal(k, (n, 32)) for k, n in zip(keys[4:], heads, strict=True)]
+    weights = [0.02 * normal(k, (64, n, 32)) for k, n in zip(keys[1:], heads, strict=False)]
+    biases = [0.1 * normal(k, (n, 32)) for k, n in zip(keys[4:], heads, strict=True)]
 
     def gradients(implementation, x, weights, biases):
         def loss(x, weights, biases):
