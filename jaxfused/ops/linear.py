@@ -224,7 +224,8 @@ def input_gradient(
         (dx,) = run(_InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)
-    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision)
+    # As in the forward, an activation's parts are added in its own dtype: float32 is twice the bytes.
+    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision, parts_dtype=dtype)
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
@@ -256,13 +257,20 @@ _TILE_ROWS = 8
 """The rows of the smallest tile of a product."""
 
 
-def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any, precision: Any) -> jax.Array:
-    """`product` in a's dtype; where explicit axes split the sum, its parts are added in float32."""
+def _product(
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    dtype: Any,
+    precision: Any,
+    parts_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """`product` in a's dtype; where explicit axes split the sum, its parts are added in their dtype."""
     if not sharding.is_explicit(a, b):
         return _ProductOfShards(subscripts, dtype, precision)(a, b)[0]
     operand_axes, result_axes = subscripts.split("->")
     (y,) = sharding.per_shard(
-        _ProductOfShards(subscripts, jnp.dtype(jnp.float32), precision),
+        _ProductOfShards(subscripts, jnp.dtype(parts_dtype), precision),
         (a, b),
         operand_axes=operand_axes.split(","),
         result_axes=(result_axes,),

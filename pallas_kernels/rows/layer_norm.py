@@ -149,9 +149,12 @@ def _best(
     if segments == 1:
         return guesses[0]
     legal = _legal(guesses, rows, features, element_bytes, sums=True)
-    # Two small CTAs have more to do while one of them waits for its sums than a large one.
+    # With a row for each warp, two small CTAs have more to do while one of them waits than a large one.
     preferred = sorted(
-        legal, key=lambda config: (config.warpgroups, config.ctas_per_multiprocessor) != (1, 2)
+        legal,
+        key=lambda config: (
+            config.row_per_warp and (config.warpgroups, config.ctas_per_multiprocessor) != (1, 2)
+        ),
     )
     return _balanced(preferred or guesses, segments, multiprocessors)[0]
 
