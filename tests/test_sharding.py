@@ -1443,3 +1443,32 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
     expected = jax.jit(functools.partial(results, "xla"))(x, w, bias, dy)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("pool", ("token", "mean"))
+def test_the_example_trains_on_a_mesh(axis_type, pool):
+    from flax import nnx
+
+    from examples.vit.model import MODELS, VisionTransformer
+
+    model = VisionTransformer(
+        MODELS["vit-digits"], image_size=8, channels=1, classes=10, pool=pool, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(model)
+    images = jax.random.normal(jax.random.key(0), (8, 8, 8, 1))
+
+    def gradients(state, images):
+        loss = lambda state: jnp.sum(jnp.cos(1 + nnx.merge(graph, state)(images)))  # noqa: E731
+        return jax.value_and_grad(loss)(state)
+
+    wanted = jax.jit(gradients)(state, images)
+    mesh = make_mesh(axis_type, axis_type)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(state, NamedSharding(mesh, P()))
+        actual = jax.jit(gradients)(placed, jax.device_put(images, NamedSharding(mesh, P("data"))))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, wanted
+    )
