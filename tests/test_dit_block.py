@@ -61,8 +61,13 @@ def nnx_block():
 
 
 @parametrize("make", [linen_block, nnx_block], quick=(0,), ids=lambda f: f.__name__)
-def test_block_is_the_formula(make):
+@parametrize("gradients", [False, True], quick=(0,))
+def test_block_is_the_formula(make, gradients):
     params, block = make()
+    if not gradients:
+        actual, expected = (jax.jit(f)(params, X, CONDITION) for f in (block, formula))
+        np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4)
+        return
 
     def loss(f):
         return jax.jit(
@@ -73,7 +78,7 @@ def test_block_is_the_formula(make):
     chex.assert_trees_all_close(actual, loss(formula)(params, X, CONDITION), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("make", [linen_block, nnx_block], ids=lambda f: f.__name__)
+@parametrize("make", [linen_block, nnx_block], quick=(1,), ids=lambda f: f.__name__)
 def test_blocks_pass_the_stream_on(make):
     params, block = make()
     stream, gate = normal(2, B, T, D), normal(3, B, D)

@@ -37,6 +37,7 @@ def test_every_name_of_flax_is_there(ours, flaxs):
         _ = ours.Dence
 
 
+@pytest.mark.exhaustive
 def test_packages_come_with_their_first_use():
     program = (
         "import sys, jaxfused; assert 'jaxfused.linen' not in sys.modules;"
@@ -170,7 +171,7 @@ ATTENTION = (
 
 
 @parametrize("options", ATTENTION, quick=(1,), ids=lambda o: "_".join(o) or "plain")
-@pytest.mark.parametrize("kv", [False, True], ids=["self", "cross"])
+@parametrize("kv", [False, True], quick=(0,))
 def test_attention_is_flax(options, kv):
     x = normal(0, 2, 5, 8)
     inputs = (x, normal(1, 2, 7, 8)) if kv else (x,)
@@ -186,6 +187,7 @@ def test_attention_is_flax(options, kv):
     tolerant(actual, expected, options)
 
 
+@pytest.mark.exhaustive
 def test_grouped_heads_of_nnx_attention():
     x = normal(0, 2, 5, 8)
     arguments = dict(num_kv_heads=2, decode=False)

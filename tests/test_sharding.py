@@ -410,8 +410,8 @@ def adaptive_stand_ins(hopper, monkeypatch):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-@pytest.mark.parametrize("rows", (P("data"), P("data", "sequence")), ids=str)
+@parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), quick=(0,))
+@parametrize("rows", (P("data"), P("data", "sequence")), quick=(1,))
 def test_norm_with_parameters_of_each_image(adaptive_stand_ins, axis_type, rows):
     random = np.random.default_rng(0)
     x, residual, dy = random.standard_normal((3, 4, 16, 64)).astype(np.float32)
@@ -616,8 +616,11 @@ def reduced_bytes(text: str) -> list[int]:
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-@pytest.mark.parametrize("op", PERCEPTRONS)
+@parametrize(
+    ("axis_type", "op"),
+    [(axis_type, op) for axis_type in (AxisType.Auto, AxisType.Explicit) for op in PERCEPTRONS],
+    quick=(1, 2),
+)
 def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, op):
     """Each device multiplies its hidden features; one sum a direction, and no weight is gathered."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
@@ -662,8 +665,11 @@ def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, 
 
 
 @on_eight_devices
-@pytest.mark.parametrize("dtype", (np.float32, jnp.bfloat16))
-@pytest.mark.parametrize("op", PERCEPTRONS)
+@parametrize(
+    ("dtype", "op"),
+    [(dtype, op) for dtype in (np.float32, jnp.bfloat16) for op in PERCEPTRONS],
+    quick=(2,),
+)
 def test_reference_of_split_hidden_features(op, dtype):
     """Plain jax.numpy has to say how the sum over Explicit axes is sharded."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
@@ -694,7 +700,7 @@ def test_reference_of_split_hidden_features(op, dtype):
 
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-@pytest.mark.parametrize("activation", (None, "silu"))
+@parametrize("activation", (None, "silu"), quick=(1,))
 def test_linear_sums_over_split_features(perceptron_stand_ins, axis_type, activation):
     """The projection after split heads: its bias, activation and residual come once, after the sum."""
     keys = jax.random.split(jax.random.key(0), 4)
@@ -810,7 +816,7 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), quick=(1,))
 def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
     """Kernels [D, N, H], as attention modules have them: each device projects to its own heads."""
 
