@@ -294,11 +294,20 @@ def test_statistics_of_split_features_are_summed(stand_ins, axis_type, parameter
     mesh = make_mesh(axis_type, axis_type)
     placed = place(mesh, specs(P("data", None, "sequence"), parameters), inputs())
     # By its type, the gradient of a parameter that all devices have is on all of them.
-    text = check(kernel, placed, gathers=axis_type == AxisType.Explicit and parameters == SHARED)
+    gathers = axis_type == AxisType.Explicit and parameters == SHARED
+    text = check(functools.partial(loss_and_gradients, None), placed, gathers=gathers)
     assert all(line.count("f32[64]") for line in text.splitlines() if " all-gather(" in line)
     rows, features = 4 // 2 * 8, 64 // (4 if parameters else 1)
     numbers_of_rows = 2 + 2  # The mean, then the variance; and two means of the backward.
     assert sum(reduced_bytes(text)) <= 4 * (numbers_of_rows * rows + 3 * features)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_split_features_are_gathered_for_a_kernel_that_is_named(stand_ins, axis_type):
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, specs(P("data", None, "sequence"), P("sequence")), inputs())
+    check(kernel, placed, gathers=True)
 
 
 @on_eight_devices

@@ -105,11 +105,13 @@ def run(
         return y if next_residual is None else (y, next_residual)
     image_axes = max(vector.ndim for vector in vectors if vector is not None) - 1
     axes = _Forward(options, image_axes, False).axes(x, residual, *vectors)
+    whole, parts = axes.split(implementation)
     inner = sharding.leading_axes(x.ndim - 1 - image_axes)
     operands = sharding.align(
         (x, residual, *vectors),
         operand_axes=[letters.replace(ROWS, inner) for letters in axes.operands],
-        parts=axes.parts,
+        whole=whole,
+        parts=parts,
     )
     y, next_residual = _norm(Runner(implementation, device), options, image_axes, *operands)
     return y if next_residual is None else (y, next_residual)
@@ -266,6 +268,7 @@ class _Forward:
                 rows if self.save_statistics else None,
             ),
             parts="d",
+            parts_by="xla",
         )
 
     def reasons(self, device, x, residual, *vectors) -> Mapping[str, str | None]:
@@ -350,6 +353,7 @@ class _Backward:
                 *(None if v is None else vector for v in vectors),
             ),
             parts="d",
+            parts_by="xla",
         )
 
     def reasons(

@@ -51,6 +51,15 @@ class Axes(NamedTuple):
     parts: str = ""
     """The letters of axes over which the kernel sums on the way to its results: where the first operand
     with them is split, the kernel's `on_parts` runs."""
+    parts_by: str | None = None
+    """The implementation that `on_parts` is, or None where it runs kernels as they are named. Where
+    another one is named, the axes are gathered for it."""
+
+    def split(self, implementation: str | None) -> tuple[str, str]:
+        """(whole, parts) where the caller named an implementation, or None."""
+        if implementation in (None, self.parts_by) or self.parts_by is None:
+            return self.whole, self.parts
+        return self.whole + self.parts, ""
 
 
 class Kernel(Protocol):
@@ -277,6 +286,7 @@ class _Call:
     def _per_shard(self, operands: Operands) -> Results:
         axes = self.kernel.axes(*operands)
         leading = sharding.leading_axes(_row_axes(operands, axes))
+        whole, parts = axes.split(self.runner.implementation)
 
         def spelt(letters: str | None) -> str | None:
             return None if letters is None else letters.replace(ROWS, leading)
@@ -286,8 +296,8 @@ class _Call:
             operands,
             operand_axes=[letters.replace(ROWS, leading) for letters in axes.operands],
             result_axes=[spelt(letters) for letters in axes.results],
-            whole=axes.whole,
-            parts=axes.parts,
+            whole=whole,
+            parts=parts,
             in_own_module=_OnShard(self, in_own_module=True),
         )
 

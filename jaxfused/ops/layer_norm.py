@@ -170,8 +170,13 @@ def _run(options, x, scale, bias, images, residual, pre_bias, implementation) ->
         return y if next_residual is None else (y, next_residual)
 
     axes = _axes(x)
+    forward = _Forward(options, save_statistics=False)
+    whole, parts = forward.axes(x, residual, scale, bias, pre_bias).split(implementation)
     operands = sharding.align(
-        (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), parts="d"
+        (x, scale, bias, residual, pre_bias),
+        operand_axes=(axes, "d", "d", axes, "d"),
+        whole=whole,
+        parts=parts,
     )
     y, next_residual = _norm(Runner(implementation, device), options, *operands)
     return y if next_residual is None else (y, next_residual)
@@ -279,6 +284,7 @@ class _Forward:
                 ROWS if self.save_statistics else None,
             ),
             parts="d",
+            parts_by="xla",
         )
 
     def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
@@ -351,6 +357,7 @@ class _Backward:
                 *(None if p is None else batch + "d" for p in (scale, bias, pre_bias)),
             ),
             parts="d",
+            parts_by="xla",
         )
 
     def reasons(
