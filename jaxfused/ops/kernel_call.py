@@ -329,7 +329,15 @@ class _OnShard:
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
 
-        return self._over_rows(lambda *matrices: kernel.on_parts(names, call, *matrices), operands)
+        def run(*matrices: jax.Array | None) -> Results:
+            by = kernel.axes(*operands).parts_by
+            if by is not None:
+                why = "devices share the axis that it sums over"
+                reasons = dict.fromkeys(("pallas", "cuda"), why) | {by: None}
+                dispatch.record(dispatch.Choice(kernel.name, _shapes(matrices), by, reasons))
+            return kernel.on_parts(names, call, *matrices)
+
+        return self._over_rows(run, operands)
 
     def _lowered(self, *matrices: jax.Array | None) -> Results:
         """Runs the kernel on operands whose rows are one axis."""
