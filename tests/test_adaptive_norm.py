@@ -151,6 +151,7 @@ CASES = (
     Case("activations", (2, 8, 256), absent=ALL, pre_activation="gelu_tanh", activation="silu"),
     Case("rms_shift", (2, 5, 64), op="rms_norm", absent=("image_scale", "residual", "gate")),
     Case("more_images_than_ctas", (37, 4, 256)),
+    Case("eight_rows_a_tile", (2, 13, 1152)),
 )
 by_name = {case.name: case for case in CASES}
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -81,10 +81,12 @@ def dit_block(
         implementation=implementation,
         attention_implementation=attention_implementation,
     )
-    branch, pre_bias = project(
+    # With a gate the norm sums three gradients over rows; that of this bias would be a fourth, for which
+    # its registers have no room.
+    branch, _ = project(
         attended,
         *out,
-        drops=False,
+        drops=True,
         dtype=dtype,
         precision=precision,
         implementation=implementation,
@@ -94,7 +96,6 @@ def dit_block(
         image_scale=scale2,
         image_shift=shift2,
         residual=stream,
-        pre_bias=pre_bias,
         gate=gate1,
         **options,
     )

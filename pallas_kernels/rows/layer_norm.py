@@ -61,6 +61,10 @@ def _forward_guesses(
     short = _direct(row_per_warp=True, lines=WARPS, chunks=max(1, features // 512))
     wide = _direct(row_per_warp=False, lines=WARPS, chunks=4)
     rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
+    in_segments = all_rows is not None and all_rows != rows
+    if in_segments and matrices == 1 and 1024 < features <= 1536 and rows >= 2 * WARPS:
+        # A CTA has few rows of its segment: larger copies of them keep as many bytes under way.
+        rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
         # A tile of more rows makes larger copies, one of fewer rows finds room for more CTAs.
         for lines in (1, 2, 4):
