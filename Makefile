@@ -7,6 +7,7 @@
 # make test-gpu    the tests that need an NVIDIA GPU
 # make bench       time every operator against its peers on the GPU
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
+# make docs        the documentation as a site, in build/docs; dead links are errors
 # make lint        ruff, mypy, clang-format
 # make ffi         build the CUDA library into the checkout
 # make wheel       a wheel in dist/ with CUDA kernels for every GPU, which installs in seconds
@@ -42,7 +43,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-peers test-adoption test-gpu bench fuzz lint ffi ffi-quick wheel clean
+.PHONY: vit unet test test-all test-peers test-adoption test-gpu bench docs fuzz lint ffi ffi-quick wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -64,7 +65,7 @@ test: lint $(TESTED_LIBRARY)
 	$(PYTEST_ON_CPU)
 
 # After `make test`, which has run what is not exhaustive.
-test-all: $(INSTALLED) $(TESTED_LIBRARY)
+test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 	$(PYTEST_ON_CPU) -m 'exhaustive and not gpu'
 
 # On the GPU where JAX sees one.
@@ -86,6 +87,9 @@ test-gpu: $(INSTALLED) $(if $(NVCC),ffi)
 
 bench: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
 fuzz: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks fuzz --cases $(CASES) --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)

@@ -1,7 +1,7 @@
 """Whole training steps against stock Flax and torch: `python -m benchmarks end_to_end`.
 
-ViT-B/16, ViT-L/16 and a U-Net on random images, in bfloat16 with float32 parameters, AdamW and
-clipping by the global norm: time, memory and every kernel of a step.
+ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and ResNet-50 on random images, in bfloat16 with float32
+parameters, AdamW and clipping by the global norm: time, memory and every kernel of a step.
 """
 
 import argparse
@@ -25,7 +25,12 @@ from benchmarks.end_to_end_report import LABELS
 
 Row = dict[str, Any]
 
-TIMM = {"vit-b16": "vit_base_patch16_224", "vit-l16": "vit_large_patch16_224"}
+TIMM = {
+    "vit-b16": "vit_base_patch16_224",
+    "vit-l16": "vit_large_patch16_224",
+    "convnext-t": "convnext_tiny",
+    "resnet-50": "resnet50_gn",
+}
 """What timm calls the networks that it has."""
 
 _KERNELS_KEPT = 40

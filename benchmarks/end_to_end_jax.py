@@ -19,6 +19,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxfused
 from benchmarks.attention import padded_cudnn_attention
+from examples.classify.convnext import CONVNEXTS, ConvNeXt, ConvNeXtSize
+from examples.classify.resnet import RESNETS, ResNet, ResNetSize
 from examples.unet.model import UNet
 from examples.vit.model import MODELS, Attention, VisionTransformer, ViTSize
 
@@ -59,6 +61,8 @@ def workloads() -> dict[str, Workload]:
         "vit-b16": vit("vit-b16", MODELS["vit-b16"], batch=256),
         "vit-l16": vit("vit-l16", MODELS["vit-l16"], batch=128),
         "unet": unet("unet", batch=32),
+        "convnext-t": convnext("convnext-t", CONVNEXTS["convnext-t"], batch=256),
+        "resnet-50": resnet("resnet-50", RESNETS["resnet-50"], batch=256),
     }
 
 
@@ -66,11 +70,7 @@ def vit(
     name: str, size: ViTSize, *, batch: int, image_size: int = 224, classes: int = 1000
 ) -> Workload:
     """A Vision Transformer that reads the class from a token."""
-
-    def make_batch(key: jax.Array) -> Batch:
-        keys = jax.random.split(key)
-        images = jax.random.normal(keys[0], (batch, image_size, image_size, 3), jnp.bfloat16)
-        return images, jax.random.randint(keys[1], (batch,), 0, classes)
+    make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
 
     def ours(attention: Attention = jaxfused.dot_product_attention) -> Program:
         def build() -> VisionTransformer:
@@ -142,6 +142,60 @@ def unet(
         {"ours": ours, "stock": lambda: _with_optax(model, make_batch, _segmentation_loss)},
         lambda: _forward_flops(model, jax.eval_shape(make_batch, _KEY)[0]),
     )
+
+
+def convnext(
+    name: str, size: ConvNeXtSize, *, batch: int, image_size: int = 224, classes: int = 1000
+) -> Workload:
+    """A ConvNeXt without stochastic depth."""
+
+    def build() -> ConvNeXt:
+        return ConvNeXt(
+            size,
+            image_size=image_size,
+            channels=3,
+            classes=classes,
+            dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0),
+        )
+
+    make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
+    return _classifier(name, build, StockConvNeXt(size, classes), make_batch)
+
+
+def resnet(
+    name: str, size: ResNetSize, *, batch: int, image_size: int = 224, classes: int = 1000
+) -> Workload:
+    """A ResNet with group norm."""
+
+    def build() -> ResNet:
+        return ResNet(size, channels=3, classes=classes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+
+    make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
+    return _classifier(name, build, StockResNet(size, classes), make_batch)
+
+
+def _classifier(
+    name: str,
+    build: Callable[[], nnx.Module],
+    stock: nn.Module,
+    make_batch: Callable[[jax.Array], Batch],
+) -> Workload:
+    return Workload(
+        name,
+        make_batch,
+        {
+            "ours": lambda: _with_jaxfused(build, jaxfused.softmax_cross_entropy),
+            "stock": lambda: _with_optax(stock, make_batch, _softmax_cross_entropy),
+        },
+        lambda: _forward_flops(stock, jax.eval_shape(make_batch, _KEY)[0]),
+    )
+
+
+def _images_and_labels(batch: int, image_size: int, classes: int, key: jax.Array) -> Batch:
+    keys = jax.random.split(key)
+    images = jax.random.normal(keys[0], (batch, image_size, image_size, 3), jnp.bfloat16)
+    return images, jax.random.randint(keys[1], (batch,), 0, classes)
 
 
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -272,6 +326,72 @@ class StockUNet(nn.Module):
             x = nn.ConvTranspose(width, (2, 2), strides=(2, 2), dtype=jnp.bfloat16)(x)
             x = block(jnp.concatenate([skip, x], axis=-1), width)
         return nn.Dense(1, dtype=jnp.bfloat16)(x)[..., 0].astype(jnp.float32)
+
+
+class StockConvNeXt(nn.Module):
+    """The network of `examples.classify.convnext.ConvNeXt` in Flax Linen."""
+
+    size: ConvNeXtSize
+    classes: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        size, dtype = self.size, jnp.bfloat16
+        x = images
+        for stage, (depth, width) in enumerate(zip(size.depths, size.widths, strict=True)):
+            window = (2, 2) if stage else (size.patch, size.patch)
+            x = nn.LayerNorm(dtype=dtype)(x) if stage else x
+            x = nn.Conv(width, window, strides=window, padding="VALID", dtype=dtype)(x)
+            x = x if stage else nn.LayerNorm(dtype=dtype)(x)
+            for block in range(depth):
+                kernel = (size.kernel, size.kernel)
+                y = nn.Conv(width, kernel, feature_group_count=width, dtype=dtype)(x)
+                y = nn.LayerNorm(dtype=dtype)(y)
+                y = nn.gelu(nn.Dense(4 * width, dtype=dtype)(y), approximate=False)
+                y = nn.Dense(width, dtype=dtype)(y)
+                first = nn.initializers.constant(1e-6)
+                scale = self.param(f"layer_scale_{stage}_{block}", first, (width,))
+                x = x + scale.astype(dtype) * y
+        x = nn.LayerNorm(dtype=dtype)(x.mean(axis=(1, 2)))
+        head = nn.Dense(self.classes, kernel_init=nn.initializers.zeros, dtype=dtype)
+        return head(x).astype(jnp.float32)
+
+
+class StockResNet(nn.Module):
+    """The network of `examples.classify.resnet.ResNet` in Flax Linen."""
+
+    size: ResNetSize
+    classes: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        size, dtype = self.size, jnp.bfloat16
+
+        def layer(x: jax.Array, width: int, kernel: int, strides: int = 1) -> jax.Array:
+            x = nn.Conv(width, (kernel, kernel), strides, use_bias=False, dtype=dtype)(x)
+            return nn.GroupNorm(size.groups, epsilon=1e-5, dtype=dtype)(x)
+
+        if size.is_small:
+            x = nn.relu(layer(images, size.width, 3))
+        else:
+            x = nn.relu(layer(images, size.width, 7, 2))
+            x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for stage, depth in enumerate(size.depths):
+            width = size.width * 2**stage
+            after = 4 * width if size.bottleneck else width
+            for block in range(depth):
+                strides = 2 if stage and not block else 1
+                shortcut = x
+                if x.shape[-1] != after or strides > 1:
+                    shortcut = layer(x, after, 1, strides)
+                if size.bottleneck:
+                    y = nn.relu(layer(nn.relu(layer(x, width, 1)), width, 3, strides))
+                    y = layer(y, after, 1)
+                else:
+                    y = layer(nn.relu(layer(x, width, 3, strides)), width, 3)
+                x = nn.relu(y + shortcut)
+        head = nn.Dense(self.classes, kernel_init=nn.initializers.zeros, dtype=dtype)
+        return head(x.mean(axis=(1, 2))).astype(jnp.float32)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------

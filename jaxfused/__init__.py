@@ -1,6 +1,10 @@
 """Fused operators for JAX on NVIDIA GPUs; the same functions run as plain jax.numpy elsewhere."""
 
+import importlib as _importlib
+from typing import Any as _Any
+
 from jaxfused import optim as optim
+from jaxfused import remat_policies as remat_policies
 from jaxfused.explain import Explanation as Explanation
 from jaxfused.explain import explain as explain
 from jaxfused.fuse import fuse as fuse
@@ -43,3 +47,14 @@ __version__ = "0.1.0"
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
 from jaxfused.quantization.quantize_params import QuantizationRule as QuantizationRule
 from jaxfused.quantization.quantize_params import quantize_params as quantize_params
+
+
+def __getattr__(name: str) -> _Any:
+    """The modules for Flax, which take a while to import, come with their first use."""
+    if name in ("linen", "nnx"):
+        return _importlib.import_module(f"jaxfused.{name}")
+    raise AttributeError(f"module 'jaxfused' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "linen", "nnx"})

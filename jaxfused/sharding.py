@@ -38,6 +38,7 @@ def per_shard(
     operand_axes: Sequence[str],
     result_axes: Sequence[str | None],
     whole: str = "",
+    parts: str = "",
     in_own_module: Callable[..., tuple[jax.Array | None, ...]] | None = None,
 ) -> tuple[jax.Array | None, ...]:
     """`f(*operands)`, computed by each device from the shards that it holds.
@@ -54,6 +55,9 @@ def per_shard(
       operand_axes: the letters of each operand, also of one that is None.
       result_axes: the letters of each result of `f`, None for a result that is None.
       whole: letters that must not be split.
+      parts: letters over which `f` sums on the way to its results. They are split as the first operand
+        with such a letter is, and then `f.on_parts(names, *operands)` is called instead, which adds up
+        its sums over the mesh axes `names` itself.
       in_own_module: what is called in the place of `f` where XLA partitions the call. It is lowered
         there into a module of its own, anew at each place of the program.
 
@@ -85,14 +89,15 @@ def per_shard(
         ),
         tuple(result_axes),
         whole,
+        parts,
         f if in_own_module is None else in_own_module,
     )
-    aligned = align(operands, operand_axes=operand_axes, whole=whole)
+    aligned = align(operands, operand_axes=operand_axes, whole=whole, parts=parts)
     present = [operand for operand in aligned if operand is not None]
     mesh = _mesh(present)
     unsettled = set(mesh.axis_names) - set(mesh.manual_axes)
     if mesh.explicit_axes or (mesh.manual_axes and unsettled):
-        places = _explicit_places(present, call.present_operands, whole)
+        places = _explicit_places(present, call.present_operands, whole, parts)
         results = jax.shard_map(
             functools.partial(call.on_shards, places),
             mesh=mesh,
@@ -253,7 +258,11 @@ def leading_axes(count: int) -> str:
 
 
 def align(
-    operands: Sequence[jax.Array | None], *, operand_axes: Sequence[str], whole: str = ""
+    operands: Sequence[jax.Array | None],
+    *,
+    operand_axes: Sequence[str],
+    whole: str = "",
+    parts: str = "",
 ) -> tuple[jax.Array | None, ...]:
     """Returns the operands with one sharding where their types state it, ahead of a custom_vjp.
 
@@ -265,6 +274,7 @@ def align(
       operands: arrays, or None.
       operand_axes: the letters of each operand, as in `per_shard`.
       whole: letters that must not be split.
+      parts: letters that the first operand with them decides, as in `per_shard`.
 
     Returns:
       The operands in their order.
@@ -277,7 +287,7 @@ def align(
             for operand, letters in zip(operands, operand_axes, strict=True)
             if operand is not None
         ]
-        places = _explicit_places(present, axes, whole)
+        places = _explicit_places(present, axes, whole, parts)
         present = [
             jax.sharding.reshard(operand, NamedSharding(mesh, _spec(letters, places)))
             for operand, letters in zip(present, axes, strict=True)
@@ -321,6 +331,7 @@ class _Call:
     operand_axes: tuple[str | None, ...]
     result_axes: tuple[str | None, ...]
     whole: str
+    parts: str
     in_own_module: Callable[..., tuple[jax.Array | None, ...]]
 
     @property
@@ -334,19 +345,28 @@ class _Call:
     def on_shards(self, places: Places, *shards: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the results that are not None, from the shards of the operands that are not None."""
         varying = _varying(shards)
-        remaining = iter(_vary(shards, varying))
-        results = self.f(
-            *(None if letters is None else next(remaining) for letters in self.operand_axes)
-        )
-        present = [result for result in results if result is not None]
-        # A kernel's results do not state that they vary over the mesh axes of its operands, so this adds
-        # it.
+        names = tuple(n for letter in self.parts for n in places.get(letter, ()))
+        # What is added once, after a sum of parts, must not vary over the devices that have the parts.
+        remaining = iter(shards if names else _vary(shards, varying))
+        operands = [None if letters is None else next(remaining) for letters in self.operand_axes]
+        if names:
+            f: Any = self.f
+            present = [result for result in f.on_parts(names, *operands) if result is not None]
+        else:
+            # A kernel's results do not state that they vary over the mesh axes of its operands, so this
+            # adds it.
+            present = _vary([r for r in self.f(*operands) if r is not None], varying)
         return tuple(
             lax.psum(
                 result,
-                tuple(n for letter in places if letter not in letters for n in places[letter]),
+                tuple(
+                    n
+                    for letter in places
+                    if letter not in letters + self.parts
+                    for n in places[letter]
+                ),
             )
-            for result, letters in zip(_vary(present, varying), self.present_results, strict=True)
+            for result, letters in zip(present, self.present_results, strict=True)
         )
 
 
@@ -362,6 +382,7 @@ def _partitioned(call: _Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
             call.present_operands,
             mesh.shape,
             call.whole,
+            call.parts,
         )
 
         def shardings(axes: Sequence[str]) -> tuple[NamedSharding, ...]:
@@ -397,21 +418,27 @@ def _places(
     axes: Sequence[str],
     mesh_shape: Mapping[str, int],
     whole: str,
+    parts: str,
 ) -> Places:
     """Returns the mesh axes of each letter: those of the first operand that can be split so."""
     places: dict[str, tuple[str, ...]] = {}
+    decided: set[str] = set()
     for spec, shape, letters in zip(specs, shapes, axes, strict=True):
         for entry, size, letter in zip(spec, shape, letters, strict=False):
             names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
             taken = set().union(*places.values())
             # XLA pads shards of uneven sizes, and sums would include the padding.
             even = size % math.prod(mesh_shape[name] for name in names) == 0
-            if names and even and letter not in {*whole, *places} and taken.isdisjoint(names):
+            unsettled = letter not in {*whole, *places, *decided}
+            if names and even and unsettled and taken.isdisjoint(names):
                 places[letter] = names
+        decided |= {letter for letter in letters if letter in parts}
     return places
 
 
-def _explicit_places(operands: Sequence[jax.Array], axes: Sequence[str], whole: str) -> Places:
+def _explicit_places(
+    operands: Sequence[jax.Array], axes: Sequence[str], whole: str, parts: str
+) -> Places:
     """Computes `_places` from the types of the operands, which name Explicit axes only."""
     return _places(
         [jax.typeof(operand).sharding.spec for operand in operands],
@@ -419,6 +446,7 @@ def _explicit_places(operands: Sequence[jax.Array], axes: Sequence[str], whole: 
         axes,
         _mesh(operands).shape,
         whole,
+        parts,
     )
 
 

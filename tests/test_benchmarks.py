@@ -32,6 +32,8 @@ from benchmarks import (
     timing,
 )
 from benchmarks.case import BARE, BEST_PEER, BULK_COPY, TERAFLOPS, Bar
+from examples.classify.convnext import ConvNeXtSize
+from examples.classify.resnet import ResNetSize
 from examples.vit.model import MODELS, ViTSize
 from tests.grids import parametrize
 
@@ -448,6 +450,17 @@ TINY_VIT = end_to_end_jax.vit("tiny", TINY_SIZE, batch=4, image_size=16, classes
 TINY_UNET = end_to_end_jax.unet("unet", batch=2, image_size=16, base=8, levels=3, groups=4)
 
 
+TINY_CONVNEXT = end_to_end_jax.convnext(
+    "tiny", ConvNeXtSize((1, 2), (8, 16), kernel=3), batch=2, image_size=16, classes=7
+)
+TINY_RESNETS = [
+    end_to_end_jax.resnet(
+        "tiny", ResNetSize((1, 2), bottleneck, 8, 4, small), batch=2, image_size=16, classes=7
+    )
+    for bottleneck, small in ((True, False), (False, True))
+]
+
+
 def count_parameters(workload, variant):
     params, _ = jax.eval_shape(workload.programs[variant]().init, jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -455,6 +468,8 @@ def count_parameters(workload, variant):
 
 def test_ours_and_stock_are_the_same_networks():
     assert count_parameters(TINY_VIT, "ours") == count_parameters(TINY_VIT, "stock")
+    for workload in (TINY_CONVNEXT, *TINY_RESNETS):
+        assert count_parameters(workload, "ours") == count_parameters(workload, "stock")
     # Upwards, the example's layer has a bias for each of four pixels where Flax's has one for all.
     per_pixel = 3 * (8 + 16)
     assert count_parameters(TINY_UNET, "ours") == count_parameters(TINY_UNET, "stock") + per_pixel

@@ -46,6 +46,7 @@ def test_squares_become_pixels():
     assert space_to_depth(image, 2)[0, 1, 2].tolist() == [16, 17, 22, 23]
 
 
+@pytest.mark.exhaustive
 def test_stochastic_depth_needs_a_key():
     size = CONVNEXTS["convnext-digits"]
     model = ConvNeXt(size, image_size=8, channels=1, classes=3, drop_path=0.9, rngs=nnx.Rngs(0))
@@ -64,7 +65,7 @@ def metrics(run):
 
 
 @pytest.mark.long
-@parametrize("name", ["resnet-digits", "convnext-digits"], quick=(0,))
+@parametrize("name", ["resnet-digits", "convnext-digits"], quick=())
 def test_a_short_training_learns_and_predicts(name, tmp_path, capsys):
     # The branches of a ConvNeXt start at almost nothing.
     epochs = "2" if name in RESNETS else "6"

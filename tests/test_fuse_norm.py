@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfused
+from jaxfused import dispatch
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
 pytestmark = pytest.mark.exhaustive
@@ -278,3 +279,44 @@ def test_square_shapes_tell_rows_from_features():
     x = normal(0, 8, 8)
     assert counts(f, x, normal(1, 8)) == {"rms_norm": 1}
     assert_fuses(f, x, normal(1, 8), into={"rms_norm": 1})
+
+
+# --- parameters of each image ---------------------------------------------------------------------
+
+
+def modulated(x, shift, scale):
+    """The norm of a diffusion Transformer, as its authors write it."""
+    y = without_parameters(x, None, None)
+    return y * (1 + scale[:, None]) + shift[:, None]
+
+
+def images(dtype, count):
+    return [normal(10 + i, 3, 32, dtype=dtype) * 0.3 for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_modulation_of_each_image(dtype):
+    x, _, _ = inputs(dtype)
+    assert_fuses(modulated, x, *images(dtype, 2), into={"layer_norm": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_before_the_sum(dtype):
+    x, _, _ = inputs(dtype)
+    w = normal(5, 32, 32, dtype=dtype) * 0.2
+
+    def block(x, w, shift1, scale1, gate, shift2, scale2):
+        x = x + gate[:, None] * (modulated(x, shift1, scale1) @ w)
+        return modulated(x, shift2, scale2), x
+
+    found = fusion(block, x, w, *images(dtype, 5))
+    assert_fuses(block, x, w, *images(dtype, 5), into={"layer_norm": 2})
+    assert "gate" in str(found)
+
+
+def test_modulation_waits_for_its_kernels(monkeypatch):
+    """As long as no GPU has measured them, the program's own modulation stays."""
+    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"adaptive_norm"}))
+    x, _, _ = inputs("float32")
+    found = str(fusion(modulated, x, *images("float32", 2)))
+    assert "layer_norm" in found and "image_shift" not in found

@@ -125,7 +125,7 @@ def test_what_xla_partitions_is_lowered_once(h200, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jnp.ones((64, D), BF16)
     forward = layer_norm._Forward(
-        layer_norm._Options("layer_norm", True, 1e-6, 0.0, None, None), save_statistics=False
+        layer_norm.NormOptions("layer_norm", True, 1e-6, 0.0, None, None), save_statistics=False
     )
     kernel_call._exported.cache_clear()
     for _ in range(12):
@@ -219,7 +219,7 @@ def kernels_and_operands():
     h, dy = jnp.ones((64, F), BF16), jnp.ones((64, D), BF16)
     statistic, vector = jnp.ones(64), jnp.ones(D, BF16)
     for op, subtract_mean in (("layer_norm", True), ("rms_norm", False)):
-        norm = layer_norm._Options(op, subtract_mean, 1e-6, 0.0, None, "silu")
+        norm = layer_norm.NormOptions(op, subtract_mean, 1e-6, 0.0, None, "silu")
         mean = statistic if subtract_mean else None
         for residual in (None, x):
             for save in (False, True):

@@ -11,6 +11,7 @@ import pytest
 import jaxfused.linen
 import jaxfused.nnx
 from tests.against_float64 import assert_values_and_gradients
+from tests.grids import parametrize
 
 B, T, D = 2, 6, 16
 
@@ -369,7 +370,7 @@ def test_conv_norm_act_with_batch_norm(training):
     )
 
 
-@pytest.mark.parametrize("scale", [None, 0.5])
+@parametrize("scale", [None, 0.5], quick=(1,))
 def test_convnext_block(scale):
     nnx = jaxfused.nnx.ConvNeXtBlock(
         D, kernel_size=(3, 3), layer_scale=scale, rngs=flax.nnx.Rngs(0)
@@ -390,6 +391,7 @@ def test_convnext_block(scale):
     assert_same(nnx, linen, plain, shared_params(nnx, linen, x), x)
 
 
+@pytest.mark.exhaustive
 def test_convnext_block_drops_whole_paths():
     options = dict(kernel_size=(3, 3), layer_scale=1.0, drop_path_rate=0.5)
     nnx = jaxfused.nnx.ConvNeXtBlock(D, rngs=flax.nnx.Rngs(0), **options)
@@ -407,7 +409,7 @@ def test_convnext_block_drops_whole_paths():
     assert 0 < changed.sum() < 16
 
 
-@pytest.mark.parametrize(("bottleneck", "strides"), [(True, 1), (True, 2), (False, 1), (False, 2)])
+@parametrize(("bottleneck", "strides"), [(True, 1), (True, 2), (False, 1), (False, 2)], quick=(1,))
 def test_resnet_block(bottleneck, strides):
     before, after = 4 * D, 4 * D if bottleneck else D
     options = dict(strides=strides, bottleneck=bottleneck, norm="group_norm", num_groups=2)

@@ -223,7 +223,8 @@ def manual(mesh, names, check_vma):
 def test_the_stand_ins_are_opaque_to_xla(stand_ins):
     arguments = place(make_mesh(AxisType.Auto, AxisType.Auto), ROWS, inputs().x)
     norm = functools.partial(
-        reference.layer_norm.norm, **ops.layer_norm._Options("", True, 0, 0, None, None).keywords()
+        reference.layer_norm.norm,
+        **ops.layer_norm.NormOptions("", True, 0, 0, None, None).keywords(),
     )
     whole = lambda x: lax.map(lambda row: norm(row, None, None, None, None)[0], x)  # noqa: E731
     _, text = results_and_text(lambda x: whole(x.reshape(-1, 64)), arguments)
@@ -287,7 +288,23 @@ def test_pmap(stand_ins):
 
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-def test_split_features_are_gathered(stand_ins, axis_type):
+@pytest.mark.parametrize("parameters", (P("sequence"), SHARED), ids=("split", "shared"))
+def test_statistics_of_split_features_are_summed(stand_ins, axis_type, parameters):
+    """Nothing as large as an activation is exchanged: numbers of each row, and sums for parameters."""
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, specs(P("data", None, "sequence"), parameters), inputs())
+    # By its type, the gradient of a parameter that all devices have is on all of them.
+    gathers = axis_type == AxisType.Explicit and parameters == SHARED
+    text = check(functools.partial(loss_and_gradients, None), placed, gathers=gathers)
+    assert all(line.count("f32[64]") for line in text.splitlines() if " all-gather(" in line)
+    rows, features = 4 // 2 * 8, 64 // (4 if parameters else 1)
+    numbers_of_rows = 2 + 2  # The mean, then the variance; and two means of the backward.
+    assert sum(reduced_bytes(text)) <= 4 * (numbers_of_rows * rows + 3 * features)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_split_features_are_gathered_for_a_kernel_that_is_named(stand_ins, axis_type):
     mesh = make_mesh(axis_type, axis_type)
     placed = place(mesh, specs(P("data", None, "sequence"), P("sequence")), inputs())
     check(kernel, placed, gathers=True)
@@ -360,6 +377,79 @@ def test_vmap_scan_and_checkpoint(stand_ins, axis_type):
     wanted = jax.jit(gradients("xla"))(unplaced.x, unplaced.scale)
     for a, b in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+# --- layer_norm with parameters of each image -----------------------------------------------------
+
+
+@pytest.fixture
+def adaptive_stand_ins(hopper, monkeypatch):
+    """The kernels of a norm with parameters of each image, as loops over images."""
+    gradients = reference.layer_norm.gradients
+
+    def forward(x, scale, bias, residual, pre_bias, *, gate, segments, save_statistics, **options):
+        assert save_statistics
+        del options["multiprocessors"], options["config"]
+
+        def norm(image):
+            x, scale, bias, residual, pre_bias, gate = image
+            return reference.layer_norm.norm_and_statistics(
+                x, scale, bias, residual, pre_bias, gate=gate, **options
+            )
+
+        x, residual = (a.reshape(segments, -1, a.shape[-1]) for a in (x, residual))
+        found = lax.map(norm, (x, scale, bias, residual, pre_bias, gate))
+        return tuple(a.reshape(-1, *a.shape[2:]) for a in found)
+
+    def backward(dy, dnext, h, mean, rstd, x, *vectors, segments, **options):
+        del options["multiprocessors"], options["config"]
+
+        def gradient(image):
+            *rows, vectors = image
+            vectors = (None if v is None else v[None] for v in vectors)
+            found = gradients(*rows, *vectors, segments=1, **options)
+            return *found[:2], *(None if v is None else v[0] for v in found[2:])
+
+        rows = (a.reshape(segments, -1, *a.shape[1:]) for a in (dy, dnext, h, mean, rstd, x))
+        dx, dresidual, *sums = lax.map(gradient, (*rows, vectors))
+        return dx.reshape(h.shape), dresidual.reshape(h.shape), *sums
+
+    monkeypatch.setattr(ops.adaptive_norm.pallas_layer_norm, "forward", forward)
+    monkeypatch.setattr(ops.adaptive_norm.pallas_layer_norm, "gradients", backward)
+
+
+@on_eight_devices
+@parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), quick=(0,))
+@parametrize("rows", (P("data"), P("data", "sequence")), quick=(1,))
+def test_norm_with_parameters_of_each_image(adaptive_stand_ins, axis_type, rows):
+    random = np.random.default_rng(0)
+    x, residual, dy = random.standard_normal((3, 4, 16, 64)).astype(np.float32)
+    images = random.standard_normal((3, 4, 64)).astype(np.float32)
+
+    def gradients(implementation, x, residual, images, dy):
+        def loss(x, residual, images):
+            scale, shift, gate = images
+            y, h = jaxfused.layer_norm(
+                x,
+                image_scale=scale,
+                image_shift=shift,
+                gate=gate,
+                residual=residual,
+                implementation=implementation,
+            )
+            return jnp.sum(y * dy + jnp.sin(h))
+
+        return jax.grad(loss, (0, 1, 2))(x, residual, images)
+
+    wanted = gradients("xla", x, residual, images, dy)
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, (rows, rows, P(None, rows[0]), rows), (x, residual, images, dy))
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    # An image whose rows are split needs one sum over their devices, and no image any other.
+    assert count("all-reduce", text) == (1 if "sequence" in rows else 0)
+    for a, w in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, w, rtol=2e-5, atol=2e-5)
 
 
 # --- rope -----------------------------------------------------------------------------------------
@@ -438,6 +528,213 @@ def test_linear(monkeypatch, hopper, axis_type, specs):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
         actual,
         jax.jit(functools.partial(gradients, "xla"))(*arguments),
+    )
+
+
+# --- tensor parallel: hidden features are split ---------------------------------------------------
+
+
+def by_rows(f, *rows):
+    """What `f` makes of each row alone, in a loop."""
+    return lax.map(lambda row: f(*(None if a is None else a[None] for a in row)), rows)
+
+
+def flat(results):
+    return tuple(None if r is None else r.reshape(-1, r.shape[-1]) for r in results)
+
+
+def stand_in_layer(x, w, bias, residual, *, multiprocessors, config, **options):
+    del multiprocessors, config
+    layer = functools.partial(reference.linear.layer, precision=None, **options)
+    return flat(by_rows(lambda x, residual: layer(x, w, bias, residual), x, residual))
+
+
+def stand_in_hidden_gradient(dy, w2, z, *, activation, sum_rows, multiprocessors, config):
+    del multiprocessors, config
+    options = dict(activation=activation, sum_rows=False, precision=None)
+    dz, h, _ = by_rows(lambda dy, z: reference.mlp.hidden_gradient(dy, w2, z, **options), dy, z)
+    dz, h = flat((dz, h))
+    return dz, h, dz.sum(0) if sum_rows else None
+
+
+def stand_in_gated_unit(x, w_gate, w_up, b_gate, b_up, *, multiprocessors, config, **options):
+    del multiprocessors, config
+    unit = functools.partial(reference.mlp.gated_unit, precision=None, **options)
+    return flat(by_rows(lambda x: unit(x, w_gate, w_up, b_gate, b_up), x))
+
+
+def stand_in_gated_hidden_gradient(
+    dy, w_down, gate, up, *, sum_rows, multiprocessors, config, **options
+):
+    del multiprocessors, config
+    gradient = functools.partial(
+        reference.mlp.gated_hidden_gradient, sum_rows=(False, False), precision=None, **options
+    )
+    *found, _, _ = by_rows(lambda *rows: gradient(rows[0], w_down, *rows[1:]), dy, gate, up)
+    found = flat(found)
+    sums = (d.sum(0) if wanted else None for d, wanted in zip(found, sum_rows, strict=False))
+    return *found, *sums
+
+
+def stand_in_gated_input_gradient(dgate, dup, w_gate, w_up, *, multiprocessors, config):
+    del multiprocessors, config
+    gradient = functools.partial(reference.mlp.gated_input_gradient, precision=None)
+    return flat(by_rows(lambda *rows: gradient(*rows, w_gate, w_up), dgate, dup))
+
+
+@pytest.fixture
+def perceptron_stand_ins(hopper, monkeypatch):
+    monkeypatch.setattr(ops.linear.pallas_linear, "forward", stand_in_layer)
+    for name, stand_in in dict(
+        hidden_gradient=stand_in_hidden_gradient,
+        gated_forward=stand_in_gated_unit,
+        gated_hidden_gradient=stand_in_gated_hidden_gradient,
+        gated_input_gradient=stand_in_gated_input_gradient,
+    ).items():
+        monkeypatch.setattr(ops.mlp.pallas_mlp, name, stand_in)
+
+
+WIDTH, HIDDEN = 64, 256
+UP, DOWN = P(None, "sequence"), P("sequence")
+PERCEPTRONS = {
+    "mlp": dict(
+        w1=((WIDTH, HIDDEN), UP),
+        b1=((HIDDEN,), DOWN),
+        w2=((HIDDEN, WIDTH), DOWN),
+        b2=((WIDTH,), SHARED),
+    ),
+    "gated_mlp": dict(
+        w_gate=((WIDTH, HIDDEN), UP),
+        w_up=((WIDTH, HIDDEN), UP),
+        w_down=((HIDDEN, WIDTH), DOWN),
+        b_gate=((HIDDEN,), DOWN),
+        b_down=((WIDTH,), SHARED),
+    ),
+}
+
+
+def reduced_bytes(text: str) -> list[int]:
+    """The bytes of each all-reduce of a program, the largest first."""
+    found = []
+    for line in text.splitlines():
+        if re.search(r"= \S+.* all-reduce(-start)?\(", line):
+            result = line.split("=", 1)[1].split("all-reduce")[0]
+            sizes = re.findall(r"f32\[([0-9,]*)\]", result)
+            found.append(sum(4 * int(np.prod([int(n) for n in s.split(",") if n])) for s in sizes))
+    return sorted(found, reverse=True)
+
+
+@on_eight_devices
+@parametrize(
+    ("axis_type", "op"),
+    [(axis_type, op) for axis_type in (AxisType.Auto, AxisType.Explicit) for op in PERCEPTRONS],
+    quick=(1, 2),
+)
+def test_perceptron_with_split_hidden_features(perceptron_stand_ins, axis_type, op):
+    """Each device multiplies its hidden features; one sum a direction, and no weight is gathered."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    arguments = {
+        name: 0.1 * jax.random.normal(next(keys), shape)
+        for name, (shape, _) in PERCEPTRONS[op].items()
+    }
+    x, residual = (jax.random.normal(next(keys), (4, 8, WIDTH)) for _ in range(2))
+
+    def apply(implementation, x, residual, arguments):
+        f = functools.partial(getattr(jaxfused, op), residual=residual)
+        return f(x, **arguments, implementation=implementation)
+
+    def gradients(implementation, *args):
+        loss = lambda *args: jnp.sum(jnp.sin(apply(implementation, *args)))  # noqa: E731
+        return jax.grad(loss, (0, 1, 2))(*args)
+
+    mesh = make_mesh(axis_type, axis_type)
+    specs = {name: spec for name, (_, spec) in PERCEPTRONS[op].items()}
+    rows = P("data")
+    placed = place(mesh, (rows, rows, specs), (x, residual, arguments))
+    others = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    result = 4 // 2 * 8 * WIDTH * 4
+
+    y, text = results_and_text(functools.partial(apply, "pallas"), *placed)
+    assert not any(count(other, text) for other in others)
+    assert reduced_bytes(text) == [result]
+    np.testing.assert_allclose(y, apply("xla", x, residual, arguments), rtol=1e-4, atol=1e-4)
+
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert not any(count(other, text) for other in others)
+    # The result, the gradient of x, and each device's part of the parameters' gradients.
+    parameters = sum(
+        4 * int(np.prod(shape)) // (4 if "sequence" in str(spec) else 1)
+        for shape, spec in PERCEPTRONS[op].values()
+    )
+    assert sum(reduced_bytes(text)) <= 2 * result + parameters
+    wanted = gradients("xla", x, residual, arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
+    )
+
+
+@on_eight_devices
+@parametrize(
+    ("dtype", "op"),
+    [(dtype, op) for dtype in (np.float32, jnp.bfloat16) for op in PERCEPTRONS],
+    quick=(2,),
+)
+def test_reference_of_split_hidden_features(op, dtype):
+    """Plain jax.numpy has to say how the sum over Explicit axes is sharded."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    arguments = {
+        name: (0.1 * jax.random.normal(next(keys), shape)).astype(dtype)
+        for name, (shape, _) in PERCEPTRONS[op].items()
+    }
+    x = jax.random.normal(next(keys), (4, 8, WIDTH), dtype)
+
+    def gradients(x, arguments):
+        f = getattr(jaxfused, op)
+        loss = lambda x, arguments: jnp.sum(f(x, **arguments).astype(jnp.float32) ** 2)  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1))(x, arguments)
+
+    specs = {name: spec for name, (_, spec) in PERCEPTRONS[op].items()}
+    mesh = make_mesh(AxisType.Explicit, AxisType.Explicit)
+    placed = place(mesh, (P("data"), specs), (x, arguments))
+    actual, text = results_and_text(gradients, *placed)
+    assert count("all-gather", text) == 0
+    tolerance = 1e-4 if dtype == np.float32 else 0.05
+
+    def near(a, b):
+        a, b = (np.asarray(z, np.float32) for z in (a, b))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+    jax.tree.map(near, actual, gradients(x, arguments))
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@parametrize("activation", (None, "silu"), quick=(1,))
+def test_linear_sums_over_split_features(perceptron_stand_ins, axis_type, activation):
+    """The projection after split heads: its bias, activation and residual come once, after the sum."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = ((4, 8, HIDDEN), (HIDDEN, WIDTH), (WIDTH,), (4, 8, WIDTH))
+    arguments = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+    def apply(implementation, x, w, bias, residual):
+        options = dict(activation=activation, residual=residual, implementation=implementation)
+        return jaxfused.linear(x, w, bias, **options)
+
+    def gradients(implementation, *args):
+        loss = lambda *args: jnp.sum(jnp.sin(apply(implementation, *args)))  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
+
+    mesh = make_mesh(axis_type, axis_type)
+    specs = (P("data", None, "sequence"), P("sequence"), SHARED, P("data"))
+    placed = [place(mesh, s, a) for s, a in zip(specs, arguments, strict=True)]
+    y, text = results_and_text(functools.partial(apply, "pallas"), *placed)
+    assert (count("all-gather", text), count("all-reduce", text)) == (0, 1)
+    np.testing.assert_allclose(y, apply("xla", *arguments), rtol=1e-4, atol=1e-4)
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    wanted = gradients("xla", *arguments)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), actual, wanted
     )
 
 
@@ -525,6 +822,50 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
 
 
 # --- per_shard ------------------------------------------------------------------------------------
+
+
+@on_eight_devices
+@parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), quick=(1,))
+def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
+    """Kernels [D, N, H], as attention modules have them: each device projects to its own heads."""
+
+    def forward(x, weights, biases, scales, cos, sin, **options):
+        del scales, cos, sin, options
+        project = lambda x: tuple(x @ w + b for w, b in zip(weights, biases, strict=True))  # noqa: E731
+        return *lax.map(project, x), None, None
+
+    kernels = ops.qkv_projection.pallas_qkv_projection
+    monkeypatch.setattr(kernels, "forward", forward)
+    monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
+    keys = jax.random.split(jax.random.key(0), 7)
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    x = normal(keys[0], (4, 8, 64))
+    heads = (8, 4, 4)
+    weights = [0.02 * normal(k, (64, n, 32)) for k, n in zip(keys[1:], heads, strict=False)]
+    biases = [0.1 * normal(k, (n, 32)) for k, n in zip(keys[4:], heads, strict=True)]
+
+    def gradients(implementation, x, weights, biases):
+        def loss(x, weights, biases):
+            projected = ops.qkv_projection.separate_projections(
+                x, weights, biases, precision=None, implementation=implementation
+            )
+            return sum(jnp.sum(jnp.sin(heads.astype(jnp.float32))) for heads in projected)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, weights, biases)
+
+    mesh = make_mesh(axis_type, axis_type)
+    split = (P("data"), [P(None, "sequence")] * 3, [P("sequence")] * 3)
+    placed = place(mesh, split, (x, weights, biases))
+    actual, text = results_and_text(functools.partial(gradients, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    wanted = gradients("xla", x, weights, biases)
+
+    def near(a, b):
+        """Up to roundings to bfloat16, in another order."""
+        a, b = (np.asarray(z, np.float32) for z in (a, b))
+        np.testing.assert_allclose(a, b, atol=2**-6 * np.abs(b).max())
+
+    jax.tree.map(near, actual, wanted)
 
 
 def opaque_product(x, w):
@@ -1117,3 +1458,32 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
     expected = jax.jit(functools.partial(results, "xla"))(x, w, bias, dy)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("pool", ("token", "mean"))
+def test_the_example_trains_on_a_mesh(axis_type, pool):
+    from flax import nnx
+
+    from examples.vit.model import MODELS, VisionTransformer
+
+    model = VisionTransformer(
+        MODELS["vit-digits"], image_size=8, channels=1, classes=10, pool=pool, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(model)
+    images = jax.random.normal(jax.random.key(0), (8, 8, 8, 1))
+
+    def gradients(state, images):
+        loss = lambda state: jnp.sum(jnp.cos(1 + nnx.merge(graph, state)(images)))  # noqa: E731
+        return jax.value_and_grad(loss)(state)
+
+    wanted = jax.jit(gradients)(state, images)
+    mesh = make_mesh(axis_type, axis_type)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(state, NamedSharding(mesh, P()))
+        actual = jax.jit(gradients)(placed, jax.device_put(images, NamedSharding(mesh, P("data"))))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, wanted
+    )

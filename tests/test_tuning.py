@@ -45,7 +45,7 @@ def array(*shape, dtype=BF16):
 
 
 def norm(rows, features=768, epsilon=1e-6):
-    options = layer_norm._Options("layer_norm", True, epsilon, 0.0, None, None)
+    options = layer_norm.NormOptions("layer_norm", True, epsilon, 0.0, None, None)
     operands = (array(rows, features), None, array(features), array(features), None)
     return layer_norm._Forward(options, save_statistics=False), operands
 

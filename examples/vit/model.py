@@ -14,6 +14,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxfused.nnx
 
@@ -138,9 +140,11 @@ class VisionTransformer(nnx.Module):
         delta = self.embed(patchify(images, self.patch))
         if self.pool == "token":
             token = self.class_token.astype(delta.dtype)
-            token = jnp.broadcast_to(token, (len(delta), *token.shape[1:]))
+            shape = (len(delta), *token.shape[1:])
+            token = jnp.broadcast_to(token, shape, out_sharding=sharding_of_batch(delta))
             delta = jnp.concatenate([token, delta], axis=1)
-        stream = jnp.broadcast_to(self.positions.astype(delta.dtype), delta.shape)
+        positions = self.positions.astype(delta.dtype)
+        stream = jnp.broadcast_to(positions, delta.shape, out_sharding=sharding_of_batch(delta))
 
         @functools.partial(
             nnx.scan, in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry, unroll=self.unroll
@@ -244,10 +248,16 @@ class Block(nnx.Module):
 def patchify(images: jax.Array, patch: int) -> jax.Array:
     """Maps [B, H, W, C] to [B, H/patch * W/patch, patch * patch * C], row by row."""
     batch, height, width, channels = images.shape
-    grid = images.reshape(batch, height // patch, patch, width // patch, patch, channels).transpose(
-        0, 1, 3, 2, 4, 5
-    )
-    return grid.reshape(batch, -1, patch * patch * channels)
+    kept = sharding_of_batch(images)
+    shape = (batch, height // patch, patch, width // patch, patch, channels)
+    grid = jnp.reshape(images, shape, out_sharding=kept).transpose(0, 1, 3, 2, 4, 5)
+    return jnp.reshape(grid, (batch, -1, patch * patch * channels), out_sharding=kept)
+
+
+def sharding_of_batch(x: jax.Array) -> NamedSharding | None:
+    """How the first axis is split, where the types of arrays say so, and what is made of them must."""
+    here = jax.typeof(x).sharding
+    return NamedSharding(here.mesh, P(here.spec[0])) if here.mesh.explicit_axes else None
 
 
 def count_parameters(size: ViTSize, *, image_size: int, channels: int, classes: int) -> int:

@@ -272,6 +272,13 @@ def vector(seen: View, rank: int) -> Value | None:
     return seen.base if axes == [rank - 1] and seen.base.is_floating else None
 
 
+def per_image(seen: View, rank: int) -> Value | None:
+    """The array [B, D] that the value repeats over all axes of `rank` between the two, or None."""
+    axes = [axis for axis in seen.axes if axis is not None]
+    is_of_images = rank >= 3 and axes == [0, rank - 1]
+    return seen.base if is_of_images and seen.base.is_floating else None
+
+
 def trailing(value: Value, shape: tuple[int, ...]) -> Value | None:
     """The array of `shape` that the value repeats over its axes before, or None."""
     seen = view(value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxfused import dispatch
 from jaxfused.fuse.algebra import (
     Mean,
     Product,
@@ -22,6 +23,7 @@ from jaxfused.fuse.algebra import (
     exponent,
     mean,
     passed_on,
+    per_image,
     product,
     stages,
     total,
@@ -32,6 +34,7 @@ from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.layer_norm import layer_norm, rms_norm
+from jaxfused.reference.promotion import accumulator_dtype
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,9 @@ class _Match:
     scale: Value | None
     scale_offset: float
     bias: Value | None
+    image_factor: Value | None = None
+    """[B, D], what each image is multiplied by after scale and bias."""
+    image_shift: Value | None = None
 
 
 _STEPS = frozenset({"mul", "div", "add", "sub", "reshape", "broadcast_in_dim"})
@@ -217,6 +223,8 @@ def _match(value: Value, found: Statistics) -> _Match | str:
         return ""
     normalised: Product | None = None
     bias: list[Value] = []
+    shifts: list[Value] = []
+    takes_images = dispatch.why_unmeasured("adaptive_norm") is None
     parts = total(value)
     if parts.constant != 0.0:
         return ""
@@ -229,12 +237,17 @@ def _match(value: Value, found: Statistics) -> _Match | str:
             normalised = powers
             continue
         summand = vector(term.view, value.ndim)
-        if summand is None or term.factor != 1.0:
+        shift = per_image(term.view, value.ndim) if takes_images else None
+        if (summand is None and shift is None) or term.factor != 1.0:
             return ""
-        bias.append(summand)
-    if normalised is None or len(bias) > 1:
+        if summand is not None:
+            bias.append(summand)
+        elif shift is not None:
+            shifts.append(shift)
+    if normalised is None or len(bias) > 1 or len(shifts) > 1:
         return ""
     scale = []
+    factors: list[Value] = []
     for seen, power in normalised.powers.items():
         if seen.base is _NORMALISED:
             if power != 1.0:
@@ -244,9 +257,15 @@ def _match(value: Value, found: Statistics) -> _Match | str:
                 return ""
         else:
             factor = vector(seen, value.ndim)
-            if factor is None or power != 1.0:
+            of_images = per_image(seen, value.ndim) if takes_images else None
+            if (factor is None and of_images is None) or power != 1.0:
                 return "it is scaled by an array that differs from row to row"
-            scale.append(factor)
+            if factor is not None:
+                scale.append(factor)
+            elif of_images is not None:
+                factors.append(of_images)
+    if len(factors) > 1 or (factors and bias):
+        return "it is scaled by more than one array"
     if not any(seen.base is found.argument.base for seen in normalised.powers):
         return ""
     if abs(normalised.constant - 1.0) > 1e-6 or len(scale) > 1:
@@ -261,7 +280,15 @@ def _match(value: Value, found: Statistics) -> _Match | str:
             weights = vector(shifted.terms[0].view, scale[0].ndim)
             if weights is not None:
                 scale, offset = [weights], shifted.constant
-    return _Match(value, dtyped, scale[0] if scale else None, offset, bias[0] if bias else None)
+    return _Match(
+        value,
+        dtyped,
+        scale[0] if scale else None,
+        offset,
+        bias[0] if bias else None,
+        factors[0] if factors else None,
+        shifts[0] if shifts else None,
+    )
 
 
 _NORMALISED = Value(None)
@@ -289,10 +316,15 @@ def _over_rows(seen: View, value: Value) -> bool:
 def _add(book: Book, root: Node, found: Statistics, match: _Match) -> None:
     chain = stages(found.converted)
     earlier = chain[chain.index(match.x) :]
-    leaves = {*earlier, *(v for v in (match.scale, match.bias) if v is not None)}
+    operands = {
+        "scale": match.scale,
+        "bias": match.bias,
+        "image_factor": match.image_factor,
+        "image_shift": match.image_shift,
+    }
+    leaves = {*earlier, *(v for v in operands.values() if v is not None)}
     covered = between(match.value, leaves)
     norm = Norm(found.operator, found.epsilon, match.scale_offset)
-    operands = {"scale": match.scale, "bias": match.bias}
     before = _sum_before(book, match.x)
     if before is not None:
         site = _site(root, norm, before.x, match.value, operands, covered, before)
@@ -323,6 +355,7 @@ class _Before:
     pre_bias: Value | None
     total: Value
     covered: frozenset[Node]
+    gate: Value | None = None
 
 
 def _sum_before(book: Book, h: Value) -> _Before | None:
@@ -331,6 +364,11 @@ def _sum_before(book: Book, h: Value) -> _Before | None:
         return None
     if any(v.shape != h.shape or v.dtype != h.dtype or v.is_constant for v in node.ins):
         return None
+    for v, residual in zip(node.ins, node.ins[::-1], strict=True):
+        gated = _gated(book, v)
+        if gated is not None:
+            gate, x, pre_bias, covered = gated
+            return _Before(x, residual, pre_bias, h, frozenset({node, *covered}), gate)
     branches = [
         (_branch(book, v), v, other) for v, other in zip(node.ins, node.ins[::-1], strict=True)
     ]
@@ -360,6 +398,24 @@ def _branch(book: Book, value: Value) -> tuple[Value, Value | None, set[Node]] |
     return None
 
 
+def _gated(book: Book, value: Value) -> tuple[Value, Value, Value | None, set[Node]] | None:
+    """A branch times a gate of each image: the gate, the branch and its bias, and what multiplies."""
+    node = value.node
+    if dispatch.why_unmeasured("adaptive_norm") is not None or node is None:
+        return None
+    if node.name != "mul" or not value.used_once or node in book.owner:
+        return None
+    for x, other in (node.ins, node.ins[::-1]):
+        gate = per_image(view(other), value.ndim)
+        if gate is None or x.shape != value.shape or x.dtype != value.dtype:
+            continue
+        branch = _branch(book, x)
+        x, pre_bias, _ = (x, None, set()) if branch is None else branch
+        leaves = {x, gate} | ({pre_bias} if pre_bias is not None else set())
+        return gate, x, pre_bias, between(value, leaves)
+    return None
+
+
 def _is_product(value: Value) -> bool:
     while value.made_by in ("transpose", "reshape") and value.node is not None:
         value = value.node.ins[0]
@@ -378,6 +434,13 @@ class Norm:
         for name in ("scale", "bias", "pre_bias"):
             if name in operands:
                 operands[name] = operands[name].reshape(-1)
+        for name in ("image_factor", "image_shift", "gate"):
+            if name in operands:
+                operands[name] = operands[name].reshape(x.shape[0], x.shape[-1])
+        if "image_factor" in operands:
+            # The program has added 1 already, in its own dtype.
+            factor = operands.pop("image_factor").astype(accumulator_dtype(x.dtype))
+            operands["image_scale"] = factor - 1.0
         if self.operator == "layer_norm":
             return layer_norm(x, epsilon=self.epsilon, **operands)
         offset = self.scale_offset if "scale" in operands else 0.0
@@ -395,7 +458,11 @@ def _site(
 ) -> Site:
     outputs = [y]
     if before is not None:
-        operands = operands | {"residual": before.residual, "pre_bias": before.pre_bias}
+        operands = operands | {
+            "residual": before.residual,
+            "pre_bias": before.pre_bias,
+            "gate": before.gate,
+        }
         covered = covered | before.covered
         outputs.append(before.total)
     cut = _cut_after(y, None if before is None else before.total, covered)

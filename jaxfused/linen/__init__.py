@@ -2,23 +2,52 @@
 
 What an operator cannot serve, such as a mask of a norm, runs Flax's own code: each class says for which
 arguments, and `jaxfused.explain` lists such calls of a program.
+
+Every other name of `flax.linen` is here too, and is Flax's own: `import jaxfused.linen as nn` is all
+that changes in a model.
 """
+
+from typing import Any
+
+from flax import linen as _flax
 
 from jaxfused.linen.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.linen.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
+from jaxfused.linen.attention import SelfAttention as SelfAttention
 from jaxfused.linen.attention import attention_fn as attention_fn
 from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
 from jaxfused.linen.conv import Conv as Conv
 from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.linen.convnext_block import ConvNeXtBlock as ConvNeXtBlock
+from jaxfused.linen.dit_block import DiTBlock as DiTBlock
+from jaxfused.linen.einsum import Einsum as Einsum
 from jaxfused.linen.group_norm import GroupNorm as GroupNorm
 from jaxfused.linen.instance_norm import InstanceNorm as InstanceNorm
 from jaxfused.linen.layer_norm import LayerNorm as LayerNorm
 from jaxfused.linen.layer_norm import RMSNorm as RMSNorm
 from jaxfused.linen.linear import Dense as Dense
+from jaxfused.linen.linear_general import DenseGeneral as DenseGeneral
 from jaxfused.linen.mlp import MLP as MLP
 from jaxfused.linen.mlp import GatedMLP as GatedMLP
 from jaxfused.linen.quantized_linear import QuantizedDense as QuantizedDense
 from jaxfused.linen.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock
+
+dot_product_attention = attention_fn
+
+
+def __getattr__(name: str) -> Any:
+    """What is not ours is Flax's."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(_flax, name)
+    except AttributeError:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}, and neither has flax.linen"
+        ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_flax)})

@@ -1,5 +1,7 @@
 """Multi-head attention for Flax Linen: Flax's own module around this package's operator."""
 
+import functools
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -9,7 +11,18 @@ from flax.linen import attention
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
-from jaxfused.modules.attention import attend, attention_weights, check_rate, run_flax, why_flax
+from jaxfused.linen.layer_norm import LayerNorm
+from jaxfused.linen.linear_general import GeneralAffine
+from jaxfused.modules.attention import (
+    attend,
+    attention_weights,
+    check_rate,
+    project_heads,
+    run_flax,
+    why_flax,
+)
+from jaxfused.modules.fallback import is_stock_product, why_complex, why_given
+from jaxfused.modules.linear_general import linear_general
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.reference.promotion import common_dtype
 
@@ -154,11 +167,16 @@ def attention_fn(
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
-    """`flax.linen.MultiHeadDotProductAttention` with `jaxfused.linen.attention_fn` by default.
+    """`flax.linen.MultiHeadDotProductAttention` with one product for queries, keys and values.
 
-    Everything else is Flax's, including decoding with a cache. A checkpoint of one loads into the other
-    and gives the same output, except for the differences of `attention_fn`. To name an implementation,
-    pass `attention_fn=functools.partial(jaxfused.linen.attention_fn, implementation="cudnn")`.
+    Its attention is `jaxfused.linen.attention_fn` by default. Attributes and parameters are Flax's: a
+    checkpoint of one loads into the other and gives the same output, except for the differences of
+    `attention_fn`. To name an implementation of the attention, pass
+    `attention_fn=functools.partial(jaxfused.linen.attention_fn, implementation="cudnn")`.
+
+    Queries, keys and values of one input are one product, and the output's bias is added in the kernel
+    of its product. Attention to another input, decoding with a cache, products other than Flax's, and
+    complex numbers run Flax's own projections.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -167,11 +185,154 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 32)))[0].shape
       (2, 5, 32)
 
-    Source: `jaxfused.dot_product_attention`.
+    Source: `jaxfused.qkv_projection`, `jaxfused.dot_product_attention`, `jaxfused.linear`.
     """
 
     attention_fn: Callable[..., jax.Array] = attention_fn
 
+    @linen.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        inputs_kv: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Attends from inputs_q to inputs_k and inputs_v, by default to itself.
+
+        Args:
+          inputs_q: [..., T, D].
+          inputs_k: [..., S, D]; None for inputs_q.
+          inputs_v: [..., S, D]; None for inputs_k.
+          inputs_kv: in place of both; deprecated by Flax.
+          mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+          deterministic: whether nothing is dropped.
+          dropout_rng: a key of `jax.random`; by default of the stream "dropout".
+          sow_weights: whether the weights are sown into the collection "intermediates".
+
+        Returns:
+          [..., T, out_features].
+        """
+        alone = all(a is None or a is inputs_q for a in (inputs_k, inputs_v)) and inputs_kv is None
+        reason = self._why_flax(inputs_q) if alone else "another input is attended to"
+        if reason is not None:
+            return super().__call__(  # type: ignore[call-overload, misc]
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                inputs_kv=inputs_kv,
+                mask=mask,
+                deterministic=deterministic,
+                dropout_rng=dropout_rng,
+                sow_weights=sow_weights,
+            )
+        inputs = jnp.asarray(inputs_q)
+        query, key, value = self._projections(inputs)
+        drops = self.dropout_rate > 0.0 and not linen.merge_param(
+            "deterministic", self.deterministic, deterministic
+        )
+        if drops and dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        options = dict(
+            mask=mask,
+            dropout_rng=dropout_rng,
+            dropout_rate=self.dropout_rate,
+            broadcast_dropout=self.broadcast_dropout,
+            deterministic=not drops,
+            dtype=self.dtype,
+            precision=self.precision,
+            force_fp32_for_softmax=self.force_fp32_for_softmax,
+        )
+        if sow_weights:
+            options["module"] = self
+        # As in Flax, a function of the caller's own need not take all of them.
+        taken = inspect.signature(self.attention_fn).parameters
+        options = {name: option for name, option in options.items() if name in taken}
+        attended = self.attention_fn(query, key, value, **options)
+        out_features = self.out_features or inputs.shape[-1]
+        kernel, bias = GeneralAffine(
+            (out_features,),
+            use_bias=self.use_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            name="out",
+        )(attended.shape[-2:])
+        return linear_general(
+            attended, kernel, bias, contracted=2, dtype=self.dtype, precision=self.precision
+        )
+
+    def _why_flax(self, inputs: jax.Array) -> str | None:
+        """Returns why Flax's own projections run, or None."""
+        return why_given(
+            decode=self.decode,
+            qkv_dot_general=not is_stock_product(self.qkv_dot_general),
+            out_dot_general=not is_stock_product(self.out_dot_general),
+            qkv_dot_general_cls=self.qkv_dot_general_cls is not None,
+            out_dot_general_cls=self.out_dot_general_cls is not None,
+            qk_attn_weights_einsum_cls=self.qk_attn_weights_einsum_cls is not None,
+            attn_weights_value_einsum_cls=self.attn_weights_value_einsum_cls is not None,
+            one_axis=jnp.ndim(inputs) < 2,
+        ) or why_complex(jnp.result_type(inputs), self.dtype, self.param_dtype)
+
+    def _projections(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values [..., T, N, H], normalised where that is asked for."""
+        features = self.qkv_features or inputs.shape[-1]
+        if features % self.num_heads:
+            raise ValueError(
+                f"jaxfused.linen.MultiHeadAttention: {features} features are not shared evenly by"
+                f" {self.num_heads} heads; pass a qkv_features that the heads divide."
+            )
+        affine = functools.partial(
+            GeneralAffine,
+            (self.num_heads, features // self.num_heads),
+            use_bias=self.use_bias,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+        )
+        query, key, value = project_heads(
+            inputs,
+            *(affine(name=name)(inputs.shape[-1:]) for name in ("query", "key", "value")),
+            dtype=self.dtype,
+            precision=self.precision,
+            implementation=None,
+        )
+        if self.normalize_qk:
+            norm = functools.partial(
+                LayerNorm, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
+            )
+            normed = [norm(name=f"{n}_ln")(heads) for n, heads in (("query", query), ("key", key))]
+            query, key = (heads for heads in normed if isinstance(heads, jax.Array))
+        return query, key, value
+
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
     """`MultiHeadDotProductAttention` under Flax's shorter name, which is also its name in a parent."""
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """`flax.linen.SelfAttention`: `MultiHeadDotProductAttention` of one input alone."""
+
+    @linen.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: jax.Array,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Attends from the inputs to themselves; the arguments are those of the class above."""
+        return super().__call__(
+            inputs_q,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+        )

@@ -61,6 +61,9 @@ class LayerNorm(linen.LayerNorm):
         *,
         residual: jax.Array | None = None,
         pre_bias: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
+        gate: jax.Array | None = None,
         mask: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis.
@@ -69,6 +72,9 @@ class LayerNorm(linen.LayerNorm):
           x: [..., D].
           residual: [..., D], the residual stream, to which x is added first.
           pre_bias: [D], is added to x too: the bias of the projection that made x.
+          image_scale: [*leading, D] for x [*leading, ..., D], modulates each image as an offset from 1.
+          image_shift: like image_scale, is added last.
+          gate: [D] or [*leading, D], multiplies what is added to the residual.
           mask: broadcastable to x, as in Flax.
 
         Returns:
@@ -87,6 +93,9 @@ class LayerNorm(linen.LayerNorm):
                 lambda: super(LayerNorm, self).__call__(x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
+                image_scale=image_scale,
+                image_shift=image_shift,
+                gate=gate,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -104,6 +113,9 @@ class LayerNorm(linen.LayerNorm):
             epsilon=self.epsilon,
             residual=residual,
             pre_bias=pre_bias,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            gate=gate,
             activation=self.activation,
             implementation=self.implementation,
         )
@@ -149,6 +161,9 @@ class RMSNorm(linen.RMSNorm):
         *,
         residual: jax.Array | None = None,
         pre_bias: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
+        gate: jax.Array | None = None,
         mask: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis; arguments and result are `LayerNorm`'s."""
@@ -161,6 +176,9 @@ class RMSNorm(linen.RMSNorm):
                 lambda: super(RMSNorm, self).__call__(x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
+                image_scale=image_scale,
+                image_shift=image_shift,
+                gate=gate,
                 scale_offset=self.scale_offset,
                 activation=self.activation,
                 implementation=self.implementation,
@@ -176,6 +194,9 @@ class RMSNorm(linen.RMSNorm):
             scale_offset=self.scale_offset,
             residual=residual,
             pre_bias=pre_bias,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            gate=gate,
             activation=self.activation,
             implementation=self.implementation,
         )

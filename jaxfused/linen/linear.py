@@ -10,7 +10,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.fallback import call_flax, is_stock_product, why_complex, why_given
 from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
 
 
@@ -64,7 +64,7 @@ class Dense(linen.Dense):
         """
         inputs = jnp.asarray(inputs)
         reason = why_given(
-            dot_general=self.dot_general is not None,
+            dot_general=not is_stock_product(self.dot_general),
             dot_general_cls=self.dot_general_cls is not None,
             promote_dtype=self.promote_dtype is not promote_dtype,
         ) or why_complex(inputs.dtype, self.dtype, self.param_dtype)

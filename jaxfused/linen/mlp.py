@@ -10,7 +10,8 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
 from jaxfused.linen.linear import Affine
-from jaxfused.modules.mlp import gated_mlp, mlp
+from jaxfused.modules.attention import check_rate
+from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.ops.mlp import Save
 
 
@@ -20,7 +21,8 @@ class MLP(linen.Module):
     .. math:: y = \text{activation}(x W_\text{up} + b_\text{up}) W_\text{down} + b_\text{down}
               + \text{residual}
 
-    The parameters are those of a Flax module with two `Dense` called `up` and `down`.
+    The parameters are those of a Flax module with two `Dense` called `up` and `down`, or as
+    `layer_names` says. Kernels are partitioned as their initialisers say.
 
     Attributes:
       hidden_features: F.
@@ -32,6 +34,12 @@ class MLP(linen.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
+      down_kernel_init: initialises the kernel of `down`; None for kernel_init.
+      down_bias_init: initialises the bias of `down`; None for bias_init.
+      dropout_rate: the fraction of the hidden layer to drop in training, by the stream "dropout".
+      deterministic: whether nothing is dropped, where the call does not say.
+      layer_names: of the layers in the tree of parameters, such as ("Dense_0", "Dense_1") to load
+        the checkpoint of a module whose two layers are anonymous `Dense`.
       save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
         `jaxfused.mlp`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
@@ -56,16 +64,34 @@ class MLP(linen.Module):
     precision: PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
+    down_kernel_init: Initializer | None = None
+    down_bias_init: Initializer | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    layer_names: tuple[str, ...] = ("up", "down")
     save: Save = "preactivation"
     implementation: Implementation | None = None
 
     @linen.compact
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
         """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Args:
+          x: [..., D].
+          residual: [..., E].
+          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
 
         Returns:
           [..., E], of the residual's dtype where there is one.
         """
+        check_layer_names("jaxfused.linen.MLP", self.layer_names, 2)
+        dropout_key = _dropout_key(self, deterministic)
         affine = functools.partial(
             Affine,
             use_bias=self.use_bias,
@@ -73,18 +99,25 @@ class MLP(linen.Module):
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
         )
+        down = functools.partial(
+            affine,
+            kernel_init=self.down_kernel_init or self.kernel_init,
+            bias_init=self.down_bias_init or self.bias_init,
+        )
         in_features, hidden = x.shape[-1], self.hidden_features
         out_features = in_features if self.out_features is None else self.out_features
         return mlp(
             x,
-            affine(hidden, name="up")(in_features),
-            affine(out_features, name="down")(hidden),
+            affine(hidden, name=self.layer_names[0])(in_features),
+            down(out_features, name=self.layer_names[1])(hidden),
             dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,
             precision=self.precision,
             implementation=self.implementation,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
         )
 
 
@@ -94,7 +127,8 @@ class GatedMLP(linen.Module):
     .. math:: y = \bigl(\text{activation}(x W_\text{gate} + b_\text{gate}) \odot
               (x W_\text{up} + b_\text{up})\bigr) W_\text{down} + b_\text{down} + \text{residual}
 
-    The parameters are those of a Flax module with `Dense` called `gate`, `up` and `down`.
+    The parameters are those of a Flax module with `Dense` called `gate`, `up` and `down`, or as
+    `layer_names` says.
 
     Attributes:
       hidden_features: F.
@@ -107,6 +141,12 @@ class GatedMLP(linen.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
+      down_kernel_init: initialises the kernel of `down`; None for kernel_init.
+      down_bias_init: initialises the bias of `down`; None for bias_init.
+      dropout_rate: the fraction of the hidden layer to drop in training, by the stream "dropout".
+      deterministic: whether nothing is dropped, where the call does not say.
+      layer_names: of the layers in the tree of parameters, such as ("Dense_0", "Dense_1", "Dense_2")
+        to load the checkpoint of a module whose three layers are anonymous `Dense`.
       save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
         `jaxfused.gated_mlp`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
@@ -131,16 +171,34 @@ class GatedMLP(linen.Module):
     precision: PrecisionLike = None
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer = linen.initializers.zeros
+    down_kernel_init: Initializer | None = None
+    down_bias_init: Initializer | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    layer_names: tuple[str, ...] = ("gate", "up", "down")
     save: Save = "preactivation"
     implementation: Implementation | None = None
 
     @linen.compact
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
         """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Args:
+          x: [..., D].
+          residual: [..., E].
+          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
 
         Returns:
           [..., E], of the residual's dtype where there is one.
         """
+        check_layer_names("jaxfused.linen.GatedMLP", self.layer_names, 3)
+        dropout_key = _dropout_key(self, deterministic)
         affine = functools.partial(
             Affine,
             use_bias=self.use_bias,
@@ -148,17 +206,34 @@ class GatedMLP(linen.Module):
             kernel_init=self.kernel_init,
             bias_init=self.bias_init,
         )
+        down = functools.partial(
+            affine,
+            kernel_init=self.down_kernel_init or self.kernel_init,
+            bias_init=self.down_bias_init or self.bias_init,
+        )
         in_features, hidden = x.shape[-1], self.hidden_features
         out_features = in_features if self.out_features is None else self.out_features
         return gated_mlp(
             x,
-            affine(hidden, name="gate")(in_features),
-            affine(hidden, name="up")(in_features),
-            affine(out_features, name="down")(hidden),
+            affine(hidden, name=self.layer_names[0])(in_features),
+            affine(hidden, name=self.layer_names[1])(in_features),
+            down(out_features, name=self.layer_names[2])(hidden),
             dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,
             precision=self.precision,
             implementation=self.implementation,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
         )
+
+
+def _dropout_key(module: MLP | GatedMLP, deterministic: bool | None) -> jax.Array | None:
+    """Returns the key that says what a call drops, or None where it drops nothing."""
+    check_rate("jaxfused.linen.MLP", module.dropout_rate)
+    if module.dropout_rate == 0.0 or linen.merge_param(
+        "deterministic", module.deterministic, deterministic
+    ):
+        return None
+    return module.make_rng("dropout")

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import ops, reference
+from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, is_default, why_complex, why_given
+from jaxfused.modules.linear import promoted
+from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.semantics.mask import Mask
 
@@ -110,6 +113,53 @@ def attend(
     )
     assert isinstance(output, jax.Array)
     return output.reshape(*batch, *output.shape[-3:])
+
+
+def why_three_projections(*layers: Any) -> str | None:
+    """Returns why the projections of queries, keys and values are not taken together, or None.
+
+    Args:
+      layers: (kernel [D, N, H], bias [N, H] or None) of queries, keys and values.
+    """
+    kernels = [kernel for kernel, _ in layers]
+    if len({kernel.dtype for kernel in kernels}) > 1:
+        return "their kernels differ in dtype"
+    if len({kernel.shape[-1] for kernel in kernels}) > 1:
+        return "their heads differ in size"
+    if len({bias is None for _, bias in layers}) > 1:
+        return "some have a bias and some have none"
+    return None
+
+
+def project_heads(
+    x: jax.Array,
+    query: tuple[jax.Array, jax.Array | None],
+    key: tuple[jax.Array, jax.Array | None],
+    value: tuple[jax.Array, jax.Array | None],
+    *,
+    dtype: Any,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of one x [..., T, D] by one product.
+
+    Args:
+      query: kernel [D, N, H] and bias [N, H] or None.
+      key: kernel [D, K, H] and bias.
+      value: as for keys.
+      dtype: of the product; None for what x and the parameters promote to.
+      precision: as in `jaxfused.qkv_projection`.
+      implementation: as in `jaxfused.qkv_projection`.
+    """
+    x = promoted(x, *query, *key, *value, dtype=dtype)
+    kernels, biases = zip(query, key, value, strict=True)
+    return ops.qkv_projection.separate_projections(
+        x,
+        [floating(kernel, x.dtype) for kernel in kernels],
+        [floating(bias, x.dtype) for bias in biases],
+        precision=precision,
+        implementation=implementation,
+    )
 
 
 def attention_weights(

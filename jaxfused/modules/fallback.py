@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import canonicalize_dtype
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused import dispatch
 from jaxfused.semantics.activation import activate
@@ -21,6 +23,45 @@ def why_complex(*dtypes: Any) -> str | None:
         if dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating):
             return f"{jnp.dtype(dtype)} is not real"
     return None
+
+
+def is_stock_product(dot_general: Any) -> bool:
+    """Whether an injected product is none, or the one that Flax takes by default."""
+    return dot_general is None or dot_general is jax.lax.dot_general
+
+
+def changes_dtype(preferred_element_type: Any, *arrays: Any, dtype: Any) -> bool:
+    """Whether a `preferred_element_type` asks for another dtype than that of the computation."""
+    if preferred_element_type is None:
+        return False
+    floats = [array for array in arrays if isinstance(array, jax.Array)]
+    return canonicalize_dtype(*floats, dtype=dtype) != jnp.dtype(preferred_element_type)
+
+
+def _explicit_mesh(*arrays: Any) -> Any:
+    """The mesh of the first array whose type says how it is sharded, or None."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays if isinstance(a, jax.Array))
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def why_sharded(out_sharding: Any, *arrays: Any) -> str | None:
+    """Returns why only Flax's code can shard the result as a call asks for, or None.
+
+    Where the types of the arrays say how they are sharded, the operator's result is brought to the
+    sharding that is asked for by `resharded`.
+    """
+    if out_sharding is None or _explicit_mesh(*arrays) is not None:
+        return None
+    return "out_sharding is given"
+
+
+def resharded(y: jax.Array, out_sharding: Any) -> jax.Array:
+    """Returns the result in the sharding of a call that `why_sharded` allows."""
+    if out_sharding is None:
+        return y
+    if isinstance(out_sharding, PartitionSpec):
+        out_sharding = NamedSharding(_explicit_mesh(y), out_sharding)
+    return jax.sharding.reshard(y, out_sharding)
 
 
 def is_default(precision: jax.lax.PrecisionLike) -> bool:
@@ -44,6 +85,7 @@ def call_flax(
     image_scale: jax.Array | None = None,
     image_shift: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
     scale_offset: float = 0.0,
     activation: str | None = None,
     implementation: str | None = None,
@@ -61,6 +103,7 @@ def call_flax(
         "image_scale": image_scale is not None,
         "image_shift": image_shift is not None,
         "pre_bias": pre_bias is not None,
+        "gate": gate is not None,
         "scale_offset": scale_offset != 0.0,
         f"implementation={implementation!r}": implementation not in (None, "xla"),
     }

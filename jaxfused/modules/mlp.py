@@ -27,6 +27,8 @@ def mlp(
     save: Save,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `jaxfused.mlp` on the (kernel, bias) of both layers."""
     x = promoted(x, *up, *down, dtype=dtype)
@@ -43,7 +45,10 @@ def mlp(
             save=save,
             precision=precision,
             implementation=implementation,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
         )
+    _refuse_dropout(dropout_rate)
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
@@ -65,6 +70,8 @@ def gated_mlp(
     save: Save,
     precision: jax.lax.PrecisionLike,
     implementation: Implementation | None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
 ) -> jax.Array:
     """Runs `jaxfused.gated_mlp` on the (kernel, bias) of the three layers."""
     x = promoted(x, *gate, *up, *down, dtype=dtype)
@@ -89,7 +96,10 @@ def gated_mlp(
             save=save,
             precision=precision,
             implementation=implementation,
+            dropout_rate=dropout_rate,
+            dropout_key=dropout_key,
         )
+    _refuse_dropout(dropout_rate)
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
@@ -118,6 +128,23 @@ def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArr
     if not of_floats or why_apart(gate.array, up.array) is not None:
         return None
     return gate.array, up.array
+
+
+def check_layer_names(module: str, names: tuple[str, ...], count: int) -> None:
+    """Checks that there are as many different names as layers."""
+    if len(names) != count or len(set(names)) != count:
+        raise ValueError(
+            f"{module}: layer_names is {names!r}, but each of the {count} layers has a name of its own;"
+            f" pass {count} different names."
+        )
+
+
+def _refuse_dropout(rate: float) -> None:
+    if rate > 0.0:
+        raise ValueError(
+            f"mlp: dropout_rate is {rate}, but layers with a quantised kernel are for inference and drop"
+            " nothing; pass deterministic=True."
+        )
 
 
 def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -2,7 +2,14 @@
 
 What an operator cannot serve, such as a mask of a norm, runs Flax's own code: each class says for which
 arguments, and `jaxfused.explain` lists such calls of a program.
+
+Every other name of `flax.nnx` is here too, and is Flax's own: `import jaxfused.nnx as nnx` is all that
+changes in a model.
 """
+
+from typing import Any
+
+from flax import nnx as _flax
 
 from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.nnx.attention import attention_fn as attention_fn
@@ -10,14 +17,35 @@ from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.nnx.convnext_block import ConvNeXtBlock as ConvNeXtBlock
+from jaxfused.nnx.dit_block import DiTBlock as DiTBlock
+from jaxfused.nnx.einsum import Einsum as Einsum
 from jaxfused.nnx.group_norm import GroupNorm as GroupNorm
 from jaxfused.nnx.instance_norm import InstanceNorm as InstanceNorm
 from jaxfused.nnx.layer_norm import LayerNorm as LayerNorm
 from jaxfused.nnx.layer_norm import RMSNorm as RMSNorm
 from jaxfused.nnx.linear import Linear as Linear
+from jaxfused.nnx.linear_general import LinearGeneral as LinearGeneral
 from jaxfused.nnx.mlp import MLP as MLP
 from jaxfused.nnx.mlp import GatedMLP as GatedMLP
 from jaxfused.nnx.quantized_linear import QuantizedLinear as QuantizedLinear
 from jaxfused.nnx.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
 from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock
+
+dot_product_attention = attention_fn
+
+
+def __getattr__(name: str) -> Any:
+    """What is not ours is Flax's."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(_flax, name)
+    except AttributeError:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}, and neither has flax.nnx"
+        ) from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_flax)})

@@ -1,13 +1,32 @@
 """Multi-head attention for Flax NNX: Flax's own module around this package's operator."""
 
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import attention, dtypes
 from flax.typing import Dtype, PrecisionLike, PromoteDtypeFn
 
-from jaxfused.modules.attention import attend, attention_weights, check_rate, run_flax, why_flax
+from jaxfused.modules.attention import (
+    attend,
+    attention_weights,
+    check_rate,
+    project_heads,
+    run_flax,
+    why_flax,
+    why_three_projections,
+)
+from jaxfused.modules.fallback import (
+    is_stock_product,
+    resharded,
+    why_complex,
+    why_given,
+    why_sharded,
+)
+from jaxfused.modules.linear_general import linear_general
+from jaxfused.nnx.linear_general import LinearGeneral
 from jaxfused.ops.attention import AttentionImplementation
 
 
@@ -129,11 +148,17 @@ def attention_fn(
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
-    """`flax.nnx.MultiHeadAttention` whose `attention_fn` is `jaxfused.nnx.attention_fn` by default.
+    """`flax.nnx.MultiHeadAttention` with one product for queries, keys and values.
 
-    Everything else is Flax's, including decoding with a cache. A checkpoint of one loads into the other
-    and gives the same output, except for the differences of `attention_fn`. To name an implementation,
-    pass `attention_fn=functools.partial(jaxfused.nnx.attention_fn, implementation="cudnn")`.
+    Its attention is `jaxfused.nnx.attention_fn` by default. Constructor and parameters are Flax's: a
+    checkpoint of one loads into the other and gives the same output, except for the differences of
+    `attention_fn`. To name an implementation of the attention, pass
+    `attention_fn=functools.partial(jaxfused.nnx.attention_fn, implementation="cudnn")`.
+
+    Queries, keys and values of one input are one product, and the output's bias is added in the kernel
+    of its product. Attention to another input, decoding with a cache, replaced layers, products and
+    promotions other than Flax's, a `qkv_sharding` or `out_sharding` where no mesh axis is Explicit, and
+    complex numbers run Flax's own projections.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,7 +168,152 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       >>> layer(jnp.ones((2, 5, 32)), is_causal=True).shape
       (2, 5, 32)
 
-    Source: `jaxfused.dot_product_attention`.
+    Source: `jaxfused.qkv_projection`, `jaxfused.dot_product_attention`, `jaxfused.linear`.
     """
 
     __init__ = functools.partialmethod(nnx.MultiHeadAttention.__init__, attention_fn=attention_fn)
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+        input_positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Attends from inputs_q to inputs_k and inputs_v, by default to itself.
+
+        Args:
+          inputs_q: [..., T, D].
+          inputs_k: [..., S, D]; None for inputs_q.
+          inputs_v: [..., S, D]; None for inputs_k.
+          mask: nonzero where a query may attend to a key; broadcasts to [..., N, T, S].
+          deterministic: whether nothing is dropped.
+          rngs: give dropout its key, in place of those of the constructor.
+          sow_weights: whether the weights are sown.
+          decode: whether the cache is used.
+          is_causal: whether query t attends to keys s <= t alone.
+          out_sharding: as in Flax.
+          qkv_sharding: as in Flax.
+          input_positions: is handed to the attention_fn, as in Flax.
+
+        Returns:
+          [..., T, out_features].
+        """
+        alone = all(a is None or a is inputs_q for a in (inputs_k, inputs_v))
+        decodes = self.decode if decode is None else decode
+        sharded = (qkv_sharding, out_sharding)
+        if not alone or decodes is not False or self._why_flax(inputs_q, *sharded) is not None:
+            return super().__call__(
+                inputs_q,
+                inputs_k,
+                inputs_v,
+                mask=mask,
+                deterministic=deterministic,
+                rngs=rngs,
+                sow_weights=sow_weights,
+                decode=decode,
+                is_causal=is_causal,
+                out_sharding=out_sharding,
+                qkv_sharding=qkv_sharding,
+                input_positions=input_positions,
+            )
+        projected = project_heads(
+            jnp.asarray(inputs_q),
+            *(_affine(layer) for layer in (self.query, self.key, self.value)),
+            dtype=self.dtype,
+            precision=self.precision,
+            implementation=None,
+        )
+        query, key, value = (resharded(heads, qkv_sharding) for heads in projected)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        positions = {} if input_positions is None else {"input_positions": input_positions}
+        drops, dropout_rng = self._dropout(deterministic, rngs)
+        attended = self.attention_fn(
+            query,
+            key,
+            value,
+            mask=mask,
+            dropout_rng=dropout_rng,
+            dropout_rate=self.dropout_rate,
+            broadcast_dropout=self.broadcast_dropout,
+            deterministic=not drops,
+            dtype=self.dtype,
+            precision=self.precision,
+            module=self if sow_weights else None,
+            is_causal=is_causal,
+            **positions,
+        )
+        y = linear_general(
+            attended,
+            *_affine(self.out),
+            contracted=2,
+            dtype=self.dtype,
+            precision=self.precision,
+        )
+        return resharded(y, out_sharding)
+
+    def _why_flax(self, inputs: jax.Array, *sharded: Any) -> str | None:
+        """Returns why Flax's own projections run, or None."""
+        layers = (self.query, self.key, self.value, self.out)
+        if any(type(layer) not in (nnx.LinearGeneral, LinearGeneral) for layer in layers):
+            return "a layer was replaced"
+        stock = dtypes.promote_dtype
+        kernels = [layer.kernel[...] for layer in layers]
+        return (
+            why_given(
+                qkv_dot_general=not is_stock_product(self.qkv_dot_general),
+                out_dot_general=not is_stock_product(self.out_dot_general),
+                qkv_dot_general_cls=self.qkv_dot_general_cls is not None,
+                out_dot_general_cls=self.out_dot_general_cls is not None,
+                qkv_promote_dtype=self.qkv_promote_dtype is not stock,
+                out_promote_dtype=self.out_promote_dtype is not stock,
+                one_axis=jnp.ndim(inputs) < 2,
+                # Flax's code has the words for what does not fit.
+                features=jnp.shape(inputs)[-1:] != (self.in_features,)
+                or self.in_kv_features != self.in_features,
+            )
+            or why_three_projections(*(_affine(layer) for layer in layers[:3]))
+            or next(
+                (why for s in sharded if (why := why_sharded(s, inputs, *kernels)) is not None),
+                None,
+            )
+            or why_complex(jnp.result_type(inputs), self.dtype, *(k.dtype for k in kernels))
+        )
+
+    def _dropout(
+        self, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+    ) -> tuple[bool, jax.Array | None]:
+        """Returns whether weights are dropped, and the key that says which."""
+        if self.dropout_rate <= 0.0:
+            return False, None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                "jaxfused.nnx.MultiHeadAttention: dropout_rate is"
+                f" {self.dropout_rate}, but nothing says whether to drop; pass deterministic."
+            )
+        if deterministic:
+            return False, None
+        stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        stream = self.rngs if stream is None else stream
+        if stream is None:
+            raise ValueError(
+                "jaxfused.nnx.MultiHeadAttention: 'rngs' must be provided, because the module was made"
+                " with keep_rngs=False; pass rngs=nnx.Rngs(dropout=...)."
+            )
+        return True, stream()
+
+
+def _affine(layer: nnx.LinearGeneral) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (kernel, bias) of a layer."""
+    return layer.kernel[...], None if layer.bias is None else layer.bias[...]

@@ -120,6 +120,9 @@ class LayerNorm(nnx.LayerNorm):
         *,
         residual: jax.Array | None = None,
         pre_bias: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
+        gate: jax.Array | None = None,
         mask: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis.
@@ -128,6 +131,9 @@ class LayerNorm(nnx.LayerNorm):
           x: [..., D].
           residual: [..., D], the residual stream, to which x is added first.
           pre_bias: [D], is added to x too: the bias of the projection that made x.
+          image_scale: [*leading, D] for x [*leading, ..., D], modulates each image as an offset from 1.
+          image_shift: like image_scale, is added last.
+          gate: [D] or [*leading, D], multiplies what is added to the residual.
           mask: broadcastable to x, as in Flax.
 
         Returns:
@@ -148,6 +154,9 @@ class LayerNorm(nnx.LayerNorm):
                 lambda: super(LayerNorm, self).__call__(x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
+                image_scale=image_scale,
+                image_shift=image_shift,
+                gate=gate,
                 activation=self.activation,
                 implementation=self.implementation,
             )
@@ -159,6 +168,9 @@ class LayerNorm(nnx.LayerNorm):
             epsilon=self.epsilon,
             residual=residual,
             pre_bias=pre_bias,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            gate=gate,
             activation=self.activation,
             implementation=self.implementation,
         )
@@ -250,6 +262,9 @@ class RMSNorm(nnx.RMSNorm):
         *,
         residual: jax.Array | None = None,
         pre_bias: jax.Array | None = None,
+        image_scale: jax.Array | None = None,
+        image_shift: jax.Array | None = None,
+        gate: jax.Array | None = None,
     ) -> Output:
         """Normalises x [..., D] over its last axis; arguments and result are `LayerNorm`'s."""
         x = jnp.asarray(x)
@@ -262,6 +277,9 @@ class RMSNorm(nnx.RMSNorm):
                 lambda: super(RMSNorm, self).__call__(x, mask=mask),
                 residual=residual,
                 pre_bias=pre_bias,
+                image_scale=image_scale,
+                image_shift=image_shift,
+                gate=gate,
                 scale_offset=self.scale_offset,
                 activation=self.activation,
                 implementation=self.implementation,
@@ -274,6 +292,9 @@ class RMSNorm(nnx.RMSNorm):
             scale_offset=self.scale_offset,
             residual=residual,
             pre_bias=pre_bias,
+            image_scale=image_scale,
+            image_shift=image_shift,
+            gate=gate,
             activation=self.activation,
             implementation=self.implementation,
         )

@@ -12,7 +12,15 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import DotGeneralT, Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.fallback import (
+    call_flax,
+    changes_dtype,
+    is_stock_product,
+    resharded,
+    why_complex,
+    why_given,
+    why_sharded,
+)
 from jaxfused.modules.linear import Kernel, linear, promoted
 from jaxfused.nnx.quantized_linear import QuantizedLinear
 
@@ -28,8 +36,8 @@ class Linear(nnx.Linear):
     - The product is accumulated and the bias added in float32, and so is the parameters' gradient;
       each is rounded once, where Flax rounds the product, then the sum.
     - A `dot_general`, `promote_dtype` or `preferred_element_type` other than Flax's, `out_sharding`
-      and complex numbers run Flax's code. Together with `residual` or a named kernel such a call
-      raises an error.
+      where no mesh axis is Explicit, and complex numbers run Flax's code. Together with `residual` or
+      a named kernel such a call raises an error.
 
     Args:
       in_features: D.
@@ -118,12 +126,18 @@ class Linear(nnx.Linear):
         inputs = jnp.asarray(inputs)
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
-        reason = why_given(
-            dot_general=self.dot_general is not jax.lax.dot_general,
-            promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
-            preferred_element_type=self.preferred_element_type is not None,
-            out_sharding=out_sharding is not None,
-        ) or why_complex(inputs.dtype, self.dtype, kernel.dtype)
+        preferred = self.preferred_element_type
+        reason = (
+            why_given(
+                dot_general=not is_stock_product(self.dot_general),
+                promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
+                preferred_element_type=changes_dtype(
+                    preferred, inputs, kernel, bias, dtype=self.dtype
+                ),
+            )
+            or why_sharded(out_sharding, inputs, kernel)
+            or why_complex(inputs.dtype, self.dtype, kernel.dtype)
+        )
         if reason is not None:
             return call_flax(
                 "jaxfused.nnx.Linear",
@@ -133,7 +147,7 @@ class Linear(nnx.Linear):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        return linear(
+        y = linear(
             promoted(inputs, kernel, bias, dtype=self.dtype),
             kernel,
             bias,
@@ -142,6 +156,7 @@ class Linear(nnx.Linear):
             precision=self.precision,
             implementation=self.implementation,
         )
+        return resharded(y, out_sharding)
 
 
 def affine(layer: nnx.Linear | QuantizedLinear) -> tuple[Kernel, jax.Array | None]:

@@ -1,6 +1,9 @@
 """The perceptrons of a Transformer block for Flax NNX."""
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,8 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.mlp import gated_mlp, mlp
+from jaxfused.modules.attention import check_rate
+from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.ops.mlp import Save
 
@@ -20,7 +24,8 @@ class MLP(nnx.Module):
     .. math:: y = \text{activation}(x W_\text{up} + b_\text{up}) W_\text{down} + b_\text{down}
               + \text{residual}
 
-    The parameters are those of a Flax module with two linear layers called `up` and `down`.
+    The parameters are those of a Flax module with two linear layers called `up` and `down`, or as
+    `layer_names` says.
 
     Args:
       in_features: D.
@@ -33,9 +38,19 @@ class MLP(nnx.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
+      down_kernel_init: initialises the kernel of `down`; None for kernel_init.
+      down_bias_init: initialises the bias of `down`; None for bias_init.
+      kernel_metadata: of the kernels' `nnx.Param`.
+      bias_metadata: of the biases' `nnx.Param`.
+      down_kernel_metadata: of the kernel of `down`; None for kernel_metadata.
+      down_bias_metadata: of the bias of `down`; None for bias_metadata.
+      dropout_rate: the fraction of the hidden layer to drop in training.
+      deterministic: whether nothing is dropped, where the call does not say.
+      layer_names: of the attributes that hold the layers, such as ("fc1", "fc2") to load the
+        checkpoint of a module with those names.
       save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
         `jaxfused.mlp`.
-      rngs: gives the initialisers their keys.
+      rngs: gives the initialisers their keys, and dropout where it is used.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
@@ -50,6 +65,10 @@ class MLP(nnx.Module):
     Source: `jaxfused.mlp`.
     """
 
+    # Under these names unless `layer_names` says otherwise.
+    up: Linear
+    down: Linear
+
     def __init__(
         self,
         in_features: int,
@@ -63,42 +82,85 @@ class MLP(nnx.Module):
         precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        down_kernel_init: Initializer | None = None,
+        down_bias_init: Initializer | None = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        down_kernel_metadata: Mapping[str, Any] | None = None,
+        down_bias_metadata: Mapping[str, Any] | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        layer_names: tuple[str, ...] = ("up", "down"),
         save: Save = "preactivation",
         rngs: nnx.Rngs,
         implementation: Implementation | None = None,
     ):
-        linear = functools.partial(
-            Linear,
-            use_bias=use_bias,
-            param_dtype=param_dtype,
+        check_layer_names("jaxfused.nnx.MLP", layer_names, 2)
+        check_rate("jaxfused.nnx.MLP", dropout_rate)
+        linear = functools.partial(Linear, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
+        first = functools.partial(
+            linear,
+            in_features,
+            hidden_features,
             kernel_init=kernel_init,
             bias_init=bias_init,
-            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
         )
-        self.up = linear(in_features, hidden_features)
-        self.down = linear(hidden_features, in_features if out_features is None else out_features)
+        self.layer_names = tuple(layer_names)
+        for name in self.layer_names[:-1]:
+            setattr(self, name, first())
+        down = linear(
+            hidden_features,
+            in_features if out_features is None else out_features,
+            kernel_init=down_kernel_init or kernel_init,
+            bias_init=down_bias_init or bias_init,
+            kernel_metadata=kernel_metadata
+            if down_kernel_metadata is None
+            else down_kernel_metadata,
+            bias_metadata=bias_metadata if down_bias_metadata is None else down_bias_metadata,
+        )
+        setattr(self, self.layer_names[-1], down)
+        self.dropout_rate = dropout_rate
+        self.deterministic = deterministic
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.activation = activation
         self.dtype = dtype
         self.precision = precision
         self.save = save
         self.implementation = implementation
 
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> jax.Array:
         """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Args:
+          x: [..., D].
+          residual: [..., E].
+          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
+          rngs: give dropout its key, in place of those of the constructor.
 
         Returns:
           [..., E], of the residual's dtype where there is one.
         """
+        dropout_key = _dropout_key(self, deterministic, rngs)
         return mlp(
             x,
-            affine(self.up),
-            affine(self.down),
+            *(affine(getattr(self, name)) for name in self.layer_names),
             dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,
             precision=self.precision,
             implementation=self.implementation,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
         )
 
 
@@ -108,7 +170,8 @@ class GatedMLP(nnx.Module):
     .. math:: y = \bigl(\text{activation}(x W_\text{gate} + b_\text{gate}) \odot
               (x W_\text{up} + b_\text{up})\bigr) W_\text{down} + b_\text{down} + \text{residual}
 
-    The parameters are those of a Flax module with linear layers called `gate`, `up` and `down`.
+    The parameters are those of a Flax module with linear layers called `gate`, `up` and `down`, or as
+    `layer_names` says.
 
     Args:
       in_features: D.
@@ -122,9 +185,19 @@ class GatedMLP(nnx.Module):
       precision: of the products, as in Flax.
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
+      down_kernel_init: initialises the kernel of `down`; None for kernel_init.
+      down_bias_init: initialises the bias of `down`; None for bias_init.
+      kernel_metadata: of the kernels' `nnx.Param`.
+      bias_metadata: of the biases' `nnx.Param`.
+      down_kernel_metadata: of the kernel of `down`; None for kernel_metadata.
+      down_bias_metadata: of the bias of `down`; None for bias_metadata.
+      dropout_rate: the fraction of the hidden layer to drop in training.
+      deterministic: whether nothing is dropped, where the call does not say.
+      layer_names: of the attributes that hold the layers, such as ("w1", "w3", "w2") to load the
+        checkpoint of a module with those names.
       save: what is kept for the backward: "hidden", "preactivation" or "inputs", as in
         `jaxfused.gated_mlp`.
-      rngs: gives the initialisers their keys.
+      rngs: gives the initialisers their keys, and dropout where it is used.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
@@ -139,6 +212,11 @@ class GatedMLP(nnx.Module):
     Source: `jaxfused.gated_mlp`.
     """
 
+    # Under these names unless `layer_names` says otherwise.
+    gate: Linear
+    up: Linear
+    down: Linear
+
     def __init__(
         self,
         in_features: int,
@@ -152,42 +230,100 @@ class GatedMLP(nnx.Module):
         precision: PrecisionLike = None,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        down_kernel_init: Initializer | None = None,
+        down_bias_init: Initializer | None = None,
+        kernel_metadata: Mapping[str, Any] = MappingProxyType({}),
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        down_kernel_metadata: Mapping[str, Any] | None = None,
+        down_bias_metadata: Mapping[str, Any] | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        layer_names: tuple[str, ...] = ("gate", "up", "down"),
         save: Save = "preactivation",
         rngs: nnx.Rngs,
         implementation: Implementation | None = None,
     ):
-        linear = functools.partial(
-            Linear,
-            use_bias=use_bias,
-            param_dtype=param_dtype,
+        check_layer_names("jaxfused.nnx.GatedMLP", layer_names, 3)
+        check_rate("jaxfused.nnx.GatedMLP", dropout_rate)
+        linear = functools.partial(Linear, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
+        first = functools.partial(
+            linear,
+            in_features,
+            hidden_features,
             kernel_init=kernel_init,
             bias_init=bias_init,
-            rngs=rngs,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
         )
-        self.gate = linear(in_features, hidden_features)
-        self.up = linear(in_features, hidden_features)
-        self.down = linear(hidden_features, in_features if out_features is None else out_features)
+        self.layer_names = tuple(layer_names)
+        for name in self.layer_names[:-1]:
+            setattr(self, name, first())
+        down = linear(
+            hidden_features,
+            in_features if out_features is None else out_features,
+            kernel_init=down_kernel_init or kernel_init,
+            bias_init=down_bias_init or bias_init,
+            kernel_metadata=kernel_metadata
+            if down_kernel_metadata is None
+            else down_kernel_metadata,
+            bias_metadata=bias_metadata if down_bias_metadata is None else down_bias_metadata,
+        )
+        setattr(self, self.layer_names[-1], down)
+        self.dropout_rate = dropout_rate
+        self.deterministic = deterministic
+        self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.activation = activation
         self.dtype = dtype
         self.precision = precision
         self.save = save
         self.implementation = implementation
 
-    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        residual: jax.Array | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+    ) -> jax.Array:
         """Applies the layers to x [..., D]; residual [..., E] is added last.
+
+        Args:
+          x: [..., D].
+          residual: [..., E].
+          deterministic: whether nothing is dropped; needed only where dropout_rate is not 0.
+          rngs: give dropout its key, in place of those of the constructor.
 
         Returns:
           [..., E], of the residual's dtype where there is one.
         """
+        dropout_key = _dropout_key(self, deterministic, rngs)
         return gated_mlp(
             x,
-            affine(self.gate),
-            affine(self.up),
-            affine(self.down),
+            *(affine(getattr(self, name)) for name in self.layer_names),
             dtype=self.dtype,
             activation=self.activation,
             residual=residual,
             save=self.save,
             precision=self.precision,
             implementation=self.implementation,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
         )
+
+
+def _dropout_key(
+    module: MLP | GatedMLP, deterministic: bool | None, rngs: nnx.Rngs | nnx.RngStream | None
+) -> jax.Array | None:
+    """Returns the key that says what a call drops, or None where it drops nothing."""
+    if module.dropout_rate == 0.0:
+        return None
+    deterministic = module.deterministic if deterministic is None else deterministic
+    if deterministic is None:
+        raise ValueError(
+            f"jaxfused.nnx.MLP: dropout_rate is {module.dropout_rate}, but nothing says whether to drop;"
+            " pass deterministic."
+        )
+    stream = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+    stream = module.rngs if stream is None else stream
+    return None if deterministic or stream is None else stream()

@@ -15,6 +15,7 @@ from jaxfused.ops import dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.semantics.checkpoint_names import named
 from jaxfused.semantics.mask import Mask
 from pallas_kernels.attention import attention as pallas_attention
 from pallas_kernels.attention import estimate
@@ -161,6 +162,7 @@ def dot_product_attention(
         )
         dispatch.choose("dot_product_attention", "cudnn", {"cudnn": reason})
         output = _cudnn(query, key, value, bias, who, scale)
+        output = named(output, "dot_product_attention", "output")
         return output if has_batch else output[0]
     if _takes_reference(implementation, device, query, scale):
         output, lse = reference.attention.attention(
@@ -175,6 +177,8 @@ def dot_product_attention(
             logits_soft_cap=logits_soft_cap,
             dropout_rate=dropout_rate,
         )
+        output = named(output, "dot_product_attention", "output")
+        lse = named(lse, "dot_product_attention", "log_sum_exp")
     else:
         options = _Options(
             is_causal=who.is_causal,
@@ -572,6 +576,8 @@ def _attention(run: Runner, options: _Options, arrays: _Arrays):
 
 def _attention_fwd(run: Runner, options: _Options, arrays: _Arrays):
     output, lse = run(_Forward(options), *arrays)
+    output = named(output, "dot_product_attention", "output")
+    lse = named(lse, "dot_product_attention", "log_sum_exp")
     return (output, lse), _Residuals(arrays, output, lse)
 
 

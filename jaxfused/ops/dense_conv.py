@@ -340,7 +340,7 @@ class _WeightGradient:
             x, dz, window=self.window, multiprocessors=device.multiprocessors
         )
         call = _call(device, self.window, x.shape[:-1], x.dtype, w)
-        return fastest_first(reasons, {"pallas": ours, "xla": _cudnn_time(call)})
+        return fastest_first(reasons, {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)})
 
     def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -384,11 +384,18 @@ def _call(
     )
 
 
-def _cudnn_time(call: pallas_conv.ConvCall) -> float:
+def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> float:
     pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
     moved = math.prod(call.sizes) * call.channels + pixels * call.features
     work = pixels * call.window.taps * call.channels * call.features
-    return cost.cudnn(work, call.channels, call.features, moved * itemsize)
+    return cost.cudnn(
+        work,
+        call.channels,
+        call.features,
+        moved * itemsize,
+        axes=len(call.window.kernel),
+        of_weights=of_weights,
+    )
 
 
 def _in_order(

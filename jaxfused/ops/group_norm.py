@@ -19,6 +19,7 @@ from jaxfused.ops.validation import (
     check_shape,
 )
 from jaxfused.reference.promotion import accumulator_dtype
+from jaxfused.semantics.checkpoint_names import named
 
 
 def group_norm(
@@ -204,6 +205,8 @@ def _norm(run: Runner, options: Options, x, residual, scale, bias):
 
 def _norm_fwd(run: Runner, options: Options, x, residual, scale, bias):
     y, mean, rstd, _ = run(Forward(options, save_statistics=True), x, residual, scale, bias)
+    y = named(y, options.op, "output")
+    mean, rstd = named((mean, rstd), options.op, "statistics")
     return y, _Residuals(x, residual, mean, rstd, scale, bias)
 
 

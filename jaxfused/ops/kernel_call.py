@@ -48,6 +48,18 @@ class Axes(NamedTuple):
     padded: Mapping[str, str] = MappingProxyType({})
     """Letters of results that are padded, each with the letter of an operand whose size is as many
     entries as mean something."""
+    parts: str = ""
+    """The letters of axes over which the kernel sums on the way to its results: where the first operand
+    with them is split, the kernel's `on_parts` runs."""
+    parts_by: str | None = None
+    """The implementation that `on_parts` is, or None where it runs kernels as they are named. Where
+    another one is named, the axes are gathered for it."""
+
+    def split(self, implementation: str | None) -> tuple[str, str]:
+        """(whole, parts) where the caller named an implementation, or None."""
+        if implementation in (None, self.parts_by) or self.parts_by is None:
+            return self.whole, self.parts
+        return self.whole + self.parts, ""
 
 
 class Kernel(Protocol):
@@ -104,6 +116,18 @@ class HasConfigs(Protocol):
 
         They are hashable, and made of dataclasses, tuples, numbers and strings. None stands for a
         default that is not one of the others, and there is nothing to choose where there are none.
+        """
+
+
+class HasParts(Protocol):
+    """A kernel whose `Axes.parts` may be split over devices."""
+
+    def on_parts(
+        self, names: Sequence[str], call: Callable[..., Results], *operands: Any
+    ) -> Results:
+        """What `run` computes, from a device's part of the axes, with sums over the mesh axes `names`.
+
+        The rows of operands and results are one axis. `call(kernel, *operands)` runs a kernel on parts.
         """
 
 
@@ -262,6 +286,7 @@ class _Call:
     def _per_shard(self, operands: Operands) -> Results:
         axes = self.kernel.axes(*operands)
         leading = sharding.leading_axes(_row_axes(operands, axes))
+        whole, parts = axes.split(self.runner.implementation)
 
         def spelt(letters: str | None) -> str | None:
             return None if letters is None else letters.replace(ROWS, leading)
@@ -271,7 +296,8 @@ class _Call:
             operands,
             operand_axes=[letters.replace(ROWS, leading) for letters in axes.operands],
             result_axes=[spelt(letters) for letters in axes.results],
-            whole=axes.whole,
+            whole=whole,
+            parts=parts,
             in_own_module=_OnShard(self, in_own_module=True),
         )
 
@@ -285,11 +311,45 @@ class _OnShard:
     """Whether the call is lowered into a module of its own, without reusing cached `jax.jit`s."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
+        return self._over_rows(self._lowered, operands)
+
+    def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
+        """The same on a part of axes that the kernel sums over."""
+        kernel: Any = self.call.kernel
+
+        def call(kernel: Kernel, *operands: jax.Array | None) -> Results:
+            present = [operand for operand in operands if operand is not None]
+            own = sharding.varying(*present)
+            remaining = iter(sharding.vary(present, own))
+            on_shard = replace(self, call=replace(self.call, kernel=kernel))
+            results = on_shard._lowered(
+                *(None if operand is None else next(remaining) for operand in operands)
+            )
+            # A kernel's results do not state over which mesh axes they vary.
+            stated = iter(sharding.vary([r for r in results if r is not None], own))
+            return tuple(None if result is None else next(stated) for result in results)
+
+        def run(*matrices: jax.Array | None) -> Results:
+            by = kernel.axes(*operands).parts_by
+            if by is not None:
+                why = "devices share the axis that it sums over"
+                reasons = dict.fromkeys(("pallas", "cuda"), why) | {by: None}
+                dispatch.record(dispatch.Choice(kernel.name, _shapes(matrices), by, reasons))
+            return kernel.on_parts(names, call, *matrices)
+
+        return self._over_rows(run, operands)
+
+    def _lowered(self, *matrices: jax.Array | None) -> Results:
+        """Runs the kernel on operands whose rows are one axis."""
         call = self.call
-        axes = call.kernel.axes(*operands)
-        rows, matrices = _flatten_rows(operands, axes.operands)
         lower = _lowered_by_export if self.in_own_module else _lowered
-        results = lower(call.kernel, *self._choose(matrices), call.runner.device, *matrices)
+        return lower(call.kernel, *self._choose(matrices), call.runner.device, *matrices)
+
+    def _over_rows(self, f: Callable[..., Results], operands: Operands) -> Results:
+        """Runs `f` on operands whose rows are one axis, and gives the results' rows their axes."""
+        axes = self.call.kernel.axes(*operands)
+        rows, matrices = _flatten_rows(operands, axes.operands)
+        results = f(*matrices)
         return tuple(
             result
             if result is None or letters is None or ROWS not in letters

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops import layer_norm_costs
+from jaxfused.ops import adaptive_norm, layer_norm_costs
+from jaxfused.ops.adaptive_norm import NormOptions
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import (
     ROWS,
@@ -29,6 +30,7 @@ from jaxfused.ops.validation import (
     check_floating,
     check_shape,
 )
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
@@ -40,8 +42,11 @@ def layer_norm(
     bias: jax.Array | None = None,
     *,
     epsilon: float = 1e-6,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     residual: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
     pre_activation: str | None = None,
     activation: str | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -49,10 +54,11 @@ def layer_norm(
     r"""Layer normalisation over the last axis, with what stands before and after it in one pass.
 
     .. math::
-        h &= x + \text{pre\_bias} + \text{residual} \\
+        h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
         u &= \text{pre\_activation}(h) \\
-        y &= \text{activation}\Bigl(\frac{u - \operatorname{mean}(u)}
-             {\sqrt{\operatorname{var}(u) + \epsilon}} \cdot \text{scale} + \text{bias}\Bigr)
+        v &= \frac{u - \operatorname{mean}(u)}{\sqrt{\operatorname{var}(u) + \epsilon}}
+             \cdot \text{scale} + \text{bias} \\
+        y &= \text{activation}(v \cdot (1 + \text{image\_scale}) + \text{image\_shift})
 
     Every part but the normalisation is optional. Statistics are taken in float32 (float64 for float64
     inputs) and the variance is the mean of squared deviations, not a difference of two means.
@@ -62,8 +68,12 @@ def layer_norm(
       scale: [D], multiplies the normalised values. Any float dtype, as for the other parameters.
       bias: [D], is added after `scale`.
       epsilon: is added to the variance.
+      image_scale: [*leading, D] for x [*leading, ..., D], such as [B, D] for [B, T, D]: modulates
+        each image as an offset from 1, as in the adaptive norm of a diffusion Transformer.
+      image_shift: like image_scale, is added after it.
       residual: [..., D] like x: the residual stream of a Transformer.
       pre_bias: [D], is added to x: the bias of the projection that made x.
+      gate: [D], or [*leading, D] for each image: multiplies what is added to the residual.
       pre_activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", between the sum and
         the norm.
       activation: the same choice, after the norm.
@@ -89,10 +99,13 @@ def layer_norm(
 
     Forward-mode differentiation and gradients of gradients need `implementation="xla"`.
 
-    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450
+    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016, https://arxiv.org/abs/1607.06450;
+    image_scale, image_shift and gate: Peebles, Xie, "Scalable Diffusion Models with Transformers", 2022,
+    https://arxiv.org/abs/2212.09748
     """
-    options = _Options("layer_norm", True, epsilon, 0.0, pre_activation, activation)
-    return _run(options, x, scale, bias, residual, pre_bias, implementation)
+    options = NormOptions("layer_norm", True, epsilon, 0.0, pre_activation, activation)
+    images = adaptive_norm.Images(image_scale, image_shift, gate)
+    return _run(options, x, scale, bias, images, residual, pre_bias, implementation)
 
 
 def rms_norm(
@@ -102,8 +115,11 @@ def rms_norm(
     *,
     epsilon: float = 1e-6,
     scale_offset: float = 0.0,
+    image_scale: jax.Array | None = None,
+    image_shift: jax.Array | None = None,
     residual: jax.Array | None = None,
     pre_bias: jax.Array | None = None,
+    gate: jax.Array | None = None,
     pre_activation: str | None = None,
     activation: str | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -111,10 +127,11 @@ def rms_norm(
     r"""Root-mean-square normalisation over the last axis, with what stands around it in one pass.
 
     .. math::
-        h &= x + \text{pre\_bias} + \text{residual} \\
+        h &= (x + \text{pre\_bias}) \cdot \text{gate} + \text{residual} \\
         u &= \text{pre\_activation}(h) \\
-        y &= \text{activation}\Bigl(\frac{u}{\sqrt{\operatorname{mean}(u^2) + \epsilon}}
-             \cdot (\text{scale} + \text{scale\_offset}) + \text{bias}\Bigr)
+        v &= \frac{u}{\sqrt{\operatorname{mean}(u^2) + \epsilon}}
+             \cdot (\text{scale} + \text{scale\_offset}) + \text{bias} \\
+        y &= \text{activation}(v \cdot (1 + \text{image\_scale}) + \text{image\_shift})
 
     Args:
       scale_offset: is added to `scale`; 1.0 for checkpoints that store scale - 1, as Gemma's do.
@@ -129,48 +146,37 @@ def rms_norm(
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019,
     https://arxiv.org/abs/1910.07467
     """
-    options = _Options("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
-    return _run(options, x, scale, bias, residual, pre_bias, implementation)
+    options = NormOptions("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
+    images = adaptive_norm.Images(image_scale, image_shift, gate)
+    return _run(options, x, scale, bias, images, residual, pre_bias, implementation)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What is static in a call: which norm, and its constants."""
-
-    op: str
-    subtract_mean: bool
-    epsilon: float
-    scale_offset: float
-    pre_activation: str | None
-    activation: str | None
-
-    def keywords(self) -> dict[str, Any]:
-        """The options as every implementation takes them."""
-        return dict(
-            subtract_mean=self.subtract_mean,
-            epsilon=self.epsilon,
-            scale_offset=self.scale_offset,
-            pre_activation=self.pre_activation,
-            activation=self.activation,
-        )
-
-
-def _run(options, x, scale, bias, residual, pre_bias, implementation) -> Output:
-    x = jnp.asarray(x)
-    scale, bias, residual, pre_bias = (
-        None if a is None else jnp.asarray(a) for a in (scale, bias, residual, pre_bias)
+def _run(options, x, scale, bias, images, residual, pre_bias, implementation) -> Output:
+    x, scale, bias, images, residual, pre_bias = jax.tree.map(
+        jnp.asarray, (x, scale, bias, images, residual, pre_bias)
     )
     _validate(options, x, scale, bias, residual, pre_bias)
+    if any(array is not None for array in images):
+        return adaptive_norm.run(
+            options, x, scale, bias, images, residual, pre_bias, implementation
+        )
     device = dispatch.current_device(x, residual)
     if takes_reference(options.op, implementation, device, x):
         y, next_residual = reference.layer_norm.norm(
             x, scale, bias, residual, pre_bias, **options.keywords()
         )
+        y = named(y, options.op, "output")
+        next_residual = named(next_residual, options.op, "next_residual")
         return y if next_residual is None else (y, next_residual)
 
     axes = _axes(x)
+    forward = _Forward(options, save_statistics=False)
+    whole, parts = forward.axes(x, residual, scale, bias, pre_bias).split(implementation)
     operands = sharding.align(
-        (x, scale, bias, residual, pre_bias), operand_axes=(axes, "d", "d", axes, "d"), whole="d"
+        (x, scale, bias, residual, pre_bias),
+        operand_axes=(axes, "d", "d", axes, "d"),
+        whole=whole,
+        parts=parts,
     )
     y, next_residual = _norm(Runner(implementation, device), options, *operands)
     return y if next_residual is None else (y, next_residual)
@@ -211,20 +217,23 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(run: Runner, options: _Options, x, scale, bias, residual, pre_bias):
+def _norm(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias):
     forward = _Forward(options, save_statistics=False)
     y, next_residual, _, _ = run(forward, x, residual, scale, bias, pre_bias)
     return y, next_residual
 
 
-def _norm_fwd(run: Runner, options: _Options, x, scale, bias, residual, pre_bias):
+def _norm_fwd(run: Runner, options: NormOptions, x, scale, bias, residual, pre_bias):
     forward = _Forward(options, save_statistics=True)
     y, next_residual, mean, rstd = run(forward, x, residual, scale, bias, pre_bias)
+    y = named(y, options.op, "output")
+    next_residual = named(next_residual, options.op, "next_residual")
+    mean, rstd = named((mean, rstd), options.op, "statistics")
     h = x if residual is None else next_residual
     return (y, next_residual), _Residuals(h, mean, rstd, scale, bias, pre_bias)
 
 
-def _norm_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
+def _norm_bwd(run: Runner, options: NormOptions, saved: _Residuals, cotangents):
     dy, dnext_residual = cotangents
     backward = _Backward(options, batch_axes=0)
     dx, dscale, dbias, dpre_bias = run(backward, dy, dnext_residual, *saved)
@@ -256,7 +265,7 @@ def _axes(x: jax.Array) -> str:
 class _Forward:
     """(y, next_residual, mean, rstd) of x, residual [M, D], scale, bias and pre_bias."""
 
-    options: _Options
+    options: NormOptions
     save_statistics: bool
 
     @property
@@ -274,7 +283,8 @@ class _Forward:
                 ROWS if saves_mean else None,
                 ROWS if self.save_statistics else None,
             ),
-            whole="d",
+            parts="d",
+            parts_by="xla",
         )
 
     def reasons(self, device, x, residual, scale, bias, pre_bias) -> Mapping[str, str | None]:
@@ -295,6 +305,14 @@ class _Forward:
         matrices = 1 if residual is None else 2
         shape = (x.size // x.shape[-1], x.shape[-1], x.dtype.itemsize)
         return kernels.forward_candidates(*shape, matrices, _present(*vectors))
+
+    def on_parts(self, names, call, x, residual, scale, bias, pre_bias) -> Results:
+        """Of the features that a device has, by XLA: statistics are added up over the devices."""
+        del call
+        results = reference.layer_norm.norm_and_statistics(
+            x, scale, bias, residual, pre_bias, **self.options.keywords(), names=names
+        )
+        return results if self.save_statistics else (*results[:2], None, None)
 
     def run(
         self, implementation, device, x, residual, scale, bias, pre_bias, config=None
@@ -322,7 +340,7 @@ class _Backward:
     gradient, float32 [*batch, D], for each of them.
     """
 
-    options: _Options
+    options: NormOptions
     batch_axes: int
 
     @property
@@ -338,7 +356,8 @@ class _Backward:
                 rows + "d",
                 *(None if p is None else batch + "d" for p in (scale, bias, pre_bias)),
             ),
-            whole="d",
+            parts="d",
+            parts_by="xla",
         )
 
     def reasons(
@@ -372,6 +391,11 @@ class _Backward:
             return cuda.layer_norm.backward_candidates(*shape, matrices, vectors)
         return ()
 
+    def on_parts(self, names, call, *operands) -> Results:
+        """Of the features that a device has, by XLA."""
+        del call
+        return self._gradients(reference.layer_norm.gradient, *operands, names=names)
+
     def run(
         self,
         implementation,
@@ -384,22 +408,28 @@ class _Backward:
         *vectors,
         config=None,
     ) -> Results:
-        batch = h.shape[: self.batch_axes]
-        keywords: dict[str, Any] = dict(segments=math.prod(batch), **self.options.keywords())
         functions: Mapping[str, Callable[..., Any]] = {
             "pallas": pallas_layer_norm.backward,
             "cuda": cuda.layer_norm.backward,
             "xla": reference.layer_norm.gradient,
         }
+        keywords: dict[str, Any] = {} if implementation == "xla" else {"config": config}
         if implementation == "pallas":
             keywords["multiprocessors"] = device.multiprocessors
-        if implementation != "xla":
-            keywords["config"] = config
-        dx, *gradients = functions[implementation](
+        operands = (dy, dnext_residual, h, mean, rstd, *vectors)
+        return self._gradients(functions[implementation], *operands, **keywords)
+
+    def _gradients(
+        self, function, dy, dnext_residual, h, mean, rstd, *vectors, **keywords: Any
+    ) -> Results:
+        batch = h.shape[: self.batch_axes]
+        dx, *gradients = function(
             *(None if a is None else a.reshape(-1, a.shape[-1]) for a in (dy, dnext_residual, h)),
             None if mean is None else mean.reshape(-1),
             rstd.reshape(-1),
             *vectors,
+            segments=math.prod(batch),
+            **self.options.keywords(),
             **keywords,
         )
         return dx.reshape(h.shape), *(

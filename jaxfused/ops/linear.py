@@ -21,6 +21,7 @@ from jaxfused.ops.kernel_call import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import product
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
 from pallas_kernels.product import matmul as pallas_matmul
@@ -86,9 +87,10 @@ def linear(
     is_bare = bias is None and activation is None
     why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
     if takes_reference(op, implementation, device, x, why_xla=why_xla):
-        return reference.linear.linear(
+        y = reference.linear.linear(
             x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
         )
+        return named(y, op, "output")
     options = _Options(
         activation,
         jnp.dtype(out_dtype),
@@ -97,7 +99,7 @@ def linear(
     )
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
-        (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), whole="d"
+        (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), parts="d"
     )
     return _linear(Runner(implementation, device), options, *operands)
 
@@ -187,6 +189,8 @@ def _linear(run: Runner, options: _Options, x, w, bias, residual):
 def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
     saves = options.activation is not None
     y, preactivation = run(options.forward(save_preactivation=saves), x, w, bias, residual)
+    y = named(y, "linear", "output")
+    preactivation = named(preactivation, "linear", "preactivation")
     return y, _Residuals(x, w, bias, preactivation)
 
 
@@ -220,7 +224,8 @@ def input_gradient(
         (dx,) = run(_InputGradient(precision), dy, w)
         return dx
     rows = sharding.leading_axes(dy.ndim - 1)
-    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision)
+    # As in the forward, an activation's parts are added in its own dtype: float32 is twice the bytes.
+    return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision, parts_dtype=dtype)
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
@@ -252,13 +257,20 @@ _TILE_ROWS = 8
 """The rows of the smallest tile of a product."""
 
 
-def _product(subscripts: str, a: jax.Array, b: jax.Array, dtype: Any, precision: Any) -> jax.Array:
-    """`product` in a's dtype; where explicit axes split the sum, its parts are added in float32."""
+def _product(
+    subscripts: str,
+    a: jax.Array,
+    b: jax.Array,
+    dtype: Any,
+    precision: Any,
+    parts_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """`product` in a's dtype; where explicit axes split the sum, its parts are added in their dtype."""
     if not sharding.is_explicit(a, b):
         return _ProductOfShards(subscripts, dtype, precision)(a, b)[0]
     operand_axes, result_axes = subscripts.split("->")
     (y,) = sharding.per_shard(
-        _ProductOfShards(subscripts, jnp.dtype(jnp.float32), precision),
+        _ProductOfShards(subscripts, jnp.dtype(parts_dtype), precision),
         (a, b),
         operand_axes=operand_axes.split(","),
         result_axes=(result_axes,),
@@ -317,7 +329,20 @@ class Layer:
         return Axes(
             (ROWS + "d", "df", "f", ROWS + "f"),
             (ROWS + "f", ROWS + "f" if self.save_preactivation else None),
-            whole="d",
+            parts="d",
+        )
+
+    def on_parts(self, names, call, x, w, bias, residual) -> Results:
+        """Of the features that a device has: the product is summed, what is added to it comes after."""
+        product = Layer(self.name, None, x.dtype, False, self.precision)
+        z, _ = call(product, x, w, None, None)
+        return reference.linear.finish(
+            jax.lax.psum(z, tuple(names)),
+            bias,
+            residual,
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            save_preactivation=self.save_preactivation,
         )
 
     def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:

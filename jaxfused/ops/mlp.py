@@ -37,6 +37,7 @@ from jaxfused.ops.linear import (
 from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.reference.product import unshared
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows, matmul
 from pallas_kernels.product import mlp as pallas_mlp
 from pallas_kernels.product.operands import SWIZZLE_BYTES
@@ -118,7 +119,7 @@ def mlp(
     device = dispatch.current_device(x)
     words = dropout_words(op, dropout_rate, dropout_key)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
-        return reference.mlp.mlp(
+        y = reference.mlp.mlp(
             x,
             w1,
             b1,
@@ -132,12 +133,13 @@ def mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
+        return named(y, op, "output")
     options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     operands: Sequence[Any] = sharding.align(
         (x, w1, b1, w2, b2, residual),
         operand_axes=(rows + "d", "df", "f", "fe", "e", rows + "e"),
-        whole="dfe",
+        whole="de",
     )
     x, w1, b1, w2, b2, residual = operands
     zeros = _zero_features(implementation, device, x, w1.shape[1], w2.shape[1])
@@ -224,7 +226,7 @@ def gated_mlp(
     device = dispatch.current_device(x)
     words = dropout_words(op, dropout_rate, dropout_key)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
-        return reference.mlp.gated_mlp(
+        y = reference.mlp.gated_mlp(
             x,
             w_gate,
             b_gate,
@@ -240,13 +242,15 @@ def gated_mlp(
             precision=precision,
             out_dtype=out_dtype,
         )
+        return named(y, op, "output")
     options = _Options.of(op, activation, save, out_dtype, residual, precision)
     rows = sharding.leading_axes(x.ndim - 1)
     gate_axis = _gate_axis(w_up)
     operands: Sequence[Any] = sharding.align(
         (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual),
         operand_axes=(rows + "d", "d" + gate_axis, gate_axis, "df", "f", "fe", "e", rows + "e"),
-        whole="dfge",
+        # A part of the columns of both matrices side by side has no two halves.
+        whole="de" if w_up is not None else "dfge",
     )
     x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual = operands
     zeros = _zero_features(implementation, device, x, hidden, w_down.shape[1])
@@ -270,6 +274,8 @@ def _zero_features(
     grain = matmul.GRAIN
     if implementation not in (None, "pallas") or x.dtype.itemsize != 2 or hidden % grain == 0:
         return 0
+    if sharding.is_explicit(x):
+        return 0  # Hidden features that devices share cannot be padded on each of them.
     can_run = matmul.why_unsupported(
         compute_capability=device.compute_capability,
         dtypes=dict(x=x.dtype),
@@ -377,13 +383,16 @@ def _mlp_fwd(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
     preactivation, hidden = None, None
     if options.saves_slope(run):
         hidden = run(_HiddenAndSlope(str(options.activation), options.precision), x, w1, b1)
+        hidden = named(hidden, "mlp", "hidden")
         h = hidden[0]
     else:
         layer = options.first_layer(
             x, activation=options.activation, saves=options.saves_preactivations
         )
         h, preactivation = run(layer, x, w1, b1, None)
+        preactivation = named(preactivation, "mlp", "preactivation")
     y, _ = run(options.last_layer, h, w2, b2, residual)
+    y = named(y, "mlp", "output")
     return y, _MlpResiduals(x, w1, b1, w2, b2, preactivation, hidden)
 
 
@@ -439,7 +448,11 @@ def _gated_mlp_fwd(
 ):
     unit = _GatedUnit(options.activation, options.saves_preactivations, options.precision)
     h, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
+    gate, up = named((gate, up), "gated_mlp", "preactivation")
+    if options.save == "hidden":
+        h = named(h, "gated_mlp", "hidden")
     y, _ = run(options.last_layer, h, w_down, b_down, residual)
+    y = named(y, "gated_mlp", "output")
     hidden = h if options.save == "hidden" else None
     return y, _GatedResiduals(x, w_gate, b_gate, w_up, b_up, w_down, b_down, (gate, up), hidden)
 
@@ -790,7 +803,8 @@ class _GatedInputGradient:
     def axes(self, dgate, dup, w_gate, w_up) -> Axes:
         del dgate, dup, w_gate
         gate_axis = _gate_axis(w_up)
-        return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole="fg")
+        whole = "" if gate_axis == "f" else "fg"
+        return Axes((ROWS + "f", ROWS + "f", "d" + gate_axis, "df"), (ROWS + "d",), whole=whole)
 
     def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
         del dup, w_up

@@ -18,6 +18,7 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.reference.product import product, unshared
+from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost
 from pallas_kernels.product import matmul as pallas_matmul
 from pallas_kernels.product import qkv_projection as pallas_qkv_projection
@@ -122,7 +123,7 @@ def qkv_projection(
         check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
     device = dispatch.current_device(x)
     if takes_reference(op, implementation, device, x):
-        return reference.qkv_projection.qkv_projection(
+        projected = reference.qkv_projection.qkv_projection(
             x,
             w,
             bias,
@@ -137,6 +138,7 @@ def qkv_projection(
             interleaved=interleaved,
             precision=precision,
         )
+        return named(projected, op, "output")
     options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
     # A device's part of the columns is not a part of the queries, of the keys and of the values.
     whole: Any = sharding.align(
@@ -159,8 +161,64 @@ def qkv_projection(
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
+    return _aligned(Runner(implementation, device), options, operands)
+
+
+def separate_projections(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    *,
+    precision: jax.lax.PrecisionLike,
+    implementation: dispatch.Implementation | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H], which nothing puts side by side.
+
+    So modules hold them. Devices may split the heads, where the columns of one matrix would have to be
+    brought together first.
+
+    Args:
+      x: [..., T, D].
+      weights: of queries, keys and values, of one dtype.
+      biases: of the same, [N, H] and twice [K, H], or None three times.
+      precision: as in `qkv_projection`.
+      implementation: as in `qkv_projection`.
+    """
+    op = "qkv_projection"
+    device = dispatch.current_device(x)
+    if takes_reference(op, implementation, device, x):
+        projections = []
+        for w, bias in zip(weights, biases, strict=True):
+            y = reference.linear.linear(
+                x,
+                w.reshape(w.shape[0], -1),
+                None if bias is None else bias.reshape(-1),
+                None,
+                activation=None,
+                precision=precision,
+                out_dtype=x.dtype,
+            )
+            projections.append(y.reshape(*x.shape[:-1], *w.shape[1:]))
+        q, k, v = named(projections, op, "output")
+        return q, k, v
+    key_heads, head_size = weights[1].shape[1:]
+
+    def grouped(array):
+        if array is None:
+            return None
+        return array.reshape(*array.shape[:-2], key_heads, array.shape[-2] // key_heads, head_size)
+
+    operands = (x, *map(grouped, weights), *map(grouped, biases), None, None, None, None)
+    options = _Options(head_size, 0.0, 0.0, False, precision)
+    return _aligned(Runner(implementation, device), options, operands)
+
+
+def _aligned(
+    run: Runner, options: "_Options", operands: Sequence[jax.Array | None]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of the kernels' operands, whose sharding is settled here."""
     aligned = sharding.align(operands, operand_axes=_operand_axes(operands), whole=options.whole)
-    q, k, v = _qkv_projection(Runner(implementation, device), options, *aligned)
+    q, k, v = _qkv_projection(run, options, *aligned)
     return ungrouped(q), ungrouped(k), ungrouped(v)
 
 
@@ -225,6 +283,8 @@ def _qkv_projection_fwd(run: Runner, options: _Options, *primals):
         table is not None and table.perturbed for table in primals[9:]
     )
     q, k, v, *projections = run(_Forward(options, save), *operands)
+    q, k, v = named((q, k, v), "qkv_projection", "output")
+    projections = named(projections, "qkv_projection", "projections")
     saved = _Residuals(x, weights, operands[4:7], scales, tables, projections)
     return (q, k, v), saved
 

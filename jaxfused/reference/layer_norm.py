@@ -4,6 +4,9 @@ It is also `implementation="xla"`: differentiable to any order and in either mod
 jax.numpy is in it.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -23,8 +26,11 @@ def norm(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, next_residual) over the last axis; next_residual is None without `residual`.
+
+    The vectors are [D], or [*leading, D]: one for each entry of the first axes of x.
 
     Arithmetic is in float32 (float64 for float64 inputs). The normalisation reads the next residual as
     it was rounded to its dtype, so that a backward that saved it sees the very numbers of the forward.
@@ -40,6 +46,7 @@ def norm(
         scale_offset=scale_offset,
         pre_activation=pre_activation,
         activation=activation,
+        gate=gate,
     )[:2]
 
 
@@ -55,12 +62,19 @@ def norm_and_statistics(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    gate: jax.Array | None = None,
+    names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
-    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm."""
+    """The same with the mean and 1 / the standard deviation of each row; no mean for an RMSNorm.
+
+    In a `jax.shard_map`, devices along the mesh axes `names` may each have a part of the features.
+    """
     compute_dtype = accumulator_dtype(x.dtype)
     total = x.astype(compute_dtype)
     if pre_bias is not None:
         total = total + along_last_axis(pre_bias, total)
+    if gate is not None:
+        total = total * along_last_axis(gate, total)
     next_residual = None
     if residual is not None:
         next_residual = (total + residual.astype(compute_dtype)).astype(residual.dtype)
@@ -69,9 +83,9 @@ def norm_and_statistics(
     u = activate(pre_activation, total)
     mean = None
     if subtract_mean:
-        mean = jnp.mean(u, axis=-1, keepdims=True)
+        mean = _mean(u, names)
         u = u - mean
-    rstd = jax.lax.rsqrt(jnp.mean(u * u, axis=-1, keepdims=True) + epsilon)
+    rstd = jax.lax.rsqrt(_mean(u * u, names) + epsilon)
     y = u * rstd
     if scale is not None:
         y = y * (along_last_axis(scale, y) + scale_offset)
@@ -79,6 +93,24 @@ def norm_and_statistics(
         y = y + along_last_axis(bias, y)
     y = activate(activation, y).astype(x.dtype)
     return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
+
+
+def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:
+    """[..., 1]: over the features, of which devices along the mesh axes `names` have equal parts."""
+    mean = jnp.mean(values, axis=-1, keepdims=True)
+    return jax.lax.pmean(mean, tuple(names)) if names else mean
+
+
+class Gradients(NamedTuple):
+    """What `gradients` computes; None for what the call does not have."""
+
+    x: jax.Array
+    residual: jax.Array | None
+    """None where it is the gradient of x."""
+    scale: jax.Array | None
+    bias: jax.Array | None
+    pre_bias: jax.Array | None
+    gate: jax.Array | None
 
 
 def gradient(
@@ -97,23 +129,72 @@ def gradient(
     scale_offset: float,
     pre_activation: str | None,
     activation: str | None,
+    names: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dscale, dbias, dpre_bias) of rows [M, D], from what a forward has saved.
+    """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
+    found = gradients(
+        dy,
+        dnext_residual,
+        h,
+        mean,
+        rstd,
+        None,
+        scale,
+        bias,
+        pre_bias,
+        None,
+        segments=segments,
+        subtract_mean=subtract_mean,
+        epsilon=epsilon,
+        scale_offset=scale_offset,
+        pre_activation=pre_activation,
+        activation=activation,
+        names=names,
+    )
+    return found.x, found.scale, found.bias, found.pre_bias
+
+
+def gradients(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    x: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    segments: int,
+    subtract_mean: bool,
+    epsilon: float,
+    scale_offset: float,
+    pre_activation: str | None,
+    activation: str | None,
+    names: Sequence[str] = (),
+) -> Gradients:
+    """The gradients of rows [M, D], from what a forward has saved.
 
     With `dnext_residual`, h is the next residual; without it x, to which pre_bias is still added. The
-    gradients of the parameters are float32 [segments, D], for equal runs of rows.
+    vectors are [D], or [segments, D] for equal runs of rows; their gradients are float32 [segments, D].
+    `x` is needed with a gate alone. `names` are those of `norm_and_statistics`.
     """
     del epsilon
     wide = accumulator_dtype(h.dtype)
-    total = h.astype(wide)
+    runs = (segments, len(h) // segments)
+
+    def in_runs(array):
+        return None if array is None else array.reshape(*runs, *array.shape[1:]).astype(wide)
+
+    total, rstd, mean, dz = in_runs(h), in_runs(rstd), in_runs(mean), in_runs(dy)
     if pre_bias is not None and dnext_residual is None:
         total = total + along_last_axis(pre_bias, total)
     u, slope_of_pre_activation = value_and_slope(pre_activation, total)
     if mean is not None:
-        u = u - mean[:, None]
-    normalised = u * rstd[:, None]
+        u = u - mean[..., None]
+    normalised = u * rstd[..., None]
     gain = None if scale is None else along_last_axis(scale, total) + scale_offset
-    dz = dy.astype(wide)
     if activation is not None:
         z = normalised if gain is None else normalised * gain
         if bias is not None:
@@ -121,24 +202,32 @@ def gradient(
         dz = dz * value_and_slope(activation, z)[1]
     dnormalised = dz if gain is None else dz * gain
     if subtract_mean:
-        projection = jnp.mean(dnormalised * normalised, axis=-1, keepdims=True)
-        dh = dnormalised - normalised * projection - jnp.mean(dnormalised, axis=-1, keepdims=True)
+        projection = _mean(dnormalised * normalised, names)
+        dh = dnormalised - normalised * projection - _mean(dnormalised, names)
     else:
         # This sum does not wait for that of rstd, so that XLA can take both in one kernel.
-        projection = jnp.mean(dnormalised * u, axis=-1, keepdims=True) * rstd[:, None]
+        projection = _mean(dnormalised * u, names) * rstd[..., None]
         dh = dnormalised - normalised * projection
-    dh = dh * rstd[:, None] * slope_of_pre_activation
+    dh = dh * rstd[..., None] * slope_of_pre_activation
     if dnext_residual is not None:
-        dh = dh + dnext_residual.astype(wide)
+        dh = dh + in_runs(dnext_residual)
+
+    dx, dgate = dh, None
+    if gate is not None:
+        branch = in_runs(x)
+        if pre_bias is not None:
+            branch = branch + along_last_axis(pre_bias, branch)
+        dgate = jnp.sum(dh * branch, axis=1)
+        dx = dh * along_last_axis(gate, dh)
 
     def sum_over_rows(values, parameter):
-        if parameter is None:
-            return None
-        return jnp.sum(values.reshape(segments, len(h) // segments, h.shape[-1]), axis=1)
+        return None if parameter is None else jnp.sum(values, axis=1)
 
-    return (
-        dh.astype(h.dtype),
+    return Gradients(
+        dx.reshape(h.shape).astype(h.dtype),
+        None if gate is None else dh.reshape(h.shape).astype(h.dtype),
         sum_over_rows(dz * normalised, scale),
         sum_over_rows(dz, bias),
-        sum_over_rows(dh, pre_bias),
+        sum_over_rows(dx, pre_bias),
+        dgate,
     )

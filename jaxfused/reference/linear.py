@@ -114,6 +114,25 @@ def sums_in_product(
     return all(dtype == x.dtype for dtype in (jnp.dtype(out_dtype), *added))
 
 
+def finish(
+    z: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    save_preactivation: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """What `layer` returns, from the product z = x @ w in x's dtype."""
+    wide = z.astype(accumulator_dtype(z.dtype))
+    if bias is not None:
+        wide = wide + along_last_axis(bias, wide)
+    # As in `preactivation`, an activation reads what a backward may keep.
+    kept = wide.astype(z.dtype)
+    y = wide if activation is None else activate(activation, kept.astype(wide.dtype))
+    return add_residual(y, residual, out_dtype), kept if save_preactivation else None
+
+
 def narrow_preactivation(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, *, precision: Any
 ) -> jax.Array:

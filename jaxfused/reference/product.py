@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused.reference.promotion import accumulator_dtype
 
@@ -45,8 +46,40 @@ def product(
     dtype = jnp.dtype(a.dtype if dtype is None else dtype)
     out_dtype = jnp.dtype(accumulator_dtype(dtype) if out_dtype is None else out_dtype)
     if a.dtype == b.dtype == dtype == out_dtype == accumulator_dtype(dtype):
-        return jnp.einsum(subscripts, a, b, precision=precision)
+        return _einsum(subscripts, a, b, precision=precision)
     return _rounding_product(subscripts, dtype, out_dtype, precision, a, b)
+
+
+def _einsum(
+    subscripts: str, a: jax.Array, b: jax.Array, *, like: jax.Array | None = None, **options: Any
+) -> jax.Array:
+    """`jnp.einsum`, which has to be told how a sum over an axis that types say is split is sharded.
+
+    The result's axes are split as the operands' are, or as those of `like`, if it is given.
+    """
+    mesh = _explicit_mesh(a, b)
+    if mesh is None:
+        return jnp.einsum(subscripts, a, b, **options)
+    if like is None:
+        operands, result = subscripts.split("->")
+        places: dict[str, Any] = {}
+        taken: set[str] = set()
+        for axes, operand in zip(operands.split(","), (a, b), strict=True):
+            for axis, entry in zip(axes, jax.typeof(operand).sharding.spec, strict=False):
+                names = {entry} if isinstance(entry, str) else set(entry or ())
+                if axis in result and axis not in places and taken.isdisjoint(names):
+                    places[axis] = entry
+                    taken |= names
+        spec = PartitionSpec(*(places.get(axis) for axis in result))
+    else:
+        spec = jax.typeof(like).sharding.spec
+    return jnp.einsum(subscripts, a, b, out_sharding=NamedSharding(mesh, spec), **options)
+
+
+def _explicit_mesh(*operands: jax.Array) -> Any:
+    """The mesh of the first operand whose type says how it is sharded, or None."""
+    meshes = (jax.typeof(operand).sharding.mesh for operand in operands)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 _FEW_ROWS = 64
@@ -66,15 +99,21 @@ def unshared(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _rounding_product(subscripts, dtype, out_dtype, precision, a, b):
+    return _rounded(subscripts, dtype, out_dtype, precision, a, b)
+
+
+def _rounded(subscripts, dtype, out_dtype, precision, a, b, like=None):
     # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
-    return jnp.einsum(
+    y = _einsum(
         subscripts,
         a.astype(dtype),
         b.astype(dtype),
         precision=precision,
         preferred_element_type=leaving,
-    ).astype(out_dtype)
+        like=like,
+    )
+    return y.astype(out_dtype)
 
 
 def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, a, b):
@@ -86,8 +125,15 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, operands, dy)
     a, b = operands
     operand_subscripts, y_axes = subscripts.split("->")
     a_axes, b_axes = operand_subscripts.split(",")
-    da = _rounding_product(f"{y_axes},{b_axes}->{a_axes}", dtype, a.dtype, precision, dy, b)
-    db = _rounding_product(f"{a_axes},{y_axes}->{b_axes}", dtype, b.dtype, precision, a, dy)
+    for_a, for_b = f"{y_axes},{b_axes}->{a_axes}", f"{a_axes},{y_axes}->{b_axes}"
+    if _explicit_mesh(a, b) is not None:
+        # A gradient is sharded as its operand.
+        return (
+            _rounded(for_a, dtype, a.dtype, precision, dy, b, like=a),
+            _rounded(for_b, dtype, b.dtype, precision, a, dy, like=b),
+        )
+    da = _rounding_product(for_a, dtype, a.dtype, precision, dy, b)
+    db = _rounding_product(for_b, dtype, b.dtype, precision, a, dy)
     return da, db
 
 

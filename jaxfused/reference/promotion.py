@@ -22,5 +22,10 @@ def accumulator_dtype(dtype: Any) -> Any:
 
 
 def along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """A vector [D] in the dtype of `like` [..., D], and with as many axes."""
-    return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
+    """A vector [D] in the dtype of `like` [..., D], and with as many axes.
+
+    Of vectors [*leading, D] there is one for each entry of the first axes of `like`.
+    """
+    *leading, size = vector.shape
+    inner = (1,) * (like.ndim - vector.ndim)
+    return vector.astype(like.dtype).reshape(*leading, *inner, size)

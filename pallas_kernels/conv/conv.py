@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.conv import cost
-from pallas_kernels.conv.window import GROUP, Boxes, Window, best_box
+from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.cost import H200, Work
 from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
@@ -323,6 +323,8 @@ class ConvCall:
             return None
         if self.window.is_strided:
             return "the rows of a strided window do not follow one another"
+        if self.window.reach[-2] > MAX_REACH:
+            return f"a box that is {self.window.reach[-2]} rows higher than a tile has no place"
         if config.plan == "resident" and (self.features > config.tile_n or config.cluster > 1):
             return "the weights that stay in shared memory are those of all features"
         return None
@@ -336,6 +338,8 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     whole = swizzled_columns(call.dtype)
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
+    # Warpgroups that share a tile read less.
+    shapes += [replace(shape, ping_pong=False) for shape in shapes if shape.tile_n > whole]
     if call.window.kernel[-2] > 1:
         shapes += [
             replace(base, plan=plan, tile_n=width)
@@ -407,23 +411,24 @@ def _time(
     """Microseconds of the convolution with a config."""
     product = call.product(config)
     itemsize = jnp.dtype(call.dtype).itemsize
-    x_rows = math.prod(product.x_box)
-    weights = 0 if product.is_resident else product.rows_at_once * config.tile_n
+    x_rows = math.prod(product.x_box) * product.boxes_of_slot
+    weights = 0.0 if product.is_resident else product.rows_at_once * config.tile_n / config.cluster
     down, across = product.tile_grid
     elements = math.prod(call.result) * call.features
     operands = math.prod(call.sizes) * call.channels
     operands += call.window.taps * call.channels * call.features
     work = cost.Work(
-        tiles=down * across,
-        rows=config.tile_m,
+        tiles=down * config.cluster * across,
+        rows=config.cta_tile_m,
         columns=config.tile_n,
         slots=product.k_steps,
         slot_bytes=product.tile_k * itemsize * (x_rows + weights),
         multiplications_of_slot=product.rows_at_once
-        * config.tile_m
+        * config.cta_tile_m
         * config.tile_n
         * product.tile_k,
-        narrow=config.tile_n <= 64,
+        stages=config.stages,
+        shared_tile=not config.ping_pong,
         read_bytes=read_bytes,
         written_bytes=written_bytes,
         activations=activations,

@@ -7,25 +7,71 @@ import math
 from dataclasses import dataclass
 
 from pallas_kernels.product.cost import H200, xla_pass
+from pallas_kernels.product.mainloop import CONSUMERS
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a device, in microseconds. Those of cuDNN were fitted to an H200 in bfloat16."""
+    """Of a device, in microseconds. Fitted to an H200 in bfloat16."""
 
+    launch: float = 2.7
+    multiplication: float = 2.4e-7
+    """Of one in a multiprocessor."""
+    narrow: float = 1.14
+    """Factor of those of tiles of 64 columns, whose instructions read their rows as often as these."""
+    cached_byte: float = 5.8e-8
+    """Of what all multiprocessors copy from the cache."""
+    starved: tuple[float, float, float] = (1.6, 1.3, 1.03)
+    """Factors of a step where the ring has one slot, two or three."""
+    element: float = 9.4e-5
+    """Of an epilogue, for each element of a warpgroup's tile."""
+    read_byte: float = 6.7e-5
+    """Likewise for each byte that the epilogue reads of it."""
+    written_byte: float = 2.3e-5
+    """Likewise for each byte that it writes, beyond the first two."""
+    activation: float = 1.8e-4
+    """Likewise for an activation."""
+    both_store: float = 1.45
+    """Factor of an epilogue that both warpgroups run at once."""
+    memory_byte: float = 1.54e-7
+    """Of memory traffic. Some of it stays in the cache, for whoever reads it next."""
+    overlap: float = 2.4
+    """Exponent of the norm that two things take which run at once: large where one hides the other."""
+    weights_multiplication: float = 3.05e-7
+    """Of one of the gradient of the weights, whose operands are read across their rows."""
+    weights_wide: float = 1.16
+    """Factor of those of tiles with more than 64 features, whose instructions take a block each."""
+    weights_ends: float = 4.0
+    """For the first operands to arrive, and the last sums to leave."""
+    weights_sum: float = 4 / 3.6e6
+    """Of a sum in each part of it, which are added by XLA."""
+    weights_pixels: int = 384
+    """Of all slots of the ring, so that none is waited for."""
     cudnn_launch: float = 4.0
     cudnn_multiplication: float = 2.0 / 720e6
-    """Of a multiplication and a sum where there are many channels."""
-    cudnn_channels: float = 24.0
+    """Of a multiplication and a sum in the whole device, where there are many channels."""
+    cudnn_channels: float = 34.0
     """How many channels' worth of time a step takes besides: few channels are read over and over."""
+    cudnn_weights: float = 1.2
+    """Factor of the gradient of the weights."""
+    cudnn_volumes: float = 1.7
+    """Factor of pictures with three axes."""
     cudnn_residual: float = 0.5
     """Part of the traffic of a residual that its convolution does not hide."""
 
 
-CUDNN = Speeds()
+SPEEDS = Speeds()
 
 
-def cudnn(multiplications: float, channels: int, features: int, traffic: float) -> float:
+def cudnn(
+    multiplications: float,
+    channels: int,
+    features: int,
+    traffic: float,
+    *,
+    axes: int,
+    of_weights: bool = False,
+) -> float:
     """Microseconds of cuDNN's convolution.
 
     Args:
@@ -33,10 +79,14 @@ def cudnn(multiplications: float, channels: int, features: int, traffic: float) 
       channels: of x.
       features: of the result.
       traffic: bytes that are read and written once.
+      axes: of a picture.
+      of_weights: whether it is the gradient of the weights.
     """
-    few = 1 + CUDNN.cudnn_channels / min(channels, features)
-    compute = multiplications * CUDNN.cudnn_multiplication * few
-    return CUDNN.cudnn_launch + max(compute, traffic * H200.memory_byte)
+    few = 1 + SPEEDS.cudnn_channels / min(channels, features)
+    compute = multiplications * SPEEDS.cudnn_multiplication * few
+    compute *= SPEEDS.cudnn_weights if of_weights else 1.0
+    compute *= SPEEDS.cudnn_volumes if axes > 2 else 1.0
+    return SPEEDS.cudnn_launch + max(compute, traffic * H200.memory_byte)
 
 
 def cudnn_epilogue(
@@ -44,7 +94,7 @@ def cudnn_epilogue(
 ) -> float:
     """Microseconds that XLA's program takes for what follows a convolution."""
     if activation in (None, "relu"):
-        moved = elements * itemsize * CUDNN.cudnn_residual if residual else 0.0
+        moved = elements * itemsize * SPEEDS.cudnn_residual if residual else 0.0
         return moved * H200.xla_pass_byte
     streams = 3 if residual else 2
     slow = activation == "gelu_erf"
@@ -57,17 +107,20 @@ class Work:
     """A convolution as this package's kernel cuts it."""
 
     tiles: int
+    """Of all CTAs."""
     rows: int
-    """Of a tile; pixels of the result."""
+    """Of a tile: pixels of the result."""
     columns: int
-    """Of a tile; features of the result."""
+    """Of a tile: features of the result."""
     slots: int
     """Of the ring that a tile takes."""
-    slot_bytes: int
+    slot_bytes: float
     """That are copied for a slot."""
     multiplications_of_slot: int
-    narrow: bool
-    """An instruction takes no more than 64 columns, and reads its rows as often as its columns."""
+    stages: int
+    """Slots of the ring."""
+    shared_tile: bool
+    """Both warpgroups have a part of a tile, and store it at once."""
     read_bytes: int
     """Of an element of what the epilogue reads."""
     written_bytes: int
@@ -78,46 +131,61 @@ class Work:
 
 def kernel(work: Work, multiprocessors: int) -> float:
     """Microseconds of the convolution in this package's kernel."""
-    speeds = H200
-    multiplied = work.multiplications_of_slot * _MULTIPLICATION * (_NARROW if work.narrow else 1.0)
-    slot = max(_SLOT + multiplied, work.slot_bytes * multiprocessors * _CACHED_BYTE)
-    stored = (
-        work.rows
-        * work.columns
-        * (
-            speeds.element
-            + work.read_bytes * speeds.read_byte
-            + max(0, work.written_bytes - 2) * speeds.written_byte
-            + work.activations * speeds.activation
-        )
+    speeds = SPEEDS
+    multiplied = work.multiplications_of_slot * speeds.multiplication
+    if work.columns <= _NARROW:
+        multiplied *= speeds.narrow
+    slot = _at_once(multiplied, work.slot_bytes * multiprocessors * speeds.cached_byte)
+    if work.stages <= len(speeds.starved):
+        slot *= speeds.starved[work.stages - 1]
+    of_element = (
+        speeds.element
+        + work.read_bytes * speeds.read_byte
+        + max(0, work.written_bytes - 2) * speeds.written_byte
+        + work.activations * speeds.activation
     )
     product = work.slots * slot
-    tile = max(product, (product + stored) / 2)
-    compute = math.ceil(work.tiles / multiprocessors) * tile + stored
-    return speeds.launch + max(compute, work.memory_bytes * speeds.memory_byte)
+    stored = work.rows * work.columns * of_element / (CONSUMERS if work.shared_tile else 1)
+    rounds = math.ceil(work.tiles / multiprocessors)
+    if work.shared_tile:
+        compute = rounds * (product + speeds.both_store * stored)
+    else:
+        # A warpgroup multiplies while the other one stores, and each does both in turn.
+        compute = rounds * _at_once(product, (product + stored) / CONSUMERS) + stored
+    return speeds.launch + _at_once(compute, work.memory_bytes * speeds.memory_byte)
 
 
-_SLOT = 0.06
-"""Of a step, whatever is multiplied."""
-_MULTIPLICATION = 2.1e-7
-"""Of one that a multiprocessor carries out."""
-_NARROW = 1.25
-_CACHED_BYTE = 1 / 5.5e6
-"""Of what all multiprocessors copy from the cache."""
+_NARROW = 64
 
 
-def weight_gradient(*, step: float, steps: int, rounds: int, parts: int, part: float) -> float:
+def weight_gradient(
+    *,
+    multiplications: int,
+    wide: bool,
+    pixels_in_ring: int,
+    steps: int,
+    rounds: int,
+    parts: int,
+    sums: int,
+) -> float:
     """Microseconds of the gradient of the weights.
 
     Args:
-      step: microseconds of a step of the sums.
+      multiplications: of a step of the sums.
+      wide: whether a tile has more than 64 features.
+      pixels_in_ring: those of all its slots.
       steps: of a tile.
       rounds: tiles that a CTA computes one after the other.
       parts: of each tile.
-      part: microseconds to write one more part of all tiles, and to add it.
+      sums: the weights of the window, for all channels and features.
     """
-    return H200.launch + H200.xla_pass + rounds * (steps + _FIRST_STEPS) * step + parts * part
+    speeds = SPEEDS
+    step = multiplications * speeds.weights_multiplication * (speeds.weights_wide if wide else 1.0)
+    step *= max(1.0, speeds.weights_pixels / pixels_in_ring)
+    product = rounds * steps * step + speeds.weights_ends
+    return speeds.launch + product + H200.xla_pass + parts * sums * speeds.weights_sum
 
 
-_FIRST_STEPS = 2
-"""What the first step of a tile waits for its operands, in steps."""
+def _at_once(a: float, b: float) -> float:
+    """Microseconds of two things of which one hides most of the other."""
+    return (a**SPEEDS.overlap + b**SPEEDS.overlap) ** (1 / SPEEDS.overlap)

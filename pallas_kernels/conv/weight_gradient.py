@@ -6,9 +6,10 @@ same box of x, read from another row on. There are few tiles and many pixels, so
 computed in parts, by CTAs that take some of the pixels each; XLA adds the parts in a fixed order.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.conv import cost
-from pallas_kernels.conv.window import Boxes, Window, best_box
+from pallas_kernels.conv.window import MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.product.epilogue import Epilogue
 from pallas_kernels.product.mainloop import (
     ACCUMULATOR_ELEMENTS,
@@ -181,26 +182,20 @@ class _WeightProduct(Product):
                 yield part(acc_ref, rows, columns), x.transpose((1, 0)), dz
 
 
-_MULTIPLICATIONS = 2.2e6
-"""Of a multiprocessor in a microsecond."""
-_BYTES = 2.5e6
-"""That the sum of the parts reads, and what comes before it writes, in a microsecond."""
-
-
-def _best_parts(tiles: int, boxes: int, multiprocessors: int, *, step: float, part: float) -> int:
+def _best_parts(
+    tiles: int, boxes: int, multiprocessors: int, of_parts: Callable[..., float]
+) -> int:
     """In how many parts the tiles take the least time.
 
     Args:
       tiles: of the gradient.
       boxes: steps of each.
-      step: time of one.
-      part: time to write one more part of all tiles, and to add it.
+      of_parts: microseconds of so many `steps`, `rounds` and `parts`.
     """
 
     def time(parts: int) -> float:
         rounds = pl.cdiv(tiles * parts, multiprocessors)
-        steps = pl.cdiv(boxes, parts)
-        return cost.weight_gradient(step=step, steps=steps, rounds=rounds, parts=parts, part=part)
+        return of_parts(steps=pl.cdiv(boxes, parts), rounds=rounds, parts=parts)
 
     most = min(boxes, 4 * pl.cdiv(multiprocessors, tiles))
     return min(range(1, most + 1), key=time)
@@ -212,6 +207,8 @@ def why_unsupported(window: Window) -> str | None:
         return "the rows of a strided window do not follow one another"
     if window.is_pointwise:
         return "it is a matrix product"
+    if window.reach[-2] > MAX_REACH:
+        return f"the window reaches {window.reach[-2]} rows"
     if window.kernel[-2] * CHANNELS * swizzled_columns(jnp.bfloat16) > ACCUMULATOR_ELEMENTS:
         return f"the window has {window.kernel[-2]} rows"
     return None
@@ -222,9 +219,9 @@ def fitting(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> list[We
     rows = window.kernel[-2] * CHANNELS
     configs = [
         WeightGradientConfig(tile_n, pixels, stages)
-        for tile_n in (128, 64)
+        for tile_n in (64, 128)
         if (tile_n == 64 or dz.shape[-1] > 64) and rows * tile_n <= ACCUMULATOR_ELEMENTS
-        for pixels, stages in ((128, 4), (128, 3), (64, 4), (64, 3), (64, 2))
+        for pixels, stages in ((64, 8), (64, 6), (128, 4), (128, 3), (64, 4), (64, 3), (64, 2))
     ]
     calls = {config: _call(x, dz, window, multiprocessors, config) for config in configs}
     fits = [c for c in configs if calls[c].shared_bytes <= hopper.SHARED_MEMORY_BYTES]
@@ -239,14 +236,21 @@ def predicted_time(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> 
 
 def _time(product: Product) -> float:
     assert isinstance(product, _WeightProduct)
-    rows, columns = product.config.tile_m, product.part_n
-    step = rows * columns * product.boxes.rows / _MULTIPLICATIONS
-    return cost.weight_gradient(
-        step=step,
-        steps=product.k_steps,
-        rounds=pl.cdiv(product.tile_count, product.multiprocessors),
-        parts=product.parts,
-        part=product.m // product.parts * product.n * 8 / _BYTES,
+    rounds = pl.cdiv(product.tile_count, product.multiprocessors)
+    of_parts = _of_parts(product.window, product.channels, product.n, product.config, product.boxes)
+    return of_parts(steps=product.k_steps, rounds=rounds, parts=product.parts)
+
+
+def _of_parts(
+    window: Window, channels: int, features: int, config: MatmulConfig, boxes: Boxes
+) -> Callable[..., float]:
+    """Microseconds by `steps`, `rounds` and `parts`."""
+    return functools.partial(
+        cost.weight_gradient,
+        multiplications=config.tile_m * config.tile_n * boxes.rows,
+        wide=config.tile_n > CHANNELS,
+        pixels_in_ring=config.stages * boxes.rows,
+        sums=window.taps * channels * features,
     )
 
 
@@ -293,13 +297,14 @@ def _call(
     channels, features = x.shape[-1], dz.shape[-1]
     tiles = window.taps // window.kernel[-2] * pl.cdiv(channels, CHANNELS)
     across = pl.cdiv(features, config.tile_n)
+    tiling = MatmulConfig(
+        tile_m=tile_m, tile_n=config.tile_n, stages=config.stages, epilogue_columns=32
+    )
     parts = config.parts or _best_parts(
         tiles * across,
         boxes.count,
         multiprocessors,
-        # Both in microseconds of an H200.
-        step=tile_m * config.tile_n * config.pixels / _MULTIPLICATIONS,
-        part=window.taps * channels * features * 8 / _BYTES,
+        _of_parts(window, channels, features, tiling, boxes),
     )
     product = _WeightProduct(
         m=min(parts, boxes.count) * tiles * tile_m,
@@ -307,9 +312,7 @@ def _call(
         ks=(boxes.count * config.pixels,),
         dtype=x.dtype,
         blocks=(),
-        config=MatmulConfig(
-            tile_m=tile_m, tile_n=config.tile_n, stages=config.stages, epilogue_columns=32
-        ),
+        config=tiling,
         multiprocessors=multiprocessors,
         a_transposed=True,
         b_columns=features,

@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 
 GROUP = 8
 """Rows of a matrix that swizzling treats as one: where a tile is read from, it begins at one of them."""
+MAX_REACH = 48
+"""Rows from a window's first weight to its last where all weights of a column read one box of x."""
 
 
 @dataclass(frozen=True)

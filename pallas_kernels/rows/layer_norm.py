@@ -8,7 +8,7 @@ one partial sum a CTA; XLA adds those up in a fixed order.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +48,23 @@ def forward_candidates(
 
 
 def _forward_guesses(
-    rows: int, features: int, itemsize: int, matrices: int, vectors: int
+    rows: int,
+    features: int,
+    itemsize: int,
+    matrices: int,
+    vectors: int,
+    all_rows: int | None = None,
 ) -> list[RowConfig]:
-    """The same, whether they can run or not."""
+    """The same, whether they can run or not; of `all_rows` in segments of `rows`, if given."""
     row_bytes = features * itemsize * matrices
     narrow = _direct(row_per_warp=True, lines=2 * WARPS, chunks=max(1, features // 256))
     short = _direct(row_per_warp=True, lines=WARPS, chunks=max(1, features // 512))
     wide = _direct(row_per_warp=False, lines=WARPS, chunks=4)
     rings = [_forward_ring(rows, features, itemsize, matrices, vectors)]
+    in_segments = all_rows is not None and all_rows != rows
+    if in_segments and matrices == 1 and 1024 < features <= 1536 and rows >= 2 * WARPS:
+        # A CTA has few rows of its segment: larger copies of them keep as many bytes under way.
+        rings.insert(0, _ring_of_warps(features, matrices * itemsize, 2 * WARPS, 2))
     if features <= 2048:
         # A tile of more rows makes larger copies, one of fewer rows finds room for more CTAs.
         for lines in (1, 2, 4):
@@ -65,7 +74,7 @@ def _forward_guesses(
         for warpgroups in (1, 2, 4):
             for ctas in (1, 2, 4, 8):
                 rings.append(_ring_of_ctas(row_bytes, warpgroups, ctas))
-    if matrices > 1 or 2 * rows * row_bytes < _DIRECT_BYTES:
+    if matrices > 1 or 2 * (all_rows or rows) * row_bytes < _DIRECT_BYTES:
         return [*rings, short]
     if features <= 1024 and features % 256 == 0:
         return [narrow, *rings]
@@ -115,6 +124,47 @@ def backward_candidates(
     """
     guesses = _backward_guesses(rows, features, itemsize, matrices, vectors)
     return _legal(guesses, rows, features, matrices * itemsize, sums=True)
+
+
+def _balanced(guesses: list[RowConfig], segments: int, multiprocessors: int) -> list[RowConfig]:
+    """The guesses, those first that leave few multiprocessors idle when no CTA has rows of two segments.
+
+    A CTA that runs alone on its multiprocessor is the best guess for one long segment; of a hundred
+    segments it leaves every fourth multiprocessor without work.
+    """
+
+    def busy(config: RowConfig) -> float:
+        room = multiprocessors * config.ctas_per_multiprocessor
+        rounds = -(-segments // room)
+        return segments * max(1, room // segments) / (rounds * room)
+
+    return sorted(guesses, key=lambda config: -min(busy(config), _BUSY_ENOUGH))
+
+
+def _best(
+    guesses: list[RowConfig],
+    rows: int,
+    features: int,
+    element_bytes: int,
+    segments: int,
+    multiprocessors: int,
+) -> RowConfig:
+    """The backward's config; the first guess where there is one segment, or where none is legal."""
+    if segments == 1:
+        return guesses[0]
+    legal = _legal(guesses, rows, features, element_bytes, sums=True)
+    # With a row for each warp, two small CTAs have more to do while one of them waits than a large one.
+    preferred = sorted(
+        legal,
+        key=lambda config: (
+            config.row_per_warp and (config.warpgroups, config.ctas_per_multiprocessor) != (1, 2)
+        ),
+    )
+    return _balanced(preferred or guesses, segments, multiprocessors)[0]
+
+
+_BUSY_ENOUGH = 0.9
+"""The part of the CTAs for which there is room that a well-balanced launch has."""
 
 
 def _backward_guesses(
@@ -251,11 +301,17 @@ def why_unsupported(
     dtype: Any,
     residual_dtype: Any = None,
     segments: int = 1,
+    vectors_of_segments: bool = False,
+    gated: bool = False,
 ) -> str | None:
     """None where forward and backward can run, else the rule that stands in the way.
 
     The shapes are those that the kernels see: of one shard, and of all entries that a `vmap` folds into
     the rows, each of which is one of the backward's `segments`.
+
+    Args:
+      vectors_of_segments: whether each segment has scale, bias, pre_bias and gate of its own.
+      gated: whether a gate multiplies what is added to the residual.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -272,14 +328,15 @@ def why_unsupported(
         return f"segments must divide the {rows} rows evenly, got {segments}"
     itemsize = jnp.dtype(dtype).itemsize
     residual = 0 if residual_dtype is None else 1
+    tiled = rows // segments if vectors_of_segments else rows
     for guesses, matrices, sums in (
         (_forward_guesses, 1 + residual, False),
-        (_backward_guesses, 2 + residual, True),
+        (_backward_guesses, 2 + residual + gated, True),
     ):
-        guess = guesses(rows, features, itemsize, matrices, 1)[0]
-        reason = guess.why_unfit(rows, features, matrices * itemsize, sums)
+        guess = guesses(tiled, features, itemsize, matrices, 1)[0]
+        reason = guess.why_unfit(tiled, features, matrices * itemsize, sums)
         if reason is not None:
-            return reason
+            return reason if tiled == rows else f"{reason} with parameters of their own"
     return None
 
 
@@ -319,9 +376,15 @@ def forward(
     pre_activation: str | None,
     activation: str | None,
     multiprocessors: int,
+    gate: jax.Array | None = None,
+    segments: int = 1,
     config: RowConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(y, next_residual, mean, rstd) of [M, D] rows; what was not asked for is None."""
+    """(y, next_residual, mean, rstd) of [M, D] rows; what was not asked for is None.
+
+    The vectors are [D], or [segments, D] for as many equal runs of rows. A gate multiplies what is added
+    to the residual.
+    """
     rows, features = x.shape
     if rows == 0:
         statistic = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
@@ -332,12 +395,13 @@ def forward(
             statistic if save_statistics else None,
         )
     matrices = _present(x=x, residual=residual)
-    vectors = _present(scale=scale, bias=bias, pre_bias=pre_bias)
+    vectors = _present(scale=scale, bias=bias, pre_bias=pre_bias, gate=gate)
     itemsize = x.dtype.itemsize
+    tiled = rows // segments
     if config is None:
-        config = _forward_guesses(rows, features, itemsize, len(matrices), len(vectors))[0]
-    _check_config(config, rows, features, len(matrices) * itemsize, sums=False)
-    tiles = RowTiles.plan(config, rows, features, 1, multiprocessors)
+        config = _forward_guesses(tiled, features, itemsize, len(matrices), len(vectors), rows)[0]
+    _check_config(config, tiled, features, len(matrices) * itemsize, sums=False)
+    tiles = RowTiles.plan(config, rows, features, segments, multiprocessors)
 
     matrix = jax.ShapeDtypeStruct(tiles.matrix_shape, x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -448,6 +512,8 @@ class _ForwardWarpgroup:
         h = tiles.load(tile_refs[0], chunk, self.layout)
         if "pre_bias" in self.parameters:
             h += self.parameters["pre_bias"](chunk)
+        if "gate" in self.parameters:
+            h *= self.parameters["gate"](chunk)
         if "residual" in self.kernel.matrices:
             h = (h + tiles.load(tile_refs[1], chunk, self.layout)).astype(self.kernel.dtype)
         return h
@@ -471,6 +537,19 @@ class _ForwardWarpgroup:
 # --- backward -------------------------------------------------------------------------------------
 
 
+class Gradients(NamedTuple):
+    """What the backward computes; None for what the call does not have."""
+
+    x: jax.Array
+    residual: jax.Array | None
+    """None where it is the gradient of x."""
+    scale: jax.Array | None
+    """[segments, D], float32, as are the following."""
+    bias: jax.Array | None
+    pre_bias: jax.Array | None
+    gate: jax.Array | None
+
+
 def backward(
     dy: jax.Array,
     dnext_residual: jax.Array | None,
@@ -480,6 +559,26 @@ def backward(
     scale: jax.Array | None,
     bias: jax.Array | None,
     pre_bias: jax.Array | None,
+    **keywords: Any,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(dx, dscale, dbias, dpre_bias) of `gradients`, without a gate."""
+    found = gradients(
+        dy, dnext_residual, h, mean, rstd, None, scale, bias, pre_bias, None, **keywords
+    )
+    return found.x, found.scale, found.bias, found.pre_bias
+
+
+def gradients(
+    dy: jax.Array,
+    dnext_residual: jax.Array | None,
+    h: jax.Array,
+    mean: jax.Array | None,
+    rstd: jax.Array,
+    x: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    pre_bias: jax.Array | None,
+    gate: jax.Array | None,
     *,
     segments: int,
     subtract_mean: bool,
@@ -489,35 +588,64 @@ def backward(
     activation: str | None,
     multiprocessors: int,
     config: RowConfig | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(dx, dscale, dbias, dpre_bias), the last three float32 [segments, D] for `segments` row runs.
+) -> Gradients:
+    """The gradients, those of the vectors float32 [segments, D] for `segments` equal runs of rows.
 
-    With `dnext_residual`, `h` is the next residual; without it, x, to which pre_bias is still added.
+    With `dnext_residual`, `h` is the next residual; without it, x, to which pre_bias is still added. The
+    vectors are [D], or [segments, D] with one for each run of rows. `x` is needed with a gate alone.
     """
     rows, features = h.shape
     if rows == 0:
         zeros = jnp.zeros_like(h, shape=(segments, features), dtype=jnp.float32)
-        return h, *(None if v is None else zeros for v in (scale, bias, pre_bias))
-    matrices = _present(h=h, dy=dy, dnext_residual=dnext_residual)
+        return Gradients(
+            h,
+            None if gate is None else h,
+            *(None if v is None else zeros for v in (scale, bias, pre_bias, gate)),
+        )
+    matrices = _present(h=h, dy=dy, dnext_residual=dnext_residual, x=None if gate is None else x)
     statistics = _present(mean=mean if subtract_mean else None, rstd=rstd)
     vectors = _present(
         scale=scale,
         bias=None if activation is None else bias,
-        pre_bias=None if dnext_residual is not None else pre_bias,
+        pre_bias=None if dnext_residual is not None and gate is None else pre_bias,
+        gate=gate,
     )
-    sums = tuple(_present(scale=scale, bias=bias, pre_bias=pre_bias))
+    sums = tuple(_present(scale=scale, bias=bias, pre_bias=pre_bias, gate=gate))
     itemsize = h.dtype.itemsize
+    of_segments = any(
+        vector.ndim == 2 for vector in (scale, bias, pre_bias, gate) if vector is not None
+    )
+    tiled = rows // segments if of_segments else rows
     if config is None:
-        config = _backward_guesses(rows, features, itemsize, len(matrices), len(vectors))[0]
-    _check_config(config, rows, features, len(matrices) * itemsize, sums=True)
+        config = _best(
+            _backward_guesses(tiled, features, itemsize, len(matrices), len(vectors)),
+            tiled,
+            features,
+            len(matrices) * itemsize,
+            segments if of_segments else 1,
+            multiprocessors,
+        )
+    _check_config(config, tiled, features, len(matrices) * itemsize, sums=True)
     tiles = RowTiles.plan(config, rows, features, segments, multiprocessors)
 
-    outputs = {"dx": jax.ShapeDtypeStruct(tiles.matrix_shape, h.dtype)}
-    if sums:
-        outputs["partials"] = jax.ShapeDtypeStruct(tiles.partials_shape(len(sums)), jnp.float32)
+    matrix = jax.ShapeDtypeStruct(tiles.matrix_shape, h.dtype)
+    outputs = _present(
+        dx=matrix,
+        dresidual=None if gate is None else matrix,
+        partials=jax.ShapeDtypeStruct(tiles.partials_shape(len(sums)), jnp.float32)
+        if sums
+        else None,
+    )
     norm = _Norm(subtract_mean, epsilon, scale_offset, pre_activation, activation)
     kernel = _BackwardKernel(
-        norm, tiles, h.dtype, tuple(matrices), tuple(statistics), tuple(vectors), sums
+        norm,
+        tiles,
+        h.dtype,
+        tuple(matrices),
+        tuple(statistics),
+        tuple(vectors),
+        sums,
+        tuple(outputs),
     )
     results = plgpu.kernel(
         kernel.layer_norm_backward,
@@ -534,15 +662,14 @@ def backward(
         *(tiles.vector_view(v) for v in vectors.values()),
     )
     named = dict(zip(outputs, results, strict=True))
-    gradients: dict[str, jax.Array] = {}
+    summed: dict[str, jax.Array] = {}
     if sums:
         partials = named["partials"].reshape(len(sums), segments, tiles.ctas_per_segment, features)
-        gradients = dict(zip(sums, jnp.sum(partials, axis=2), strict=True))
-    return (
+        summed = dict(zip(sums, jnp.sum(partials, axis=2), strict=True))
+    return Gradients(
         named["dx"].reshape(h.shape),
-        gradients.get("scale"),
-        gradients.get("bias"),
-        gradients.get("pre_bias"),
+        None if gate is None else named["dresidual"].reshape(h.shape),
+        *(summed.get(name) for name in ("scale", "bias", "pre_bias", "gate")),
     )
 
 
@@ -558,13 +685,13 @@ class _BackwardKernel:
     vectors: tuple[str, ...]
     sums: tuple[str, ...]
     """The parameters that have a gradient, which is a sum over rows."""
+    outputs: tuple[str, ...]
 
     def layer_norm_backward(
         self, *refs, ring_barriers, exchange_smem, exchange_barrier, **smem
     ) -> None:
         tiles = self.tiles
-        outputs = ("dx", "partials") if self.sums else ("dx",)
-        names = (*self.matrices, *self.statistics, *self.vectors, *outputs)
+        names = (*self.matrices, *self.statistics, *self.vectors, *self.outputs)
         gmem = dict(zip(names, refs, strict=True))
         place = tiles.place()
         layout = tiles.layout(self.dtype.itemsize)
@@ -647,6 +774,13 @@ class _BackwardWarpgroup:
                 dh *= pre_slope
             if "dnext_residual" in kernel.matrices:
                 dh += tiles.load(tile_refs[2], chunk, self.layout)
+            if "gate" in self.parameters:
+                tiles.store(self.gmem["dresidual"], self.place, row, chunk, dh.astype(kernel.dtype))
+                x = tiles.load(tile_refs[3], chunk, self.layout)
+                if "pre_bias" in self.parameters:
+                    x += self.parameters["pre_bias"](chunk)
+                add("gate", chunk, dh * x)
+                dh *= self.parameters["gate"](chunk)
             add("pre_bias", chunk, dh)
             tiles.store(self.gmem["dx"], self.place, row, chunk, dh.astype(kernel.dtype))
         return new_sums, next_statistics
@@ -655,7 +789,7 @@ class _BackwardWarpgroup:
         """Slope of pre_activation, normalised values, dz, gradient of the normalised."""
         tiles, norm, parameters = self.kernel.tiles, self.kernel.norm, self.parameters
         v = tiles.load(tile_refs[0], chunk, self.layout)
-        if "pre_bias" in parameters:
+        if "pre_bias" in parameters and "dnext_residual" not in self.kernel.matrices:
             v += parameters["pre_bias"](chunk)
         pre_slope = derivative(norm.pre_activation, v)
         v = activate(norm.pre_activation, v)

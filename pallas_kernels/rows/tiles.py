@@ -144,6 +144,11 @@ class RowTiles:
         """Whether some tile holds rows that another tile counts."""
         return self.config.row_per_warp and (self.rows // self.segments) % self.config.lines != 0
 
+    @property
+    def stays_in_segment(self) -> bool:
+        """Whether each tile holds rows of one segment alone, as vectors of segments need."""
+        return not self.config.row_per_warp or self.rows // self.segments >= self.config.lines
+
     def layout(self, itemsize: int) -> plgpu.Layout:
         """Registers of a chunk: one line a warp, each lane 16 contiguous bytes at a time if it can."""
         vec = 16 // itemsize
@@ -168,9 +173,10 @@ class RowTiles:
         return (self.rows, WARPS * self.config.warpgroups, self.width)
 
     def vector_view(self, array: jax.Array) -> jax.Array:
+        """Of a vector [features], or of one for each segment, [segments, features]."""
         if self.config.row_per_warp:
             return array
-        return array.reshape(WARPS * self.config.warpgroups, self.width)
+        return array.reshape(*array.shape[:-1], WARPS * self.config.warpgroups, self.width)
 
     @property
     def launch(self) -> dict[str, Any]:
@@ -221,7 +227,12 @@ class RowTiles:
         return jnp.max(functools.reduce(jnp.maximum, map(f, range(self.config.chunks))), axis=1)
 
     def vector(self, ref, place: Place, layout: plgpu.Layout) -> Callable[[int], jax.Array]:
-        """Column blocks of a per-feature vector, as float32 of the tile's shape."""
+        """Column blocks of a per-feature vector, as float32 of the tile's shape.
+
+        Where `ref` holds a vector for each segment, it is the one of this CTA's segment.
+        """
+        if len(ref.shape) > (1 if self.config.row_per_warp else 2):
+            ref = ref.at[self.segment(place)]
 
         def load(chunk):
             columns = self.columns(chunk)
@@ -243,6 +254,10 @@ class RowTiles:
             return lax.broadcast_in_dim(per_row, self.shape, (0,))
         return per_row
 
+    def segment(self, place: Place) -> jax.Array:
+        """The segment that this CTA works on."""
+        return lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment))
+
     def tile_count(self, place):
         """Tiles that this warpgroup works through."""
         first, step = self._first_and_step(place)
@@ -260,23 +275,25 @@ class RowTiles:
     def first_row(self, place, step_idx):
         """First row of this warpgroup's tile number `step_idx`.
 
-        The last tile of a ragged matrix is moved up to end with it (its first rows are computed twice,
-        to the same bits), and so is the first tile of a warpgroup that has none.
+        The last tile of a ragged segment is moved up to end with it (its first rows are computed twice,
+        to the same bits), and so is the first tile of a warpgroup that has none. A tile that its segment
+        does not fill reaches into the next ones, or ends with the matrix.
         """
         first, step = self._first_and_step(place)
-        segment_start = lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment)) * (
-            self.rows // self.segments
-        )
+        rows = self.rows // self.segments
+        segment_start = self.segment(place) * rows
         tile = first + step_idx * step
         if not self.config.row_per_warp:
             return segment_start + tile
-        return jnp.minimum(segment_start + tile * self.config.lines, self.rows - self.config.lines)
+        lines = self.config.lines
+        last = segment_start + rows - lines if self.stays_in_segment else self.rows - lines
+        return jnp.minimum(segment_start + tile * lines, last)
 
     def counted(self, place, step_idx, layout: plgpu.Layout) -> jax.Array:
         """Which elements of a ragged tile are this tile's own, not another tile's or segment's."""
         first, step = self._first_and_step(place)
         rows = self.rows // self.segments
-        segment_start = lax.div(place.cta_idx, jnp.int32(self.ctas_per_segment)) * rows
+        segment_start = self.segment(place) * rows
         start = segment_start + (first + step_idx * step) * self.config.lines
         line = plgpu.broadcasted_iota(jnp.int32, self.shape, 0, layout=layout)
         row = line + self.first_row(place, step_idx)

@@ -14,16 +14,29 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 
-NNX = ("BatchNorm", "Conv", "GroupNorm", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm")
+NNX = (
+    "BatchNorm",
+    "Conv",
+    "Einsum",
+    "GroupNorm",
+    "LayerNorm",
+    "Linear",
+    "LinearGeneral",
+    "MultiHeadAttention",
+    "RMSNorm",
+)
 LINEN = (
     "BatchNorm",
     "Conv",
     "Dense",
+    "DenseGeneral",
+    "Einsum",
     "GroupNorm",
     "LayerNorm",
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
     "RMSNorm",
+    "SelfAttention",
 )
 POINTS_JAX = "JAXFUSED_POINTS_JAX"
 """The environment variable that is set for JAX's own tests, which leave Flax as it is."""

@@ -1,0 +1,116 @@
+"""What a DiTBlock computes from its parameters: norms that a condition modulates, gated branches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.mlp import Layer
+from jaxfused.modules.transformer_block import project, self_attention
+from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.reference.promotion import common_dtype
+
+CHUNKS = 6
+"""Of the modulation: shift, scale and gate of the attention, then of the perceptron."""
+
+Stream = tuple[jax.Array, jax.Array, jax.Array]
+"""The last branch, the stream to which it is to be added, and the gate that multiplies it."""
+
+
+def dit_block(
+    x: jax.Array,
+    modulation: jax.Array,
+    qkv: Layer,
+    out: Layer,
+    mlp: Callable[[jax.Array], jax.Array],
+    *,
+    residual: jax.Array | None,
+    gate: jax.Array | None,
+    num_heads: int,
+    epsilon: float,
+    mask: jax.Array | None,
+    dtype: Any,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation | None,
+    attention_implementation: AttentionImplementation | None,
+) -> jax.Array | Stream:
+    """Applies a block to x [..., T, D].
+
+    Args:
+      modulation: [..., 6 D] for each image.
+      qkv: the (kernel, bias) of queries, keys and values.
+      out: the (kernel, bias) of the attention's projection.
+      mlp: the perceptron.
+      residual: the stream, where x is a branch that is still to be added to it.
+      gate: of that branch, [..., D].
+
+    The other arguments are those of the block.
+    """
+    if (residual is None) != (gate is None):
+        raise ValueError(
+            "DiTBlock: residual and gate go together, as the gate multiplies what is added to the"
+            " residual; pass both of them, or neither."
+        )
+    shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(modulation, CHUNKS, axis=-1)
+    options: dict[str, Any] = dict(epsilon=epsilon, implementation=implementation)
+    stream = x if residual is None else residual
+    wide = x.dtype if dtype is None else common_dtype(dtype)
+    first: dict[str, Any] = dict(image_scale=scale1, image_shift=shift1, **options)
+    if residual is None:
+        y = ops.layer_norm.layer_norm(x, **first)
+    else:
+        y, stream = ops.layer_norm.layer_norm(x, residual=residual, gate=gate, **first)
+    assert isinstance(y, jax.Array)
+    attended = self_attention(
+        y.astype(wide),
+        *qkv,
+        None,
+        None,
+        None,
+        interleaved=False,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        epsilon=epsilon,
+        mask=mask,
+        segment_ids=None,
+        is_causal=False,
+        precision=precision,
+        implementation=implementation,
+        attention_implementation=attention_implementation,
+    )
+    # With a gate the norm sums three gradients over rows; that of this bias would be a fourth, for which
+    # its registers have no room.
+    branch, _ = project(
+        attended,
+        *out,
+        drops=True,
+        dtype=dtype,
+        precision=precision,
+        implementation=implementation,
+    )
+    y, stream = ops.layer_norm.layer_norm(
+        branch.astype(stream.dtype),
+        image_scale=scale2,
+        image_shift=shift2,
+        residual=stream,
+        gate=gate1,
+        **options,
+    )
+    branch = mlp(y.astype(wide)).astype(stream.dtype)
+    if residual is None:
+        rows = (1,) * (branch.ndim - gate2.ndim)
+        gates = gate2.reshape(*gate2.shape[:-1], *rows, gate2.shape[-1])
+        return stream + gates.astype(stream.dtype) * branch
+    return branch, stream, gate2
+
+
+def check_heads(features: int, num_heads: int) -> None:
+    """Checks that the heads share the features."""
+    if features % num_heads:
+        raise ValueError(
+            f"DiTBlock: {features} features are not shared evenly by {num_heads} heads; pass a num_heads"
+            " that divides the features."
+        )

@@ -1,0 +1,41 @@
+"""Which einsum of an input and a kernel is a product of two matrices, without a transposition."""
+
+from typing import NamedTuple
+
+
+class Split(NamedTuple):
+    """How an einsum is a product of matrices: the last axes of x with the first ones of the kernel."""
+
+    contracted: int
+    """The number of axes that are summed over."""
+
+
+def as_matrices(equation: str, x_axes: int, kernel_axes: int) -> Split | str:
+    """Returns how "rows inputs, inputs features -> rows features" splits, or why it is none.
+
+    Args:
+      equation: such as "BTD,DNH->BTNH" or "...NH,NHD->...D", with no spaces needed.
+      x_axes: the number of axes of the first operand.
+      kernel_axes: the number of axes of the second operand.
+    """
+    operands, _, result = equation.replace(" ", "").partition("->")
+    left, _, right = operands.partition(",")
+    if "..." in right:
+        return "the kernel has an ellipsis"
+    if "..." in left:
+        # Letters that no user writes stand for the axes of the ellipsis.
+        count = x_axes - (len(left) - 3)
+        rows = "".join(chr(ord("\u4e00") + i) for i in range(count))
+        left, result = left.replace("...", rows), result.replace("...", rows)
+    if len(left) != x_axes or len(right) != kernel_axes:
+        return "the equation does not fit the operands"
+    contracted = [letter for letter in left if letter in right and letter not in result]
+    inputs, features = right[: len(contracted)], right[len(contracted) :]
+    rows = left[: len(left) - len(contracted)]
+    if not contracted or not features:
+        return "the equation is no product of matrices"
+    if left != rows + inputs or result != rows + features or set(rows) & set(right):
+        return "the equation asks for a transposed operand or a batch of products"
+    if len(set(left)) != len(left) or len(set(right)) != len(right):
+        return "the equation has a diagonal"
+    return Split(len(contracted))

@@ -1,0 +1,69 @@
+"""Linear layers over several axes for nnx and linen: one product of matrices."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.dispatch import Implementation
+from jaxfused.modules.linear import linear, promoted
+
+
+def why_not_a_matrix(x: jax.Array, axis: tuple[int, ...], batch_axes: int) -> str | None:
+    """Returns why the product over these axes of x is none of two matrices, or None."""
+    if batch_axes:
+        return "each entry of a batch has a kernel of its own"
+    axes = tuple(a % x.ndim for a in axis)
+    if axes != tuple(range(x.ndim - len(axes), x.ndim)):
+        return f"axis={axis} are not the last axes of {x.ndim}"
+    return _why_explicit(x, len(axes))
+
+
+def _why_explicit(x: jax.Array, merged: int) -> str | None:
+    """Returns why JAX refuses to merge the last axes where types state shardings, or None."""
+    spec = jax.typeof(x).sharding.spec
+    inner = spec[x.ndim - merged + 1 : x.ndim] if merged else ()
+    if any(names is not None for names in inner):
+        return "an axis that is merged with the one before it is split over Explicit mesh axes"
+    return None
+
+
+def linear_general(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    contracted: int,
+    dtype: Any,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Multiplies the last `contracted` axes of x by the first ones of the kernel.
+
+    Args:
+      x: [..., *inputs].
+      kernel: [*inputs, *features].
+      bias: [*features] or None.
+      contracted: the number of inputs' axes.
+      dtype: of the product; None for what x and the parameters promote to.
+      activation: of the sum with the bias.
+      residual: [..., *features], is added last.
+      precision: of the product.
+      implementation: as in `jaxfused.linear`.
+    """
+    x = promoted(x, kernel, bias, dtype=dtype)
+    rows, features = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
+    width = math.prod(features)
+    y = linear(
+        x.reshape(*rows, math.prod(kernel.shape[:contracted])),
+        kernel.reshape(-1, width),
+        None if bias is None else bias.reshape(width),
+        activation=activation,
+        residual=None if residual is None else jnp.asarray(residual).reshape(*rows, width),
+        precision=precision,
+        implementation=implementation,
+    )
+    return y.reshape(*rows, *features)

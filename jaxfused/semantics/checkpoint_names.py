@@ -1,0 +1,29 @@
+"""The names that operators give their results, by which policies of `jax.checkpoint` know them.
+
+A name is "jaxfused.<operator>.<what>". Every value that an operator's backward reads is one of its
+inputs or has such a name, and so has every result: where a policy saves all of an operator's names, its
+forward kernel does not run again.
+"""
+
+from typing import Any, Literal
+
+from jax.ad_checkpoint import checkpoint_name
+
+PREFIX = "jaxfused."
+
+What = Literal[
+    "output", "next_residual", "statistics", "log_sum_exp", "preactivation", "hidden", "projections"
+]
+"""Of an operator's values: its result; the residual stream after a norm; means and 1 / standard
+deviations; the logarithms of attention's sums; what an activation is of; a perceptron's hidden layer
+and the activation's derivative; queries and keys before their norm and rotation."""
+
+
+def name_of(operator: str, what: What) -> str:
+    """The name of a value, such as "jaxfused.layer_norm.statistics"."""
+    return f"{PREFIX}{operator}.{what}"
+
+
+def named(value: Any, operator: str, what: What) -> Any:
+    """Returns a tree of arrays with their name; None stays None."""
+    return checkpoint_name(value, name_of(operator, what))
