@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
@@ -598,6 +598,7 @@ def test_pallas_traces_every_candidate(shape, residual):
     dtype=st.sampled_from(DTYPES),
     residual=st.booleans(),
 )
+@example(rows=4849, features=1, dtype="bfloat16", residual=False)
 def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
     """Each prediction is a positive time, and many more rows take longer."""
     dtype = jnp.dtype(dtype)

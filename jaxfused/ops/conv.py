@@ -107,6 +107,8 @@ def conv(
     device = dispatch.current_device(x, residual)
     depthwise = depthwise_conv.window_of(x, w, **geometry)
     missing = {}
+    # JAX's own convolution refuses channels that are split under Explicit axes.
+    explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
     why_xla = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
@@ -114,10 +116,11 @@ def conv(
         why_not_dense = dense_conv.why_unsupported(device, dense, x, w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
+        elif not explicit:
+            assert not isinstance(dense, str)
+            why_xla = dense_conv.why_xla(dense, x, w)
     else:
         missing["pallas"] = depthwise_conv.NO_PALLAS
-        # JAX's own convolution refuses channels that are split under Explicit axes.
-        explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
         why_xla = None if explicit else depthwise_conv.why_xla(depthwise)
     if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         return run(x, w, bias, residual)

@@ -74,6 +74,28 @@ def why_unsupported(
     )
 
 
+def why_xla(window: Window, x: Any, w: Any) -> str | None:
+    """Returns why a call that names no implementation is XLA's, or None where kernels were timed.
+
+    Among those each stage goes to what is predicted to be faster.
+    """
+    channels, features = w.shape[-2:]
+    dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
+    pixels = math.prod((x.shape[0], *window.result(_images(x).shape[1:-1])))
+    if dense and channels % 64 == features % 64 == 0 and pixels >= _LEAST_PIXELS:
+        return None
+    return (
+        "the dense kernels were timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels"
+        f" and at least {_LEAST_PIXELS} pixels, and this is a window of"
+        f" {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
+        f" {pixels} pixels"
+    )
+
+
+_LEAST_PIXELS = 2**14
+"""Of all results together."""
+
+
 def _images(x: Any) -> Any:
     """Returns x [B, L, C] as pictures of one row."""
     return x[:, None] if x is not None and x.ndim == 3 else x

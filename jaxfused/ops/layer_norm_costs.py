@@ -185,11 +185,16 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows, most_odd=512)
-    if few_rows and not norm.aligned:
-        name = "cuda, few odd rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
         name = "cuda, beyond shared memory"
     microseconds = _BACKWARD[name].microseconds(megabytes, norm.rows)
+    if few_rows and not norm.aligned:
+        # At most as long as the kernel of many rows.
+        of_few, of_many = (
+            _BACKWARD[kernel].microseconds(megabytes, norm.rows)
+            for kernel in ("cuda, few odd rows", _cuda(norm, False, most_odd=512))
+        )
+        microseconds = min(of_few, of_many)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
 
