@@ -1,7 +1,10 @@
 """layer_norm, rms_norm, group_norm and batch_norm with any combination of their options."""
 
+import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
@@ -138,8 +141,28 @@ def group_norm(options: Options) -> Problem:
             implementation=how.implementation,
         )
 
+    def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
+        """The gradient of equal values is rstd times a difference of equal numbers, in float32."""
+        del constants, results
+        if cotangents is None:
+            return {}
+        x, dy = operands["x"], cotangents[0]
+        if "scale" in operands:
+            dy = dy * operands["scale"]
+        groups = (x.shape[0], math.prod(x.shape[1:-1]), o["num_groups"], -1)
+        rstd = jax.lax.rsqrt(jnp.var(x.reshape(groups), (1, 3), keepdims=True) + o["epsilon"])
+        largest = jnp.max(jnp.abs(dy.reshape(groups)), (1, 3), keepdims=True)
+        return {
+            "x": jnp.broadcast_to(_FLOAT32_NOISE * rstd * largest, x.reshape(groups).shape).reshape(
+                x.shape
+            )
+        }
+
     kinks = ("bias",) if o["activation"] == RELU else ()
-    return Problem(run, _image_operands(o), {}, kinks)
+    return Problem(run, _image_operands(o), {}, kinks, noise=noise)
+
+
+_FLOAT32_NOISE = 2.0**-22
 
 
 def batch_norm(options: Options) -> Problem:
