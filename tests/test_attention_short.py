@@ -267,7 +267,7 @@ def test_lowers(case):
     assert_lowers(case, jnp.bfloat16)
 
 
-@parametrize("case", [VIT, OPTIONS[-1]], quick=(1,))
+@parametrize("case", [VIT, OPTIONS[-1]], quick=())
 def test_lowers_with_dropout_in_float16(case):
     assert_lowers(case, jnp.float16, DROPOUT_RATE)
 

@@ -42,7 +42,7 @@ TWO_STEPS += ["--unroll", "1"]
 
 @pytest.mark.long
 @pytest.mark.skipif(jax.device_count() == DEVICES, reason="this is that process")
-@parametrize("selection", ["not exhaustive", "exhaustive"], quick=(0,))
+@parametrize("selection", ["not exhaustive", "exhaustive"], quick=())
 def test_on_four_devices(selection):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(

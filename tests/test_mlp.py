@@ -339,6 +339,7 @@ def test_odd_hidden_features_are_filled_up_with_zeros(hidden, filled, implementa
         assert f"512, {filled}]" in seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_zero_features_change_no_result():
     case = replace(KERNEL_CASES[0], rows=(66,), hidden=21)

@@ -12,6 +12,7 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import QuantizationRule
+from tests.grids import parametrize
 from tests.test_modules import normal, params_of
 
 D = 32
@@ -78,7 +79,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@parametrize("gated", [False, True], quick=(0,))
 def test_quantize_params_of_a_block(gated):
     options = dict(hidden_features=D, gated=gated, normalize_qk=True, num_kv_heads=2)
     block = jaxfused.nnx.TransformerBlock(

@@ -92,7 +92,7 @@ def assert_close(actual, expected, tolerance):
     )
 
 
-@parametrize("options", CASES, quick=(1, 2), ids=lambda options: "-".join(options) or "default")
+@parametrize("options", CASES, quick=(1,), ids=lambda options: "-".join(options) or "default")
 def test_as_optax(options):
     """Iterations raise small singular values up to 480-fold, and roundings with them."""
     assert_close(*train_both(options, make_params(), 6), 2e-5)

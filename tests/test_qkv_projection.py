@@ -275,7 +275,7 @@ FEW_ROWS = (
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize(("case", "config"), FEW_ROWS, quick=(0, 2))
+@parametrize(("case", "config"), FEW_ROWS, quick=(2,))
 def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
     of_both = qkv_projection.fitting
 

@@ -288,6 +288,7 @@ def test_what_is_not_legal_or_cannot_run_is_passed_over(device):
     assert choice_of(jaxfused.layer_norm, *args).source == "model"
 
 
+@pytest.mark.exhaustive
 def test_a_config_of_the_table_reaches_the_kernel(device):
     """The kernel is traced as it is where its config is passed."""
     kernel, operands = norm(4096)

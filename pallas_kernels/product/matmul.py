@@ -298,9 +298,17 @@ class _Call:
         reason = weights.why_unsupported(first.dtype, self.dtype, first.shape[-1])
         return reason is None and all(b.dtype == first.dtype for b in self.bs)
 
+    @property
+    def _rounded(self) -> "_Call":
+        """The same with b of the product's dtype."""
+        return replace(self, bs=tuple(b.astype(self.dtype) for b in self.bs))
+
     def default_config(self) -> MatmulConfig | FewRowsConfig:
         """The config that is predicted to be the fastest of those that fit into shared memory."""
         takes_few_rows = self.few_rows_convert and not (self.a_transposed or self.row_vectors)
+        if not self.few_rows_convert and self.b_format is None and self._rounded.few_rows_convert:
+            # XLA converts b, for whichever kernel.
+            return self._rounded.default_config()
         for config in fitting(self.work, self.multiprocessors):
             if isinstance(config, FewRowsConfig):
                 fits = takes_few_rows and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
@@ -397,8 +405,7 @@ class _Call:
 
     def run_few_rows(self, config: FewRowsConfig) -> dict[str, jax.Array]:
         if not self.few_rows_convert:
-            rounded = replace(self, bs=tuple(b.astype(self.dtype) for b in self.bs))
-            return rounded.run_few_rows(config)
+            return self._rounded.run_few_rows(config)
         launch = self.few_rows(config).launch
         results = launch(self.terms, self.bs, self.others, name=f"{self.name}_few_rows")
         by_name = dict(zip(self.outputs, results, strict=True))
