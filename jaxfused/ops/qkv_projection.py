@@ -335,9 +335,8 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     ends = (flat[0].shape[-1], flat[0].shape[-1] + flat[1].shape[-1])
     if _takes_one_product(run, x, weights):
         # In the very form that XLA's gradient of x takes, so that it is written once.
-        dy = jnp.concatenate([dy.reshape(-1, dy.shape[-1]) for dy in flat], axis=-1)
-        rows = x.reshape(-1, x.shape[-1])
-        dw = weight_gradient(rows, dy, weights[0].dtype, options.precision)
+        dy = jnp.concatenate(flat, axis=-1)
+        dw = weight_gradient(x, dy, weights[0].dtype, options.precision)
         dws = jnp.split(dw, ends, axis=-1)
         dbs = None if biases[0] is None else jnp.split(sum_rows(dy, biases[0].dtype), ends)
     else:
@@ -521,19 +520,30 @@ class _InputGradient:
         return _gradient_first(device, x, weights, _reasons(device, x, weights))
 
     def run(self, implementation, device, *operands, config=None) -> Results:
-        rows = math.prod(operands[0].shape[:-3])
-        dys = [dy.reshape(rows, math.prod(dy.shape[-3:])) for dy in operands[:3]]
+        before = operands[0].shape[:-3]
+        dys = [dy.reshape(*before, math.prod(dy.shape[-3:])) for dy in operands[:3]]
         weights = [
             w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in operands[3:]
         ]
         if implementation == "xla":
             dy, w = jnp.concatenate(dys, axis=-1), jnp.concatenate(weights, axis=-1)
-            dx = product("mf,df->md", dy, w, out_dtype=dy.dtype, precision=self.options.precision)
-        else:
-            (dx,) = pallas_qkv_projection.input_gradient(
-                dys, weights, multiprocessors=device.multiprocessors, config=config
+            rows = sharding.leading_axes(len(before))
+            return (
+                product(
+                    f"{rows}f,df->{rows}d",
+                    dy,
+                    w,
+                    out_dtype=dy.dtype,
+                    precision=self.options.precision,
+                ),
             )
-        return (dx.reshape(*operands[0].shape[:-3], dx.shape[-1]),)
+        (dx,) = pallas_qkv_projection.input_gradient(
+            [dy.reshape(-1, dy.shape[-1]) for dy in dys],
+            weights,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (dx.reshape(*before, dx.shape[-1]),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results | None:
         if is_batched(in_batched[3:]):
