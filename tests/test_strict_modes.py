@@ -522,7 +522,7 @@ def modules_of(package, base):
 
 
 def test_every_module_has_a_case():
-    # The layer of several axes that these make is Linear's or Dense's; a DiT block takes a condition too.
+    # What these make is as Linear or Dense is; a DiT block takes a condition too.
     others = {"DiTBlock", "Einsum", "LinearGeneral"}
     assert modules_of(jaxfused.nnx, flax.nnx.Module) - others == set(MODULES)
     names = {linen for _, _, (linen, _), _ in MODULES.values()}
