@@ -11,7 +11,7 @@ from jax import lax
 import jaxfused
 from benchmarks.case import Arrays
 from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
-from benchmarks.sweep.random_arrays import ACTIVATIONS, EPSILON, Programs, RandomArrays
+from benchmarks.sweep.program_parts import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
 def image_norm(config: ImageNorm) -> Programs:

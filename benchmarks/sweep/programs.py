@@ -26,7 +26,7 @@ from benchmarks.sweep.configs import (
     Rope,
 )
 from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
-from benchmarks.sweep.random_arrays import ACTIVATIONS, EPSILON, Programs, RandomArrays
+from benchmarks.sweep.program_parts import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
 def of(config: Config) -> Programs:

@@ -63,7 +63,7 @@ _FEW_BYTES_FORWARD = 2**19
 _FEW_BYTES_BACKWARD = 4 * 2**20
 """Up to so many bytes of one matrix the kernels for few rows are the first guess: the backward's takes
 one launch where the other takes two."""
-_FEW_ROWS_FEATURES = 4096
+FEW_ROWS_FEATURES = 4096
 _FLAT_FEATURES_FORWARD = 1024
 """Up to it rows that start anywhere have a kernel of their own, which is fast for few rows too."""
 _COLUMN_ROWS = 8192
@@ -82,7 +82,7 @@ def forward_candidates(
     if 2 * matrices * rows * features * itemsize > 50 * 10**6:
         # Beyond the L2 there is a choice between teams that take turns and neighbouring rows.
         ring += [ForwardConfig(run=run) for run in (0, 1, 2, 4, 8) if run <= rows]
-    if features > _FEW_ROWS_FEATURES:
+    if features > FEW_ROWS_FEATURES:
         return ring
     few_rows = ForwardConfig(few_rows=True)
     if features * itemsize % 16 and features <= _FLAT_FEATURES_FORWARD:
@@ -102,7 +102,7 @@ def backward_candidates(
     ring = [BackwardConfig()]
     if features <= 512:
         ring += [BackwardConfig(blocks=2), BackwardConfig(threads=256, blocks=3)]
-    if features > _FEW_ROWS_FEATURES:
+    if features > FEW_ROWS_FEATURES:
         return ring
     few_rows = BackwardConfig(few_rows=True)
     first = rows * features * itemsize <= _FEW_BYTES_BACKWARD and rows <= _COLUMN_ROWS

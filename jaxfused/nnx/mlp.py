@@ -1,7 +1,7 @@
 """The perceptrons of a Transformer block for Flax NNX."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,31 @@ from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.ops.mlp import Save
+
+
+def _add_layers(
+    module: "MLP | GatedMLP",
+    sizes: tuple[int, int, int | None],
+    linear: Callable[..., Linear],
+    first: Mapping[str, Any],
+    last: Mapping[str, Any],
+) -> None:
+    """Gives a module its layers, under its names for them, the one from the hidden features last.
+
+    Args:
+      module: with its `layer_names`.
+      sizes: features of x, of the hidden layer, and of the result, where None is as many as x has.
+      linear: makes a layer.
+      first: what it is told of the layers to the hidden features.
+      last: of the last one; what is None is as for the others.
+    """
+    features, hidden_features, out_features = sizes
+    *names, down = module.layer_names
+    for name in names:
+        setattr(module, name, linear(features, hidden_features, **first))
+    given = {key: value for key, value in last.items() if value is not None}
+    out_features = features if out_features is None else out_features
+    setattr(module, down, linear(hidden_features, out_features, **{**first, **given}))
 
 
 class MLP(nnx.Module):
@@ -97,30 +122,18 @@ class MLP(nnx.Module):
     ):
         check_layer_names("jaxfused.nnx.MLP", layer_names, 2)
         check_rate("jaxfused.nnx.MLP", dropout_rate)
-        linear = functools.partial(Linear, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
-        first = functools.partial(
-            linear,
-            in_features,
-            hidden_features,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-        )
+        first: dict[str, Any] = dict(kernel_init=kernel_init, bias_init=bias_init)
+        first |= dict(kernel_metadata=kernel_metadata, bias_metadata=bias_metadata)
+        last: dict[str, Any] = dict(kernel_init=down_kernel_init, bias_init=down_bias_init)
+        last |= dict(kernel_metadata=down_kernel_metadata, bias_metadata=down_bias_metadata)
         self.layer_names = tuple(layer_names)
-        for name in self.layer_names[:-1]:
-            setattr(self, name, first())
-        down = linear(
-            hidden_features,
-            in_features if out_features is None else out_features,
-            kernel_init=down_kernel_init or kernel_init,
-            bias_init=down_bias_init or bias_init,
-            kernel_metadata=kernel_metadata
-            if down_kernel_metadata is None
-            else down_kernel_metadata,
-            bias_metadata=bias_metadata if down_bias_metadata is None else down_bias_metadata,
+        _add_layers(
+            self,
+            (in_features, hidden_features, out_features),
+            functools.partial(Linear, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs),
+            first,
+            last,
         )
-        setattr(self, self.layer_names[-1], down)
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
@@ -245,30 +258,18 @@ class GatedMLP(nnx.Module):
     ):
         check_layer_names("jaxfused.nnx.GatedMLP", layer_names, 3)
         check_rate("jaxfused.nnx.GatedMLP", dropout_rate)
-        linear = functools.partial(Linear, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs)
-        first = functools.partial(
-            linear,
-            in_features,
-            hidden_features,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            kernel_metadata=kernel_metadata,
-            bias_metadata=bias_metadata,
-        )
+        first: dict[str, Any] = dict(kernel_init=kernel_init, bias_init=bias_init)
+        first |= dict(kernel_metadata=kernel_metadata, bias_metadata=bias_metadata)
+        last: dict[str, Any] = dict(kernel_init=down_kernel_init, bias_init=down_bias_init)
+        last |= dict(kernel_metadata=down_kernel_metadata, bias_metadata=down_bias_metadata)
         self.layer_names = tuple(layer_names)
-        for name in self.layer_names[:-1]:
-            setattr(self, name, first())
-        down = linear(
-            hidden_features,
-            in_features if out_features is None else out_features,
-            kernel_init=down_kernel_init or kernel_init,
-            bias_init=down_bias_init or bias_init,
-            kernel_metadata=kernel_metadata
-            if down_kernel_metadata is None
-            else down_kernel_metadata,
-            bias_metadata=bias_metadata if down_bias_metadata is None else down_bias_metadata,
+        _add_layers(
+            self,
+            (in_features, hidden_features, out_features),
+            functools.partial(Linear, use_bias=use_bias, param_dtype=param_dtype, rngs=rngs),
+            first,
+            last,
         )
-        setattr(self, self.layer_names[-1], down)
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None

@@ -36,7 +36,7 @@ class Norm:
     @property
     def is_small_for_xla(self) -> bool:
         """Whether XLA's program without a mean starts sooner than a kernel that others cannot join."""
-        few = self.rows <= (1 if self.features <= _FEW_ROWS_FEATURES else 2)
+        few = self.rows <= (1 if self.features <= cuda.layer_norm.FEW_ROWS_FEATURES else 2)
         few = few or (not self.aligned and self.rows * self.features <= _SMALL)
         return few and not self.subtract_mean
 
@@ -107,11 +107,11 @@ _NARROW_FEATURES = 256
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _MANY_ROWS = 6000
-_FEW_ROWS_FEATURES = 4096
-"""Up to it CUDA has a kernel of few rows."""
+"""Of so many on, XLA sums over the rows in the kernel of the gradient of x."""
 _SMALL = 300_000
 """Values of a matrix."""
 _FEW_VALUES = 2**15
+"""Of a matrix for which XLA's statistics take little more than a start."""
 _KERNELS_APART = 1.0
 """What XLA takes for a sum with a residual, mean and variance in kernels of their own."""
 _RESIDUAL_XLA = 1.6

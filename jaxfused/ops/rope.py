@@ -330,6 +330,7 @@ class _Rotation:
 
 
 _FEW_BYTES = 2**16
+"""Of the queries, which no kernel reads faster than it starts."""
 
 
 class _Residuals(NamedTuple):

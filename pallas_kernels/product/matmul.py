@@ -306,9 +306,11 @@ class _Call:
     def default_config(self) -> MatmulConfig | FewRowsConfig:
         """The config that is predicted to be the fastest of those that fit into shared memory."""
         takes_few_rows = self.few_rows_convert and not (self.a_transposed or self.row_vectors)
-        if not self.few_rows_convert and self.b_format is None and self._rounded.few_rows_convert:
+        if not self.few_rows_convert and self.b_format is None:
             # XLA converts b, for whichever kernel.
-            return self._rounded.default_config()
+            rounded = self._rounded
+            if rounded.few_rows_convert:
+                return rounded.default_config()
         for config in fitting(self.work, self.multiprocessors):
             if isinstance(config, FewRowsConfig):
                 fits = takes_few_rows and self.few_rows(config).shared_bytes <= SHARED_MEMORY_BYTES
