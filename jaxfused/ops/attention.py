@@ -772,9 +772,9 @@ def _examples(random: Callable[[Any], Any], arrays: _Arrays) -> _Arrays:
     def lengths(counts, array):
         return None if counts is None else jnp.full_like(counts, array.shape[1])
 
-    program_parts = _Arrays(*(None if array is None else random(array) for array in arrays))
+    random_arrays = _Arrays(*(None if array is None else random(array) for array in arrays))
     explicit = arrays.explicit
-    return program_parts._replace(
+    return random_arrays._replace(
         query_lengths=lengths(arrays.query_lengths, arrays.query),
         key_lengths=lengths(arrays.key_lengths, arrays.key),
         query_segments=segments(arrays.query_segments),
