@@ -43,7 +43,7 @@ __device__ __forceinline__ Sums moments_about(float base, float count, float2 mo
 }
 
 __device__ __forceinline__ float2 moments_of(float base, float count, const Sums& sums) {
-  const float delta = __fdividef(sums.first, fmaxf(count, 1.0f));
+  const float delta = sums.first / fmaxf(count, 1.0f);
   const float deviations = sums.second - sums.first * delta;
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
@@ -98,7 +98,8 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
     }
   });
   const float count = static_cast<float>(place.steps);
-  const float inverse = __fdividef(1.0f, fmaxf(count, 1.0f));
+  // A rounding of it is in the variance of every thread with so many values: none but the nearest.
+  const float inverse = 1.0f / fmaxf(count, 1.0f);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
     const float offset = mean[c] * inverse;

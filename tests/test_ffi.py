@@ -164,6 +164,9 @@ def call_forward(x, scale, y, **attributes):
             scale_offset=np.float32(0.0),
             pre_activation="none",
             activation="none",
+            few_rows=np.bool_(False),
+            threads=np.int64(128),
+            run=np.int64(-1),
         )
         | attributes
     )
@@ -511,6 +514,7 @@ MASK_LOSS = {
     ).items()
 }
 INT32 = "int32"
+FLOAT16 = "float16"
 
 
 @pytest.mark.gpu
@@ -663,8 +667,8 @@ INT32 = "int32"
             ),
             (
                 "segmentation_loss",
-                [((2, 9, 1), jnp.float16), ((2, 9), INT32)],
-                [(2,), ((2, 9, 1), jnp.float16)],
+                [((2, 9, 1), FLOAT16), ((2, 9), INT32)],
+                [(2,), ((2, 9, 1), FLOAT16)],
                 PIXELS | MASK_LOSS,
                 "the gradient in float16 is too small",
             ),

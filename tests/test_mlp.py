@@ -321,7 +321,8 @@ def test_pallas_gated_mlp_of_one_matrix_in_the_interpreter(save):
 @pytest.mark.parametrize(("hidden", "filled"), [(938, 960), (21, 24), (2736, 2736)])
 def test_odd_hidden_features_are_filled_up_with_zeros(hidden, filled, implementation):
     """So that Pallas's kernels can run, the gradient's too: `explain` says what they see."""
-    x, w, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 64), (64, hidden), (hidden,)))
+    rows = 2**14
+    x, w, b = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, 64), (64, hidden), (hidden,)))
     both, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 2 * hidden), (hidden, 64)))
 
     def mlp(x, w1, b1, w2):
@@ -336,7 +337,7 @@ def test_odd_hidden_features_are_filled_up_with_zeros(hidden, filled, implementa
             o.shape for o in operands
         )
         seen = str(jaxfused.explain(gradient, *operands))
-        assert f"512, {filled}]" in seen
+        assert f"{rows}, {filled}]" in seen
 
 
 @pytest.mark.exhaustive

@@ -98,7 +98,11 @@ def decoded(tree):
     )
 
 
-def assert_close(actual, expected, tolerance=2e-5, few=0.0):
+def assert_close(actual, expected, tolerance=2e-5, few=0.0, other_codes=0.0):
+    """`few` of the numbers of 16 or 8 bits may be far off, and `other_codes` of the parameters.
+
+    A moment between two codes of 8 bits may take the other one, and its parameter another step then.
+    """
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     actual, expected = decoded(actual), decoded(expected)
     for (path, a), e in zip(
@@ -111,7 +115,9 @@ def assert_close(actual, expected, tolerance=2e-5, few=0.0):
         a, e = np.float64(a), np.float64(e)
         unit = np.max(np.abs(e), initial=0.0) if "mu" in name or "nu" in name else 1.0
         far = ~np.isclose(a, e, rtol=t, atol=t * unit)
-        allowed = few * a.size if coarse else 0
+        stepped = not coarse and name.startswith("[0]")
+        assert not stepped or np.isclose(a, e, rtol=1e-2, atol=1e-2).all(), name
+        allowed = few * a.size if coarse else other_codes * a.size * stepped
         assert far.sum() <= allowed, (
             f"{name}: {far.sum()} of {a.size}, {a[far][:3]}, not {e[far][:3]}"
         )
@@ -408,7 +414,8 @@ def test_kernels(monkeypatch, case):
         expected = jax.device_get(train(case, "cuda", params=odd_params))
     name, *_ = case
     if name != "lion":
-        assert_close(actual, expected, 1e-2 if "mu_dtype" in case[1] else 2e-5)
+        tolerance = 1e-2 if "mu_dtype" in case[1] else 2e-5
+        assert_close(actual, expected, tolerance, other_codes=1e-4 * (name == "adamw8bit"))
         return
     # The sign of a sum that nearly cancels may differ.
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

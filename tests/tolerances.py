@@ -25,6 +25,8 @@ def ulp(magnitude: float, dtype: jnp.dtype) -> float:
 def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.ndarray) -> None:
     """Asserts that `actual` is as near to `truth` as the rule asks, and NaN or Inf where `truth` is.
 
+    The truth is infinite too where it is larger than any number of the dtype.
+
     Args:
       name: what is compared, for the message.
       actual: the implementation's result, in its own dtype.
@@ -40,6 +42,8 @@ def assert_accurate(name: str, actual: jax.Array, plain: jax.Array, truth: np.nd
         return
     ours = np.asarray(actual, np.float64)
     naive = np.asarray(plain, np.float64)
+    limit = float(jnp.finfo(actual.dtype).max)
+    truth = np.where(np.abs(truth) > limit, np.copysign(np.inf, truth), truth)
     np.testing.assert_array_equal(np.isnan(ours), np.isnan(truth), f"{name}: NaN")
     for sign in (np.inf, -np.inf):
         np.testing.assert_array_equal(ours == sign, truth == sign, f"{name}: {sign}")

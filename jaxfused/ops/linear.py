@@ -20,7 +20,7 @@ from jaxfused.ops.kernel_call import (
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.reference.product import product
+from jaxfused.reference.product import product, weight_product
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
@@ -230,6 +230,8 @@ def input_gradient(
 
 def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
     """The transpose of x [..., D] times dy [..., F], over all rows."""
+    if not sharding.is_explicit(x, dy):
+        return weight_product(x, dy, out_dtype=dtype, precision=precision)
     rows = sharding.leading_axes(x.ndim - 1)
     return _product(f"{rows}d,{rows}f->df", x, dy, dtype, precision)
 
@@ -393,6 +395,9 @@ class Layer:
         is_plain = self.activation is None and not self.save_preactivation
         if is_plain and (in_product or (bias is None and residual is None)):
             return Passes(bytes_in_product=0 if residual is None else residual.dtype.itemsize)
+        only_relu = self.activation == "relu" and residual is None and not self.save_preactivation
+        if only_relu and in_product:
+            return Passes()  # XLA has an epilogue for it.
         streams = (x.dtype, self.out_dtype, *(() if residual is None else (residual.dtype,)))
         return Passes(
             bytes_of_element=sum(jnp.dtype(dtype).itemsize for dtype in streams),
@@ -592,6 +597,6 @@ def in_order(
         in_epilogue = cost.cublaslt_epilogue(work.m * work.n, work.activations)
         times["cuda"] = xla_time(device, work, moved) + in_epilogue
     if reasons["pallas"] is None:
-        fused = replace(work, k=terms * work.k)
+        fused = replace(work, k=terms * work.k, terms=terms)
         times["pallas"] = pallas_time or predicted_time(fused, device.multiprocessors)
     return fastest_first(reasons, times)

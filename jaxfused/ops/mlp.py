@@ -281,7 +281,10 @@ def _zero_features(
         dtypes=dict(x=x.dtype),
         features=dict(x=x.shape[-1], result=features),
     )
-    if can_run is not None or math.prod(x.shape[:-1]) <= few_rows.MAX_ROWS or hidden == 0:
+    rows = math.prod(x.shape[:-1])
+    if can_run is not None or rows <= few_rows.MAX_ROWS or hidden == 0:
+        return 0
+    if implementation is None and rows * hidden < _SMALLEST_TO_PAD:
         return 0
     # Whole steps of the sums, and whole instructions, where they are not much more.
     step = SWIZZLE_BYTES // x.dtype.itemsize
@@ -289,6 +292,8 @@ def _zero_features(
     return zeros if zeros <= hidden // _LARGEST_SHARE_OF_ZEROS else -hidden % grain
 
 
+_SMALLEST_TO_PAD = 2**18
+"""Elements of a hidden layer that takes longer than copies of the weights."""
 _LARGEST_SHARE_OF_ZEROS = 8
 """More than a part of so many features of zeros takes longer than it saves."""
 
@@ -809,7 +814,7 @@ class _GatedInputGradient:
     def work(self, dgate, dup, w_gate, w_up) -> cost.Work:
         del dup, w_up
         one = _work(dgate, w_gate, w_gate.shape[0], k_last=True)
-        return replace(one, k=2 * one.k)
+        return replace(one, k=2 * one.k, terms=2)
 
     def reasons(self, device, dgate, dup, w_gate, w_up) -> Mapping[str, str | None]:
         del dup

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxfused import dispatch
-from pallas_kernels.product import cost
+from pallas_kernels.product import cost, few_rows
 
 _DOUBT = 1.06
 """By how much another implementation must be predicted faster than XLA: about the model's error."""
@@ -41,11 +41,24 @@ class Passes:
 
 
 def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
-    """Predicted microseconds of XLA's product and what comes after it."""
+    """Predicted microseconds of XLA's product and what comes after it.
+
+    Several products of one x are one of few rows, and one after the other of many. Weights of another
+    dtype [k, n] are converted as a product of few rows reads them.
+    """
+    few = work.m <= few_rows.MAX_ROWS
+    side_by_side = work.products if few else 1
+    fused_conversion = few and not work.k_last
     product = cost.xla_product(
-        work.m, work.products * work.n, work.k, work.itemsize, device.multiprocessors
+        work.m,
+        side_by_side * work.n,
+        work.k,
+        work.itemsize,
+        device.multiprocessors,
+        work.b_bytes if fused_conversion else 0,
     )
-    return product + passes.time(work.m * work.n) + cost.conversion(work)
+    converted = 0.0 if fused_conversion else cost.conversion(work)
+    return work.products // side_by_side * product + passes.time(work.m * work.n) + converted
 
 
 def is_modelled(device: dispatch.Device) -> bool:

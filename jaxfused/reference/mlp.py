@@ -118,7 +118,8 @@ def hidden_gradient_by_slope(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns dz from the activation's derivative [M, F], and the sum of dz over the rows."""
     dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
-    return dz.astype(slope.dtype), _sum_over_rows(dz) if sum_rows else None
+    narrow = dz.astype(slope.dtype)
+    return narrow, _sum_over_rows(dz, narrow) if sum_rows else None
 
 
 def hidden_gradient(
@@ -133,7 +134,8 @@ def hidden_gradient(
     """Returns dz, activation(z), and dz summed over the rows."""
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
-    return dz.astype(z.dtype), h.astype(z.dtype), _sum_over_rows(dz) if sum_rows else None
+    narrow = dz.astype(z.dtype)
+    return narrow, h.astype(z.dtype), _sum_over_rows(dz, narrow) if sum_rows else None
 
 
 def gated_unit(
@@ -175,11 +177,12 @@ def gated_hidden_gradient(
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
+    narrow = (dgate.astype(gate.dtype), dup.astype(gate.dtype))
     db_gate, db_up = (
-        _sum_over_rows(d) if wanted else None
-        for d, wanted in zip((dgate, dup), sum_rows, strict=True)
+        _sum_over_rows(d, n) if wanted else None
+        for d, n, wanted in zip((dgate, dup), narrow, sum_rows, strict=True)
     )
-    return dgate.astype(gate.dtype), dup.astype(gate.dtype), h, db_gate, db_up
+    return *narrow, h, db_gate, db_up
 
 
 def gated_input_gradient(
@@ -209,5 +212,17 @@ def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Arr
     return dh.astype(jnp.float32)
 
 
-def _sum_over_rows(values: jax.Array) -> jax.Array:
+def _sum_over_rows(values: jax.Array, narrow: jax.Array) -> jax.Array:
+    """Sums float32 values, which are returned in `narrow` too, over their rows.
+
+    XLA gives a sum over the rows of few columns few threads. There it sums what it has written, for
+    these threads are not to evaluate the values too.
+    """
+    rows, columns = values.shape
+    if columns < _FEW_COLUMNS and rows >= _MANY_ROWS:
+        values = jax.lax.optimization_barrier(narrow)
     return jnp.sum(values, axis=0, dtype=jnp.float32)
+
+
+_FEW_COLUMNS = 128
+_MANY_ROWS = 1024

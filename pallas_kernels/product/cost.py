@@ -31,6 +31,8 @@ class Speeds:
     """Likewise where the warpgroups share a tile; nothing is added for the step itself."""
     ragged: float = 1.28
     """Factor of a step whose instructions take a block of columns each."""
+    shifted_rows: float = 1.5
+    """Factor of a step where rows of b [n, k] begin anywhere in a line of memory."""
     narrow: float = 1.2
     """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
     low: float = 1.03
@@ -61,7 +63,7 @@ class Speeds:
     """Exponent of the norm that two things take which run at once: large where one hides the other."""
     few_rows_launch: float = 2.85
     """To start and to end a kernel of few rows, whose first copies take their time to arrive."""
-    few_rows_byte: float = 1 / 4.75e6
+    few_rows_byte: float = 1 / 4.2e6
     """Of memory traffic there."""
     cached_byte: float = 1 / 5e6
     """Of what comes from the cache: x, once for each block of columns."""
@@ -71,8 +73,10 @@ class Speeds:
     """For each sum that a CTA leaves to them and takes from them."""
     few_rows_chunk: float = 0.3
     """For each chunk of rows that a CTA finishes."""
-    few_rows_conversion: float = 1e-4
-    """For each number of w that a CTA converts to the dtype of x."""
+    few_rows_conversion_step: float = 0.65
+    """Of a step of a CTA that converts w to the dtype of x before it multiplies."""
+    few_rows_conversion: float = 3.4e-5
+    """Likewise for each number that it converts."""
     quantized_launch: float = 1.7
     """As `few_rows_launch`, with quantised weights."""
     quantized_byte: float = 2.5e-7
@@ -98,6 +102,8 @@ class Speeds:
     xla_launch: float = 2.0
     xla_few_rows: float = 1.2
     """What a product of few rows takes it more: tiles as flat as that fill its ring no faster."""
+    xla_fewest_rows_byte: float = 1 / 4.55e6
+    """Of memory traffic in a product of half of them."""
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
     xla_tile_element: float = 8e-5
@@ -145,6 +151,8 @@ class Work:
     """They are gelu_erf's, which XLA evaluates at length."""
     k_last: bool = False
     """b is [n, k], of which any number of columns makes an instruction."""
+    terms: int = 1
+    """Pairs of operands whose products are added: each has its part of k."""
 
     @property
     def steps(self) -> int:
@@ -184,6 +192,8 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         step *= speeds.narrow
     elif config.tile_m == 64 and config.ping_pong and config.cluster == 1:
         step *= speeds.low
+    if work.k_last and work.k // work.terms * work.itemsize % _STEP_BYTES:
+        step *= speeds.shifted_rows
     step *= 1 + speeds.missing_stage * max(0, 4 - config.stages)
     multiplied = work.steps * step
     stored = config.tile_m * config.tile_n * _epilogue_of_element(work, config, speeds)
@@ -262,8 +272,9 @@ def few_rows(
     if waves > 1:
         traffic *= waves * resident / ctas
     if work.b_bytes != work.itemsize:
-        of_cta = width * math.ceil(work.steps / config.parts) * _STEP_BYTES // work.itemsize
-        traffic = max(traffic, of_cta * waves * speeds.few_rows_conversion)
+        numbers = width * _STEP_BYTES // work.itemsize
+        step = speeds.few_rows_conversion_step + numbers * speeds.few_rows_conversion
+        traffic = max(traffic, math.ceil(work.steps / config.parts) * waves * step)
     cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
     total = speeds.few_rows_launch + _at_once((traffic, cached), speeds)
     total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
@@ -326,11 +337,15 @@ def _epilogue_of_element(work: Work, config: MatmulConfig, speeds: Speeds) -> fl
     return speeds.element + of_result / work.products
 
 
-def xla_product(m: int, n: int, k: int, itemsize: int = 2, multiprocessors: int = 132) -> float:
+def xla_product(
+    m: int, n: int, k: int, itemsize: int = 2, multiprocessors: int = 132, b_itemsize: float = 0
+) -> float:
     """Microseconds of XLA's product, for which it tries many tiles and splits along K."""
     speeds = H200
     steps = math.ceil(k * itemsize / _STEP_BYTES)
-    traffic = speeds.memory_byte * itemsize * (k * (m + n) + m * n)
+    fewest = m <= MAX_ROWS // 2
+    of_byte = speeds.xla_fewest_rows_byte if fewest else speeds.memory_byte
+    traffic = of_byte * (itemsize * (k * m + m * n) + (b_itemsize or itemsize) * k * n)
     best = math.inf
     for tile_m, tile_n in _XLA_TILES:
         tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
