@@ -34,8 +34,8 @@ struct ForwardArgs {
 //
 //     mean = base + sum n d / sum n,   deviations = sum (m + n d^2) - (sum n d)^2 / sum n.
 //
-// Since `base` is a mean of the values themselves, the difference loses few digits: its first term
-// is at most as many times the second as there are parts.
+// Since `base` is a mean of some of the values, the difference loses few digits, the fewer the more
+// values that are.
 __device__ __forceinline__ Sums moments_about(float base, float count, float2 moments) {
   const float delta = moments.x - base;
   const float first = count * delta;
@@ -48,6 +48,9 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
+// What a mean should be of to be near that of all values.
+constexpr float kFewestValues = 31.0f;
+
 // Merges the moments of an image's slices, [slices, groups], and hands those of a group to
 // store(group, moments) of one thread. `parts` is the number of slices, or 1 if they are merged.
 template <int kLoads, typename Store>
@@ -57,11 +60,23 @@ __device__ __forceinline__ void merge_slices(const Images& images, const float2*
   const float size = static_cast<float>(images.group_size);
   const float shorter = static_cast<float>(pixels) * size;
   moments += first_group;
+  const auto mean_of = [=, &images](int group, int part) {
+    return __ldcg(moments + group + static_cast<int64_t>(part) * images.groups).x;
+  };
+  // Slices of few values have a mean far from that of all: then `base` is a mean of several.
+  const int near = min(parts, static_cast<int>(kFewestValues / fmaxf(shorter, 1.0f)) + 1);
+  const auto base_of = [=](int group) {
+    float base = mean_of(group, 0);
+    for (int part = 1; part < near; ++part) {
+      base += (mean_of(group, part) - base) / static_cast<float>(part + 1);
+    }
+    return base;
+  };
   merge_parts<kLoads>(
       groups, parts, lanes,
       [&](int group) {
         const float2* own = moments + group;
-        const float base = __ldcg(own).x;
+        const float base = base_of(group);
         return [=, &images](int part) {
           const float count = part < longer ? shorter + size : shorter;
           return moments_about(base, count,
@@ -70,7 +85,7 @@ __device__ __forceinline__ void merge_slices(const Images& images, const float2*
       },
       [&](int group, const Sums& sums) {
         const float count = static_cast<float>(images.pixels) * size;
-        store(first_group + group, moments_of(__ldcg(moments + group).x, count, sums));
+        store(first_group + group, moments_of(base_of(group), count, sums));
       });
 }
 
