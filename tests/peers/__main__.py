@@ -51,7 +51,7 @@ def run(folder: Path, tests: tuple[str, ...], options: list[str], **environment:
     path = os.pathsep.join([str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", points_at_jaxfused.__name__]
     # Compiled programs and pytest's notes stay out of a checkout that is not ours.
-    command += ["-p", "no:cacheprovider", *tests, *options]
+    command += ["-p", "no:cacheprovider", "-p", "no:benchmark", *tests, *options]
     return subprocess.run(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": path, **environment}
     ).returncode
@@ -63,7 +63,9 @@ def main() -> int:
     arguments, options = parser.parse_known_args()
     for name, reason in points_at_jaxfused.DESELECTED.items():
         print(f"left out: {name.split('::')[-1]}: {reason}")
-    status = run(flax_sources(), SUITES, options)
+    # They compare float32 with NumPy's, which JAX's default precision on a GPU is not.
+    precision = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    status = run(flax_sources(), SUITES, options, **precision)
     if arguments.jax_tests is not None:
         jax_options = ["-k", "Attention", *options]
         environment = {points_at_jaxfused.POINTS_JAX: "1"}

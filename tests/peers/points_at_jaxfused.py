@@ -53,6 +53,15 @@ DESELECTED = {
     for i in (0, 4)
 }
 """Tests that are left out, each with the reason."""
+if jax.default_backend() == "gpu":
+    DESELECTED |= {
+        f"{CONSISTENCY}::test_nnx_linen_{norm}_equivalence{i}": (
+            "compares bits of float32, which a kernel sums in another order than XLA's passes"
+        )
+        # Those of float32.
+        for norm, count in (("batchnorm", 16), ("layernorm", 8), ("rmsnorm", 8))
+        for i in range(0, count, 2)
+    }
 
 
 def pytest_configure(config):
