@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES, clusters_at_once
 from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig, QuantizedConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
@@ -121,6 +121,18 @@ class Speeds:
     """Of this package's CUDA kernel over the result of a product, beside its traffic."""
     cuda_unaligned: float = 2.0
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
+    weights_copied_byte: float = 1.1e-5
+    """Of operands that a CTA copies for the gradient of weights, from the cache."""
+    weights_stored: float = 3e-5
+    """For each element of a CTA's tile that it stores."""
+    weights_exchange: float = 1.5e-5
+    """For each element that the CTAs of a cluster leave to each other."""
+    weights_wait: float = 1.0
+    """For them to wait for each other."""
+    weights_sum_byte: float = 1 / 4.5e6
+    """Of the parts that XLA adds, most of which the cache still holds."""
+    weights_row_sums: float = 2.5
+    """For the sums of rows, of which XLA adds the parts."""
     cublaslt_activation: float = 3.2e-7
     """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
 
@@ -224,6 +236,78 @@ def conversion(work: Work, speeds: Speeds = H200) -> float:
         return 0.0
     moved = work.products * work.n * work.k * (work.b_bytes + work.itemsize)
     return work.products * speeds.xla_pass + moved * speeds.xla_pass_byte
+
+
+@dataclass(frozen=True)
+class WeightWork:
+    """The gradient of weights: the transpose of [rows, features] times several of [rows, width]."""
+
+    rows: int
+    features: int
+    widths: tuple[int, ...]
+    itemsize: int = 2
+    out_bytes: int = 4
+    """Of a number of the gradient."""
+    sums: bool = False
+    """The rows of what is multiplied from the right are summed, too."""
+
+    @property
+    def steps(self) -> int:
+        return max(1, math.ceil(self.rows * self.itemsize / _STEP_BYTES))
+
+    @property
+    def elements(self) -> int:
+        return self.features * sum(self.widths)
+
+
+def weight_tiles(work: WeightWork, tile_m: int, tile_n: int) -> int:
+    """Tiles of the gradient, each of which belongs to one of the widths."""
+    return math.ceil(work.features / tile_m) * sum(math.ceil(w / tile_n) for w in work.widths)
+
+
+def weight_gradient(
+    work: WeightWork,
+    *,
+    tile: tuple[int, int],
+    stages: int,
+    parts: int,
+    cluster: int,
+    multiprocessors: int,
+    speeds: Speeds = H200,
+) -> float:
+    """Microseconds of the gradient of weights in this package's kernel, XLA's sums of parts included.
+
+    Args:
+      work: the product.
+      tile: rows and columns of the result that a CTA computes at a time.
+      stages: slots of the ring.
+      parts: of each tile.
+      cluster: parts that are added within a cluster.
+      multiprocessors: of the device.
+    """
+    groups = parts // cluster
+    area = tile[0] * tile[1]
+    steps = math.ceil(work.steps / parts)
+    rounds = math.ceil(
+        weight_tiles(work, *tile) * groups / clusters_at_once(multiprocessors, cluster)
+    )
+    copied = (tile[0] + tile[1]) * _STEP_BYTES * speeds.weights_copied_byte
+    step = _at_once((speeds.shared_step_element * area, copied), speeds)
+    if any(width % (_STEP_BYTES // work.itemsize) for width in work.widths):
+        step *= speeds.ragged
+    step *= 1 + speeds.missing_stage * max(0, 4 - stages)
+    stored = speeds.weights_stored * area
+    if cluster > 1:
+        stored += speeds.weights_exchange * area + speeds.weights_wait
+    compute = rounds * (steps * step + stored)
+    read = work.rows * (work.features + sum(work.widths)) * work.itemsize
+    total = speeds.launch + _at_once((compute, read * speeds.memory_byte), speeds)
+    if groups > 1:
+        moved = work.elements * (4 * groups + work.out_bytes)
+        total += len(work.widths) * speeds.xla_pass + moved * speeds.weights_sum_byte
+    if work.sums:
+        total += speeds.weights_row_sums
+    return total
 
 
 def time(
