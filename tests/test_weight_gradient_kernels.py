@@ -5,15 +5,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from pallas_kernels.product.weight_gradient import (
     WeightGradientConfig,
     weight_gradient,
-    why_unsupported,
 )
 from tests.grids import parametrize
-from tests.lowering import kernels
 
 SMALL = WeightGradientConfig(tile_m=64, tile_n=64, stages=2)
 

@@ -121,6 +121,12 @@ class Speeds:
     """Of this package's CUDA kernel over the result of a product, beside its traffic."""
     cuda_unaligned: float = 2.0
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
+    xla_row_sums: float = 2.5
+    """Of a sum over rows, beside its traffic."""
+    xla_row_sums_byte: float = 1 / 3.6e6
+    xla_ones: float = 3.0
+    """Of one that is a product with ones, beside its traffic."""
+    xla_ones_byte: float = 1 / 8e6
     weights_copied_byte: float = 1.1e-5
     """Of operands that a CTA copies for the gradient of weights, from the cache."""
     weights_stored: float = 3e-5
@@ -454,6 +460,38 @@ def xla_pads(work: Work, multiprocessors: int) -> bool:
     while 2 * splits * tiles <= multiprocessors:
         splits *= 2
     return work.k % (splits * _STEP_BYTES // work.itemsize) != 0
+
+
+def xla_weight_gradient(
+    work: WeightWork, multiprocessors: int, *, side_by_side: bool = False
+) -> float:
+    """Microseconds of XLA's products, of which it pads the operands where the rows do not split evenly.
+
+    Args:
+      work: the products.
+      multiprocessors: of the device.
+      side_by_side: whether several are one product of what is copied side by side.
+    """
+    widths: tuple[int, ...] = work.widths
+    total = 0.0
+    if side_by_side and len(widths) > 1:
+        widths = (sum(widths),)
+        total += xla_pass(work.rows * widths[0], 2 * work.itemsize)
+    for width in widths:
+        one = Work(work.features, width, work.rows, itemsize=work.itemsize)
+        total += xla_product(one.m, one.n, one.k, one.itemsize, multiprocessors)
+        if xla_pads(one, multiprocessors):
+            sizes = (work.features, width)
+            total += sum(xla_pass(work.rows * size, 2 * work.itemsize) for size in sizes)
+    return total
+
+
+def xla_row_sums(elements: int, itemsize: int, *, by_product: bool) -> float:
+    """Microseconds of a sum over rows, as a product with ones or as it stands."""
+    launch, byte = (H200.xla_ones, H200.xla_ones_byte)
+    if not by_product:
+        launch, byte = (H200.xla_row_sums, H200.xla_row_sums_byte)
+    return launch + elements * itemsize * byte
 
 
 _XLA_TILE = 128

@@ -92,6 +92,10 @@ class TileEpilogue(Protocol):
     def run(self, acc: jax.Array) -> None:
         """Stores what comes of the accumulators."""
 
+
+class SummingEpilogue(TileEpilogue, Protocol):
+    """Of a product that sums what is in its slots."""
+
     def store_sums(self, sums: Any) -> None:
         """Stores what `Product.sum_slot` has summed, before the accumulators."""
 
@@ -642,7 +646,8 @@ class _Consumer:
     product: Product
     ring: Ring
     wg_idx: jax.Array
-    epilogue_of: Callable[[TilePlace], TileEpilogue]
+    epilogue_of: Callable[[TilePlace], Any]
+    """A `TileEpilogue`, or a `SummingEpilogue` where the product sums."""
 
     def run(self) -> None:
         ping_pong, turn = self.product.config.ping_pong, self.ring.turn

@@ -488,7 +488,7 @@ _SUM_LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
-"""Registers in which each warp holds a quarter of a piece's columns, so that rows are added within it."""
+"""Registers in which each warp holds a quarter of a piece's columns: rows are added within it."""
 
 
 @dataclass(frozen=True)
