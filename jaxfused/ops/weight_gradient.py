@@ -79,8 +79,11 @@ def weight_gradients(
     """
     kernel = WeightGradients(op, jnp.dtype(dtype), precision, len(dys), sums_rows, side_by_side)
     if sharding.is_explicit(x, *dys):
-        # Devices add their parts before these are rounded.
-        results = run(replace(kernel, dtype=jnp.dtype(jnp.float32)), x, *dys)
+        # Devices add their parts before these are rounded. Where they share x's features, they would
+        # add the same sums of dy as often.
+        alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
+        sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
+        results = (*run(alone, x, *dys), *sums)
     elif sharding.is_in_one_piece(x, *dys):
         results = run(kernel, x, *dys)
     else:
