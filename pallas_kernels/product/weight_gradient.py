@@ -479,6 +479,7 @@ class _WeightProduct(Product):
                 counts = (piece < pieces).astype(jnp.float32)
                 loaded = [value * counts for value in loaded]
             sums = tuple(total + value for total, value in zip(sums, loaded, strict=True))
+        plgpu.commit_smem()  # The copy engine may overwrite what was read here.
         return sums
 
 
