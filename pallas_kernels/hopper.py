@@ -18,19 +18,6 @@ LANES = 32
 """Threads in a warp."""
 
 
-def clusters_at_once(multiprocessors: int, size: int) -> int:
-    """How many clusters of so many CTAs run at once, if a CTA takes all of a multiprocessor.
-
-    A cluster lies in one group of multiprocessors, of which some have 16 and others 18.
-    """
-    if size <= 2:
-        return multiprocessors // size
-    return max(1, multiprocessors // _GROUP * (_GROUP // size))
-
-
-_GROUP = 16
-
-
 def why_unfit(compute_capability: tuple[int, int] | None) -> str | None:
     """None for a Hopper GPU, else the sentence that says what the kernels need."""
     if compute_capability is not None and compute_capability[0] == 9:

@@ -1,5 +1,6 @@
 """The gradients of weights and biases: products and sums over all rows, a stage of several operators."""
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
 from jaxfused.ops.product_choice import fastest_first, is_modelled
-from jaxfused.reference.product import product, unshared
+from jaxfused.reference.product import unshared, weight_product
 from pallas_kernels.product import cost
 from pallas_kernels.product import weight_gradient as pallas_weight_gradient
 
@@ -204,18 +205,7 @@ class WeightGradients:
 
     def in_xla(self, x, *dys) -> tuple[jax.Array, ...]:
         """The same in XLA, of any number of leading axes."""
-        rows = sharding.leading_axes(x.ndim - 1)
-
-        def gradient(x, dy):
-            return product(
-                f"{rows}d,{rows}f->df",
-                x,
-                dy,
-                dtype=x.dtype,
-                out_dtype=self.dtype,
-                precision=self.precision,
-            )
-
+        gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
         sums = [sum_rows(dy, jnp.float32) for dy in dys] if self.sums_rows else []
         if self.side_by_side and len(dys) > 1:
             dw = gradient(x, jnp.concatenate(dys, axis=-1))

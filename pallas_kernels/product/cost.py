@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES, clusters_at_once
+from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
 from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig, QuantizedConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
@@ -121,24 +121,30 @@ class Speeds:
     """Of this package's CUDA kernel over the result of a product, beside its traffic."""
     cuda_unaligned: float = 2.0
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
-    xla_row_sums: float = 2.5
+    xla_row_sums: float = 4.5
     """Of a sum over rows, beside its traffic."""
-    xla_row_sums_byte: float = 1 / 3.6e6
+    xla_row_sums_byte: float = 1 / 3.85e6
     xla_ones: float = 3.0
     """Of one that is a product with ones, beside its traffic."""
     xla_ones_byte: float = 1 / 8e6
-    weights_copied_byte: float = 1.1e-5
-    """Of operands that a CTA copies for the gradient of weights, from the cache."""
-    weights_stored: float = 3e-5
+    weights_launch: float = 1.8
+    """To start and to end the kernel of a weight's gradient."""
+    weights_step: float = 0.098
+    """Of a step there, whatever the tile."""
+    weights_step_element: float = 1.58e-5
+    """Of a step, for each element of a CTA's tile."""
+    weights_ragged: float = 1.16
+    """Factor of a step whose instructions take a block of columns each."""
+    weights_rows: float = 1.04
+    """Factor of a step that sums rows."""
+    weights_stored: float = 9.4e-5
     """For each element of a CTA's tile that it stores."""
-    weights_exchange: float = 1.5e-5
-    """For each element that the CTAs of a cluster leave to each other."""
-    weights_wait: float = 1.0
-    """For them to wait for each other."""
-    weights_sum_byte: float = 1 / 4.5e6
-    """Of the parts that XLA adds, most of which the cache still holds."""
-    weights_row_sums: float = 2.5
-    """For the sums of rows, of which XLA adds the parts."""
+    weights_exchange: float = 3.9
+    """For the CTAs of a cluster to leave their parts of a tile to each other."""
+    weights_sum_byte: float = 1 / 4.6e6
+    """Of the parts that XLA adds, some of which the cache still holds."""
+    weights_row_sums: float = 1.4
+    """For XLA to add the parts of the sums of rows."""
     cublaslt_activation: float = 3.2e-7
     """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
 
@@ -275,7 +281,6 @@ def weight_gradient(
     work: WeightWork,
     *,
     tile: tuple[int, int],
-    stages: int,
     parts: int,
     cluster: int,
     multiprocessors: int,
@@ -285,8 +290,8 @@ def weight_gradient(
 
     Args:
       work: the product.
-      tile: rows and columns of the result that a CTA computes at a time.
-      stages: slots of the ring.
+      tile: rows and columns of the result that a CTA computes at a time, through a ring of four slots
+        or more.
       parts: of each tile.
       cluster: parts that are added within a cluster.
       multiprocessors: of the device.
@@ -294,20 +299,16 @@ def weight_gradient(
     groups = parts // cluster
     area = tile[0] * tile[1]
     steps = math.ceil(work.steps / parts)
-    rounds = math.ceil(
-        weight_tiles(work, *tile) * groups / clusters_at_once(multiprocessors, cluster)
-    )
-    copied = (tile[0] + tile[1]) * _STEP_BYTES * speeds.weights_copied_byte
-    step = _at_once((speeds.shared_step_element * area, copied), speeds)
-    if any(width % (_STEP_BYTES // work.itemsize) for width in work.widths):
-        step *= speeds.ragged
-    step *= 1 + speeds.missing_stage * max(0, 4 - stages)
-    stored = speeds.weights_stored * area
-    if cluster > 1:
-        stored += speeds.weights_exchange * area + speeds.weights_wait
+    rounds = math.ceil(weight_tiles(work, *tile) * groups / (multiprocessors // cluster))
+    step = speeds.weights_step + speeds.weights_step_element * area
+    if work.rows % 8 or any(width % (_STEP_BYTES // work.itemsize) for width in work.widths):
+        step *= speeds.weights_ragged
+    if work.sums:
+        step *= speeds.weights_rows
+    stored = speeds.weights_stored * area + (speeds.weights_exchange if cluster > 1 else 0.0)
     compute = rounds * (steps * step + stored)
     read = work.rows * (work.features + sum(work.widths)) * work.itemsize
-    total = speeds.launch + _at_once((compute, read * speeds.memory_byte), speeds)
+    total = speeds.weights_launch + _at_once((compute, read * speeds.memory_byte), speeds)
     if groups > 1:
         moved = work.elements * (4 * groups + work.out_bytes)
         total += len(work.widths) * speeds.xla_pass + moved * speeds.weights_sum_byte

@@ -9,7 +9,7 @@ the same tiles in shared memory while the tensor cores multiply them.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper import SHARED_MEMORY_BYTES, clusters_at_once
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import cost
 from pallas_kernels.product.cost import WeightWork
 from pallas_kernels.product.mainloop import (
@@ -32,19 +32,12 @@ from pallas_kernels.product.mainloop import (
     Step,
     TilePlace,
 )
-from pallas_kernels.product.operands import (
-    SWIZZLE_BYTES,
-    OperandTile,
-    block,
-    swizzled_columns,
-    tiled,
-)
+from pallas_kernels.product.operands import OperandTile, block, swizzled_columns
 from pallas_kernels.store import store_unoptimized
 
 GRAIN = 8
 """What the features of x and of dy must be multiples of: rows of 16-bit numbers then begin at multiples
 of 16 bytes, as the copy engine wants. There may be any number of rows."""
-MAX_CLUSTER = 8
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _CHUNK = 32
 """Columns of a tile that are exchanged and stored at a time: float32 in pieces of 128 bytes."""
@@ -66,7 +59,6 @@ class WeightGradientConfig:
     """Of each tile: CTAs that take some of the rows each."""
     cluster: int = 1
     """CTAs of a cluster, which add their parts before they store them."""
-    atoms: bool = False
 
     def __post_init__(self) -> None:
         if self.tile_m % 64 or self.tile_n % 64 or not 0 < self.tile_n <= 256:
@@ -123,8 +115,8 @@ def why_unsupported(
     return None
 
 
-_TILES = ((64, 256), (64, 192), (64, 128), (64, 64), (128, 128), (128, 64), (128, 192))
-_CLUSTERS = (1, 2, 4)
+_TILES = ((64, 256), (64, 192), (64, 128), (64, 64))
+_CLUSTERS = (1, 2)
 _MAX_STAGES = 6
 _PARTS_TRIED = 2
 """Numbers of parts of each tile and cluster that are worth measuring."""
@@ -172,7 +164,6 @@ def predicted_time(work: WeightWork, config: WeightGradientConfig, multiprocesso
     return cost.weight_gradient(
         work,
         tile=(config.cta_tile_m, config.tile_n),
-        stages=config.stages,
         parts=config.parts,
         cluster=config.cluster,
         multiprocessors=multiprocessors,
@@ -266,51 +257,11 @@ def _launch(
         ),
         multiprocessors=multiprocessors,
         a_transposed=True,
-        atoms=config.atoms,
         widths=work.widths,
         parts=config.parts,
         sums_rows=work.sums,
     )
     return _Launch(product, out_dtype)
-
-
-@dataclass(frozen=True)
-class _AtomTile(OperandTile):
-    """A tile whose rows are copied by eights, each block of columns by itself.
-
-    So the copies write the order of wgmma also where the array has any number of rows and columns.
-    """
-
-    @property
-    def blocks(self) -> int:
-        return self.span // swizzled_columns(self.dtype) * (self.tile_k // 8)
-
-    @property
-    def block_span(self) -> int:
-        return self.span
-
-    def memory(self, stages: int) -> Any:
-        columns = swizzled_columns(self.dtype)
-        shape = (stages, self.tile_k // 8, self.span // columns, 8, columns)
-        swizzle = plgpu.SwizzleTransform(SWIZZLE_BYTES)
-        return plgpu.RefUnion(
-            tiled((stages, self.tile_k, self.span), self.dtype, columns),
-            plgpu.SMEM(shape, self.dtype, transforms=(swizzle,)),
-        )
-
-    def copy(self, matrix, memory, slot, start, k_start, landed, collective_axes=None) -> None:
-        columns = swizzled_columns(self.dtype)
-        for eight, index in itertools.product(range(self.tile_k // 8), range(self.span // columns)):
-            plgpu.copy_gmem_to_smem(
-                matrix(pl.ds(k_start + 8 * eight, 8), pl.ds(start + index * columns, columns)),
-                memory[1].at[slot, eight, index],
-                landed,
-                collective_axes=collective_axes,
-            )
-
-    def operands(self, memory, slot, share=0, shares=1) -> Iterator[tuple[slice, Any]]:
-        assert shares == 1
-        yield slice(0, self.span), memory[0].at[slot]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,17 +276,13 @@ class _WeightProduct(Product):
     """Columns of each dy."""
     parts: int
     sums_rows: bool
-    atoms: bool
 
     @property
     def b_tile(self) -> OperandTile:
         # The copy engine writes the order of wgmma where both axes are whole numbers of tiles.
         columns = swizzled_columns(self.dtype)
         whole = all(width % columns == 0 for width in self.widths) and self.ks[0] % 8 == 0
-        tile = OperandTile(self.part_n, False, whole, self.dtype)
-        if whole or not self.atoms:
-            return tile
-        return _AtomTile(self.part_n, False, True, self.dtype)
+        return OperandTile(span=self.part_n, k_last=False, whole_blocks=whole, dtype=self.dtype)
 
     @property
     def shares_b(self) -> bool:
@@ -365,10 +312,6 @@ class _WeightProduct(Product):
     @property
     def tile_count(self) -> int:
         return self.down * self.first_tiles[-1] * self.groups
-
-    @property
-    def clusters(self) -> int:
-        return min(clusters_at_once(self.multiprocessors, self.config.cluster), self.tile_count)
 
     @property
     def steps_of_terms(self) -> tuple[int, ...]:
@@ -453,9 +396,8 @@ class _WeightProduct(Product):
         if not self.sums_rows:
             return None
         tile = self.b_tile
-        pieces = [1] if tile.one_copy else [tile.blocks]
         zero = jnp.zeros((_ROWS_OF_SUM, tile.block_span), jnp.float32)
-        return (plgpu.layout_cast(zero, _SUM_LAYOUT),) * pieces[0]
+        return (plgpu.layout_cast(zero, _SUM_LAYOUT),) * tile.blocks
 
     def sharer(self, place: TilePlace) -> Any:
         """The number of a warpgroup among those that share the sums of the same rows of dy."""
