@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch
-from jaxfused.ops.linear import sum_rows
+from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.semantics.activation import ACTIVATIONS, activate
 from tests.against_float64 import COTANGENTS, assert_values_and_gradients
 from tests.cases.linear import CASES, KERNEL_CASES

@@ -772,6 +772,14 @@ def stand_in_input_gradient(dys, weights, *, multiprocessors, config):
     return (lax.map(lambda dys: sum(d @ w.T for d, w in zip(dys, weights, strict=True)), dys),)
 
 
+def stand_in_weight_gradient(x, dys, *, out_dtype, sums_rows, multiprocessors, config):
+    del multiprocessors, config
+    wide = [dy.astype(jnp.float32) for dy in dys]
+    dws = lax.map(lambda column: [column @ dy for dy in wide], x.T.astype(jnp.float32))
+    sums = [dy.sum(0) for dy in wide] if sums_rows else None
+    return [dw.astype(out_dtype) for dw in dws], sums
+
+
 @on_eight_devices
 @pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
 @pytest.mark.parametrize("split", ("length", "heads"))
@@ -779,6 +787,8 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
     kernels = ops.qkv_projection.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", stand_in_projection)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
+    gradients_of_weights = ops.weight_gradient.pallas_weight_gradient
+    monkeypatch.setattr(gradients_of_weights, "weight_gradient", stand_in_weight_gradient)
     cos, sin = jaxfused.rope_tables(jnp.arange(8), 32)
 
     def heads_and_gradients(implementation, *arguments):
@@ -837,6 +847,8 @@ def test_projections_of_split_heads(monkeypatch, hopper, axis_type):
     kernels = ops.qkv_projection.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", forward)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
+    gradients_of_weights = ops.weight_gradient.pallas_weight_gradient
+    monkeypatch.setattr(gradients_of_weights, "weight_gradient", stand_in_weight_gradient)
     keys = jax.random.split(jax.random.key(0), 7)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     x = normal(keys[0], (4, 8, 64))

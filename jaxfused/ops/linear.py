@@ -20,7 +20,12 @@ from jaxfused.ops.kernel_call import (
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.reference.product import product, weight_product
+from jaxfused.ops.weight_gradient import (
+    sum_rows,
+    weight_and_bias_gradients,
+    weight_gradient,
+)
+from jaxfused.reference.product import product
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
@@ -197,14 +202,18 @@ def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
 def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
     x, w, bias, preactivation = saved
     if preactivation is None:
-        dz, dbias = dy.astype(x.dtype), None if bias is None else sum_rows(dy, bias.dtype)
+        dz = dy.astype(x.dtype)
+        dw, dbias = weight_and_bias_gradients(
+            run, "linear", x, dy, w.dtype, bias, options.precision
+        )
     else:
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
+        dw = weight_gradient(run, "linear", x, dz, w.dtype, options.precision)
     return (
         input_gradient(run, dz, w, x.dtype, options.precision),
-        weight_gradient(x, dz, w.dtype, options.precision),
+        dw,
         dbias,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
@@ -226,37 +235,6 @@ def input_gradient(
     rows = sharding.leading_axes(dy.ndim - 1)
     # As in the forward, an activation's parts are added in its own dtype: float32 is twice the bytes.
     return _product(f"{rows}f,df->{rows}d", dy, w, dtype, precision, parts_dtype=dtype)
-
-
-def weight_gradient(x: jax.Array, dy: jax.Array, dtype: Any, precision: Any) -> jax.Array:
-    """The transpose of x [..., D] times dy [..., F], over all rows."""
-    if not sharding.is_explicit(x, dy):
-        return weight_product(x, dy, out_dtype=dtype, precision=precision)
-    rows = sharding.leading_axes(x.ndim - 1)
-    return _product(f"{rows}d,{rows}f->df", x, dy, dtype, precision)
-
-
-def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
-    """The gradient of a bias: dy [..., F] summed over all of its rows in float32.
-
-    XLA gives such a sum too few threads where there are few rows, and there takes a product with ones.
-    """
-    rows = math.prod(dy.shape[:-1])
-    few = rows <= _ROWS_OF_SLOW_SUMS and dy.size >= _SIZE_OF_SLOW_SUMS
-    if few and dy.dtype.itemsize == 2 and not sharding.is_explicit(dy) and rows % _SPLIT_ROWS == 0:
-        # The barrier keeps XLA from merging it with a product of the weight's gradient.
-        flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
-        ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
-        return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
-    return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)
-
-
-_ROWS_OF_SLOW_SUMS = 2**14
-_SPLIT_ROWS = 256
-"""XLA splits such a product along the rows, and writes a padded copy of what it cannot split evenly."""
-_SIZE_OF_SLOW_SUMS = 2**20
-_TILE_ROWS = 8
-"""The rows of the smallest tile of a product."""
 
 
 def _product(

@@ -29,14 +29,16 @@ from jaxfused.ops.linear import (
     product_configs,
     product_reasons,
     resolve_out_dtype,
-    sum_rows,
-    weight_gradient,
     weight_itemsize,
     weights_for,
 )
 from jaxfused.ops.product_choice import Passes, is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.reference.product import unshared
+from jaxfused.ops.weight_gradient import (
+    weight_and_bias_gradients,
+    weight_gradient,
+    weight_gradients,
+)
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows, matmul
 from pallas_kernels.product import mlp as pallas_mlp
@@ -413,12 +415,13 @@ def _mlp_bwd(run: Runner, options: _Options, saved: _MlpResiduals, dy):
             z, _ = run(options.first_layer(x, activation=None, saves=False), x, w1, b1, None)
         gradient = _HiddenGradient(options.activation, b1 is not None, options.precision)
         dz, h, db1 = run(gradient, dy_narrow, w2, z)
+    dw2, db2 = weight_and_bias_gradients(run, "mlp", h, dy, w2.dtype, b2, options.precision)
     return (
         input_gradient(run, dz, w1, x.dtype, options.precision),
-        weight_gradient(x, dz, w1.dtype, options.precision),
+        weight_gradient(run, "mlp", x, dz, w1.dtype, options.precision),
         None if b1 is None else db1.astype(b1.dtype),
-        weight_gradient(h, dy_narrow, w2.dtype, options.precision),
-        None if b2 is None else sum_rows(dy, b2.dtype),
+        dw2,
+        db2,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
 
@@ -478,38 +481,34 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     if hidden is not None:
         h = hidden
     (dx,) = run(_GatedInputGradient(options.precision), dgate, dup, w_gate, w_up)
+    # Where one array holds both, XLA puts either its halves together, or before them the cotangents:
+    # whichever moves fewer bytes.
+    halves = x.shape[-1] * jnp.dtype(w_gate.dtype).itemsize
+    both = w_up is None and math.prod(x.shape[:-1]) * dgate.dtype.itemsize <= halves
+    dtype = w_gate.dtype if w_up is None else jnp.promote_types(w_gate.dtype, w_up.dtype)
+    dws, _ = weight_gradients(
+        run, "gated_mlp", x, (dgate, dup), dtype, options.precision, side_by_side=both
+    )
+    dw_gate, dw_up = dws[0], None
     if w_up is None:
-        dw_gate, dw_up = _stacked_weight_gradient(x, dgate, dup, w_gate.dtype, options), None
+        dw_gate = jnp.concatenate(dws, axis=-1)
         if b_gate is not None:
             db_gate, db_up = jnp.concatenate([db_gate, db_up]), None
     else:
-        dw_gate = weight_gradient(x, dgate, w_gate.dtype, options.precision)
-        dw_up = weight_gradient(*unshared(x, dup), w_up.dtype, options.precision)
+        dw_gate, dw_up = dws[0].astype(w_gate.dtype), dws[1].astype(w_up.dtype)
+    dw_down, db_down = weight_and_bias_gradients(
+        run, "gated_mlp", h, dy, w_down.dtype, b_down, options.precision
+    )
     return (
         dx,
         dw_gate,
         None if b_gate is None else db_gate.astype(b_gate.dtype),
         dw_up,
         None if b_up is None else db_up.astype(b_up.dtype),
-        weight_gradient(h, dy_narrow, w_down.dtype, options.precision),
-        None if b_down is None else sum_rows(dy, b_down.dtype),
+        dw_down,
+        db_down,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
-
-
-def _stacked_weight_gradient(x, dgate, dup, dtype, options: _Options) -> jax.Array:
-    """The gradient of gate's and up's weights side by side [D, 2 F], of x [..., D] and [..., F].
-
-    Either its halves are put together, or before them the cotangents: whichever moves fewer bytes.
-    """
-    cotangents = math.prod(x.shape[:-1]) * dgate.dtype.itemsize
-    halves = x.shape[-1] * jnp.dtype(dtype).itemsize
-    if cotangents <= halves:
-        both = jnp.concatenate([dgate, dup], axis=-1)
-        return weight_gradient(x, both, dtype, options.precision)
-    pairs = ((x, dgate), unshared(x, dup))
-    dws = [weight_gradient(x, d, dtype, options.precision) for x, d in pairs]
-    return jnp.concatenate(dws, axis=-1)
 
 
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)

@@ -13,10 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.linear import check_affine, sum_rows, weight_gradient
+from jaxfused.ops.linear import check_affine
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
+from jaxfused.ops.weight_gradient import weight_and_bias_gradients, weight_gradients
 from jaxfused.reference.product import product, unshared
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost
@@ -332,30 +333,41 @@ _split.defvjp(
 def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys):
     """The gradients of the weights [D, n, heads, H] and of the biases, which may all be None."""
     flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
-    ends = (flat[0].shape[-1], flat[0].shape[-1] + flat[1].shape[-1])
-    if _takes_one_product(run, x, weights):
-        # In the very form that XLA's gradient of x takes, so that it is written once.
-        dy = jnp.concatenate(flat, axis=-1)
-        dw = weight_gradient(x, dy, weights[0].dtype, options.precision)
-        dws = jnp.split(dw, ends, axis=-1)
-        dbs = None if biases[0] is None else jnp.split(sum_rows(dy, biases[0].dtype), ends)
+    dtype, has_biases = weights[0].dtype, biases[0] is not None
+    dws: Sequence[Any]
+    dbs: Sequence[Any] | None
+    if sharding.is_in_one_piece(x, *weights):
+        dws, dbs = weight_gradients(
+            run,
+            "qkv_projection",
+            x,
+            flat,
+            dtype,
+            options.precision,
+            sums_rows=has_biases,
+            # In the very form that XLA's gradient of x takes, so that it is written once.
+            side_by_side=_takes_one_product(run, x, weights),
+        )
     else:
+        # Devices may split the heads, and what lies side by side would have to be exchanged.
         pairs = ((x, flat[0]), *(unshared(x, dy) for dy in flat[1:]))
-        dws = [weight_gradient(*pair, weights[0].dtype, options.precision) for pair in pairs]
-        dbs = None if biases[0] is None else [sum_rows(dy, biases[0].dtype) for dy in flat]
+        gradients = [
+            weight_and_bias_gradients(run, "qkv_projection", *pair, dtype, bias, options.precision)
+            for pair, bias in zip(pairs, biases, strict=True)
+        ]
+        dws, dbs = zip(*gradients, strict=True)
+    if not has_biases:
+        dbs = None
     dweights = [dw.reshape(w.shape) for dw, w in zip(dws, weights, strict=True)]
     if dbs is None:
         return dweights, [None] * 3
-    return dweights, [db.reshape(b.shape) for db, b in zip(dbs, biases, strict=True)]
+    return dweights, [
+        db.astype(b.dtype).reshape(b.shape) for db, b in zip(dbs, biases, strict=True)
+    ]
 
 
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
-    """Whether the weights' gradients are one product, of cotangents that lie side by side.
-
-    Where devices may split the heads, what lies side by side would have to be exchanged.
-    """
-    if not sharding.is_in_one_piece(x, *weights):
-        return False
+    """Whether XLA's gradients of the weights are one product, of cotangents that lie side by side."""
     rows, features = math.prod(x.shape[:-1]), x.shape[-1]
     widths = [math.prod(w.shape[1:]) for w in weights]
     reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))

@@ -23,10 +23,10 @@ from jaxfused.ops.linear import (
     check_affine,
     check_residual,
     resolve_out_dtype,
-    sum_rows,
 )
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating
+from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.quantization.quantized_array import Layout, QuantizedArray
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS

@@ -121,6 +121,30 @@ class Speeds:
     """Of this package's CUDA kernel over the result of a product, beside its traffic."""
     cuda_unaligned: float = 2.0
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
+    xla_row_sums: float = 4.5
+    """Of a sum over rows, beside its traffic."""
+    xla_row_sums_byte: float = 1 / 3.85e6
+    xla_ones: float = 3.0
+    """Of one that is a product with ones, beside its traffic."""
+    xla_ones_byte: float = 1 / 8e6
+    weights_launch: float = 1.8
+    """To start and to end the kernel of a weight's gradient."""
+    weights_step: float = 0.098
+    """Of a step there, whatever the tile."""
+    weights_step_element: float = 1.58e-5
+    """Of a step, for each element of a CTA's tile."""
+    weights_ragged: float = 1.16
+    """Factor of a step whose instructions take a block of columns each."""
+    weights_rows: float = 1.04
+    """Factor of a step that sums rows."""
+    weights_stored: float = 9.4e-5
+    """For each element of a CTA's tile that it stores."""
+    weights_exchange: float = 3.9
+    """For the CTAs of a cluster to leave their parts of a tile to each other."""
+    weights_sum_byte: float = 1 / 4.6e6
+    """Of the parts that XLA adds, some of which the cache still holds."""
+    weights_row_sums: float = 1.4
+    """For XLA to add the parts of the sums of rows."""
     cublaslt_activation: float = 3.2e-7
     """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
 
@@ -224,6 +248,73 @@ def conversion(work: Work, speeds: Speeds = H200) -> float:
         return 0.0
     moved = work.products * work.n * work.k * (work.b_bytes + work.itemsize)
     return work.products * speeds.xla_pass + moved * speeds.xla_pass_byte
+
+
+@dataclass(frozen=True)
+class WeightWork:
+    """The gradient of weights: the transpose of [rows, features] times several of [rows, width]."""
+
+    rows: int
+    features: int
+    widths: tuple[int, ...]
+    itemsize: int = 2
+    out_bytes: int = 4
+    """Of a number of the gradient."""
+    sums: bool = False
+    """The rows of what is multiplied from the right are summed, too."""
+
+    @property
+    def steps(self) -> int:
+        return max(1, math.ceil(self.rows * self.itemsize / _STEP_BYTES))
+
+    @property
+    def elements(self) -> int:
+        return self.features * sum(self.widths)
+
+
+def weight_tiles(work: WeightWork, tile_m: int, tile_n: int) -> int:
+    """Tiles of the gradient, each of which belongs to one of the widths."""
+    return math.ceil(work.features / tile_m) * sum(math.ceil(w / tile_n) for w in work.widths)
+
+
+def weight_gradient(
+    work: WeightWork,
+    *,
+    tile: tuple[int, int],
+    parts: int,
+    cluster: int,
+    multiprocessors: int,
+    speeds: Speeds = H200,
+) -> float:
+    """Microseconds of the gradient of weights in this package's kernel, XLA's sums of parts included.
+
+    Args:
+      work: the product.
+      tile: rows and columns of the result that a CTA computes at a time, through a ring of four slots
+        or more.
+      parts: of each tile.
+      cluster: parts that are added within a cluster.
+      multiprocessors: of the device.
+    """
+    groups = parts // cluster
+    area = tile[0] * tile[1]
+    steps = math.ceil(work.steps / parts)
+    rounds = math.ceil(weight_tiles(work, *tile) * groups / (multiprocessors // cluster))
+    step = speeds.weights_step + speeds.weights_step_element * area
+    if work.rows % 8 or any(width % (_STEP_BYTES // work.itemsize) for width in work.widths):
+        step *= speeds.weights_ragged
+    if work.sums:
+        step *= speeds.weights_rows
+    stored = speeds.weights_stored * area + (speeds.weights_exchange if cluster > 1 else 0.0)
+    compute = rounds * (steps * step + stored)
+    read = work.rows * (work.features + sum(work.widths)) * work.itemsize
+    total = speeds.weights_launch + _at_once((compute, read * speeds.memory_byte), speeds)
+    if groups > 1:
+        moved = work.elements * (4 * groups + work.out_bytes)
+        total += len(work.widths) * speeds.xla_pass + moved * speeds.weights_sum_byte
+    if work.sums:
+        total += speeds.weights_row_sums
+    return total
 
 
 def time(
@@ -370,6 +461,38 @@ def xla_pads(work: Work, multiprocessors: int) -> bool:
     while 2 * splits * tiles <= multiprocessors:
         splits *= 2
     return work.k % (splits * _STEP_BYTES // work.itemsize) != 0
+
+
+def xla_weight_gradient(
+    work: WeightWork, multiprocessors: int, *, side_by_side: bool = False
+) -> float:
+    """Microseconds of XLA's products, of which it pads the operands where the rows do not split evenly.
+
+    Args:
+      work: the products.
+      multiprocessors: of the device.
+      side_by_side: whether several are one product of what is copied side by side.
+    """
+    widths: tuple[int, ...] = work.widths
+    total = 0.0
+    if side_by_side and len(widths) > 1:
+        widths = (sum(widths),)
+        total += xla_pass(work.rows * widths[0], 2 * work.itemsize)
+    for width in widths:
+        one = Work(work.features, width, work.rows, itemsize=work.itemsize)
+        total += xla_product(one.m, one.n, one.k, one.itemsize, multiprocessors)
+        if xla_pads(one, multiprocessors):
+            sizes = (work.features, width)
+            total += sum(xla_pass(work.rows * size, 2 * work.itemsize) for size in sizes)
+    return total
+
+
+def xla_row_sums(elements: int, itemsize: int, *, by_product: bool) -> float:
+    """Microseconds of a sum over rows, as a product with ones or as it stands."""
+    launch, byte = (H200.xla_ones, H200.xla_ones_byte)
+    if not by_product:
+        launch, byte = (H200.xla_row_sums, H200.xla_row_sums_byte)
+    return launch + elements * itemsize * byte
 
 
 _XLA_TILE = 128

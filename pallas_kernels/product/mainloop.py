@@ -93,6 +93,13 @@ class TileEpilogue(Protocol):
         """Stores what comes of the accumulators."""
 
 
+class SummingEpilogue(TileEpilogue, Protocol):
+    """Of a product that sums what is in its slots."""
+
+    def store_sums(self, sums: Any) -> None:
+        """Stores what `Product.sum_slot` has summed, before the accumulators."""
+
+
 @dataclass(frozen=True)
 class TilePlace:
     """The tile that a warpgroup computes."""
@@ -189,6 +196,11 @@ class Product:
     def part_n(self) -> int:
         """Columns of the output that a tile covers."""
         return self.config.tile_n // self.products
+
+    @property
+    def shares_b(self) -> bool:
+        """Whether the CTAs of a cluster share the tiles of b: each copies a part of them to all."""
+        return self.config.cluster > 1
 
     @property
     def tile_grid(self) -> tuple[int, int]:
@@ -333,7 +345,7 @@ class Product:
                 num_barriers=c.stages * (CONSUMERS if c.ping_pong else 1),
             ),
             free=plgpu.Barrier(num_arrivals=takers, num_barriers=c.stages)
-            if c.cluster == 1
+            if not self.shares_b
             else plgpu.ClusterBarrier(
                 collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
             ),
@@ -410,7 +422,7 @@ class Product:
                 step.n_idx * self.part_n,
                 k_start,
                 full,
-                collective_axes="cta" if self.config.cluster > 1 else None,
+                collective_axes="cta" if self.shares_b else None,
             )
 
     def instructions(
@@ -432,6 +444,15 @@ class Product:
                         a.transpose((1, 0)) if self.a_transposed else a,
                         b.transpose((1, 0)) if self.b_transposed else b,
                     )
+
+    def no_sums(self) -> Any:
+        """What `sum_slot` begins with; None where nothing is summed."""
+        return None
+
+    def sum_slot(self, ring: "Ring", slot: Any, place: TilePlace, sums: Any) -> Any:
+        """Adds to sums what a slot holds, while its instructions are under way."""
+        del ring, slot, place
+        return sums
 
 
 @dataclass(frozen=True)
@@ -625,7 +646,8 @@ class _Consumer:
     product: Product
     ring: Ring
     wg_idx: jax.Array
-    epilogue_of: Callable[[TilePlace], TileEpilogue]
+    epilogue_of: Callable[[TilePlace], Any]
+    """A `TileEpilogue`, or a `SummingEpilogue` where the product sums."""
 
     def run(self) -> None:
         ping_pong, turn = self.product.config.ping_pong, self.ring.turn
@@ -650,14 +672,17 @@ class _Consumer:
         m_start, n_idx = self.product.position(sequence_idx)
         if not c.ping_pong:
             m_start += self.wg_idx * c.tile_m
-        epilogue = self.epilogue_of(TilePlace(self.wg_idx, m_start, n_idx))
+        place = TilePlace(self.wg_idx, m_start, n_idx)
+        epilogue = self.epilogue_of(place)
         epilogue.prefetch()
         if self.product.scales_steps:
             epilogue.run(self._accumulate_scaled(sequence_idx))
             return
-        accumulate = functools.partial(self._accumulate, sequence_idx, tiles)
-        acc, slot = pl.run_scoped(accumulate, self._accumulator)
+        accumulate = functools.partial(self._accumulate, sequence_idx, tiles, place)
+        acc, slot, sums = pl.run_scoped(accumulate, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[slot])
+        if sums is not None:
+            epilogue.store_sums(sums)
         epilogue.run(acc)
 
     @property
@@ -696,26 +721,30 @@ class _Consumer:
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         return lax.fori_loop(0, product.k_steps, step, (slot, zeros))[1]
 
-    def _accumulate(self, sequence_idx, tiles, acc_ref):
-        """All steps of a tile: the accumulators, and the slot that is still to be freed."""
+    def _accumulate(self, sequence_idx, tiles, place, acc_ref):
+        """All steps of a tile: the accumulators, the slot that is still to be freed, and the sums."""
         product, turn = self.product, self.ring.turn
         if product.config.ping_pong:
             plgpu.barrier_wait(turn.at[self.wg_idx])
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(product.config.stages))
         self._multiply(acc_ref, sequence_idx, jnp.int32(0), slot)
-        step = functools.partial(self._step, acc_ref, sequence_idx)
-        slot = lax.fori_loop(1, product.k_steps, step, slot)
+        sums = product.sum_slot(self.ring, slot, place, product.no_sums())
+        step = functools.partial(self._step, acc_ref, sequence_idx, place)
+        slot, sums = lax.fori_loop(1, product.k_steps, step, (slot, sums))
         if product.config.ping_pong:
             other = turn.at[CONSUMERS - 1 - self.wg_idx]
             pl.when(sequence_idx < tiles - 1)(lambda: plgpu.barrier_arrive(other))
-        return acc_ref[...], slot
+        return acc_ref[...], slot, sums
 
-    def _step(self, acc_ref, sequence_idx, k_idx, previous):
+    def _step(self, acc_ref, sequence_idx, place, k_idx, carry):
         """Has a slot multiplied, and frees the one before it, whose instructions have ended by then."""
+        previous, sums = carry
         slot = self.product.next_slot(previous)
-        plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, k_idx, slot))
+        count = self._multiply(acc_ref, sequence_idx, k_idx, slot)
+        sums = self.product.sum_slot(self.ring, slot, place, sums)
+        plgpu.wgmma_wait(count)
         plgpu.barrier_arrive(self.ring.free.at[previous])
-        return slot
+        return slot, sums
 
     def _multiply(self, acc_ref, sequence_idx, k_idx, slot) -> int:
         """Issues the products of a slot once it has been filled, and returns their number."""

@@ -1,0 +1,221 @@
+"""The gradients of weights and biases: products and sums over all rows, a stage of several operators."""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, sharding
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
+from jaxfused.ops.product_choice import fastest_first, is_modelled
+from jaxfused.reference.product import unshared, weight_product
+from pallas_kernels.product import cost
+from pallas_kernels.product import weight_gradient as pallas_weight_gradient
+
+
+def weight_gradient(
+    run: Runner, op: str, x: jax.Array, dy: jax.Array, dtype: Any, precision: Any
+) -> jax.Array:
+    """The transpose of x [..., D] times dy [..., F], over all rows."""
+    (dw,), _ = weight_gradients(run, op, x, (dy,), dtype, precision)
+    return dw
+
+
+def weight_and_bias_gradients(
+    run: Runner,
+    op: str,
+    x: jax.Array,
+    dy: jax.Array,
+    dtype: Any,
+    bias: jax.Array | None,
+    precision: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The transpose of x [..., D] times dy [..., F], and the sum of dy, over all rows.
+
+    Args:
+      run: of the operator.
+      op: the operator's name.
+      x: rounded to the dtype of the product.
+      dy: of any dtype; it is rounded for the product, but not for the sum.
+      dtype: of the weights' gradient.
+      bias: whose dtype the sum takes; without a bias there is none.
+      precision: of the product.
+    """
+    narrow = dy.astype(x.dtype)
+    rounds = narrow.dtype != dy.dtype
+    (dw,), sums = weight_gradients(
+        run, op, x, (narrow,), dtype, precision, sums_rows=bias is not None and not rounds
+    )
+    if bias is None:
+        return dw, None
+    return dw, sum_rows(dy, bias.dtype) if sums is None else sums[0].astype(bias.dtype)
+
+
+def weight_gradients(
+    run: Runner,
+    op: str,
+    x: jax.Array,
+    dys: Sequence[jax.Array],
+    dtype: Any,
+    precision: Any,
+    *,
+    sums_rows: bool = False,
+    side_by_side: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array] | None]:
+    """The transpose of x [..., D] times each dy [..., F], and if asked the sums of each dy in float32.
+
+    Args:
+      run: of the operator.
+      op: the operator's name.
+      x: of one dtype with the dys.
+      dys: the cotangents of what x was multiplied to. Where devices share them, of one width.
+      dtype: of the products.
+      precision: of the products, as in `jax.numpy.matmul`.
+      sums_rows: whether each dy is summed over all of its rows.
+      side_by_side: whether XLA takes one product of the dys, copied side by side.
+    """
+    kernel = WeightGradients(op, jnp.dtype(dtype), precision, len(dys), sums_rows, side_by_side)
+    if sharding.is_explicit(x, *dys):
+        # Devices add their parts before these are rounded. Where they share x's features, they would
+        # add the same sums of dy as often.
+        alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
+        sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
+        results = (*run(alone, x, *dys), *sums)
+    elif sharding.is_in_one_piece(x, *dys):
+        results = run(kernel, x, *dys)
+    else:
+        # XLA's partitioner knows products: it may leave each device its part of the sums.
+        results = kernel.in_xla(x, *dys)
+    dws = [dw.astype(dtype) for dw in results[: len(dys)]]
+    return dws, list(results[len(dys) :]) if sums_rows else None
+
+
+def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
+    """The gradient of a bias: dy [..., F] summed over all of its rows in float32.
+
+    XLA gives such a sum too few threads where there are few rows, and there takes a product with ones.
+    """
+    rows = math.prod(dy.shape[:-1])
+    if _is_product_with_ones(rows, dy) and not sharding.is_explicit(dy):
+        # The barrier keeps XLA from merging it with a product of the weight's gradient.
+        flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
+        ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
+        return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
+    return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)
+
+
+def _is_product_with_ones(rows: int, dy: Any) -> bool:
+    few = rows <= _ROWS_OF_SLOW_SUMS and dy.size >= _SIZE_OF_SLOW_SUMS
+    return few and dy.dtype.itemsize == 2 and rows % _SPLIT_ROWS == 0
+
+
+_ROWS_OF_SLOW_SUMS = 2**14
+_SPLIT_ROWS = 256
+"""XLA splits such a product along the rows, and writes a padded copy of what it cannot split evenly."""
+_SIZE_OF_SLOW_SUMS = 2**20
+_TILE_ROWS = 8
+"""The rows of the smallest tile of a product."""
+
+
+@dataclass(frozen=True)
+class WeightGradients:
+    """(x^T @ dy of each dy, dy summed over the rows of each) of x [M, D] and several dy [M, F].
+
+    The products are of a dtype, the sums in float32 if they are wanted.
+    """
+
+    op: str
+    dtype: Any
+    precision: Any
+    count: int
+    """Of dys."""
+    sums_rows: bool
+    side_by_side: bool
+    """Whether XLA takes one product of the dys, copied side by side."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} weight gradient"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        sums = ("f",) * self.count if self.sums_rows else ()
+        return Axes((ROWS + "d", *(ROWS + "f",) * self.count), (*("df",) * self.count, *sums))
+
+    def work(self, x, *dys) -> cost.WeightWork:
+        return cost.WeightWork(
+            x.shape[0],
+            x.shape[1],
+            tuple(dy.shape[1] for dy in dys),
+            out_bytes=self.dtype.itemsize,
+            sums=self.sums_rows,
+        )
+
+    def reasons(self, device, x, *dys) -> Mapping[str, str | None]:
+        if x.dtype.itemsize != 2 or any(dy.dtype != x.dtype for dy in dys):
+            return {"xla": None}
+        names = [f"cotangent {index}" for index in range(len(dys))]
+        reason = pallas_weight_gradient.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"x": x.dtype},
+            features={"x": x.shape[1]}
+            | {name: dy.shape[1] for name, dy in zip(names, dys, strict=True)},
+        )
+        reasons = {"pallas": reason, "xla": None}
+        if reason is not None or not is_modelled(device):
+            return dispatch.preferring("xla", reasons)
+        work = self.work(x, *dys)
+        config = pallas_weight_gradient.fitting(work, device.multiprocessors)[0]
+        ours = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
+        return fastest_first(reasons, {"pallas": ours, "xla": self._xla_time(device, x, *dys)})
+
+    def _xla_time(self, device: dispatch.Device, x, *dys) -> float:
+        """Predicted microseconds of XLA's products, and of its sums."""
+        work = self.work(x, *dys)
+        time = cost.xla_weight_gradient(
+            work, device.multiprocessors, side_by_side=self.side_by_side
+        )
+        if self.sums_rows:
+            for dy in dys:
+                by_product = _is_product_with_ones(len(dy), dy)
+                time += cost.xla_row_sums(dy.size, dy.dtype.itemsize, by_product=by_product)
+        return time
+
+    def configs(self, implementation, device, x, *dys) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_weight_gradient.fitting(self.work(x, *dys), device.multiprocessors)
+
+    def run(self, implementation, device, x, *dys, config=None) -> Results:
+        if implementation != "pallas":
+            return self.in_xla(x, *dys)
+        dws, sums = pallas_weight_gradient.weight_gradient(
+            x,
+            dys,
+            out_dtype=self.dtype,
+            sums_rows=self.sums_rows,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (*dws, *(sums or ()))
+
+    def in_xla(self, x, *dys) -> tuple[jax.Array, ...]:
+        """The same in XLA, of any number of leading axes."""
+        gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
+        sums = [sum_rows(dy, jnp.float32) for dy in dys] if self.sums_rows else []
+        if self.side_by_side and len(dys) > 1:
+            dw = gradient(x, jnp.concatenate(dys, axis=-1))
+            ends = [sum(dy.shape[-1] for dy in dys[: i + 1]) for i in range(len(dys) - 1)]
+            return (*jnp.split(dw, ends, axis=-1), *sums)
+        first, *others = dys
+        return (gradient(x, first), *(gradient(*unshared(x, dy)) for dy in others), *sums)
+
+    def batched(self, call, axis_size, in_batched, *operands) -> Results:
+        """A batch of products is one product in XLA."""
+        del call, axis_size
+        in_axes = [0 if batched else None for batched in in_batched]
+        return jax.vmap(self.in_xla, in_axes=in_axes)(*operands)
