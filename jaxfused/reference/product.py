@@ -84,7 +84,7 @@ def _explicit_mesh(*operands: jax.Array) -> Any:
 
 
 def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
-    """Returns the transpose of x [..., D] times dy [..., F] over all rows, in x's dtype, accumulated wide.
+    """Returns the transpose of x [..., D] times dy [..., F] over all rows, multiplied in x's dtype.
 
     For a GPU it is written as JAX writes the gradient of x @ w, the transpose of [F, D]: XLA chooses
     among other kernels for [D, F], some of which are slower. On a CPU XLA lacks some of the former.
