@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
-from jaxfused.ops.linear import ActivationGradient, sum_rows
+from jaxfused.ops.linear import ActivationGradient
 from jaxfused.ops.product_choice import fastest_first, is_modelled
+from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.reference.promotion import accumulator_dtype
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cost

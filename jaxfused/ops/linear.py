@@ -21,11 +21,10 @@ from jaxfused.ops.kernel_call import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.ops.weight_gradient import (
-    sum_rows,
     weight_and_bias_gradients,
     weight_gradient,
 )
-from jaxfused.reference.product import product
+from jaxfused.reference.product import product, sum_evaluated_rows
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
@@ -439,7 +438,8 @@ class ActivationGradient:
                 dy, z, activation=self.activation, sum_rows=self.has_bias
             )
         dz = reference.linear.activation_gradient(self.activation, dy, z)
-        return dz.astype(z.dtype), sum_rows(dz, jnp.float32) if self.has_bias else None
+        narrow = dz.astype(z.dtype)
+        return narrow, sum_evaluated_rows(dz, narrow) if self.has_bias else None
 
     batched = batched_rows
 

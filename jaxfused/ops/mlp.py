@@ -481,13 +481,17 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     if hidden is not None:
         h = hidden
     (dx,) = run(_GatedInputGradient(options.precision), dgate, dup, w_gate, w_up)
-    # Where one array holds both, XLA puts either its halves together, or before them the cotangents:
-    # whichever moves fewer bytes.
-    halves = x.shape[-1] * jnp.dtype(w_gate.dtype).itemsize
-    both = w_up is None and math.prod(x.shape[:-1]) * dgate.dtype.itemsize <= halves
     dtype = w_gate.dtype if w_up is None else jnp.promote_types(w_gate.dtype, w_up.dtype)
     dws, _ = weight_gradients(
-        run, "gated_mlp", x, (dgate, dup), dtype, options.precision, side_by_side=both
+        run,
+        "gated_mlp",
+        x,
+        (dgate, dup),
+        dtype,
+        options.precision,
+        side_by_side=w_up is None
+        and _cotangents_are_joined(run, x, dgate, w_gate, options.precision),
+        joined=w_up is None,
     )
     dw_gate, dw_up = dws[0], None
     if w_up is None:
@@ -512,6 +516,23 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
 
 
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
+
+
+def _cotangents_are_joined(run: Runner, x, dgate, w_gate, precision) -> bool:
+    """Whether XLA's gradient of weights that one array holds is one product of joined cotangents.
+
+    It is where they are joined anyway, for XLA's gradient of x; else where that moves fewer bytes than
+    to join the halves of the gradient.
+    """
+    rows = math.prod(x.shape[:-1])
+    if rows * dgate.dtype.itemsize <= x.shape[-1] * jnp.dtype(w_gate.dtype).itemsize:
+        return True
+    if not sharding.is_in_one_piece(x, w_gate):
+        return False
+    of_rows = jax.ShapeDtypeStruct((rows, dgate.shape[-1]), dgate.dtype)
+    kernel = _GatedInputGradient(precision)
+    reasons = kernel.reasons(run.device, of_rows, of_rows, w_gate, None)
+    return dispatch.choose("gated_mlp", run.implementation, reasons) == "xla"
 
 
 def _gate_axis(w_up: jax.Array | None) -> str:

@@ -140,7 +140,7 @@ def qkv_projection(
             precision=precision,
         )
         return named(projected, op, "output")
-    options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
+    options = _Options(head_size, epsilon, scale_offset, interleaved, precision, of_one_array=True)
     # A device's part of the columns is not a part of the queries, of the keys and of the values.
     whole: Any = sharding.align(
         (x, w, bias),
@@ -238,6 +238,8 @@ class _Options:
     scale_offset: float
     interleaved: bool
     precision: Any
+    of_one_array: bool = False
+    """The three weights are parts of one array, which its gradient is put together as."""
 
     @property
     def whole(self) -> str:
@@ -347,6 +349,7 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
             sums_rows=has_biases,
             # In the very form that XLA's gradient of x takes, so that it is written once.
             side_by_side=_takes_one_product(run, x, weights),
+            joined=options.of_one_array,
         )
     else:
         # Devices may split the heads, and what lies side by side would have to be exchanged.

@@ -65,6 +65,7 @@ def weight_gradients(
     *,
     sums_rows: bool = False,
     side_by_side: bool = False,
+    joined: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array] | None]:
     """The transpose of x [..., D] times each dy [..., F], and if asked the sums of each dy in float32.
 
@@ -77,8 +78,11 @@ def weight_gradients(
       precision: of the products, as in `jax.numpy.matmul`.
       sums_rows: whether each dy is summed over all of its rows.
       side_by_side: whether XLA takes one product of the dys, copied side by side.
+      joined: whether the caller puts the products side by side, where XLA's one product is that.
     """
-    kernel = WeightGradients(op, jnp.dtype(dtype), precision, len(dys), sums_rows, side_by_side)
+    kernel = WeightGradients(
+        op, jnp.dtype(dtype), precision, len(dys), sums_rows, side_by_side, joined
+    )
     if sharding.is_explicit(x, *dys):
         # Devices add their parts before these are rounded. Where they share x's features, they would
         # add the same sums of dy as often.
@@ -136,6 +140,8 @@ class WeightGradients:
     sums_rows: bool
     side_by_side: bool
     """Whether XLA takes one product of the dys, copied side by side."""
+    joined: bool = False
+    """Whether the products are put side by side afterwards."""
 
     @property
     def name(self) -> str:
@@ -171,6 +177,9 @@ class WeightGradients:
         work = self.work(x, *dys)
         config = pallas_weight_gradient.fitting(work, device.multiprocessors)[0]
         ours = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
+        if self.joined and self.side_by_side:
+            copied = x.shape[1] * sum(dy.shape[1] for dy in dys)
+            ours += cost.xla_pass(copied, 2 * self.dtype.itemsize)
         return fastest_first(reasons, {"pallas": ours, "xla": self._xla_time(device, x, *dys)})
 
     def _xla_time(self, device: dispatch.Device, x, *dys) -> float:

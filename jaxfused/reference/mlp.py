@@ -15,7 +15,7 @@ from jaxfused.reference.linear import (
     preactivation,
     save_preactivation,
 )
-from jaxfused.reference.product import product, unshared
+from jaxfused.reference.product import product, sum_evaluated_rows, unshared
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
 from jaxfused.semantics.dropout import keep_probability, keep_rows
@@ -119,7 +119,7 @@ def hidden_gradient_by_slope(
     """Returns dz from the activation's derivative [M, F], and the sum of dz over the rows."""
     dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
     narrow = dz.astype(slope.dtype)
-    return narrow, _sum_over_rows(dz, narrow) if sum_rows else None
+    return narrow, sum_evaluated_rows(dz, narrow) if sum_rows else None
 
 
 def hidden_gradient(
@@ -135,7 +135,7 @@ def hidden_gradient(
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     narrow = dz.astype(z.dtype)
-    return narrow, h.astype(z.dtype), _sum_over_rows(dz, narrow) if sum_rows else None
+    return narrow, h.astype(z.dtype), sum_evaluated_rows(dz, narrow) if sum_rows else None
 
 
 def gated_unit(
@@ -179,7 +179,7 @@ def gated_hidden_gradient(
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
     narrow = (dgate.astype(gate.dtype), dup.astype(gate.dtype))
     db_gate, db_up = (
-        _sum_over_rows(d, n) if wanted else None
+        sum_evaluated_rows(d, n) if wanted else None
         for d, n, wanted in zip((dgate, dup), narrow, sum_rows, strict=True)
     )
     return *narrow, h, db_gate, db_up
@@ -210,19 +210,3 @@ def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Arr
     """Returns dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
     dh = product("me,fe->mf", dy, w2, out_dtype=dy.dtype, precision=precision)
     return dh.astype(jnp.float32)
-
-
-def _sum_over_rows(values: jax.Array, narrow: jax.Array) -> jax.Array:
-    """Sums float32 values, which are returned in `narrow` too, over their rows.
-
-    XLA gives a sum over the rows of few columns few threads. There it sums what it has written, for
-    these threads are not to evaluate the values too.
-    """
-    rows, columns = values.shape
-    if columns < _FEW_COLUMNS and rows >= _MANY_ROWS:
-        values = jax.lax.optimization_barrier(narrow)
-    return jnp.sum(values, axis=0, dtype=jnp.float32)
-
-
-_FEW_COLUMNS = 128
-_MANY_ROWS = 1024

@@ -104,6 +104,21 @@ def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: An
     )
 
 
+def sum_evaluated_rows(values: jax.Array, narrow: jax.Array) -> jax.Array:
+    """Sums float32 values [M, F], which are written as `narrow` too, over the rows.
+
+    XLA gives a sum over the rows of few columns few threads. There it sums what it has written, for
+    these threads are not to evaluate the values too.
+    """
+    rows, columns = values.shape
+    if columns < _FEW_COLUMNS and rows >= _MANY_ROWS:
+        values = jax.lax.optimization_barrier(narrow)
+    return jnp.sum(values, axis=0, dtype=jnp.float32)
+
+
+_FEW_COLUMNS = 1024
+_MANY_ROWS = 1024
+
 _FEW_ROWS = 64
 """Up to it a product takes as long as reading its weights, and two merged ones start only once."""
 
