@@ -449,6 +449,7 @@ STAGES = {
     "mlp first layer",
     "mlp last layer",
     "mlp hidden gradient",
+    "mlp weight gradient",
 }
 
 
@@ -475,7 +476,7 @@ def test_tune_finds_the_stages_of_a_program_and_makes_them_its_choice(device):
         assert choice.source == "table"
         assert choice.config is None or choice.implementation != "xla"
     text = str(report)
-    assert "tuned 7 stages on NVIDIA Test 1g" in text
+    assert "tuned 9 stages on NVIDIA Test 1g" in text
     assert "3 x layer_norm forward: bfloat16[256, 128], bfloat16[128]" in text
     assert str(report.path) in text
 
