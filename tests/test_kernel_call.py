@@ -14,7 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.ops import attention, kernel_call, layer_norm, linear, mlp, qkv_projection, rope
+from jaxfused.ops import (
+    attention,
+    kernel_call,
+    layer_norm,
+    linear,
+    mlp,
+    qkv_projection,
+    rope,
+    weight_gradient,
+)
 from tests.choices import chosen, why_not
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
@@ -274,6 +283,10 @@ def kernels_and_operands():
         yield attention._Forward(heads), arrays
         lse = jnp.ones((2, 2, 2, attention.saved_length(length)))
         yield attention._Backward(heads), (query, lse, query, lse, *arrays)
+    of_weights = functools.partial(weight_gradient.WeightGradients, "gated_mlp", precision=None)
+    for dtype, sums_rows in ((jnp.dtype(BF16), False), (jnp.dtype("float32"), True)):
+        yield of_weights(dtype, count=1, sums_rows=sums_rows, side_by_side=False), (x, h)
+        yield of_weights(dtype, count=2, sums_rows=sums_rows, side_by_side=True), (x, h, h)
 
 
 KERNELS = list(kernels_and_operands())

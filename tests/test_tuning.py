@@ -374,7 +374,7 @@ WITH_CONFIGS = [k for k in KERNELS if isinstance(k[0], kernel_call.HasConfigs)]
 @parametrize(
     "kernel_and_operands",
     WITH_CONFIGS,
-    quick=(0, 2, 12, 20, 25, 27),
+    quick=(0, 2, 12, 20, 25, 27, 36),
     ids=lambda kernel: kernel[0].name.replace(" ", "_"),
 )
 def test_configs_are_legal_and_the_first_is_the_default(device, kernel_and_operands):
