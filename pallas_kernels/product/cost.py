@@ -121,9 +121,18 @@ class Speeds:
     """Of this package's CUDA kernel over the result of a product, beside its traffic."""
     cuda_unaligned: float = 2.0
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
-    xla_row_sums: float = 4.5
-    """Of a sum over rows, beside its traffic."""
-    xla_row_sums_byte: float = 1 / 3.85e6
+    xla_long_launch: float = 1.4
+    """Of a product with long sums, as of a weight's gradient."""
+    xla_first_step: float = 0.27
+    """Of each of the first steps there, which wait for their operands."""
+    xla_long_element: float = 2.04e-5
+    """Of a step there, for each element of a tile."""
+    xla_parts: float = 2.0
+    """To add up parts of the sums, beside the traffic."""
+    xla_parts_byte: float = 1 / 5.2e6
+    xla_row_sums: float = 1.8
+    """Of a sum over many rows, beside a kernel and its traffic."""
+    xla_row_sums_byte: float = 1 / 3.8e6
     xla_ones: float = 3.0
     """Of one that is a product with ones, beside its traffic."""
     xla_ones_byte: float = 1 / 8e6
@@ -454,13 +463,26 @@ def xla_product(
     return launch + best * (speeds.xla_ragged if ragged else 1.0)
 
 
-def xla_pads(work: Work, multiprocessors: int) -> bool:
-    """Whether XLA pads both operands along the sum, which it splits where a product has few tiles."""
+def _xla_splits(work: Work, multiprocessors: int) -> int:
+    """In how many parts XLA takes the sums of a product with few tiles, one batch of products."""
     tiles = math.ceil(work.m / _XLA_TILE) * math.ceil(work.n / _XLA_TILE)
     splits = 1
-    while 2 * splits * tiles <= multiprocessors:
+    while 2 * splits * tiles <= multiprocessors and work.steps >= 2 * splits * _XLA_STEPS_OF_PART:
         splits *= 2
-    return work.k % (splits * _STEP_BYTES // work.itemsize) != 0
+    return splits
+
+
+_XLA_STEPS_OF_PART = 6
+"""The shortest sums that XLA leaves to a part."""
+
+
+def xla_pads(work: Work, multiprocessors: int) -> bool:
+    """Whether XLA pads both operands along the sum, so that its parts begin at multiples of 16 bytes."""
+    splits = _xla_splits(work, multiprocessors)
+    return splits > 1 and work.k * work.itemsize % (splits * _COPY_BYTES) != 0
+
+
+_COPY_BYTES = 16
 
 
 def xla_weight_gradient(
@@ -479,20 +501,56 @@ def xla_weight_gradient(
         widths = (sum(widths),)
         total += xla_pass(work.rows * widths[0], 2 * work.itemsize)
     for width in widths:
-        one = Work(work.features, width, work.rows, itemsize=work.itemsize)
-        total += xla_product(one.m, one.n, one.k, one.itemsize, multiprocessors)
+        one = Work(
+            work.features,
+            width,
+            work.rows,
+            itemsize=work.itemsize,
+            written_bytes=work.out_bytes,
+        )
+        total += _xla_long_product(one, multiprocessors)
         if xla_pads(one, multiprocessors):
             sizes = (work.features, width)
             total += sum(xla_pass(work.rows * size, 2 * work.itemsize) for size in sizes)
     return total
 
 
+def _xla_long_product(work: Work, multiprocessors: int) -> float:
+    """Microseconds of XLA's product with long sums, and of adding up the parts of these."""
+    speeds = H200
+    splits = _xla_splits(work, multiprocessors)
+    steps = math.ceil(work.steps / splits)
+    moved = work.k * (work.m + work.n) * work.itemsize
+    moved += work.m * work.n * work.written_bytes if splits == 1 else 0
+    traffic = moved * speeds.memory_byte
+    best = math.inf
+    for tile_m, tile_n in _XLA_TILES:
+        tiles = math.ceil(work.m / tile_m) * math.ceil(work.n / tile_n)
+        rounds = math.ceil(tiles * splits / multiprocessors)
+        compute = rounds * steps * tile_m * tile_n * speeds.xla_long_element
+        best = min(best, _at_once((compute, traffic), speeds))
+    if splits > 1:
+        added = 4 * work.m * work.n * (splits + 1)
+        best += speeds.xla_parts + added * speeds.xla_parts_byte
+    ragged = any(size % (_STEP_BYTES // work.itemsize) for size in (work.m, work.n))
+    ragged = ragged or (splits == 1 and work.k * work.itemsize % _COPY_BYTES != 0)
+    launch = speeds.xla_long_launch + speeds.xla_first_step * min(steps, _XLA_FIRST_STEPS)
+    return launch + best * (speeds.xla_ragged if ragged else 1.0)
+
+
+_XLA_FIRST_STEPS = 6
+
+
 def xla_row_sums(elements: int, itemsize: int, *, by_product: bool) -> float:
     """Microseconds of a sum over rows, as a product with ones or as it stands."""
-    launch, byte = (H200.xla_ones, H200.xla_ones_byte)
-    if not by_product:
-        launch, byte = (H200.xla_row_sums, H200.xla_row_sums_byte)
-    return launch + elements * itemsize * byte
+    if by_product:
+        return H200.xla_ones + elements * itemsize * H200.xla_ones_byte
+    few = min(1.0, elements / _FEW_SUMMED)
+    return H200.xla_pass + few * H200.xla_row_sums + elements * itemsize * H200.xla_row_sums_byte
+
+
+_FEW_SUMMED = 2e5
+"""Elements of a matrix whose sum takes no longer than a kernel starts."""
 
 
 _XLA_TILE = 128
