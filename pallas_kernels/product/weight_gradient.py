@@ -138,6 +138,7 @@ def fitting(work: WeightWork, multiprocessors: int) -> list[WeightGradientConfig
             continue
         tiles = cost.weight_tiles(work, plain.cta_tile_m, tile_n)
         most = min(work.steps, _MOST_ROUNDS * pl.cdiv(multiprocessors, tiles))
+        most = min(most, cluster * max(1, _MOST_BYTES_OF_PARTS // (4 * work.elements)))
         several = [
             replace(plain, stages=stages, parts=parts)
             for parts in range(cluster, max(most, cluster) + 1, cluster)
@@ -147,6 +148,9 @@ def fitting(work: WeightWork, multiprocessors: int) -> list[WeightGradientConfig
 
 
 _MOST_ROUNDS = 4
+"""Of parts of tiles, one after the other, where a tile is taken in parts."""
+_MOST_BYTES_OF_PARTS = 2**28
+"""That a gradient in parts may take before they are added."""
 
 
 def _most_stages(work: WeightWork, config: WeightGradientConfig) -> int:
