@@ -45,8 +45,14 @@ from jaxfused.tuning.tuner import tune as tune
 
 __version__ = "0.1.0"
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
-from jaxfused.quantization.quantize_params import QuantizationRule as QuantizationRule
+from jaxfused.quantization.calibrate import Calibrated as Calibrated
+from jaxfused.quantization.calibrate import Calibration as Calibration
+from jaxfused.quantization.calibrate import calibrate as calibrate
 from jaxfused.quantization.quantize_params import quantize_params as quantize_params
+from jaxfused.quantization.report import LayerError as LayerError
+from jaxfused.quantization.report import QuantizationReport as QuantizationReport
+from jaxfused.quantization.rules import QuantizationRule as QuantizationRule
+from jaxfused.quantization.smoothing import Fold as Fold
 
 
 def __getattr__(name: str) -> _Any:

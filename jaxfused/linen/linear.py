@@ -11,7 +11,7 @@ from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.fallback import call_flax, is_stock_product, why_complex, why_given
-from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
+from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted, shape_of
 
 
 class Dense(linen.Dense):
@@ -123,12 +123,12 @@ def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]
     """Returns the kernel and bias of a `Dense` or `Affine`; the kernel may be quantised."""
     shape = (in_features, layer.features)
     kernel = layer.get_variable("params", "kernel")
-    if not isinstance(kernel, QuantizedKernel):
+    if not isinstance(kernel, KernelStandIn):
         kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
-    elif kernel.array.shape != shape:
+    elif shape_of(kernel) != shape:
         raise ValueError(
-            f"{layer.name}: the quantised kernel has shape {kernel.array.shape}, but the layer is of"
-            f" {in_features} inputs and {layer.features} outputs; pass one of shape {shape}."
+            f"{layer.name}: the {type(kernel).__name__} has shape {shape_of(kernel)}, but the layer is"
+            f" of {in_features} inputs and {layer.features} outputs; pass one of shape {shape}."
         )
     bias = None
     if layer.use_bias:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxfused.modules.linear import QuantizedKernel
+from jaxfused.modules.linear import KernelStandIn
 from jaxfused.modules.mlp import Layer, mlp
 from jaxfused.reference.promotion import along_last_axis, common_dtype
 
@@ -26,7 +26,7 @@ def scaled_mlp(
     with the result is a large one.
     """
     kernel, bias = down
-    if drop is None and not isinstance(kernel, QuantizedKernel):
+    if drop is None and not isinstance(kernel, KernelStandIn):
         if scale is not None:
             kernel = kernel.astype(common_dtype(kernel.dtype, scale.dtype))
             kernel = kernel * along_last_axis(scale, kernel)

@@ -1,16 +1,20 @@
-"""One linear layer for all modules, whose kernel is either an array of floats or quantised."""
+"""One linear layer for all modules, whose kernel is an array of floats or stands for one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.promotion import floating
-from jaxfused.quantization.quantize import quantize_rows
+from jaxfused.quantization.quantize import quantize, quantize_rows
 from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.reference.promotion import along_last_axis
+from jaxfused.semantics.activation import activate
 
 
 @jax.tree_util.register_dataclass
@@ -20,8 +24,12 @@ class QuantizedKernel:
 
     Attributes:
       array: of shape [..., D, F], as `jaxfused.quantize` makes it.
-      input_dtype: to which the layer's inputs are quantised, row by row: "int8", "float8_e4m3fn" or
+      input_dtype: to which the layer's inputs are quantised: "int8", "float8_e4m3fn" or
         "float8_e5m2"; None leaves them as they are.
+      input_divisor: [..., D], by which the inputs are divided first; `array` is of a kernel whose rows
+        were multiplied by it, so that the product stays the same. None divides by nothing.
+      input_scale: [...], of the quantised inputs, fixed beforehand: what is larger than it holds is
+        clipped. None gives each row the scale that fits its largest magnitude.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -31,14 +39,83 @@ class QuantizedKernel:
 
     array: QuantizedArray
     input_dtype: str | None = field(default=None, metadata=dict(static=True))
+    input_divisor: jax.Array | None = None
+    input_scale: jax.Array | None = None
+
+    def inputs(
+        self, x: jax.Array, implementation: Implementation | None
+    ) -> jax.Array | QuantizedArray:
+        """What the product reads in place of x."""
+        if self.input_divisor is not None:
+            x = x / along_last_axis(self.input_divisor, x).astype(x.dtype)
+        if self.input_dtype is None:
+            return x
+        if self.input_scale is None:
+            return quantize_rows(x, self.input_dtype, implementation=implementation)
+        # One scale for all rows; the kernels read one for each.
+        scale = jnp.broadcast_to(self.input_scale, (*x.shape[:-1], 1))
+        return quantize(x, self.input_dtype, axis=-1, scale=scale)
 
 
-Kernel = jax.Array | QuantizedKernel
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ObservedKernel:
+    """The replacement for a kernel while a calibration looks at what its layer reads.
+
+    Attributes:
+      array: the kernel [..., D, F], of floats.
+      layer: [...], integers that say which of the model's layers this is.
+      observe: is called with (layer, x).
+    """
+
+    array: jax.Array
+    layer: jax.Array
+    observe: Callable[[jax.Array, jax.Array], None] = field(metadata=dict(static=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LoRAKernel:
+    """The replacement for a kernel to which a product of low rank is added: base + a @ b.
+
+    The sum is never computed: the layer's product with `a @ b` is taken as (x a) b.
+
+    Attributes:
+      base: the kernel [D, F], of floats or quantised.
+      a: [D, R].
+      b: [R, F].
+      dtype: of the products with a and b; None for x's.
+    """
+
+    base: "jax.Array | QuantizedKernel"
+    a: jax.Array
+    b: jax.Array
+    dtype: Any = field(default=None, metadata=dict(static=True))
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """(x a) b, [..., F]."""
+        dtype = x.dtype if self.dtype is None else self.dtype
+        return (x.astype(dtype) @ self.a.astype(dtype)) @ self.b.astype(dtype)
+
+
+KernelStandIn = QuantizedKernel | ObservedKernel | LoRAKernel
+Kernel = jax.Array | KernelStandIn
+
+
+def shape_of(kernel: Kernel) -> tuple[int, ...]:
+    """The shape of a kernel, or of the one that this stands for."""
+    if isinstance(kernel, LoRAKernel):
+        return shape_of(kernel.base)
+    return kernel.shape if isinstance(kernel, jax.Array) else kernel.array.shape
 
 
 def promoted(x: jax.Array, *parameters: Kernel | None, dtype: Any) -> jax.Array:
     """Returns x in `dtype`, or in the dtype to which x and the float parameters promote, as in Flax."""
     floats = [p for p in parameters if isinstance(p, jax.Array)]
+    floats += [
+        p.base for p in parameters if isinstance(p, LoRAKernel) and isinstance(p.base, jax.Array)
+    ]
+    floats += [p.array for p in parameters if isinstance(p, ObservedKernel)]
     return x.astype(canonicalize_dtype(x, *floats, dtype=dtype))
 
 
@@ -53,6 +130,15 @@ def linear(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Runs `jaxfused.linear`, or `jaxfused.quantized_matmul` with a result of the same dtype."""
+    if isinstance(kernel, LoRAKernel):
+        # An activation comes after both products, so that only without one their sum is the epilogue's.
+        options: dict[str, Any] = dict(precision=precision, implementation=implementation)
+        z = linear(x, kernel.base, bias, residual=kernel.product(x).astype(x.dtype), **options)
+        y = activate(activation, z)
+        return y if residual is None else (residual + y).astype(residual.dtype)
+    if isinstance(kernel, ObservedKernel):
+        kernel.observe(kernel.layer, x)
+        kernel = kernel.array
     bias = floating(bias, x.dtype)
     if not isinstance(kernel, QuantizedKernel):
         return ops.linear.linear(
@@ -69,11 +155,8 @@ def linear(
             f"linear: precision={precision!r} was passed with a quantised kernel, whose product has"
             " one precision; leave it out, or keep this kernel as floats."
         )
-    inputs: jax.Array | QuantizedArray = x
-    if kernel.input_dtype is not None:
-        inputs = quantize_rows(x, kernel.input_dtype, implementation=implementation)
     return ops.quantized_matmul.quantized_matmul(
-        inputs,
+        kernel.inputs(x, implementation),
         kernel.array,
         bias,
         activation=activation,

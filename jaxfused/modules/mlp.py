@@ -7,7 +7,7 @@ import jax
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
+from jaxfused.modules.linear import Kernel, KernelStandIn, QuantizedKernel, linear, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.mlp import Save
 from jaxfused.ops.quantized_gated_unit import gated_unit, why_apart
@@ -33,7 +33,7 @@ def mlp(
     """Runs `jaxfused.mlp` on the (kernel, bias) of both layers."""
     x = promoted(x, *up, *down, dtype=dtype)
     (w1, b1), (w2, b2) = (tuple(floating(p, x.dtype) for p in layer) for layer in (up, down))
-    if not (isinstance(w1, QuantizedKernel) or isinstance(w2, QuantizedKernel)):
+    if not (isinstance(w1, KernelStandIn) or isinstance(w2, KernelStandIn)):
         return ops.mlp.mlp(
             x,
             w1,
@@ -79,9 +79,9 @@ def gated_mlp(
         tuple(floating(p, x.dtype) for p in layer) for layer in (gate, up, down)
     )
     if not (
-        isinstance(w_gate, QuantizedKernel)
-        or isinstance(w_up, QuantizedKernel)
-        or isinstance(w_down, QuantizedKernel)
+        isinstance(w_gate, KernelStandIn)
+        or isinstance(w_up, KernelStandIn)
+        or isinstance(w_down, KernelStandIn)
     ):
         return ops.mlp.gated_mlp(
             x,
@@ -124,8 +124,8 @@ def _in_one_pass(gate: Kernel, up: Kernel) -> tuple[QuantizedArray, QuantizedArr
     """The weights of kernels that are quantised alike and whose input is not, else None."""
     if not (isinstance(gate, QuantizedKernel) and isinstance(up, QuantizedKernel)):
         return None
-    of_floats = gate.input_dtype is None and up.input_dtype is None
-    if not of_floats or why_apart(gate.array, up.array) is not None:
+    as_it_is = all(k.input_dtype is None and k.input_divisor is None for k in (gate, up))
+    if not as_it_is or why_apart(gate.array, up.array) is not None:
         return None
     return gate.array, up.array
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.attention import attend
-from jaxfused.modules.linear import Kernel, QuantizedKernel, linear, promoted
+from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import AttentionImplementation
 from jaxfused.ops.layer_norm import rms_norm
@@ -103,7 +103,7 @@ def self_attention(
         floating(parameter, y.dtype) for parameter in (kernel, bias, query_scale, key_scale)
     )
     cos, sin = (None, None) if tables is None else tables
-    if isinstance(kernel, QuantizedKernel):
+    if isinstance(kernel, KernelStandIn):
         projected = linear(y, kernel, bias, precision=precision, implementation=implementation)
         projected = projected.reshape(*y.shape[:-1], num_heads + 2 * num_kv_heads, -1)
         query, key, value = jnp.split(projected, (num_heads, num_heads + num_kv_heads), axis=-2)

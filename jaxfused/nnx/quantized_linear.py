@@ -7,7 +7,7 @@ from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.linear import QuantizedKernel, linear, promoted
+from jaxfused.modules.linear import KernelStandIn, QuantizedKernel, linear, promoted
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import Layout
 
@@ -41,6 +41,8 @@ class QuantizedLinear(nnx.Module):
       rngs: gives the initialisers their keys.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
+      kernel: a `jaxfused.QuantizedKernel` in place of one that is initialised and then quantised;
+        kernel_dtype, group_size, symmetric, layout, input_dtype and kernel_init say nothing then.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,12 +73,15 @@ class QuantizedLinear(nnx.Module):
         rngs: nnx.Rngs,
         activation: str | None = None,
         implementation: Implementation | None = None,
+        kernel: KernelStandIn | None = None,
     ):
-        kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        array = quantize(
-            kernel, kernel_dtype, group_size=group_size, symmetric=symmetric, layout=layout
-        )
-        self.kernel = Frozen(QuantizedKernel(array, input_dtype))
+        if kernel is None:
+            floats = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
+            array = quantize(
+                floats, kernel_dtype, group_size=group_size, symmetric=symmetric, layout=layout
+            )
+            kernel = QuantizedKernel(array, input_dtype)
+        self.kernel = Frozen(kernel)
         self.bias = nnx.data(None)
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), (out_features,), param_dtype))

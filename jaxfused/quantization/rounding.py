@@ -71,23 +71,26 @@ def encode(
     layout: Layout = "rows",
 ) -> QuantizedArray:
     """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
-    limits = FORMATS[dtype]
-    units = in_units(x, scale, zero_point, axis)
-    if dtype.startswith("int"):
-        if zero_point is None:
-            units = jnp.clip(units, -limits.largest, limits.largest)
-        values = to_integers(units, dtype)
-        values = values.mT if layout == "columns" else values
-        if dtype == "int4":
-            values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
-    else:
-        # A conversion alone makes NaN or Inf of what is too large.
-        clipped = jnp.clip(units, limits.smallest, limits.largest)
-        values = clipped.astype(jnp.float32).astype(limits.storage)
-        values = values.mT if layout == "columns" else values
+    values = codes(in_units(x, scale, zero_point, axis), dtype, symmetric=zero_point is None)
+    values = values.mT if layout == "columns" else values
+    if dtype == "int4":
+        values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
+    elif not dtype.startswith("int"):
         # Or on a GPU XLA leaves the rounding out where the values are widened again.
         values = jax.lax.optimization_barrier(values)
     return QuantizedArray(values, scale, zero_point, axis, layout)
+
+
+def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
+    """The numbers of `dtype` next to the units, one to a byte: int4 in an int8."""
+    limits = FORMATS[dtype]
+    if dtype.startswith("int"):
+        if symmetric:
+            units = jnp.clip(units, -limits.largest, limits.largest)
+        return to_integers(units, dtype)
+    # A conversion alone makes NaN or Inf of what is too large.
+    clipped = jnp.clip(units, limits.smallest, limits.largest)
+    return clipped.astype(jnp.float32).astype(limits.storage)
 
 
 def inside_range(

@@ -1,0 +1,184 @@
+"""What the layers of a model read while it runs: statistics of their inputs, layer by layer.
+
+The kernels are replaced by `ObservedKernel`s, which travel with the parameters: through `jax.jit`, into
+the blocks that read their layers' parameters, and through `jax.lax.scan` over stacked layers, where each
+layer's number is sliced with its kernel. The numbers leave the program by `jax.debug.callback`.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxfused.modules.linear import ObservedKernel
+from jaxfused.quantization.layers import Path, name_of, replace_kernels
+
+Call = Callable[[Any, Any], Any]
+"""(module or parameters, batch) -> result."""
+
+
+@dataclass
+class Inputs:
+    """Statistics of the rows that one layer has read.
+
+    Attributes:
+      count: of the rows.
+      low: [D], the smallest value of each feature.
+      high: [D], the largest.
+      gram: [D, D], the sum of the outer products of the rows with themselves, in float64; None where
+        nobody asked for it.
+      samples: pieces of [N, D], rows that were drawn evenly.
+      stride: of so many rows that a call hands over one is kept.
+    """
+
+    count: int
+    low: np.ndarray
+    high: np.ndarray
+    gram: np.ndarray | None
+    samples: list[np.ndarray] = field(default_factory=list)
+    stride: int = 1
+
+    def add_sample(self, rows: np.ndarray, most: int) -> None:
+        """Keeps some of the rows, and of all that were kept at most twice as many as wanted."""
+        self.samples.append(rows[:: self.stride])
+        if sum(map(len, self.samples)) > 2 * most:
+            self.samples = [np.concatenate(self.samples)[::2]]
+            self.stride *= 2
+
+    def rows(self, most: int) -> np.ndarray:
+        """At most so many sampled rows, drawn evenly."""
+        rows = np.concatenate(self.samples)
+        return rows[:: -(-len(rows) // most)]
+
+    def magnitudes(self) -> np.ndarray:
+        """[D], the largest magnitude of each feature."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))
+
+
+@dataclass
+class _Recorder:
+    """Adds up what the calls of the layers report; layer i is `paths[i]`."""
+
+    with_gram: bool
+    sampled_rows: int
+    inputs: dict[int, Inputs] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    # The instance is static in compiled programs: each is different from every other one.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def observe(self, layer: jax.Array, x: jax.Array) -> None:
+        """Reports the rows of x [..., D], which layer number `layer` reads."""
+        rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        if len(rows) == 0:
+            return
+        gram = None
+        if self.with_gram:
+            gram = jnp.matmul(rows.T, rows, precision="highest")
+        sample = rows[:: -(-len(rows) // self.sampled_rows)]
+        report = functools.partial(self._add, len(rows))
+        jax.debug.callback(report, layer, rows.min(axis=0), rows.max(axis=0), gram, sample)
+
+    def _add(self, count: int, layer: Any, low: Any, high: Any, gram: Any, sample: Any) -> None:
+        low, high, sample = (np.array(a, np.float32) for a in (low, high, sample))
+        gram = None if gram is None else np.array(gram, np.float64)
+        with self.lock:
+            seen = self.inputs.get(int(layer))
+            if seen is None:
+                seen = self.inputs[int(layer)] = Inputs(count, low, high, gram)
+            else:
+                seen.count += count
+                np.minimum(seen.low, low, out=seen.low)
+                np.maximum(seen.high, high, out=seen.high)
+                if gram is not None:
+                    assert seen.gram is not None
+                    seen.gram += gram
+            seen.add_sample(sample, self.sampled_rows)
+
+
+def call_by_default(op: str, module_or_params: Any) -> Call:
+    """How a model is called where nobody says it: nnx modules with the batch alone."""
+    if isinstance(module_or_params, nnx.Module):
+        return lambda module, batch: module(batch)
+    raise ValueError(
+        f"{op}: calibration says nothing of how to call the model that these parameters belong to; pass"
+        " jaxfused.Calibration(batches, call=lambda params, batch: model.apply(params, batch))."
+    )
+
+
+def compiled(call: Call, module_or_params: Any) -> Callable[[Any], Any]:
+    """The model as a compiled function of a batch; what it changes in its state is dropped."""
+    if not isinstance(module_or_params, nnx.Module):
+        return functools.partial(jax.jit(call), module_or_params)
+    graphdef, state = nnx.split(module_or_params)
+    run = jax.jit(lambda state, batch: call(nnx.merge(graphdef, state), batch))
+    return functools.partial(run, state)
+
+
+def observe(
+    op: str,
+    module_or_params: Any,
+    batches: Iterable[Any],
+    call: Call,
+    *,
+    wanted: Mapping[str, bool],
+    sampled_rows: int,
+) -> dict[str, Any]:
+    """Runs the model on the batches and returns what its layers have read.
+
+    Args:
+      op: who asks, for messages.
+      module_or_params: the model.
+      batches: at least one.
+      call: runs the model on a batch.
+      wanted: the names of the layers to look at, and whether their `gram` is needed.
+      sampled_rows: the most that are kept of a call of a layer.
+
+    Returns:
+      By the layer's name, an array of `Inputs` in the shape of the kernel's leading axes.
+    """
+    recorders = {needed: _Recorder(needed, sampled_rows) for needed in (False, True)}
+    numbers: dict[str, np.ndarray] = {}
+
+    def observed(path: Path, kernel: jax.Array) -> ObservedKernel | None:
+        name = name_of(path)
+        if name not in wanted:
+            return None
+        first = sum(layers.size for layers in numbers.values())
+        leading = kernel.shape[:-2]
+        numbers[name] = np.arange(first, first + int(np.prod(leading))).reshape(leading)
+        observe = recorders[wanted[name]].observe
+        return ObservedKernel(kernel, jnp.asarray(numbers[name], jnp.int32), observe)
+
+    run = compiled(call, replace_kernels(op, module_or_params, observed))
+    count = 0
+    for batch in batches:
+        jax.block_until_ready(run(batch))
+        count += 1
+    jax.effects_barrier()
+    if count == 0:
+        raise ValueError(f"{op}: calibration has no batches; pass at least one.")
+    inputs = recorders[False].inputs | recorders[True].inputs
+    silent = [
+        name for name, layers in numbers.items() if any(int(i) not in inputs for i in layers.flat)
+    ]
+    if silent:
+        raise ValueError(
+            f"{op}: no calibration batch reached the layer {silent[0]!r}, or its batches are empty; pass"
+            " batches that do, or a rule of dtype None for it."
+        )
+    result: dict[str, Any] = {}
+    for name, layers in numbers.items():
+        result[name] = np.empty(layers.shape, object)
+        for index in np.ndindex(layers.shape):
+            result[name][index] = inputs[int(layers[index])]
+    return result

@@ -1,0 +1,119 @@
+"""Which layers of a model are quantised, and how: rules over their paths."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxfused.quantization.quantized_array import Layout
+
+Rounding = Literal["nearest", "gptq"]
+
+
+@dataclass(frozen=True)
+class QuantizationRule:
+    """Which layers are quantised, and how.
+
+    Attributes:
+      pattern: a regular expression, searched for in the path of a layer, such as "blocks/3/mlp/up".
+        The empty one is found in every path.
+      dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2"; None leaves the layer as it is.
+      group_size: input features that share a scale; by default all of them.
+      symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
+      input_dtype: to which the layer's inputs are quantised, row by row: "int8", "float8_e4m3fn" or
+        "float8_e5m2"; None leaves them as they are.
+      layout: "columns" as the kernels read weights, else "rows": see `jaxfused.quantize`.
+      rounding: "nearest", or "gptq", where the errors of the input features that are rounded first are
+        made up for by those that follow. By default "gptq" of int8 and int4 where there is a
+        calibration, else "nearest".
+      smoothing: how much of the inputs' range is moved into the kernel before both are rounded, from 0
+        (none) to 1 (all): input feature j is divided by `max|x_j|**s / max|w_j|**(1 - s)`. None leaves
+        both as they are. Needs a calibration.
+      input_percentile: gives the quantised inputs one scale, below which so many percent of their
+        magnitudes lie; larger ones are clipped. None gives each row its own scale as it comes. Needs a
+        calibration, and an input_dtype.
+
+    Example:
+      >>> import jaxfused
+      >>> jaxfused.QuantizationRule("mlp/(up|down)$", "int4", group_size=64).dtype
+      'int4'
+    """
+
+    pattern: str
+    dtype: str | None
+    group_size: int | None = None
+    symmetric: bool = True
+    input_dtype: str | None = None
+    layout: Layout = "rows"
+    rounding: Rounding | None = None
+    smoothing: float | None = None
+    input_percentile: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounding not in (None, "nearest", "gptq"):
+            raise ValueError(
+                f"QuantizationRule: rounding={self.rounding!r} is not known; pass 'nearest', 'gptq' or"
+                " None."
+            )
+        # The comparisons are written such that NaN is rejected too.
+        if self.smoothing is not None and not 0.0 <= self.smoothing <= 1.0:
+            raise ValueError(
+                f"QuantizationRule: smoothing is {self.smoothing!r}, but it is a share; pass a number"
+                " from 0 to 1."
+            )
+        if self.input_percentile is None:
+            return
+        if not 0.0 < self.input_percentile <= 100.0:
+            raise ValueError(
+                f"QuantizationRule: input_percentile is {self.input_percentile!r}; pass a number above 0"
+                " and up to 100, such as 99.9."
+            )
+        if self.input_dtype is None:
+            raise ValueError(
+                f"QuantizationRule: input_percentile is {self.input_percentile!r}, but the inputs are"
+                " not quantised; pass an input_dtype, or no input_percentile."
+            )
+
+    @property
+    def needs_calibration(self) -> str | None:
+        """Names the first option that only a calibration can serve, or None."""
+        wanted = {
+            "rounding='gptq'": self.rounding == "gptq",
+            "smoothing": self.smoothing is not None,
+            "input_percentile": self.input_percentile is not None,
+        }
+        return next((name for name, given in wanted.items() if given), None)
+
+
+def as_rules(rules: str | Sequence[QuantizationRule]) -> Sequence[QuantizationRule]:
+    """The rules, of which one dtype for all layers may stand for a single one."""
+    return [QuantizationRule("", rules)] if isinstance(rules, str) else rules
+
+
+class Chooser:
+    """The first rule that fits a path, and which rules never were."""
+
+    def __init__(self, rules: Sequence[QuantizationRule]):
+        self.rules = rules
+        self.used: set[QuantizationRule] = set()
+        self.paths: list[str] = []
+
+    def __call__(self, path: Sequence[Any]) -> QuantizationRule | None:
+        """The rule for the layer at `path`, or None where the layer stays as it is."""
+        name = "/".join(str(key) for key in path)
+        self.paths.append(name)
+        rule = next((rule for rule in self.rules if re.search(rule.pattern, name)), None)
+        if rule is None:
+            return None
+        self.used.add(rule)
+        return None if rule.dtype is None else rule
+
+    def check_all_used(self) -> None:
+        """Checks that each rule decides over a layer."""
+        for rule in self.rules:
+            if rule not in self.used:
+                paths = ", ".join(repr(path) for path in self.paths) or "none"
+                raise ValueError(
+                    f"quantize_params: the rule for {rule.pattern!r} decides over no layer; pass one"
+                    f" whose pattern is found, before other rules', in one of these: {paths}."
+                )

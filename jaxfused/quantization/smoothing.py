@@ -1,0 +1,140 @@
+"""Smoothing: the range of a layer's inputs is moved into its kernel, where rounding costs less.
+
+Input feature j is divided by s_j and row j of the kernel multiplied by it, which leaves the product as
+it is. Where the inputs come from a norm that only these layers read, its scale and bias are divided
+instead.
+
+Source: Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
+Models", 2022, https://arxiv.org/abs/2211.10438
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxfused.quantization.layers import Path
+
+_LEAST = 1e-5
+"""Ranges below it count as it: a feature that is always 0 is not multiplied by infinity."""
+
+
+def divisors(magnitudes: np.ndarray, kernel: np.ndarray, share: float) -> np.ndarray:
+    """[D], of the largest magnitudes of the inputs [D] and the kernel [D, F]."""
+    of_inputs = np.maximum(magnitudes, _LEAST)
+    of_kernel = np.maximum(np.abs(kernel).max(axis=-1), _LEAST)
+    s = of_inputs**share / of_kernel ** (1.0 - share)
+    # What is never read, and what is not finite, stays as it is.
+    return np.where((magnitudes > 0) & np.isfinite(s), s, 1.0).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A norm whose result only these layers read, so that what divides their inputs can be part of it.
+
+    Names are relative to whatever part of the model has both, such as a block; layers that a part lacks
+    are left out. `jaxfused.calibrate` checks on the first batch that the model's result stays the same.
+
+    Attributes:
+      norm: the path of a module with a scale [D] and perhaps a bias [D].
+      layers: the paths of the linear layers that read its result, all of them.
+
+    Example:
+      >>> import jaxfused
+      >>> jaxfused.Fold("norm2", ("mlp/gate", "mlp/up")).norm
+      'norm2'
+    """
+
+    norm: str
+    layers: tuple[str, ...]
+
+
+def folded_groups(
+    module_or_params: Any, folds: Sequence[Fold], layers: Mapping[str, Path]
+) -> list[tuple[Path, list[str]]]:
+    """The norms that exist with some of their layers, each with those layers' names.
+
+    Args:
+      module_or_params: the model.
+      folds: what may be folded.
+      layers: the paths of all linear layers that smoothing is wanted for, by name.
+    """
+    groups: list[tuple[Path, list[str]]] = []
+    for fold in folds:
+        ends = ["/" + layer for layer in fold.layers]
+        parents = {
+            name[: len(name) - len(end) + 1]
+            for name in layers
+            for end in ends
+            if ("/" + name).endswith(end)
+        }
+        for parent in sorted(parents):
+            present = [
+                parent + layer
+                for layer in fold.layers
+                if _at(module_or_params, _split(parent + layer)) is not None
+            ]
+            norm = _split(parent + fold.norm)
+            found = _at(module_or_params, norm)
+            if found is not None and _scale_of(found) is not None and set(present) <= set(layers):
+                groups.append((norm, present))
+    return groups
+
+
+def _split(name: str) -> Path:
+    return tuple(name.split("/"))
+
+
+def _at(module_or_params: Any, path: Path) -> Any:
+    """What is at a path, or None."""
+    here = module_or_params
+    for key in path:
+        if isinstance(here, Mapping):
+            here = here.get(key)
+        elif isinstance(here, Sequence):
+            here = here[int(key)] if key.isdigit() and int(key) < len(here) else None
+        else:
+            here = getattr(here, key, None)
+        if here is None:
+            return None
+    return here
+
+
+def _scale_of(norm: Any) -> Any:
+    return norm.get("scale") if isinstance(norm, Mapping) else getattr(norm, "scale", None)
+
+
+def with_divided_norms(module_or_params: Any, norms: Mapping[Path, np.ndarray]) -> Any:
+    """A new model whose norms at these paths give results that are divided by s [..., D]."""
+    if not isinstance(module_or_params, nnx.Module):
+        return _divided_in_tree(module_or_params, (), norms)
+    module = nnx.clone(module_or_params)
+    for path, s in norms.items():
+        norm = _at(module, path)
+        offset = getattr(norm, "scale_offset", 0.0)
+        norm.scale[...] = _divided(norm.scale[...], s, offset)
+        if getattr(norm, "bias", None) is not None:
+            norm.bias[...] = _divided(norm.bias[...], s)
+    return module
+
+
+def _divided_in_tree(tree: Any, path: Path, norms: Mapping[Path, np.ndarray]) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    s = norms.get(path)
+    return {
+        key: _divided(value, s)
+        if s is not None and key in ("scale", "bias")
+        else _divided_in_tree(value, (*path, key), norms)
+        for key, value in tree.items()
+    }
+
+
+def _divided(parameter: jax.Array, s: np.ndarray, offset: float = 0.0) -> jax.Array:
+    """A norm's parameter; the norm multiplies by its scale plus an offset."""
+    wide = (jnp.asarray(parameter, jnp.float32) + offset) / s - offset
+    return wide.astype(parameter.dtype)
