@@ -1,5 +1,6 @@
 """examples/vit/quantize: what the table says of a trained network, and what is rejected."""
 
+import argparse
 import json
 import re
 
@@ -10,8 +11,10 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+import jaxfused
 from examples.errors import ExampleError
 from examples.images import Loader
+from examples.training import to_float
 from examples.vit import data as vit_data
 from examples.vit import quantize
 
@@ -96,3 +99,62 @@ def test_other_images_than_the_runs_are_refused(digits_run, tmp_path):
             Image.new("L", (8, 8), i).save(tmp_path / name / f"{i}.png")
     with pytest.raises(ExampleError, match=r"trained on 10 .* the data has 2 \(cat, dog\)"):
         quantize.main([str(digits_run), "--data", str(tmp_path)])
+
+
+@pytest.fixture(scope="module")
+def trained(digits_run):
+    """(model, data) of the short training."""
+    run = quantize.Run.load(digits_run)
+    flags = argparse.Namespace(**run.config["flags"])
+    data = quantize.load_data(flags)
+    graphdef, params = quantize.create_vit(flags, channels=1, classes=10)
+    return nnx.merge(graphdef, run.restore(dict(params=params))["params"]), data
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
+    """In each layer that is rounded by what it reads, and in the logits of images held out."""
+    model, data = trained
+    rules = quantize.RULES["int4"]
+    if group_size is not None:
+        rules = quantize.in_groups(model, rules[0], group_size)
+        assert [rule.group_size for rule in rules] == [32, None]
+    calibrated = jaxfused.calibrate(model, rules, quantize.calibration(data, 6, "float32"))
+    layers = calibrated.report.layers
+    assert len(layers) == 2 + 4 * 4
+    for layer in layers:
+        assert layer.result <= layer.nearest, layer
+    assert np.mean([layer.result / layer.nearest for layer in layers]) < 0.75
+    nearest = jaxfused.quantize_params(model, rules)
+    images = to_float(data.held_out(0)["image"], "float32")
+    logits = model(images)
+    errors = [jnp.linalg.norm(m(images) - logits) for m in (calibrated.quantized, nearest)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+@pytest.mark.long
+def test_the_command_prints_the_errors_of_layers(digits_run, monkeypatch, capsys):
+    monkeypatch.setattr(quantize, "_SECONDS", 0.002)
+    flags = ["--calibrate", "2", "--group-size", "16", "--smoothing", "0.5"]
+    quantize.main([str(digits_run), *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("layer ") for line in lines) == 3
+    folded = [line for line in lines if line.startswith("blocks/qkv[2]")]
+    assert "int8 x int8, gptq, smoothing 0.5" in folded[0]
+    assert "int4 groups of 16, gptq" in folded[2]
+    embed = [line for line in lines if line.startswith("embed")]
+    assert "int4, gptq" in embed[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--smoothing", "0.5"], "needs inputs of the layers"),
+        (["--group-size", "7"], "--group-size is 7, but it divides the features of no layer"),
+    ],
+)
+def test_flags_are_refused(digits_run, monkeypatch, flags, message):
+    monkeypatch.setattr(quantize, "_SECONDS", 0.002)
+    with pytest.raises(ExampleError, match=message):
+        quantize.main([str(digits_run), *flags])
