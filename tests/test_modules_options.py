@@ -396,6 +396,6 @@ def test_a_layer_that_would_not_be_called_is_refused(name):
     rngs = flax.nnx.Rngs(0)
     block = jaxfused.nnx.TransformerBlock(8, num_heads=2, rngs=rngs)
     features = getattr(block, name).kernel.shape[1]
-    setattr(block, name, flax.nnx.LoRALinear(8, features, lora_rank=2, rngs=rngs))
-    with pytest.raises(TypeError, match="LoRALinear cannot stand for one"):
+    setattr(block, name, flax.nnx.LinearGeneral(8, features, rngs=rngs))
+    with pytest.raises(TypeError, match="LinearGeneral cannot stand for one"):
         block(normal(1, 4, 8))

@@ -13,7 +13,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.promotion import floating
 from jaxfused.quantization.quantize import quantize, quantize_rows
 from jaxfused.quantization.quantized_array import QuantizedArray
-from jaxfused.reference.promotion import along_last_axis
+from jaxfused.reference.linear import add_residual
+from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
 
 
@@ -87,7 +88,7 @@ class LoRAKernel:
       dtype: of the products with a and b; None for x's.
     """
 
-    base: "jax.Array | QuantizedKernel"
+    base: "Kernel"
     a: jax.Array
     b: jax.Array
     dtype: Any = field(default=None, metadata=dict(static=True))
@@ -111,11 +112,9 @@ def shape_of(kernel: Kernel) -> tuple[int, ...]:
 
 def promoted(x: jax.Array, *parameters: Kernel | None, dtype: Any) -> jax.Array:
     """Returns x in `dtype`, or in the dtype to which x and the float parameters promote, as in Flax."""
-    floats = [p for p in parameters if isinstance(p, jax.Array)]
-    floats += [
-        p.base for p in parameters if isinstance(p, LoRAKernel) and isinstance(p.base, jax.Array)
-    ]
-    floats += [p.array for p in parameters if isinstance(p, ObservedKernel)]
+    bases = [p.base if isinstance(p, LoRAKernel) else p for p in parameters]
+    arrays = [p.array if isinstance(p, ObservedKernel) else p for p in bases]
+    floats = [a for a in arrays if isinstance(a, jax.Array)]
     return x.astype(canonicalize_dtype(x, *floats, dtype=dtype))
 
 
@@ -134,8 +133,8 @@ def linear(
         # An activation comes after both products, so that only without one their sum is the epilogue's.
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
         z = linear(x, kernel.base, bias, residual=kernel.product(x).astype(x.dtype), **options)
-        y = activate(activation, z)
-        return y if residual is None else (residual + y).astype(residual.dtype)
+        y = activate(activation, z.astype(accumulator_dtype(x.dtype)))
+        return add_residual(y, residual, x.dtype if residual is None else residual.dtype)
     if isinstance(kernel, ObservedKernel):
         kernel.observe(kernel.layer, x)
         kernel = kernel.array

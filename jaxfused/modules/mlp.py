@@ -5,9 +5,16 @@ from typing import Any
 
 import jax
 
-from jaxfused import ops
+from jaxfused import ops, reference
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.linear import Kernel, KernelStandIn, QuantizedKernel, linear, promoted
+from jaxfused.modules.linear import (
+    Kernel,
+    KernelStandIn,
+    LoRAKernel,
+    QuantizedKernel,
+    linear,
+    promoted,
+)
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.mlp import Save
 from jaxfused.ops.quantized_gated_unit import gated_unit, why_apart
@@ -48,11 +55,12 @@ def mlp(
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
         )
-    _refuse_dropout(dropout_rate)
+    words = _dropout_words(dropout_rate, dropout_key, w1, w2)
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
         h = linear(x, *up, activation=activation, **options)
+        h = reference.mlp.dropped(h, words, dropout_rate).astype(x.dtype)
         return linear(h, *down, residual=residual, **options)
 
     return _saving(save, layers)(x, residual)
@@ -99,7 +107,7 @@ def gated_mlp(
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
         )
-    _refuse_dropout(dropout_rate)
+    words = _dropout_words(dropout_rate, dropout_key, w_gate, w_up, w_down)
 
     def layers(x: jax.Array, residual: jax.Array | None) -> jax.Array:
         options: dict[str, Any] = dict(precision=precision, implementation=implementation)
@@ -115,6 +123,7 @@ def gated_mlp(
             )
         else:
             h = linear(x, *gate, activation=activation, **options) * linear(x, *up, **options)
+        h = reference.mlp.dropped(h, words, dropout_rate).astype(x.dtype)
         return linear(h, *down, residual=residual, **options)
 
     return _saving(save, layers)(x, residual)
@@ -139,12 +148,14 @@ def check_layer_names(module: str, names: tuple[str, ...], count: int) -> None:
         )
 
 
-def _refuse_dropout(rate: float) -> None:
-    if rate > 0.0:
+def _dropout_words(rate: float, key: jax.Array | None, *kernels: Kernel) -> jax.Array | None:
+    """What says what is dropped. Layers with a quantised kernel are trained only with a LoRA."""
+    if rate > 0.0 and not any(isinstance(kernel, LoRAKernel) for kernel in kernels):
         raise ValueError(
             f"mlp: dropout_rate is {rate}, but layers with a quantised kernel are for inference and drop"
             " nothing; pass deterministic=True."
         )
+    return ops.dropout.dropout_words("mlp", rate, key)
 
 
 def _saving(save: Save, layers: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -21,7 +21,7 @@ from jaxfused.modules.fallback import (
     why_given,
     why_sharded,
 )
-from jaxfused.modules.linear import Kernel, linear, promoted
+from jaxfused.modules.linear import Kernel, LoRAKernel, linear, promoted
 from jaxfused.nnx.quantized_linear import QuantizedLinear
 
 
@@ -159,16 +159,39 @@ class Linear(nnx.Linear):
         return resharded(y, out_sharding)
 
 
-def affine(layer: nnx.Linear | QuantizedLinear) -> tuple[Kernel, jax.Array | None]:
+def affine(layer: nnx.Module) -> tuple[Kernel, jax.Array | None]:
     """Returns (kernel, bias) of a linear layer, for an operator that takes several layers' parameters.
+
+    A `nnx.LoRA` around a linear layer and a `nnx.LoRALinear` have a `LoRAKernel`.
 
     Raises:
       TypeError: a layer of another class, whose own call would be passed over.
+      ValueError: a LoRA with a promote_dtype of its own.
     """
+    if isinstance(layer, nnx.LoRA) and layer.base_module is not None:
+        kernel, bias = affine(layer.base_module)
+        return _with_lora(kernel, layer), bias
+    if type(layer) is nnx.LoRALinear:
+        return _with_lora(layer.kernel.get_value(), layer.lora), _bias(layer)
     if type(layer) not in (nnx.Linear, Linear, QuantizedLinear):
         raise TypeError(
             "jaxfused.nnx: MLP, GatedMLP and TransformerBlock read their layers' parameters and do not"
             f" call them, so {type(layer).__name__} cannot stand for one; put a jaxfused.nnx.Linear"
-            " there, or write the block with layers that are called."
+            " there, nnx.LoRALinear, or nnx.LoRA with a linear layer as base_module, or write the block"
+            " with layers that are called."
         )
-    return layer.kernel.get_value(), None if layer.bias is None else layer.bias.get_value()
+    assert isinstance(layer, nnx.Linear | QuantizedLinear)
+    return layer.kernel.get_value(), _bias(layer)
+
+
+def _bias(layer: nnx.Linear | QuantizedLinear) -> jax.Array | None:
+    return None if layer.bias is None else layer.bias.get_value()
+
+
+def _with_lora(base: Kernel, lora: nnx.LoRA) -> LoRAKernel:
+    if lora.promote_dtype is not dtypes.promote_dtype:
+        raise ValueError(
+            "jaxfused.nnx: a LoRA in an MLP, GatedMLP or TransformerBlock has a promote_dtype of its"
+            " own, which is not called there; leave it out, or pass dtype."
+        )
+    return LoRAKernel(base, lora.lora_a[...], lora.lora_b[...], lora.dtype)

@@ -41,6 +41,7 @@ def quantized_matmul(
     activation: str | None = None,
     residual: jax.Array | None = None,
     out_dtype: Any = None,
+    scale_gradient: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""A linear layer with quantised weights and, optionally, quantised inputs.
@@ -53,8 +54,10 @@ def quantized_matmul(
     multiplied, integers with exact sums in int32 and float8 with sums in float32; otherwise both are
     dequantised to float32. Bias and residual are added in float32.
 
-    The weights are frozen: gradients go to x (where it is float), bias and residual, and the scales'
-    are zero. Gradients are of reverse mode, to any order where no kernel runs.
+    The weights are frozen: gradients go to x (where it is float), bias and residual, and with
+    `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of reverse mode, to
+    any order where no kernel runs. With implementation "pallas" nothing of the weights' size is made,
+    forward or backward.
 
     The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
     of more. `implementation="pallas"` takes them with float x of more rows too, where they need less
@@ -68,6 +71,7 @@ def quantized_matmul(
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       residual: [..., F], is added after the activation.
       out_dtype: of y; by default the residual's dtype, else x's, else float32.
+      scale_gradient: whether w.scale gets its gradient, for float x. The forward then keeps x.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
@@ -103,10 +107,21 @@ def quantized_matmul(
     check_affine(op, array, "w", w_like, "bias", bias)
     check_residual(op, residual, array, w.shape[1])
     _check_sums_fit(op, x, w)
+    if scale_gradient and isinstance(x, QuantizedArray):
+        raise ValueError(
+            f"{op}: scale_gradient=True was passed with a quantised x, of which the weights' scales get"
+            " no gradient; pass x as floats, or leave scale_gradient out."
+        )
     out_dtype = jnp.dtype(resolve_out_dtype(op, out_dtype, array, residual))
     if _takes_reference(op, implementation, array, x, w):
         return reference.quantized_matmul.matmul(
-            x, w, bias, residual, activation=activation, out_dtype=out_dtype
+            x,
+            w,
+            bias,
+            residual,
+            activation=activation,
+            out_dtype=out_dtype,
+            scale_gradient=scale_gradient,
         )
     options = _Options(
         activation,
@@ -115,6 +130,7 @@ def quantized_matmul(
         w.dtype,
         x_dtype=None if isinstance(x, QuantizedArray) else x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
+        scale_gradient=scale_gradient,
     )
     rows = sharding.leading_axes(values.ndim - 1)
     arrays = sharding.align(
@@ -209,6 +225,7 @@ class _Options:
     x_dtype: Any
     """None where x is quantised."""
     residual_dtype: Any
+    scale_gradient: bool
 
     @property
     def letters(self) -> str:
@@ -229,6 +246,8 @@ class _Residuals(NamedTuple):
     bias: jax.Array | None
     preactivation: jax.Array | None
     """x @ w + bias in x's dtype, or float32 if x is quantised; where there is an activation."""
+    x: jax.Array | None
+    """Where the scales want a gradient."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -242,7 +261,8 @@ def _quantized_matmul_fwd(run: Runner, options: _Options, x, x_scale, *weights_b
     layer = options.forward(save_preactivation=options.activation is not None)
     y, preactivation = run(layer, x, x_scale, *weights_bias_residual)
     *weights, bias, _ = weights_bias_residual
-    return y, _Residuals(options.weights(*weights), bias, preactivation)
+    kept = x if options.scale_gradient else None
+    return y, _Residuals(options.weights(*weights), bias, preactivation, kept)
 
 
 def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
@@ -253,11 +273,14 @@ def _quantized_matmul_bwd(run: Runner, options: _Options, saved: _Residuals, dy)
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, saved.preactivation)
         dbias = None if bias is None else sums.astype(bias.dtype)
+    dscale = None
+    if saved.x is not None:
+        dscale = reference.quantized_matmul.gradient_of_scale(saved.x, saved.w, dz)
     return (
         None if options.x_dtype is None else _input_gradient(run, options, saved.w, dz),
         None,
         None,
-        None,
+        dscale,
         None,
         dbias,
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),

@@ -114,5 +114,5 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
         return quantized
     # The layer's own product of low rank goes on around the quantised kernel.
     adapted = nnx.clone(layer.lora)
-    adapted.base_module = quantized
+    adapted.base_module = nnx.data(quantized)
     return adapted

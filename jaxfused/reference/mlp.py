@@ -47,7 +47,7 @@ def mlp(
     def f(x, w1, b1, w2, b2, residual, words):
         z = preactivation(x, w1, b1, precision=precision)
         h = activate(activation, z.astype(accumulator_dtype(x.dtype)))
-        h = _dropped(h, words, dropout_rate).astype(x.dtype)
+        h = dropped(h, words, dropout_rate).astype(x.dtype)
         y = affine(h, w2, b2, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
@@ -84,7 +84,7 @@ def gated_mlp(
             gate, up = jnp.split(gate, 2, axis=-1)
         else:
             up = preactivation(x, w_up, b_up, precision=precision).astype(wide)
-        h = _dropped(activate(activation, gate) * up, words, dropout_rate).astype(x.dtype)
+        h = dropped(activate(activation, gate) * up, words, dropout_rate).astype(x.dtype)
         y = affine(h, w_down, b_down, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
 
@@ -93,7 +93,8 @@ def gated_mlp(
     )
 
 
-def _dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
+def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
+    """The hidden layer with what dropout keeps of it; without words all of it."""
     if words is None:
         return h
     return jnp.where(keep_rows(words, h.shape, rate), h / keep_probability(rate), 0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.quantization.quantized_array import WORD_BLOCK, QuantizedArray
 from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
@@ -22,12 +22,13 @@ def matmul(
     *,
     activation: str | None,
     out_dtype: Any,
+    scale_gradient: bool = False,
 ) -> jax.Array:
     """Returns act(x @ w + bias) + residual of [..., D] and [D, F], in `out_dtype`."""
 
     @functools.partial(jax.checkpoint, policy=save_preactivation)
     def run(x, w, bias, residual):
-        z, dtype = _product(x, w)
+        z, dtype = _product(x, w, scale_gradient)
         z = z if bias is None else z + along_last_axis(bias, z)
         if activation is not None:
             z = checkpoint_name(z.astype(dtype), PREACTIVATION)
@@ -37,30 +38,38 @@ def matmul(
     return run(x, w, bias, residual)
 
 
-def _product(x: jax.Array | QuantizedArray, w: QuantizedArray) -> tuple[jax.Array, Any]:
+def _product(
+    x: jax.Array | QuantizedArray, w: QuantizedArray, scale_gradient: bool = False
+) -> tuple[jax.Array, Any]:
     """The product in float32, and the dtype in which an activation reads it: that of float x."""
     if isinstance(x, QuantizedArray):
         z = quantized_product(x, w)
         return z, z.dtype
-    return frozen_product(x.dtype, x, w), x.dtype
+    return frozen_product(x.dtype, scale_gradient, x, w), x.dtype
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def frozen_product(dtype: Any, x: jax.Array, w: QuantizedArray) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def frozen_product(dtype: Any, scale_gradient: bool, x: jax.Array, w: QuantizedArray) -> jax.Array:
     """Returns x @ w in float32, with w dequantised to `dtype`, which is x's.
 
-    Only x gets a gradient, and the backward dequantises w again: keeping the dequantised weights for it
-    would take the memory that quantisation has saved.
+    Only x gets a gradient, and the scale of w where it is wanted. The backward dequantises w again: to keep
+    the dequantised weights for it would take the memory that quantisation has saved.
     """
     return _wide_matmul(x, w.dequantize(dtype))
 
 
-def _frozen_product_fwd(dtype, x, w):
-    return frozen_product(dtype, x, w), w
+def _frozen_product_fwd(dtype, scale_gradient, x, w):
+    return frozen_product(dtype, scale_gradient, x, w), (x if scale_gradient else None, w)
 
 
-def _frozen_product_bwd(dtype, w, dy):
-    return input_gradient(dtype, w, dy.astype(dtype)), None
+def _frozen_product_bwd(dtype, scale_gradient, saved, dy):
+    x, w = saved
+    dy = dy.astype(dtype)
+    dw = None
+    if scale_gradient:
+        values: Any = None
+        dw = QuantizedArray(values, gradient_of_scale(x, w, dy), None, w.axis, w.layout)
+    return input_gradient(dtype, w, dy), dw
 
 
 frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
@@ -69,6 +78,60 @@ frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 def input_gradient(dtype: Any, w: QuantizedArray, dy: jax.Array) -> jax.Array:
     """The gradient dy @ w^T of x, in x's dtype, of dy in it."""
     return _wide_matmul(dy, w.dequantize(dtype).T).astype(dtype)
+
+
+_MOST_FEATURES = 512
+"""Input features whose part of the weights' gradient exists at a time."""
+
+
+def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Array:
+    """The gradient of w's scale, in its shape, of x [..., D] and dy [..., F].
+
+    The gradient of the weights would be x^T dy; each part of it is summed over its groups before the
+    next one is taken, so that nothing of the weights' size is made.
+    """
+    features, columns = w.shape
+    rows, dy = x.reshape(-1, features), dy.reshape(-1, columns)
+    group = features // w.groups
+    part = _features_at_a_time(w, group)
+
+    def of_part(start):
+        values = _rows_of(w, start, part).astype(jnp.float32)
+        if w.zero_point is not None:
+            first = start // group
+            count = max(part // group, 1)
+            zeros = jax.lax.dynamic_slice_in_dim(w.zero_point, first, count).astype(jnp.float32)
+            values = values - jnp.repeat(zeros, part // count, axis=0)
+        piece = jax.lax.dynamic_slice_in_dim(rows, start, part, axis=1)
+        gradient = jnp.matmul(piece.T, dy, preferred_element_type=jnp.float32)
+        return (values * gradient).reshape(-1, min(part, group), columns).sum(axis=1)
+
+    sums = jax.lax.map(of_part, jnp.arange(0, features, part))
+    sums = sums.reshape(w.groups, -1, columns).sum(axis=1)
+    # One scale may serve all columns.
+    return sums if w.scale.shape == sums.shape else sums.sum(axis=1, keepdims=True)
+
+
+def _features_at_a_time(w: QuantizedArray, group: int) -> int:
+    """How many features one part has: whole groups, or a part of one, as the values are packed."""
+    features = w.shape[0]
+    grain = {"int8": 1, "int4": WORD_BLOCK if w.layout == "columns" else 2}.get(w.dtype, 1)
+    fitting = [
+        part
+        for part in range(grain, min(features, _MOST_FEATURES) + 1, grain)
+        if features % part == 0 and (part % group == 0 or group % part == 0)
+    ]
+    return max(fitting, default=features)
+
+
+def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
+    """The values of `count` rows of w, [count, F], one to a byte."""
+    axis = -1 if w.layout == "columns" else -2
+    per_row = w.values.shape[axis] / w.shape[0]
+    packed = round(count * per_row)
+    first = start * packed // count
+    values = jax.lax.dynamic_slice_in_dim(w.values, first, packed, axis=axis % w.ndim)
+    return QuantizedArray(values, w.scale, None, w.axis, w.layout).unpacked()
 
 
 def layer(
