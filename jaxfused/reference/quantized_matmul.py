@@ -52,8 +52,8 @@ def _product(
 def frozen_product(dtype: Any, scale_gradient: bool, x: jax.Array, w: QuantizedArray) -> jax.Array:
     """Returns x @ w in float32, with w dequantised to `dtype`, which is x's.
 
-    Only x gets a gradient, and the scale of w where it is wanted. The backward dequantises w again: to keep
-    the dequantised weights for it would take the memory that quantisation has saved.
+    Only x gets a gradient, and the scale of w where it is wanted. The backward dequantises w again: to
+    keep the dequantised weights for it would take the memory that quantisation has saved.
     """
     return _wide_matmul(x, w.dequantize(dtype))
 
