@@ -12,6 +12,7 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import Calibration, Fold, QuantizationRule
+from jaxfused.modules.conv import patches
 from jaxfused.quantization.error_feedback import rounded_weights
 from jaxfused.quantization.layers import replace_kernels
 from jaxfused.quantization.observe import observe
@@ -374,7 +375,7 @@ def test_refuses_what_cannot_be_calibrated():
 
 def test_looking_changes_nothing():
     block = jaxfused.nnx.TransformerBlock(D, 4, hidden_features=D, rngs=flax.nnx.Rngs(0))
-    assert replace_kernels("test", block, lambda path, kernel: None) is not block
+    assert replace_kernels("test", block, lambda path, kernel, taps: None) is not block
     x = correlated(32).reshape(2, 16, D)
     seen = observe(
         "test",
@@ -388,3 +389,56 @@ def test_looking_changes_nothing():
         seen, (D,)
     )
     assert all(inputs[()].gram is None for inputs in seen.values())
+
+
+def test_convolutions_are_calibrated_by_their_windows():
+    images = np.asarray(correlated(4 * 10 * 10, 16, outliers=2)).reshape(4, 10, 10, 16)
+    conv = jaxfused.nnx.Conv(16, 24, (3, 3), strides=2, rngs=flax.nnx.Rngs(0))
+    rules = {
+        name: QuantizationRule("", "int8", input_dtype="int8", **options)
+        for name, options in dict(
+            nearest=dict(rounding="nearest"),
+            gptq=dict(),
+            smooth=dict(smoothing=0.5, rounding="nearest"),
+            fixed=dict(rounding="nearest", input_percentile=100.0),
+        ).items()
+    }
+    y = conv(images)
+    errors = {}
+    for name, rule in rules.items():
+        calibrated = jaxfused.calibrate(conv, [rule], [images[:3], images[3:]])
+        (layer,) = calibrated.report.layers
+        errors[name] = float(jnp.linalg.norm(calibrated.quantized(images) - y) / jnp.linalg.norm(y))
+        # What the report says of sampled windows is nearly what the images show.
+        assert layer.result == pytest.approx(errors[name], rel=0.3)
+    assert errors["smooth"] < 0.6 * errors["nearest"]
+    assert errors["gptq"] < 1.05 * errors["nearest"]
+    kernel = calibrated.quantized.kernel.get_value()
+    np.testing.assert_allclose(kernel.input_scale, np.abs(images).max() / 127, rtol=1e-6)
+    int4 = [QuantizationRule("", "int4", group_size=16)]
+    (layer,) = jaxfused.calibrate(conv, int4, [images]).report.layers
+    assert layer.result < 0.6 * layer.nearest
+
+
+def test_windows_are_those_that_a_convolution_reads():
+    x, kernel = normal(0, 2, 7, 8, 3), normal(1, 3, 2, 3, 5)
+    options = dict(strides=(2, 1), padding="SAME", kernel_dilation=(1, 2), input_dilation=1)
+    windows = patches(x, (3, 2), feature_group_count=1, **options)
+    y = jaxfused.conv(x, kernel, **options)
+    product = jnp.matmul(windows, kernel.reshape(-1, 5), precision="highest")
+    np.testing.assert_allclose(product, y.reshape(-1, 5), rtol=1e-5, atol=1e-5)
+
+
+def test_convolutions_in_groups_are_rounded_to_nearest():
+    block = jaxfused.nnx.ConvNeXtBlock(
+        16, kernel_size=(3, 3), layer_scale=1.0, rngs=flax.nnx.Rngs(0)
+    )
+    x = correlated(2 * 6 * 6, 16).reshape(2, 6, 6, 16)
+    calibrated = jaxfused.calibrate(block, "int8", [x])
+    assert {layer.path for layer in calibrated.report.layers} == {"mlp/up", "mlp/down"}
+    array = calibrated.quantized.conv.kernel.get_value().array
+    expected = jaxfused.quantize(block.conv.kernel[...].reshape(-1, 16))
+    np.testing.assert_array_equal(array.values, expected.values)
+    assert jnp.linalg.norm(calibrated.quantized(x) - block(x)) < 0.02 * jnp.linalg.norm(block(x))
+    with pytest.raises(ValueError, match="'conv' convolves channels in groups"):
+        jaxfused.calibrate(block, [QuantizationRule("conv", "int8", smoothing=0.5)], [x])

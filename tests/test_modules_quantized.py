@@ -154,9 +154,10 @@ def test_scanned_layers():
 def test_root_layer_and_nothing_else():
     layer = flax.nnx.Linear(D, 4, use_bias=False, rngs=flax.nnx.Rngs(0))
     assert jaxfused.quantize_params(layer, "int8").bias is None
-    conv = flax.linen.Conv(4, (3, 3)).init(jax.random.key(0), jnp.ones((1, 5, 5, 3)))
+    attention = flax.linen.MultiHeadDotProductAttention(2)
+    params = attention.init(jax.random.key(0), jnp.ones((1, 5, 8)))
     with pytest.raises(ValueError, match=r"decides over no layer.*: none"):
-        jaxfused.quantize_params(conv, "int8")
+        jaxfused.quantize_params(params, "int8")
 
 
 @pytest.mark.parametrize(
@@ -192,3 +193,89 @@ def test_dense_refuses_a_kernel_of_another_shape():
     with pytest.raises(ValueError, match="precision='highest'"):
         dense = jaxfused.linen.Dense(4, use_bias=False, precision="highest")
         dense.apply({"params": params}, normal(1, 2, D))
+
+
+@parametrize(
+    ("size", "options"),
+    [
+        ((3, 3), dict(strides=2, use_bias=False)),
+        ((3, 3), dict(feature_group_count=8)),
+        ((1, 1), {}),
+        ((3,), dict(padding="CAUSAL")),
+    ],
+    quick=(0, 1),
+)
+@pytest.mark.parametrize("input_dtype", [None, "int8"])
+def test_quantised_convolutions(size, options, input_dtype):
+    conv = jaxfused.nnx.Conv(8, 16, size, rngs=flax.nnx.Rngs(0), activation="relu", **options)
+    rules = [QuantizationRule("", "int8", input_dtype=input_dtype)]
+    quantised = jaxfused.quantize_params(conv, rules)
+    x = normal(0, 2, 3, *(9,) * len(size), 8)
+    y, expected = quantised(x), conv(x)
+    assert y.shape == expected.shape and y.dtype == expected.dtype
+    assert jnp.linalg.norm(y - expected) < 0.02 * jnp.linalg.norm(expected)
+    array = quantised.kernel.get_value().array
+    assert array.shape == (np.prod(conv.kernel.shape[:-1]), 16) and array.dtype == "int8"
+    plain = flax.nnx.Conv(8, 16, size, rngs=flax.nnx.Rngs(0), **options)
+    of_flax = jaxfused.quantize_params(plain, rules)
+    np.testing.assert_array_equal(jax.nn.relu(of_flax(x)), y)
+    params = params_of(conv)
+    linen = jaxfused.linen.Conv(16, size, activation="relu", **options)
+    if len(size) == 1:
+        with pytest.raises(ValueError, match="decides over no layer"):
+            jaxfused.quantize_params(params, rules)
+        return
+    tree = jaxfused.quantize_params(params, rules)
+    np.testing.assert_array_equal(linen.apply({"params": tree}, x), y)
+    assert jnp.abs(jax.grad(lambda x: quantised(x).sum())(x)).max() > 0 or input_dtype
+    with pytest.raises(ValueError, match="QuantizedKernel has shape"):
+        jaxfused.linen.Conv(17, size, **options).apply({"params": tree}, x)
+
+
+def test_batch_norm_is_folded_into_the_scales():
+    x = normal(0, 2, 9, 9, 8)
+    layer = jaxfused.nnx.ConvNormAct(8, 16, (3, 3), rngs=flax.nnx.Rngs(0))
+    layer.norm.scale[...] = normal(1, 16)  # of both signs
+    layer.norm.bias[...], layer.norm.mean[...] = normal(2, 16), normal(3, 16)
+    layer.norm.var[...] = jnp.exp(normal(4, 16))
+    residual = normal(5, 2, 9, 9, 16)
+    expected = layer(x, residual=residual, use_running_average=True)
+    quantised = jaxfused.quantize_params(layer, [QuantizationRule("", "int8", input_dtype="int8")])
+    y = quantised(x, residual=residual, use_running_average=True)
+    assert jnp.linalg.norm(y - expected) < 0.02 * jnp.linalg.norm(expected)
+    # As if it had been folded before.
+    kernel, bias = jaxfused.fold_batch_norm(
+        layer.conv.kernel[...],
+        mean=layer.norm.mean[...],
+        var=layer.norm.var[...],
+        norm_scale=layer.norm.scale[...],
+        norm_bias=layer.norm.bias[...],
+    )
+    before = jaxfused.nnx.Conv(8, 16, (3, 3), activation="relu", rngs=flax.nnx.Rngs(0))
+    before.kernel[...], before.bias[...] = kernel, bias
+    before = jaxfused.quantize_params(before, [QuantizationRule("", "int8", input_dtype="int8")])
+    np.testing.assert_allclose(y, before(x, residual=residual), rtol=1e-4, atol=1e-4)
+
+    linen = jaxfused.linen.ConvNormAct(16, (3, 3), use_running_average=True)
+    statistics = dict(mean=layer.norm.mean[...], var=layer.norm.var[...])
+    norm = dict(scale=layer.norm.scale[...], bias=layer.norm.bias[...])
+    params = {"conv": {"kernel": layer.conv.kernel[...]}, "norm": norm}
+    tree = jaxfused.quantize_params(params, [QuantizationRule("conv", "int8", input_dtype="int8")])
+    variables = {"params": tree, "batch_stats": {"norm": statistics}}
+    np.testing.assert_array_equal(linen.apply(variables, x, residual=residual), y)
+    np.testing.assert_array_equal(
+        quantised(x), layer.norm(quantised.conv(x))
+    )  # In training the batch's statistics follow the convolution.
+
+
+def test_convolutions_refuse_what_is_not_plain():
+    conv = flax.nnx.Conv(4, 4, (3, 3), precision="highest", rngs=flax.nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"convolution of 4 and 4 channels .* precision is given"):
+        jaxfused.quantize_params(conv, "int8")
+    tree = jaxfused.quantize_params(
+        params_of(flax.nnx.Conv(4, 4, (3, 3), rngs=flax.nnx.Rngs(0))), "int8"
+    )
+    with pytest.raises(ValueError, match="precision='highest' was passed with a quantised"):
+        jaxfused.linen.Conv(4, (3, 3), precision="highest").apply(
+            {"params": tree}, normal(0, 1, 5, 5, 4)
+        )

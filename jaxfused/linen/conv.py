@@ -1,13 +1,17 @@
 """Conv for Flax Linen: Flax's own parameters, this package's operator."""
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.dtypes import canonicalize_dtype, promote_dtype
+from flax.linen.dtypes import promote_dtype
 
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.linear import Kernel, KernelStandIn, promoted, shape_of
 
 
 class Conv(linen.Conv):
@@ -24,6 +28,7 @@ class Conv(linen.Conv):
     - A mask, a `conv_general_dilated`, `conv_general_dilated_cls` or `promote_dtype` other than
       Flax's and complex numbers run Flax's code, and `jaxfused.explain` lists the call. Together
       with `residual` or a named kernel such a call raises an error.
+    - The kernel may be a `jaxfused.QuantizedKernel`, as `jaxfused.quantize_params` puts it there.
 
     Attributes:
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
@@ -77,14 +82,15 @@ class Conv(linen.Conv):
         size = self.kernel_size
         size = (size,) if isinstance(size, int) else tuple(size)
         shape = (*size, inputs.shape[-1] // self.feature_group_count, self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        kernel = conv_kernel(self, shape)
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         return convolve(
-            inputs.astype(canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+            promoted(inputs, kernel, bias, dtype=self.dtype),
             kernel,
             bias,
+            kernel_size=size,
             strides=self.strides,
             padding=self.padding,
             input_dilation=self.input_dilation,
@@ -95,3 +101,17 @@ class Conv(linen.Conv):
             residual=residual,
             implementation=self.implementation,
         )
+
+
+def conv_kernel(layer: Any, shape: tuple[int, ...]) -> Kernel:
+    """The kernel of a `Conv`, which may be quantised: [weights of the window * I, O] then."""
+    kernel = layer.get_variable("params", "kernel")
+    if not isinstance(kernel, KernelStandIn):
+        return layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+    wanted = (math.prod(shape[:-1]), shape[-1])
+    if shape_of(kernel) not in (shape, wanted):
+        raise ValueError(
+            f"{layer.name}: the {type(kernel).__name__} has shape {shape_of(kernel)}, but the layer's"
+            f" kernel is of shape {shape}; pass one of shape {wanted}."
+        )
+    return kernel

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.dtypes import canonicalize_dtype
 from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike
 
@@ -14,8 +13,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.batch_norm import BatchNorm
 from jaxfused.linen.conv import Conv
 from jaxfused.linen.group_norm import GroupNorm
-from jaxfused.modules.conv import Norm, check_norm, convolve
-from jaxfused.ops.batch_norm import fold_batch_norm
+from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
+from jaxfused.modules.linear import promoted
 
 
 class ConvNormAct(linen.Module):
@@ -132,8 +131,8 @@ class ConvNormAct(linen.Module):
         params, statistics = self.variables["params"], self.variables["batch_stats"]["norm"]
         kernel = params["conv"]["kernel"]
         return convolve(
-            x.astype(canonicalize_dtype(x, kernel, dtype=self.dtype)),
-            *fold_batch_norm(
+            promoted(x, kernel, dtype=self.dtype),
+            *fold_norm(
                 kernel,
                 mean=statistics["mean"],
                 var=statistics["var"],
@@ -141,6 +140,7 @@ class ConvNormAct(linen.Module):
                 norm_bias=params["norm"]["bias"],
                 epsilon=self.epsilon,
             ),
+            kernel_size=self.kernel_size,
             input_dilation=1,
             activation=self.activation,
             residual=residual,

@@ -2,13 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
+from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel
 from jaxfused.modules.promotion import floating
+from jaxfused.quantization.quantize import quantize
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from jaxfused.reference.promotion import along_last_axis
 
 Norm = Literal["batch_norm", "group_norm"]
 
@@ -23,9 +29,10 @@ def check_norm(norm: str) -> None:
 
 def convolve(
     x: jax.Array,
-    kernel: jax.Array,
+    kernel: Kernel,
     bias: jax.Array | None,
     *,
+    kernel_size: int | Sequence[int],
     strides: int | Sequence[int] | None,
     padding: Any,
     input_dilation: int | Sequence[int] | None,
@@ -37,23 +44,105 @@ def convolve(
     precision: jax.lax.PrecisionLike = None,
 ) -> jax.Array:
     """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`."""
-    batch = x.shape[: x.ndim - kernel.ndim + 1]
+    size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
+    batch = x.shape[: x.ndim - len(size) - 1]
 
     def fold(array: jax.Array) -> jax.Array:
         return array.reshape(math.prod(batch), *array.shape[len(batch) :])
 
-    y = ops.conv.conv(
-        fold(x),
-        floating(kernel, x.dtype),
-        floating(bias, x.dtype),
+    geometry: dict[str, Any] = dict(
         strides=1 if strides is None else strides,
         padding=padding,
         input_dilation=1 if input_dilation is None else input_dilation,
         kernel_dilation=1 if kernel_dilation is None else kernel_dilation,
         feature_group_count=feature_group_count,
+    )
+    rest: dict[str, Any] = dict(
         activation=activation,
-        precision=precision,
         residual=None if residual is None else fold(residual),
         implementation=implementation,
     )
+    bias = floating(bias, x.dtype)
+    if isinstance(kernel, QuantizedKernel):
+        if precision is not None:
+            raise ValueError(
+                f"conv: precision={precision!r} was passed with a quantised kernel, whose products have"
+                " one precision; leave it out, or keep this kernel as floats."
+            )
+        y = ops.quantized_conv.quantized_conv(
+            image_inputs(kernel, fold(x)),
+            kernel.array,
+            bias,
+            kernel_size=size,
+            out_dtype=x.dtype,
+            **geometry,
+            **rest,
+        )
+        return y.reshape(*batch, *y.shape[1:])
+    if isinstance(kernel, ObservedKernel):
+        kernel.observe(kernel.layer, patches(fold(x), size, **geometry))
+        kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
+    assert isinstance(kernel, jax.Array)
+    y = ops.conv.conv(
+        fold(x), floating(kernel, x.dtype), bias, precision=precision, **geometry, **rest
+    )
     return y.reshape(*batch, *y.shape[1:])
+
+
+def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | QuantizedArray:
+    """What a convolution reads in place of x [B, *spatial, I]; an image, or all, have one scale."""
+    if kernel.input_divisor is not None:
+        x = x / along_last_axis(kernel.input_divisor, x).astype(x.dtype)
+    if kernel.input_dtype is None:
+        return x
+    ones = (1,) * (x.ndim - 1)
+    if kernel.input_scale is not None:
+        scale = kernel.input_scale.reshape(1, *ones)
+    else:
+        largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), keepdims=True)
+        scale = largest.astype(jnp.float32) / FORMATS[kernel.input_dtype].largest
+        scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    return quantize(x, kernel.input_dtype, axis=-1, scale=scale)
+
+
+def patches(
+    x: jax.Array,
+    size: tuple[int, ...],
+    *,
+    feature_group_count: int,
+    input_dilation: Any,
+    **geometry: Any,
+) -> jax.Array | None:
+    """What the windows of x [B, *spatial, I] take, [pixels, taps * I]; None where there are groups."""
+    if feature_group_count > 1:
+        return None
+    channels = x.shape[-1]
+    # A kernel of ones for each number of the window: its channel is told apart by the groups.
+    numbers = math.prod(size)
+    taps = jnp.eye(numbers, dtype=x.dtype).reshape(*size, 1, numbers)
+    y = ops.conv.conv(
+        x,
+        jnp.tile(taps, channels),
+        input_dilation=input_dilation,
+        feature_group_count=channels,
+        precision="highest",
+        implementation="xla",
+        **geometry,
+    )
+    return y.reshape(-1, channels, numbers).swapaxes(-1, -2).reshape(-1, numbers * channels)
+
+
+def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
+    """Folds a batch norm into the kernel before it: `jaxfused.fold_batch_norm`, or of a quantised one.
+
+    A channel's scale takes the norm's factor, which is the same as to fold before rounding.
+    """
+    if isinstance(kernel, ObservedKernel):
+        array, bias = ops.batch_norm.fold_batch_norm(kernel.array, **norm)
+        return replace(kernel, array=array), bias
+    if not isinstance(kernel, QuantizedKernel):
+        assert isinstance(kernel, jax.Array)
+        return ops.batch_norm.fold_batch_norm(kernel, **norm)
+    scale = jnp.broadcast_to(kernel.array.scale, (kernel.array.groups, kernel.array.shape[-1]))
+    scale, bias = ops.batch_norm.fold_batch_norm(scale, **norm)
+    return replace(kernel, array=replace(kernel.array, scale=scale)), bias

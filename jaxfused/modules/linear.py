@@ -24,13 +24,15 @@ class QuantizedKernel:
     """The replacement for the kernel [D, F] of a linear layer once the kernel is quantised.
 
     Attributes:
-      array: of shape [..., D, F], as `jaxfused.quantize` makes it.
+      array: of shape [..., D, F], as `jaxfused.quantize` makes it; of a convolution all weights of a
+        window are D.
       input_dtype: to which the layer's inputs are quantised: "int8", "float8_e4m3fn" or
         "float8_e5m2"; None leaves them as they are.
-      input_divisor: [..., D], by which the inputs are divided first; `array` is of a kernel whose rows
-        were multiplied by it, so that the product stays the same. None divides by nothing.
+      input_divisor: [..., features], by which the inputs are divided first; `array` is of a kernel whose
+        rows were multiplied by it, so that the product stays the same. None divides by nothing.
       input_scale: [...], of the quantised inputs, fixed beforehand: what is larger than it holds is
-        clipped. None gives each row the scale that fits its largest magnitude.
+        clipped. None gives each row, or each image of a convolution, the scale that fits its largest
+        magnitude.
 
     Example:
       >>> import jax.numpy as jnp, jaxfused
@@ -64,14 +66,15 @@ class ObservedKernel:
     """The replacement for a kernel while a calibration looks at what its layer reads.
 
     Attributes:
-      array: the kernel [..., D, F], of floats.
+      array: the kernel [..., D, F], of floats; of a convolution all weights of a window are D.
       layer: [...], integers that say which of the model's layers this is.
-      observe: is called with (layer, x).
+      observe: is called with (layer, x), where x [..., D] is what the product reads; None where channels
+        are convolved in groups.
     """
 
     array: jax.Array
     layer: jax.Array
-    observe: Callable[[jax.Array, jax.Array], None] = field(metadata=dict(static=True))
+    observe: Callable[[jax.Array, jax.Array | None], None] = field(metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass

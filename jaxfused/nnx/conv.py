@@ -21,6 +21,7 @@ from flax.typing import (
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.modules.linear import promoted
 
 
 class Conv(nnx.Conv):
@@ -37,6 +38,7 @@ class Conv(nnx.Conv):
     - A mask, a `conv_general_dilated`, `promote_dtype` or `preferred_element_type` other than
       Flax's, `out_sharding` and complex numbers run Flax's code, and `jaxfused.explain` lists the
       call. Together with `residual` or a named kernel such a call raises an error.
+    - The kernel may be a `jaxfused.QuantizedKernel`, as `jaxfused.quantize_params` puts it there.
 
     Args:
       in_features: I.
@@ -144,7 +146,7 @@ class Conv(nnx.Conv):
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
         inputs = jnp.asarray(inputs)
-        kernel = self.kernel[...]
+        kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias[...]
         reason = why_given(
             mask=self.mask is not None,
@@ -152,7 +154,9 @@ class Conv(nnx.Conv):
             promote_dtype=self.promote_dtype is not dtypes.promote_dtype,
             preferred_element_type=self.preferred_element_type is not None,
             out_sharding=out_sharding is not None,
-        ) or why_complex(inputs.dtype, self.dtype, kernel.dtype)
+        ) or why_complex(
+            inputs.dtype, self.dtype, kernel.dtype if isinstance(kernel, jax.Array) else None
+        )
         if reason is not None:
             return call_flax(
                 "jaxfused.nnx.Conv",
@@ -163,9 +167,10 @@ class Conv(nnx.Conv):
                 implementation=self.implementation,
             )
         return convolve(
-            inputs.astype(dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)),
+            promoted(inputs, kernel, bias, dtype=self.dtype),
             kernel,
             bias,
+            kernel_size=self.kernel_size,
             strides=self.strides,
             padding=self.padding,
             input_dilation=self.input_dilation,

@@ -6,16 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PaddingLike
 
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.conv import Norm, check_norm, convolve
+from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
+from jaxfused.modules.linear import promoted
 from jaxfused.nnx.batch_norm import BatchNorm
 from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.group_norm import GroupNorm
-from jaxfused.ops.batch_norm import fold_batch_norm
 
 
 class ConvNormAct(nnx.Module):
@@ -141,11 +140,11 @@ class ConvNormAct(nnx.Module):
             use_running_average = norm.use_running_average
         if not use_running_average:
             return norm(conv(x), use_running_average, residual=residual)
-        kernel, scale, bias = conv.kernel[...], norm.scale, norm.bias
+        kernel, scale, bias = conv.kernel.get_value(), norm.scale, norm.bias
         assert scale is not None and bias is not None
         return convolve(
-            x.astype(dtypes.canonicalize_dtype(x, kernel, dtype=conv.dtype)),
-            *fold_batch_norm(
+            promoted(x, kernel, dtype=conv.dtype),
+            *fold_norm(
                 kernel,
                 mean=norm.mean[...],
                 var=norm.var[...],
@@ -153,6 +152,7 @@ class ConvNormAct(nnx.Module):
                 norm_bias=bias[...],
                 epsilon=norm.epsilon,
             ),
+            kernel_size=conv.kernel_size,
             strides=conv.strides,
             padding=conv.padding,
             input_dilation=1,

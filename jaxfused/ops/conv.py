@@ -90,29 +90,29 @@ def conv(
     check_activation(op, activation)
     _check_kernel(x, w, feature_group_count)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
-    spatial = x.ndim - 2
-    geometry: dict[str, Any] = dict(
-        strides=_for_each_axis("strides", strides, spatial),
-        padding=_normalise_padding(padding, spatial),
-        input_dilation=_for_each_axis("input_dilation", input_dilation, spatial),
-        kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
+    options = geometry(
+        x,
+        strides=strides,
+        padding=padding,
+        input_dilation=input_dilation,
+        kernel_dilation=kernel_dilation,
         feature_group_count=feature_group_count,
     )
     run: Callable[..., jax.Array] = functools.partial(
-        reference.conv.conv, activation=activation, precision=precision, **geometry
+        reference.conv.conv, activation=activation, precision=precision, **options
     )
     if residual is not None:
         shape = jax.eval_shape(run, x, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
     device = dispatch.current_device(x, residual)
-    depthwise = depthwise_conv.window_of(x, w, **geometry)
+    depthwise = depthwise_conv.window_of(x, w, **options)
     missing = {}
     # JAX's own convolution refuses channels that are split under Explicit axes.
     explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
     why_xla = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
-        dense = dense_conv.window_of(x, w, **geometry)
+        dense = dense_conv.window_of(x, w, **options)
         why_not_dense = dense_conv.why_unsupported(device, dense, x, w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
@@ -139,6 +139,26 @@ def conv(
         window=dense,
         activation=activation,
         precision=precision,
+    )
+
+
+def geometry(
+    x: Any,
+    *,
+    strides: int | Sequence[int],
+    padding: Padding,
+    input_dilation: int | Sequence[int],
+    kernel_dilation: int | Sequence[int],
+    feature_group_count: int,
+) -> dict[str, Any]:
+    """The options that say which values a convolution of x takes, with one number for each axis."""
+    spatial = x.ndim - 2
+    return dict(
+        strides=_for_each_axis("strides", strides, spatial),
+        padding=_normalise_padding(padding, spatial),
+        input_dilation=_for_each_axis("input_dilation", input_dilation, spatial),
+        kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
+        feature_group_count=feature_group_count,
     )
 
 

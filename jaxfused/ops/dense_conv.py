@@ -26,8 +26,8 @@ from pallas_kernels.conv.window import Window
 
 
 def window_of(
-    x: jax.Array,
-    w: jax.Array,
+    x: Any,
+    w: Any,
     *,
     strides: tuple[int, ...],
     padding: str | Sequence[tuple[int, int]],
@@ -55,7 +55,8 @@ def window_of(
         window = Window(
             (1, *kernel), ((0, 0), *window.padding), (1, *strides), (1, *kernel_dilation)
         )
-    if any(size < 1 for size in window.result(_images(x).shape[1:-1])):
+    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
+    if any(size < 1 for size in window.result(sizes)):
         return "the result has no elements"
     return window
 
@@ -82,7 +83,7 @@ def why_xla(window: Window, x: Any, w: Any) -> str | None:
     """
     channels, features = w.shape[-2:]
     dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
-    pixels = math.prod((x.shape[0], *window.result(_images(x).shape[1:-1])))
+    pixels = math.prod((x.shape[0], *window.result(images(x).shape[1:-1])))
     if dense and channels % 64 == features % 64 == 0 and pixels >= _LEAST_PIXELS:
         return None
     return (
@@ -97,7 +98,7 @@ _LEAST_PIXELS = 2**14
 """Of all results together."""
 
 
-def _images(x: Any) -> Any:
+def images(x: Any) -> Any:
     """Returns x [B, L, C] as pictures of one row."""
     return x[:, None] if x is not None and x.ndim == 3 else x
 
@@ -115,9 +116,9 @@ def dense_conv(
 ) -> jax.Array:
     """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it."""
     weights = w.reshape(*window.kernel, *w.shape[-2:])
-    letters = _Letters(len(window.kernel))
+    letters = Letters(len(window.kernel))
     operands = sharding.align(
-        (_images(x), weights, bias, _images(residual)),
+        (images(x), weights, bias, images(residual)),
         operand_axes=(letters.images, letters.weights, "f", letters.result),
         whole=letters.whole,
     )
@@ -189,7 +190,7 @@ _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
 @dataclass(frozen=True)
-class _Letters:
+class Letters:
     """The letters of a convolution's axes."""
 
     axes: int
@@ -223,7 +224,7 @@ class _Forward:
         return "conv dense forward"
 
     def axes(self, x, w, bias, residual) -> Axes:
-        letters = _Letters(x.ndim - 2)
+        letters = Letters(x.ndim - 2)
         saved = letters.result if self.save_preactivation else None
         return Axes(
             (letters.images, letters.weights, "f", letters.result),
@@ -233,7 +234,7 @@ class _Forward:
 
     def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
         window = self.options.window
-        call = _call(device, window, x.shape[:-1], x.dtype, w)
+        call = call_of(device, window, x.shape[:-1], x.dtype, w)
         reason = why_unsupported(device, window, x, w, residual)
         elements = math.prod(call.result) * call.features
         after = cost.cudnn_epilogue(
@@ -254,7 +255,7 @@ class _Forward:
     ) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        call = _call(device, self.options.window, x.shape[:-1], x.dtype, w)
+        call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
         return pallas_conv.fitting(call, **self._streams(x, residual))
 
     def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
@@ -295,12 +296,12 @@ class _InputGradient:
         return "conv dense input gradient"
 
     def axes(self, dz, w) -> Axes:
-        letters = _Letters(dz.ndim - 2)
+        letters = Letters(dz.ndim - 2)
         # Parts of the sum over the features would be rounded before they are added.
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def _call(self, device, dz, w) -> pallas_conv.ConvCall:
-        return _call(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
+        return call_of(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
 
     def reasons(self, device, dz, w) -> Mapping[str, str | None]:
         if self.window.is_strided:
@@ -348,7 +349,7 @@ class _WeightGradient:
         return "conv dense weight gradient"
 
     def axes(self, x, dz) -> Axes:
-        letters = _Letters(x.ndim - 2)
+        letters = Letters(x.ndim - 2)
         return Axes((letters.images, letters.result), (letters.weights,), whole=letters.whole)
 
     def reasons(self, device, x, dz) -> Mapping[str, str | None]:
@@ -362,7 +363,7 @@ class _WeightGradient:
         ours = pallas_weight_gradient.predicted_time(
             x, dz, window=self.window, multiprocessors=device.multiprocessors
         )
-        call = _call(device, self.window, x.shape[:-1], x.dtype, w)
+        call = call_of(device, self.window, x.shape[:-1], x.dtype, w)
         return fastest_first(reasons, {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)})
 
     def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
@@ -392,9 +393,10 @@ class _WeightGradient:
         return None
 
 
-def _call(
+def call_of(
     device: dispatch.Device, window: Window, sizes, dtype, w, *, flipped: bool = False
 ) -> pallas_conv.ConvCall:
+    """The kernel's call for x of these sizes, [B, *spatial], with w [*kernel, C, F]."""
     channels, features = w.shape[-2:]
     return pallas_conv.ConvCall(
         sizes=tuple(sizes),

@@ -123,6 +123,13 @@ def calibrate(
         wanted={name: _rounding(rule) == "gptq" for name, rule in chosen.items()},
         sampled_rows=calibration.sampled_rows,
     )
+    for name, rule in chosen.items():
+        if inputs[name].flat[0] is None and rule.needs_calibration is not None:
+            raise ValueError(
+                f"{op}: the rule for {rule.pattern!r} has {rule.needs_calibration}, but {name!r}"
+                " convolves channels in groups, whose inputs are not looked at; pass a rule without it"
+                " for this layer."
+            )
     smooth = {name: paths[name] for name, rule in chosen.items() if rule.smoothing is not None}
     groups = folded_groups(module_or_params, calibration.folds, smooth)
     divided, norms = _divisors(op, module_or_params, chosen, inputs, groups)
@@ -132,10 +139,12 @@ def calibrate(
 
     errors: list[LayerError] = []
 
-    def quantized(path: Path, kernel: jax.Array) -> QuantizedKernel | None:
+    def quantized(path: Path, kernel: jax.Array, taps: int) -> QuantizedKernel | None:
         name = name_of(path)
         if name not in chosen:
             return None
+        if inputs[name].flat[0] is None:
+            return QuantizedKernel(plain_array(kernel, chosen[name]), chosen[name].input_dtype)
         stack, leading = [], kernel.shape[:-2]
         for index in np.ndindex(leading):
             layer = _Layer(
@@ -145,6 +154,7 @@ def calibrate(
                 inputs[name][index],
                 divided[name][index] if name in divided else None,
                 name in folded,
+                taps,
                 calibration,
             )
             one, error = layer.quantized()
@@ -179,7 +189,8 @@ def _choose(
     chosen: dict[str, QuantizationRule] = {}
     paths: dict[str, Path] = {}
 
-    def note(path: Path, kernel: jax.Array) -> None:
+    def note(path: Path, kernel: jax.Array, taps: int) -> None:
+        del taps
         rule = choose(path)
         if rule is not None:
             chosen[name_of(path)], paths[name_of(path)] = rule, path
@@ -214,25 +225,36 @@ def _divisors(
 ) -> tuple[dict[str, np.ndarray], dict[Path, np.ndarray]]:
     """What divides the inputs [..., D] of each smoothed layer, and the results of each folded norm."""
     kernels: dict[str, np.ndarray] = {}
+    windows: dict[str, int] = {}
 
-    def note(path: Path, kernel: jax.Array) -> None:
+    def note(path: Path, kernel: jax.Array, taps: int) -> None:
         if name_of(path) in chosen and chosen[name_of(path)].smoothing is not None:
             kernels[name_of(path)] = np.asarray(kernel, np.float32)
+            windows[name_of(path)] = taps
 
     replace_kernels(op, module_or_params, note)
     together = [names for _, names in groups]
     alone = [[name] for name in kernels if not any(name in names for names in together)]
     divided: dict[str, np.ndarray] = {}
     for names in [*together, *alone]:
-        # Layers that share their inputs share what divides these.
-        kernel = np.concatenate([kernels[name] for name in names], axis=-1)
-        s = np.empty(kernel.shape[:-1], np.float32)
+        # Layers that share their inputs share what divides these, as the weights of a window do.
+        ranges = [_largest_of_features(kernels[name], windows[name]) for name in names]
+        of_kernels = np.max(ranges, axis=0)
+        s = np.empty(of_kernels.shape, np.float32)
         share = chosen[names[0]].smoothing
         assert share is not None
-        for index in np.ndindex(kernel.shape[:-2]):
-            s[index] = divisors(inputs[names[0]][index].magnitudes(), kernel[index], share)
+        for index in np.ndindex(s.shape[:-1]):
+            magnitudes = inputs[names[0]][index].magnitudes()
+            of_inputs = magnitudes.reshape(windows[names[0]], -1).max(axis=0)
+            s[index] = divisors(of_inputs, of_kernels[index], share)
         divided |= dict.fromkeys(names, s)
     return divided, {norm: divided[names[0]] for norm, names in groups}
+
+
+def _largest_of_features(kernel: np.ndarray, taps: int) -> np.ndarray:
+    """[..., I], the largest magnitude by which a kernel [..., taps * I, O] multiplies each feature."""
+    *leading, rows, _ = kernel.shape
+    return np.abs(kernel).max(axis=-1).reshape(*leading, taps, rows // taps).max(axis=-2)
 
 
 def _check_folds(
@@ -245,10 +267,11 @@ def _check_folds(
 ) -> None:
     """Checks that the float model gives the same result with folded norms and multiplied kernels."""
 
-    def multiplied(path: Path, kernel: jax.Array) -> ObservedKernel | None:
+    def multiplied(path: Path, kernel: jax.Array, taps: int) -> ObservedKernel | None:
         s = divided.get(name_of(path))
         if s is None:
             return None
+        s = np.tile(s, taps)
         kernel = (kernel.astype(jnp.float32) * s[..., None]).astype(kernel.dtype)
         return ObservedKernel(kernel, jnp.zeros(kernel.shape[:-2], jnp.int32), _look_away)
 
@@ -271,7 +294,7 @@ _SAME = 0.02
 """The relative difference of results that bfloat16 may make."""
 
 
-def _look_away(layer: jax.Array, x: jax.Array) -> None:
+def _look_away(layer: jax.Array, x: jax.Array | None) -> None:
     """Observes nothing."""
 
 
@@ -287,9 +310,11 @@ class _Layer:
     kernel: jax.Array
     inputs: Inputs
     divisor: np.ndarray | None
-    """[D]."""
+    """Of each feature of the inputs."""
     is_folded: bool
     """Whether a norm divides."""
+    taps: int
+    """Weights of a convolution's window."""
     calibration: Calibration
 
     def quantized(self) -> tuple[QuantizedKernel, LayerError]:
@@ -301,35 +326,35 @@ class _Layer:
                 f"quantize_params: the layer {self.name!r} reads numbers that are not finite in the"
                 " calibration; pass batches on which the model's activations are finite."
             )
-        s = self.divisor
+        s = None if self.divisor is None else np.tile(self.divisor, self.taps)
         divided_rows = rows if s is None else rows / s
         kernel = QuantizedKernel(
-            self._array(truth if s is None else truth * s[:, None]),
+            self._array(truth if s is None else truth * s[:, None], s),
             self.rule.input_dtype,
-            None if s is None or self.is_folded else jnp.asarray(s),
-            self._input_scale(divided_rows),
+            None if self.divisor is None or self.is_folded else jnp.asarray(self.divisor),
+            self._input_scale(divided_rows, s),
         )
         plain = QuantizedKernel(plain_array(truth, self.rule), self.rule.input_dtype)
         weights = kernel.array.dequantize()
         weights = weights if s is None else weights / s[:, None]
-        expected = _product(rows, truth)
+        expected = _exact_product(rows, truth)
         error = LayerError(
             self.name,
             describe(self.rule, rounding=_rounding(self.rule)),
             relative_error(np.asarray(weights), np.asarray(truth)),
-            relative_error(_product(rows, plain), expected),
-            relative_error(_product(divided_rows if self.is_folded else rows, kernel), expected),
+            relative_error(self._product(rows, plain), expected),
+            relative_error(self._product(divided_rows, kernel), expected),
         )
         return kernel, error
 
-    def _array(self, w: jax.Array) -> QuantizedArray:
+    def _array(self, w: jax.Array, s: np.ndarray | None) -> QuantizedArray:
         plain = plain_array(w, self.rule)
         if _rounding(self.rule) == "nearest":
             return plain
         gram = self.inputs.gram
         assert gram is not None
-        if self.divisor is not None:
-            gram = gram / np.multiply.outer(self.divisor, self.divisor).astype(np.float64)
+        if s is not None:
+            gram = gram / np.multiply.outer(s, s).astype(np.float64)
         rounded = rounded_weights(
             w,
             gram,
@@ -343,21 +368,28 @@ class _Layer:
             rounded, plain.dtype, plain.scale, plain.zero_point, plain.axis, plain.layout
         )
 
-    def _input_scale(self, rows: np.ndarray) -> jax.Array | None:
+    def _input_scale(self, rows: np.ndarray, s: np.ndarray | None) -> jax.Array | None:
         """One for all inputs, of the percentile of their magnitudes."""
         percentile = self.rule.input_percentile
         if percentile is None:
             return None
         magnitudes = self.inputs.magnitudes()
-        magnitudes = magnitudes if self.divisor is None else magnitudes / self.divisor
+        magnitudes = magnitudes if s is None else magnitudes / s
         # Of all rows, not only of those that were sampled, the largest magnitude is known.
         largest = magnitudes.max() if percentile == 100.0 else np.percentile(abs(rows), percentile)
         scale = max(float(largest), float(jnp.finfo(jnp.float32).tiny))
         return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
 
+    def _product(self, rows: np.ndarray, kernel: QuantizedKernel) -> np.ndarray:
+        """The product of rows that are divided already; of a convolution these are windows."""
+        scale = kernel.input_scale
+        if self.taps > 1 and kernel.input_dtype is not None and scale is None:
+            # Windows of one image share a scale, and of these rows nobody knows the image.
+            largest = max(float(np.abs(rows).max()), float(jnp.finfo(jnp.float32).tiny))
+            scale = jnp.asarray(largest / FORMATS[kernel.input_dtype].largest, jnp.float32)
+        kernel = QuantizedKernel(kernel.array, kernel.input_dtype, None, scale)
+        return np.asarray(linear(jnp.asarray(rows), kernel, None, implementation="xla"))
 
-def _product(rows: np.ndarray, kernel: jax.Array | QuantizedKernel) -> np.ndarray:
-    x = jnp.asarray(rows)
-    if isinstance(kernel, jax.Array):
-        return np.asarray(jnp.matmul(x, kernel, precision="highest"))
-    return np.asarray(linear(x, kernel, None, implementation="xla"))
+
+def _exact_product(rows: np.ndarray, kernel: jax.Array) -> np.ndarray:
+    return np.asarray(jnp.matmul(jnp.asarray(rows), kernel, precision="highest"))

@@ -68,6 +68,8 @@ class _Recorder:
     with_gram: bool
     sampled_rows: int
     inputs: dict[int, Inputs] = field(default_factory=dict)
+    in_groups: set[int] = field(default_factory=set)
+    """Layers that convolve channels in groups, of which nothing is known."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     # The instance is static in compiled programs: each is different from every other one.
@@ -76,8 +78,11 @@ class _Recorder:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def observe(self, layer: jax.Array, x: jax.Array) -> None:
-        """Reports the rows of x [..., D], which layer number `layer` reads."""
+    def observe(self, layer: jax.Array, x: jax.Array | None) -> None:
+        """Reports the rows of x [..., D], which layer number `layer` reads, or that there are none."""
+        if x is None:
+            jax.debug.callback(self._add_group, layer)
+            return
         rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         if len(rows) == 0:
             return
@@ -87,6 +92,10 @@ class _Recorder:
         sample = rows[:: -(-len(rows) // self.sampled_rows)]
         report = functools.partial(self._add, len(rows))
         jax.debug.callback(report, layer, rows.min(axis=0), rows.max(axis=0), gram, sample)
+
+    def _add_group(self, layer: Any) -> None:
+        with self.lock:
+            self.in_groups.add(int(layer))
 
     def _add(self, count: int, layer: Any, low: Any, high: Any, gram: Any, sample: Any) -> None:
         low, high, sample = (np.array(a, np.float32) for a in (low, high, sample))
@@ -144,12 +153,14 @@ def observe(
       sampled_rows: the most that are kept of a call of a layer.
 
     Returns:
-      By the layer's name, an array of `Inputs` in the shape of the kernel's leading axes.
+      By the layer's name, an array of `Inputs` in the shape of the kernel's leading axes, or of None
+      where channels are convolved in groups.
     """
     recorders = {needed: _Recorder(needed, sampled_rows) for needed in (False, True)}
     numbers: dict[str, np.ndarray] = {}
 
-    def observed(path: Path, kernel: jax.Array) -> ObservedKernel | None:
+    def observed(path: Path, kernel: jax.Array, taps: int) -> ObservedKernel | None:
+        del taps
         name = name_of(path)
         if name not in wanted:
             return None
@@ -167,7 +178,9 @@ def observe(
     jax.effects_barrier()
     if count == 0:
         raise ValueError(f"{op}: calibration has no batches; pass at least one.")
-    inputs = recorders[False].inputs | recorders[True].inputs
+    inputs: dict[int, Inputs | None] = dict(recorders[False].inputs | recorders[True].inputs)
+    for recorder in recorders.values():
+        inputs |= dict.fromkeys(recorder.in_groups)
     silent = [
         name for name, layers in numbers.items() if any(int(i) not in inputs for i in layers.flat)
     ]

@@ -17,14 +17,19 @@ def quantize_params(
     *,
     calibration: Calibration | Iterable[Any] | None = None,
 ) -> Any:
-    """Quantises the kernels of linear layers; the first rule that fits a layer's path decides.
+    """Quantises the kernels of linear layers and convolutions; the first rule that fits a path decides.
 
     Of an nnx module every `nnx.Linear`, this package's or Flax's, becomes a
-    `jaxfused.nnx.QuantizedLinear`, and `MLP`, `GatedMLP` and `TransformerBlock` run on those. Of a
-    tree of Linen's parameters every kernel with two axes becomes a `jaxfused.QuantizedKernel`, which
-    `Dense`, `QuantizedDense`, `MLP`, `GatedMLP` and `TransformerBlock` of `jaxfused.linen` read in its
-    place; Flax's own modules do not. Everything else stays as it is, convolutions, embeddings and the
-    projections of multi-head attention too.
+    `jaxfused.nnx.QuantizedLinear`, and `MLP`, `GatedMLP` and `TransformerBlock` run on those; every
+    `nnx.Conv` becomes a `jaxfused.nnx.Conv` with a quantised kernel. A `nnx.LoRALinear` becomes a
+    `nnx.LoRA` around the quantised layer. Of a tree of Linen's parameters every kernel with two axes,
+    and with four or more, of a convolution, becomes a `jaxfused.QuantizedKernel`, which the layers of
+    `jaxfused.linen` read in its place; Flax's own modules do not. Everything else stays as it is,
+    embeddings and the projections of multi-head attention too.
+
+    A convolution's kernel is quantised as that of a product with all numbers of a window: groups are
+    runs of these, and an image's inputs have one scale. `ConvNormAct` folds its batch norm into the
+    scales.
 
     Args:
       module_or_params: an nnx module, or nested mappings of arrays, with or without "params" on top.
@@ -59,7 +64,8 @@ def quantize_params(
         return calibrate(module_or_params, rules, calibration).quantized
     choose = Chooser(as_rules(rules))
 
-    def quantized(path: Path, kernel: jax.Array) -> QuantizedKernel | None:
+    def quantized(path: Path, kernel: jax.Array, taps: int) -> QuantizedKernel | None:
+        del taps
         rule = choose(path)
         if rule is None:
             return None

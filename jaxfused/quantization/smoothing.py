@@ -23,10 +23,10 @@ _LEAST = 1e-5
 """Ranges below it count as it: a feature that is always 0 is not multiplied by infinity."""
 
 
-def divisors(magnitudes: np.ndarray, kernel: np.ndarray, share: float) -> np.ndarray:
-    """[D], of the largest magnitudes of the inputs [D] and the kernel [D, F]."""
+def divisors(magnitudes: np.ndarray, of_kernel: np.ndarray, share: float) -> np.ndarray:
+    """[D], of the largest magnitudes of the inputs [D], and of what multiplies each in the kernel."""
     of_inputs = np.maximum(magnitudes, _LEAST)
-    of_kernel = np.maximum(np.abs(kernel).max(axis=-1), _LEAST)
+    of_kernel = np.maximum(of_kernel, _LEAST)
     s = of_inputs**share / of_kernel ** (1.0 - share)
     # What is never read, and what is not finite, stays as it is.
     return np.where((magnitudes > 0) & np.isfinite(s), s, 1.0).astype(np.float32)

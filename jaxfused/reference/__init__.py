@@ -10,6 +10,7 @@ from jaxfused.reference import linear as linear
 from jaxfused.reference import max_pool as max_pool
 from jaxfused.reference import mlp as mlp
 from jaxfused.reference import qkv_projection as qkv_projection
+from jaxfused.reference import quantized_conv as quantized_conv
 from jaxfused.reference import quantized_matmul as quantized_matmul
 from jaxfused.reference import rope as rope
 from jaxfused.reference import segmentation_loss as segmentation_loss

@@ -31,7 +31,7 @@ def conv(
     """
     compute_dtype = accumulator_dtype(x.dtype)
     spatial = "HWD"[: x.ndim - 2]
-    x, padding = _pad(x, padding, w.shape[:-2], kernel_dilation)
+    x, padding = padded(x, padding, w.shape[:-2], kernel_dilation)
     y = jax.lax.conv_general_dilated(
         x,
         w.astype(x.dtype),
@@ -50,7 +50,7 @@ def conv(
     return activate(activation, y).astype(x.dtype)
 
 
-def _pad(
+def padded(
     x: jax.Array,
     padding: str | Sequence[tuple[int, int]],
     kernel: tuple[int, ...],

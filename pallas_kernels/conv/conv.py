@@ -56,7 +56,7 @@ class ConvConfig(MatmulConfig):
     plan: Plan = "taps"
     turns_weights: bool = False
     """XLA copies the weights to [taps, features, channels] first, so that a tile may be any multiple of
-    8 features wide."""
+    8 features wide. The tensor cores take those of 8 bits no other way."""
 
 
 Config = ConvConfig | MatmulConfig | FewRowsConfig
@@ -283,6 +283,10 @@ class ConvCall:
     def result(self) -> tuple[int, ...]:
         return (self.sizes[0], *self.window.result(self.sizes[1:]))
 
+    @property
+    def is_of_bytes(self) -> bool:
+        return jnp.dtype(self.dtype).itemsize == 1
+
     def as_product(self, read_bytes: int, written_bytes: int, activations: int) -> Work:
         """What a window of one weight is as a matrix product."""
         return Work(
@@ -317,6 +321,8 @@ class ConvCall:
     def why_not(self, config: ConvConfig) -> str | None:
         """None where a convolution can be cut as the config says, else why not."""
         transposed = self.flipped or config.turns_weights
+        if not transposed and self.is_of_bytes:
+            return "weights of 8 bits lie with their channels contiguous: turns_weights"
         if not transposed and config.tile_n % swizzled_columns(self.dtype):
             return f"tile_n must be a multiple of {swizzled_columns(self.dtype)}"
         if config.plan == "taps":
@@ -338,11 +344,15 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     whole = swizzled_columns(call.dtype)
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
+    if call.is_of_bytes:
+        # Turned weights come in tiles of any width, so that these are as for 16 bits.
+        whole = swizzled_columns(jnp.bfloat16)
+        shapes = [replace(shape, turns_weights=True) for shape in shapes]
     # Warpgroups that share a tile read less.
     shapes += [replace(shape, ping_pong=False) for shape in shapes if shape.tile_n > whole]
     if call.window.kernel[-2] > 1:
         shapes += [
-            replace(base, plan=plan, tile_n=width)
+            replace(base, plan=plan, tile_n=width, turns_weights=call.is_of_bytes)
             for plan, width in itertools.product(_PLANS_OF_ROWS, (whole, 2 * whole))
         ]
     return [
@@ -423,10 +433,13 @@ def _time(
         columns=config.tile_n,
         slots=product.k_steps,
         slot_bytes=product.tile_k * itemsize * (x_rows + weights),
+        # Those of 8 bits take half as long.
         multiplications_of_slot=product.rows_at_once
         * config.cta_tile_m
         * config.tile_n
-        * product.tile_k,
+        * product.tile_k
+        * itemsize
+        // 2,
         stages=config.stages,
         shared_tile=not config.ping_pong,
         read_bytes=read_bytes,
@@ -610,6 +623,84 @@ def forward(
         config=config,
     )
     return results["y"], results.get("preactivation")
+
+
+def why_quantized_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    out_dtypes: Mapping[str, Any],
+    channels: Mapping[str, int],
+    pixels: int,
+    window: Window,
+) -> str | None:
+    """None where a convolution of int8 can run, else why not.
+
+    Args:
+      dtypes: of x and the weights, by name.
+      out_dtypes: of the result and the residual, by name, None for an absent one.
+      channels: of x, "x", and of the result.
+      pixels: of all images of x.
+    """
+    for name, dtype in dtypes.items():
+        if dtype != jnp.int8:
+            return f"it convolves int8 with int8, and {name} has dtype {jnp.dtype(dtype)}"
+    if channels["x"] % 16:
+        return f"it copies int8 of multiples of 16 channels, and x has {channels['x']}"
+    if window.is_strided and channels["x"] % 128:
+        return f"with strides it takes int8 of multiples of 128 channels, and x has {channels['x']}"
+    if window.is_pointwise:
+        return "a window of one weight is a matrix product"
+    for name, dtype in out_dtypes.items():
+        if dtype is not None and dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    return why_unsupported(
+        compute_capability=compute_capability,
+        dtypes={},
+        channels=channels,
+        pixels=pixels,
+        window=window,
+    )
+
+
+def quantized_forward(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+    out_dtype: Any,
+    multiprocessors: int,
+    config: Config | None = None,
+) -> jax.Array:
+    """activation(scale * conv(x, w) + bias + residual) of int8 x [B, *spatial, C] and w [*kernel, C, F].
+
+    Args:
+      scale: [F], of x's and w's scales the product.
+    """
+
+    def epilogue(z, *, scale, bias=None, residual=None):
+        z = z * scale
+        z = z if bias is None else z + bias
+        z = z if residual is None else z + residual
+        return {"y": activate(activation, z, out_dtype)}
+
+    return conv(
+        x,
+        w,
+        window=window,
+        epilogue=epilogue,
+        vectors={"scale": scale, "bias": bias},
+        matrices={"residual": residual},
+        outputs={"y": out_dtype},
+        activations=int(activation not in (None, "relu", "relu2")),
+        multiprocessors=multiprocessors,
+        config=config,
+        name="quantized_conv",
+    )["y"]
 
 
 def input_gradient(
