@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from examples.classify import predict, train
+from examples import quantization
+from examples.classify import predict, quantize, train
 from examples.classify.convnext import CONVNEXTS, ConvNeXt, space_to_depth
 from examples.classify.resnet import RESNETS, ResNet
 from examples.errors import ExampleError
@@ -66,7 +67,7 @@ def metrics(run):
 
 @pytest.mark.long
 @parametrize("name", ["resnet-digits", "convnext-digits"], quick=())
-def test_a_short_training_learns_and_predicts(name, tmp_path, capsys):
+def test_a_short_training_learns_and_predicts(name, tmp_path, capsys, monkeypatch):
     # The branches of a ConvNeXt start at almost nothing.
     epochs = "2" if name in RESNETS else "6"
     flags = ["--model", name, "--epochs", epochs, "--warmup-epochs", "0.5", "--held-out", "0.4"]
@@ -82,6 +83,14 @@ def test_a_short_training_learns_and_predicts(name, tmp_path, capsys):
     capsys.readouterr()
     predict.main([str(tmp_path / "run"), str(path)])
     assert "%" in capsys.readouterr().out
+
+    monkeypatch.setattr(quantization, "_SECONDS", 0.01)
+    quantize.main([str(tmp_path / "run"), "--calibrate", "2"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    accuracy = {line[0]: float(line[3][:-1]) for line in lines if line[0] in quantization.RULES}
+    assert list(accuracy) == list(quantization.RULES)
+    assert accuracy["float"] == pytest.approx(100 * result["test_accuracy"], abs=0.006)
+    assert abs(accuracy["int8"] - accuracy["float"]) < 2
 
 
 @pytest.mark.parametrize(

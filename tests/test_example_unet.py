@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+from examples import quantization
 from examples.errors import ExampleError
 from examples.training import Run
-from examples.unet import dataset, predict, train
+from examples.unet import dataset, predict, quantize, train
 from examples.unet.image_files import open_image, write_rows
 from examples.unet.model import UNet
 from examples.unet.tiles import axis_tiles, predict_rows
@@ -269,6 +270,27 @@ def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkey
         train.main([*SHORT, "--out", "run"])
     train.main(["--resume", "--out", "run"])
     assert metrics(tmp_path / "run") == metrics(short_run)
+
+
+@pytest.mark.parametrize("flags", [[], ["--calibrate", "2"]], ids=str)
+def test_fewer_bits_find_the_nuclei_too(short_run, flags, monkeypatch, capsys):
+    monkeypatch.setattr(quantization, "_SECONDS", 0.01)
+    quantize.main([str(short_run), *flags])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: line for line in lines if line[0] in quantization.RULES and line[2] == "MB"}
+    assert list(rows) == list(quantization.RULES)
+    size, dice = ({name: float(row[i]) for name, row in rows.items()} for i in (1, 3))
+    assert dice["float"] == pytest.approx(result(short_run)["test_dice"], abs=6e-5)
+    assert abs(dice["int8"] - dice["float"]) < 0.02
+    assert size["int8"] < 0.4 * size["float"]
+    layers = [line[0] for line in lines if "gptq," in line or "gptq" in line]
+    assert ("down/0/first/conv" in layers) == bool(flags)
+
+
+def test_a_run_of_another_example_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(flags={}, channels=1, data="")))
+    with pytest.raises(ExampleError, match=r"must be one of examples\.unet\.train"):
+        quantize.main([str(tmp_path)])
 
 
 def test_seams_do_not_show(short_run):

@@ -12,6 +12,7 @@ from flax import nnx
 from PIL import Image
 
 import jaxfused
+from examples import quantization
 from examples.errors import ExampleError
 from examples.images import Loader
 from examples.training import to_float
@@ -23,7 +24,7 @@ from examples.vit import quantize
 def table(digits_run):
     """Returns (bytes, accuracy, images/s) by name, as printed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantize, "_SECONDS", 0.02)
+        patch.setattr(quantization, "_SECONDS", 0.02)
         lines = []
         patch.setattr("builtins.print", lambda line, **_: lines.append(line))
         quantize.main([str(digits_run)])
@@ -73,19 +74,21 @@ class Constant(nnx.Module):
 
 
 def test_the_repeated_images_of_the_last_batch_do_not_count(monkeypatch):
-    monkeypatch.setattr(quantize, "_SECONDS", 0.001)
+    monkeypatch.setattr(quantization, "_SECONDS", 0.001)
     data = vit_data.digits(batch_size=500, seed=0, image_size=8, held_out=0.4)
     with Loader(data.held_out, 0) as loader:
-        row = quantize.judge("x", Constant(), data.held_out, loader, dtype="float32")
+        row = quantize.judge(
+            quantization.Quantized("x", Constant(), None), data.held_out, loader, dtype="float32"
+        )
     assert row.accuracy == np.mean(data.held_out.labels == 3)
     assert row.bytes == 40
 
 
 def test_speed_is_the_best_of_three_timings(monkeypatch):
     now = iter([0.0, 0.5, 1.0, 2.0, 3.0, 3.5, 4.0, 6.0])  # one call, then three times two calls
-    monkeypatch.setattr(quantize.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(quantization.time, "perf_counter", lambda: next(now))
     calls = []
-    rate = quantize.calls_per_second(lambda: calls.append(1) or jnp.zeros(()))
+    rate = quantization.calls_per_second(lambda: calls.append(1) or jnp.zeros(()))
     assert len(calls) == 1 + 1 + 3 * 2
     assert rate == 2 / 0.5
 
@@ -116,9 +119,9 @@ def trained(digits_run):
 def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
     """In each layer that is rounded by what it reads, and in the logits of images held out."""
     model, data = trained
-    rules = quantize.RULES["int4"]
+    rules = quantization.RULES["int4"]
     if group_size is not None:
-        rules = quantize.in_groups(model, rules[0], group_size)
+        rules = quantization.in_groups(model, rules[0], group_size)
         assert [rule.group_size for rule in rules] == [32, None]
     calibrated = jaxfused.calibrate(model, rules, quantize.calibration(data, 6, "float32"))
     layers = calibrated.report.layers
@@ -135,7 +138,7 @@ def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
 
 @pytest.mark.long
 def test_the_command_prints_the_errors_of_layers(digits_run, monkeypatch, capsys):
-    monkeypatch.setattr(quantize, "_SECONDS", 0.002)
+    monkeypatch.setattr(quantization, "_SECONDS", 0.002)
     flags = ["--calibrate", "2", "--group-size", "16", "--smoothing", "0.5"]
     quantize.main([str(digits_run), *flags])
     lines = capsys.readouterr().out.splitlines()
@@ -155,6 +158,6 @@ def test_the_command_prints_the_errors_of_layers(digits_run, monkeypatch, capsys
     ],
 )
 def test_flags_are_refused(digits_run, monkeypatch, flags, message):
-    monkeypatch.setattr(quantize, "_SECONDS", 0.002)
+    monkeypatch.setattr(quantization, "_SECONDS", 0.002)
     with pytest.raises(ExampleError, match=message):
         quantize.main([str(digits_run), *flags])

@@ -61,7 +61,7 @@ _FOLDER_DEFAULTS = dict(
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command; `argv` replaces the command line."""
     args = _flags(argv)
-    data = _load(args)
+    data = load_data(args)
     epoch_steps = training.steps_per_epoch(args, data.train_size)
     graphdef, params = create(args, channels=data.channels, size=args.crop)
     run = _open_run(args, data)
@@ -216,7 +216,8 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     return training.parse_flags(parser, argv)
 
 
-def _load(args: argparse.Namespace) -> dataset.Data:
+def load_data(args: argparse.Namespace) -> dataset.Data:
+    """The images of the flags."""
     shared = dict(
         batch_size=args.batch_size,
         seed=args.seed,

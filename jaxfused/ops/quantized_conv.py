@@ -16,7 +16,7 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.product_choice import is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.quantization.quantized_array import QuantizedArray, check_parts
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -174,7 +174,9 @@ def _check(
             f"{op}: w has to be a QuantizedArray of shape [weights of the window * channels, features]"
             f" and axis -2, but it has {given}; pass jaxfused.quantize(kernel.reshape(-1, features))."
         )
+    check_parts(op, "w", w)
     if isinstance(x, QuantizedArray):
+        check_parts(op, "x", x)
         batch = (1, *((1,) * (x.ndim - 1)))
         if x.axis != -1 or x.scale.shape not in (batch, (x.shape[0], *batch[1:])):
             raise ValueError(

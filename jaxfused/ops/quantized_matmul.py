@@ -27,7 +27,7 @@ from jaxfused.ops.linear import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.ops.weight_gradient import sum_rows
-from jaxfused.quantization.quantized_array import Layout, QuantizedArray
+from jaxfused.quantization.quantized_array import Layout, QuantizedArray, check_parts
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.quantized import Packed
@@ -189,6 +189,7 @@ def _check_quantized(op: str, name: str, array: Any, axis: int, remedy: str) -> 
             f"{op}: {name} is a {type(array).__name__}, but it has to be a QuantizedArray;"
             f" pass jaxfused.{remedy}."
         )
+    check_parts(op, name, array)
     if array.axis != axis:
         raise ValueError(
             f"{op}: {name} was quantised along axis {array.axis}, but the product sums over axis"

@@ -55,7 +55,8 @@ def quantize(
         size of the axis. By default one scale serves the whole axis: for [D, F], one a channel.
       per_tensor: one scale for all of x.
       symmetric: whether 0 stands for 0. float8 is always symmetric.
-      scale: given instead of chosen, positive: a scalar, or an array of x's rank that has along
+      scale: given instead of chosen, positive and finite (in a compiled program others become NaN, and
+        make their groups NaN): a scalar, or an array of x's rank that has along
         `axis` as many entries as groups and elsewhere x's size or 1.
       zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
         shape or a scalar.
@@ -280,6 +281,7 @@ def _scale_and_zero_point(
             " scalar, or an array of x's rank with 1 or x's size everywhere, and along the axis the"
             " number of groups."
         )
+    scale = _positive(op, scale)
     if zero_point is None:
         return scale, None
     zero_point = jnp.asarray(zero_point)
@@ -291,3 +293,16 @@ def _scale_and_zero_point(
     zero_point = jnp.broadcast_to(zero_point, scale.shape) if zero_point.ndim == 0 else zero_point
     check_shape(op, "zero_point", zero_point, scale.shape, f"scale has shape {scale.shape}")
     return scale, zero_point.astype(jnp.int8)
+
+
+def _positive(op: str, scale: jax.Array) -> jax.Array:
+    """The scale, by which one can divide; what is unknown until it runs becomes NaN where one cannot."""
+    fits = (scale > 0) & (scale < jnp.inf)
+    if not isinstance(scale, jax.core.Tracer):
+        wrong = scale[~(fits | jnp.isnan(scale))]
+        if wrong.size:
+            raise ValueError(
+                f"{op}: scale has the value {float(wrong[0])!r}, but numbers are divided by it; pass"
+                " positive, finite scales."
+            )
+    return jnp.where(fits, scale, jnp.nan)

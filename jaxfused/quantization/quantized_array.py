@@ -134,6 +134,58 @@ class QuantizedArray:
         return (values * spread(self.scale, self.shape, self.axis)).astype(dtype)
 
 
+def check_parts(op: str, name: str, array: QuantizedArray) -> None:
+    """Checks that the parts of an array, which anyone may put together, belong to each other."""
+    storage = {jnp.dtype(format.storage): key for key, format in FORMATS.items()}
+    storage[jnp.dtype(jnp.int32)] = "int4"
+    values, scale, zero_point = array.values, array.scale, array.zero_point
+    remedy = "pass what jaxfused.quantize returns"
+    if values.dtype not in storage:
+        names = ", ".join(str(dtype) for dtype in storage)
+        raise ValueError(
+            f"{op}: {name}.values has dtype {values.dtype}, not one of {names}; {remedy}."
+        )
+    if array.layout not in LAYOUTS or (array.layout == "columns") < (values.dtype == jnp.int32):
+        raise ValueError(
+            f"{op}: {name} has layout {array.layout!r} and values of {values.dtype}, but int32 are int4"
+            f" in words of layout 'columns'; {remedy}."
+        )
+    if array.layout == "columns" and (
+        array.axis != -2 or values.ndim < 2 or values.dtype == jnp.uint8
+    ):
+        raise ValueError(
+            f"{op}: {name} has layout 'columns', axis {array.axis} and values of shape {values.shape}"
+            f" and {values.dtype}, but this layout is for weights of axis -2, whose int4 are int32;"
+            f" {remedy}."
+        )
+    if not -values.ndim <= array.axis < 0:
+        raise ValueError(
+            f"{op}: {name}.axis is {array.axis}, but {name}.values has shape {values.shape}; axes are"
+            f" counted from the last, -1; {remedy}."
+        )
+    shape = array.shape
+    if values.dtype == jnp.int32 and shape[-2] % WORD_BLOCK:
+        raise ValueError(
+            f"{op}: {name}.values has {values.shape[-1]} words of int4 in a row, but they come in blocks"
+            f" of {WORD_BLOCK // _NIBBLES}; {remedy}."
+        )
+    fits = scale.ndim == len(shape) and all(
+        entries in (1, size)
+        or (axis - len(shape) == array.axis and entries > 0 and size % entries == 0)
+        for axis, (entries, size) in enumerate(zip(scale.shape, shape, strict=False))
+    )
+    if not fits:
+        raise ValueError(
+            f"{op}: {name}.scale has shape {scale.shape}, but {name} has shape {shape}: along axis"
+            f" {array.axis} a scale is of equal groups, and elsewhere of one value or all; {remedy}."
+        )
+    if zero_point is not None and zero_point.shape != scale.shape:
+        raise ValueError(
+            f"{op}: {name}.zero_point has shape {zero_point.shape}, but {name}.scale has shape"
+            f" {scale.shape}; {remedy}."
+        )
+
+
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
     """Packs integers -8 to 7 as the module's docstring says; the axis is of even size."""
     low, high = (

@@ -1,0 +1,179 @@
+"""What the commands that quantise a trained network share: formats, flags, sizes and speeds."""
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+import jaxfused
+from examples.errors import ExampleError
+from examples.training import number, whole
+
+# int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights become floats
+# again.
+RULES = {
+    "float": [],
+    "int8": [jaxfused.QuantizationRule("", "int8", input_dtype="int8")],
+    "fp8": [jaxfused.QuantizationRule("", "float8_e4m3fn", input_dtype="float8_e4m3fn")],
+    "int4": [jaxfused.QuantizationRule("", "int4")],
+}
+
+# What the layers of a Transformer's block read straight from its norms can be smoothed there.
+FOLDS = (jaxfused.Fold("norm1", ("qkv",)), jaxfused.Fold("norm2", ("mlp/up",)))
+
+_SECONDS = 1.0
+"""The seconds that one timing lasts; there are three."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A network in one of the formats."""
+
+    name: str
+    model: nnx.Module
+    report: jaxfused.QuantizationReport | None
+    """The errors of its layers, where it was calibrated."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all its arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how to quantise."""
+    parser.add_argument(
+        "--calibrate",
+        type=whole(1),
+        metavar="BATCHES",
+        help="choose roundings by what the layers read on so many training batches; print errors",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=whole(1),
+        metavar="FEATURES",
+        help="that share a scale in int4, in the layers whose features it divides; by default all",
+    )
+    parser.add_argument(
+        "--smoothing",
+        type=number(least=0, below=1),
+        metavar="SHARE",
+        help="of the inputs' range that moves into int8 kernels; needs --calibrate",
+    )
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Checks what one flag asks of another."""
+    if args.smoothing is not None and args.calibrate is None:
+        raise ExampleError(
+            "--smoothing needs inputs of the layers to choose by; pass --calibrate too."
+        )
+
+
+def in_all_formats(
+    model: nnx.Module,
+    args: argparse.Namespace,
+    calibration: Callable[[int], jaxfused.Calibration],
+) -> Iterator[Quantized]:
+    """The network in each format, as the flags say; `calibration(n)` runs it on n training batches."""
+    for name, given in RULES.items():
+        rules = with_flags(model, given, args.group_size, args.smoothing)
+        if not rules:
+            yield Quantized(name, model, None)
+        elif args.calibrate is None:
+            yield Quantized(name, jaxfused.quantize_params(model, rules), None)
+        else:
+            calibrated = jaxfused.calibrate(model, rules, calibration(args.calibrate))
+            yield Quantized(name, calibrated.quantized, calibrated.report)
+
+
+def with_flags(
+    model: nnx.Module,
+    rules: Sequence[jaxfused.QuantizationRule],
+    group_size: int | None,
+    smoothing: float | None,
+) -> list[jaxfused.QuantizationRule]:
+    """The rules, with groups in int4 and smoothing in int8 where they are asked for.
+
+    Convolutions of each channel by itself stay as they are: they have few weights, and no integers are
+    multiplied faster there. So does what has an odd number of weights in int4, which come in pairs.
+    """
+    layers = _layers(model)
+    result = []
+    for rule in rules:
+        kept = [
+            layer.name
+            for layer in layers
+            if layer.is_in_groups or (rule.dtype == "int4" and layer.weights % 2)
+        ]
+        if kept:
+            result.append(jaxfused.QuantizationRule(_any_of(kept), None))
+        if rule.dtype == "int8":
+            rule = replace(rule, smoothing=smoothing)
+        if rule.dtype == "int4" and group_size is not None:
+            result += in_groups(model, rule, group_size)
+        else:
+            result.append(rule)
+    return result
+
+
+def in_groups(
+    model: nnx.Module, rule: jaxfused.QuantizationRule, group_size: int
+) -> list[jaxfused.QuantizationRule]:
+    """The rule for all layers with groups, as far as these divide a layer's weights."""
+    layers = [layer for layer in _layers(model) if not layer.is_in_groups]
+    names = [layer.name for layer in layers if layer.weights % group_size == 0]
+    if not names:
+        raise ExampleError(
+            f"--group-size is {group_size}, but it divides the features of no layer; pass a divisor of"
+            " the network's width, or leave it out."
+        )
+    grouped = replace(rule, pattern=_any_of(names), group_size=group_size)
+    others = [layer for layer in layers if layer.weights % group_size and layer.weights % 2 == 0]
+    return [grouped, rule] if others else [grouped]
+
+
+class _Layer(NamedTuple):
+    """A layer that can be quantised."""
+
+    name: str
+    """As rules search it."""
+    weights: int
+    """That each output has."""
+    is_in_groups: bool
+
+
+def _layers(model: nnx.Module) -> list[_Layer]:
+    found = []
+    for path, layer in nnx.iter_modules(model):
+        if isinstance(layer, nnx.Linear | nnx.Conv):
+            groups = getattr(layer, "feature_group_count", 1)
+            window = math.prod(getattr(layer, "kernel_size", ()))
+            weights = window * layer.in_features // groups
+            found.append(_Layer("/".join(map(str, path)), weights, groups > 1))
+    return found
+
+
+def _any_of(names: Sequence[str]) -> str:
+    return f"^({'|'.join(map(re.escape, names))})$"
+
+
+def calls_per_second(call: Callable[[], jax.Array]) -> float:
+    """The best of three timings, each with one wait at its end."""
+    jax.block_until_ready(call())
+
+    def seconds(count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        jax.block_until_ready(result)
+        return time.perf_counter() - begin
+
+    count = max(1, round(_SECONDS / seconds(1)))
+    return count / min(seconds(count) for _ in range(3))
