@@ -39,6 +39,12 @@ def _quantized(x: jax.Array, w: jax.Array) -> jax.Array:
     return jaxfused.quantized_matmul(x, jaxfused.quantize(w))
 
 
+def _quantized_conv(x: jax.Array, w: jax.Array) -> jax.Array:
+    images = jaxfused.quantize(x, axis=-1, per_tensor=True)
+    weights = jaxfused.quantize(w.reshape(-1, w.shape[-1]))
+    return jaxfused.quantized_conv(images, weights, kernel_size=w.shape[:-2], out_dtype=x.dtype)
+
+
 _ROWS = (_array(16384, 768),)
 _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
@@ -68,6 +74,7 @@ EXAMPLES: dict[str, Example] = {
         (_array(50432, 768), _array(768, 2304)),
     ),
     "quantize_rows": Example(lambda x: jaxfused.quantize_rows(x).dequantize(), _ROWS),
+    "quantized_conv": Example(_quantized_conv, (*_MAPS, _array(3, 3, 64, 64))),
     "quantized_matmul": Example(_quantized, (*_ROWS, _WIDE)),
     "rms_norm": Example(jaxfused.rms_norm, (*_ROWS, _array(768))),
     "rope": Example(lambda q, k: jaxfused.rope(q, k, rotary_dim=32), 2 * _HEADS),

@@ -29,7 +29,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The errors of all layers that were quantised, in the order of the model; `str` draws a table.
+    """The errors of all layers that were quantised; `str` draws a table.
 
     Attributes:
       layers: a `LayerError` each.
