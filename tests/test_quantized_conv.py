@@ -1,5 +1,7 @@
 """quantized_conv: against the dequantised convolution, in its kernel, and with bad input."""
 
+from dataclasses import replace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,14 @@ import pytest
 import jaxfused
 from jaxfused.quantization.quantized_array import QuantizedArray
 from jaxfused.semantics.activation import activate
+from pallas_kernels.conv.conv import (
+    ConvCall,
+    ConvConfig,
+    fitting,
+    predicted_time,
+    quantized_forward,
+)
+from pallas_kernels.conv.window import Window
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.test_modules import normal
@@ -267,3 +277,84 @@ def test_why_the_kernel_cannot_run(hopper):
             feature_group_count=2,
             implementation="pallas",
         )
+
+
+SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32, turns_weights=True)
+
+
+def check_config(channels, features, config, strides=(1, 1)):
+    """Sums of integers are exact in every plan, and the scales and the bias are added in float32."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-127, 128, (3, 8, 10, channels)), jnp.int8)
+    w = jnp.asarray(rng.integers(-127, 128, (3, 3, channels, features)), jnp.int8)
+    scale = jnp.asarray(rng.integers(1, 5, features) / 64.0, jnp.float32)
+    bias = jnp.asarray(rng.integers(-99, 99, features), jnp.float32)
+    window = Window((3, 3), ((1, 1), (1, 0)), strides, (1, 1))
+    y = jax.jit(
+        lambda x, w: quantized_forward(
+            x,
+            w,
+            scale,
+            bias,
+            None,
+            window=window,
+            activation=None,
+            out_dtype=jnp.float32,
+            multiprocessors=2,
+            config=config,
+        )
+    )(x, w)
+    padding = dict(strides=strides, padding=window.padding)
+    exact = float64_conv(x, w, None, None, None, **padding)
+    np.testing.assert_array_equal(y, np.float32(exact) * scale + bias)
+
+
+@parametrize(
+    ("channels", "features", "config", "strides"),
+    [
+        (80, 48, SMALL, (1, 1)),
+        (32, 64, replace(SMALL, plan="rows"), (1, 1)),
+        (32, 64, replace(SMALL, plan="resident"), (1, 1)),
+        (144, 160, replace(SMALL, tile_m=128, tile_n=160, ping_pong=False), (1, 1)),
+        (128, 72, replace(SMALL, tile_n=96), (2, 2)),
+    ],
+    quick=(1, 3),
+)
+def test_plans_in_the_interpreter(channels, features, config, strides, interpreted_hopper):
+    check_config(channels, features, config, strides)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("plan", ["taps", "rows", "resident"])
+def test_threads_do_not_race(plan, race_detector):
+    check_config(32, 64, replace(SMALL, plan=plan))
+
+
+def test_configs_fit(hopper):
+    call = ConvCall(
+        (16, 64, 64), 320, 320, Window((3, 3), ((1, 1),) * 2, (1, 1), (1, 1)), jnp.int8, 132
+    )
+    configs = fitting(call, written_bytes=2)
+    assert configs and all(config.turns_weights for config in configs)
+    assert "channels contiguous" in call.why_not(replace(SMALL, turns_weights=False))
+    wide = replace(call, dtype=jnp.bfloat16)
+    assert predicted_time(call, written_bytes=2) < predicted_time(wide, written_bytes=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [64, 80, 320])
+def test_on_a_gpu(channels):
+    x, w, bias = int8_operands((4, 30, 33, channels), (3, 3), channels)
+
+    def run(implementation):
+        return jax.jit(
+            lambda x, w, bias: jaxfused.quantized_conv(
+                x, w, bias, kernel_size=3, activation="silu", implementation=implementation
+            )
+        )(x, w, bias)
+
+    expected = float64_conv(
+        x.dequantize(), w.dequantize().reshape(3, 3, channels, channels), bias, None, "silu"
+    )
+    for implementation in ("pallas", "xla"):
+        np.testing.assert_allclose(run(implementation), expected, rtol=1e-4, atol=1e-4)
