@@ -48,6 +48,7 @@ __version__ = "0.1.0"
 from jaxfused.modules.linear import QuantizedKernel as QuantizedKernel
 from jaxfused.quantization.calibrate import Calibrated as Calibrated
 from jaxfused.quantization.calibrate import Calibration as Calibration
+from jaxfused.quantization.calibrate import LayerInputs as LayerInputs
 from jaxfused.quantization.calibrate import calibrate as calibrate
 from jaxfused.quantization.quantize_params import quantize_params as quantize_params
 from jaxfused.quantization.report import LayerError as LayerError

@@ -279,6 +279,15 @@ def test_statistics_are_those_of_all_batches():
     assert {row.tobytes() for row in rows} <= {np.float32(row).tobytes() for row in x}
 
 
+def test_ranges_of_inputs_are_by_feature():
+    layer, batches = linear_layer(), [correlated(300, seed=i, outliers=2) for i in range(2)]
+    inputs = jaxfused.calibrate(layer, "int8", batches).inputs[""]
+    x = np.concatenate(batches)
+    np.testing.assert_array_equal(inputs.low, x.min(axis=0))
+    np.testing.assert_array_equal(inputs.high, x.max(axis=0))
+    np.testing.assert_allclose(inputs.percentile(90.0), np.percentile(abs(x), 90.0, axis=0))
+
+
 def test_the_report_says_what_was_done():
     rules = [
         QuantizationRule("up", "int4", group_size=16, symmetric=False, smoothing=0.25),

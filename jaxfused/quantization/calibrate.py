@@ -56,16 +56,38 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """What a layer has read in a calibration, before smoothing.
+
+    Attributes:
+      low: [D], the smallest value of each feature, in all rows; a convolution's features are all numbers
+        of its windows.
+      high: [D], the largest.
+      rows: [N, D], some of the rows, drawn evenly.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    rows: np.ndarray
+
+    def percentile(self, percent: float) -> np.ndarray:
+        """[D], of each feature the magnitude below which so many percent of its values lie."""
+        return np.percentile(np.abs(self.rows), percent, axis=0)
+
+
+@dataclass(frozen=True)
 class Calibrated:
     """What `jaxfused.calibrate` returns.
 
     Attributes:
       quantized: the new module or tree, as `jaxfused.quantize_params` returns it.
       report: the errors of its layers.
+      inputs: what each layer has read, by the paths of the report.
     """
 
     quantized: Any
     report: QuantizationReport
+    inputs: Mapping[str, LayerInputs]
 
 
 def calibrate(
@@ -138,6 +160,7 @@ def calibrate(
         _check_folds(op, module_or_params, call, first, norms, {n: divided[n] for n in folded})
 
     errors: list[LayerError] = []
+    read: dict[str, LayerInputs] = {}
 
     def quantized(path: Path, kernel: jax.Array, taps: int) -> QuantizedKernel | None:
         name = name_of(path)
@@ -160,14 +183,16 @@ def calibrate(
             one, error = layer.quantized()
             stack.append(one)
             errors.append(error)
+            seen = layer.inputs
+            rows = seen.rows(calibration.sampled_rows)
+            read[layer.name] = LayerInputs(seen.low, seen.high, rows)
         if not leading:
             return stack[0]
         return jax.tree.map(lambda *a: jnp.stack(a).reshape(*leading, *a[0].shape), *stack)
 
     base = with_divided_norms(module_or_params, norms) if norms else module_or_params
-    return Calibrated(
-        replace_kernels(op, base, quantized), QuantizationReport(layers=tuple(errors))
-    )
+    result = replace_kernels(op, base, quantized)
+    return Calibrated(result, QuantizationReport(layers=tuple(errors)), read)
 
 
 def _chain(first: Any, others: Iterable[Any]) -> Iterable[Any]:
