@@ -66,13 +66,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the inputs' range that moves into int8 kernels; needs --calibrate",
     )
+    parser.add_argument(
+        "--input-percentile",
+        type=number(above=0, below=100.1),
+        metavar="PERCENT",
+        help="of the inputs' magnitudes that a fixed scale of int8 holds, 100 for all; needs --calibrate",
+    )
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """Checks what one flag asks of another."""
-    if args.smoothing is not None and args.calibrate is None:
+    for flag in ("smoothing", "input_percentile"):
+        if getattr(args, flag) is not None and args.calibrate is None:
+            raise ExampleError(
+                f"--{flag.replace('_', '-')} needs inputs of the layers to choose by; pass --calibrate"
+                " too."
+            )
+    if args.input_percentile is not None and args.input_percentile > 100:
         raise ExampleError(
-            "--smoothing needs inputs of the layers to choose by; pass --calibrate too."
+            f"--input-percentile must be at most 100, but is {args.input_percentile:g}; pass 100 for all."
         )
 
 
@@ -83,7 +95,7 @@ def in_all_formats(
 ) -> Iterator[Quantized]:
     """The network in each format, as the flags say; `calibration(n)` runs it on n training batches."""
     for name, given in RULES.items():
-        rules = with_flags(model, given, args.group_size, args.smoothing)
+        rules = with_flags(model, given, args)
         if not rules:
             yield Quantized(name, model, None)
         elif args.calibrate is None:
@@ -94,12 +106,9 @@ def in_all_formats(
 
 
 def with_flags(
-    model: nnx.Module,
-    rules: Sequence[jaxfused.QuantizationRule],
-    group_size: int | None,
-    smoothing: float | None,
+    model: nnx.Module, rules: Sequence[jaxfused.QuantizationRule], args: argparse.Namespace
 ) -> list[jaxfused.QuantizationRule]:
-    """The rules, with groups in int4 and smoothing in int8 where they are asked for.
+    """The rules, with groups in int4 and what the inputs of int8 are told by the flags.
 
     Convolutions of each channel by itself stay as they are: they have few weights, and no integers are
     multiplied faster there. So does what has an odd number of weights in int4, which come in pairs.
@@ -115,9 +124,9 @@ def with_flags(
         if kept:
             result.append(jaxfused.QuantizationRule(_any_of(kept), None))
         if rule.dtype == "int8":
-            rule = replace(rule, smoothing=smoothing)
-        if rule.dtype == "int4" and group_size is not None:
-            result += in_groups(model, rule, group_size)
+            rule = replace(rule, smoothing=args.smoothing, input_percentile=args.input_percentile)
+        if rule.dtype == "int4" and args.group_size is not None:
+            result += in_groups(model, rule, args.group_size)
         else:
             result.append(rule)
     return result

@@ -272,7 +272,9 @@ def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkey
     assert metrics(tmp_path / "run") == metrics(short_run)
 
 
-@pytest.mark.parametrize("flags", [[], ["--calibrate", "2"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [[], ["--calibrate", "2", "--input-percentile", "99.99"]], ids=str
+)
 def test_fewer_bits_find_the_nuclei_too(short_run, flags, monkeypatch, capsys):
     monkeypatch.setattr(quantization, "_SECONDS", 0.01)
     quantize.main([str(short_run), *flags])

@@ -154,6 +154,11 @@ def test_the_command_prints_the_errors_of_layers(digits_run, monkeypatch, capsys
     ("flags", "message"),
     [
         (["--smoothing", "0.5"], "needs inputs of the layers"),
+        (["--input-percentile", "99"], "--input-percentile needs inputs of the layers"),
+        (
+            ["--calibrate", "1", "--input-percentile", "100.05"],
+            "must be at most 100, but is 100.05",
+        ),
         (["--group-size", "7"], "--group-size is 7, but it divides the features of no layer"),
     ],
 )
