@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--input-percentile",
         type=number(above=0, below=100.1),
         metavar="PERCENT",
-        help="of the inputs' magnitudes that a fixed scale of int8 holds, 100 for all; needs --calibrate",
+        help="of the inputs' magnitudes that a fixed scale of int8 holds; needs --calibrate",
     )
 
 
@@ -84,7 +84,8 @@ def check_flags(args: argparse.Namespace) -> None:
             )
     if args.input_percentile is not None and args.input_percentile > 100:
         raise ExampleError(
-            f"--input-percentile must be at most 100, but is {args.input_percentile:g}; pass 100 for all."
+            f"--input-percentile must be at most 100, but is {args.input_percentile:g}; pass 100 to hold"
+            " all."
         )
 
 
