@@ -236,3 +236,26 @@ def test_training_a_lora_makes_nothing_of_the_weights_size(hopper, rows):
     for shape in re.findall(r"tensor<((?:\d+x)+)(?:bf16|f16|f32|i8)>", text):
         count = np.prod([int(n) for n in shape.split("x") if n])
         assert count < size, shape
+
+
+@parametrize("gated", [False, True], quick=(0,))
+def test_training_loras_of_a_perceptron_makes_nothing_of_the_weights_size(hopper, gated):
+    make = jaxfused.nnx.GatedMLP if gated else jaxfused.nnx.MLP
+    names = ("gate", "up", "down") if gated else ("up", "down")
+    size = 1024
+    mlp = make(size, size, dtype=jnp.bfloat16, implementation="pallas", rngs=flax.nnx.Rngs(0))
+    rules = [jaxfused.QuantizationRule("", "int4", group_size=64, layout="columns")]
+    lora = wrapped(jaxfused.quantize_params(mlp, rules), names)
+    trained, rest = flax.nnx.split_state(flax.nnx.state(lora), flax.nnx.LoRAParam, ...)
+    graphdef = flax.nnx.graphdef(lora)
+
+    def loss(trained, rest, x):
+        y = flax.nnx.merge(graphdef, trained, rest)(x)
+        return y.astype(jnp.float32).var()
+
+    x = normal(3, 128, size, dtype=jnp.bfloat16)
+    program = jax.export.export(jax.jit(jax.grad(loss)), platforms=["cuda"])(trained, rest, x)
+    text = program.mlir_module()
+    assert "quantized_input_gradient" in text and "quantized_linear" in text
+    for shape in re.findall(r"tensor<((?:\d+x)+)(?:bf16|f16|f32|i8)>", text):
+        assert np.prod([int(n) for n in shape.split("x") if n]) < size * size, shape
