@@ -24,6 +24,7 @@ from benchmarks import (
     peers,
     plot,
     qkv_projection,
+    quantized_conv,
     quantized_matmul,
     report,
     results,
@@ -55,7 +56,8 @@ LOSS_CASES = {
     for case in losses.cases(logits=[(24, 300)], layers=[(24, 16, 300)], images=[(3, 8, 8)])
 }
 CONV_CASES = {case.name: case for case in conv.cases(shapes=[(2, 6, 5, 8, 16)])}
-ALL_CASES = CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES
+QUANTIZED_CONV_CASES = {case.name: case for case in quantized_conv.cases(shapes=[(2, 6, 5, 8, 16)])}
+ALL_CASES = QUANTIZED_CONV_CASES | CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES
 
 
 def result_of(case, times, **rows):

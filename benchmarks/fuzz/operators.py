@@ -31,6 +31,7 @@ OPERATORS = {
     "batch_norm": Operator(norms.draw_batch_norm, norms.batch_norm, 1),
     "quantized_matmul": Operator(products.draw_quantized_matmul, products.quantized_matmul, 1),
     "conv": Operator(products.draw_conv, products.conv, 1),
+    "quantized_conv": Operator(products.draw_quantized_conv, products.quantized_conv, 1),
     "softmax_cross_entropy": Operator(others.draw_cross_entropy, others.softmax_cross_entropy, 1),
     "linear_softmax_cross_entropy": Operator(
         others.draw_cross_entropy, others.linear_softmax_cross_entropy, 1

@@ -1,5 +1,6 @@
 """linear, mlp, gated_mlp, quantized_matmul and conv with any combination of their options."""
 
+import math
 from typing import Any
 
 import jax
@@ -277,3 +278,68 @@ def conv(options: Options) -> Problem:
     )
     kinks = ("bias",) if o["activation"] == RELU else ()
     return Problem(run, operands, {}, kinks, tf32=o["dtype"] == "float32")
+
+
+def draw_quantized_conv(draw: Draw) -> Options:
+    options = draw_conv(draw)
+    weights = draw.pick(("int8", "int8", "int8", "int4", "float8_e4m3fn"))
+    return options | dict(
+        # int4 come in pairs.
+        channels=options["channels"] * (2 if weights == "int4" else 1),
+        weights=weights,
+        quantized_x=draw.pick(("int8", "int8", "int8", "float8_e4m3fn", None)),
+        scale_of_image=draw.chance(0.3),
+    )
+
+
+def quantized_conv(options: Options) -> Problem:
+    o, rng = options, rng_of(options)
+    shape = (*o["window"], o["channels"] // o["groups"], o["out"])
+    taps = math.prod(shape[:-1])
+    w = jaxfused.quantize(
+        jnp.asarray(taps**-0.5 * rng.normal(size=(taps, o["out"])), jnp.float32), o["weights"]
+    )
+    geometry = dict(
+        strides=o["strides"],
+        kernel_dilation=o["kernel_dilation"],
+        padding=o["padding"],
+        feature_group_count=o["groups"],
+    )
+    x = Operand((o["batch"], *o["sides"], o["channels"]), o["dtype"])
+    constants: dict[str, Any] = {"w": w}
+    if o["quantized_x"]:
+        values = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+        axes = tuple(range(1, values.ndim)) if o["scale_of_image"] else None
+        largest = jnp.abs(values).max(axis=axes, keepdims=True)
+        scale = largest / (127.0 if o["quantized_x"] == "int8" else 448.0)
+        constants["x"] = jaxfused.quantize(values, o["quantized_x"], axis=-1, scale=scale)
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        x, w, bias = operands.get("x", constants.get("x")), constants["w"], operands.get("bias")
+        rest = dict(
+            activation=o["activation"],
+            residual=operands.get("residual"),
+            implementation=how.implementation,
+            **geometry,
+        )
+        if not how.exact:
+            return jaxfused.quantized_conv(
+                x, w, bias, kernel_size=o["window"], out_dtype=o["dtype"], **rest
+            )
+        # The truth convolves what the numbers stand for.
+        x = x.dequantize() if o["quantized_x"] else x
+        with jax.default_matmul_precision("highest"):
+            return jaxfused.conv(x, w.dequantize().reshape(shape), bias, **rest)
+
+    y = jax.eval_shape(
+        lambda x, w: jaxfused.conv(x, w, **geometry),
+        jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    operands = present(
+        x=None if o["quantized_x"] else x,
+        bias=parameter(o["out"], "float32" if o["bias"] else None),
+        residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
+    )
+    kinks = ("bias",) if o["activation"] == RELU else ()
+    return Problem(run, operands, constants, kinks, tf32=True, with_gradient=bool(operands))
