@@ -83,7 +83,8 @@ def why_xla(window: Window, x: Any, w: Any) -> str | None:
     """
     channels, features = w.shape[-2:]
     dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
-    pixels = math.prod((x.shape[0], *window.result(images(x).shape[1:-1])))
+    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
+    pixels = math.prod((x.shape[0], *window.result(sizes)))
     if dense and channels % 64 == features % 64 == 0 and pixels >= _LEAST_PIXELS:
         return None
     return (

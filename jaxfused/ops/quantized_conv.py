@@ -123,9 +123,8 @@ def quantized_conv(
     if residual is not None:
         shape = jax.eval_shape(run, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
-    window = dense_conv.window_of(
-        array, jax.ShapeDtypeStruct((*size, *_matrix(w, size)), jnp.int8), **geometry
-    )
+    kernel_like = jax.ShapeDtypeStruct((*size, *_matrix(w, size)), jnp.int8)
+    window = dense_conv.window_of(array, kernel_like, **geometry)
     missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     reason = _why_unsupported(device, window, x, w, size, out_dtype, residual)
     if reason is not None:
@@ -134,7 +133,11 @@ def quantized_conv(
         missing["pallas"] = (
             "JAX's own convolution refuses channels that are split under Explicit axes"
         )
-    if takes_reference(op, implementation, device, array, missing=missing):
+    why_xla = None
+    if "pallas" not in missing:
+        assert isinstance(window, Window)
+        why_xla = _why_xla(window, array, kernel_like)
+    if takes_reference(op, implementation, device, array, missing=missing, why_xla=why_xla):
         return run(residual)
     assert isinstance(window, Window)
     scale = (x.scale.reshape(()) * w.scale[0]) * jnp.ones(w.shape[1], jnp.float32)
@@ -151,8 +154,23 @@ def quantized_conv(
 
 
 def _integers_in_xla(device: dispatch.Device) -> bool:
-    """Whether XLA convolves integers: its GPU compiler has no convolution with sums in int32."""
+    """Whether XLA convolves integers. Its GPU compiler knows some windows and channels only."""
     return device.platform == "cpu"
+
+
+def _why_xla(window: Window, x: Any, w: Any) -> str | None:
+    """Returns why a call that names no implementation is XLA's, or None where the kernel was timed."""
+    reason = dense_conv.why_xla(window, x, w)
+    fewest = min(w.shape[-2:])
+    if reason is None and fewest < _LEAST_CHANNELS:
+        reason = (
+            f"with fewer than {_LEAST_CHANNELS} channels the kernel takes longer than a convolution of"
+            f" bfloat16, and there are {fewest}"
+        )
+    return reason
+
+
+_LEAST_CHANNELS = 128
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
