@@ -29,7 +29,8 @@ TIMM = {
     "vit-b16": "vit_base_patch16_224",
     "vit-l16": "vit_large_patch16_224",
     "convnext-t": "convnext_tiny",
-    "resnet-50": "resnet50_gn",
+    "resnet-50": "resnet50",
+    "resnet-50-gn": "resnet50_gn",
 }
 """What timm calls the networks that it has."""
 

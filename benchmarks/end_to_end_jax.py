@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,10 @@ from examples.classify.convnext import CONVNEXTS, ConvNeXt, ConvNeXtSize
 from examples.classify.resnet import RESNETS, ResNet, ResNetSize
 from examples.unet.model import UNet
 from examples.vit.model import MODELS, Attention, VisionTransformer, ViTSize
+from jaxfused.modules.conv import Norm
 
-State = tuple[Any, Any]
-"""(parameters, state of the optimizer)."""
+State = tuple[Any, Any, Any]
+"""(parameters, state of the optimizer, running averages of batch norms)."""
 Batch = tuple[jax.Array, jax.Array]
 """(images, labels)."""
 Loss = Callable[[Any, Batch], jax.Array]
@@ -62,7 +64,8 @@ def workloads() -> dict[str, Workload]:
         "vit-l16": vit("vit-l16", MODELS["vit-l16"], batch=128),
         "unet": unet("unet", batch=32),
         "convnext-t": convnext("convnext-t", CONVNEXTS["convnext-t"], batch=256),
-        "resnet-50": resnet("resnet-50", RESNETS["resnet-50"], batch=256),
+        "resnet-50": resnet("resnet-50", RESNETS["resnet-50"], "batch_norm", batch=256),
+        "resnet-50-gn": resnet("resnet-50-gn", RESNETS["resnet-50"], "group_norm", batch=256),
     }
 
 
@@ -164,15 +167,23 @@ def convnext(
 
 
 def resnet(
-    name: str, size: ResNetSize, *, batch: int, image_size: int = 224, classes: int = 1000
+    name: str,
+    size: ResNetSize,
+    norm: Norm,
+    *,
+    batch: int,
+    image_size: int = 224,
+    classes: int = 1000,
 ) -> Workload:
-    """A ResNet with group norm."""
+    """A ResNet with batch norm, as in its paper, or with group norm."""
 
     def build() -> ResNet:
-        return ResNet(size, channels=3, classes=classes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        return ResNet(
+            size, norm=norm, channels=3, classes=classes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
 
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
-    return _classifier(name, build, StockResNet(size, classes), make_batch)
+    return _classifier(name, build, StockResNet(size, norm, classes), make_batch)
 
 
 def _classifier(
@@ -212,17 +223,22 @@ def _with_jaxfused(
 
     def init(key: jax.Array) -> State:
         del key  # `build` has its own.
-        params = nnx.to_pure_dict(nnx.state(build()))
-        return params, optimizer.init(params)
+        params, averages = nnx.state(build(), nnx.Param, ...)
+        params, averages = nnx.to_pure_dict(params), nnx.to_pure_dict(averages)
+        return params, optimizer.init(params), averages
 
-    def loss_of(params: Any, batch: Batch) -> jax.Array:
+    def loss_of(params: Any, averages: Any, batch: Batch) -> tuple[jax.Array, Any]:
         images, labels = batch
-        return loss(nnx.merge(graphdef, params)(images), labels)
+        model = nnx.merge(graphdef, params, averages)
+        value = loss(model(images), labels)
+        return value, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        params, opt_state = state
-        value, gradients = jax.value_and_grad(loss_of)(params, batch)
-        return optimizer.step(gradients, opt_state, params, max_norm=MAX_NORM), value
+        params, opt_state, averages = state
+        of_loss = jax.value_and_grad(loss_of, has_aux=True)
+        (value, averages), gradients = of_loss(params, averages, batch)
+        params, opt_state = optimizer.step(gradients, opt_state, params, max_norm=MAX_NORM)
+        return (params, opt_state, averages), value
 
     return Program(init, step)
 
@@ -235,18 +251,21 @@ def _with_optax(
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(**OPTIMIZER))
 
     def init(key: jax.Array) -> State:
-        params = model.init(key, make_batch(key)[0])
-        return params, optimizer.init(params)
+        averages, params = flax.core.pop(model.init(key, make_batch(key)[0]), "params")
+        return params, optimizer.init(params), averages
 
-    def loss_of(params: Any, batch: Batch) -> jax.Array:
+    def loss_of(params: Any, averages: Any, batch: Batch) -> tuple[jax.Array, Any]:
         images, labels = batch
-        return loss(model.apply(params, images), labels)
+        variables = {"params": params, **averages}
+        logits, averages = model.apply(variables, images, mutable=["batch_stats"])
+        return loss(logits, labels), averages
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        params, opt_state = state
-        value, gradients = jax.value_and_grad(loss_of)(params, batch)
+        params, opt_state, averages = state
+        of_loss = jax.value_and_grad(loss_of, has_aux=True)
+        (value, averages), gradients = of_loss(params, averages, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
+        return (optax.apply_updates(params, updates), opt_state, averages), value
 
     return Program(init, step)
 
@@ -361,7 +380,9 @@ class StockResNet(nn.Module):
     """The network of `examples.classify.resnet.ResNet` in Flax Linen."""
 
     size: ResNetSize
+    norm: Norm
     classes: int
+    training: bool = True
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -369,7 +390,9 @@ class StockResNet(nn.Module):
 
         def layer(x: jax.Array, width: int, kernel: int, strides: int = 1) -> jax.Array:
             x = nn.Conv(width, (kernel, kernel), strides, use_bias=False, dtype=dtype)(x)
-            return nn.GroupNorm(size.groups, epsilon=1e-5, dtype=dtype)(x)
+            if self.norm == "group_norm":
+                return nn.GroupNorm(size.groups, epsilon=1e-5, dtype=dtype)(x)
+            return nn.BatchNorm(not self.training, momentum=0.9, dtype=dtype)(x)
 
         if size.is_small:
             x = nn.relu(layer(images, size.width, 3))

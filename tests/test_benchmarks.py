@@ -457,14 +457,18 @@ TINY_CONVNEXT = end_to_end_jax.convnext(
 )
 TINY_RESNETS = [
     end_to_end_jax.resnet(
-        "tiny", ResNetSize((1, 2), bottleneck, 8, 4, small), batch=2, image_size=16, classes=7
+        "tiny", ResNetSize((1, 2), bottleneck, 8, 4, small), norm, batch=2, image_size=16, classes=7
     )
-    for bottleneck, small in ((True, False), (False, True))
+    for bottleneck, small, norm in (
+        (True, False, "batch_norm"),
+        (False, True, "batch_norm"),
+        (True, False, "group_norm"),
+    )
 ]
 
 
 def count_parameters(workload, variant):
-    params, _ = jax.eval_shape(workload.programs[variant]().init, jax.random.key(0))
+    params, *_ = jax.eval_shape(workload.programs[variant]().init, jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 

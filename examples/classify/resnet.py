@@ -1,7 +1,8 @@
-"""The ResNet, in the sizes of its paper, with group norm, on the fused layers of jaxfused.
+"""The ResNet, in the sizes of its paper, on the fused layers of jaxfused.
 
-A norm over groups of channels sees one image at a time: its function is the same in training and
-after it, for batches of any size and on any number of devices.
+By default it has group norm. A norm over groups of channels sees one image at a time: its function is
+the same in training and after it, for batches of any size and on any number of devices. The paper's
+batch norm is there by name; its running averages are state beside the parameters.
 
 Sources: He et al., "Deep Residual Learning for Image Recognition", 2015,
 https://arxiv.org/abs/1512.03385; Wu and He, "Group Normalization", 2018, https://arxiv.org/abs/1803.08494
@@ -9,6 +10,7 @@ https://arxiv.org/abs/1512.03385; Wu and He, "Group Normalization", 2018, https:
 
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,7 @@ class ResNet(nnx.Module):
       size: one of `RESNETS`.
       channels: of the images.
       classes: how many logits.
+      norm: "group_norm" or "batch_norm".
       dtype: of the computation; parameters are float32.
       rngs: makes the parameters.
 
@@ -68,12 +71,14 @@ class ResNet(nnx.Module):
         *,
         channels: int,
         classes: int,
+        norm: Literal["batch_norm", "group_norm"] = "group_norm",
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         shared = dict(
-            norm="group_norm",
+            norm=norm,
             num_groups=size.groups,
+            momentum=0.9,
             kernel_init=nnx.initializers.he_normal(),
             dtype=dtype,
             rngs=rngs,
