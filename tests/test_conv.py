@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda.depthwise_conv import Window
+from jaxfused.ops import dense_conv
 from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -20,9 +21,10 @@ from tests.cases.conv import (
     DENSE_KERNEL_CASES,
     DEPTHWISE_CASES,
     DEPTHWISE_KERNEL_CASES,
+    Case,
 )
 from tests.grids import parametrize
-from tests.lowering import kernels
+from tests.lowering import kernels, lowered
 from tests.transforms import assert_transforms
 
 
@@ -210,6 +212,32 @@ def test_dense_kernels_in_the_interpreter(case, interpreted_hopper):
     assert chosen["conv dense forward"] == "pallas"
     strided = case.options.get("strides", 1) > 1
     assert chosen["conv dense input gradient"] == ("xla" if strided else "pallas")
+
+
+POINTWISE_CASES = (
+    Case((2, 5, 6, 16), (1, 1), 24, {"activation": "relu"}, True, (2, 5, 6, 24)),
+    Case((2, 5, 6, 16), (1, 1), 24, {"strides": 2}),
+    Case((2, 4, 5, 6, 8), (1, 1, 1), 16, {"strides": 2, "activation": "silu"}, bias=True),
+)
+
+
+@pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
+def test_one_weight_a_window_makes_a_product(case, hopper, monkeypatch):
+    """A device whose products are XLA's: what is tested is the path, not a kernel."""
+    monkeypatch.setattr(dense_conv, "is_modelled", lambda device: False)
+    x, w, bias, residual = case.arguments(jnp.bfloat16)
+
+    def ours(x, w, bias, residual, implementation=None):
+        return jaxfused.conv(
+            x, w, bias, residual=residual, implementation=implementation, **case.options
+        )
+
+    def xla(*args):
+        return ours(*args, implementation="xla")
+
+    assert_values_and_gradients(ours, xla, x, w, bias, residual)
+    assert "convolution" not in lowered(ours, x, w, bias, residual)
+    assert "convolution" in lowered(xla, x, w, bias, residual)
 
 
 @pytest.fixture

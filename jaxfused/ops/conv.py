@@ -79,7 +79,7 @@ def conv(
     `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's
     dtype, and nothing where that is relu, whose result says enough. The Pallas kernels take padding
     with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
-    input of a convolution with strides is XLA's.
+    input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.
@@ -112,13 +112,13 @@ def conv(
     why_xla = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
-        dense = dense_conv.window_of(x, w, **options)
-        why_not_dense = dense_conv.why_unsupported(device, dense, x, w, residual)
+        met, dense = dense_conv.met_pixels(x, dense_conv.window_of(x, w, **options))
+        why_not_dense = dense_conv.why_unsupported(device, dense, met, w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
         elif not explicit:
             assert not isinstance(dense, str)
-            why_xla = dense_conv.why_xla(dense, x, w)
+            why_xla = dense_conv.why_xla(dense, met, w)
     else:
         missing["pallas"] = depthwise_conv.NO_PALLAS
         why_xla = None if explicit else depthwise_conv.why_xla(depthwise)
@@ -132,7 +132,7 @@ def conv(
     assert not isinstance(dense, str)
     return dense_conv.dense_conv(
         runner,
-        x,
+        met,
         w,
         bias,
         residual,

@@ -1,12 +1,14 @@
 """conv where each feature is made of all channels: choice of implementation, gradient.
 
-To the kernels a convolution along one axis is one along columns, with a single row.
+To the kernels a convolution along one axis is one along columns, with a single row. A window of a single
+weight makes a matrix product of the pixels that it meets, in XLA's program too: cuDNN is slower at it
+than the libraries of products, most of all at the gradient of the weights.
 """
 
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +17,10 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
-from jaxfused.ops.linear import ActivationGradient
-from jaxfused.ops.product_choice import fastest_first, is_modelled
+from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
+from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.weight_gradient import sum_rows
+from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cost
@@ -61,6 +64,20 @@ def window_of(
     return window
 
 
+def met_pixels(x: jax.Array, window: Window | str) -> tuple[jax.Array, Window | str]:
+    """What x [B, *spatial, C] and its window are without the pixels that no weight meets.
+
+    Those are there where a window of a single weight goes on by more than one.
+    """
+    if isinstance(window, str) or not window.is_strided:
+        return x, window
+    dense = replace(window, strides=(1,) * len(window.strides))
+    if not dense.is_pointwise:
+        return x, window
+    steps = window.strides[-(x.ndim - 2) :]
+    return x[(slice(None), *(slice(None, None, step) for step in steps))], dense
+
+
 def why_unsupported(
     device: dispatch.Device, window: Window | str, x: Any, w: Any, residual: Any = None
 ) -> str | None:
@@ -82,6 +99,8 @@ def why_xla(window: Window, x: Any, w: Any) -> str | None:
     Among those each stage goes to what is predicted to be faster.
     """
     channels, features = w.shape[-2:]
+    if window.is_pointwise:
+        return None
     dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
     sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
     pixels = math.prod((x.shape[0], *window.result(sizes)))
@@ -237,11 +256,36 @@ class _Forward:
         window = self.options.window
         call = call_of(device, window, x.shape[:-1], x.dtype, w)
         reason = why_unsupported(device, window, x, w, residual)
+        if window.is_pointwise:
+            return self._pointwise_reasons(device, call, reason, x, bias, residual)
         elements = math.prod(call.result) * call.features
         after = cost.cudnn_epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
         )
         return _in_order(device, call, reason, after=after, **self._streams(x, residual))
+
+    def _pointwise_reasons(self, device, call, reason, x, bias, residual) -> dict[str, str | None]:
+        reasons = {"pallas": reason, "xla": None}
+        if reason is not None or not is_modelled(device):
+            return dispatch.preferring("xla", reasons)
+        streams = self._streams(x, residual)
+        work = call.as_product(**streams)
+        passes = Passes()
+        if bias is not None or self.options.activation is not None:
+            passes = Passes(
+                bytes_of_element=streams["read_bytes"]
+                + x.dtype.itemsize
+                + streams["written_bytes"],
+                evaluations=int(self.options.activation not in (None, *CHEAP_ACTIVATIONS)),
+                slow=self.options.activation == "gelu_erf",
+            )
+        elif residual is not None:
+            passes = Passes(bytes_in_product=residual.dtype.itemsize)
+        times = {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, work, passes),
+        }
+        return fastest_first(reasons, times)
 
     def _streams(self, x, residual) -> dict[str, int]:
         """What the epilogue reads, writes and evaluates of an element."""
@@ -309,6 +353,8 @@ class _InputGradient:
             # With zeros between the values of dz, most products are for nothing.
             return {"xla": None}
         reason = why_unsupported(device, self.window, dz, w)
+        if self.window.is_pointwise:
+            return {"xla": None, "pallas": reason}
         return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
 
     def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
@@ -326,6 +372,10 @@ class _InputGradient:
                 config=config,
             )
             return (dx,)
+        if self.window.is_pointwise:
+            rows, weights = dz.reshape(-1, dz.shape[-1]), w.reshape(w.shape[-2:])
+            dx = product("mf,cf->mc", rows, weights, out_dtype=dz.dtype, precision=self.precision)
+            return (dx.reshape(*dz.shape[:-1], w.shape[-2]),)
         options = _Options(self.window, None, self.precision)
         x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.sizes, w.shape[-2]))
         return tuple(jax.vjp(lambda x: _reference(options, x, w.astype(dz.dtype)), x)[1](dz))
@@ -359,7 +409,7 @@ class _WeightGradient:
         if pallas_weight_gradient.why_unsupported(self.window) is not None:
             return {"xla": None}
         reasons = {"pallas": reason, "xla": None}
-        if reason is not None or not is_modelled(device):
+        if reason is not None or not is_modelled(device) or self.window.is_pointwise:
             return dispatch.preferring("xla", reasons)
         ours = pallas_weight_gradient.predicted_time(
             x, dz, window=self.window, multiprocessors=device.multiprocessors
@@ -384,6 +434,10 @@ class _WeightGradient:
                 config=config,
             )
             return (dw,)
+        if self.window.is_pointwise:
+            x_rows, dz_rows = (a.reshape(-1, a.shape[-1]) for a in (x, dz))
+            dw = product("mc,mf->cf", x_rows, dz_rows, precision=self.precision)
+            return (dw.reshape(*self.window.kernel, *dw.shape),)
         # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
         options = _Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
@@ -445,6 +499,11 @@ def _in_order(
 
 def _reference(options: _Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
     window = options.window
+    if window.is_pointwise:
+        rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])
+        y = product("mc,cf->mf", rows, weights, out_dtype=x.dtype, precision=options.precision)
+        y = y.reshape(*x.shape[:-1], w.shape[-1])
+        return reference.conv.finish(y, bias, residual, activation=activation)
     return reference.conv.conv(
         x,
         w,

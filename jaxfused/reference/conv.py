@@ -29,7 +29,6 @@ def conv(
     result of bfloat16 operands makes XLA's GPU compiler convert the operands to float32 instead of
     calling cuDNN on them as they are.
     """
-    compute_dtype = accumulator_dtype(x.dtype)
     spatial = "HWD"[: x.ndim - 2]
     x, padding = padded(x, padding, w.shape[:-2], kernel_dilation)
     y = jax.lax.conv_general_dilated(
@@ -42,12 +41,21 @@ def conv(
         dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
         feature_group_count=feature_group_count,
         precision=precision,
-    ).astype(compute_dtype)
+    )
+    return finish(y, bias, residual, activation=activation)
+
+
+def finish(
+    y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
+) -> jax.Array:
+    """Applies what follows a convolution, in float32, and rounds to its dtype again."""
+    dtype, compute_dtype = y.dtype, accumulator_dtype(y.dtype)
+    y = y.astype(compute_dtype)
     if bias is not None:
         y = y + along_last_axis(bias, y)
     if residual is not None:
         y = y + residual.astype(compute_dtype)
-    return activate(activation, y).astype(x.dtype)
+    return activate(activation, y).astype(dtype)
 
 
 def padded(
