@@ -1,7 +1,8 @@
 """Whole training steps against stock Flax and torch: `python -m benchmarks end_to_end`.
 
 ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and ResNet-50 on random images, in bfloat16 with float32
-parameters, AdamW and clipping by the global norm: time, memory and every kernel of a step.
+parameters, AdamW and clipping by the global norm: time, memory and every kernel of a step. Models with
+"answers" and a batch in their names only answer; they are measured where --models names them.
 """
 
 import argparse
@@ -19,20 +20,38 @@ from typing import Any
 
 import jax
 
-from benchmarks import ceilings, end_to_end_jax, end_to_end_report, peers, plot, results, timing
+from benchmarks import (
+    ceilings,
+    end_to_end_jax,
+    end_to_end_report,
+    end_to_end_torch,
+    peers,
+    plot,
+    results,
+    timing,
+)
 from benchmarks.end_to_end_jax import Program, Workload
 from benchmarks.end_to_end_report import LABELS
 
 Row = dict[str, Any]
 
-TIMM = {
-    "vit-b16": "vit_base_patch16_224",
-    "vit-l16": "vit_large_patch16_224",
-    "convnext-t": "convnext_tiny",
-    "resnet-50": "resnet50",
-    "resnet-50-gn": "resnet50_gn",
+TORCH = {
+    "vit-b16": ("vit_base_patch16_224",),
+    "vit-l16": ("vit_large_patch16_224",),
+    "unet": (end_to_end_torch.UNET,),
+    "convnext-t": ("convnext_tiny",),
+    "resnet-50": ("resnet50",),
+    "resnet-50-gn": ("resnet50_gn",),
+    **dict.fromkeys(
+        ("unet-answers-1", "unet-answers-16"),
+        (end_to_end_torch.UNET, "--answers", "--image-size", "512"),
+    ),
+    **dict.fromkeys(
+        ("convnext-t-answers-1", "convnext-t-answers-64"), ("convnext_tiny", "--answers")
+    ),
+    **dict.fromkeys(("resnet-50-answers-1", "resnet-50-answers-64"), ("resnet50", "--answers")),
 }
-"""What timm calls the networks that it has."""
+"""What `benchmarks.end_to_end_torch` is asked for: timm's name of a network, and its flags."""
 
 _KERNELS_KEPT = 40
 
@@ -63,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {
                 "model": workload.name,
                 "batch": jax.eval_shape(workload.make_batch, jax.random.key(0))[0].shape[0],
-                "flops": 3 * workload.forward_flops(),
+                "flops": workload.flops(),
                 "rows": {},
             }
             for workload in chosen
@@ -82,8 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for workload, model in zip(chosen, section["models"], strict=True):
             late = time.monotonic() - begin > options.budget
             skipped: Row = {"skipped": f"the budget of {options.budget:.0f} s was spent"}
-            if workload.name in TIMM:
-                row = skipped if late else _run_torch(TIMM[workload.name], model["batch"])
+            if workload.name in TORCH:
+                name, *flags = TORCH[workload.name]
+                row = skipped if late else _run_torch(name, model["batch"], flags)
                 save(workload.name, "torch", row)
     section["machine"]["gpu_after"] = results.gpu_state()
     section["seconds"] = time.monotonic() - begin
@@ -112,12 +132,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
         return parse
 
-    for flag, known in (
-        ("--models", list(end_to_end_jax.workloads())),
-        ("--variants", list(LABELS)),
+    models = end_to_end_jax.workloads()
+    steps = [name for name, workload in models.items() if not workload.answers]
+    for flag, known, default in (
+        ("--models", list(models), steps),
+        ("--variants", list(LABELS), list(LABELS)),
     ):
         parser.add_argument(
-            flag, type=names(known), default=known, metavar="NAME,...", help=", ".join(known)
+            flag, type=names(known), default=default, metavar="NAME,...", help=", ".join(known)
         )
     parser.add_argument("--out", type=Path, default=results.DIRECTORY)
     parser.add_argument(
@@ -271,9 +293,9 @@ def sources(hlo: str) -> dict[str, str]:
 # --- torch ----------------------------------------------------------------------------------------
 
 
-def _run_torch(model: str, batch: int) -> Row:
+def _run_torch(model: str, batch: int, flags: Sequence[str] = ()) -> Row:
     """The row that `benchmarks.end_to_end_torch` prints: its memory is a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.end_to_end_torch", model, str(batch)]
+    command = [sys.executable, "-m", "benchmarks.end_to_end_torch", model, str(batch), *flags]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired as error:

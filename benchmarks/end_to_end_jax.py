@@ -1,7 +1,8 @@
 """Whole training steps in JAX: on jaxfused, and as a user of Flax and Optax writes them.
 
 Both sides of a comparison are the same network with as many parameters, in bfloat16 with float32
-parameters, under AdamW and clipping by the global norm.
+parameters, under AdamW and clipping by the global norm. A workload that only answers has its parameters
+in bfloat16, and in ours batch norms are folded into the convolutions.
 """
 
 import functools
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import jaxfused
+import jaxfused.nnx
 from benchmarks.attention import padded_cudnn_attention
 from examples.classify.convnext import CONVNEXTS, ConvNeXt, ConvNeXtSize
 from examples.classify.resnet import RESNETS, ResNet, ResNetSize
@@ -55,6 +57,12 @@ class Workload:
     """By variant."""
     forward_flops: Callable[[], int]
     """Of the matrix products of one forward pass over the batch."""
+    answers: bool = False
+    """There are no gradients: a step is a forward pass."""
+
+    def flops(self) -> int:
+        """Of the matrix products of a step."""
+        return (1 if self.answers else 3) * self.forward_flops()
 
 
 def workloads() -> dict[str, Workload]:
@@ -66,6 +74,28 @@ def workloads() -> dict[str, Workload]:
         "convnext-t": convnext("convnext-t", CONVNEXTS["convnext-t"], batch=256),
         "resnet-50": resnet("resnet-50", RESNETS["resnet-50"], "batch_norm", batch=256),
         "resnet-50-gn": resnet("resnet-50-gn", RESNETS["resnet-50"], "group_norm", batch=256),
+        **{
+            f"unet-answers-{batch}": unet(
+                f"unet-answers-{batch}", batch=batch, image_size=512, answers=True
+            )
+            for batch in (1, 16)
+        },
+        **{
+            f"convnext-t-answers-{batch}": convnext(
+                f"convnext-t-answers-{batch}", CONVNEXTS["convnext-t"], batch=batch, answers=True
+            )
+            for batch in (1, 64)
+        },
+        **{
+            f"resnet-50-answers-{batch}": resnet(
+                f"resnet-50-answers-{batch}",
+                RESNETS["resnet-50"],
+                "batch_norm",
+                batch=batch,
+                answers=True,
+            )
+            for batch in (1, 64)
+        },
     }
 
 
@@ -116,6 +146,7 @@ def unet(
     base: int = 64,
     levels: int = 5,
     groups: int = 32,
+    answers: bool = False,
 ) -> Workload:
     """A U-Net with group norm and SiLU that tells foreground from background."""
 
@@ -125,30 +156,28 @@ def unet(
         images = jax.random.normal(keys[0], (*shape, 3), jnp.bfloat16)
         return images, jax.random.bernoulli(keys[1], shape=shape).astype(jnp.int32)
 
-    def ours() -> Program:
-        def build() -> UNet:
-            return UNet(
-                base=base,
-                levels=levels,
-                groups=groups,
-                channels=3,
-                dtype=jnp.bfloat16,
-                rngs=nnx.Rngs(0),
-            )
+    def build() -> UNet:
+        return UNet(
+            base=base,
+            levels=levels,
+            groups=groups,
+            channels=3,
+            dtype=jnp.bfloat16,
+            rngs=nnx.Rngs(0),
+        )
 
-        return _with_jaxfused(build, jaxfused.segmentation_loss)
-
-    model = StockUNet(base, levels, groups)
-    return Workload(
-        name,
-        make_batch,
-        {"ours": ours, "stock": lambda: _with_optax(model, make_batch, _segmentation_loss)},
-        lambda: _forward_flops(model, jax.eval_shape(make_batch, _KEY)[0]),
-    )
+    losses = (jaxfused.segmentation_loss, _segmentation_loss)
+    return _workload(name, build, StockUNet(base, levels, groups), make_batch, losses, answers)
 
 
 def convnext(
-    name: str, size: ConvNeXtSize, *, batch: int, image_size: int = 224, classes: int = 1000
+    name: str,
+    size: ConvNeXtSize,
+    *,
+    batch: int,
+    image_size: int = 224,
+    classes: int = 1000,
+    answers: bool = False,
 ) -> Workload:
     """A ConvNeXt without stochastic depth."""
 
@@ -163,7 +192,8 @@ def convnext(
         )
 
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
-    return _classifier(name, build, StockConvNeXt(size, classes), make_batch)
+    losses = (jaxfused.softmax_cross_entropy, _softmax_cross_entropy)
+    return _workload(name, build, StockConvNeXt(size, classes), make_batch, losses, answers)
 
 
 def resnet(
@@ -174,6 +204,7 @@ def resnet(
     batch: int,
     image_size: int = 224,
     classes: int = 1000,
+    answers: bool = False,
 ) -> Workload:
     """A ResNet with batch norm, as in its paper, or with group norm."""
 
@@ -183,23 +214,33 @@ def resnet(
         )
 
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
-    return _classifier(name, build, StockResNet(size, norm, classes), make_batch)
+    losses = (jaxfused.softmax_cross_entropy, _softmax_cross_entropy)
+    stock = StockResNet(size, norm, classes, training=not answers)
+    return _workload(name, build, stock, make_batch, losses, answers)
 
 
-def _classifier(
+def _workload(
     name: str,
     build: Callable[[], nnx.Module],
     stock: nn.Module,
     make_batch: Callable[[jax.Array], Batch],
+    losses: tuple[Callable[[jax.Array, jax.Array], jax.Array], ...],
+    answers: bool,
 ) -> Workload:
+    def ours() -> Program:
+        return _answers_of_jaxfused(build) if answers else _with_jaxfused(build, losses[0])
+
+    def flax() -> Program:
+        if answers:
+            return _answers_of_flax(stock, make_batch)
+        return _with_optax(stock, make_batch, losses[1])
+
     return Workload(
         name,
         make_batch,
-        {
-            "ours": lambda: _with_jaxfused(build, jaxfused.softmax_cross_entropy),
-            "stock": lambda: _with_optax(stock, make_batch, _softmax_cross_entropy),
-        },
+        {"ours": ours, "stock": flax},
         lambda: _forward_flops(stock, jax.eval_shape(make_batch, _KEY)[0]),
+        answers,
     )
 
 
@@ -266,6 +307,35 @@ def _with_optax(
         (value, averages), gradients = of_loss(params, averages, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, averages), value
+
+    return Program(init, step)
+
+
+def _answers_of_jaxfused(build: Callable[[], nnx.Module]) -> Program:
+    def trained() -> nnx.Module:
+        model = build()
+        jaxfused.nnx.fold_batch_norms(model)
+        return model
+
+    graphdef = nnx.graphdef(nnx.eval_shape(trained))
+    return _answers(
+        lambda key: nnx.to_pure_dict(nnx.state(trained())),
+        lambda params, images: nnx.merge(graphdef, params)(images),
+    )
+
+
+def _answers_of_flax(model: nn.Module, make_batch: Callable[[jax.Array], Batch]) -> Program:
+    return _answers(lambda key: model.init(key, make_batch(key)[0]), model.apply)
+
+
+def _answers(make: Callable[[jax.Array], Any], apply: Callable[..., jax.Array]) -> Program:
+    """A step that changes no parameter; its loss is the mean of all logits."""
+
+    def init(key: jax.Array) -> State:
+        return jax.tree.map(lambda a: a.astype(jnp.bfloat16), make(key)), (), ()
+
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        return state, apply(state[0], batch[0]).mean()
 
     return Program(init, step)
 
@@ -422,7 +492,8 @@ class StockResNet(nn.Module):
 
 def _forward_flops(model: nn.Module, images: Any) -> int:
     params = jax.eval_shape(model.init, _KEY, images)
-    return product_flops(jax.make_jaxpr(model.apply)(params, images).jaxpr)
+    apply = functools.partial(model.apply, mutable=["batch_stats"])
+    return product_flops(jax.make_jaxpr(apply)(params, images).jaxpr)
 
 
 def product_flops(jaxpr: Jaxpr) -> int:

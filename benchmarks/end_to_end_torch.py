@@ -2,7 +2,7 @@
 
 `python -m benchmarks.end_to_end_torch MODEL BATCH`: timm's networks by their names, or the U-Net of
 examples/unet as a user of torch writes it; channels last, autocast to bfloat16, float32 parameters,
-fused AdamW, clipping by the global norm, random images. With --infer, answers instead of steps, with
+fused AdamW, clipping by the global norm, random images. With --answers, answers instead of steps, with
 weights in bfloat16 and a CUDA graph of each. The last line of the output is JSON.
 """
 
@@ -26,12 +26,12 @@ def main() -> None:
     parser.add_argument("model", help=f"timm's name for it, or {UNET}")
     parser.add_argument("batch", type=int)
     parser.add_argument("--image-size", type=int)
-    parser.add_argument("--infer", action="store_true")
+    parser.add_argument("--answers", action="store_true")
     options = parser.parse_args()
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    run = (inference if options.infer else training)(
+    run = (inference if options.answers else training)(
         options.model, options.batch, options.image_size
     )
     begin = time.perf_counter()

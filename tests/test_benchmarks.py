@@ -4,6 +4,7 @@ import json
 import sys
 from functools import partial
 
+import chex
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -479,6 +480,25 @@ def test_ours_and_stock_are_the_same_networks():
     # Upwards, the example's layer has a bias for each of four pixels where Flax's has one for all.
     per_pixel = 3 * (8 + 16)
     assert count_parameters(TINY_UNET, "ours") == count_parameters(TINY_UNET, "stock") + per_pixel
+
+
+@pytest.mark.parametrize("variant", ["ours", "stock"])
+def test_networks_that_only_answer(variant):
+    sizes = dict(batch=2, image_size=16, classes=7, answers=True)
+    resnet = ResNetSize((1, 2), True, 8, 4, False)
+    for workload in (
+        end_to_end_jax.unet("u", batch=2, image_size=16, base=8, levels=3, groups=4, answers=True),
+        end_to_end_jax.convnext("c", ConvNeXtSize((1, 2), (8, 16), kernel=3), **sizes),
+        end_to_end_jax.resnet("r", resnet, "batch_norm", **sizes),
+    ):
+        program = workload.programs[variant]()
+        state = program.init(jax.random.key(0))
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"bfloat16"}
+        batch = workload.make_batch(jax.random.key(1))
+        after, answer = jax.jit(program.step)(state, batch)
+        chex.assert_trees_all_equal(after, state)
+        assert jnp.isfinite(answer)
+        assert workload.flops() == workload.forward_flops()
 
 
 def test_flops_are_those_of_the_formula():

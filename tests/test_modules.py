@@ -336,6 +336,28 @@ def test_batch_norm():
     )
 
 
+def test_folded_batch_norms_answer_as_before():
+    class Model(flax.nnx.Module):
+        def __init__(self, rngs):
+            norms = [dict(norm="batch_norm"), dict(norm="group_norm", num_groups=2)]
+            self.blocks = flax.nnx.List(
+                jaxfused.nnx.ResNetBlock(8, 2, rngs=rngs, **options) for options in norms
+            )
+
+        def __call__(self, x, use_running_average=None):
+            for block in self.blocks:
+                x = block(x, use_running_average=use_running_average)
+            return x
+
+    model, x = Model(flax.nnx.Rngs(0)), normal(0, B, 5, 5, 8)
+    model(x + 1, use_running_average=False)  # moves the averages
+    before = model(x, use_running_average=True)
+    jaxfused.nnx.fold_batch_norms(model)
+    assert not jax.tree.leaves(flax.nnx.state(model, flax.nnx.BatchStat))
+    np.testing.assert_allclose(model(x), before, atol=1e-5)
+    assert model.blocks[1].layer1.norm is not None
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_conv_norm_act_with_batch_norm(training):
     nnx = jaxfused.nnx.ConvNormAct(4, D, (3, 3), strides=2, rngs=flax.nnx.Rngs(0))

@@ -16,6 +16,7 @@ from jaxfused.nnx.attention import attention_fn as attention_fn
 from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
+from jaxfused.nnx.conv_norm_act import fold_batch_norms as fold_batch_norms
 from jaxfused.nnx.convnext_block import ConvNeXtBlock as ConvNeXtBlock
 from jaxfused.nnx.dit_block import DiTBlock as DiTBlock
 from jaxfused.nnx.einsum import Einsum as Einsum

@@ -100,7 +100,8 @@ class ConvNormAct(nnx.Module):
             kernel_init=kernel_init,
             **shared,
         )
-        self.norm: BatchNorm | GroupNorm
+        self.activation = activation
+        self.norm: BatchNorm | GroupNorm | None
         if norm == "batch_norm":
             self.norm = BatchNorm(
                 out_features,
@@ -136,29 +137,77 @@ class ConvNormAct(nnx.Module):
         conv, norm = self.conv, self.norm
         if isinstance(norm, GroupNorm):
             return norm(conv(x), residual=residual)
+        kernel = conv.kernel.get_value()
+        if norm is None:
+            assert conv.bias is not None
+            return self._convolve(x, kernel, conv.bias[...], residual)
         if use_running_average is None:
             use_running_average = norm.use_running_average
         if not use_running_average:
             return norm(conv(x), use_running_average, residual=residual)
-        kernel, scale, bias = conv.kernel.get_value(), norm.scale, norm.bias
-        assert scale is not None and bias is not None
+        return self._convolve(x, *_folded(kernel, norm), residual)
+
+    def fold(self) -> None:
+        """Makes the batch norm with its running averages a part of the convolution, for good.
+
+        The layer has no `norm` then, and its convolution has a bias. A call does the same as one with
+        `use_running_average`, without folding anew. A layer with group norm stays as it is.
+        """
+        if isinstance(self.norm, BatchNorm):
+            kernel, bias = _folded(self.conv.kernel.get_value(), self.norm)
+            self.conv.kernel.set_value(kernel)
+            self.conv.bias = nnx.Param(bias)
+            self.norm = nnx.data(None)
+
+    def _convolve(
+        self, x: jax.Array, kernel: Any, bias: jax.Array, residual: jax.Array | None
+    ) -> jax.Array:
+        conv = self.conv
         return convolve(
             promoted(x, kernel, dtype=conv.dtype),
-            *fold_norm(
-                kernel,
-                mean=norm.mean[...],
-                var=norm.var[...],
-                norm_scale=scale[...],
-                norm_bias=bias[...],
-                epsilon=norm.epsilon,
-            ),
+            kernel,
+            bias,
             kernel_size=conv.kernel_size,
             strides=conv.strides,
             padding=conv.padding,
             input_dilation=1,
             kernel_dilation=conv.kernel_dilation,
             feature_group_count=conv.feature_group_count,
-            activation=norm.activation,
+            activation=self.activation,
             residual=residual,
             implementation=conv.implementation,
         )
+
+
+def _folded(kernel: Any, norm: BatchNorm) -> tuple[Any, jax.Array]:
+    scale, bias = norm.scale, norm.bias
+    assert scale is not None and bias is not None
+    return fold_norm(
+        kernel,
+        mean=norm.mean[...],
+        var=norm.var[...],
+        norm_scale=scale[...],
+        norm_bias=bias[...],
+        epsilon=norm.epsilon,
+    )
+
+
+def fold_batch_norms(model: nnx.Module) -> None:
+    """Folds the batch norms of all `ConvNormAct` layers of a model into their convolutions, for good.
+
+    The model then answers, and is not trained any more.
+
+    Args:
+      model: is changed in place.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jaxfused.nnx
+      >>> block = jaxfused.nnx.ResNetBlock(8, 8, rngs=nnx.Rngs(0))
+      >>> jaxfused.nnx.fold_batch_norms(block)
+      >>> block.layer1.norm is None
+      True
+    """
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, ConvNormAct):
+            module.fold()
