@@ -270,8 +270,8 @@ class Forward:
 
     def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
         del scale, bias
-        arrays = 1 if residual is None else 2
-        return _fastest_first(self.options, device, x, residual, arrays, _XLA_FORWARD)
+        moved = _Moved(in_both=1, in_one=int(residual is not None))
+        return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD)
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
         flat = [_channels_last(a) for a in (x, residual, scale, bias)]
@@ -341,8 +341,10 @@ class Backward:
 
     def reasons(self, device, dy, x, residual, *others) -> Mapping[str, str | None]:
         del dy, others
-        arrays = 2 if residual is None or self.options.activation is None else 3
-        return _fastest_first(self.options, device, x, residual, arrays, _XLA_BACKWARD)
+        # Without an activation the gradient of the residual is dy.
+        further = int(residual is not None and self.options.activation is not None)
+        moved = _Moved(in_both=2 + further, in_one=further, more_in_both=further)
+        return _fastest_first(self.options, device, x, residual, moved, _XLA_BACKWARD)
 
     def run(
         self, implementation, device, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias
@@ -467,12 +469,24 @@ class _Cost:
     per_megabyte: float
 
 
+@dataclass(frozen=True)
+class _Moved:
+    """Arrays of x's shape that the two passes of a norm move, beside what they write in any case."""
+
+    in_both: int
+    """Read by either pass."""
+    in_one: int
+    """Read or written by one of them."""
+    more_in_both: int = 0
+    """Of those in both, how many there are because of a residual."""
+
+
 _XLA_FORWARD = {"group_norm": _Cost(6.0, 1.05), "batch_norm": _Cost(12.0, 1.0)}
 _XLA_BACKWARD = {"group_norm": _Cost(10.0, 1.9), "batch_norm": _Cost(10.0, 1.65)}
 
 
 def _fastest_first(
-    options: Options, device, x, residual, arrays, xla: Mapping[str, _Cost]
+    options: Options, device, x, residual, moved: _Moved, xla: Mapping[str, _Cost]
 ) -> Mapping[str, str | None]:
     """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first."""
     images, pixels, groups, size = x.shape
@@ -488,15 +502,20 @@ def _fastest_first(
     reasons = {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
     if reason is not None:
         return reasons
-    shape = (images, pixels, groups * size, x.dtype.itemsize, arrays)
+    shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
     run = dict(groups=groups, multiprocessors=device.multiprocessors)
     config = cuda.group_norm.candidates(*shape, **run)[0]
     ours = cuda.group_norm.microseconds(config, *shape, **run)
     cost = xla[options.op]
-    theirs = cost.start + cost.per_megabyte * x.size * x.dtype.itemsize / 1e6
+    megabytes = x.size * x.dtype.itemsize / 1e6
+    ours += moved.in_one * _OUR_MEGABYTE * megabytes
+    more = (moved.in_one + 2 * moved.more_in_both) * _XLA_MEGABYTE
+    theirs = cost.start + (cost.per_megabyte + more) * megabytes
     return reasons if ours <= _GAIN * theirs else dispatch.preferring("xla", reasons)
 
 
+_OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
+"""Microseconds to read or write a megabyte."""
 _GAIN = 0.85
 """The kernels come first where they are expected to take at most this part of XLA's time: the estimate
 of small images is off by as much."""
