@@ -23,6 +23,7 @@ from tests.cases.conv import (
     DEPTHWISE_KERNEL_CASES,
     Case,
 )
+from tests.cases.normal import normal
 from tests.grids import parametrize
 from tests.lowering import kernels, lowered
 from tests.transforms import assert_transforms
@@ -210,7 +211,8 @@ def test_dense_kernels_in_the_interpreter(case, interpreted_hopper):
         assert_values_and_gradients(*dense(case), *args, cotangents=1)
     chosen = {choice.stage: choice.implementation for choice in choices}
     assert chosen["conv dense forward"] == "pallas"
-    strided = case.options.get("strides", 1) > 1
+    # Few channels are joined, and the window then goes on by one.
+    strided = case.options.get("strides", 1) > 1 and case.shape[-1] % 8 == 0
     assert chosen["conv dense input gradient"] == ("xla" if strided else "pallas")
 
 
@@ -238,6 +240,34 @@ def test_one_weight_a_window_makes_a_product(case, hopper, monkeypatch):
     assert_values_and_gradients(ours, xla, x, w, bias, residual)
     assert "convolution" not in lowered(ours, x, w, bias, residual)
     assert "convolution" in lowered(xla, x, w, bias, residual)
+
+
+@pytest.mark.parametrize(
+    ("sides", "kernel", "strides", "padding"),
+    [
+        ((12, 13), (3, 3), 1, "SAME"),
+        ((13, 12), (7, 7), 2, "SAME"),
+        ((16, 15), (5, 5), 2, "VALID"),
+        ((17, 11), (4, 4), 4, "VALID"),
+        ((9, 9), (3, 5), 1, ((2, 0), (1, 3))),
+        ((9, 8), (2, 3), (1, 2), ((0, -1), (2, 1))),
+    ],
+)
+def test_few_channels_are_joined(sides, kernel, strides, padding):
+    rng = np.random.default_rng(0)
+    x, w = normal(rng, "float32", 2, *sides, 3), normal(rng, "float32", *kernel, 3, 8)
+    steps = (strides,) * 2 if isinstance(strides, int) else strides
+    geometry = dict(strides=steps, padding=padding, input_dilation=(1, 1), kernel_dilation=(1, 1))
+    window = dense_conv.window_of(x, w, feature_group_count=1, **geometry)
+    simplify, joined = dense_conv.simplified(window, x)
+    assert joined.kernel[1] == 1 and not joined.is_strided
+
+    def ours(x, w):
+        return jaxfused.conv(*simplify(x, w), padding=joined.padding)
+
+    assert_values_and_gradients(
+        ours, lambda x, w: jaxfused.conv(x, w, strides=strides, padding=padding), x, w
+    )
 
 
 @pytest.fixture

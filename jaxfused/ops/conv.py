@@ -112,28 +112,32 @@ def conv(
     why_xla = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
-        met, dense = dense_conv.met_pixels(x, dense_conv.window_of(x, w, **options))
-        why_not_dense = dense_conv.why_unsupported(device, dense, met, w, residual)
+        window = dense_conv.window_of(x, w, **options)
+        simplify, dense = dense_conv.simplified(window, x)
+        like_x, like_w = jax.eval_shape(simplify, x, w)
+        why_not_dense = dense_conv.why_unsupported(device, dense, like_x, like_w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
         elif not explicit:
-            assert not isinstance(dense, str)
-            why_xla = dense_conv.why_xla(dense, met, w)
+            assert not isinstance(window, str)
+            why_xla = dense_conv.why_xla(window, x, w)
     else:
         missing["pallas"] = depthwise_conv.NO_PALLAS
         why_xla = None if explicit else depthwise_conv.why_xla(depthwise)
     if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
         return run(x, w, bias, residual)
-    runner = Runner(implementation, device)
     if not isinstance(depthwise, str):
+        runner = Runner(implementation, device)
         return depthwise_conv.depthwise_conv(
             runner, x, w, bias, residual, window=depthwise, activation=activation
         )
-    assert not isinstance(dense, str)
+    assert not isinstance(dense, str) and not isinstance(window, str)
+    if dense.taps < window.taps:
+        # What was joined is no use to XLA's convolution.
+        implementation = "pallas"
     return dense_conv.dense_conv(
-        runner,
-        met,
-        w,
+        Runner(implementation, device),
+        *simplify(x, w),
         bias,
         residual,
         window=dense,

@@ -7,7 +7,7 @@ than the libraries of products, most of all at the gradient of the weights.
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
+from jaxfused.ops import few_channels
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
@@ -64,18 +65,30 @@ def window_of(
     return window
 
 
-def met_pixels(x: jax.Array, window: Window | str) -> tuple[jax.Array, Window | str]:
-    """What x [B, *spatial, C] and its window are without the pixels that no weight meets.
+Simplification = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""(x, w) to those of another convolution with the same result."""
 
-    Those are there where a window of a single weight goes on by more than one.
-    """
-    if isinstance(window, str) or not window.is_strided:
-        return x, window
+
+def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
+    """How a convolution of x is written for the kernels, and its window then."""
+    if isinstance(window, str):
+        return _as_it_is, window
+    if x.ndim == 4 and few_channels.can_join(window, x.shape[-1]):
+        return functools.partial(few_channels.join, window), few_channels.joined(window)
     dense = replace(window, strides=(1,) * len(window.strides))
-    if not dense.is_pointwise:
-        return x, window
-    steps = window.strides[-(x.ndim - 2) :]
-    return x[(slice(None), *(slice(None, None, step) for step in steps))], dense
+    if window.is_strided and dense.is_pointwise:
+        return functools.partial(_met_pixels, window.strides), dense
+    return _as_it_is, window
+
+
+def _as_it_is(x, w):
+    return x, w
+
+
+def _met_pixels(strides: tuple[int, ...], x, w):
+    """Leaves out the pixels of x [B, *spatial, C] that a window of a single weight does not meet."""
+    steps = strides[-(x.ndim - 2) :]
+    return x[(slice(None), *(slice(None, None, step) for step in steps))], w
 
 
 def why_unsupported(
@@ -99,23 +112,30 @@ def why_xla(window: Window, x: Any, w: Any) -> str | None:
     Among those each stage goes to what is predicted to be faster.
     """
     channels, features = w.shape[-2:]
-    if window.is_pointwise:
+    _, simple = simplified(window, x)
+    assert isinstance(simple, Window)
+    if simple.is_pointwise:
+        return None
+    sizes = x.shape[1:-1] if x.ndim > 3 else (1, x.shape[1])
+    pixels = math.prod((x.shape[0], *window.result(sizes)))
+    joins = simple.taps < window.taps
+    if joins and features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
         return None
     dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
-    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
-    pixels = math.prod((x.shape[0], *window.result(sizes)))
     if dense and channels % 64 == features % 64 == 0 and pixels >= _LEAST_PIXELS:
         return None
     return (
         "the dense kernels were timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels"
-        f" and at least {_LEAST_PIXELS} pixels, and this is a window of"
-        f" {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
-        f" {pixels} pixels"
+        f" and at least {_LEAST_PIXELS} pixels, or few channels and {_LEAST_JOINED_PIXELS} pixels, and"
+        f" this is a window of {' x '.join(map(str, window.kernel))} with {channels} and {features}"
+        f" channels and {pixels} pixels"
     )
 
 
-_LEAST_PIXELS = 2**14
+_LEAST_PIXELS = 2**13
 """Of all results together."""
+_LEAST_JOINED_PIXELS = 2**17
+"""Likewise, where several pixels become one first."""
 
 
 def images(x: Any) -> Any:

@@ -49,12 +49,15 @@ DENSE_CASES = (
     Case((2, 6, 8, 64), (3, 3), 8, {"strides": 2, "activation": "gelu_tanh"}, bias=True),
     Case((2, 9, 8), (1,), 16, {"activation": "relu"}, bias=True, w_dtype="float32"),
     Case((2, 9, 16), (4,), 16, {"padding": [(3, 0)]}, bias=True),
+    Case((2, 11, 12, 3), (5, 5), 16, {"strides": 2, "activation": "relu"}, bias=True),
 )
 DENSE_KERNEL_CASES = (
     Case((3, 33, 47, 64), (3, 3), 64, {"activation": "silu"}, bias=True),
     Case((2, 30, 31, 136), (5, 5), 72, {"activation": "gelu_erf"}, bias=True),
     Case((2, 32, 32, 128), (3, 3), 256, {"strides": 2, "activation": "relu"}, bias=True),
     Case((2, 24, 24, 320), (1, 1), 320, {"activation": "silu"}, residual_shape=(2, 24, 24, 320)),
+    Case((3, 61, 64, 3), (7, 7), 64, {"strides": 2}),
+    Case((2, 40, 41, 3), (3, 3), 64, {"activation": "silu"}, bias=True),
 )
 """Several tiles of channels and of pixels, and last ones that are not full."""
 
