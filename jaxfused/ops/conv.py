@@ -132,7 +132,7 @@ def conv(
             runner, x, w, bias, residual, window=depthwise, activation=activation
         )
     assert not isinstance(dense, str) and not isinstance(window, str)
-    if dense.taps < window.taps:
+    if dense.taps < window.taps and not dense.is_pointwise:
         # What was joined is no use to XLA's convolution.
         implementation = "pallas"
     return dense_conv.dense_conv(

@@ -71,7 +71,7 @@ Simplification = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
     """How a convolution of x is written for the kernels, and its window then."""
-    if isinstance(window, str):
+    if isinstance(window, str) or sharding.is_explicit(x):
         return _as_it_is, window
     if x.ndim == 4 and few_channels.can_join(window, x.shape[-1]):
         return functools.partial(few_channels.join, window), few_channels.joined(window)

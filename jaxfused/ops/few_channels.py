@@ -51,14 +51,16 @@ def join(window: Window, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Arr
         zeros.append((low, length - size - low, 0))
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), [*zeros, (0, 0, 0)])
     (rows, columns), (step_h, step_w) = blocks, steps
-    x = x.reshape(images, -1, step_h, needed[1] // step_w, step_w, channels)
-    x = x.transpose(0, 1, 3, 2, 4, 5).reshape(images, *x.shape[1:4:2], -1)
+    down, across = needed[0] // step_h, needed[1] // step_w
+    square = step_h * step_w * channels
+    x = x.reshape(images, down, step_h, across, step_w, channels)
+    x = x.transpose(0, 1, 3, 2, 4, 5).reshape(images, down, across, square)
     x = jnp.concatenate([x[:, :, column : column + out[1]] for column in range(columns)], -1)
 
     beyond = [rows * step_h - w.shape[0], columns * step_w - w.shape[1]]
     w = jnp.pad(w, [*((0, more) for more in beyond), (0, 0), (0, 0)])
-    w = w.reshape(rows, step_h, columns, step_w, channels, -1).transpose(0, 2, 1, 3, 4, 5)
-    w = w.reshape(rows, 1, -1, w.shape[-1])
+    w = w.reshape(rows, step_h, columns, step_w, channels, w.shape[-1])
+    w = w.transpose(0, 2, 1, 3, 4, 5).reshape(rows, 1, columns * square, w.shape[-1])
     # Zeros fill the channels up to what the copy engine takes.
     fill = (0, -x.shape[-1] % GROUP)
     none = (0, 0)
