@@ -100,6 +100,7 @@ class ConvNeXt(nnx.Module):
                     width,
                     kernel_size=(size.kernel, size.kernel),
                     kernel_init=normal,
+                    save="hidden",
                     dtype=dtype,
                     rngs=rngs,
                 )
