@@ -80,6 +80,8 @@ def conv(
     dtype, and nothing where that is relu, whose result says enough. The Pallas kernels take padding
     with zeros as numbers, "SAME", "SAME_LOWER", "VALID" or "CAUSAL", and no groups. A gradient to the
     input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
+    Pictures of a few channels, as a network's first layer has them, are copied first: what the weights
+    of a row meet is put side by side.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.
