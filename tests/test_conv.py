@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda.depthwise_conv import Window
-from jaxfused.ops import dense_conv
+from jaxfused.ops import dense_conv, weight_gradient
 from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -226,7 +226,8 @@ POINTWISE_CASES = (
 @pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
 def test_one_weight_a_window_makes_a_product(case, hopper, monkeypatch):
     """A device whose products are XLA's: what is tested is the path, not a kernel."""
-    monkeypatch.setattr(dense_conv, "is_modelled", lambda device: False)
+    for module in (dense_conv, weight_gradient):
+        monkeypatch.setattr(module, "is_modelled", lambda device: False)
     x, w, bias, residual = case.arguments(jnp.bfloat16)
 
     def ours(x, w, bias, residual, implementation=None):
@@ -361,7 +362,8 @@ def test_dense_kernels_lower(hopper, spatial, channels, kernel):
 
     assert kernels(conv, x, w, bias) == ["conv"]
     gradient = jax.grad(lambda *args: conv(*args).astype(jnp.float32).sum(), (0, 1, 2))
-    launched = ["conv", "conv_input_gradient"] + ["conv_weight_gradient"] * (kernel > 1)
+    of_weights = "conv_weight_gradient" if kernel > 1 else "weight_gradient"
+    launched = ["conv", "conv_input_gradient", of_weights]
     assert kernels(gradient, x, w, bias) == launched
 
 

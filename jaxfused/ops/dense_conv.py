@@ -20,7 +20,7 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.weight_gradient import sum_rows
+from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 from pallas_kernels.conv import conv as pallas_conv
@@ -214,7 +214,10 @@ def _conv_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
         dbias = None if bias is None else sums.astype(bias.dtype)
     sizes = x.shape[1:-1]
     (dx,) = run(_InputGradient(options.window, sizes, options.precision), dz, w)
-    (dw,) = run(_WeightGradient(options.window, options.precision), x, dz)
+    if options.window.is_pointwise:
+        dw = weight_gradient(run, "conv", x, dz, w.dtype, options.precision).reshape(w.shape)
+    else:
+        (dw,) = run(_WeightGradient(options.window, options.precision), x, dz)
     return (
         dx,
         dw.astype(w.dtype),
@@ -429,7 +432,7 @@ class _WeightGradient:
         if pallas_weight_gradient.why_unsupported(self.window) is not None:
             return {"xla": None}
         reasons = {"pallas": reason, "xla": None}
-        if reason is not None or not is_modelled(device) or self.window.is_pointwise:
+        if reason is not None or not is_modelled(device):
             return dispatch.preferring("xla", reasons)
         ours = pallas_weight_gradient.predicted_time(
             x, dz, window=self.window, multiprocessors=device.multiprocessors
@@ -454,10 +457,6 @@ class _WeightGradient:
                 config=config,
             )
             return (dw,)
-        if self.window.is_pointwise:
-            x_rows, dz_rows = (a.reshape(-1, a.shape[-1]) for a in (x, dz))
-            dw = product("mc,mf->cf", x_rows, dz_rows, precision=self.precision)
-            return (dw.reshape(*self.window.kernel, *dw.shape),)
         # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
         options = _Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
