@@ -159,6 +159,8 @@ def _over_batch(run: Runner, options: group_norm.Options, x, residual, scale, bi
 class _Residuals(NamedTuple):
     x: jax.Array
     residual: jax.Array | None
+    """Or the result, as `group_norm.kept` has it."""
+    residual_like: jax.Array | None
     mean: jax.Array
     """[1, C], float32."""
     rstd: jax.Array
@@ -174,12 +176,14 @@ def _norm(run: Runner, options: group_norm.Options, x, residual, scale, bias):
 def _norm_fwd(run: Runner, options: group_norm.Options, x, residual, scale, bias):
     forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
     y, mean, rstd, var = run(forward, x, residual, scale, bias)
-    return (y, mean, var), _Residuals(x, residual, mean, rstd, scale, bias)
+    residuals = _Residuals(x, *group_norm.kept(options, residual, y), mean, rstd, scale, bias)
+    return (y, mean, var), residuals
 
 
 def _norm_bwd(run: Runner, options: group_norm.Options, saved: _Residuals, cotangents):
     dy, dmean, dvar = cotangents
-    x, residual, mean, rstd, scale, bias = saved
+    x, residual, residual_like, mean, rstd, scale, bias = saved
+    options, dy, residual, passed = group_norm.through_relu(options, dy, residual)
     backward = group_norm.Backward(options, per_image=False)
     operands = (dy, x, residual, mean, rstd, dmean, dvar, scale, bias)
     dx, dresidual, dscale, dbias = run(backward, *operands)
@@ -187,7 +191,8 @@ def _norm_bwd(run: Runner, options: group_norm.Options, saved: _Residuals, cotan
     def like(gradient, array):
         return None if array is None else gradient.astype(array.dtype)
 
-    return dx, like(dresidual, residual), like(dscale, scale), like(dbias, bias)
+    dresidual = like(dresidual if passed is None else passed, residual_like)
+    return dx, dresidual, like(dscale, scale), like(dbias, bias)
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)

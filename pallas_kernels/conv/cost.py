@@ -48,12 +48,12 @@ class Speeds:
     weights_pixels: int = 384
     """Of all slots of the ring, so that none is waited for."""
     cudnn_launch: float = 4.0
-    cudnn_multiplication: float = 2.0 / 720e6
+    cudnn_multiplication: float = 2.0 / 800e6
     """Of a multiplication and a sum in the whole device, where there are many channels."""
-    cudnn_channels: float = 34.0
+    cudnn_channels: float = 50.0
     """How many channels' worth of time a step takes besides: few channels are read over and over."""
-    cudnn_weights: float = 1.2
-    """Factor of the gradient of the weights."""
+    cudnn_weights: float = 1.4
+    """Factor of the gradient of the weights, with what XLA transposes around it."""
     cudnn_volumes: float = 1.7
     """Factor of pictures with three axes."""
     cudnn_residual: float = 0.5

@@ -42,4 +42,5 @@ CASES = (
     Case((5, 2, 2, 3, 3), scale=False, bias=False, residual=True),
     Case((9, 6), activation="gelu_tanh", parameter_dtype="float32"),
     Case((31, 6), activation="gelu_erf"),
+    Case((2, 3, 4, 6), activation="relu", residual=True, parameter_dtype="float32"),
 )
