@@ -111,31 +111,40 @@ def why_xla(window: Window, x: Any, w: Any) -> str | None:
 
     Among those each stage goes to what is predicted to be faster.
     """
-    channels, features = w.shape[-2:]
     _, simple = simplified(window, x)
     assert isinstance(simple, Window)
     if simple.is_pointwise:
         return None
-    sizes = x.shape[1:-1] if x.ndim > 3 else (1, x.shape[1])
-    pixels = math.prod((x.shape[0], *window.result(sizes)))
     joins = simple.taps < window.taps
-    if joins and features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
+    if joins and w.shape[-1] % 64 == 0 and _pixels(window, x) >= _LEAST_JOINED_PIXELS:
         return None
+    return why_untimed(window, x, w, least_pixels=_LEAST_PIXELS)
+
+
+def why_untimed(window: Window, x: Any, w: Any, *, least_pixels: int) -> str | None:
+    """Returns why kernels of this package were not timed with a dense window, or None."""
+    channels, features = w.shape[-2:]
+    pixels = _pixels(window, x)
     dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
-    if dense and channels % 64 == features % 64 == 0 and pixels >= _LEAST_PIXELS:
+    if dense and channels % 64 == features % 64 == 0 and pixels >= least_pixels:
         return None
     return (
         "the dense kernels were timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels"
-        f" and at least {_LEAST_PIXELS} pixels, or few channels and {_LEAST_JOINED_PIXELS} pixels, and"
-        f" this is a window of {' x '.join(map(str, window.kernel))} with {channels} and {features}"
-        f" channels and {pixels} pixels"
+        f" and at least {least_pixels} pixels, and this is a window of"
+        f" {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
+        f" {pixels} pixels"
     )
 
 
+def _pixels(window: Window, x: Any) -> int:
+    """Of all results together."""
+    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
+    return math.prod((x.shape[0], *window.result(sizes)))
+
+
 _LEAST_PIXELS = 2**13
-"""Of all results together."""
 _LEAST_JOINED_PIXELS = 2**17
-"""Likewise, where several pixels become one first."""
+"""Where several pixels become one first."""
 
 
 def images(x: Any) -> Any:

@@ -160,7 +160,7 @@ def _integers_in_xla(device: dispatch.Device) -> bool:
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
     """Returns why a call that names no implementation is XLA's, or None where the kernel was timed."""
-    reason = dense_conv.why_xla(window, x, w)
+    reason = dense_conv.why_untimed(window, x, w, least_pixels=_LEAST_PIXELS)
     fewest = min(w.shape[-2:])
     if reason is None and fewest < _LEAST_CHANNELS:
         reason = (
@@ -171,6 +171,7 @@ def _why_xla(window: Window, x: Any, w: Any) -> str | None:
 
 
 _LEAST_CHANNELS = 128
+_LEAST_PIXELS = 2**14
 
 
 def _matrix(w: QuantizedArray, size: tuple[int, ...]) -> tuple[int, int]:
