@@ -35,6 +35,7 @@ TARGETS = (
     "jaxfused_optimizer_step",
     "jaxfused_max_pool",
     "jaxfused_max_pool_gradient",
+    "jaxfused_quantize",
     "jaxfused_rope",
     "jaxfused_scale_rows",
     "jaxfused_segmentation_forward",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops import fp8
 from jaxfused.ops.kernel_call import (
     ROWS,
     Axes,
@@ -40,7 +41,7 @@ def linear(
     *,
     activation: str | None = None,
     residual: jax.Array | None = None,
-    precision: jax.lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike | fp8.Precision = None,
     out_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
@@ -60,7 +61,8 @@ def linear(
       bias: [F].
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
       residual: [..., F], is added after the activation.
-      precision: of the product, as in `jax.numpy.matmul`.
+      precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
+        taken of float8, each operand with one scale, as docs/quantisation.md says.
       out_dtype: of y; by default the residual's dtype, or x's where there is no residual.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
@@ -88,6 +90,14 @@ def linear(
     check_residual(op, residual, x, w.shape[1])
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
+    if fp8.is_fp8(precision):
+        run = fp8.runner(op, implementation, device, x)
+        residual_dtype = None if residual is None else residual.dtype
+        options = _Options(activation, jnp.dtype(out_dtype), residual_dtype, precision)
+        rows = sharding.leading_axes(x.ndim - 1)
+        axes = (rows + "d", "df", "f", rows + "f")
+        aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
+        return _linear_in_fp8(run, options, *aligned)
     is_bare = bias is None and activation is None
     why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
     if takes_reference(op, implementation, device, x, why_xla=why_xla):
@@ -219,6 +229,67 @@ def _linear_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+class _Fp8Residuals(NamedTuple):
+    x: fp8.Copies
+    w: fp8.Copies
+    bias: jax.Array | None
+    preactivation: jax.Array | None
+    no_x: jax.Array
+    """Without elements, of x's dtype."""
+    no_w: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual):
+    xs, ws = fp8.copies(run, x, transposes=False), fp8.copies(run, w, straight=False)
+    return _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=False)[0]
+
+
+def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *, saves: bool):
+    return fp8.layer(
+        run,
+        "linear",
+        xs,
+        ws,
+        bias,
+        residual,
+        activation=options.activation,
+        out_dtype=options.out_dtype,
+        narrow_dtype=dtype,
+        saves=saves,
+    )
+
+
+def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual):
+    xs, ws = fp8.copies(run, x), fp8.copies(run, w)
+    saves = options.activation is not None
+    y, z, _ = _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=saves)
+    y, z = named(y, "linear", "output"), named(z, "linear", "preactivation")
+    no_x, no_w = (jnp.zeros((0,), array.dtype) for array in (x, w))
+    xs, ws = xs._replace(values=None), ws._replace(transposed=None)
+    return y, _Fp8Residuals(xs, ws, bias, z, no_x, no_w)
+
+
+def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy):
+    bias = saved.bias
+    if saved.preactivation is None:
+        dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
+    else:
+        gradient = ActivationGradient(str(options.activation), bias is not None)
+        dz, sums = run(gradient, dy, saved.preactivation)
+        dbias = None if bias is None else sums.astype(bias.dtype)
+    dzs = fp8.copies(run, dz, dtype=fp8.GRADIENT)
+    return (
+        fp8.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
+        fp8.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
+        dbias,
+        None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+    )
+
+
+_linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
 
 
 def input_gradient(

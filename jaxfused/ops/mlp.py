@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops import fp8, mlp_fp8
 from jaxfused.ops.dropout import dropout_words, without_kernels
 from jaxfused.ops.kernel_call import (
     ROWS,
@@ -59,7 +60,7 @@ def mlp(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     save: Save = "preactivation",
-    precision: jax.lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike | fp8.Precision = None,
     out_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
@@ -88,7 +89,9 @@ def mlp(
       dropout_key: a `jax.random` key, needed where dropout_rate > 0. What is kept depends on the key,
         the row and the feature alone, by `jaxfused.semantics.dropout.keep_rows`, and is not saved for
         the backward.
-      precision: of the products, as in `jax.numpy.matmul`.
+      precision: of the products, as in `jax.numpy.matmul`; or "fp8": they and their gradients are taken
+        of float8, each operand with one scale, as docs/quantisation.md says. "hidden" then keeps x w1
+        + b1 in x's dtype and the hidden layer in float8; nothing is dropped.
       out_dtype: of y; by default the residual's dtype, or x's where there is no residual.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
@@ -120,6 +123,14 @@ def mlp(
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
     words = dropout_words(op, dropout_rate, dropout_key)
+    if fp8.is_fp8(precision):
+        run = _fp8_runner(op, implementation, device, x, words)
+        dtypes = _fp8_dtypes(x, w1, w2, residual)
+        fp8_options = mlp_fp8.Options(activation, save, jnp.dtype(out_dtype), dtypes)
+        rows = sharding.leading_axes(x.ndim - 1)
+        axes = (rows + "d", "df", "f", "fe", "e", rows + "e")
+        operands = sharding.align((x, w1, b1, w2, b2, residual), operand_axes=axes, whole="dfe")
+        return mlp_fp8.mlp(run, fp8_options, *operands)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = reference.mlp.mlp(
             x,
@@ -164,7 +175,7 @@ def gated_mlp(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     save: Save = "preactivation",
-    precision: jax.lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike | fp8.Precision = None,
     out_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
@@ -227,6 +238,20 @@ def gated_mlp(
     out_dtype = resolve_out_dtype(op, out_dtype, x, residual)
     device = dispatch.current_device(x)
     words = dropout_words(op, dropout_rate, dropout_key)
+    if fp8.is_fp8(precision):
+        run = _fp8_runner(op, implementation, device, x, words)
+        if w_up is None:
+            w_gate, w_up = jnp.split(w_gate, 2, axis=1)
+            b_gate, b_up = (None, None) if b_gate is None else jnp.split(b_gate, 2)
+        dtypes = _fp8_dtypes(x, w_gate, w_down, residual)
+        fp8_options = mlp_fp8.Options(activation, save, jnp.dtype(out_dtype), dtypes)
+        rows = sharding.leading_axes(x.ndim - 1)
+        operands = sharding.align(
+            (x, w_gate, b_gate, w_up.astype(w_gate.dtype), b_up, w_down, b_down, residual),
+            operand_axes=(rows + "d", "df", "f", "df", "f", "fe", "e", rows + "e"),
+            whole="dfe",
+        )
+        return mlp_fp8.gated_mlp(run, fp8_options, *operands)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = reference.mlp.gated_mlp(
             x,
@@ -262,6 +287,20 @@ def gated_mlp(
     w_down = _append_zeros(w_down, zeros, axis=0)
     operands = (x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual)
     return _gated_mlp(Runner(implementation, device), options, *operands)
+
+
+def _fp8_runner(op, implementation, device, x, words) -> Runner:
+    """The Runner of products in float8, which drop nothing."""
+    if words is not None:
+        raise ValueError(
+            f'{op}: dropout_rate is not 0 and precision is "fp8", but the pass that quantises the hidden'
+            " layer drops nothing; pass dropout_rate=0.0, or leave precision out."
+        )
+    return fp8.runner(op, implementation, device, x)
+
+
+def _fp8_dtypes(x, w1, w2, residual) -> tuple[Any, ...]:
+    return x.dtype, w1.dtype, w2.dtype, None if residual is None else residual.dtype
 
 
 def _zero_features(

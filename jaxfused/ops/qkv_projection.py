@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import dispatch, reference, sharding
+from jaxfused.ops import fp8, qkv_projection_fp8
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import check_affine
@@ -41,7 +42,7 @@ def qkv_projection(
     cos: jax.Array | None = None,
     sin: jax.Array | None = None,
     interleaved: bool = False,
-    precision: jax.lax.PrecisionLike = None,
+    precision: jax.lax.PrecisionLike | fp8.Precision = None,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     r"""The projection before attention, with the norm and the rotation of queries and keys.
@@ -69,7 +70,8 @@ def qkv_projection(
       cos: [T, R/2] or [..., T, R/2], from `rope_tables` or `axial_rope_tables`, with `sin`.
       sin: like `cos`.
       interleaved: which features are a pair, as in `rope`.
-      precision: of the product, as in `jax.numpy.matmul`.
+      precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
+        taken of float8, each operand with one scale, as docs/quantisation.md says.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
@@ -123,6 +125,20 @@ def qkv_projection(
     if cos is not None or sin is not None:
         check_tables(op, (*x.shape[:-1], heads, head_size), cos, sin)
     device = dispatch.current_device(x)
+    if fp8.is_fp8(precision):
+        ends = (heads * head_size, (heads + key_heads) * head_size)
+        biases = [None] * 3 if bias is None else _split(ends, bias)
+        projected = _in_fp8(x, _split(ends, w), biases, head_size, implementation, device)
+        finish = functools.partial(
+            reference.qkv_projection.finish,
+            cos=cos,
+            sin=sin,
+            epsilon=epsilon,
+            scale_offset=scale_offset,
+            interleaved=interleaved,
+        )
+        q, k, v = projected
+        return finish(q, q_scale), finish(k, k_scale), v
     if takes_reference(op, implementation, device, x):
         projected = reference.qkv_projection.qkv_projection(
             x,
@@ -170,7 +186,7 @@ def separate_projections(
     weights: Sequence[jax.Array],
     biases: Sequence[jax.Array | None],
     *,
-    precision: jax.lax.PrecisionLike,
+    precision: jax.lax.PrecisionLike | fp8.Precision,
     implementation: dispatch.Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`qkv_projection` of weights [D, N, H], [D, K, H] and [D, K, H], which nothing puts side by side.
@@ -187,6 +203,11 @@ def separate_projections(
     """
     op = "qkv_projection"
     device = dispatch.current_device(x)
+    if fp8.is_fp8(precision):
+        flat = [w.reshape(w.shape[0], -1) for w in weights]
+        flat_biases = [None if bias is None else bias.reshape(-1) for bias in biases]
+        head_size = weights[0].shape[-1]
+        return _in_fp8(x, flat, flat_biases, head_size, implementation, device)
     if takes_reference(op, implementation, device, x):
         projections = []
         for w, bias in zip(weights, biases, strict=True):
@@ -212,6 +233,31 @@ def separate_projections(
     operands = (x, *map(grouped, weights), *map(grouped, biases), None, None, None, None)
     options = _Options(head_size, 0.0, 0.0, False, precision)
     return _aligned(Runner(implementation, device), options, operands)
+
+
+def _in_fp8(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array | None],
+    head_size: int,
+    implementation: dispatch.Implementation | None,
+    device: dispatch.Device,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Heads [..., T, N, H] of x [..., T, D] and weights [D, N H], multiplied in float8."""
+    run = fp8.runner("qkv_projection", implementation, device, x)
+    rows = sharding.leading_axes(x.ndim - 1)
+    aligned: Any = sharding.align(
+        (x, *weights, *biases),
+        operand_axes=(rows + "d", "de", "df", "dg", "e", "f", "g"),
+        whole="defg",
+    )
+    x, *parameters = aligned
+    dtypes = (x.dtype, parameters[0].dtype)
+    projected = qkv_projection_fp8.projections(
+        run, dtypes, x, tuple(parameters[:3]), tuple(parameters[3:])
+    )
+    q, k, v = (y.reshape(*y.shape[:-1], -1, head_size) for y in projected)
+    return q, k, v
 
 
 def _aligned(

@@ -26,6 +26,8 @@ from pallas_kernels.store import store_unoptimized
 
 Function = Callable[..., Mapping[str, jax.Array]]
 BeforeRounding = Callable[..., tuple[jax.Array, ...]]
+Maximised = Callable[[jax.Array], jax.Array]
+"""What a largest magnitude is taken of: a function of float32 values, as an output has rounded them."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Epilogue:
     column_sums: tuple[str, ...]
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """The dtypes of vectors with a number for each row."""
+    column_maxima: Mapping[str, Maximised] = MappingProxyType({})
+    """What the largest magnitudes in the columns of an output are of."""
 
     @property
     def config(self) -> MatmulConfig:
@@ -99,7 +103,8 @@ class Epilogue:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA takes."""
-        return self.product.shared_bytes(self.scratch(), sums=bool(self.column_sums))
+        reduces = bool(self.column_sums or self.column_maxima)
+        return self.product.shared_bytes(self.scratch(), sums=reduces)
 
     def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
@@ -122,6 +127,7 @@ class _Refs:
         self.matrices = {name: next(remaining) for name in epilogue.matrices}
         self.outputs = {name: next(remaining) for name in epilogue.outputs}
         self.sums = {name: next(remaining) for name in epilogue.column_sums}
+        self.maxima = {name: next(remaining) for name in epilogue.column_maxima}
 
 
 @dataclass(frozen=True)
@@ -273,11 +279,12 @@ class _EpilogueOfTile:
             destination = self._block(self.gmem.outputs[name], chunk)
             plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
-        for name in epilogue.column_sums:
-            self._store_sum(name, chunk, places[name][0])
+        for name in results:
+            if name in epilogue.column_sums or name in epilogue.column_maxima:
+                self._reduce_columns(name, chunk, places[name][0])
 
-    def _store_sum(self, name: str, chunk: int, tile) -> None:
-        """Sums the columns of a tile in shared memory, each within a warp.
+    def _reduce_columns(self, name: str, chunk: int, tile) -> None:
+        """Sums the columns of a tile in shared memory, or finds their maxima, each within a warp.
 
         In the layout of the accumulators a column is spread over the warps, and sums across warps
         share their memory among all warpgroups of a CTA.
@@ -285,11 +292,21 @@ class _EpilogueOfTile:
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
         values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
+        counts = None
         if epilogue.sums_shape[0] * c.tile_m != epilogue.product.m:
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            values = jnp.where(row < epilogue.product.m - self.place.m_start, values, 0.0)
-        partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
-        store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
+            counts = row < epilogue.product.m - self.place.m_start
+        tile_idx = lax.div(self.place.m_start, jnp.int32(c.tile_m))
+
+        def store(gmem, reduce, values):
+            values = values if counts is None else jnp.where(counts, values, 0.0)
+            store_unoptimized(gmem[name].at[tile_idx, self._columns(chunk)], reduce(values, axis=0))
+
+        if name in epilogue.column_sums:
+            store(self.gmem.sums, jnp.sum, values)
+        if name in epilogue.column_maxima:
+            maximised = epilogue.column_maxima[name](values)
+            store(self.gmem.maxima, jnp.max, jnp.abs(maximised))
 
 
 def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:

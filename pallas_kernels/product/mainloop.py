@@ -162,6 +162,11 @@ class Product:
     are added to those of the steps before."""
     quantized: Format | None = None
     """How b is stored, if it is quantised: the warpgroup that copies then converts it to a's dtype."""
+    b_dtype: Any = None
+    """Of b, where it is not a's: one float8 may be multiplied by the other."""
+    promoted_steps: int = 0
+    """After so many steps the sums are added to others in registers, where it is not 0. The tensor
+    cores keep fewer bits of a float8 product's sums than a float32 has."""
 
     @property
     def tile_k(self) -> int:
@@ -189,7 +194,7 @@ class Product:
             k_last=self.b_transposed,
             whole_blocks=self.quantized is not None
             or self.b_columns % swizzled_columns(self.dtype) == 0,
-            dtype=self.dtype,
+            dtype=self.b_dtype or self.dtype,
         )
 
     @property
@@ -678,6 +683,9 @@ class _Consumer:
         if self.product.scales_steps:
             epilogue.run(self._accumulate_scaled(sequence_idx))
             return
+        if self.product.promoted_steps:
+            epilogue.run(self._accumulate_promoted(sequence_idx))
+            return
         accumulate = functools.partial(self._accumulate, sequence_idx, tiles, place)
         acc, slot, sums = pl.run_scoped(accumulate, self._accumulator)
         plgpu.barrier_arrive(self.ring.free.at[slot])
@@ -720,6 +728,33 @@ class _Consumer:
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         return lax.fori_loop(0, product.k_steps, step, (slot, zeros))[1]
+
+    def _accumulate_promoted(self, sequence_idx) -> jax.Array:
+        """The sums of a tile, of which those of some steps at a time are taken by the tensor cores."""
+        product, ring, c = self.product, self.ring, self.product.config
+        steps = product.promoted_steps
+
+        def of_steps(index, carry):
+            first_slot, total = carry
+            first = index * steps
+
+            def multiply(acc_ref):
+                self._multiply(acc_ref, sequence_idx, first, first_slot)
+                step = functools.partial(self._step, acc_ref, sequence_idx)
+                end = lax.min(first + steps, jnp.int32(product.k_steps))
+                slot = lax.fori_loop(first + 1, end, step, first_slot)
+                plgpu.wgmma_wait(0)
+                return acc_ref[...], slot
+
+            sums, slot = pl.run_scoped(multiply, self._accumulator)
+            plgpu.barrier_arrive(ring.free.at[slot])
+            return product.next_slot(slot), total + sums
+
+        slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
+        zeros = jnp.zeros((c.tile_m, c.tile_n), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        count = pl.cdiv(product.k_steps, steps)
+        return lax.fori_loop(0, count, of_steps, (slot, zeros))[1]
 
     def _accumulate(self, sequence_idx, tiles, place, acc_ref):
         """All steps of a tile: the accumulators, the slot that is still to be freed, and the sums."""

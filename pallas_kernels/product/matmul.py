@@ -17,13 +17,14 @@ from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import cost, weights
 from pallas_kernels.product.cost import Work
-from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
+from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function, Maximised
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
 from pallas_kernels.product.quantized_weights import Format
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
+_FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 GRAIN = 8
 """What K and N must be multiples of: rows of 16-bit numbers then begin at multiples of 16 bytes, as the
 copy engine wants."""
@@ -160,6 +161,8 @@ def matmul(
     row_vectors: Mapping[str, jax.Array] | None = None,
     step_scales: Sequence[jax.Array] = (),
     column_sums: Sequence[str] = (),
+    column_maxima: Mapping[str, Maximised] | None = None,
+    promoted_steps: int = 0,
     products: int = 1,
     activations: int = 0,
     a_transposed: bool = False,
@@ -191,6 +194,11 @@ def matmul(
       step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
         [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
+      column_maxima: of which of the outputs, as rounded, the largest magnitude over the rows is
+        wanted, and of which function of them; float32 [N]. With a config of tiles.
+      promoted_steps: of float8, after how many steps of 128 numbers along K the sums are added to those
+        before them in float32; 0 leaves them to the tensor cores, which keep fewer bits. Configs without
+        ping-pong take it.
       activations: how many activations and derivatives of one the epilogue evaluates for an element,
         for the choice of a config.
       b_format: how b is quantised, if it is: b are then the arrays of each product, in the order of
@@ -200,7 +208,8 @@ def matmul(
       name: of the kernel, in a profile.
 
     Returns:
-      The matrices by name, and for each of `column_sums` its sum by the name "sum_" + name.
+      The matrices by name, for each of `column_sums` its sum by the name "sum_" + name, and for each of
+      `column_maxima` its maxima by the name "max_" + name.
     """
     terms = [a] if isinstance(a, jax.Array) else list(a)
     if terms[0].dtype == jnp.float32 and not b_transposed:
@@ -228,6 +237,8 @@ def matmul(
         step_scales=tuple(step_scales),
         outputs=outputs,
         column_sums=tuple(column_sums),
+        column_maxima=column_maxima or {},
+        promoted_steps=promoted_steps,
         multiprocessors=multiprocessors,
         name=name,
     )
@@ -260,6 +271,8 @@ class _Call:
     step_scales: tuple[jax.Array, ...]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
+    column_maxima: Mapping[str, Maximised]
+    promoted_steps: int
     multiprocessors: int
     name: str
 
@@ -336,6 +349,8 @@ class _Call:
             b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
             scales_steps=bool(self.step_scales),
             quantized=self.b_format,
+            b_dtype=self.bs[0].dtype if self.mixes_float8 else None,
+            promoted_steps=self.promoted_steps,
         )
         return Epilogue(
             product=product,
@@ -346,7 +361,14 @@ class _Call:
             outputs=dict(self.outputs),
             column_sums=self.column_sums,
             row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
+            column_maxima=self.column_maxima,
         )
+
+    @property
+    def mixes_float8(self) -> bool:
+        """Whether a and b are of the two float8, which are multiplied as they are."""
+        dtypes = {jnp.dtype(self.dtype), jnp.dtype(self.bs[0].dtype)}
+        return self.b_format is None and dtypes == {*map(jnp.dtype, _FLOAT8)}
 
     def run_tiles(self, config: MatmulConfig) -> dict[str, jax.Array]:
         tiles = (*self.matrices.values(), *self.outputs.values())
@@ -356,6 +378,10 @@ class _Call:
                 "matmul: where b is quantised, a config needs at least 3 stages, two of which are filled"
                 f" at once, and no cluster, got {config}; pass another config"
             )
+        if self.promoted_steps and config.ping_pong:
+            raise ValueError(
+                f"matmul: promoted_steps want a config without ping_pong, got {config}; pass another one"
+            )
         if self.step_scales and (config.ping_pong or config.tile_n % 32):
             raise ValueError(
                 "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
@@ -364,7 +390,8 @@ class _Call:
         fused = self.tiles(config)
         product = fused.product
         product.check_shared_bytes(fused.shared_bytes)
-        bs = self.bs if self.b_format else [b.astype(self.dtype) for b in self.bs]
+        as_it_is = self.b_format is not None or self.mixes_float8
+        bs = self.bs if as_it_is else [b.astype(self.dtype) for b in self.bs]
         if product.b_columns > self.n:
             zeros = (0, product.b_columns - self.n)
             bs = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [zeros]) for x in bs]
@@ -374,18 +401,23 @@ class _Call:
             self.others,
             out_type=(
                 *(jax.ShapeDtypeStruct((self.m, self.n), d) for d in self.outputs.values()),
-                *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in self.column_sums),
+                *(
+                    jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32)
+                    for _ in (*self.column_sums, *self.column_maxima)
+                ),
             ),
             scratch=fused.scratch(),
             epilogue=fused.of_tile,
             name=self.name,
             step_scales=self.step_scales,
         )
-        matrices, sums = results[: len(self.outputs)], results[len(self.outputs) :]
-        return dict(zip(self.outputs, matrices, strict=True)) | {
-            f"sum_{name}": _sum_rows(partial_sums)[: self.n]
-            for name, partial_sums in zip(self.column_sums, sums, strict=True)
-        }
+        remaining = iter(results)
+        by_name = {name: next(remaining) for name in self.outputs}
+        for name in self.column_sums:
+            by_name[f"sum_{name}"] = _sum_rows(next(remaining))[: self.n]
+        for name in self.column_maxima:
+            by_name[f"max_{name}"] = jnp.max(next(remaining), axis=0)[: self.n]
+        return by_name
 
     def few_rows(self, config: FewRowsConfig) -> FewRows:
         return FewRows(

@@ -1,0 +1,283 @@
+// Matrices in float8, and their transposes, from one read: what a product and its gradients take,
+// whose operands have the sums along their last axis.
+//
+// A block owns 128 rows and 64 columns. Its threads read 8 neighbouring values each, write them in
+// float8 as they lie, and leave them in shared memory, from which 8 rows of a column are put into
+// one word of 8 bytes.
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <string>
+
+#include "activation.cuh"
+#include "handler.h"
+#include "operands.h"
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTileRows = 128;
+constexpr int kTileColumns = 64;
+constexpr int kVec = 8;                           // values of a read
+constexpr int kRowThreads = kTileColumns / kVec;  // threads side by side
+constexpr int kPassRows = kThreads / kRowThreads;
+constexpr int kPasses = kTileRows / kPassRows;
+constexpr int kWords = kTileColumns / 4;  // of a tile's row in shared memory
+constexpr int kMaxSources = 3;
+
+struct QuantizeArgs {
+  const void* sources[kMaxSources];  // side by side, or a gate and what it multiplies
+  int ends[kMaxSources];             // the column after the last one of each source
+  const float* inverse;              // of the scale
+  uint8_t* values;                   // [rows, columns], or nullptr
+  uint8_t* transposed;               // [columns, rows], or nullptr
+  float* maxima;                     // a block's largest magnitude before it is scaled, or nullptr
+  int rows;
+  int columns;
+  Activation activation;
+};
+
+// Returns the place of a word in shared memory, such that neither writes of neighbouring columns
+// nor reads of rows 8 apart meet in one bank more often than they have to.
+__device__ __forceinline__ int place_of(int row, int word) {
+  return row * kWords + (word ^ ((row >> 3) & (kWords - 1)));
+}
+
+template <typename T>
+__device__ __forceinline__ void load_values(const QuantizeArgs& args, int64_t row, int column,
+                                            float (&out)[kVec]) {
+  // Selects in place of an index keep the arguments out of local memory.
+  const bool after_first = column >= args.ends[0], after_second = column >= args.ends[1];
+  const int start = after_second ? args.ends[1] : after_first ? args.ends[0] : 0;
+  const int end = after_second ? args.ends[2] : after_first ? args.ends[1] : args.ends[0];
+  const void* source = after_second  ? args.sources[2]
+                       : after_first ? args.sources[1]
+                                     : args.sources[0];
+  const T* data = static_cast<const T*>(source) + row * (end - start);
+  load_as_float<T>(data, column - start, out);
+}
+
+template <__nv_fp8_interpretation_t kFormat>
+__device__ __forceinline__ uint2 to_fp8(const float (&in)[kVec]) {
+  uint32_t pairs[kVec / 2];
+#pragma unroll
+  for (int i = 0; i < kVec / 2; ++i) {
+    pairs[i] = __nv_cvt_float2_to_fp8x2({in[2 * i], in[2 * i + 1]}, __NV_SATFINITE, kFormat);
+  }
+  return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+}
+
+// Writes the tile in shared memory column by column.
+__device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const uint32_t* tile,
+                                                 int64_t row_start, int column_start) {
+  constexpr int kGroups = kTileRows / 8;
+  const int group = threadIdx.x % kGroups, word = threadIdx.x / kGroups;
+  const int64_t row = row_start + group * 8;
+  const int column = column_start + word * 4;
+  // Half-warps read rows of different parity at a time, which are in different banks.
+  const int parity = word & 1;
+  uint32_t words[8];
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    const uint32_t first = tile[place_of(group * 8 + i + parity, word)];
+    const uint32_t second = tile[place_of(group * 8 + i + (parity ^ 1), word)];
+    words[i] = parity ? second : first;
+    words[i + 1] = parity ? first : second;
+  }
+  if (row >= args.rows || column >= args.columns) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Bytes 2 half and 2 half + 1 of every row, in the lower and the upper half of a word.
+    const uint32_t order = half ? 0x7362u : 0x5140u;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = __byte_perm(words[2 * i], words[2 * i + 1], order);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t halves = i ? 0x7632u : 0x5410u;
+      const uint2 packed = {__byte_perm(pairs[0], pairs[1], halves),
+                            __byte_perm(pairs[2], pairs[3], halves)};
+      uint8_t* to = args.transposed + static_cast<int64_t>(column + 2 * half + i) * args.rows + row;
+      *reinterpret_cast<uint2*>(to) = packed;
+    }
+  }
+}
+
+// Stores the largest magnitude of all threads, given as the bits of a float without its sign: as an
+// integer, a NaN is larger than all others.
+__device__ __forceinline__ void store_largest(float* maxima, uint32_t bits) {
+  __shared__ uint32_t of_warps[kThreads / 32];
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
+  }
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = bits;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (const uint32_t other : of_warps) bits = max(bits, other);
+  maxima[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
+}
+
+template <typename T, __nv_fp8_interpretation_t kFormat, bool kGated>
+__global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs args) {
+  __shared__ uint32_t tile[kTileRows * kWords];
+  const int64_t row_start = static_cast<int64_t>(blockIdx.x) * kTileRows;
+  const int column_start = blockIdx.y * kTileColumns;
+  const int column = column_start + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
+  const int first_row = threadIdx.x / kRowThreads;
+  const float inverse = *args.inverse;
+  float values[kPasses][kVec] = {};
+  float factors[kGated ? kPasses : 1][kVec];
+  uint32_t largest = 0;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int64_t row = row_start + first_row + pass * kPassRows;
+    if (row >= args.rows || column >= args.columns) continue;
+    if constexpr (kGated) {
+      const int64_t offset = row * args.columns;
+      load_as_float<T>(static_cast<const T*>(args.sources[0]) + offset, column, values[pass]);
+      load_as_float<T>(static_cast<const T*>(args.sources[1]) + offset, column, factors[pass]);
+    } else {
+      load_values<T>(args, row, column, values[pass]);
+    }
+  }
+#pragma unroll
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int tile_row = first_row + pass * kPassRows;
+    const int64_t row = row_start + tile_row;
+    if (row < args.rows && column < args.columns) {
+      activate(args.activation, values[pass]);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        if constexpr (kGated) values[pass][i] *= factors[pass][i];
+        largest = max(largest, __float_as_uint(values[pass][i]) & 0x7fffffffu);
+        values[pass][i] *= inverse;
+      }
+    }
+    const uint2 packed = to_fp8<kFormat>(values[pass]);
+    if (args.values != nullptr && row < args.rows && column < args.columns) {
+      *reinterpret_cast<uint2*>(args.values + row * args.columns + column) = packed;
+    }
+    if (args.transposed != nullptr) {
+      const int word = (threadIdx.x % kRowThreads) * 2;
+      tile[place_of(tile_row, word)] = packed.x;
+      tile[place_of(tile_row, word + 1)] = packed.y;
+    }
+  }
+  if (args.maxima != nullptr) store_largest(args.maxima, largest);
+  if (args.transposed == nullptr) return;
+  __syncthreads();
+  store_transposed(args, tile, row_start, column_start);
+}
+
+using Kernel = void (*)(QuantizeArgs);
+
+template <typename T, __nv_fp8_interpretation_t kFormat>
+Kernel kernel_of(bool gated) {
+  return gated ? quantize_kernel<T, kFormat, true> : quantize_kernel<T, kFormat, false>;
+}
+
+template <__nv_fp8_interpretation_t kFormat>
+Kernel kernel_of(Dtype dtype, bool gated) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return kernel_of<float, kFormat>(gated);
+    case Dtype::kBfloat16:
+      return kernel_of<__nv_bfloat16, kFormat>(gated);
+    case Dtype::kFloat16:
+      return kernel_of<__half, kFormat>(gated);
+  }
+  return nullptr;
+}
+
+ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer second,
+                    ffi::AnyBuffer third, ffi::AnyBuffer inverse,
+                    ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> transposed,
+                    ffi::Result<ffi::AnyBuffer> maxima, std::string_view activation, bool gated) {
+  if (is_absent(first)) return ffi::Error::Success();
+  QuantizeArgs args = {};
+  if (!parse_activation(activation, &args.activation)) {
+    return ffi::Error::InvalidArgument("the activation is not known: " + std::string(activation));
+  }
+  const auto dtype = dtype_of(first);
+  if (!dtype || first.dimensions().size() != 2 || first.dimensions()[0] > kMaxRows) {
+    return ffi::Error::InvalidArgument(
+        "the matrix must be float32, bfloat16 or float16 of two axes, but has shape " +
+        to_string(first.dimensions()));
+  }
+  args.rows = static_cast<int>(first.dimensions()[0]);
+  const ffi::AnyBuffer* const sources[kMaxSources] = {&first, &second, &third};
+  int64_t columns = 0;
+  for (int i = 0; i < kMaxSources; ++i) {
+    if (!is_absent(*sources[i])) {
+      RETURN_IF_ERROR(check_dtype("a matrix", *sources[i], first.element_type()));
+      if (sources[i]->dimensions().size() != 2) {
+        return ffi::Error::InvalidArgument("a matrix has other than two axes");
+      }
+      const int64_t width = sources[i]->dimensions()[1];
+      RETURN_IF_ERROR(check_shape("a matrix", *sources[i], {args.rows, width}));
+      if (width % kVec != 0) {
+        return ffi::Error::InvalidArgument("a matrix has columns that are no multiple of 8");
+      }
+      if (i == 0 || !gated) columns += width;
+      args.sources[i] = sources[i]->untyped_data();
+    }
+    args.ends[i] = static_cast<int>(columns);
+  }
+  args.columns = static_cast<int>(columns);
+  if (columns > kMaxRows || (gated && (args.sources[1] == nullptr || args.sources[2] != nullptr))) {
+    return ffi::Error::InvalidArgument("there are too many columns, or a gate without its matrix");
+  }
+  if (gated) RETURN_IF_ERROR(check_shape("the gated matrix", second, {args.rows, columns}));
+  RETURN_IF_ERROR(check_float32("inverse", inverse, {1}));
+  args.inverse = static_cast<const float*>(inverse.untyped_data());
+  const ffi::DataType format =
+      is_absent(*values) ? transposed->element_type() : values->element_type();
+  if (format != ffi::DataType::F8E4M3FN && format != ffi::DataType::F8E5M2) {
+    return ffi::Error::InvalidArgument("the results must be float8_e4m3fn or float8_e5m2");
+  }
+  if (!is_absent(*values)) {
+    RETURN_IF_ERROR(check_shape("values", *values, {args.rows, columns}));
+    args.values = static_cast<uint8_t*>(values->untyped_data());
+  }
+  if (!is_absent(*transposed)) {
+    RETURN_IF_ERROR(check_shape("transposed", *transposed, {columns, args.rows}));
+    RETURN_IF_ERROR(check_dtype("transposed", *transposed, format));
+    if (args.rows % 8 != 0) {
+      return ffi::Error::InvalidArgument("the transpose takes rows that are a multiple of 8");
+    }
+    args.transposed = static_cast<uint8_t*>(transposed->untyped_data());
+  }
+  if (!are_aligned({args.sources[0], args.sources[1], args.sources[2], args.values,
+                    args.transposed})) {
+    return ffi::Error::InvalidArgument("a matrix does not begin at a multiple of 16 bytes");
+  }
+  const dim3 grid((args.rows + kTileRows - 1) / kTileRows,
+                  (args.columns + kTileColumns - 1) / kTileColumns);
+  if (!is_absent(*maxima)) {
+    RETURN_IF_ERROR(check_float32("maxima", *maxima, {int64_t{grid.x} * grid.y}));
+    args.maxima = static_cast<float*>(maxima->untyped_data());
+  }
+  if (grid.y > 65535) return ffi::Error::InvalidArgument("there are too many columns");
+  const Kernel kernel = format == ffi::DataType::F8E4M3FN ? kernel_of<__NV_E4M3>(*dtype, gated)
+                                                          : kernel_of<__NV_E5M2>(*dtype, gated);
+  return launch_kernel(kernel, args, {grid, kThreads, 0}, stream);
+}
+
+}  // namespace
+
+DEFINE_HANDLER(jaxfused_quantize, quantize,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()  // first
+                   .Arg<ffi::AnyBuffer>()  // second
+                   .Arg<ffi::AnyBuffer>()  // third
+                   .Arg<ffi::AnyBuffer>()  // inverse
+                   .Ret<ffi::AnyBuffer>()  // values
+                   .Ret<ffi::AnyBuffer>()  // transposed
+                   .Ret<ffi::AnyBuffer>()  // maxima
+                   .Attr<std::string_view>("activation")
+                   .Attr<bool>("gated"));

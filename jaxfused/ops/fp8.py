@@ -1,0 +1,458 @@
+"""Products in float8 for training: what linear, mlp and qkv_projection share where precision is "fp8".
+
+Each matrix that is multiplied is quantised with one scale, its largest magnitude over the largest
+number of its float8: e4m3 for what goes forward and for weights, e5m2 for gradients. The tensor cores
+want the sums of a float8 product along the last axis of both operands. A gradient sums over the other
+axis of what the forward has multiplied, and so the pass that quantises a matrix also writes it
+transposed. The backward keeps these copies in place of the arrays.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
+from jaxfused.semantics.activation import activate
+from pallas_kernels.product import cost
+from pallas_kernels.product import fp8 as pallas_fp8
+
+Precision = Literal["fp8"]
+FORWARD = jnp.dtype(jnp.float8_e4m3fn)
+GRADIENT = jnp.dtype(jnp.float8_e5m2)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def is_fp8(precision: Any) -> bool:
+    """Whether a caller's `precision` asks for products in float8."""
+    return isinstance(precision, str) and precision == "fp8"
+
+
+def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.Array) -> Runner:
+    """The Runner of an operator in float8.
+
+    Raises:
+      ValueError: x is of another dtype than float8 products are made of, or the implementation has none.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f'{op}: precision is "fp8" and x has dtype {x.dtype}, but float8 is made of float32, bfloat16'
+            " and float16; pass x in one of these, or leave precision out."
+        )
+    if implementation == "cuda":
+        raise ValueError(
+            f'{op}: implementation="cuda" was named and precision is "fp8", of which CUDA C has no product;'
+            ' pass implementation=None, "pallas" or "xla".'
+        )
+    return Runner(implementation, device)
+
+
+class Copies(NamedTuple):
+    """A matrix [..., N] in float8: values times a scale."""
+
+    values: Any
+    """[..., N], or None."""
+    transposed: Any
+    """[N, ...], or None."""
+    scale: jax.Array
+    """A scalar."""
+
+
+def copies(
+    run: Runner,
+    *matrices: jax.Array,
+    dtype: Any = FORWARD,
+    activation: str | None = None,
+    gated: bool = False,
+    straight: bool = True,
+    transposes: bool = True,
+    largest: jax.Array | None = None,
+    scale: jax.Array | None = None,
+) -> Copies:
+    """Matrices [..., N_i] in float8, side by side and with one scale.
+
+    Args:
+      dtype: FORWARD or GRADIENT.
+      activation: is applied to them first.
+      gated: there are two, and the activation of the first is multiplied by the second.
+      straight: whether the values as they lie are wanted.
+      transposes: whether the transposed ones are.
+      largest: the largest magnitude, where it is known; with an activation, this or the scale is needed.
+      scale: where it is settled.
+    """
+    if scale is None:
+        if largest is None:
+            largest = reference.fp8.largest_magnitude(*matrices)
+        scale = reference.fp8.scale_for(largest, dtype)
+    stage = _Quantize(dtype, activation, gated, straight, transposes, len(matrices))
+    padded = (*matrices, *[None] * (3 - len(matrices)))
+    values, transposed = run(stage, *padded, (1.0 / scale)[None])
+    return Copies(values, transposed, scale)
+
+
+def layer(
+    run: Runner,
+    op: str,
+    x: Copies,
+    w: Copies,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    narrow_dtype: Any,
+    saves: bool = False,
+    maximised: str | None = None,
+) -> Any:
+    """(activation(z) + residual, z, largest magnitude) of z = x @ w + bias, of w's transposed copy.
+
+    The arguments are those of `pallas_kernels.product.fp8.layer`.
+
+    Args:
+      maximised: as in `pallas_kernels.product.fp8.layer`; the third result is a scalar, or None.
+    """
+    # Devices that share the rows would add their maxima up; the hidden layer is then read once more.
+    observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
+    stage = _Layer(op, activation, out_dtype, narrow_dtype, saves, observed)
+    columns = w.transposed.shape[0]
+    y, z, maxima = run(stage, x.values, w.transposed, _of_columns(x, w, columns), bias, residual)
+    largest = None
+    if maxima is not None:
+        largest = reference.fp8.largest_magnitude(maxima)
+    elif maximised is not None:
+        largest = hidden_magnitude(None if maximised == "none" else maximised, z)
+    return y, z, largest
+
+
+def hidden_magnitude(
+    activation: str | None, z: jax.Array, up: jax.Array | None = None
+) -> jax.Array:
+    """The largest magnitude of a hidden layer, which is nowhere written."""
+    h = activate(activation, z.astype(jnp.float32))
+    return reference.fp8.largest_magnitude(h if up is None else h * up.astype(jnp.float32))
+
+
+def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
+    """The gradient dy @ w^T of x [..., D], in x's dtype, of dy [..., F] and w [D, F]."""
+    stage = _Layer(f"{op} input gradient", None, dtype, dtype, False, None)
+    dx, _, _ = run(stage, dy.values, w.values, _of_columns(dy, w, w.values.shape[0]), None, None)
+    return dx
+
+
+def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
+    """The gradient x^T @ dy [D, F] of weights, of both transposed copies."""
+    stage = _WeightGradient(op, dtype)
+    (dw,) = run(stage, x.transposed, dy.transposed, _of_columns(x, dy, dy.transposed.shape[0]))
+    return dw
+
+
+class HiddenGradient(NamedTuple):
+    """What comes of the gradient of a hidden layer, in z's dtype; None for what there is not."""
+
+    dz: jax.Array
+    dup: Any
+    bias_sum: Any
+    up_bias_sum: Any
+    largest: jax.Array
+
+
+def hidden_gradient(
+    run: Runner,
+    op: str,
+    dy: Copies,
+    w: Copies,
+    z: jax.Array,
+    up: jax.Array | None,
+    *,
+    activation: str | None,
+    sum_rows: tuple[bool, bool],
+) -> HiddenGradient:
+    """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
+    observes = sharding.is_in_one_piece(dy.values, w.values)
+    stage = _HiddenGradient(op, activation, sum_rows, observes)
+    scale = _of_columns(dy, w, w.values.shape[0])
+    dz, dup, *sums, max_dz, max_dup = run(stage, dy.values, w.values, scale, z, up)
+    largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
+    return HiddenGradient(dz, dup, *sums, reference.fp8.largest_magnitude(*largest))
+
+
+def _of_columns(a: Copies, b: Copies, columns: int) -> jax.Array:
+    """The scale of a product, for each of its columns."""
+    return jnp.full((columns,), a.scale * b.scale)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+class _OneByOne:
+    """A stage that has no axis for a batch: each entry's tensors have scales of their own."""
+
+    def batched(self, call, axis_size, in_batched, *operands) -> None:
+        """None: the entries run one after the other."""
+        del call, axis_size, in_batched, operands
+
+
+@dataclass(frozen=True)
+class _Quantize(_OneByOne):
+    """(values [M, N], values^T [N, M]) of matrices [M, N_i] and [1], the inverse of the scale."""
+
+    dtype: Any
+    activation: str | None
+    gated: bool
+    straight: bool
+    transposes: bool
+    matrices: int
+
+    @property
+    def name(self) -> str:
+        return "fp8 quantize"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        # Side by side they have an axis of their own, which devices cannot split.
+        apart = self.matrices > 1 and not self.gated
+        sources = "deg" if apart else "ddd"
+        columns = "c" if apart else "d"
+        return Axes(
+            (*(ROWS + source for source in sources), "s"),
+            (
+                ROWS + columns if self.straight else None,
+                columns + ROWS if self.transposes else None,
+            ),
+            whole="degcs" if apart else "s",
+        )
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        matrices = [operand for operand in operands[:-1] if operand is not None]
+        reason = cuda.quantize.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=matrices[0].dtype,
+            rows=matrices[0].shape[0],
+            widths=[matrix.shape[1] for matrix in matrices],
+            transposes=self.transposes,
+        )
+        return {"cuda": reason, "xla": None}
+
+    def run(self, implementation, device, *operands) -> Results:
+        del device
+        *matrices, inverse = (operand for operand in operands if operand is not None)
+        keywords: dict[str, Any] = dict(
+            dtype=self.dtype,
+            activation=self.activation,
+            gated=self.gated,
+            straight=self.straight,
+            transposes=self.transposes,
+        )
+        if implementation == "cuda":
+            return cuda.quantize.quantize(matrices, inverse, **keywords, maximises=False)[:2]
+        return reference.fp8.quantize(matrices, inverse, **keywords)
+
+
+def _product_reasons(
+    device: dispatch.Device, x: Any, w: Any, others: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Why each implementation cannot multiply x [M, K] and w [N, K] in float8."""
+    reason = pallas_fp8.why_unsupported(
+        compute_capability=device.compute_capability,
+        x_dtype=x.dtype,
+        w_dtype=w.dtype,
+        others=others,
+        k=x.shape[1],
+        n=w.shape[0],
+    )
+    return {"pallas": reason, "xla": None}
+
+
+def _bytes(*dtypes: Any) -> int:
+    return sum(jnp.dtype(dtype).itemsize for dtype in dtypes if dtype is not None)
+
+
+@dataclass(frozen=True)
+class _Layer(_OneByOne):
+    """(activation(z) + residual, z, largest magnitudes) of x [M, K], w [N, K] and scale [N]."""
+
+    op: str
+    activation: str | None
+    out_dtype: Any
+    narrow_dtype: Any
+    saves: bool
+    maximised: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} in fp8"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        rows = ROWS + "n"
+        return Axes(
+            (ROWS + "k", "nk", "n", "n", rows),
+            (
+                None if self.out_dtype is None else rows,
+                rows if self.saves else None,
+                None if self.maximised is None else "n",
+            ),
+            whole="k",
+        )
+
+    def reasons(self, device, x, w, scale, bias, residual) -> Mapping[str, str | None]:
+        del scale
+        others = {
+            "bias": None if bias is None else bias.dtype,
+            "residual": None if residual is None else residual.dtype,
+            "the result": self.out_dtype,
+            "what is saved": self.narrow_dtype,
+        }
+        return _product_reasons(device, x, w, others)
+
+    def work(self, x, w, residual) -> cost.Work:
+        return pallas_fp8.work(
+            x,
+            w,
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=_bytes(self.out_dtype, self.narrow_dtype if self.saves else None),
+            activations=sum(a not in (None, "none") for a in (self.activation, self.maximised)),
+        )
+
+    def configs(self, implementation, device, x, w, scale, bias, residual) -> Sequence[Hashable]:
+        del scale, bias
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.candidates(self.work(x, w, residual), device.multiprocessors)
+
+    def run(self, implementation, device, x, w, scale, bias, residual, config=None) -> Results:
+        keywords: dict[str, Any] = dict(
+            activation=self.activation,
+            out_dtype=self.out_dtype,
+            narrow_dtype=self.narrow_dtype,
+            saves=self.saves,
+            maximised=self.maximised,
+        )
+        if implementation == "xla":
+            return reference.fp8.layer(x, w, scale, bias, residual, **keywords)
+        if config is None:
+            work = self.work(x, w, residual)
+            config = pallas_fp8.candidates(work, device.multiprocessors)[0]
+        return pallas_fp8.layer(
+            x,
+            w,
+            scale,
+            bias,
+            residual,
+            **keywords,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+
+@dataclass(frozen=True)
+class _HiddenGradient(_OneByOne):
+    """(dz, dup, their sums, their maxima) of dy [M, K], w [N, K], scale [N], z and up [M, N]."""
+
+    op: str
+    activation: str | None
+    sum_rows: tuple[bool, bool]
+    maximises: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} hidden gradient in fp8"
+
+    def axes(self, dy, w, scale, z, up) -> Axes:
+        del dy, w, scale, z
+        rows, gated = ROWS + "n", up is not None
+        sums, up_sums = self.sum_rows
+        return Axes(
+            (ROWS + "k", "nk", "n", rows, rows),
+            (
+                rows,
+                rows if gated else None,
+                "n" if sums else None,
+                "n" if up_sums and gated else None,
+                "n" if self.maximises else None,
+                "n" if self.maximises and gated else None,
+            ),
+            whole="k",
+        )
+
+    def reasons(self, device, dy, w, scale, z, up) -> Mapping[str, str | None]:
+        del scale, up
+        return _product_reasons(device, dy, w, {"z": z.dtype})
+
+    def work(self, dy, w, z, up) -> cost.Work:
+        moved = z.dtype.itemsize * (1 if up is None else 2)
+        activations = 0 if self.activation is None else 2
+        return pallas_fp8.work(
+            dy, w, read_bytes=moved, written_bytes=moved, activations=activations
+        )
+
+    def configs(self, implementation, device, dy, w, scale, z, up) -> Sequence[Hashable]:
+        del scale
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.candidates(self.work(dy, w, z, up), device.multiprocessors)
+
+    def run(self, implementation, device, dy, w, scale, z, up, config=None) -> Results:
+        keywords: dict[str, Any] = dict(
+            activation=self.activation, sum_rows=self.sum_rows, maximise=self.maximises
+        )
+        if implementation == "xla":
+            return reference.fp8.hidden_gradient(dy, w, scale, z, up, **keywords)
+        if config is None:
+            work = self.work(dy, w, z, up)
+            config = pallas_fp8.candidates(work, device.multiprocessors)[0]
+        return pallas_fp8.hidden_gradient(
+            dy,
+            w,
+            scale,
+            z,
+            up,
+            **keywords,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+
+@dataclass(frozen=True)
+class _WeightGradient(_OneByOne):
+    """(scale * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and scale [N]."""
+
+    op: str
+    dtype: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} weight gradient in fp8"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(("k" + ROWS, "n" + ROWS, "n"), ("kn",))
+
+    def reasons(self, device, x, dy, scale) -> Mapping[str, str | None]:
+        del scale
+        return _product_reasons(device, x, dy, {"the gradient": self.dtype})
+
+    def work(self, x, dy) -> cost.Work:
+        return pallas_fp8.work(x, dy, read_bytes=0, written_bytes=_bytes(self.dtype))
+
+    def configs(self, implementation, device, x, dy, scale) -> Sequence[Hashable]:
+        del scale
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.promoted_candidates(self.work(x, dy), device.multiprocessors)
+
+    def run(self, implementation, device, x, dy, scale, config=None) -> Results:
+        if implementation == "xla":
+            return (reference.fp8.weight_gradient(x, dy, scale, out_dtype=self.dtype),)
+        dw = pallas_fp8.weight_gradient(
+            x,
+            dy,
+            scale,
+            out_dtype=self.dtype,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (dw,)

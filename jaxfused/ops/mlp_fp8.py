@@ -1,0 +1,230 @@
+"""mlp and gated_mlp in float8: their gradient.
+
+A layer's product writes what its activation is of, and finds the largest magnitude of the activation
+on the way. The pass that then quantises the hidden layer evaluates the activation again, so that the
+hidden layer itself is nowhere written.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused.ops import fp8
+from jaxfused.ops.kernel_call import Runner
+from jaxfused.ops.linear import sum_rows
+from jaxfused.semantics.checkpoint_names import named
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is static in a call besides the way to run kernels."""
+
+    activation: str | None
+    save: str
+    out_dtype: Any
+    dtypes: tuple[Any, ...]
+    """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
+
+    @property
+    def maximised(self) -> str:
+        return self.activation or "none"
+
+
+class _MlpResiduals(NamedTuple):
+    x: fp8.Copies
+    w1: fp8.Copies
+    b1: jax.Array | None
+    w2: fp8.Copies
+    b2: jax.Array | None
+    hidden: fp8.Copies
+    """Its transposed copy where that is saved; the scale in any case."""
+    preactivation: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
+    """`jaxfused.mlp` in float8."""
+    xs = fp8.copies(run, x, transposes=False)
+    z, largest = _first_layer(run, options, xs, fp8.copies(run, w1, straight=False), b1)
+    hs = _hidden(run, options, z, largest, transposes=False)
+    w2s = fp8.copies(run, w2, straight=False)
+    return _last_layer(run, "mlp", options, hs, w2s, b2, residual)
+
+
+def _first_layer(run: Runner, options: Options, xs, w1s, b1):
+    keywords: dict[str, Any] = dict(narrow_dtype=options.dtypes[0], saves=True)
+    _, z, largest = fp8.layer(
+        run, "mlp first layer", xs, w1s, b1, maximised=options.maximised, **keywords
+    )
+    return z, largest
+
+
+def _hidden(run: Runner, options: Options, z, largest, **wanted) -> fp8.Copies:
+    return fp8.copies(run, z, activation=options.activation, largest=largest, **wanted)
+
+
+def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -> jax.Array:
+    y, _, _ = fp8.layer(
+        run,
+        f"{op} last layer",
+        hs,
+        w2s,
+        b2,
+        residual,
+        out_dtype=options.out_dtype,
+        narrow_dtype=options.dtypes[0],
+    )
+    return named(y, op, "output")
+
+
+def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
+    xs, w1s, w2s = (fp8.copies(run, array) for array in (x, w1, w2))
+    z, largest = _first_layer(run, options, xs, w1s, b1)
+    z = named(z, "mlp", "preactivation")
+    hs = _hidden(run, options, z, largest, transposes=options.save == "hidden")
+    y = _last_layer(run, "mlp", options, hs, w2s, b2, residual)
+    hs, w2s = hs._replace(values=None), w2s._replace(transposed=None)
+    if options.save == "inputs":
+        # The product is taken again, of the very operands.
+        z = None
+    else:
+        xs, w1s = xs._replace(values=None), w1s._replace(transposed=None)
+    return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z)
+
+
+def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
+    xs, w1s, b1, w2s, b2, hs, z = saved
+    x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
+    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT)
+    if z is None:
+        _, z, _ = fp8.layer(run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True)
+    gradient = fp8.hidden_gradient(
+        run,
+        "mlp",
+        dys,
+        w2s,
+        z,
+        None,
+        activation=options.activation,
+        sum_rows=(b1 is not None, False),
+    )
+    dzs = fp8.copies(run, gradient.dz, dtype=fp8.GRADIENT, largest=gradient.largest)
+    if hs.transposed is None:
+        # Of the same scale as in the forward.
+        hs = fp8.copies(run, z, activation=options.activation, scale=hs.scale, straight=False)
+    return (
+        fp8.input_gradient(run, "mlp", dzs, w1s, x_dtype),
+        fp8.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
+        None if b1 is None else gradient.bias_sum.astype(b1.dtype),
+        fp8.weight_gradient(run, "mlp last layer", hs, dys, w2_dtype),
+        None if b2 is None else sum_rows(dy, b2.dtype),
+        None if residual_dtype is None else dy.astype(residual_dtype),
+    )
+
+
+mlp.defvjp(_mlp_fwd, _mlp_bwd)
+
+
+class _GatedResiduals(NamedTuple):
+    x: fp8.Copies
+    w1: fp8.Copies
+    """Of both layers before the activation, side by side."""
+    biases: tuple[jax.Array | None, jax.Array | None]
+    w_down: fp8.Copies
+    b_down: jax.Array | None
+    hidden: fp8.Copies
+    preactivations: tuple[jax.Array | None, jax.Array | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gated_mlp(
+    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+):
+    """`jaxfused.gated_mlp` in float8, of weights apart."""
+    xs = fp8.copies(run, x, transposes=False)
+    ws = fp8.copies(run, w_gate, w_up, straight=False)
+    gate, up = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
+    hs = _gated_hidden(run, options, gate, up, transposes=False)
+    w_downs = fp8.copies(run, w_down, straight=False)
+    return _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
+
+
+def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> list[jax.Array]:
+    halves = jnp.split(ws.transposed, 2)
+    results = []
+    for half, bias in zip(halves, biases, strict=True):
+        w = fp8.Copies(None, half, ws.scale)
+        keywords: dict[str, Any] = dict(narrow_dtype=options.dtypes[0], saves=True)
+        _, z, _ = fp8.layer(run, "gated_mlp gated unit", xs, w, bias, **keywords)
+        results.append(z)
+    return results
+
+
+def _gated_hidden(run: Runner, options: Options, gate, up, scale=None, **wanted) -> fp8.Copies:
+    largest = None if scale is not None else fp8.hidden_magnitude(options.activation, gate, up)
+    return fp8.copies(
+        run,
+        gate,
+        up,
+        activation=options.activation,
+        gated=True,
+        largest=largest,
+        scale=scale,
+        **wanted,
+    )
+
+
+def _gated_mlp_fwd(
+    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+):
+    xs, ws, w_downs = fp8.copies(run, x), fp8.copies(run, w_gate, w_up), fp8.copies(run, w_down)
+    biases = (b_gate, b_up)
+    gate, up = named(_gate_and_up(run, options, xs, ws, biases), "gated_mlp", "preactivation")
+    hs = _gated_hidden(run, options, gate, up, transposes=options.save == "hidden")
+    y = _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
+    hs, w_downs = hs._replace(values=None), w_downs._replace(transposed=None)
+    if options.save == "inputs":
+        gate = up = None
+    else:
+        xs, ws = xs._replace(values=None), ws._replace(transposed=None)
+    return y, _GatedResiduals(xs, ws, biases, w_downs, b_down, hs, (gate, up))
+
+
+def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
+    xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up) = saved
+    x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
+    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT)
+    if gate is None:
+        gate, up = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
+    gradient = fp8.hidden_gradient(
+        run,
+        "gated_mlp",
+        dys,
+        w_downs,
+        gate,
+        up,
+        activation=options.activation,
+        sum_rows=(b_gate is not None, b_up is not None),
+    )
+    both = (gradient.dz, gradient.dup)
+    dzs = fp8.copies(run, *both, dtype=fp8.GRADIENT, largest=gradient.largest)
+    if hs.transposed is None:
+        hs = _gated_hidden(run, options, gate, up, scale=hs.scale, straight=False)
+    dw = fp8.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
+    dw_gate, dw_up = jnp.split(dw, 2, axis=1)
+    return (
+        fp8.input_gradient(run, "gated_mlp", dzs, ws, x_dtype),
+        dw_gate,
+        None if b_gate is None else gradient.bias_sum.astype(b_gate.dtype),
+        dw_up,
+        None if b_up is None else gradient.up_bias_sum.astype(b_up.dtype),
+        fp8.weight_gradient(run, "gated_mlp last layer", hs, dys, w2_dtype),
+        None if b_down is None else sum_rows(dy, b_down.dtype),
+        None if residual_dtype is None else dy.astype(residual_dtype),
+    )
+
+
+gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)

@@ -1,0 +1,144 @@
+"""Products of float8 matrices with one scale each, in plain JAX: the truth for the kernels."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfused.quantization.quantized_array import FORMATS
+from jaxfused.reference.product import product
+from jaxfused.semantics.activation import activate, value_and_slope
+
+
+def largest_magnitude(*arrays: jax.Array) -> jax.Array:
+    """The largest magnitude of all, a float32 scalar; NaN where there is a NaN.
+
+    Without its sign a float is ordered as its bits are, and a NaN comes after infinity. On a CPU XLA's
+    largest float may leave NaN out (jax 0.11.2).
+    """
+    maxima = []
+    for array in arrays:
+        bits = jnp.dtype(f"int{8 * array.dtype.itemsize}")
+        magnitude = lax.bitcast_convert_type(array, bits) & jnp.iinfo(bits).max
+        largest = jnp.max(magnitude, initial=0)
+        maxima.append(lax.bitcast_convert_type(largest, array.dtype).astype(jnp.float32))
+    total = maxima[0]
+    for other in maxima[1:]:
+        total = jnp.maximum(total, other)
+    return total
+
+
+def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
+    """The scale that makes `largest` the largest number of a float8; NaN where it is not finite."""
+    scale = largest / FORMATS[jnp.dtype(dtype).name].largest
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
+
+
+def quantize(
+    matrices: Sequence[jax.Array],
+    inverse: jax.Array,
+    *,
+    dtype: Any,
+    activation: str | None,
+    gated: bool,
+    straight: bool,
+    transposes: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(values [M, N], values^T [N, M]) in float8 of matrices [M, N_i], as `cuda.quantize` has them."""
+    parts = [matrix.astype(jnp.float32) for matrix in matrices]
+    if gated:
+        values = activate(activation, parts[0]) * parts[1]
+    else:
+        values = activate(activation, jnp.concatenate(parts, axis=-1))
+    limit = FORMATS[jnp.dtype(dtype).name].largest
+    # A conversion alone makes NaN or Inf of what is too large. The barrier keeps the rounding, which
+    # XLA may leave out where the values are widened again.
+    values = lax.optimization_barrier(jnp.clip(values * inverse[0], -limit, limit).astype(dtype))
+    return values if straight else None, values.T if transposes else None
+
+
+def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product of float8 operands, accumulated in float32."""
+    # Every float8 is a bfloat16. Where XLA sees float8 under a scale it may call cuBLASLt's scaled
+    # product, whose accumulators are short.
+    a, b = lax.optimization_barrier((a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)))
+    return product(subscripts, a, b, out_dtype=jnp.float32)
+
+
+def layer(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    narrow_dtype: Any,
+    saves: bool,
+    maximised: str | None,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(activation(z) + residual, z, largest magnitudes) of z = scale * x @ w^T + bias.
+
+    The arguments are those of `pallas_kernels.product.fp8.layer`.
+    """
+    z = sums("mk,nk->mn", x, w) * scale
+    z = z if bias is None else z + bias.astype(jnp.float32)
+    narrow = z.astype(narrow_dtype)
+    y = maxima = None
+    if out_dtype is not None:
+        y = z if activation is None else activate(activation, narrow.astype(jnp.float32))
+        y = y if residual is None else y + residual.astype(jnp.float32)
+        y = y.astype(out_dtype)
+    if maximised is not None:
+        function = None if maximised == "none" else maximised
+        h = jnp.abs(activate(function, narrow.astype(jnp.float32)))
+        maxima = _column_maxima(h)
+    return y, narrow if saves else None, maxima
+
+
+def _column_maxima(magnitudes: jax.Array) -> jax.Array:
+    largest = jnp.max(magnitudes, axis=0, initial=0.0)
+    return jnp.where(jnp.any(jnp.isnan(magnitudes), axis=0), jnp.nan, largest)
+
+
+def hidden_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    z: jax.Array,
+    up: jax.Array | None,
+    *,
+    activation: str | None,
+    sum_rows: Sequence[bool],
+    maximise: bool,
+) -> tuple[jax.Array | None, ...]:
+    """(dz, dup, their sums over the rows, their largest magnitudes), each None unless it is wanted.
+
+    The arguments are those of `pallas_kernels.product.fp8.hidden_gradient`.
+    """
+    dh = sums("mk,nk->mn", dy, w) * scale
+    gate = z.astype(jnp.float32)
+    h, slope = value_and_slope(activation, gate)
+    if up is None:
+        gradients = [dh * slope]
+    else:
+        gradients = [dh * up.astype(jnp.float32) * slope, dh * h]
+    rounded = [gradient.astype(z.dtype) for gradient in gradients]
+    total = [
+        jnp.sum(gradient, axis=0, dtype=jnp.float32) if wanted else None
+        for gradient, wanted in zip(rounded, sum_rows, strict=False)
+    ]
+    maxima: list[jax.Array | None] = [None] * len(rounded)
+    if maximise:
+        maxima = [_column_maxima(jnp.abs(gradient.astype(jnp.float32))) for gradient in rounded]
+    absent = [None] * (2 - len(rounded))
+    return (*rounded, *absent, *total, *absent, *maxima, *absent)
+
+
+def weight_gradient(x: jax.Array, dy: jax.Array, scale: jax.Array, *, out_dtype: Any) -> jax.Array:
+    """scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N]."""
+    return (sums("km,nm->kn", x, dy) * scale).astype(out_dtype)

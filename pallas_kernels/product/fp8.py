@@ -1,0 +1,234 @@
+"""Products of float8 matrices on Hopper for training: a layer, and the gradients of one.
+
+Each matrix has one scale, and the sums run along the last axis of both operands: whoever quantises a
+matrix writes it transposed too, where a gradient sums over its other axis.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper
+from pallas_kernels.activation import activation as activate
+from pallas_kernels.activation import activation_and_derivative
+from pallas_kernels.product import cost
+from pallas_kernels.product.cost import Work
+from pallas_kernels.product.mainloop import MatmulConfig
+from pallas_kernels.product.matmul import GRAIN, fitting, matmul
+
+DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+PROMOTED_STEPS = 4
+"""Steps of 128 numbers after which a weight gradient's sums are promoted to float32. They run over all
+rows of a batch, and the tensor cores' own sums of float8 products have fewer bits."""
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    x_dtype: Any,
+    w_dtype: Any,
+    others: Mapping[str, Any],
+    k: int,
+    n: int,
+) -> str | None:
+    """None where x [M, K] can be multiplied with w [N, K], else why not.
+
+    Args:
+      others: the dtypes of what else enters the epilogue or leaves it, by name; None for what does not.
+    """
+    reason = hopper.why_unfit(compute_capability)
+    if reason is not None:
+        return reason
+    for name, dtype in (("x", x_dtype), ("w", w_dtype)):
+        if dtype not in DTYPES:
+            return f"it multiplies float8_e4m3fn and float8_e5m2, and {name} is {jnp.dtype(dtype)}"
+    for name, dtype in others.items():
+        if dtype is not None and dtype not in _OTHERS:
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    if k % 16:
+        return f"it copies rows of whole multiples of 16 bytes, and the sums are of {k} numbers"
+    if n % GRAIN:
+        return f"it takes a multiple of {GRAIN} columns, and there are {n}"
+    return None
+
+
+def work(
+    x: jax.Array, w: jax.Array, *, read_bytes: int, written_bytes: int, activations: int = 0
+) -> Work:
+    """The product of x [M, K] with w [N, K], and its epilogue."""
+    return Work(
+        x.shape[0],
+        w.shape[0],
+        x.shape[1],
+        itemsize=1,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
+        activations=activations,
+        k_last=True,
+    )
+
+
+def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for a layer or its input's gradient, predicted fastest first."""
+    return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
+
+
+def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for the gradient of weights, whose sums take registers twice, predicted fastest first."""
+    configs = [
+        MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
+        for tile_n, stages in ((192, 4), (128, 4), (192, 3), (128, 3), (64, 4))
+    ]
+    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
+
+
+def layer(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    narrow_dtype: Any,
+    saves: bool,
+    maximised: str | None,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(activation(z) + residual, z, largest magnitudes) of z = scale * x @ w^T + bias [M, N].
+
+    Args:
+      x: [M, K].
+      w: [N, K].
+      scale: [N].
+      bias: [N].
+      residual: [M, N].
+      activation: of the first result.
+      out_dtype: of the first result; None for none.
+      narrow_dtype: of the second, and what an activation reads is rounded to it.
+      saves: whether the second is wanted.
+      maximised: of what the largest magnitude in each column is wanted: an activation of the second
+        result, "none" for that result itself, or None.
+    """
+
+    def epilogue(z, *, scale, bias=None, residual=None):
+        z = z * scale if bias is None else z * scale + bias
+        results = {"z": z}
+        if out_dtype is not None:
+            if activation is not None:
+                z = z.astype(narrow_dtype).astype(jnp.float32)
+            y = activate(activation, z, out_dtype)
+            results["y"] = y if residual is None else y + residual
+        return results
+
+    outputs = {"y": out_dtype, "z": narrow_dtype if saves else None}
+    maxima = {}
+    if maximised is not None:
+        function = None if maximised == "none" else maximised
+        maxima["z"] = lambda z: activate(function, z, narrow_dtype)
+    results = matmul(
+        x,
+        [w],
+        epilogue=epilogue,
+        vectors={"scale": scale, "bias": bias},
+        matrices={"residual": residual},
+        outputs={name: dtype for name, dtype in outputs.items() if dtype is not None},
+        column_maxima=maxima,
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="fp8_layer",
+    )
+    return results.get("y"), results.get("z"), results.get("max_z")
+
+
+def hidden_gradient(
+    dy: jax.Array,
+    w: jax.Array,
+    scale: jax.Array,
+    z: jax.Array,
+    up: jax.Array | None,
+    *,
+    activation: str | None,
+    sum_rows: Sequence[bool],
+    maximise: bool,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array | None, ...]:
+    """The gradient of a hidden layer's preactivations, from scale * dy @ w^T.
+
+    Args:
+      dy: [M, K].
+      w: [N, K].
+      scale: [N].
+      z: [M, N], what the activation was of.
+      up: [M, N], by which it was multiplied, or None.
+      activation: the activation.
+      sum_rows: for dz and dup, whether the sum over the rows is wanted.
+      maximise: whether the largest magnitude of each column is wanted.
+
+    Returns:
+      (dz, dup, sums of dz, sums of dup, maxima of dz, maxima of dup); None for what is not wanted.
+    """
+
+    def epilogue(dh, *, scale, z, up=None):
+        dh = dh * scale
+        h, slope = activation_and_derivative(activation, z, z_dtype)
+        if up is None:
+            return {"dz": dh * slope}
+        return {"dz": dh * up * slope, "dup": dh * h}
+
+    z_dtype = z.dtype
+    names = ("dz",) if up is None else ("dz", "dup")
+    results = matmul(
+        dy,
+        [w],
+        epilogue=epilogue,
+        vectors={"scale": scale},
+        matrices={"z": z, "up": up},
+        outputs=dict.fromkeys(names, z.dtype),
+        column_sums=[name for name, wanted in zip(names, sum_rows, strict=False) if wanted],
+        column_maxima={name: lambda values: values for name in names} if maximise else {},
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="fp8_hidden_gradient",
+    )
+    of = ("dz", "dup", "sum_dz", "sum_dup", "max_dz", "max_dup")
+    return tuple(results.get(name) for name in of)
+
+
+def weight_gradient(
+    x: jax.Array,
+    dy: jax.Array,
+    scale: jax.Array,
+    *,
+    out_dtype: Any,
+    promoted_steps: int = PROMOTED_STEPS,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> jax.Array:
+    """scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N], summed in float32."""
+    if config is None:
+        written = jnp.dtype(out_dtype).itemsize
+        sums = work(x, dy, read_bytes=0, written_bytes=written)
+        pick = promoted_candidates if promoted_steps else candidates
+        config = pick(sums, multiprocessors)[0]
+    return matmul(
+        x,
+        [dy],
+        epilogue=lambda dw, *, scale: {"dw": dw * scale},
+        vectors={"scale": scale},
+        outputs={"dw": out_dtype},
+        promoted_steps=0 if config.ping_pong else promoted_steps,
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="fp8_weight_gradient",
+    )["dw"]
