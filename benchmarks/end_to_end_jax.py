@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax
 import flax.linen as nn
@@ -105,7 +105,10 @@ def vit(
     """A Vision Transformer that reads the class from a token."""
     make_batch = functools.partial(_images_and_labels, batch, image_size, classes)
 
-    def ours(attention: Attention = jaxfused.dot_product_attention) -> Program:
+    def ours(
+        attention: Attention = jaxfused.dot_product_attention,
+        precision: Literal["fp8"] | None = None,
+    ) -> Program:
         def build() -> VisionTransformer:
             return VisionTransformer(
                 size,
@@ -113,6 +116,7 @@ def vit(
                 channels=3,
                 classes=classes,
                 dtype=jnp.bfloat16,
+                precision=precision,
                 attention=attention,
                 rngs=nnx.Rngs(0),
             )
@@ -128,6 +132,7 @@ def vit(
         make_batch,
         {
             "ours": ours,
+            "ours-fp8": functools.partial(ours, precision="fp8"),
             "ours-cudnn": functools.partial(ours, padded_cudnn_attention),
             "stock": stock,
             "cudnn": functools.partial(stock, padded_cudnn_attention),

@@ -65,6 +65,7 @@ class VisionTransformer(nnx.Module):
       drop_path: rate at which the last block is skipped, image by image; it grows linearly from 0
         at the first block (stochastic depth).
       dtype: of the computation; parameters are float32.
+      precision: "fp8" for the blocks' linear layers in float8.
       attention: what attends.
       unroll: blocks that are compiled one after the other, in each round of a loop over them; None
         for all, without a loop. A loop compiles sooner and runs slower.
@@ -92,6 +93,7 @@ class VisionTransformer(nnx.Module):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         dtype: jax.typing.DTypeLike = jnp.float32,
+        precision: Literal["fp8"] | None = None,
         attention: Attention = jaxfused.dot_product_attention,
         unroll: int | None = None,
         rngs: nnx.Rngs,
@@ -124,7 +126,14 @@ class VisionTransformer(nnx.Module):
         # All blocks are one stack, so that the optimizer has far fewer arrays and a loop can run them.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
-            return Block(size, dropout=dropout, dtype=dtype, attention=attention, rngs=rngs)
+            return Block(
+                size,
+                dropout=dropout,
+                dtype=dtype,
+                precision=precision,
+                attention=attention,
+                rngs=rngs,
+            )
 
         self.blocks = stack(rngs.split(size.depth))
         self.norm = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
@@ -173,6 +182,7 @@ class Block(nnx.Module):
         *,
         dropout: float,
         dtype: jax.typing.DTypeLike,
+        precision: Literal["fp8"] | None,
         attention: Attention,
         rngs: nnx.Rngs,
     ):
@@ -180,9 +190,11 @@ class Block(nnx.Module):
             jaxfused.nnx.Linear,
             kernel_init=nnx.initializers.xavier_uniform(),
             dtype=dtype,
+            precision=precision,
             rngs=rngs,
         )
         self.heads = size.heads
+        self.precision = precision
         self.attention = attention
         self.norm1 = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.qkv = linear(size.width, 3 * size.width)
@@ -195,6 +207,7 @@ class Block(nnx.Module):
             save="hidden",
             kernel_init=nnx.initializers.xavier_uniform(),
             dtype=dtype,
+            precision=precision,
             rngs=rngs,
         )
         self.dropout = nnx.Dropout(dropout)
@@ -214,7 +227,8 @@ class Block(nnx.Module):
         if key is None and isinstance(self.project, jaxfused.nnx.Linear):
             # The norm adds the projection's bias with the stream, and sums its gradient with its own
             # ones.
-            delta = jaxfused.linear(attended, self.project.kernel[...])
+            kernel = self.project.kernel[...]
+            delta = jaxfused.linear(attended, kernel, precision=self.precision)
             y, stream = self.norm2(delta, residual=stream, pre_bias=self.project.bias[...])
         else:
             delta = self._drop(self.project(attended), keys[0], drop_path)
@@ -231,7 +245,9 @@ class Block(nnx.Module):
             )
         else:
             kernel, bias = self.qkv.kernel[...], self.qkv.bias[...]
-            query, key, value = jaxfused.qkv_projection(y, kernel, bias, heads=self.heads)
+            query, key, value = jaxfused.qkv_projection(
+                y, kernel, bias, heads=self.heads, precision=self.precision
+            )
         attended = self.attention(query, key, value)
         return attended.reshape(batch, tokens, width)
 

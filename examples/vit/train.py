@@ -166,6 +166,7 @@ def create_vit(
             dropout=args.dropout,
             drop_path=args.drop_path,
             dtype=args.dtype,
+            precision=args.precision,
             unroll=args.unroll,
             rngs=nnx.Rngs(args.seed),
         )
@@ -239,6 +240,9 @@ def make_parser(
     model.add_argument("--dropout", type=share, default=0.0)
     model.add_argument("--drop-path", type=share, help="stochastic depth (%(default)s)")
     model.add_argument("--label-smoothing", type=share, default=0.1)
+    model.add_argument(
+        "--precision", choices=("fp8",), help="of the blocks' products (that of --dtype)"
+    )
     model.add_argument(
         "--unroll",
         type=training.whole(1),

@@ -17,6 +17,7 @@ from jaxfused.modules.attention import (
     attend,
     attention_weights,
     check_rate,
+    of_attention,
     project_heads,
     run_flax,
     why_flax,
@@ -106,6 +107,7 @@ def attention_fn(
     """
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     check_rate("jaxfused.linen.attention_fn", dropout_rate)
+    precision = of_attention(precision)
     drops = dropout_rate > 0.0 and not deterministic
     reason = why_flax(
         query.dtype,

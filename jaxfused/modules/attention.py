@@ -13,6 +13,7 @@ from jaxfused.modules.fallback import call_flax, is_default, why_complex, why_gi
 from jaxfused.modules.linear import promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.attention import AttentionImplementation
+from jaxfused.ops.fp8 import is_fp8
 from jaxfused.semantics.mask import Mask
 
 
@@ -24,6 +25,11 @@ def check_rate(name: str, rate: Any) -> None:
             f"{name}: dropout_rate must be in the range [0, 1), as it is the fraction to drop, but it is"
             f" {rate!r}; pass a number from 0 up and below 1."
         )
+
+
+def of_attention(precision: Any) -> Any:
+    """The precision of attention's own products: float8 is for the projections around them."""
+    return None if is_fp8(precision) else precision
 
 
 def why_flax(

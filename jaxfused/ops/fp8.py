@@ -39,13 +39,13 @@ def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.
     """
     if x.dtype not in DTYPES:
         raise ValueError(
-            f'{op}: precision is "fp8" and x has dtype {x.dtype}, but float8 is made of float32, bfloat16'
-            " and float16; pass x in one of these, or leave precision out."
+            f'{op}: precision is "fp8" and x has dtype {x.dtype}, but float8 is made of float32,'
+            " bfloat16 and float16; pass x in one of these, or leave precision out."
         )
     if implementation == "cuda":
         raise ValueError(
-            f'{op}: implementation="cuda" was named and precision is "fp8", of which CUDA C has no product;'
-            ' pass implementation=None, "pallas" or "xla".'
+            f'{op}: implementation="cuda" was named and precision is "fp8", but CUDA C has no product of'
+            ' float8; pass implementation=None, "pallas" or "xla".'
         )
     return Runner(implementation, device)
 
@@ -174,9 +174,11 @@ def hidden_gradient(
     observes = sharding.is_in_one_piece(dy.values, w.values)
     stage = _HiddenGradient(op, activation, sum_rows, observes)
     scale = _of_columns(dy, w, w.values.shape[0])
-    dz, dup, *sums, max_dz, max_dup = run(stage, dy.values, w.values, scale, z, up)
+    results = run(stage, dy.values, w.values, scale, z, up)
+    dz, dup, bias_sum, up_bias_sum, max_dz, max_dup = results
     largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
-    return HiddenGradient(dz, dup, *sums, reference.fp8.largest_magnitude(*largest))
+    found = reference.fp8.largest_magnitude(*largest)
+    return HiddenGradient(dz, dup, bias_sum, up_bias_sum, found)
 
 
 def _of_columns(a: Copies, b: Copies, columns: int) -> jax.Array:

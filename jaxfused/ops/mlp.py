@@ -129,8 +129,8 @@ def mlp(
         fp8_options = mlp_fp8.Options(activation, save, jnp.dtype(out_dtype), dtypes)
         rows = sharding.leading_axes(x.ndim - 1)
         axes = (rows + "d", "df", "f", "fe", "e", rows + "e")
-        operands = sharding.align((x, w1, b1, w2, b2, residual), operand_axes=axes, whole="dfe")
-        return mlp_fp8.mlp(run, fp8_options, *operands)
+        aligned = sharding.align((x, w1, b1, w2, b2, residual), operand_axes=axes, whole="dfe")
+        return mlp_fp8.mlp(run, fp8_options, *aligned)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = reference.mlp.mlp(
             x,
@@ -246,12 +246,12 @@ def gated_mlp(
         dtypes = _fp8_dtypes(x, w_gate, w_down, residual)
         fp8_options = mlp_fp8.Options(activation, save, jnp.dtype(out_dtype), dtypes)
         rows = sharding.leading_axes(x.ndim - 1)
-        operands = sharding.align(
+        aligned = sharding.align(
             (x, w_gate, b_gate, w_up.astype(w_gate.dtype), b_up, w_down, b_down, residual),
             operand_axes=(rows + "d", "df", "f", "df", "f", "fe", "e", rows + "e"),
             whole="dfe",
         )
-        return mlp_fp8.gated_mlp(run, fp8_options, *operands)
+        return mlp_fp8.gated_mlp(run, fp8_options, *aligned)
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = reference.mlp.gated_mlp(
             x,

@@ -128,7 +128,8 @@ def qkv_projection(
     if fp8.is_fp8(precision):
         ends = (heads * head_size, (heads + key_heads) * head_size)
         biases = [None] * 3 if bias is None else _split(ends, bias)
-        projected = _in_fp8(x, _split(ends, w), biases, head_size, implementation, device)
+        widths = (ends[0], key_heads * head_size, key_heads * head_size)
+        projected = _in_fp8(x, [w], biases, widths, head_size, implementation, device)
         finish = functools.partial(
             reference.qkv_projection.finish,
             cos=cos,
@@ -207,7 +208,8 @@ def separate_projections(
         flat = [w.reshape(w.shape[0], -1) for w in weights]
         flat_biases = [None if bias is None else bias.reshape(-1) for bias in biases]
         head_size = weights[0].shape[-1]
-        return _in_fp8(x, flat, flat_biases, head_size, implementation, device)
+        widths = (flat[0].shape[1], flat[1].shape[1], flat[2].shape[1])
+        return _in_fp8(x, flat, flat_biases, widths, head_size, implementation, device)
     if takes_reference(op, implementation, device, x):
         projections = []
         for w, bias in zip(weights, biases, strict=True):
@@ -239,22 +241,25 @@ def _in_fp8(
     x: jax.Array,
     weights: Sequence[jax.Array],
     biases: Sequence[jax.Array | None],
+    widths: tuple[int, int, int],
     head_size: int,
     implementation: dispatch.Implementation | None,
     device: dispatch.Device,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Heads [..., T, N, H] of x [..., T, D] and weights [D, N H], multiplied in float8."""
+    """Heads [..., T, N, H] of x [..., T, D], multiplied in float8 by one matrix or by three."""
     run = fp8.runner("qkv_projection", implementation, device, x)
-    rows = sharding.leading_axes(x.ndim - 1)
+    weight_axes = ("dc",) if len(weights) == 1 else ("de", "df", "dg")
     aligned: Any = sharding.align(
         (x, *weights, *biases),
-        operand_axes=(rows + "d", "de", "df", "dg", "e", "f", "g"),
-        whole="defg",
+        operand_axes=(sharding.leading_axes(x.ndim - 1) + "d", *weight_axes, "e", "f", "g"),
+        whole="dcefg",
     )
     x, *parameters = aligned
-    dtypes = (x.dtype, parameters[0].dtype)
+    options = qkv_projection_fp8.Options(
+        widths, x.dtype, parameters[0].dtype, in_one=len(weights) == 1
+    )
     projected = qkv_projection_fp8.projections(
-        run, dtypes, x, tuple(parameters[:3]), tuple(parameters[3:])
+        run, options, x, tuple(parameters[:-3]), tuple(parameters[-3:])
     )
     q, k, v = (y.reshape(*y.shape[:-1], -1, head_size) for y in projected)
     return q, k, v

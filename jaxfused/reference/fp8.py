@@ -140,5 +140,5 @@ def hidden_gradient(
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, scale: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N]."""
+    """Scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N]."""
     return (sums("km,nm->kn", x, dy) * scale).astype(out_dtype)

@@ -214,7 +214,7 @@ def weight_gradient(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N], summed in float32."""
+    """Scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N], summed in float32."""
     if config is None:
         written = jnp.dtype(out_dtype).itemsize
         sums = work(x, dy, read_bytes=0, written_bytes=written)
