@@ -1499,3 +1499,69 @@ def test_the_example_trains_on_a_mesh(axis_type, pool):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, wanted
     )
+
+
+# --- float8 ---------------------------------------------------------------------------------------
+
+
+def fp8_operands():
+    # Shards differ in their largest magnitudes, so that scales of their own would be seen.
+    random = np.random.default_rng(1)
+    x = random.standard_normal((4, 8, 32)).astype(np.float32)
+    x *= np.linspace(0.1, 30.0, 4, dtype=np.float32)[:, None, None]
+    shapes = ((32, 64), (64,), (64, 32), (32,))
+    return x, *(0.2 * random.standard_normal(shape).astype(np.float32) for shape in shapes)
+
+
+def fp8_gradients(x, w1, b1, w2, b2):
+    """(y, gradients) of an mlp, and of a projection and a linear layer after it."""
+
+    def loss(x, w1, b1, w2, b2):
+        y = jaxfused.mlp(x, w1, b1, w2, b2, residual=x, precision="fp8", save="hidden")
+        q, k, v = jaxfused.qkv_projection(y, w1, b1, heads=2, key_heads=1, precision="fp8")
+        heads = jnp.concatenate([q, k, v], axis=-2).reshape(*y.shape[:-1], -1)
+        y = jaxfused.linear(heads, w2, b2, activation="silu", precision="fp8")
+        return jnp.sum(jnp.sin(y)), y
+
+    gradients, y = jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(x, w1, b1, w2, b2)
+    return y, *gradients
+
+
+def assert_same_fp8(actual):
+    wanted = jax.jit(fp8_gradients)(*fp8_operands())
+    for a, b in zip(actual, wanted, strict=True):
+        # The order of a sum decides between neighbouring float8 now and then.
+        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b)
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("spec", (P("data"), P("data", "sequence")), ids=str)
+def test_fp8_has_one_scale_for_all_shards(axis_type, spec):
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, (spec, *[SHARED] * 4), fp8_operands())
+    results, text = results_and_text(lambda a: fp8_gradients(*a), placed)
+    assert_same_fp8(results)
+    assert count("all-reduce", text) > 0
+
+
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_fp8_of_split_weights(axis_type):
+    mesh = make_mesh(axis_type, axis_type)
+    specs = (P("data"), P(None, "sequence"), P("sequence"), P("sequence"), SHARED)
+    placed = place(mesh, specs, fp8_operands())
+    assert_same_fp8(jax.jit(lambda a: fp8_gradients(*a))(placed))
+
+
+@on_eight_devices
+def test_fp8_in_a_shard_map():
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    f = jax.shard_map(
+        fp8_gradients,
+        mesh=mesh,
+        in_specs=(P("sequence"), *[SHARED] * 4),
+        out_specs=(P("sequence"), P("sequence"), *[SHARED] * 4),
+        axis_names={"data", "sequence"},
+    )
+    assert_same_fp8(jax.jit(f)(*fp8_operands()))

@@ -86,6 +86,9 @@ def copies(
     if scale is None:
         if largest is None:
             largest = reference.fp8.largest_magnitude(*matrices)
+        # In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit.
+        names = tuple(sorted(sharding.varying(largest)))
+        largest = jax.lax.pmax(largest, names) if names else largest
         scale = reference.fp8.scale_for(largest, dtype)
     stage = _Quantize(dtype, activation, gated, straight, transposes, len(matrices))
     padded = (*matrices, *[None] * (3 - len(matrices)))
