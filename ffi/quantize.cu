@@ -6,6 +6,7 @@
 // one word of 8 bytes.
 #include <cuda_fp8.h>
 
+#include <cfloat>
 #include <cstdint>
 #include <string>
 
@@ -28,7 +29,11 @@ constexpr int kMaxSources = 3;
 struct QuantizeArgs {
   const void* sources[kMaxSources];  // side by side, or a gate and what it multiplies
   int ends[kMaxSources];             // the column after the last one of each source
-  const float* inverse;              // of the scale
+  const float* largest;              // magnitudes, of whose largest the scale is made
+  int largest_count;
+  float limit;                       // the largest number of the results' dtype
+  bool from_end;                     // blocks take the last rows first, which the caches may still hold
+  float* scale;                      // [1], or nullptr
   uint8_t* values;                   // [rows, columns], or nullptr
   uint8_t* transposed;               // [columns, rows], or nullptr
   float* maxima;                     // a block's largest magnitude before it is scaled, or nullptr
@@ -36,6 +41,33 @@ struct QuantizeArgs {
   int columns;
   Activation activation;
 };
+
+// Returns the largest of every thread's value, given as the bits of a float without its sign: as an
+// integer, a NaN is larger than all others.
+__device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
+  __shared__ uint32_t of_warps[32];
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = bits;
+  __syncthreads();
+  const int warps = blockDim.x / 32;
+  for (int i = 0; i < warps; ++i) bits = max(bits, of_warps[i]);
+  return bits;
+}
+
+// Returns the scale. That of zeros can be divided by, and that of what is not finite is NaN.
+__device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
+  uint32_t bits = 0;
+  for (int i = threadIdx.x; i < args.largest_count; i += kThreads) {
+    bits = max(bits, __float_as_uint(args.largest[i]) & 0x7fffffffu);
+  }
+  bits = largest_of_block(bits);
+  if (bits >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
+  return fmaxf(__fdiv_rn(__uint_as_float(bits), args.limit), FLT_MIN);
+}
 
 // Returns the place of a word in shared memory, such that neither writes of neighbouring columns
 // nor reads of rows 8 apart meet in one bank more often than they have to.
@@ -105,30 +137,14 @@ __device__ __forceinline__ void store_transposed(const QuantizeArgs& args, const
   }
 }
 
-// Stores the largest magnitude of all threads, given as the bits of a float without its sign: as an
-// integer, a NaN is larger than all others.
-__device__ __forceinline__ void store_largest(float* maxima, uint32_t bits) {
-  __shared__ uint32_t of_warps[kThreads / 32];
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
-  }
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = bits;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-#pragma unroll
-  for (const uint32_t other : of_warps) bits = max(bits, other);
-  maxima[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(bits);
-}
-
 template <typename T, __nv_fp8_interpretation_t kFormat, bool kGated>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs args) {
   __shared__ uint32_t tile[kTileRows * kWords];
-  const int64_t row_start = static_cast<int64_t>(blockIdx.x) * kTileRows;
+  const int64_t row_block = args.from_end ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int64_t row_start = row_block * kTileRows;
   const int column_start = blockIdx.y * kTileColumns;
   const int column = column_start + static_cast<int>(threadIdx.x % kRowThreads) * kVec;
   const int first_row = threadIdx.x / kRowThreads;
-  const float inverse = *args.inverse;
   float values[kPasses][kVec] = {};
   float factors[kGated ? kPasses : 1][kVec];
   uint32_t largest = 0;
@@ -144,6 +160,8 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs args) {
       load_values<T>(args, row, column, values[pass]);
     }
   }
+  const float scale = scale_of(args), inverse = __frcp_rn(scale);
+  if (args.scale != nullptr && blockIdx.x + blockIdx.y == 0) *args.scale = scale;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int tile_row = first_row + pass * kPassRows;
@@ -167,7 +185,10 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs args) {
       tile[place_of(tile_row, word + 1)] = packed.y;
     }
   }
-  if (args.maxima != nullptr) store_largest(args.maxima, largest);
+  if (args.maxima != nullptr) {
+    largest = largest_of_block(largest);
+    args.maxima[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(largest);
+  }
   if (args.transposed == nullptr) return;
   __syncthreads();
   store_transposed(args, tile, row_start, column_start);
@@ -194,9 +215,10 @@ Kernel kernel_of(Dtype dtype, bool gated) {
 }
 
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer second,
-                    ffi::AnyBuffer third, ffi::AnyBuffer inverse,
+                    ffi::AnyBuffer third, ffi::AnyBuffer largest,
                     ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> transposed,
-                    ffi::Result<ffi::AnyBuffer> maxima, std::string_view activation, bool gated) {
+                    ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> maxima,
+                    std::string_view activation, bool gated, bool from_end) {
   if (is_absent(first)) return ffi::Error::Success();
   QuantizeArgs args = {};
   if (!parse_activation(activation, &args.activation)) {
@@ -232,13 +254,24 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
     return ffi::Error::InvalidArgument("there are too many columns, or a gate without its matrix");
   }
   if (gated) RETURN_IF_ERROR(check_shape("the gated matrix", second, {args.rows, columns}));
-  RETURN_IF_ERROR(check_float32("inverse", inverse, {1}));
-  args.inverse = static_cast<const float*>(inverse.untyped_data());
+  const int64_t count = largest.element_count();
+  if (count < 1 || count > kMaxRows) {
+    return ffi::Error::InvalidArgument("there is no largest magnitude, or there are too many");
+  }
+  RETURN_IF_ERROR(check_float32("largest", largest, {count}));
+  args.largest = static_cast<const float*>(largest.untyped_data());
+  args.largest_count = static_cast<int>(count);
+  args.from_end = from_end;
+  if (!is_absent(*scale)) {
+    RETURN_IF_ERROR(check_float32("scale", *scale, {1}));
+    args.scale = static_cast<float*>(scale->untyped_data());
+  }
   const ffi::DataType format =
       is_absent(*values) ? transposed->element_type() : values->element_type();
   if (format != ffi::DataType::F8E4M3FN && format != ffi::DataType::F8E5M2) {
     return ffi::Error::InvalidArgument("the results must be float8_e4m3fn or float8_e5m2");
   }
+  args.limit = format == ffi::DataType::F8E4M3FN ? 448.0f : 57344.0f;
   if (!is_absent(*values)) {
     RETURN_IF_ERROR(check_shape("values", *values, {args.rows, columns}));
     args.values = static_cast<uint8_t*>(values->untyped_data());
@@ -267,6 +300,83 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
   return launch_kernel(kernel, args, {grid, kThreads, 0}, stream);
 }
 
+constexpr int kLargestThreads = 1024;
+constexpr int kUnroll = 4;
+
+struct LargestArgs {
+  const void* sources[kMaxSources];
+  int64_t sizes[kMaxSources];
+  float* maxima;  // of each block
+};
+
+// Finds the largest magnitudes of the sources. It goes from the end to the beginning: what was
+// written last may still be in the cache, and what is read last will be there for the next kernel.
+template <typename T>
+__global__ void __launch_bounds__(kLargestThreads) largest_kernel(LargestArgs args) {
+  constexpr int kSize = 16 / sizeof(T);
+  const int64_t thread = static_cast<int64_t>(blockIdx.x) * kLargestThreads + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * kLargestThreads;
+  uint32_t bits = 0;
+#pragma unroll
+  for (int source = kMaxSources - 1; source >= 0; --source) {
+    const T* data = static_cast<const T*>(args.sources[source]);
+    const int64_t size = args.sizes[source], vectors = size / kSize;
+    const auto see = [&](int64_t vector) {
+      float values[kSize];
+      unpack(load_vector<T, kSize>(data + vector * kSize), values);
+#pragma unroll
+      for (const float value : values) bits = max(bits, __float_as_uint(value) & 0x7fffffffu);
+    };
+    for (int64_t i = vectors * kSize + thread; i < size; i += threads) {
+      const float value = static_cast<float>(data[i]);
+      bits = max(bits, __float_as_uint(value) & 0x7fffffffu);
+    }
+    int64_t end = vectors;
+    for (; end >= kUnroll * threads; end -= kUnroll * threads) {
+#pragma unroll
+      for (int i = 1; i <= kUnroll; ++i) see(end - i * threads + thread);
+    }
+    for (int64_t vector = end - 1 - thread; vector >= 0; vector -= threads) see(vector);
+  }
+  bits = largest_of_block(bits);
+  if (threadIdx.x == 0) args.maxima[blockIdx.x] = __uint_as_float(bits);
+}
+
+ffi::Error largest(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer second,
+                   ffi::AnyBuffer third, ffi::Result<ffi::AnyBuffer> maxima) {
+  const auto dtype = dtype_of(first);
+  if (!dtype) {
+    return ffi::Error::InvalidArgument("the arrays must be float32, bfloat16 or float16");
+  }
+  const int64_t blocks = maxima->element_count();
+  if (blocks < 1 || blocks > 65535) {
+    return ffi::Error::InvalidArgument("there must be 1 to 65535 maxima");
+  }
+  RETURN_IF_ERROR(check_float32("maxima", *maxima, {blocks}));
+  LargestArgs args = {};
+  args.maxima = static_cast<float*>(maxima->untyped_data());
+  const ffi::AnyBuffer* const sources[kMaxSources] = {&first, &second, &third};
+  for (int i = 0; i < kMaxSources; ++i) {
+    if (is_absent(*sources[i])) continue;
+    RETURN_IF_ERROR(check_dtype("an array", *sources[i], first.element_type()));
+    args.sources[i] = sources[i]->untyped_data();
+    args.sizes[i] = static_cast<int64_t>(sources[i]->element_count());
+  }
+  if (!are_aligned({args.sources[0], args.sources[1], args.sources[2]})) {
+    return ffi::Error::InvalidArgument("an array does not begin at a multiple of 16 bytes");
+  }
+  const Launch launch = {dim3(static_cast<unsigned>(blocks)), kLargestThreads, 0};
+  switch (*dtype) {
+    case Dtype::kFloat32:
+      return launch_kernel(largest_kernel<float>, args, launch, stream);
+    case Dtype::kBfloat16:
+      return launch_kernel(largest_kernel<__nv_bfloat16>, args, launch, stream);
+    case Dtype::kFloat16:
+      return launch_kernel(largest_kernel<__half>, args, launch, stream);
+  }
+  return ffi::Error::Internal("unreachable");
+}
+
 }  // namespace
 
 DEFINE_HANDLER(jaxfused_quantize, quantize,
@@ -275,9 +385,19 @@ DEFINE_HANDLER(jaxfused_quantize, quantize,
                    .Arg<ffi::AnyBuffer>()  // first
                    .Arg<ffi::AnyBuffer>()  // second
                    .Arg<ffi::AnyBuffer>()  // third
-                   .Arg<ffi::AnyBuffer>()  // inverse
+                   .Arg<ffi::AnyBuffer>()  // largest
                    .Ret<ffi::AnyBuffer>()  // values
                    .Ret<ffi::AnyBuffer>()  // transposed
+                   .Ret<ffi::AnyBuffer>()  // scale
                    .Ret<ffi::AnyBuffer>()  // maxima
                    .Attr<std::string_view>("activation")
-                   .Attr<bool>("gated"));
+                   .Attr<bool>("gated")
+                   .Attr<bool>("from_end"));
+
+DEFINE_HANDLER(jaxfused_largest, largest,
+               ffi::Ffi::Bind()
+                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                   .Arg<ffi::AnyBuffer>()    // first
+                   .Arg<ffi::AnyBuffer>()    // second
+                   .Arg<ffi::AnyBuffer>()    // third
+                   .Ret<ffi::AnyBuffer>());  // maxima

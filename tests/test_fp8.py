@@ -316,7 +316,7 @@ def test_the_block_of_linen_trains():
 
 def test_what_is_refused():
     x, w1, b1, w2, b2 = mlp_operands()
-    with pytest.raises(ValueError, match='linear: implementation="cuda" was named.*pass impl'):
+    with pytest.raises(ValueError, match=r'linear: implementation="cuda" was named.*pass impl'):
         jaxfused.linear(x, w1, precision="fp8", implementation="cuda")
     with pytest.raises(ValueError, match=r"mlp: dropout_rate is not 0.*pass dropout_rate=0\.0"):
         jaxfused.mlp(
@@ -329,7 +329,7 @@ def test_what_is_refused():
             dropout_key=jax.random.key(0),
             precision="fp8",
         )
-    with jax.enable_x64(True), pytest.raises(ValueError, match="x has dtype float64.*pass x in"):
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"x has dtype float64.*pass x in"):
         jaxfused.linear(jnp.ones((2, 4)), jnp.ones((4, 4)), precision="fp8")
     with pytest.raises(ValueError, match="pallas"):
         jaxfused.linear(x, w1, precision="fp8", implementation="pallas")

@@ -29,6 +29,7 @@ TARGETS = (
     "jaxfused_depthwise_conv_weights",
     "jaxfused_group_norm_forward",
     "jaxfused_group_norm_backward",
+    "jaxfused_largest",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",
     "jaxfused_linear",

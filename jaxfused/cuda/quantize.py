@@ -38,47 +38,62 @@ def why_unsupported(
 
 def quantize(
     matrices: Sequence[jax.Array],
-    inverse: jax.Array,
+    largest: jax.Array,
     *,
     dtype: Any,
     activation: str | None,
     gated: bool,
     straight: bool,
     transposes: bool,
-    maximises: bool,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(values [M, N], values^T [N, M], largest magnitudes): each None unless it is wanted.
+    from_end: bool = False,
+    maximises: bool = False,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None]:
+    """(values [M, N], values^T [N, M], scale [1], magnitudes); None for what is not wanted.
 
     Args:
       matrices: up to three [M, N_i], which lie side by side in the results; or with `gated` two [M, N],
         of which the activation of the first is multiplied by the second.
-      inverse: [1], float32, by which the values are multiplied.
+      largest: [P], magnitudes, the largest of which becomes the largest number of `dtype`.
       dtype: of the results, float8_e4m3fn or float8_e5m2.
       activation: of the matrices.
       gated: as above.
       straight: whether the values as they lie are wanted.
       transposes: whether their transpose is.
-      maximises: whether the magnitudes are, of parts of the values before they are scaled.
+      from_end: whether the last rows come first, which the cache may still hold.
+      maximises: whether the largest magnitudes of parts of the values are wanted.
     """
     library.register()
     rows = matrices[0].shape[0]
     columns = matrices[0].shape[1] if gated else sum(matrix.shape[1] for matrix in matrices)
     blocks = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
-    wanted = (straight, transposes, maximises)
     types = (
         jax.ShapeDtypeStruct((rows, columns) if straight else (0,), dtype),
         jax.ShapeDtypeStruct((columns, rows) if transposes else (0,), dtype),
+        jax.ShapeDtypeStruct((1,), jnp.float32),
         jax.ShapeDtypeStruct((blocks,) if maximises else (0,), jnp.float32),
     )
-    absent = jnp.zeros_like(matrices[0], shape=(0,))
-    results = jax.ffi.ffi_call("jaxfused_quantize", types)(
-        *matrices,
-        *[absent] * (3 - len(matrices)),
-        inverse,
+    values, transposed, scale, maxima = jax.ffi.ffi_call("jaxfused_quantize", types)(
+        *_three(matrices),
+        largest,
         activation=activation or "none",
         gated=gated,
+        from_end=from_end,
     )
-    values, transposed, maxima = (
-        result if want else None for result, want in zip(results, wanted, strict=True)
+    return (
+        values if straight else None,
+        transposed if transposes else None,
+        scale,
+        maxima if maximises else None,
     )
-    return values, transposed, maxima
+
+
+def largest(arrays: Sequence[jax.Array], blocks: int) -> jax.Array:
+    """Magnitudes [blocks] of up to three arrays of one dtype, the largest of which is that of all."""
+    library.register()
+    call = jax.ffi.ffi_call("jaxfused_largest", jax.ShapeDtypeStruct((blocks,), jnp.float32))
+    return call(*_three(arrays))
+
+
+def _three(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays and empty ones, which stand for those that there are not."""
+    return [*arrays, *[jnp.zeros_like(arrays[0], shape=(0,))] * (3 - len(arrays))]

@@ -59,6 +59,8 @@ class Copies(NamedTuple):
     """[N, ...], or None."""
     scale: jax.Array
     """A scalar."""
+    largest: jax.Array
+    """[P]: magnitudes, the largest of which the scale is made of."""
 
 
 def copies(
@@ -70,7 +72,6 @@ def copies(
     straight: bool = True,
     transposes: bool = True,
     largest: jax.Array | None = None,
-    scale: jax.Array | None = None,
 ) -> Copies:
     """Matrices [..., N_i] in float8, side by side and with one scale.
 
@@ -80,20 +81,30 @@ def copies(
       gated: there are two, and the activation of the first is multiplied by the second.
       straight: whether the values as they lie are wanted.
       transposes: whether the transposed ones are.
-      largest: the largest magnitude, where it is known; with an activation, this or the scale is needed.
-      scale: where it is settled.
+      largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
+        needed with an activation.
     """
-    if scale is None:
-        if largest is None:
-            largest = reference.fp8.largest_magnitude(*matrices)
-        # In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit.
-        names = tuple(sorted(sharding.varying(largest)))
-        largest = jax.lax.pmax(largest, names) if names else largest
-        scale = reference.fp8.scale_for(largest, dtype)
-    stage = _Quantize(dtype, activation, gated, straight, transposes, len(matrices))
+    in_one_piece = sharding.is_in_one_piece(*matrices)
     padded = (*matrices, *[None] * (3 - len(matrices)))
-    values, transposed = run(stage, *padded, (1.0 / scale)[None])
-    return Copies(values, transposed, scale)
+    # Who knows the magnitudes has just written the matrices, and the cache holds what was written last.
+    from_end = largest is not None
+    if largest is None:
+        if in_one_piece:
+            (largest,) = run(_Largest(len(matrices)), *padded)
+        else:
+            largest = reference.fp8.largest_magnitude(*matrices)[None]
+        assert largest is not None
+    # In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit.
+    names = tuple(sorted(sharding.varying(largest)))
+    largest = jax.lax.pmax(largest, names) if names else largest
+    stage = _Quantize(
+        dtype, activation, gated, straight, transposes, len(matrices), in_one_piece, from_end
+    )
+    values, transposed, scale = run(stage, *padded, largest)
+    if scale is None:
+        found = reference.fp8.largest_magnitude(largest)
+        scale = reference.fp8.scale_for(found, dtype)
+    return Copies(values, transposed, scale.reshape(()), largest)
 
 
 def layer(
@@ -115,7 +126,7 @@ def layer(
     The arguments are those of `pallas_kernels.product.fp8.layer`.
 
     Args:
-      maximised: as in `pallas_kernels.product.fp8.layer`; the third result is a scalar, or None.
+      maximised: as in `pallas_kernels.product.fp8.layer`; the third result is [1], or None.
     """
     # Devices that share the rows would add their maxima up; the hidden layer is then read once more.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
@@ -124,7 +135,7 @@ def layer(
     y, z, maxima = run(stage, x.values, w.transposed, _of_columns(x, w, columns), bias, residual)
     largest = None
     if maxima is not None:
-        largest = reference.fp8.largest_magnitude(maxima)
+        largest = reference.fp8.largest_magnitude(maxima)[None]
     elif maximised is not None:
         largest = hidden_magnitude(None if maximised == "none" else maximised, z)
     return y, z, largest
@@ -135,7 +146,8 @@ def hidden_magnitude(
 ) -> jax.Array:
     """The largest magnitude of a hidden layer, which is nowhere written."""
     h = activate(activation, z.astype(jnp.float32))
-    return reference.fp8.largest_magnitude(h if up is None else h * up.astype(jnp.float32))
+    h = h if up is None else h * up.astype(jnp.float32)
+    return reference.fp8.largest_magnitude(h)[None]
 
 
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
@@ -180,7 +192,7 @@ def hidden_gradient(
     results = run(stage, dy.values, w.values, scale, z, up)
     dz, dup, bias_sum, up_bias_sum, max_dz, max_dup = results
     largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
-    found = reference.fp8.largest_magnitude(*largest)
+    found = reference.fp8.largest_magnitude(*largest)[None]
     return HiddenGradient(dz, dup, bias_sum, up_bias_sum, found)
 
 
@@ -200,9 +212,42 @@ class _OneByOne:
         del call, axis_size, in_batched, operands
 
 
+_BLOCKS = 2
+"""Of the kernel that finds the largest magnitude, for each multiprocessor."""
+
+
+@dataclass(frozen=True)
+class _Largest(_OneByOne):
+    """(magnitudes [P],) of matrices [M, N_i], which are in one piece."""
+
+    matrices: int
+
+    @property
+    def name(self) -> str:
+        return "fp8 largest magnitude"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        return Axes([rows + letter for letter in "deg"], ("p",), whole=rows + "degp")
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        reason = cuda.library.why_unfit(device.compute_capability)
+        reason = reason or cuda.library.why_dtype_unfit(operands[0].dtype)
+        if len({operand.dtype for operand in operands if operand is not None}) > 1:
+            reason = reason or "it takes arrays of one dtype"
+        return {"cuda": reason or cuda.library.why_unavailable(), "xla": None}
+
+    def run(self, implementation, device, *operands) -> Results:
+        arrays = [operand for operand in operands if operand is not None]
+        blocks = _BLOCKS * max(1, device.multiprocessors)
+        if implementation == "cuda":
+            return (cuda.quantize.largest(arrays, blocks),)
+        return (jnp.full((blocks,), reference.fp8.largest_magnitude(*arrays)),)
+
+
 @dataclass(frozen=True)
 class _Quantize(_OneByOne):
-    """(values [M, N], values^T [N, M]) of matrices [M, N_i] and [1], the inverse of the scale."""
+    """(values [M, N], values^T [N, M], scale [1]) of matrices [M, N_i] and magnitudes [P]."""
 
     dtype: Any
     activation: str | None
@@ -210,6 +255,9 @@ class _Quantize(_OneByOne):
     straight: bool
     transposes: bool
     matrices: int
+    returns_scale: bool
+    """Devices that share the matrices would add the scale up."""
+    from_end: bool
 
     @property
     def name(self) -> str:
@@ -222,12 +270,13 @@ class _Quantize(_OneByOne):
         sources = "deg" if apart else "ddd"
         columns = "c" if apart else "d"
         return Axes(
-            (*(ROWS + source for source in sources), "s"),
+            (*(ROWS + source for source in sources), "p"),
             (
                 ROWS + columns if self.straight else None,
                 columns + ROWS if self.transposes else None,
+                "s" if self.returns_scale else None,
             ),
-            whole="degcs" if apart else "s",
+            whole="degcps" if apart else "ps",
         )
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
@@ -243,7 +292,7 @@ class _Quantize(_OneByOne):
 
     def run(self, implementation, device, *operands) -> Results:
         del device
-        *matrices, inverse = (operand for operand in operands if operand is not None)
+        *matrices, largest = (operand for operand in operands if operand is not None)
         keywords: dict[str, Any] = dict(
             dtype=self.dtype,
             activation=self.activation,
@@ -252,8 +301,11 @@ class _Quantize(_OneByOne):
             transposes=self.transposes,
         )
         if implementation == "cuda":
-            return cuda.quantize.quantize(matrices, inverse, **keywords, maximises=False)[:2]
-        return reference.fp8.quantize(matrices, inverse, **keywords)
+            keywords["from_end"] = self.from_end
+            values, transposed, scale, _ = cuda.quantize.quantize(matrices, largest, **keywords)
+        else:
+            values, transposed, scale = reference.fp8.quantize(matrices, largest, **keywords)
+        return values, transposed, scale if self.returns_scale else None
 
 
 def _product_reasons(

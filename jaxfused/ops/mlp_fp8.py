@@ -113,8 +113,7 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
     )
     dzs = fp8.copies(run, gradient.dz, dtype=fp8.GRADIENT, largest=gradient.largest)
     if hs.transposed is None:
-        # Of the same scale as in the forward.
-        hs = fp8.copies(run, z, activation=options.activation, scale=hs.scale, straight=False)
+        hs = _hidden(run, options, z, hs.largest, straight=False)
     return (
         fp8.input_gradient(run, "mlp", dzs, w1s, x_dtype),
         fp8.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
@@ -156,15 +155,16 @@ def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> list[jax.Arra
     halves = jnp.split(ws.transposed, 2)
     results = []
     for half, bias in zip(halves, biases, strict=True):
-        w = fp8.Copies(None, half, ws.scale)
+        w = ws._replace(transposed=half)
         keywords: dict[str, Any] = dict(narrow_dtype=options.dtypes[0], saves=True)
         _, z, _ = fp8.layer(run, "gated_mlp gated unit", xs, w, bias, **keywords)
         results.append(z)
     return results
 
 
-def _gated_hidden(run: Runner, options: Options, gate, up, scale=None, **wanted) -> fp8.Copies:
-    largest = None if scale is not None else fp8.hidden_magnitude(options.activation, gate, up)
+def _gated_hidden(run: Runner, options: Options, gate, up, largest=None, **wanted) -> fp8.Copies:
+    if largest is None:
+        largest = fp8.hidden_magnitude(options.activation, gate, up)
     return fp8.copies(
         run,
         gate,
@@ -172,7 +172,6 @@ def _gated_hidden(run: Runner, options: Options, gate, up, scale=None, **wanted)
         activation=options.activation,
         gated=True,
         largest=largest,
-        scale=scale,
         **wanted,
     )
 
@@ -212,7 +211,7 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
     both = (gradient.dz, gradient.dup)
     dzs = fp8.copies(run, *both, dtype=fp8.GRADIENT, largest=gradient.largest)
     if hs.transposed is None:
-        hs = _gated_hidden(run, options, gate, up, scale=hs.scale, straight=False)
+        hs = _gated_hidden(run, options, gate, up, hs.largest, straight=False)
     dw = fp8.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
     dw_gate, dw_up = jnp.split(dw, 2, axis=1)
     return (

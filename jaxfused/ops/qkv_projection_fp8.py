@@ -50,7 +50,7 @@ def _products(run: Runner, options: Options, xs, ws, biases):
     results = []
     dtype = options.x_dtype
     for transposed, bias in zip(jnp.split(ws.transposed, options.ends), biases, strict=True):
-        w = fp8.Copies(None, transposed, ws.scale)
+        w = ws._replace(transposed=transposed)
         y, _, _ = fp8.layer(run, _OP, xs, w, bias, out_dtype=dtype, narrow_dtype=dtype)
         results.append(y)
     return tuple(results)

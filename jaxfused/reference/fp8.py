@@ -39,15 +39,15 @@ def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
 
 def quantize(
     matrices: Sequence[jax.Array],
-    inverse: jax.Array,
+    largest: jax.Array,
     *,
     dtype: Any,
     activation: str | None,
     gated: bool,
     straight: bool,
     transposes: bool,
-) -> tuple[jax.Array | None, jax.Array | None]:
-    """(values [M, N], values^T [N, M]) in float8 of matrices [M, N_i], as `cuda.quantize` has them."""
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """(values [M, N], values^T [N, M], scale [1]) of matrices [M, N_i], as `cuda.quantize` has them."""
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     if gated:
         values = activate(activation, parts[0]) * parts[1]
@@ -56,8 +56,10 @@ def quantize(
     limit = FORMATS[jnp.dtype(dtype).name].largest
     # A conversion alone makes NaN or Inf of what is too large. The barrier keeps the rounding, which
     # XLA may leave out where the values are widened again.
-    values = lax.optimization_barrier(jnp.clip(values * inverse[0], -limit, limit).astype(dtype))
-    return values if straight else None, values.T if transposes else None
+    scale = scale_for(largest_magnitude(largest), dtype)
+    units = values * (1.0 / scale)
+    values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
+    return values if straight else None, values.T if transposes else None, scale[None]
 
 
 def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
