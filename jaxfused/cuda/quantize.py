@@ -10,7 +10,7 @@ from jaxfused.cuda import library
 
 GRAIN = 16
 """What rows and columns must be multiples of: rows of a result then begin at multiples of 16 bytes."""
-_TILE = (128, 64)
+_TILE_ROWS = 128
 _MOST_COLUMNS = 64 * 65535
 
 
@@ -45,10 +45,10 @@ def quantize(
     gated: bool,
     straight: bool,
     transposes: bool,
+    sums: bool,
     from_end: bool = False,
-    maximises: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None]:
-    """(values [M, N], values^T [N, M], scale [1], magnitudes); None for what is not wanted.
+    """(values [M, N], values^T [N, M], scale [1], sums [N]); None for what is not wanted.
 
     Args:
       matrices: up to three [M, N_i], which lie side by side in the results; or with `gated` two [M, N],
@@ -59,20 +59,20 @@ def quantize(
       gated: as above.
       straight: whether the values as they lie are wanted.
       transposes: whether their transpose is.
+      sums: whether the matrices' sums over their rows are wanted, in float32.
       from_end: whether the last rows come first, which the cache may still hold.
-      maximises: whether the largest magnitudes of parts of the values are wanted.
     """
     library.register()
     rows = matrices[0].shape[0]
     columns = matrices[0].shape[1] if gated else sum(matrix.shape[1] for matrix in matrices)
-    blocks = -(-rows // _TILE[0]) * -(-columns // _TILE[1])
+    blocks = -(-rows // _TILE_ROWS)
     types = (
         jax.ShapeDtypeStruct((rows, columns) if straight else (0,), dtype),
         jax.ShapeDtypeStruct((columns, rows) if transposes else (0,), dtype),
         jax.ShapeDtypeStruct((1,), jnp.float32),
-        jax.ShapeDtypeStruct((blocks,) if maximises else (0,), jnp.float32),
+        jax.ShapeDtypeStruct((blocks, columns) if sums else (0,), jnp.float32),
     )
-    values, transposed, scale, maxima = jax.ffi.ffi_call("jaxfused_quantize", types)(
+    values, transposed, scale, parts = jax.ffi.ffi_call("jaxfused_quantize", types)(
         *_three(matrices),
         largest,
         activation=activation or "none",
@@ -83,7 +83,7 @@ def quantize(
         values if straight else None,
         transposed if transposes else None,
         scale,
-        maxima if maximises else None,
+        jnp.sum(parts, axis=0) if sums else None,
     )
 
 

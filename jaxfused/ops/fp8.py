@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
-from jaxfused.semantics.activation import activate
 from pallas_kernels.product import cost
 from pallas_kernels.product import fp8 as pallas_fp8
 
@@ -61,6 +60,8 @@ class Copies(NamedTuple):
     """A scalar."""
     largest: jax.Array
     """[P]: magnitudes, the largest of which the scale is made of."""
+    sums: Any = None
+    """[N], float32, over all rows of the matrix before it was quantised; or None."""
 
 
 def copies(
@@ -71,6 +72,7 @@ def copies(
     gated: bool = False,
     straight: bool = True,
     transposes: bool = True,
+    sums: bool = False,
     largest: jax.Array | None = None,
 ) -> Copies:
     """Matrices [..., N_i] in float8, side by side and with one scale.
@@ -81,6 +83,7 @@ def copies(
       gated: there are two, and the activation of the first is multiplied by the second.
       straight: whether the values as they lie are wanted.
       transposes: whether the transposed ones are.
+      sums: whether the matrices' sums over their rows are, as gradients of biases.
       largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
         needed with an activation.
     """
@@ -98,13 +101,13 @@ def copies(
     names = tuple(sorted(sharding.varying(largest)))
     largest = jax.lax.pmax(largest, names) if names else largest
     stage = _Quantize(
-        dtype, activation, gated, straight, transposes, len(matrices), in_one_piece, from_end
+        dtype, activation, gated, straight, transposes, sums, len(matrices), in_one_piece, from_end
     )
-    values, transposed, scale = run(stage, *padded, largest)
+    values, transposed, scale, total = run(stage, *padded, largest)
     if scale is None:
         found = reference.fp8.largest_magnitude(largest)
         scale = reference.fp8.scale_for(found, dtype)
-    return Copies(values, transposed, scale.reshape(()), largest)
+    return Copies(values, transposed, scale.reshape(()), largest, total)
 
 
 def layer(
@@ -119,35 +122,39 @@ def layer(
     out_dtype: Any = None,
     narrow_dtype: Any,
     saves: bool = False,
-    maximised: str | None = None,
+    maximised: pallas_fp8.Maximised | None = None,
 ) -> Any:
-    """(activation(z) + residual, z, largest magnitude) of z = x @ w + bias, of w's transposed copy.
+    """(activation(z) + residual, z, maxima of rows) of z = x @ w + bias, of w's transposed copy.
 
     The arguments are those of `pallas_kernels.product.fp8.layer`.
-
-    Args:
-      maximised: as in `pallas_kernels.product.fp8.layer`; the third result is [1], or None.
     """
-    # Devices that share the rows would add their maxima up; the hidden layer is then read once more.
+    # Devices that share the columns would add their maxima up; z is then read once more.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     stage = _Layer(op, activation, out_dtype, narrow_dtype, saves, observed)
     columns = w.transposed.shape[0]
     y, z, maxima = run(stage, x.values, w.transposed, _of_columns(x, w, columns), bias, residual)
-    largest = None
-    if maxima is not None:
-        largest = reference.fp8.largest_magnitude(maxima)[None]
-    elif maximised is not None:
-        largest = hidden_magnitude(None if maximised == "none" else maximised, z)
-    return y, z, largest
+    if maximised is not None and maxima is None:
+        maxima = z if maximised == "value" else jnp.abs(z)
+    return y, z, maxima
 
 
-def hidden_magnitude(
-    activation: str | None, z: jax.Array, up: jax.Array | None = None
-) -> jax.Array:
-    """The largest magnitude of a hidden layer, which is nowhere written."""
-    h = activate(activation, z.astype(jnp.float32))
-    h = h if up is None else h * up.astype(jnp.float32)
-    return reference.fp8.largest_magnitude(h)[None]
+def hidden_magnitude(activation: str | None, maxima: jax.Array, up: Any = None) -> jax.Array:
+    """[1], a bound of the magnitudes of a hidden layer, which is nowhere written.
+
+    Args:
+      activation: of the hidden layer.
+      maxima: of the values that the activation reads; without one, of their magnitudes.
+      up: of the magnitudes by which it is multiplied, where it is.
+    """
+    largest = reference.fp8.largest_activation(activation, maxima.astype(jnp.float32))
+    if up is not None:
+        largest = largest * reference.fp8.largest_magnitude(up)
+    return largest[None]
+
+
+def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
+    """Which maxima `hidden_magnitude` wants."""
+    return "magnitude" if activation is None else "value"
 
 
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
@@ -169,9 +176,8 @@ class HiddenGradient(NamedTuple):
 
     dz: jax.Array
     dup: Any
-    bias_sum: Any
-    up_bias_sum: Any
     largest: jax.Array
+    """[1], of the magnitudes of both."""
 
 
 def hidden_gradient(
@@ -183,17 +189,15 @@ def hidden_gradient(
     up: jax.Array | None,
     *,
     activation: str | None,
-    sum_rows: tuple[bool, bool],
 ) -> HiddenGradient:
     """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
-    stage = _HiddenGradient(op, activation, sum_rows, observes)
+    stage = _HiddenGradient(op, activation, observes)
     scale = _of_columns(dy, w, w.values.shape[0])
-    results = run(stage, dy.values, w.values, scale, z, up)
-    dz, dup, bias_sum, up_bias_sum, max_dz, max_dup = results
+    dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, scale, z, up)
     largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
     found = reference.fp8.largest_magnitude(*largest)[None]
-    return HiddenGradient(dz, dup, bias_sum, up_bias_sum, found)
+    return HiddenGradient(dz, dup, found)
 
 
 def _of_columns(a: Copies, b: Copies, columns: int) -> jax.Array:
@@ -247,13 +251,14 @@ class _Largest(_OneByOne):
 
 @dataclass(frozen=True)
 class _Quantize(_OneByOne):
-    """(values [M, N], values^T [N, M], scale [1]) of matrices [M, N_i] and magnitudes [P]."""
+    """(values [M, N], values^T [N, M], scale [1], sums [N]) of matrices [M, N_i], magnitudes [P]."""
 
     dtype: Any
     activation: str | None
     gated: bool
     straight: bool
     transposes: bool
+    sums: bool
     matrices: int
     returns_scale: bool
     """Devices that share the matrices would add the scale up."""
@@ -275,6 +280,7 @@ class _Quantize(_OneByOne):
                 ROWS + columns if self.straight else None,
                 columns + ROWS if self.transposes else None,
                 "s" if self.returns_scale else None,
+                columns if self.sums else None,
             ),
             whole="degcps" if apart else "ps",
         )
@@ -299,13 +305,15 @@ class _Quantize(_OneByOne):
             gated=self.gated,
             straight=self.straight,
             transposes=self.transposes,
+            sums=self.sums,
         )
         if implementation == "cuda":
             keywords["from_end"] = self.from_end
-            values, transposed, scale, _ = cuda.quantize.quantize(matrices, largest, **keywords)
+            results = cuda.quantize.quantize(matrices, largest, **keywords)
         else:
-            values, transposed, scale = reference.fp8.quantize(matrices, largest, **keywords)
-        return values, transposed, scale if self.returns_scale else None
+            results = reference.fp8.quantize(matrices, largest, **keywords)
+        values, transposed, scale, sums = results
+        return values, transposed, scale if self.returns_scale else None, sums
 
 
 def _product_reasons(
@@ -329,14 +337,14 @@ def _bytes(*dtypes: Any) -> int:
 
 @dataclass(frozen=True)
 class _Layer(_OneByOne):
-    """(activation(z) + residual, z, largest magnitudes) of x [M, K], w [N, K] and scale [N]."""
+    """(activation(z) + residual, z, maxima [M]) of x [M, K], w [N, K] and scale [N]."""
 
     op: str
     activation: str | None
     out_dtype: Any
     narrow_dtype: Any
     saves: bool
-    maximised: str | None
+    maximised: pallas_fp8.Maximised | None
 
     @property
     def name(self) -> str:
@@ -350,7 +358,7 @@ class _Layer(_OneByOne):
             (
                 None if self.out_dtype is None else rows,
                 rows if self.saves else None,
-                None if self.maximised is None else "n",
+                None if self.maximised is None else ROWS,
             ),
             whole="k",
         )
@@ -371,7 +379,7 @@ class _Layer(_OneByOne):
             w,
             read_bytes=0 if residual is None else residual.dtype.itemsize,
             written_bytes=_bytes(self.out_dtype, self.narrow_dtype if self.saves else None),
-            activations=sum(a not in (None, "none") for a in (self.activation, self.maximised)),
+            activations=int(self.activation is not None),
         )
 
     def configs(self, implementation, device, x, w, scale, bias, residual) -> Sequence[Hashable]:
@@ -407,11 +415,10 @@ class _Layer(_OneByOne):
 
 @dataclass(frozen=True)
 class _HiddenGradient(_OneByOne):
-    """(dz, dup, their sums, their maxima) of dy [M, K], w [N, K], scale [N], z and up [M, N]."""
+    """(dz, dup, maxima [M] of both) of dy [M, K], w [N, K], scale [N], z and up [M, N]."""
 
     op: str
     activation: str | None
-    sum_rows: tuple[bool, bool]
     maximises: bool
 
     @property
@@ -421,16 +428,13 @@ class _HiddenGradient(_OneByOne):
     def axes(self, dy, w, scale, z, up) -> Axes:
         del dy, w, scale, z
         rows, gated = ROWS + "n", up is not None
-        sums, up_sums = self.sum_rows
         return Axes(
             (ROWS + "k", "nk", "n", rows, rows),
             (
                 rows,
                 rows if gated else None,
-                "n" if sums else None,
-                "n" if up_sums and gated else None,
-                "n" if self.maximises else None,
-                "n" if self.maximises and gated else None,
+                ROWS if self.maximises else None,
+                ROWS if self.maximises and gated else None,
             ),
             whole="k",
         )
@@ -450,17 +454,15 @@ class _HiddenGradient(_OneByOne):
         del scale
         if implementation != "pallas":
             return ()
-        return pallas_fp8.candidates(self.work(dy, w, z, up), device.multiprocessors)
+        return pallas_fp8.hidden_candidates(self.work(dy, w, z, up), device.multiprocessors)
 
     def run(self, implementation, device, dy, w, scale, z, up, config=None) -> Results:
-        keywords: dict[str, Any] = dict(
-            activation=self.activation, sum_rows=self.sum_rows, maximise=self.maximises
-        )
+        keywords: dict[str, Any] = dict(activation=self.activation, maximise=self.maximises)
         if implementation == "xla":
             return reference.fp8.hidden_gradient(dy, w, scale, z, up, **keywords)
         if config is None:
             work = self.work(dy, w, z, up)
-            config = pallas_fp8.candidates(work, device.multiprocessors)[0]
+            config = pallas_fp8.hidden_candidates(work, device.multiprocessors)[0]
         return pallas_fp8.hidden_gradient(
             dy,
             w,

@@ -274,17 +274,14 @@ def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual):
 
 def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy):
     bias = saved.bias
-    if saved.preactivation is None:
-        dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
-    else:
-        gradient = ActivationGradient(str(options.activation), bias is not None)
-        dz, sums = run(gradient, dy, saved.preactivation)
-        dbias = None if bias is None else sums.astype(bias.dtype)
-    dzs = fp8.copies(run, dz, dtype=fp8.GRADIENT)
+    dz = dy
+    if saved.preactivation is not None:
+        dz, _ = run(ActivationGradient(str(options.activation), False), dy, saved.preactivation)
+    dzs = fp8.copies(run, dz, dtype=fp8.GRADIENT, sums=bias is not None)
     return (
         fp8.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
         fp8.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
-        dbias,
+        None if bias is None else dzs.sums.astype(bias.dtype),
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
     )
 

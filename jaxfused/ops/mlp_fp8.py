@@ -1,8 +1,8 @@
 """mlp and gated_mlp in float8: their gradient.
 
-A layer's product writes what its activation is of, and finds the largest magnitude of the activation
-on the way. The pass that then quantises the hidden layer evaluates the activation again, so that the
-hidden layer itself is nowhere written.
+The first product writes what the activation is of and finds the largest of it on the way, of which a
+bound of the activation's magnitude follows. The pass that quantises the hidden layer evaluates the
+activation, so that the hidden layer itself is nowhere written.
 """
 
 import functools
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxfused.ops import fp8
 from jaxfused.ops.kernel_call import Runner
-from jaxfused.ops.linear import sum_rows
 from jaxfused.semantics.checkpoint_names import named
 
 
@@ -27,10 +26,6 @@ class Options:
     out_dtype: Any
     dtypes: tuple[Any, ...]
     """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
-
-    @property
-    def maximised(self) -> str:
-        return self.activation or "none"
 
 
 class _MlpResiduals(NamedTuple):
@@ -55,11 +50,17 @@ def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
 
 
 def _first_layer(run: Runner, options: Options, xs, w1s, b1):
-    keywords: dict[str, Any] = dict(narrow_dtype=options.dtypes[0], saves=True)
-    _, z, largest = fp8.layer(
-        run, "mlp first layer", xs, w1s, b1, maximised=options.maximised, **keywords
+    _, z, maxima = fp8.layer(
+        run,
+        "mlp first layer",
+        xs,
+        w1s,
+        b1,
+        narrow_dtype=options.dtypes[0],
+        saves=True,
+        maximised=fp8.maximised_of(options.activation),
     )
-    return z, largest
+    return z, fp8.hidden_magnitude(options.activation, maxima)
 
 
 def _hidden(run: Runner, options: Options, z, largest, **wanted) -> fp8.Copies:
@@ -98,7 +99,7 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
 def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
     xs, w1s, b1, w2s, b2, hs, z = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT)
+    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT, sums=b2 is not None)
     if z is None:
         _, z, _ = fp8.layer(run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True)
     gradient = fp8.hidden_gradient(
@@ -109,17 +110,18 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
         z,
         None,
         activation=options.activation,
-        sum_rows=(b1 is not None, False),
     )
-    dzs = fp8.copies(run, gradient.dz, dtype=fp8.GRADIENT, largest=gradient.largest)
+    dzs = fp8.copies(
+        run, gradient.dz, dtype=fp8.GRADIENT, sums=b1 is not None, largest=gradient.largest
+    )
     if hs.transposed is None:
         hs = _hidden(run, options, z, hs.largest, straight=False)
     return (
         fp8.input_gradient(run, "mlp", dzs, w1s, x_dtype),
         fp8.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
-        None if b1 is None else gradient.bias_sum.astype(b1.dtype),
+        None if b1 is None else dzs.sums.astype(b1.dtype),
         fp8.weight_gradient(run, "mlp last layer", hs, dys, w2_dtype),
-        None if b2 is None else sum_rows(dy, b2.dtype),
+        None if b2 is None else dys.sums.astype(b2.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
     )
 
@@ -145,35 +147,35 @@ def gated_mlp(
     """`jaxfused.gated_mlp` in float8, of weights apart."""
     xs = fp8.copies(run, x, transposes=False)
     ws = fp8.copies(run, w_gate, w_up, straight=False)
-    gate, up = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
-    hs = _gated_hidden(run, options, gate, up, transposes=False)
+    gate, up, largest = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
+    hs = _gated_hidden(run, options, gate, up, largest, transposes=False)
     w_downs = fp8.copies(run, w_down, straight=False)
     return _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
 
 
-def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> list[jax.Array]:
-    halves = jnp.split(ws.transposed, 2)
-    results = []
-    for half, bias in zip(halves, biases, strict=True):
-        w = ws._replace(transposed=half)
-        keywords: dict[str, Any] = dict(narrow_dtype=options.dtypes[0], saves=True)
-        _, z, _ = fp8.layer(run, "gated_mlp gated unit", xs, w, bias, **keywords)
-        results.append(z)
-    return results
-
-
-def _gated_hidden(run: Runner, options: Options, gate, up, largest=None, **wanted) -> fp8.Copies:
-    if largest is None:
-        largest = fp8.hidden_magnitude(options.activation, gate, up)
-    return fp8.copies(
-        run,
-        gate,
-        up,
-        activation=options.activation,
-        gated=True,
-        largest=largest,
-        **wanted,
+def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, Any, jax.Array]:
+    """(gate, up, a bound of the hidden layer's magnitudes)."""
+    of_gate = fp8.maximised_of(options.activation)
+    halves = zip(jnp.split(ws.transposed, 2), biases, (of_gate, "magnitude"), strict=True)
+    (gate, gate_maxima), (up, up_maxima) = (
+        fp8.layer(
+            run,
+            "gated_mlp gated unit",
+            xs,
+            ws._replace(transposed=half),
+            bias,
+            narrow_dtype=options.dtypes[0],
+            saves=True,
+            maximised=maximised,
+        )[1:]
+        for half, bias, maximised in halves
     )
+    return gate, up, fp8.hidden_magnitude(options.activation, gate_maxima, up_maxima)
+
+
+def _gated_hidden(run: Runner, options: Options, gate, up, largest, **wanted) -> fp8.Copies:
+    keywords: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
+    return fp8.copies(run, gate, up, **keywords, **wanted)
 
 
 def _gated_mlp_fwd(
@@ -181,8 +183,9 @@ def _gated_mlp_fwd(
 ):
     xs, ws, w_downs = fp8.copies(run, x), fp8.copies(run, w_gate, w_up), fp8.copies(run, w_down)
     biases = (b_gate, b_up)
-    gate, up = named(_gate_and_up(run, options, xs, ws, biases), "gated_mlp", "preactivation")
-    hs = _gated_hidden(run, options, gate, up, transposes=options.save == "hidden")
+    gate, up, largest = _gate_and_up(run, options, xs, ws, biases)
+    gate, up = named((gate, up), "gated_mlp", "preactivation")
+    hs = _gated_hidden(run, options, gate, up, largest, transposes=options.save == "hidden")
     y = _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
     hs, w_downs = hs._replace(values=None), w_downs._replace(transposed=None)
     if options.save == "inputs":
@@ -195,9 +198,9 @@ def _gated_mlp_fwd(
 def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
     xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up) = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT)
+    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT, sums=b_down is not None)
     if gate is None:
-        gate, up = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
+        gate, up, _ = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
     gradient = fp8.hidden_gradient(
         run,
         "gated_mlp",
@@ -206,10 +209,15 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
         gate,
         up,
         activation=options.activation,
-        sum_rows=(b_gate is not None, b_up is not None),
     )
-    both = (gradient.dz, gradient.dup)
-    dzs = fp8.copies(run, *both, dtype=fp8.GRADIENT, largest=gradient.largest)
+    dzs = fp8.copies(
+        run,
+        gradient.dz,
+        gradient.dup,
+        dtype=fp8.GRADIENT,
+        sums=b_gate is not None or b_up is not None,
+        largest=gradient.largest,
+    )
     if hs.transposed is None:
         hs = _gated_hidden(run, options, gate, up, hs.largest, straight=False)
     dw = fp8.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
@@ -217,11 +225,11 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
     return (
         fp8.input_gradient(run, "gated_mlp", dzs, ws, x_dtype),
         dw_gate,
-        None if b_gate is None else gradient.bias_sum.astype(b_gate.dtype),
+        None if b_gate is None else jnp.split(dzs.sums, 2)[0].astype(b_gate.dtype),
         dw_up,
-        None if b_up is None else gradient.up_bias_sum.astype(b_up.dtype),
+        None if b_up is None else jnp.split(dzs.sums, 2)[1].astype(b_up.dtype),
         fp8.weight_gradient(run, "gated_mlp last layer", hs, dys, w2_dtype),
-        None if b_down is None else sum_rows(dy, b_down.dtype),
+        None if b_down is None else dys.sums.astype(b_down.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
     )
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jaxfused.ops import fp8
 from jaxfused.ops.kernel_call import Runner
-from jaxfused.ops.linear import sum_rows
 from jaxfused.semantics.checkpoint_names import named
 
 _OP = "qkv_projection"
@@ -64,12 +63,14 @@ def _projections_fwd(run: Runner, options: Options, x, weights, biases):
 
 def _projections_bwd(run: Runner, options: Options, saved, dys):
     xs, ws, biases = saved
-    gradients = fp8.copies(run, *dys, dtype=fp8.GRADIENT)
+    sums = any(bias is not None for bias in biases)
+    gradients = fp8.copies(run, *dys, dtype=fp8.GRADIENT, sums=sums)
     dw = fp8.weight_gradient(run, _OP, xs, gradients, options.w_dtype)
     dweights = [dw] if options.in_one else jnp.split(dw, options.ends, axis=1)
+    dbiases = jnp.split(gradients.sums, options.ends) if sums else biases
     dbiases = [
-        None if bias is None else sum_rows(dy, bias.dtype)
-        for dy, bias in zip(dys, biases, strict=True)
+        None if bias is None else db.astype(bias.dtype)
+        for db, bias in zip(dbiases, biases, strict=True)
     ]
     dx = fp8.input_gradient(run, _OP, gradients, ws, options.x_dtype)
     return dx, tuple(dweights), tuple(dbiases)

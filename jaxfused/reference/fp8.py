@@ -46,8 +46,9 @@ def quantize(
     gated: bool,
     straight: bool,
     transposes: bool,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """(values [M, N], values^T [N, M], scale [1]) of matrices [M, N_i], as `cuda.quantize` has them."""
+    sums: bool,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None]:
+    """(values [M, N], values^T [N, M], scale [1], sums [N]), as `cuda.quantize` has them."""
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
     if gated:
         values = activate(activation, parts[0]) * parts[1]
@@ -59,7 +60,8 @@ def quantize(
     scale = scale_for(largest_magnitude(largest), dtype)
     units = values * (1.0 / scale)
     values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
-    return values if straight else None, values.T if transposes else None, scale[None]
+    total = jnp.sum(jnp.concatenate(parts, axis=-1), axis=0) if sums else None
+    return values if straight else None, values.T if transposes else None, scale[None], total
 
 
 def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -83,7 +85,7 @@ def layer(
     saves: bool,
     maximised: str | None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(activation(z) + residual, z, largest magnitudes) of z = scale * x @ w^T + bias.
+    """(activation(z) + residual, z, maxima of rows) of z = scale * x @ w^T + bias.
 
     The arguments are those of `pallas_kernels.product.fp8.layer`.
     """
@@ -96,15 +98,30 @@ def layer(
         y = y if residual is None else y + residual.astype(jnp.float32)
         y = y.astype(out_dtype)
     if maximised is not None:
-        function = None if maximised == "none" else maximised
-        h = jnp.abs(activate(function, narrow.astype(jnp.float32)))
-        maxima = _column_maxima(h)
+        wide = narrow.astype(jnp.float32)
+        maxima = _row_maxima(wide if maximised == "value" else jnp.abs(wide))
     return y, narrow if saves else None, maxima
 
 
-def _column_maxima(magnitudes: jax.Array) -> jax.Array:
-    largest = jnp.max(magnitudes, axis=0, initial=0.0)
-    return jnp.where(jnp.any(jnp.isnan(magnitudes), axis=0), jnp.nan, largest)
+def _row_maxima(values: jax.Array) -> jax.Array:
+    largest = jnp.max(values, axis=1, initial=-jnp.inf)
+    # On a CPU XLA's largest number of an array may leave NaN out (jax 0.11.2).
+    return jnp.where(jnp.any(jnp.isnan(values), axis=1), jnp.nan, largest)
+
+
+def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
+    """A bound of an activation's magnitude, of the largest values that it reads; NaN of NaN.
+
+    It is the magnitude itself wherever some value is larger than a few tenths. Below 0 the activations
+    have a minimum of their own. Without one, the maxima are magnitudes.
+    """
+    largest = jnp.max(maxima, initial=0.0)
+    largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)
+    return jnp.maximum(activate(activation, largest), _LEAST.get(str(activation), 0.0))
+
+
+_LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "silu": 0.2785}
+"""The magnitudes of the activations' minima, rounded up."""
 
 
 def hidden_gradient(
@@ -115,10 +132,9 @@ def hidden_gradient(
     up: jax.Array | None,
     *,
     activation: str | None,
-    sum_rows: Sequence[bool],
     maximise: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """(dz, dup, their sums over the rows, their largest magnitudes), each None unless it is wanted.
+    """(dz, dup, the largest magnitudes of their rows), each None unless it is wanted.
 
     The arguments are those of `pallas_kernels.product.fp8.hidden_gradient`.
     """
@@ -130,15 +146,11 @@ def hidden_gradient(
     else:
         gradients = [dh * up.astype(jnp.float32) * slope, dh * h]
     rounded = [gradient.astype(z.dtype) for gradient in gradients]
-    total = [
-        jnp.sum(gradient, axis=0, dtype=jnp.float32) if wanted else None
-        for gradient, wanted in zip(rounded, sum_rows, strict=False)
-    ]
     maxima: list[jax.Array | None] = [None] * len(rounded)
     if maximise:
-        maxima = [_column_maxima(jnp.abs(gradient.astype(jnp.float32))) for gradient in rounded]
+        maxima = [_row_maxima(jnp.abs(gradient.astype(jnp.float32))) for gradient in rounded]
     absent = [None] * (2 - len(rounded))
-    return (*rounded, *absent, *total, *absent, *maxima, *absent)
+    return (*rounded, *absent, *maxima, *absent)
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, scale: jax.Array, *, out_dtype: Any) -> jax.Array:

@@ -27,7 +27,7 @@ from pallas_kernels.store import store_unoptimized
 Function = Callable[..., Mapping[str, jax.Array]]
 BeforeRounding = Callable[..., tuple[jax.Array, ...]]
 Maximised = Callable[[jax.Array], jax.Array]
-"""What a largest magnitude is taken of: a function of float32 values, as an output has rounded them."""
+"""What is the larger, the larger the float32 that it is rounded from."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Epilogue:
     column_sums: tuple[str, ...]
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """The dtypes of vectors with a number for each row."""
-    column_maxima: Mapping[str, Maximised] = MappingProxyType({})
-    """What the largest magnitudes in the columns of an output are of."""
+    row_maxima: Mapping[str, Maximised] = MappingProxyType({})
+    """Of which function of an output's values the largest in each row of a tile is wanted."""
 
     @property
     def config(self) -> MatmulConfig:
@@ -67,6 +67,12 @@ class Epilogue:
         down, across = self.product.tile_grid
         height = self.config.cta_tile_m * self.config.cluster
         return down * (height // self.config.tile_m), across * self.product.part_n
+
+    @property
+    def maxima_shape(self) -> tuple[int, int]:
+        """Maxima of rows: of a tile, a row for the columns that it has."""
+        down, across = self.product.tile_grid
+        return across, down * self.config.cta_tile_m * self.config.cluster
 
     def scratch(self) -> dict[str, Any]:
         c = self.config
@@ -103,7 +109,7 @@ class Epilogue:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA takes."""
-        reduces = bool(self.column_sums or self.column_maxima)
+        reduces = bool(self.column_sums or self.row_maxima)
         return self.product.shared_bytes(self.scratch(), sums=reduces)
 
     def _stream(self, dtype: Any, slots: int) -> Any:
@@ -127,7 +133,7 @@ class _Refs:
         self.matrices = {name: next(remaining) for name in epilogue.matrices}
         self.outputs = {name: next(remaining) for name in epilogue.outputs}
         self.sums = {name: next(remaining) for name in epilogue.column_sums}
-        self.maxima = {name: next(remaining) for name in epilogue.column_maxima}
+        self.maxima = {name: next(remaining) for name in epilogue.row_maxima}
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,7 @@ class _EpilogueOfTile:
             ]
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
+        maxima: dict[str, jax.Array] = {}
         for chunk in range(epilogue.chunks):
             vectors = {}
             if narrow is not None:
@@ -186,7 +193,12 @@ class _EpilogueOfTile:
                 tiles, vectors = self._products(acc, chunk), self._vectors(chunk)
             matrices = self._load_matrices(chunk)
             results = epilogue.function(*tiles, **vectors, **matrices)
+            for name, maximised in epilogue.row_maxima.items():
+                largest = jnp.max(maximised(results[name]), axis=1)
+                found = maxima.get(name)
+                maxima[name] = largest if found is None else jnp.maximum(found, largest)
             self._store(chunk, {n: results[n].astype(d) for n, d in epilogue.outputs.items()})
+        self._store_maxima(maxima)
 
     def _rounded_tiles(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
         assert self.epilogue.before_rounding is not None
@@ -279,12 +291,11 @@ class _EpilogueOfTile:
             destination = self._block(self.gmem.outputs[name], chunk)
             plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
-        for name in results:
-            if name in epilogue.column_sums or name in epilogue.column_maxima:
-                self._reduce_columns(name, chunk, places[name][0])
+        for name in epilogue.column_sums:
+            self._store_sum(name, chunk, places[name][0])
 
-    def _reduce_columns(self, name: str, chunk: int, tile) -> None:
-        """Sums the columns of a tile in shared memory, or finds their maxima, each within a warp.
+    def _store_sum(self, name: str, chunk: int, tile) -> None:
+        """Sums the columns of a tile in shared memory, each within a warp.
 
         In the layout of the accumulators a column is spread over the warps, and sums across warps
         share their memory among all warpgroups of a CTA.
@@ -292,21 +303,17 @@ class _EpilogueOfTile:
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
         values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
-        counts = None
         if epilogue.sums_shape[0] * c.tile_m != epilogue.product.m:
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            counts = row < epilogue.product.m - self.place.m_start
-        tile_idx = lax.div(self.place.m_start, jnp.int32(c.tile_m))
+            values = jnp.where(row < epilogue.product.m - self.place.m_start, values, 0.0)
+        partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
+        store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
 
-        def store(gmem, reduce, values):
-            values = values if counts is None else jnp.where(counts, values, 0.0)
-            store_unoptimized(gmem[name].at[tile_idx, self._columns(chunk)], reduce(values, axis=0))
-
-        if name in epilogue.column_sums:
-            store(self.gmem.sums, jnp.sum, values)
-        if name in epilogue.column_maxima:
-            maximised = epilogue.column_maxima[name](values)
-            store(self.gmem.maxima, jnp.max, jnp.abs(maximised))
+    def _store_maxima(self, maxima: Mapping[str, jax.Array]) -> None:
+        """Writes the largest of each row of the tile, which a warp has."""
+        rows = pl.ds(self.place.m_start, self.epilogue.config.tile_m)
+        for name, largest in maxima.items():
+            store_unoptimized(self.gmem.maxima[name].at[self.place.n_idx, rows], largest)
 
 
 def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:

@@ -4,8 +4,8 @@ Each matrix has one scale, and the sums run along the last axis of both operands
 matrix writes it transposed too, where a gradient sums over its other axis.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pallas_kernels.product.cost import Work
 from pallas_kernels.product.mainloop import MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 
+Maximised = Literal["value", "magnitude"]
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -74,14 +75,25 @@ def work(
 
 def candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Configs for a layer or its input's gradient, predicted fastest first."""
-    return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
+    configs = fitting(work, multiprocessors, spare_bytes=_SPARE_BYTES)
+    return [config for config in configs if isinstance(config, MatmulConfig)]
+
+
+_SPARE_BYTES = 4096
+"""Of shared memory, for a second vector of float32 and for maxima."""
+
+
+def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for the gradient of a hidden layer, whose derivative takes registers."""
+    configs = candidates(work, multiprocessors)
+    return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
 
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Configs for the gradient of weights, whose sums take registers twice, predicted fastest first."""
     configs = [
         MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
-        for tile_n, stages in ((192, 4), (128, 4), (192, 3), (128, 3), (64, 4))
+        for tile_n, stages in ((192, 4), (128, 4), (64, 4), (128, 6), (64, 8))
     ]
     return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
 
@@ -97,11 +109,11 @@ def layer(
     out_dtype: Any,
     narrow_dtype: Any,
     saves: bool,
-    maximised: str | None,
+    maximised: Maximised | None,
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(activation(z) + residual, z, largest magnitudes) of z = scale * x @ w^T + bias [M, N].
+    """(activation(z) + residual, z, maxima [M]) of z = scale * x @ w^T + bias [M, N].
 
     Args:
       x: [M, K].
@@ -113,8 +125,8 @@ def layer(
       out_dtype: of the first result; None for none.
       narrow_dtype: of the second, and what an activation reads is rounded to it.
       saves: whether the second is wanted.
-      maximised: of what the largest magnitude in each column is wanted: an activation of the second
-        result, "none" for that result itself, or None.
+      maximised: whether the largest "value" or the largest "magnitude" in each row of the second result
+        is wanted, or None.
     """
 
     def epilogue(z, *, scale, bias=None, residual=None):
@@ -128,10 +140,9 @@ def layer(
         return results
 
     outputs = {"y": out_dtype, "z": narrow_dtype if saves else None}
-    maxima = {}
-    if maximised is not None:
-        function = None if maximised == "none" else maximised
-        maxima["z"] = lambda z: activate(function, z, narrow_dtype)
+    functions: dict[str | None, Callable[[jax.Array], jax.Array] | None]
+    functions = {None: None, "value": lambda z: z, "magnitude": jnp.abs}
+    function = functions[maximised]
     results = matmul(
         x,
         [w],
@@ -139,7 +150,7 @@ def layer(
         vectors={"scale": scale, "bias": bias},
         matrices={"residual": residual},
         outputs={name: dtype for name, dtype in outputs.items() if dtype is not None},
-        column_maxima=maxima,
+        row_maxima={} if function is None else {"z": function},
         b_transposed=True,
         config=config,
         multiprocessors=multiprocessors,
@@ -156,7 +167,6 @@ def hidden_gradient(
     up: jax.Array | None,
     *,
     activation: str | None,
-    sum_rows: Sequence[bool],
     maximise: bool,
     multiprocessors: int,
     config: MatmulConfig | None = None,
@@ -170,11 +180,10 @@ def hidden_gradient(
       z: [M, N], what the activation was of.
       up: [M, N], by which it was multiplied, or None.
       activation: the activation.
-      sum_rows: for dz and dup, whether the sum over the rows is wanted.
-      maximise: whether the largest magnitude of each column is wanted.
+      maximise: whether the largest magnitude of each row is wanted.
 
     Returns:
-      (dz, dup, sums of dz, sums of dup, maxima of dz, maxima of dup); None for what is not wanted.
+      (dz, dup, maxima of dz [M], maxima of dup [M]); None for what is not wanted.
     """
 
     def epilogue(dh, *, scale, z, up=None):
@@ -193,14 +202,13 @@ def hidden_gradient(
         vectors={"scale": scale},
         matrices={"z": z, "up": up},
         outputs=dict.fromkeys(names, z.dtype),
-        column_sums=[name for name, wanted in zip(names, sum_rows, strict=False) if wanted],
-        column_maxima={name: lambda values: values for name in names} if maximise else {},
+        row_maxima=dict.fromkeys(names, jnp.abs) if maximise else {},
         b_transposed=True,
         config=config,
         multiprocessors=multiprocessors,
         name="fp8_hidden_gradient",
     )
-    of = ("dz", "dup", "sum_dz", "sum_dup", "max_dz", "max_dup")
+    of = ("dz", "dup", "max_dz", "max_dup")
     return tuple(results.get(name) for name in of)
 
 

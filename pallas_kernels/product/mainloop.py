@@ -731,30 +731,39 @@ class _Consumer:
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
         """The sums of a tile, of which those of some steps at a time are taken by the tensor cores."""
-        product, ring, c = self.product, self.ring, self.product.config
-        steps = product.promoted_steps
-
-        def of_steps(index, carry):
-            first_slot, total = carry
-            first = index * steps
-
-            def multiply(acc_ref):
-                self._multiply(acc_ref, sequence_idx, first, first_slot)
-                step = functools.partial(self._step, acc_ref, sequence_idx)
-                end = lax.min(first + steps, jnp.int32(product.k_steps))
-                slot = lax.fori_loop(first + 1, end, step, first_slot)
-                plgpu.wgmma_wait(0)
-                return acc_ref[...], slot
-
-            sums, slot = pl.run_scoped(multiply, self._accumulator)
-            plgpu.barrier_arrive(ring.free.at[slot])
-            return product.next_slot(slot), total + sums
-
+        product, c = self.product, self.product.config
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = jnp.zeros((c.tile_m, c.tile_n), jnp.float32)
-        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        count = pl.cdiv(product.k_steps, steps)
-        return lax.fori_loop(0, count, of_steps, (slot, zeros))[1]
+        carry = (slot, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+        blocks, rest = divmod(product.k_steps, product.promoted_steps)
+
+        def promoted(index, carry, steps=product.promoted_steps):
+            first = index * product.promoted_steps
+            return self._promoted(sequence_idx, first, steps, *carry)
+
+        carry = lax.fori_loop(0, blocks, promoted, carry)
+        if rest:
+            carry = promoted(jnp.int32(blocks), carry, rest)
+        return carry[1]
+
+    def _promoted(self, sequence_idx, first, steps: int, slot, total) -> tuple[Any, jax.Array]:
+        """The slot after some steps from `first` on, and the total with their sums.
+
+        No loop carries the accumulators: where its length is not known, their registers are copied at
+        its end, before the last instruction has written them.
+        """
+
+        def multiply(acc_ref):
+            last = slot
+            self._multiply(acc_ref, sequence_idx, first, last)
+            for step in range(1, steps):
+                last = self._step(acc_ref, sequence_idx, first + step, last)
+            plgpu.wgmma_wait(0)
+            return acc_ref[...], last
+
+        sums, last = pl.run_scoped(multiply, self._accumulator)
+        plgpu.barrier_arrive(self.ring.free.at[last])
+        return self.product.next_slot(last), total + sums
 
     def _accumulate(self, sequence_idx, tiles, place, acc_ref):
         """All steps of a tile: the accumulators, the slot that is still to be freed, and the sums."""

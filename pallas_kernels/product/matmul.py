@@ -89,8 +89,14 @@ def predicted_time(work: Work, multiprocessors: int) -> float:
     return cost.time(work, fitting(work, multiprocessors)[0], multiprocessors)
 
 
-def fitting(work: Work, multiprocessors: int) -> list[MatmulConfig | FewRowsConfig]:
-    """Candidates of both kernels that fit into shared memory, predicted fastest first."""
+def fitting(
+    work: Work, multiprocessors: int, *, spare_bytes: int = 0
+) -> list[MatmulConfig | FewRowsConfig]:
+    """Candidates of both kernels that fit into shared memory, predicted fastest first.
+
+    Args:
+      spare_bytes: what an epilogue takes of it besides, such as for further vectors.
+    """
     return sorted(
         (
             config
@@ -98,7 +104,7 @@ def fitting(work: Work, multiprocessors: int) -> list[MatmulConfig | FewRowsConf
                 *candidates(work, multiprocessors),
                 *few_rows_candidates(work, multiprocessors),
             )
-            if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES
+            if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES - spare_bytes
         ),
         key=lambda config: cost.time(work, config, multiprocessors),
     )
@@ -161,7 +167,7 @@ def matmul(
     row_vectors: Mapping[str, jax.Array] | None = None,
     step_scales: Sequence[jax.Array] = (),
     column_sums: Sequence[str] = (),
-    column_maxima: Mapping[str, Maximised] | None = None,
+    row_maxima: Mapping[str, Maximised] | None = None,
     promoted_steps: int = 0,
     products: int = 1,
     activations: int = 0,
@@ -194,8 +200,8 @@ def matmul(
       step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
         [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
-      column_maxima: of which of the outputs, as rounded, the largest magnitude over the rows is
-        wanted, and of which function of them; float32 [N]. With a config of tiles.
+      row_maxima: of which function of an output the largest in each row is wanted, as float32 [M]: one
+        that is the larger, the larger its argument (or its magnitude) is. With a config of tiles.
       promoted_steps: of float8, after how many steps of 128 numbers along K the sums are added to those
         before them in float32; 0 leaves them to the tensor cores, which keep fewer bits. Configs without
         ping-pong take it.
@@ -209,7 +215,7 @@ def matmul(
 
     Returns:
       The matrices by name, for each of `column_sums` its sum by the name "sum_" + name, and for each of
-      `column_maxima` its maxima by the name "max_" + name.
+      `row_maxima` its maxima by the name "max_" + name.
     """
     terms = [a] if isinstance(a, jax.Array) else list(a)
     if terms[0].dtype == jnp.float32 and not b_transposed:
@@ -237,7 +243,7 @@ def matmul(
         step_scales=tuple(step_scales),
         outputs=outputs,
         column_sums=tuple(column_sums),
-        column_maxima=column_maxima or {},
+        row_maxima=row_maxima or {},
         promoted_steps=promoted_steps,
         multiprocessors=multiprocessors,
         name=name,
@@ -271,7 +277,7 @@ class _Call:
     step_scales: tuple[jax.Array, ...]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
-    column_maxima: Mapping[str, Maximised]
+    row_maxima: Mapping[str, Maximised]
     promoted_steps: int
     multiprocessors: int
     name: str
@@ -361,7 +367,7 @@ class _Call:
             outputs=dict(self.outputs),
             column_sums=self.column_sums,
             row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
-            column_maxima=self.column_maxima,
+            row_maxima=self.row_maxima,
         )
 
     @property
@@ -401,10 +407,8 @@ class _Call:
             self.others,
             out_type=(
                 *(jax.ShapeDtypeStruct((self.m, self.n), d) for d in self.outputs.values()),
-                *(
-                    jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32)
-                    for _ in (*self.column_sums, *self.column_maxima)
-                ),
+                *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in self.column_sums),
+                *(jax.ShapeDtypeStruct(fused.maxima_shape, jnp.float32) for _ in self.row_maxima),
             ),
             scratch=fused.scratch(),
             epilogue=fused.of_tile,
@@ -415,8 +419,9 @@ class _Call:
         by_name = {name: next(remaining) for name in self.outputs}
         for name in self.column_sums:
             by_name[f"sum_{name}"] = _sum_rows(next(remaining))[: self.n]
-        for name in self.column_maxima:
-            by_name[f"max_{name}"] = jnp.max(next(remaining), axis=0)[: self.n]
+        for name in self.row_maxima:
+            largest = jnp.max(next(remaining), axis=0)[: self.m]
+            by_name[f"max_{name}"] = largest.astype(self.outputs[name]).astype(jnp.float32)
         return by_name
 
     def few_rows(self, config: FewRowsConfig) -> FewRows:
