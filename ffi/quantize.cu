@@ -37,6 +37,7 @@ struct QuantizeArgs {
   uint8_t* values;                   // [rows, columns], or nullptr
   uint8_t* transposed;               // [columns, rows], or nullptr
   float* sums;                       // of 128 rows each [row blocks, columns], or nullptr
+  float* found;                      // a block's largest magnitude before it is scaled, or nullptr
   int rows;
   int columns;
   Activation activation;
@@ -192,6 +193,7 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args
   float values[kPasses][kVec] = {};
   float factors[kGated ? kPasses : 1][kVec];
   float sums[kVec] = {};
+  uint32_t found = 0;
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int64_t row = row_start + first_row + pass * kPassRows;
@@ -216,11 +218,18 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args
         for (int i = 0; i < kVec; ++i) sums[i] += values[pass][i];
       }
       activate_for_fp8(args.activation, values[pass]);
+      if constexpr (kGated) {
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        if constexpr (kGated) values[pass][i] *= factors[pass][i];
-        values[pass][i] *= inverse;
+        for (int i = 0; i < kVec; ++i) values[pass][i] *= factors[pass][i];
       }
+      if (args.found != nullptr) {
+#pragma unroll
+        for (const float value : values[pass]) {
+          found = max(found, __float_as_uint(value) & 0x7fffffffu);
+        }
+      }
+#pragma unroll
+      for (float& value : values[pass]) value *= inverse;
     }
     const uint2 packed = to_fp8<kFormat>(values[pass]);
     if (args.values != nullptr && row < args.rows && column < args.columns) {
@@ -231,6 +240,10 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args
       tile[place_of(tile_row, word)] = packed.x;
       tile[place_of(tile_row, word + 1)] = packed.y;
     }
+  }
+  if (args.found != nullptr) {
+    found = largest_of_block(found);
+    args.found[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(found);
   }
   if (args.sums != nullptr) store_sums(args, sums, row_block, column_start);
   if (args.transposed == nullptr) return;
@@ -262,6 +275,7 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
                     ffi::AnyBuffer third, ffi::AnyBuffer largest,
                     ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> transposed,
                     ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> sums,
+                    ffi::Result<ffi::AnyBuffer> found,
                     std::string_view activation, bool gated, bool from_end) {
   if (is_absent(first)) return ffi::Error::Success();
   QuantizeArgs args = {};
@@ -338,6 +352,10 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
     RETURN_IF_ERROR(check_float32("sums", *sums, {int64_t{grid.x}, columns}));
     if (gated) return ffi::Error::InvalidArgument("of a gated matrix there are no sums");
     args.sums = static_cast<float*>(sums->untyped_data());
+  }
+  if (!is_absent(*found)) {
+    RETURN_IF_ERROR(check_float32("found", *found, {int64_t{grid.x} * grid.y}));
+    args.found = static_cast<float*>(found->untyped_data());
   }
   if (grid.y > 65535) return ffi::Error::InvalidArgument("there are too many columns");
   const Kernel kernel = format == ffi::DataType::F8E4M3FN ? kernel_of<__NV_E4M3>(*dtype, gated)
@@ -435,6 +453,7 @@ DEFINE_HANDLER(jaxfused_quantize, quantize,
                    .Ret<ffi::AnyBuffer>()  // transposed
                    .Ret<ffi::AnyBuffer>()  // scale
                    .Ret<ffi::AnyBuffer>()  // sums
+                   .Ret<ffi::AnyBuffer>()  // found
                    .Attr<std::string_view>("activation")
                    .Attr<bool>("gated")
                    .Attr<bool>("from_end"));

@@ -11,6 +11,7 @@ from jaxfused.cuda import library
 GRAIN = 16
 """What rows and columns must be multiples of: rows of a result then begin at multiples of 16 bytes."""
 _TILE_ROWS = 128
+_TILE_COLUMNS = 64
 _MOST_COLUMNS = 64 * 65535
 
 
@@ -46,9 +47,10 @@ def quantize(
     straight: bool,
     transposes: bool,
     sums: bool,
+    observes: bool = False,
     from_end: bool = False,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None]:
-    """(values [M, N], values^T [N, M], scale [1], sums [N]); None for what is not wanted.
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None, jax.Array | None]:
+    """(values [M, N], values^T [N, M], scale [1], sums [N], found [P]); None for what is not wanted.
 
     Args:
       matrices: up to three [M, N_i], which lie side by side in the results; or with `gated` two [M, N],
@@ -60,6 +62,7 @@ def quantize(
       straight: whether the values as they lie are wanted.
       transposes: whether their transpose is.
       sums: whether the matrices' sums over their rows are wanted, in float32.
+      observes: whether magnitudes [P] are, the largest of which is that of the values.
       from_end: whether the last rows come first, which the cache may still hold.
     """
     library.register()
@@ -71,8 +74,9 @@ def quantize(
         jax.ShapeDtypeStruct((columns, rows) if transposes else (0,), dtype),
         jax.ShapeDtypeStruct((1,), jnp.float32),
         jax.ShapeDtypeStruct((blocks, columns) if sums else (0,), jnp.float32),
+        jax.ShapeDtypeStruct((tiles(rows, columns),) if observes else (0,), jnp.float32),
     )
-    values, transposed, scale, parts = jax.ffi.ffi_call("jaxfused_quantize", types)(
+    values, transposed, scale, parts, found = jax.ffi.ffi_call("jaxfused_quantize", types)(
         *_three(matrices),
         largest,
         activation=activation or "none",
@@ -84,7 +88,13 @@ def quantize(
         transposed if transposes else None,
         scale,
         jnp.sum(parts, axis=0) if sums else None,
+        found if observes else None,
     )
+
+
+def tiles(rows: int, columns: int) -> int:
+    """How many magnitudes `quantize` finds."""
+    return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 
 def largest(arrays: Sequence[jax.Array], blocks: int) -> jax.Array:

@@ -16,18 +16,99 @@ import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
+from jaxfused.quantization.quantized_array import FORMATS
 from pallas_kernels.product import cost
 from pallas_kernels.product import fp8 as pallas_fp8
 
-Precision = Literal["fp8"]
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Fp8State:
+    """The largest magnitudes of past calls, by which the matrices of the next one are scaled.
+
+    An operator whose `precision` is such a state scales each matrix by the largest of its history
+    instead of reading it first (delayed scaling): what has become larger than that saturates, for once.
+    Where nothing has been seen yet the scale is 1. What this call finds comes back as the state's
+    cotangent: **its gradient is not a derivative but the next state**, and takes the state's place.
+    Each call of an operator in a program has a state of its own.
+
+    Attributes:
+      history: [matrices, calls], float32, the last call first.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> state = jaxfused.Fp8State.zeros("linear", calls=4)
+      >>> def loss(w, state):
+      ...     return jaxfused.linear(jnp.full((2, 4), 3.0), w, precision=state).sum()
+      >>> dw, state = jax.grad(loss, (0, 1))(jnp.full((4, 2), 5.0), state)
+      >>> state.history[:, 0]
+      Array([3., 5., 1.], dtype=float32)
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, https://arxiv.org/abs/2209.05433
+    """
+
+    history: jax.Array
+
+    @classmethod
+    def zeros(cls, operator: str, calls: int = 16) -> "Fp8State":
+        """The state of an operator ("linear", "mlp", ...) that has not been called.
+
+        Args:
+          operator: its name.
+          calls: how many calls are remembered.
+        """
+        if operator not in MATRICES:
+            raise ValueError(
+                f"Fp8State: {operator!r} is no operator with a state; pass one of {sorted(MATRICES)}."
+            )
+        return cls(jnp.zeros((len(MATRICES[operator]), calls), jnp.float32))
+
+    def of(self, operator: str, matrix: str) -> jax.Array:
+        """The history of a matrix, [calls]."""
+        return self.history[MATRICES[operator].index(matrix)]
+
+    def after(self, operator: str, found: Mapping[str, jax.Array]) -> "Fp8State":
+        """The next state, of the magnitudes that a call has found."""
+        newest = jnp.stack([found[matrix].reshape(()) for matrix in MATRICES[operator]])
+        return Fp8State(jnp.concatenate([newest[:, None], self.history[:, :-1]], axis=1))
+
+
+Precision = Literal["fp8"] | Fp8State
+_OF_ONE_PRODUCT = ("x", "w", "dy")
+_OF_TWO_PRODUCTS = ("x", "w1", "hidden", "w2", "dy", "dhidden")
+MATRICES: Mapping[str, tuple[str, ...]] = {
+    "linear": _OF_ONE_PRODUCT,
+    "qkv_projection": _OF_ONE_PRODUCT,
+    "mlp": _OF_TWO_PRODUCTS,
+    "gated_mlp": _OF_TWO_PRODUCTS,
+}
+"""What the rows of a state are of, by operator."""
+
+
 def is_fp8(precision: Any) -> bool:
     """Whether a caller's `precision` asks for products in float8."""
-    return isinstance(precision, str) and precision == "fp8"
+    return isinstance(precision, Fp8State) or (isinstance(precision, str) and precision == "fp8")
+
+
+def state_of(op: str, precision: Any) -> Fp8State | None:
+    """The state that a caller has passed as `precision`, or None.
+
+    Raises:
+      ValueError: it is of another operator.
+    """
+    if not isinstance(precision, Fp8State):
+        return None
+    history, wanted = precision.history, len(MATRICES[op])
+    if history.ndim != 2 or history.shape[0] != wanted or history.shape[1] < 1:
+        raise ValueError(
+            f"{op}: precision is a state whose history has shape {history.shape}, but there are"
+            f' {wanted} matrices with one call or more each; pass Fp8State.zeros("{op}").'
+        )
+    return precision
 
 
 def runner(op: str, implementation: str | None, device: dispatch.Device, x: jax.Array) -> Runner:
@@ -58,10 +139,18 @@ class Copies(NamedTuple):
     """[N, ...], or None."""
     scale: jax.Array
     """A scalar."""
-    largest: jax.Array
+    largest: Any
     """[P]: magnitudes, the largest of which the scale is made of."""
     sums: Any = None
     """[N], float32, over all rows of the matrix before it was quantised; or None."""
+    found: Any = None
+    """[1], the largest magnitude, where the scale is of another; or None."""
+
+    def kept(self, *names: str) -> "Copies":
+        """What a backward needs: the scale, and what is named."""
+        wanted = {"scale", "largest", "found", *names}
+        fields: Any = {name: a if name in wanted else None for name, a in self._asdict().items()}
+        return Copies(**fields)
 
 
 def copies(
@@ -74,6 +163,7 @@ def copies(
     transposes: bool = True,
     sums: bool = False,
     largest: jax.Array | None = None,
+    history: jax.Array | None = None,
 ) -> Copies:
     """Matrices [..., N_i] in float8, side by side and with one scale.
 
@@ -86,28 +176,58 @@ def copies(
       sums: whether the matrices' sums over their rows are, as gradients of biases.
       largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
         needed with an activation.
+      history: [calls], of the matrix, by which it is scaled instead where there is one.
     """
     in_one_piece = sharding.is_in_one_piece(*matrices)
     padded = (*matrices, *[None] * (3 - len(matrices)))
     # Who knows the magnitudes has just written the matrices, and the cache holds what was written last.
     from_end = largest is not None
-    if largest is None:
+    found = largest
+    observes = history is not None and largest is None and in_one_piece
+    if history is not None:
+        largest = _from_history(history, dtype)
+        if found is None and not in_one_piece:
+            found = reference.fp8.largest_magnitude(*matrices)[None]
+    elif largest is None:
         if in_one_piece:
             (largest,) = run(_Largest(len(matrices)), *padded)
         else:
             largest = reference.fp8.largest_magnitude(*matrices)[None]
-        assert largest is not None
-    # In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit.
-    names = tuple(sorted(sharding.varying(largest)))
-    largest = jax.lax.pmax(largest, names) if names else largest
+    assert largest is not None
+    if history is None:
+        largest = _of_all_shards(largest)
     stage = _Quantize(
-        dtype, activation, gated, straight, transposes, sums, len(matrices), in_one_piece, from_end
+        dtype,
+        activation,
+        gated,
+        straight,
+        transposes,
+        sums,
+        observes,
+        len(matrices),
+        in_one_piece,
+        from_end,
     )
-    values, transposed, scale, total = run(stage, *padded, largest)
+    values, transposed, scale, total, parts = run(stage, *padded, largest)
     if scale is None:
-        found = reference.fp8.largest_magnitude(largest)
-        scale = reference.fp8.scale_for(found, dtype)
-    return Copies(values, transposed, scale.reshape(()), largest, total)
+        scale = reference.fp8.scale_for(reference.fp8.largest_magnitude(largest), dtype)
+    if history is not None:
+        seen = found if parts is None else parts
+        assert seen is not None
+        found = _of_all_shards(reference.fp8.largest_magnitude(seen)[None])
+    return Copies(values, transposed, scale.reshape(()), largest, total, found)
+
+
+def _of_all_shards(largest: jax.Array) -> jax.Array:
+    """In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit."""
+    names = tuple(sorted(sharding.varying(largest)))
+    return jax.lax.pmax(largest, names) if names else largest
+
+
+def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
+    """[1], the largest magnitude that has been seen, or that of scale 1."""
+    largest = jnp.max(history, keepdims=True)
+    return jnp.where(largest > 0.0, largest, FORMATS[jnp.dtype(dtype).name].largest)
 
 
 def layer(
@@ -251,7 +371,7 @@ class _Largest(_OneByOne):
 
 @dataclass(frozen=True)
 class _Quantize(_OneByOne):
-    """(values [M, N], values^T [N, M], scale [1], sums [N]) of matrices [M, N_i], magnitudes [P]."""
+    """(values [M, N], values^T, scale [1], sums [N], found [Q]) of matrices [M, N_i], magnitudes [P]."""
 
     dtype: Any
     activation: str | None
@@ -259,6 +379,7 @@ class _Quantize(_OneByOne):
     straight: bool
     transposes: bool
     sums: bool
+    observes: bool
     matrices: int
     returns_scale: bool
     """Devices that share the matrices would add the scale up."""
@@ -281,8 +402,9 @@ class _Quantize(_OneByOne):
                 columns + ROWS if self.transposes else None,
                 "s" if self.returns_scale else None,
                 columns if self.sums else None,
+                "q" if self.observes else None,
             ),
-            whole="degcps" if apart else "ps",
+            whole="degcpsq" if apart else "psq",
         )
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
@@ -308,12 +430,20 @@ class _Quantize(_OneByOne):
             sums=self.sums,
         )
         if implementation == "cuda":
-            keywords["from_end"] = self.from_end
-            results = cuda.quantize.quantize(matrices, largest, **keywords)
+            keywords |= dict(observes=self.observes, from_end=self.from_end)
+            values, transposed, scale, total, found = cuda.quantize.quantize(
+                matrices, largest, **keywords
+            )
         else:
-            results = reference.fp8.quantize(matrices, largest, **keywords)
-        values, transposed, scale, sums = results
-        return values, transposed, scale if self.returns_scale else None, sums
+            values, transposed, scale, total = reference.fp8.quantize(matrices, largest, **keywords)
+            found = self._found(matrices) if self.observes else None
+        return values, transposed, scale if self.returns_scale else None, total, found
+
+    def _found(self, matrices: Sequence[jax.Array]) -> jax.Array:
+        """As many magnitudes as the kernel finds."""
+        columns = sum(matrix.shape[1] for matrix in matrices)
+        tiles = cuda.quantize.tiles(matrices[0].shape[0], columns)
+        return jnp.full((tiles,), reference.fp8.largest_magnitude(*matrices))
 
 
 def _product_reasons(

@@ -93,11 +93,11 @@ def linear(
     if fp8.is_fp8(precision):
         run = fp8.runner(op, implementation, device, x)
         residual_dtype = None if residual is None else residual.dtype
-        options = _Options(activation, jnp.dtype(out_dtype), residual_dtype, precision)
+        options = _Options(activation, jnp.dtype(out_dtype), residual_dtype, "fp8")
         rows = sharding.leading_axes(x.ndim - 1)
         axes = (rows + "d", "df", "f", rows + "f")
         aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
-        return _linear_in_fp8(run, options, *aligned)
+        return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
     is_bare = bias is None and activation is None
     why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
     if takes_reference(op, implementation, device, x, why_xla=why_xla):
@@ -236,14 +236,21 @@ class _Fp8Residuals(NamedTuple):
     w: fp8.Copies
     bias: jax.Array | None
     preactivation: jax.Array | None
+    state: fp8.Fp8State | None
     no_x: jax.Array
     """Without elements, of x's dtype."""
     no_w: jax.Array
 
 
+def _fp8_copies(run: Runner, state: fp8.Fp8State | None, matrix: str, array, **wanted):
+    history = None if state is None else state.of("linear", matrix)
+    return fp8.copies(run, array, history=history, **wanted)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual):
-    xs, ws = fp8.copies(run, x, transposes=False), fp8.copies(run, w, straight=False)
+def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual, state):
+    xs = _fp8_copies(run, state, "x", x, transposes=False)
+    ws = _fp8_copies(run, state, "w", w, straight=False)
     return _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=False)[0]
 
 
@@ -262,27 +269,28 @@ def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *,
     )
 
 
-def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual):
-    xs, ws = fp8.copies(run, x), fp8.copies(run, w)
+def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual, state):
+    xs, ws = _fp8_copies(run, state, "x", x), _fp8_copies(run, state, "w", w)
     saves = options.activation is not None
     y, z, _ = _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=saves)
     y, z = named(y, "linear", "output"), named(z, "linear", "preactivation")
     no_x, no_w = (jnp.zeros((0,), array.dtype) for array in (x, w))
-    xs, ws = xs._replace(values=None), ws._replace(transposed=None)
-    return y, _Fp8Residuals(xs, ws, bias, z, no_x, no_w)
+    xs, ws = xs.kept("transposed"), ws.kept("values")
+    return y, _Fp8Residuals(xs, ws, bias, z, state, no_x, no_w)
 
 
 def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy):
-    bias = saved.bias
-    dz = dy
+    bias, state, dz = saved.bias, saved.state, dy
     if saved.preactivation is not None:
         dz, _ = run(ActivationGradient(str(options.activation), False), dy, saved.preactivation)
-    dzs = fp8.copies(run, dz, dtype=fp8.GRADIENT, sums=bias is not None)
+    dzs = _fp8_copies(run, state, "dy", dz, dtype=fp8.GRADIENT, sums=bias is not None)
+    found = dict(x=saved.x.found, w=saved.w.found, dy=dzs.found)
     return (
         fp8.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
         fp8.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
         None if bias is None else dzs.sums.astype(bias.dtype),
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
+        None if state is None else state.after("linear", found),
     )
 
 

@@ -130,7 +130,7 @@ def mlp(
         rows = sharding.leading_axes(x.ndim - 1)
         axes = (rows + "d", "df", "f", "fe", "e", rows + "e")
         aligned = sharding.align((x, w1, b1, w2, b2, residual), operand_axes=axes, whole="dfe")
-        return mlp_fp8.mlp(run, fp8_options, *aligned)
+        return mlp_fp8.mlp(run, fp8_options, *aligned, fp8.state_of(op, precision))
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = reference.mlp.mlp(
             x,
@@ -251,7 +251,7 @@ def gated_mlp(
             operand_axes=(rows + "d", "df", "f", "df", "f", "fe", "e", rows + "e"),
             whole="dfe",
         )
-        return mlp_fp8.gated_mlp(run, fp8_options, *aligned)
+        return mlp_fp8.gated_mlp(run, fp8_options, *aligned, fp8.state_of(op, precision))
     if takes_reference(op, implementation, device, x, missing=without_kernels(op, words)):
         y = reference.mlp.gated_mlp(
             x,

@@ -28,6 +28,14 @@ class Options:
     """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
 
 
+def _copies(
+    run: Runner, op: str, state: fp8.Fp8State | None, matrix: str, *arrays, **wanted
+) -> fp8.Copies:
+    """The copies of a matrix of the operator, scaled by its history where there is a state."""
+    history = None if state is None else state.of(op, matrix)
+    return fp8.copies(run, *arrays, history=history, **wanted)
+
+
 class _MlpResiduals(NamedTuple):
     x: fp8.Copies
     w1: fp8.Copies
@@ -37,15 +45,17 @@ class _MlpResiduals(NamedTuple):
     hidden: fp8.Copies
     """Its transposed copy where that is saved; the scale in any case."""
     preactivation: jax.Array | None
+    state: fp8.Fp8State | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
+def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
     """`jaxfused.mlp` in float8."""
-    xs = fp8.copies(run, x, transposes=False)
-    z, largest = _first_layer(run, options, xs, fp8.copies(run, w1, straight=False), b1)
-    hs = _hidden(run, options, z, largest, transposes=False)
-    w2s = fp8.copies(run, w2, straight=False)
+    copies = functools.partial(_copies, run, "mlp", state)
+    xs, w1s = copies("x", x, transposes=False), copies("w1", w1, straight=False)
+    z, largest = _first_layer(run, options, xs, w1s, b1)
+    hs = copies("hidden", z, largest=largest, activation=options.activation, transposes=False)
+    w2s = copies("w2", w2, straight=False)
     return _last_layer(run, "mlp", options, hs, w2s, b2, residual)
 
 
@@ -63,10 +73,6 @@ def _first_layer(run: Runner, options: Options, xs, w1s, b1):
     return z, fp8.hidden_magnitude(options.activation, maxima)
 
 
-def _hidden(run: Runner, options: Options, z, largest, **wanted) -> fp8.Copies:
-    return fp8.copies(run, z, activation=options.activation, largest=largest, **wanted)
-
-
 def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -> jax.Array:
     y, _, _ = fp8.layer(
         run,
@@ -81,25 +87,28 @@ def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -
     return named(y, op, "output")
 
 
-def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual):
-    xs, w1s, w2s = (fp8.copies(run, array) for array in (x, w1, w2))
+def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
+    copies = functools.partial(_copies, run, "mlp", state)
+    xs, w1s, w2s = copies("x", x), copies("w1", w1), copies("w2", w2)
     z, largest = _first_layer(run, options, xs, w1s, b1)
     z = named(z, "mlp", "preactivation")
-    hs = _hidden(run, options, z, largest, transposes=options.save == "hidden")
+    transposes = options.save == "hidden"
+    hs = copies("hidden", z, largest=largest, activation=options.activation, transposes=transposes)
     y = _last_layer(run, "mlp", options, hs, w2s, b2, residual)
-    hs, w2s = hs._replace(values=None), w2s._replace(transposed=None)
+    hs, w2s = hs.kept("transposed"), w2s.kept("values")
     if options.save == "inputs":
         # The product is taken again, of the very operands.
         z = None
     else:
-        xs, w1s = xs._replace(values=None), w1s._replace(transposed=None)
-    return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z)
+        xs, w1s = xs.kept("transposed"), w1s.kept("values")
+    return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z, state)
 
 
 def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
-    xs, w1s, b1, w2s, b2, hs, z = saved
+    xs, w1s, b1, w2s, b2, hs, z, state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT, sums=b2 is not None)
+    copies = functools.partial(_copies, run, "mlp", state, dtype=fp8.GRADIENT)
+    dys = copies("dy", dy, sums=b2 is not None)
     if z is None:
         _, z, _ = fp8.layer(run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True)
     gradient = fp8.hidden_gradient(
@@ -111,11 +120,11 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
         None,
         activation=options.activation,
     )
-    dzs = fp8.copies(
-        run, gradient.dz, dtype=fp8.GRADIENT, sums=b1 is not None, largest=gradient.largest
-    )
+    dzs = copies("dhidden", gradient.dz, sums=b1 is not None, largest=gradient.largest)
+    found = _found(xs, w1s, hs, w2s, dys, dzs)
     if hs.transposed is None:
-        hs = _hidden(run, options, z, hs.largest, straight=False)
+        keywords: dict[str, Any] = dict(activation=options.activation, largest=hs.largest)
+        hs = fp8.copies(run, z, **keywords, straight=False)
     return (
         fp8.input_gradient(run, "mlp", dzs, w1s, x_dtype),
         fp8.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
@@ -123,7 +132,13 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
         fp8.weight_gradient(run, "mlp last layer", hs, dys, w2_dtype),
         None if b2 is None else dys.sums.astype(b2.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
+        None if state is None else state.after("mlp", found),
     )
+
+
+def _found(*copies: fp8.Copies) -> dict[str, Any]:
+    """The largest magnitudes of x, w1, hidden, w2, dy and dhidden."""
+    return {name: c.found for name, c in zip(fp8.MATRICES["mlp"], copies, strict=True)}
 
 
 mlp.defvjp(_mlp_fwd, _mlp_bwd)
@@ -138,18 +153,20 @@ class _GatedResiduals(NamedTuple):
     b_down: jax.Array | None
     hidden: fp8.Copies
     preactivations: tuple[jax.Array | None, jax.Array | None]
+    state: fp8.Fp8State | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gated_mlp(
-    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
     """`jaxfused.gated_mlp` in float8, of weights apart."""
-    xs = fp8.copies(run, x, transposes=False)
-    ws = fp8.copies(run, w_gate, w_up, straight=False)
+    copies = functools.partial(_copies, run, "gated_mlp", state)
+    xs, ws = copies("x", x, transposes=False), copies("w1", w_gate, w_up, straight=False)
     gate, up, largest = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
-    hs = _gated_hidden(run, options, gate, up, largest, transposes=False)
-    w_downs = fp8.copies(run, w_down, straight=False)
+    hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
+    hs = copies("hidden", gate, up, **hidden, transposes=False)
+    w_downs = copies("w2", w_down, straight=False)
     return _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
 
 
@@ -173,32 +190,30 @@ def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, An
     return gate, up, fp8.hidden_magnitude(options.activation, gate_maxima, up_maxima)
 
 
-def _gated_hidden(run: Runner, options: Options, gate, up, largest, **wanted) -> fp8.Copies:
-    keywords: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
-    return fp8.copies(run, gate, up, **keywords, **wanted)
-
-
 def _gated_mlp_fwd(
-    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual
+    run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
-    xs, ws, w_downs = fp8.copies(run, x), fp8.copies(run, w_gate, w_up), fp8.copies(run, w_down)
+    copies = functools.partial(_copies, run, "gated_mlp", state)
+    xs, ws, w_downs = copies("x", x), copies("w1", w_gate, w_up), copies("w2", w_down)
     biases = (b_gate, b_up)
     gate, up, largest = _gate_and_up(run, options, xs, ws, biases)
     gate, up = named((gate, up), "gated_mlp", "preactivation")
-    hs = _gated_hidden(run, options, gate, up, largest, transposes=options.save == "hidden")
+    hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
+    hs = copies("hidden", gate, up, **hidden, transposes=options.save == "hidden")
     y = _last_layer(run, "gated_mlp", options, hs, w_downs, b_down, residual)
-    hs, w_downs = hs._replace(values=None), w_downs._replace(transposed=None)
+    hs, w_downs = hs.kept("transposed"), w_downs.kept("values")
     if options.save == "inputs":
         gate = up = None
     else:
-        xs, ws = xs._replace(values=None), ws._replace(transposed=None)
-    return y, _GatedResiduals(xs, ws, biases, w_downs, b_down, hs, (gate, up))
+        xs, ws = xs.kept("transposed"), ws.kept("values")
+    return y, _GatedResiduals(xs, ws, biases, w_downs, b_down, hs, (gate, up), state)
 
 
 def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
-    xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up) = saved
+    xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up), state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    dys = fp8.copies(run, dy, dtype=fp8.GRADIENT, sums=b_down is not None)
+    copies = functools.partial(_copies, run, "gated_mlp", state, dtype=fp8.GRADIENT)
+    dys = copies("dy", dy, sums=b_down is not None)
     if gate is None:
         gate, up, _ = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
     gradient = fp8.hidden_gradient(
@@ -210,16 +225,18 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
         up,
         activation=options.activation,
     )
-    dzs = fp8.copies(
-        run,
+    dzs = copies(
+        "dhidden",
         gradient.dz,
         gradient.dup,
-        dtype=fp8.GRADIENT,
         sums=b_gate is not None or b_up is not None,
         largest=gradient.largest,
     )
+    found = _found(xs, ws, hs, w_downs, dys, dzs)
     if hs.transposed is None:
-        hs = _gated_hidden(run, options, gate, up, hs.largest, straight=False)
+        hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=hs.largest)
+        assert gate is not None and up is not None
+        hs = fp8.copies(run, gate, up, **hidden, straight=False)
     dw = fp8.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
     dw_gate, dw_up = jnp.split(dw, 2, axis=1)
     return (
@@ -231,6 +248,7 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
         fp8.weight_gradient(run, "gated_mlp last layer", hs, dys, w2_dtype),
         None if b_down is None else dys.sums.astype(b_down.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
+        None if state is None else state.after("gated_mlp", found),
     )
 
 

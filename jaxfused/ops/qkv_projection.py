@@ -129,7 +129,8 @@ def qkv_projection(
         ends = (heads * head_size, (heads + key_heads) * head_size)
         biases = [None] * 3 if bias is None else _split(ends, bias)
         widths = (ends[0], key_heads * head_size, key_heads * head_size)
-        projected = _in_fp8(x, [w], biases, widths, head_size, implementation, device)
+        state = fp8.state_of(op, precision)
+        projected = _in_fp8(x, [w], biases, widths, head_size, implementation, device, state)
         finish = functools.partial(
             reference.qkv_projection.finish,
             cos=cos,
@@ -209,7 +210,8 @@ def separate_projections(
         flat_biases = [None if bias is None else bias.reshape(-1) for bias in biases]
         head_size = weights[0].shape[-1]
         widths = (flat[0].shape[1], flat[1].shape[1], flat[2].shape[1])
-        return _in_fp8(x, flat, flat_biases, widths, head_size, implementation, device)
+        state = fp8.state_of(op, precision)
+        return _in_fp8(x, flat, flat_biases, widths, head_size, implementation, device, state)
     if takes_reference(op, implementation, device, x):
         projections = []
         for w, bias in zip(weights, biases, strict=True):
@@ -245,6 +247,7 @@ def _in_fp8(
     head_size: int,
     implementation: dispatch.Implementation | None,
     device: dispatch.Device,
+    state: fp8.Fp8State | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Heads [..., T, N, H] of x [..., T, D], multiplied in float8 by one matrix or by three."""
     run = fp8.runner("qkv_projection", implementation, device, x)
@@ -259,7 +262,7 @@ def _in_fp8(
         widths, x.dtype, parameters[0].dtype, in_one=len(weights) == 1
     )
     projected = qkv_projection_fp8.projections(
-        run, options, x, tuple(parameters[:-3]), tuple(parameters[-3:])
+        run, options, x, tuple(parameters[:-3]), tuple(parameters[-3:]), state
     )
     q, k, v = (y.reshape(*y.shape[:-1], -1, head_size) for y in projected)
     return q, k, v

@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def projections(run: Runner, options: Options, x, weights, biases):
+def projections(run: Runner, options: Options, x, weights, biases, state):
     """X @ w + b, in x's dtype, of the columns of queries, of keys and of values.
 
     Args:
@@ -39,10 +39,16 @@ def projections(run: Runner, options: Options, x, weights, biases):
       x: [..., D].
       weights: one matrix [D, C], or those of queries, keys and values; they get one scale.
       biases: of queries, keys and values, or None three times.
+      state: of the operator, or None.
     """
-    xs = fp8.copies(run, x, transposes=False)
-    ws = fp8.copies(run, *weights, straight=False)
+    xs = _copies(run, state, "x", x, transposes=False)
+    ws = _copies(run, state, "w", *weights, straight=False)
     return _products(run, options, xs, ws, biases)
+
+
+def _copies(run: Runner, state: fp8.Fp8State | None, matrix: str, *arrays, **wanted) -> fp8.Copies:
+    history = None if state is None else state.of(_OP, matrix)
+    return fp8.copies(run, *arrays, history=history, **wanted)
 
 
 def _products(run: Runner, options: Options, xs, ws, biases):
@@ -55,16 +61,16 @@ def _products(run: Runner, options: Options, xs, ws, biases):
     return tuple(results)
 
 
-def _projections_fwd(run: Runner, options: Options, x, weights, biases):
-    xs, ws = fp8.copies(run, x), fp8.copies(run, *weights)
+def _projections_fwd(run: Runner, options: Options, x, weights, biases, state):
+    xs, ws = _copies(run, state, "x", x), _copies(run, state, "w", *weights)
     ys = named(_products(run, options, xs, ws, biases), _OP, "output")
-    return ys, (xs._replace(values=None), ws._replace(transposed=None), biases)
+    return ys, (xs.kept("transposed"), ws.kept("values"), biases, state)
 
 
 def _projections_bwd(run: Runner, options: Options, saved, dys):
-    xs, ws, biases = saved
+    xs, ws, biases, state = saved
     sums = any(bias is not None for bias in biases)
-    gradients = fp8.copies(run, *dys, dtype=fp8.GRADIENT, sums=sums)
+    gradients = _copies(run, state, "dy", *dys, dtype=fp8.GRADIENT, sums=sums)
     dw = fp8.weight_gradient(run, _OP, xs, gradients, options.w_dtype)
     dweights = [dw] if options.in_one else jnp.split(dw, options.ends, axis=1)
     dbiases = jnp.split(gradients.sums, options.ends) if sums else biases
@@ -73,7 +79,9 @@ def _projections_bwd(run: Runner, options: Options, saved, dys):
         for db, bias in zip(dbiases, biases, strict=True)
     ]
     dx = fp8.input_gradient(run, _OP, gradients, ws, options.x_dtype)
-    return dx, tuple(dweights), tuple(dbiases)
+    found = dict(x=xs.found, w=ws.found, dy=gradients.found)
+    after = None if state is None else state.after(_OP, found)
+    return dx, tuple(dweights), tuple(dbiases), after
 
 
 projections.defvjp(_projections_fwd, _projections_bwd)
