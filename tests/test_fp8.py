@@ -8,11 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import reference
+from jaxfused.nnx.fp8 import Fp8History
 from tests.grids import parametrize
 from tests.tolerances import assert_accurate
 
@@ -311,6 +313,83 @@ def test_the_block_of_linen_trains():
     assert isinstance(block, nn.Module)
 
 
+# --- delayed scaling ------------------------------------------------------------------------------
+
+
+def test_the_history_rolls():
+    state, w = jaxfused.Fp8State.zeros("linear", calls=3), jnp.full((16, 16), 0.5)
+    f = lambda x, w, state: jaxfused.linear(x, w, precision=state).sum()  # noqa: E731
+    for largest in (2.0, 5.0, 3.0, 1.0):
+        dw, state = jax.grad(f, (1, 2))(jnp.full((16, 16), largest), w, state)
+    np.testing.assert_array_equal(state.history[0], [1.0, 3.0, 5.0])
+    np.testing.assert_array_equal(state.history[1:], [[0.5] * 3, [1.0] * 3])
+    np.testing.assert_allclose(dw, 16.0, rtol=2e-2)
+
+
+def test_what_is_larger_than_its_history_saturates_once():
+    state = jaxfused.Fp8State(jnp.array([[2.0], [1.0], [1.0]]))
+    f = lambda x, state: jaxfused.linear(x, jnp.eye(16), precision=state)  # noqa: E731
+    x = jnp.full((16, 16), 6.0)
+    y, vjp = jax.vjp(f, x, state)
+    np.testing.assert_allclose(y, 2.0, rtol=1e-5)
+    _, state = vjp(jnp.ones_like(y))
+    np.testing.assert_allclose(f(x, state), 6.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("operator", ["mlp", "gated_mlp", "qkv_projection"])
+def test_a_settled_history_is_current_scaling(operator):
+    x, w1, b1, w2, _ = mlp_operands()
+    calls = {
+        "mlp": lambda x, w1, p: jaxfused.mlp(x, w1, b1, w2, precision=p, save="hidden"),
+        "gated_mlp": lambda x, w1, p: jaxfused.gated_mlp(x, w1, w1[::-1], w2, precision=p),
+        "qkv_projection": lambda x, w1, p: jnp.concatenate(
+            jaxfused.qkv_projection(x, w1, heads=4, precision=p, key_heads=2), axis=-2
+        ),
+    }
+
+    def loss(x, w1, precision):
+        return jnp.sum(jnp.sin(calls[operator](x, w1, precision)))
+
+    state = jaxfused.Fp8State.zeros(operator)
+    for _ in range(5):
+        (*gradients, state) = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w1, state)
+    now = jax.grad(lambda x, w1: loss(x, w1, "fp8"), (0, 1))(x, w1)
+    for ours, truth in zip(gradients, now, strict=True):
+        assert np.linalg.norm(ours - truth) < 5e-3 * np.linalg.norm(truth)
+
+
+def test_modules_of_nnx_remember():
+    x = normal(0, (2, 6, 32))
+    block = jaxfused.nnx.TransformerBlock(
+        32, num_heads=4, precision="fp8_delayed", rngs=nnx.Rngs(0)
+    )
+    wrt = nnx.DiffState(0, (nnx.Param, Fp8History))
+    for _ in range(3):
+        gradients = nnx.grad(lambda m: jnp.sum(jnp.sin(m(x))), argnums=wrt)(block)
+        nnx.update(block, nnx.filter_state(gradients, Fp8History))
+    histories = jax.tree.leaves(nnx.state(block, Fp8History))
+    assert sorted(h.shape for h in histories) == [(3, 16), (3, 16), (6, 16)]
+    assert all(bool((h[:, 0] > 0).all()) for h in histories)
+    now = jaxfused.nnx.TransformerBlock(32, num_heads=4, precision="fp8", rngs=nnx.Rngs(0))
+    # The first calls had other scales, and so other values to remember: what is rounded differs.
+    assert np.linalg.norm(block(x) - now(x)) < 5e-2 * np.linalg.norm(now(x))
+
+
+def test_modules_of_linen_remember():
+    x = normal(0, (2, 6, 32))
+    block = jaxfused.linen.TransformerBlock(num_heads=4, precision="fp8_delayed", gated=True)
+    variables = block.init(jax.random.key(0), x)
+    grad = jax.jit(jax.grad(lambda v: jnp.sum(jnp.sin(block.apply(v, x)))))
+    for _ in range(3):
+        histories = grad(variables)[OVERWRITE_WITH_GRADIENT]
+        variables = {**variables, OVERWRITE_WITH_GRADIENT: histories}
+    assert set(histories) == {"fp8_qkv", "fp8_project", "mlp"}
+    now = jaxfused.linen.TransformerBlock(num_heads=4, precision="fp8", gated=True)
+    expected = now.apply({"params": variables["params"]}, x)
+    # As above.
+    assert np.linalg.norm(block.apply(variables, x) - expected) < 5e-2 * np.linalg.norm(expected)
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -331,5 +410,13 @@ def test_what_is_refused():
         )
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"x has dtype float64.*pass x in"):
         jaxfused.linear(jnp.ones((2, 4)), jnp.ones((4, 4)), precision="fp8")
+    with pytest.raises(
+        ValueError, match=r'mlp: precision is a state.*pass Fp8State.zeros\("mlp"\)'
+    ):
+        jaxfused.mlp(x, w1, b1, w2, b2, precision=jaxfused.Fp8State.zeros("linear"))
+    with pytest.raises(ValueError, match="no operator with a state; pass one of"):
+        jaxfused.Fp8State.zeros("conv")
+    with pytest.raises(ValueError, match=r"is for modules.*pass an operator"):
+        jaxfused.linear(x, w1, precision="fp8_delayed")
     with pytest.raises(ValueError, match="pallas"):
         jaxfused.linear(x, w1, precision="fp8", implementation="pallas")

@@ -10,6 +10,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.fp8 import precision_of
 from jaxfused.modules.fallback import call_flax, is_stock_product, why_complex, why_given
 from jaxfused.modules.linear import Kernel, KernelStandIn, linear, promoted, shape_of
 
@@ -84,7 +85,7 @@ class Dense(linen.Dense):
             bias,
             activation=self.activation,
             residual=residual,
-            precision=self.precision,
+            precision=precision_of(self, "linear"),
             implementation=self.implementation,
         )
 

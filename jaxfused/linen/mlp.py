@@ -9,6 +9,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.fp8 import precision_of
 from jaxfused.linen.linear import Affine
 from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
@@ -31,7 +32,7 @@ class MLP(linen.Module):
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
-      precision: of the products, as in Flax.
+      precision: of the products, as in Flax, or "fp8" or "fp8_delayed".
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
       down_kernel_init: initialises the kernel of `down`; None for kernel_init.
@@ -114,7 +115,7 @@ class MLP(linen.Module):
             activation=self.activation,
             residual=residual,
             save=self.save,
-            precision=self.precision,
+            precision=precision_of(self, "mlp"),
             implementation=self.implementation,
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
             dropout_key=dropout_key,
@@ -138,7 +139,7 @@ class GatedMLP(linen.Module):
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
-      precision: of the products, as in Flax.
+      precision: of the products, as in Flax, or "fp8" or "fp8_delayed".
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
       down_kernel_init: initialises the kernel of `down`; None for kernel_init.
@@ -222,7 +223,7 @@ class GatedMLP(linen.Module):
             activation=self.activation,
             residual=residual,
             save=self.save,
-            precision=self.precision,
+            precision=precision_of(self, "gated_mlp"),
             implementation=self.implementation,
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
             dropout_key=dropout_key,

@@ -11,6 +11,7 @@ from flax.linen.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from jaxfused.dispatch import Implementation
+from jaxfused.linen.fp8 import precision_of
 from jaxfused.linen.layer_norm import LayerNorm, RMSNorm
 from jaxfused.linen.linear import Affine
 from jaxfused.linen.mlp import MLP, GatedMLP
@@ -61,7 +62,7 @@ class TransformerBlock(linen.Module):
       deterministic: whether nothing is dropped; or say so in the call.
       dtype: of the products; None for what x and the parameters promote to.
       param_dtype: of the parameters.
-      precision: of the linear layers' products, as in Flax.
+      precision: of the linear layers' products, as in Flax, or "fp8" or "fp8_delayed".
       kernel_init: initialises the kernels.
       bias_init: initialises the biases of the linear layers.
       save: what the perceptron keeps for its backward, as in `jaxfused.mlp`.
@@ -189,7 +190,7 @@ class TransformerBlock(linen.Module):
             mask=mask,
             segment_ids=segment_ids,
             is_causal=self.is_causal,
-            precision=self.precision,
+            precision=precision_of(self, "qkv_projection", "fp8_qkv"),
             implementation=self.implementation,
             attention_implementation=self.attention_implementation,
         )
@@ -200,7 +201,7 @@ class TransformerBlock(linen.Module):
             bias,
             drops=drops,
             dtype=self.dtype,
-            precision=self.precision,
+            precision=precision_of(self, "linear", "fp8_project"),
             implementation=self.implementation,
         )
         if drops:

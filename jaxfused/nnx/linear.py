@@ -22,6 +22,7 @@ from jaxfused.modules.fallback import (
     why_sharded,
 )
 from jaxfused.modules.linear import Kernel, LoRAKernel, linear, promoted
+from jaxfused.nnx.fp8 import history_for, precision_of
 from jaxfused.nnx.quantized_linear import QuantizedLinear
 
 
@@ -106,6 +107,7 @@ class Linear(nnx.Linear):
         )
         self.activation = activation
         self.implementation = implementation
+        self.fp8_history = history_for(precision, "linear")
 
     def __call__(
         self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
@@ -153,7 +155,7 @@ class Linear(nnx.Linear):
             bias,
             activation=self.activation,
             residual=residual,
-            precision=self.precision,
+            precision=precision_of(self),
             implementation=self.implementation,
         )
         return resharded(y, out_sharding)

@@ -14,6 +14,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.attention import check_rate
 from jaxfused.modules.mlp import check_layer_names, gated_mlp, mlp
+from jaxfused.nnx.fp8 import history_for, precision_of
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.ops.mlp import Save
 
@@ -60,7 +61,7 @@ class MLP(nnx.Module):
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
-      precision: of the products, as in Flax.
+      precision: of the products, as in Flax, or "fp8" or "fp8_delayed".
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
       down_kernel_init: initialises the kernel of `down`; None for kernel_init.
@@ -140,6 +141,7 @@ class MLP(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         self.precision = precision
+        self.fp8_history = history_for(precision, "mlp")
         self.save = save
         self.implementation = implementation
 
@@ -170,7 +172,7 @@ class MLP(nnx.Module):
             activation=self.activation,
             residual=residual,
             save=self.save,
-            precision=self.precision,
+            precision=precision_of(self),
             implementation=self.implementation,
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
             dropout_key=dropout_key,
@@ -195,7 +197,7 @@ class GatedMLP(nnx.Module):
       use_bias: whether the layers have biases.
       dtype: of the products and the result; None for what x and the parameters promote to.
       param_dtype: of the parameters.
-      precision: of the products, as in Flax.
+      precision: of the products, as in Flax, or "fp8" or "fp8_delayed".
       kernel_init: initialises the kernels.
       bias_init: initialises the biases.
       down_kernel_init: initialises the kernel of `down`; None for kernel_init.
@@ -276,6 +278,7 @@ class GatedMLP(nnx.Module):
         self.activation = activation
         self.dtype = dtype
         self.precision = precision
+        self.fp8_history = history_for(precision, "gated_mlp")
         self.save = save
         self.implementation = implementation
 
@@ -306,7 +309,7 @@ class GatedMLP(nnx.Module):
             activation=self.activation,
             residual=residual,
             save=self.save,
-            precision=self.precision,
+            precision=precision_of(self),
             implementation=self.implementation,
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
             dropout_key=dropout_key,

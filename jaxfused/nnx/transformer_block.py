@@ -20,6 +20,7 @@ from jaxfused.modules.transformer_block import (
     project,
     self_attention,
 )
+from jaxfused.nnx.fp8 import precision_of
 from jaxfused.nnx.layer_norm import LayerNorm, RMSNorm
 from jaxfused.nnx.linear import Linear, affine
 from jaxfused.nnx.mlp import MLP, GatedMLP
@@ -61,7 +62,7 @@ class TransformerBlock(nnx.Module):
       drop_path_rate: the fraction of examples whose branch to drop in training.
       dtype: of the products; None for what x and the parameters promote to.
       param_dtype: of the parameters.
-      precision: of the linear layers' products, as in Flax.
+      precision: of the linear layers' products, as in Flax, or "fp8" or "fp8_delayed".
       kernel_init: initialises the kernels.
       bias_init: initialises the biases of the linear layers.
       save: what the perceptron keeps for its backward, as in `jaxfused.mlp`.
@@ -216,7 +217,7 @@ class TransformerBlock(nnx.Module):
             mask=mask,
             segment_ids=segment_ids,
             is_causal=self.is_causal,
-            precision=self.precision,
+            precision=precision_of(self.qkv),
             implementation=self.implementation,
             attention_implementation=self.attention_implementation,
         )
@@ -227,7 +228,7 @@ class TransformerBlock(nnx.Module):
             bias,
             drops=drops,
             dtype=self.project.dtype,
-            precision=self.precision,
+            precision=precision_of(self.project),
             implementation=self.implementation,
         )
         if drops:

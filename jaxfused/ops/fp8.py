@@ -91,7 +91,20 @@ MATRICES: Mapping[str, tuple[str, ...]] = {
 
 def is_fp8(precision: Any) -> bool:
     """Whether a caller's `precision` asks for products in float8."""
-    return isinstance(precision, Fp8State) or (isinstance(precision, str) and precision == "fp8")
+    if is_named(precision, DELAYED):
+        raise ValueError(
+            f'precision is "{DELAYED}", which is for modules, as these remember scales; pass an operator'
+            " a jaxfused.Fp8State."
+        )
+    return isinstance(precision, Fp8State) or is_named(precision, "fp8")
+
+
+DELAYED = "fp8_delayed"
+
+
+def is_named(precision: Any, name: str) -> bool:
+    """Whether a precision is that string; arrays are not compared."""
+    return isinstance(precision, str) and precision == name
 
 
 def state_of(op: str, precision: Any) -> Fp8State | None:

@@ -1,0 +1,38 @@
+"""The scales of float8 that an NNX module remembers, where its precision is "fp8_delayed"."""
+
+from typing import Any
+
+from flax import nnx
+
+from jaxfused.ops.fp8 import DELAYED, Fp8State, is_named
+
+
+class Fp8History(nnx.Variable):
+    """The history of a `jaxfused.Fp8State`, whose gradient is its next value.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfused.nnx
+      >>> from jaxfused.nnx.fp8 import Fp8History
+      >>> layer = jaxfused.nnx.Linear(4, 2, precision="fp8_delayed", rngs=nnx.Rngs(0))
+      >>> wrt = nnx.DiffState(0, Fp8History)
+      >>> nnx.update(layer, nnx.grad(lambda m: m(jnp.full((8, 4), 3.0)).sum(), argnums=wrt)(layer))
+      >>> float(layer.fp8_history[0, 0])
+      3.0
+    """
+
+
+def history_for(precision: Any, operator: str) -> Any:
+    """What a module with this precision remembers of its operator, or None."""
+    if not is_named(precision, DELAYED):
+        return nnx.data(None)
+    return Fp8History(Fp8State.zeros(operator).history)
+
+
+def precision_of(module: nnx.Module) -> Any:
+    """A module's precision as its operator takes it: with a state where scaling is delayed."""
+    history = getattr(module, "fp8_history", None)
+    if history is None:
+        return getattr(module, "precision", None)
+    return Fp8State(history[...])
