@@ -59,13 +59,21 @@ __device__ __forceinline__ uint32_t largest_of_block(uint32_t bits) {
   return bits;
 }
 
-// Returns the scale. That of zeros can be divided by, and that of what is not finite is NaN.
+// Returns the scale. That of zeros can be divided by, and that of what is not finite is NaN. Each
+// warp finds it by itself, so that none waits while its values are on their way.
 __device__ __forceinline__ float scale_of(const QuantizeArgs& args) {
   uint32_t bits = 0;
-  for (int i = threadIdx.x; i < args.largest_count; i += kThreads) {
-    bits = max(bits, __float_as_uint(args.largest[i]) & 0x7fffffffu);
+  if (args.largest_count == 1) {
+    bits = __float_as_uint(*args.largest) & 0x7fffffffu;
+  } else {
+    for (int i = threadIdx.x % 32; i < args.largest_count; i += 32) {
+      bits = max(bits, __float_as_uint(args.largest[i]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      bits = max(bits, __shfl_xor_sync(0xffffffffu, bits, lanes));
+    }
   }
-  bits = largest_of_block(bits);
   if (bits >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
   return fmaxf(__fdiv_rn(__uint_as_float(bits), args.limit), FLT_MIN);
 }
@@ -182,8 +190,8 @@ __device__ __forceinline__ void store_sums(const QuantizeArgs& args, float (&sum
   args.sums[row_block * args.columns + column] = total;
 }
 
-template <typename T, __nv_fp8_interpretation_t kFormat, bool kGated>
-__global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args) {
+template <typename T, __nv_fp8_interpretation_t kFormat, bool kGated, bool kSums>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 && !kGated ? 4 : 2) quantize_kernel(QuantizeArgs args) {
   __shared__ uint32_t tile[kTileRows * kWords];
   const int64_t row_block = args.from_end ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int64_t row_start = row_block * kTileRows;
@@ -213,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args
     const int tile_row = first_row + pass * kPassRows;
     const int64_t row = row_start + tile_row;
     if (row < args.rows && column < args.columns) {
-      if constexpr (!kGated) {
+      if constexpr (kSums) {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) sums[i] += values[pass][i];
       }
@@ -245,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args
     found = largest_of_block(found);
     args.found[blockIdx.y * gridDim.x + blockIdx.x] = __uint_as_float(found);
   }
-  if (args.sums != nullptr) store_sums(args, sums, row_block, column_start);
+  if constexpr (kSums) store_sums(args, sums, row_block, column_start);
   if (args.transposed == nullptr) return;
   __syncthreads();
   store_transposed(args, tile, row_start, column_start);
@@ -254,19 +262,20 @@ __global__ void __launch_bounds__(kThreads, 3) quantize_kernel(QuantizeArgs args
 using Kernel = void (*)(QuantizeArgs);
 
 template <typename T, __nv_fp8_interpretation_t kFormat>
-Kernel kernel_of(bool gated) {
-  return gated ? quantize_kernel<T, kFormat, true> : quantize_kernel<T, kFormat, false>;
+Kernel kernel_of(bool gated, bool sums) {
+  if (gated) return quantize_kernel<T, kFormat, true, false>;
+  return sums ? quantize_kernel<T, kFormat, false, true> : quantize_kernel<T, kFormat, false, false>;
 }
 
 template <__nv_fp8_interpretation_t kFormat>
-Kernel kernel_of(Dtype dtype, bool gated) {
+Kernel kernel_of(Dtype dtype, bool gated, bool sums) {
   switch (dtype) {
     case Dtype::kFloat32:
-      return kernel_of<float, kFormat>(gated);
+      return kernel_of<float, kFormat>(gated, sums);
     case Dtype::kBfloat16:
-      return kernel_of<__nv_bfloat16, kFormat>(gated);
+      return kernel_of<__nv_bfloat16, kFormat>(gated, sums);
     case Dtype::kFloat16:
-      return kernel_of<__half, kFormat>(gated);
+      return kernel_of<__half, kFormat>(gated, sums);
   }
   return nullptr;
 }
@@ -358,8 +367,10 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
     args.found = static_cast<float*>(found->untyped_data());
   }
   if (grid.y > 65535) return ffi::Error::InvalidArgument("there are too many columns");
-  const Kernel kernel = format == ffi::DataType::F8E4M3FN ? kernel_of<__NV_E4M3>(*dtype, gated)
-                                                          : kernel_of<__NV_E5M2>(*dtype, gated);
+  const bool sums_rows = args.sums != nullptr;
+  const Kernel kernel = format == ffi::DataType::F8E4M3FN
+                            ? kernel_of<__NV_E4M3>(*dtype, gated, sums_rows)
+                            : kernel_of<__NV_E5M2>(*dtype, gated, sums_rows);
   return launch_kernel(kernel, args, {grid, kThreads, 0}, stream);
 }
 
