@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 
 import jaxfused
+from jaxfused import cuda, reference
+from pallas_kernels.product import fp8 as pallas_fp8
+from pallas_kernels.product.mainloop import MatmulConfig
+from tests import lowering
+from tests.grids import parametrize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -95,3 +100,209 @@ def test_qkv_projection_in_the_interpreter(interpreted_hopper):
         return jnp.concatenate([q, k, v], axis=-2)
 
     assert_alike(*both_gradients(f, x, w / 8, bias))
+
+
+@parametrize(("length", "steps"), [(384, 4), (640, 4), (256, 1), (512, 4)], quick=(1,))
+def test_promoted_sums_in_the_interpreter(length, steps, interpreted_hopper):
+    x, dy = arrays(5, (64, length), (80, length))
+    x, dy = x.astype(E4M3), dy.astype(E5M2)
+    scale = jnp.linspace(0.5, 2.0, 80)
+    ours = pallas_fp8.weight_gradient(
+        x,
+        dy,
+        scale,
+        out_dtype=jnp.float32,
+        promoted_steps=steps,
+        multiprocessors=interpreted_hopper.multiprocessors,
+        config=MatmulConfig(64, 64, 3, False, epilogue_columns=32),
+    )
+    truth = (np.asarray(x, np.float64) @ np.asarray(dy, np.float64).T) * np.asarray(scale)
+    np.testing.assert_allclose(ours, truth, rtol=1e-4, atol=1e-3)
+
+
+def test_maxima_of_rows_in_the_interpreter(interpreted_hopper):
+    """Rows beyond the last one do not count, nor columns."""
+    x, w = arrays(6, (80, 64), (72, 64))
+    x, w = x.astype(E4M3), w.astype(E4M3)
+    bias = jnp.full(72, 3.0)
+    results = [
+        f(
+            x,
+            w,
+            jnp.ones(72),
+            bias,
+            None,
+            activation=None,
+            out_dtype=None,
+            narrow_dtype=jnp.bfloat16,
+            saves=True,
+            maximised=maximised,
+            **keywords,
+        )
+        for maximised in ("value", "magnitude")
+        for f, keywords in (
+            (pallas_fp8.layer, dict(multiprocessors=interpreted_hopper.multiprocessors)),
+            (reference.fp8.layer, {}),
+        )
+    ]
+    for (_, z, maxima), (_, expected_z, expected) in (results[:2], results[2:]):
+        np.testing.assert_array_equal(z, expected_z)
+        np.testing.assert_array_equal(maxima, expected)
+
+
+# --- lowered --------------------------------------------------------------------------------------
+
+
+def gradient_of_mlp(precision):
+    def f(x, w1, b1, w2):
+        y = jaxfused.mlp(x, w1, b1, w2, save="hidden", precision=precision)
+        return jnp.sum(y.astype(jnp.float32))
+
+    return jax.grad(f, (0, 1, 2, 3))
+
+
+SHAPES = [(256, 128), (128, 256), (256,), (256, 128)]
+
+
+def test_what_a_gradient_launches(hopper):
+    launched = lowering.kernels(gradient_of_mlp("fp8"), *arrays(0, *SHAPES))
+    assert set(launched) == {
+        "jaxfused_largest",
+        "jaxfused_quantize",
+        "fp8_layer",
+        "fp8_hidden_gradient",
+        "fp8_weight_gradient",
+    }
+
+
+def test_delayed_scaling_reads_nothing_for_a_scale(hopper):
+    state = jaxfused.Fp8State.zeros("mlp")
+    launched = lowering.kernels(gradient_of_mlp(state), *arrays(0, *SHAPES))
+    assert "jaxfused_quantize" in launched and "jaxfused_largest" not in launched
+
+
+def test_widths_that_no_kernel_takes_are_left_to_xla(hopper):
+    x, w = arrays(0, (64, 40), (40, 24))
+    f = lambda x, w: jaxfused.linear(x, w, precision="fp8")  # noqa: E731
+    assert "fp8_layer" not in lowering.kernels(f, x, w)
+    with pytest.raises(ValueError, match="whole multiples of 16 bytes"):
+        jaxfused.linear(x, w, precision="fp8", implementation="pallas")
+
+
+@parametrize(
+    ("m", "k", "n"),
+    [(16384, 1024, 4096), (25216, 4096, 1024), (128, 768, 768), (80, 64, 96)],
+    quick=(0,),
+)
+@pytest.mark.parametrize("residual", [None, "float32"])
+def test_default_configs_fit_into_shared_memory(m, k, n, residual, hopper):
+    shape = jax.ShapeDtypeStruct
+    x, w, dy = (shape(s, d) for s, d in (((m, k), E4M3), ((n, k), E4M3), ((m, k), E5M2)))
+    vector, z = shape((n,), jnp.float32), shape((m, n), jnp.bfloat16)
+    keywords = dict(multiprocessors=132)
+
+    def layer(x, w, scale, bias, *residual):
+        return pallas_fp8.layer(
+            x,
+            w,
+            scale,
+            bias,
+            *(residual or (None,)),
+            activation="gelu_tanh",
+            out_dtype=jnp.float32,
+            narrow_dtype=jnp.bfloat16,
+            saves=True,
+            maximised="value",
+            config=pallas_fp8.candidates(
+                pallas_fp8.work(
+                    x, w, read_bytes=4 if residual else 0, written_bytes=6, activations=1
+                ),
+                132,
+            )[0],
+            **keywords,
+        )
+
+    others = [] if residual is None else [shape((m, n), jnp.float32)]
+    assert lowering.kernels(layer, x, w, vector, vector, *others) == ["fp8_layer"]
+
+    def gradient(dy, w, scale, z, up):
+        config = pallas_fp8.hidden_candidates(
+            pallas_fp8.work(dy, w, read_bytes=4, written_bytes=4, activations=2), 132
+        )[0]
+        return pallas_fp8.hidden_gradient(
+            dy, w, scale, z, up, activation="silu", maximise=True, config=config, **keywords
+        )
+
+    assert lowering.kernels(gradient, dy, w, vector, z, z) == ["fp8_hidden_gradient"]
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@parametrize("out", [E4M3, E5M2], quick=())
+@parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], quick=())
+@parametrize("widths", [(80,), (208,), (48, 80, 16)], quick=())
+@parametrize("rows", [144, 1040], quick=())
+def test_quantised_bits_on_a_gpu(rows, widths, dtype, out):
+    matrices = [3 * a for a in arrays(7, *((rows, width) for width in widths), dtype=dtype)]
+    keywords = dict(
+        dtype=out, activation=None, gated=False, straight=True, transposes=True, sums=True
+    )
+    for largest in (jnp.ones(1), jnp.linspace(1.0, 9.0, 264), jnp.array([jnp.inf])):
+        for from_end in (False, True):
+            ours = cuda.quantize.quantize(
+                matrices, largest, observes=True, from_end=from_end, **keywords
+            )
+            expected = reference.fp8.quantize(matrices, largest, **keywords)
+            for a, b in zip(ours[:3], expected[:3], strict=True):
+                np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            np.testing.assert_allclose(ours[3], expected[3], rtol=1e-4, atol=1e-2)
+            assert ours[4].max() == reference.fp8.largest_magnitude(*matrices)
+    found = cuda.quantize.largest(matrices, 264)
+    assert found.max() == reference.fp8.largest_magnitude(*matrices)
+
+
+@pytest.mark.gpu
+@parametrize("rows", [128, 1040, 4096], quick=())
+@parametrize("precision", ["fp8", "state"], quick=())
+def test_gradients_on_a_gpu(rows, precision):
+    x, w1, w2 = arrays(8, (rows, 256), (256, 512), (512, 128))
+    b1, b2 = arrays(9, (512,), (128,))
+    precision = jaxfused.Fp8State(jnp.full((6, 4), 4.0)) if precision == "state" else precision
+
+    def f(implementation, x, w1, b1, w2, b2):
+        return jaxfused.mlp(
+            x,
+            w1,
+            b1,
+            w2,
+            b2,
+            save="hidden",
+            precision=precision,
+            implementation=implementation,
+        )
+
+    operands = (x, w1 / 16, b1, w2 / 16, b2)
+    ours, again, xla = (
+        jax.jit(lambda *a, i=i: both_gradients(lambda _, *b: f(i, *b), *a)[0])(*operands)
+        for i in (None, None, "xla")
+    )
+    assert_alike(ours, xla)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [384, 16384])
+def test_promoted_sums_on_a_gpu(length):
+    """As exact as a product of bfloat16 of the same values, whose result is bfloat16."""
+    x, dy = arrays(10, (128, length), (256, length))
+    x, dy = x.astype(E4M3), dy.astype(E5M2)
+    ours = pallas_fp8.weight_gradient(
+        x, dy, jnp.ones(256), out_dtype=jnp.float32, multiprocessors=132
+    )
+    truth = np.asarray(x, np.float64) @ np.asarray(dy, np.float64).T
+    plain = x.astype(jnp.bfloat16) @ dy.astype(jnp.bfloat16).T
+    error, allowed = (np.abs(np.asarray(a, np.float64) - truth).max() for a in (ours, plain))
+    assert error <= 2 * allowed

@@ -757,7 +757,9 @@ class _Consumer:
             last = slot
             self._multiply(acc_ref, sequence_idx, first, last)
             for step in range(1, steps):
-                last = self._step(acc_ref, sequence_idx, first + step, last)
+                previous, last = last, self.product.next_slot(last)
+                plgpu.wgmma_wait(self._multiply(acc_ref, sequence_idx, first + step, last))
+                plgpu.barrier_arrive(self.ring.free.at[previous])
             plgpu.wgmma_wait(0)
             return acc_ref[...], last
 
