@@ -31,13 +31,13 @@ struct QuantizeArgs {
   int ends[kMaxSources];             // the column after the last one of each source
   const float* largest;              // magnitudes, of whose largest the scale is made
   int largest_count;
-  float limit;                       // the largest number of the results' dtype
-  bool from_end;                     // blocks take the last rows first, which the caches may still hold
-  float* scale;                      // [1], or nullptr
-  uint8_t* values;                   // [rows, columns], or nullptr
-  uint8_t* transposed;               // [columns, rows], or nullptr
-  float* sums;                       // of 128 rows each [row blocks, columns], or nullptr
-  float* found;                      // a block's largest magnitude before it is scaled, or nullptr
+  float limit;          // the largest number of the results' dtype
+  bool from_end;        // blocks take the last rows first, which the caches may still hold
+  float* scale;         // [1], or nullptr
+  uint8_t* values;      // [rows, columns], or nullptr
+  uint8_t* transposed;  // [columns, rows], or nullptr
+  float* sums;          // of 128 rows each [row blocks, columns], or nullptr
+  float* found;         // a block's largest magnitude before it is scaled, or nullptr
   int rows;
   int columns;
   Activation activation;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void load_values(const QuantizeArgs& args, int64_t ro
   load_as_float<T>(data, column - start, out);
 }
 
-// The activation, as exact as a float8 shows it. erfc is the formula 7.1.26 of Abramowitz and Stegun,
-// wrong by 1.5e-7, where erfcf would take longer than to read and write the values.
+// The activation, as exact as a float8 shows it. erfc is the formula 7.1.26 of Abramowitz and
+// Stegun, wrong by 1.5e-7, where erfcf would take longer than to read and write the values.
 __device__ __forceinline__ void activate_for_fp8(Activation activation, float (&values)[kVec]) {
   using namespace activation_detail;
   if (activation != Activation::kGeluErf) return activate(activation, values);
@@ -191,7 +191,8 @@ __device__ __forceinline__ void store_sums(const QuantizeArgs& args, float (&sum
 }
 
 template <typename T, __nv_fp8_interpretation_t kFormat, bool kGated, bool kSums>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 && !kGated ? 4 : 2) quantize_kernel(QuantizeArgs args) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 && !kGated ? 4 : 2)
+    quantize_kernel(QuantizeArgs args) {
   __shared__ uint32_t tile[kTileRows * kWords];
   const int64_t row_block = args.from_end ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int64_t row_start = row_block * kTileRows;
@@ -264,7 +265,8 @@ using Kernel = void (*)(QuantizeArgs);
 template <typename T, __nv_fp8_interpretation_t kFormat>
 Kernel kernel_of(bool gated, bool sums) {
   if (gated) return quantize_kernel<T, kFormat, true, false>;
-  return sums ? quantize_kernel<T, kFormat, false, true> : quantize_kernel<T, kFormat, false, false>;
+  return sums ? quantize_kernel<T, kFormat, false, true>
+              : quantize_kernel<T, kFormat, false, false>;
 }
 
 template <__nv_fp8_interpretation_t kFormat>
@@ -284,8 +286,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
                     ffi::AnyBuffer third, ffi::AnyBuffer largest,
                     ffi::Result<ffi::AnyBuffer> values, ffi::Result<ffi::AnyBuffer> transposed,
                     ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> sums,
-                    ffi::Result<ffi::AnyBuffer> found,
-                    std::string_view activation, bool gated, bool from_end) {
+                    ffi::Result<ffi::AnyBuffer> found, std::string_view activation, bool gated,
+                    bool from_end) {
   if (is_absent(first)) return ffi::Error::Success();
   QuantizeArgs args = {};
   if (!parse_activation(activation, &args.activation)) {
@@ -351,8 +353,8 @@ ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer first, ffi::AnyBuffer se
     }
     args.transposed = static_cast<uint8_t*>(transposed->untyped_data());
   }
-  if (!are_aligned({args.sources[0], args.sources[1], args.sources[2], args.values,
-                    args.transposed})) {
+  if (!are_aligned(
+          {args.sources[0], args.sources[1], args.sources[2], args.values, args.transposed})) {
     return ffi::Error::InvalidArgument("a matrix does not begin at a multiple of 16 bytes");
   }
   const dim3 grid((args.rows + kTileRows - 1) / kTileRows,
