@@ -372,7 +372,7 @@ class _Largest(_OneByOne):
         reason = reason or cuda.library.why_dtype_unfit(operands[0].dtype)
         if len({operand.dtype for operand in operands if operand is not None}) > 1:
             reason = reason or "it takes arrays of one dtype"
-        return {"cuda": reason or cuda.library.why_unavailable(), "xla": None}
+        return _measured_first({"cuda": reason or cuda.library.why_unavailable(), "xla": None})
 
     def run(self, implementation, device, *operands) -> Results:
         arrays = [operand for operand in operands if operand is not None]
@@ -429,7 +429,7 @@ class _Quantize(_OneByOne):
             widths=[matrix.shape[1] for matrix in matrices],
             transposes=self.transposes,
         )
-        return {"cuda": reason, "xla": None}
+        return _measured_first({"cuda": reason, "xla": None})
 
     def run(self, implementation, device, *operands) -> Results:
         del device
@@ -457,6 +457,11 @@ class _Quantize(_OneByOne):
         columns = sum(matrix.shape[1] for matrix in matrices)
         tiles = cuda.quantize.tiles(matrices[0].shape[0], columns)
         return jnp.full((tiles,), reference.fp8.largest_magnitude(*matrices))
+
+
+def _measured_first(reasons: dict[str, str | None]) -> dict[str, str | None]:
+    unmeasured = dispatch.why_unmeasured("fp8 quantize") is not None
+    return dispatch.preferring("xla", reasons) if unmeasured else reasons
 
 
 def _product_reasons(
