@@ -82,10 +82,8 @@ def convolve(
     if isinstance(kernel, ObservedKernel):
         kernel.observe(kernel.layer, patches(fold(x), size, **geometry))
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
-    assert isinstance(kernel, jax.Array)
-    y = ops.conv.conv(
-        fold(x), floating(kernel, x.dtype), bias, precision=precision, **geometry, **rest
-    )
+    array = floating(jnp.asarray(kernel), x.dtype)
+    y = ops.conv.conv(fold(x), array, bias, precision=precision, **geometry, **rest)
     return y.reshape(*batch, *y.shape[1:])
 
 
@@ -143,8 +141,7 @@ def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
         array, bias = ops.batch_norm.fold_batch_norm(kernel.array, **norm)
         return replace(kernel, array=array), bias
     if not isinstance(kernel, QuantizedKernel):
-        assert isinstance(kernel, jax.Array)
-        return ops.batch_norm.fold_batch_norm(kernel, **norm)
+        return ops.batch_norm.fold_batch_norm(jnp.asarray(kernel), **norm)
     scale = jnp.broadcast_to(kernel.array.scale, (kernel.array.groups, kernel.array.shape[-1]))
     scale, bias = ops.batch_norm.fold_batch_norm(scale, **norm)
     return replace(kernel, array=replace(kernel.array, scale=scale)), bias
