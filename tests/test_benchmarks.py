@@ -482,6 +482,7 @@ def test_ours_and_stock_are_the_same_networks():
     assert count_parameters(TINY_UNET, "ours") == count_parameters(TINY_UNET, "stock") + per_pixel
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["ours", "stock"])
 def test_networks_that_only_answer(variant):
     sizes = dict(batch=2, image_size=16, classes=7, answers=True)

@@ -184,7 +184,7 @@ RULES = [
 ]
 
 
-@parametrize(("gated", "folds"), [(True, FOLDS), (False, ())], quick=(0,))
+@parametrize(("gated", "folds"), [(True, FOLDS), (False, ())], quick=())
 def test_nnx_and_linen_are_calibrated_alike(gated, folds):
     options = dict(hidden_features=D, gated=gated)
     block = jaxfused.nnx.TransformerBlock(D, 4, rngs=flax.nnx.Rngs(0), **options)
@@ -400,6 +400,7 @@ def test_looking_changes_nothing():
     assert all(inputs[()].gram is None for inputs in seen.values())
 
 
+@pytest.mark.exhaustive
 def test_convolutions_are_calibrated_by_their_windows():
     images = np.asarray(correlated(4 * 10 * 10, 16, outliers=2)).reshape(4, 10, 10, 16)
     conv = jaxfused.nnx.Conv(16, 24, (3, 3), strides=2, rngs=flax.nnx.Rngs(0))

@@ -272,6 +272,7 @@ def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkey
     assert metrics(tmp_path / "run") == metrics(short_run)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "flags", [[], ["--calibrate", "2", "--input-percentile", "99.99"]], ids=str
 )
@@ -446,6 +447,7 @@ def test_a_folder_is_read_in_pairs(folder):
     assert batch["image"].shape == (4, 16, 16, 3) and batch["mask"].shape == (4, 16, 16)
 
 
+@pytest.mark.exhaustive
 def test_a_folder_trains_with_a_worker_to_the_numbers_without(folder, tmp_path, capsys):
     for workers in ("1", "0"):
         out = str(tmp_path / workers)

@@ -114,6 +114,7 @@ def trained(digits_run):
     return nnx.merge(graphdef, run.restore(dict(params=params))["params"]), data
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("group_size", [None, 32])
 def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
@@ -136,6 +137,7 @@ def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
     assert errors[0] < 0.8 * errors[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_the_command_prints_the_errors_of_layers(digits_run, monkeypatch, capsys):
     monkeypatch.setattr(quantization, "_SECONDS", 0.002)

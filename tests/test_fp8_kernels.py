@@ -40,7 +40,7 @@ def assert_alike(ours, xla):
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-6
 
 
-@pytest.mark.parametrize("rows", [80, 144])
+@parametrize("rows", [80, 144], quick=(0,))
 def test_mlp_in_the_interpreter(rows, interpreted_hopper):
     x, w1, w2 = arrays(0, (rows, 64), (64, 96), (96, 48))
     b1, b2, residual = arrays(1, (96,), (48,), (rows, 48))
@@ -61,6 +61,7 @@ def test_mlp_in_the_interpreter(rows, interpreted_hopper):
     assert_alike(*both_gradients(f, x, w1 / 8, b1, w2, b2, residual))
 
 
+@pytest.mark.exhaustive
 def test_gated_mlp_in_the_interpreter(interpreted_hopper):
     x, w_gate, w_up, w_down = arrays(2, (80, 64), (64, 96), (64, 96), (96, 48))
 
@@ -90,6 +91,7 @@ def test_linear_in_the_interpreter(activation, interpreted_hopper):
     assert_alike(*both_gradients(f, x, w / 8, bias, residual))
 
 
+@pytest.mark.exhaustive
 def test_qkv_projection_in_the_interpreter(interpreted_hopper):
     x, w, bias = arrays(4, (2, 40, 64), (64, 64), (64,))
 

@@ -25,6 +25,7 @@ from jaxfused.ops import (
     weight_gradient,
 )
 from tests.choices import chosen, why_not
+from tests.grids import parametrize
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)
 BF16 = jnp.bfloat16
@@ -80,10 +81,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_kernel_is_lowered_once_however_often_it_is_called(h200, program):
+@parametrize("name", list(PROGRAMS), quick=(1, 4))
+def test_a_kernel_is_lowered_once_however_often_it_is_called(h200, name):
+    program = PROGRAMS[name]
     x = jax.ShapeDtypeStruct((4, 64, D), BF16)
-    if program is PROGRAMS["vmap"]:
+    if name == "vmap":
         x = jax.ShapeDtypeStruct((2, 4, 64, D), BF16)
     w = jax.ShapeDtypeStruct((D, F), BF16)
     of_two_layers = kernels_lowered(program(2), x, w)
@@ -91,7 +93,7 @@ def test_a_kernel_is_lowered_once_however_often_it_is_called(h200, program):
     assert kernels_lowered(program(12), x, w) == of_two_layers
 
 
-@pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
+@parametrize("manual", (False, True), quick=(1,))
 def test_a_kernel_is_lowered_once_on_many_devices(h200, manual):
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 

@@ -311,7 +311,7 @@ def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize("save", ["preactivation", "hidden"], quick=(1,))
+@parametrize("save", ["preactivation", "hidden"], quick=())
 def test_pallas_gated_mlp_of_one_matrix_in_the_interpreter(save):
     check_gated_mlp_kernel(KERNEL_CASES[0], "bfloat16", save, True, "pallas", cotangents=1)
 

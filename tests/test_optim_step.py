@@ -457,6 +457,7 @@ print("same")
 """
 
 
+@pytest.mark.exhaustive
 def test_sharded_parameters_keep_their_sharding():
     result = subprocess.run(
         [sys.executable, "-c", SHARDED_STEP],

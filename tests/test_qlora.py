@@ -130,6 +130,7 @@ def test_lora_in_a_perceptron_is_the_perceptron_of_the_sums(gated, names):
     np.testing.assert_allclose(of_class(x, residual=residual), y, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_lora_in_a_block_and_around_quantised_layers():
     block = jaxfused.nnx.TransformerBlock(
         D, 4, hidden_features=F, gated=True, rngs=flax.nnx.Rngs(0)
@@ -208,7 +209,7 @@ def test_refuses_what_it_would_pass_over():
         mlp(normal(0, 2, D))
 
 
-@parametrize("rows", [128, 16], quick=(0,))
+@parametrize("rows", [128, 16], quick=(1,))
 def test_training_a_lora_makes_nothing_of_the_weights_size(hopper, rows):
     """In the program for a GPU, forward and gradient, with scales' gradients too."""
     features, hidden, rank = 1024, 384, 8
