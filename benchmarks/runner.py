@@ -111,8 +111,10 @@ def _submit(pool: ThreadPoolExecutor, f: Function, shapes: Any, *, x64: bool) ->
 
 
 def _in_float64(f: Function) -> Function:
+    # Numbers of a byte are what an array was quantised to, and stay.
     def widened(a: jax.Array) -> jax.Array:
-        return a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a
+        is_wide = jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1
+        return a.astype(jnp.float64) if is_wide else a
 
     return lambda *inputs: f(*map(widened, inputs))
 
