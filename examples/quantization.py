@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 
 import jaxfused
 from examples.errors import ExampleError
-from examples.training import number, whole
+from examples.training import Run, number, whole
 
 # int8 and fp8 are multiplied in their own dtype, so inputs are quantised too; int4 weights become floats
 # again.
@@ -46,8 +47,20 @@ class Quantized:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(self.model)))
 
 
+def flags_of(run: Run, args: argparse.Namespace) -> argparse.Namespace:
+    """The flags of a run, whose images may lie elsewhere by now."""
+    flags = argparse.Namespace(**run.config["flags"])
+    folder = args.data or flags.data
+    flags.data = None if folder is None else Path(folder)
+    return flags
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say how to quantise."""
+    """The flags that say what to quantise and how."""
+    parser.add_argument(
+        "checkpoint", type=Path, help="the --out of a run, or one of its checkpoints/N"
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where the run's images are now")
     parser.add_argument(
         "--calibrate",
         type=whole(1),

@@ -34,8 +34,8 @@ struct ForwardArgs {
 //
 //     mean = base + sum n d / sum n,   deviations = sum (m + n d^2) - (sum n d)^2 / sum n.
 //
-// Since `base` is a mean of some of the values, the difference loses few digits, the fewer the more
-// values that are.
+// The difference loses digits where `base` lies far from the mean of all values, so that `base`
+// should be a mean of many of them.
 __device__ __forceinline__ Sums moments_about(float base, float count, float2 moments) {
   const float delta = moments.x - base;
   const float first = count * delta;
@@ -48,7 +48,7 @@ __device__ __forceinline__ float2 moments_of(float base, float count, const Sums
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// What a mean should be of to be near that of all values.
+// A mean of more values than these lies near that of all.
 constexpr float kFewestValues = 31.0f;
 
 // Merges the moments of an image's slices, [slices, groups], and hands those of a group to

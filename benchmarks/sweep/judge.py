@@ -61,8 +61,8 @@ def compile_case(
 
     by_direction = {}
     for direction, modules in lowered.by_direction.items():
-        last = sorted(modules, key=lambda name: name == OURS)
-        jobs = {name: compile_module(name, modules[name]) for name in last}
+        ours_last = sorted(modules, key=lambda name: name == OURS)
+        jobs = {name: compile_module(name, modules[name]) for name in ours_last}
         by_direction[direction] = _one_after_the_other(pool, jobs)
     if on_gpu:
         written = programs.of(config)

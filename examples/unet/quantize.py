@@ -6,7 +6,6 @@ a second for float, int8, fp8 and int4. The flags are those of `examples.vit.qua
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from examples.quantization import (
     add_flags,
     calls_per_second,
     check_flags,
+    flags_of,
     in_all_formats,
 )
 from examples.training import Run, to_float
@@ -33,10 +33,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m examples.unet.quantize", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "checkpoint", type=Path, help="the --out of a run, or one of its checkpoints/N"
-    )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the run's images are now")
     add_flags(parser)
     args = parser.parse_args(argv)
     check_flags(args)
@@ -47,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"the checkpoint must be one of examples.unet.train, but {args.checkpoint} belongs to"
             " another example; pass the --out of a U-Net's run."
         )
-    flags = argparse.Namespace(**run.config["flags"])
-    folder = args.data or flags.data
-    flags.data = None if folder is None else Path(folder)
+    flags = flags_of(run, args)
     data = load_data(flags)
     graphdef, params = create(flags, channels=data.channels, size=flags.crop)
     model = nnx.merge(graphdef, run.restore(dict(params=params))["params"])

@@ -8,7 +8,6 @@ training batches first, chooses roundings by that, and prints each layer's error
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from examples.quantization import (
     add_flags,
     calls_per_second,
     check_flags,
+    flags_of,
     in_all_formats,
 )
 from examples.training import Run, to_float
@@ -50,18 +50,12 @@ def main(
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description="What fewer bits cost and bring."
     )
-    parser.add_argument(
-        "checkpoint", type=Path, help="the --out of a run, or one of its checkpoints/N"
-    )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the run's images are now")
     add_flags(parser)
     args = parser.parse_args(argv)
     check_flags(args)
 
     run = Run.load(args.checkpoint)
-    flags = argparse.Namespace(**run.config["flags"])
-    folder = args.data or flags.data
-    flags.data = None if folder is None else Path(folder)
+    flags = flags_of(run, args)
     data = load_data(flags)
     check_classes(run, data)
     graphdef, params = create(flags, channels=data.channels, classes=len(data.classes))

@@ -231,6 +231,14 @@ def copies(
     return Copies(values, transposed, scale.reshape(()), largest, total, found)
 
 
+def copies_of(
+    run: Runner, state: Fp8State | None, op: str, matrix: str, *arrays: jax.Array, **wanted: Any
+) -> Copies:
+    """`copies` of what MATRICES calls `matrix`, scaled by its history where there is a state."""
+    history = None if state is None else state.of(op, matrix)
+    return copies(run, *arrays, history=history, **wanted)
+
+
 def _of_all_shards(largest: jax.Array) -> jax.Array:
     """In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit."""
     names = tuple(sorted(sharding.varying(largest)))

@@ -242,15 +242,10 @@ class _Fp8Residuals(NamedTuple):
     no_w: jax.Array
 
 
-def _fp8_copies(run: Runner, state: fp8.Fp8State | None, matrix: str, array, **wanted):
-    history = None if state is None else state.of("linear", matrix)
-    return fp8.copies(run, array, history=history, **wanted)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual, state):
-    xs = _fp8_copies(run, state, "x", x, transposes=False)
-    ws = _fp8_copies(run, state, "w", w, straight=False)
+    xs = fp8.copies_of(run, state, "linear", "x", x, transposes=False)
+    ws = fp8.copies_of(run, state, "linear", "w", w, straight=False)
     return _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=False)[0]
 
 
@@ -270,7 +265,10 @@ def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *,
 
 
 def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual, state):
-    xs, ws = _fp8_copies(run, state, "x", x), _fp8_copies(run, state, "w", w)
+    xs, ws = (
+        fp8.copies_of(run, state, "linear", "x", x),
+        fp8.copies_of(run, state, "linear", "w", w),
+    )
     saves = options.activation is not None
     y, z, _ = _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=saves)
     y, z = named(y, "linear", "output"), named(z, "linear", "preactivation")
@@ -283,7 +281,7 @@ def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy)
     bias, state, dz = saved.bias, saved.state, dy
     if saved.preactivation is not None:
         dz, _ = run(ActivationGradient(str(options.activation), False), dy, saved.preactivation)
-    dzs = _fp8_copies(run, state, "dy", dz, dtype=fp8.GRADIENT, sums=bias is not None)
+    dzs = fp8.copies_of(run, state, "linear", "dy", dz, dtype=fp8.GRADIENT, sums=bias is not None)
     found = dict(x=saved.x.found, w=saved.w.found, dy=dzs.found)
     return (
         fp8.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),

@@ -28,14 +28,6 @@ class Options:
     """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
 
 
-def _copies(
-    run: Runner, op: str, state: fp8.Fp8State | None, matrix: str, *arrays, **wanted
-) -> fp8.Copies:
-    """The copies of a matrix of the operator, scaled by its history where there is a state."""
-    history = None if state is None else state.of(op, matrix)
-    return fp8.copies(run, *arrays, history=history, **wanted)
-
-
 class _MlpResiduals(NamedTuple):
     x: fp8.Copies
     w1: fp8.Copies
@@ -51,7 +43,7 @@ class _MlpResiduals(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
     """`jaxfused.mlp` in float8."""
-    copies = functools.partial(_copies, run, "mlp", state)
+    copies = functools.partial(fp8.copies_of, run, state, "mlp")
     xs, w1s = copies("x", x, transposes=False), copies("w1", w1, straight=False)
     z, largest = _first_layer(run, options, xs, w1s, b1)
     hs = copies("hidden", z, largest=largest, activation=options.activation, transposes=False)
@@ -88,7 +80,7 @@ def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -
 
 
 def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
-    copies = functools.partial(_copies, run, "mlp", state)
+    copies = functools.partial(fp8.copies_of, run, state, "mlp")
     xs, w1s, w2s = copies("x", x), copies("w1", w1), copies("w2", w2)
     z, largest = _first_layer(run, options, xs, w1s, b1)
     z = named(z, "mlp", "preactivation")
@@ -107,7 +99,7 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
 def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
     xs, w1s, b1, w2s, b2, hs, z, state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    copies = functools.partial(_copies, run, "mlp", state, dtype=fp8.GRADIENT)
+    copies = functools.partial(fp8.copies_of, run, state, "mlp", dtype=fp8.GRADIENT)
     dys = copies("dy", dy, sums=b2 is not None)
     if z is None:
         _, z, _ = fp8.layer(run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True)
@@ -161,7 +153,7 @@ def gated_mlp(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
     """`jaxfused.gated_mlp` in float8, of weights apart."""
-    copies = functools.partial(_copies, run, "gated_mlp", state)
+    copies = functools.partial(fp8.copies_of, run, state, "gated_mlp")
     xs, ws = copies("x", x, transposes=False), copies("w1", w_gate, w_up, straight=False)
     gate, up, largest = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
     hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
@@ -193,7 +185,7 @@ def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, An
 def _gated_mlp_fwd(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
-    copies = functools.partial(_copies, run, "gated_mlp", state)
+    copies = functools.partial(fp8.copies_of, run, state, "gated_mlp")
     xs, ws, w_downs = copies("x", x), copies("w1", w_gate, w_up), copies("w2", w_down)
     biases = (b_gate, b_up)
     gate, up, largest = _gate_and_up(run, options, xs, ws, biases)
@@ -212,7 +204,7 @@ def _gated_mlp_fwd(
 def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
     xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up), state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    copies = functools.partial(_copies, run, "gated_mlp", state, dtype=fp8.GRADIENT)
+    copies = functools.partial(fp8.copies_of, run, state, "gated_mlp", dtype=fp8.GRADIENT)
     dys = copies("dy", dy, sums=b_down is not None)
     if gate is None:
         gate, up, _ = _gate_and_up(run, options, xs, ws, (b_gate, b_up))

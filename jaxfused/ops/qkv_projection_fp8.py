@@ -41,14 +41,9 @@ def projections(run: Runner, options: Options, x, weights, biases, state):
       biases: of queries, keys and values, or None three times.
       state: of the operator, or None.
     """
-    xs = _copies(run, state, "x", x, transposes=False)
-    ws = _copies(run, state, "w", *weights, straight=False)
+    xs = fp8.copies_of(run, state, _OP, "x", x, transposes=False)
+    ws = fp8.copies_of(run, state, _OP, "w", *weights, straight=False)
     return _products(run, options, xs, ws, biases)
-
-
-def _copies(run: Runner, state: fp8.Fp8State | None, matrix: str, *arrays, **wanted) -> fp8.Copies:
-    history = None if state is None else state.of(_OP, matrix)
-    return fp8.copies(run, *arrays, history=history, **wanted)
 
 
 def _products(run: Runner, options: Options, xs, ws, biases):
@@ -62,7 +57,7 @@ def _products(run: Runner, options: Options, xs, ws, biases):
 
 
 def _projections_fwd(run: Runner, options: Options, x, weights, biases, state):
-    xs, ws = _copies(run, state, "x", x), _copies(run, state, "w", *weights)
+    xs, ws = fp8.copies_of(run, state, _OP, "x", x), fp8.copies_of(run, state, _OP, "w", *weights)
     ys = named(_products(run, options, xs, ws, biases), _OP, "output")
     return ys, (xs.kept("transposed"), ws.kept("values"), biases, state)
 
@@ -70,7 +65,7 @@ def _projections_fwd(run: Runner, options: Options, x, weights, biases, state):
 def _projections_bwd(run: Runner, options: Options, saved, dys):
     xs, ws, biases, state = saved
     sums = any(bias is not None for bias in biases)
-    gradients = _copies(run, state, "dy", *dys, dtype=fp8.GRADIENT, sums=sums)
+    gradients = fp8.copies_of(run, state, _OP, "dy", *dys, dtype=fp8.GRADIENT, sums=sums)
     dw = fp8.weight_gradient(run, _OP, xs, gradients, options.w_dtype)
     dweights = [dw] if options.in_one else jnp.split(dw, options.ends, axis=1)
     dbiases = jnp.split(gradients.sums, options.ends) if sums else biases

@@ -115,11 +115,9 @@ def _children(parent: Any) -> Iterator[tuple[Any, Any]]:
 def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
     """A `QuantizedLinear` with this kernel, and with what the layer does beside its product."""
     _check_plain(
+        layer,
         f"a layer of {layer.in_features} inputs and {layer.out_features} outputs",
         dot_general=layer.dot_general is not jax.lax.dot_general,
-        promote_dtype=layer.promote_dtype is not promote_dtype,
-        preferred_element_type=layer.preferred_element_type is not None,
-        precision=layer.precision is not None,
     )
     bias = None if layer.bias is None else layer.bias[...]
     quantized = QuantizedLinear(
@@ -145,12 +143,10 @@ def _with_kernel(layer: nnx.Linear, kernel: KernelStandIn) -> nnx.Module:
 def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
     """The convolution with this kernel, as `jaxfused.nnx.Conv`."""
     _check_plain(
+        layer,
         f"a convolution of {layer.in_features} and {layer.out_features} channels",
         mask=layer.mask is not None,
         conv_general_dilated=layer.conv_general_dilated is not jax.lax.conv_general_dilated,
-        promote_dtype=layer.promote_dtype is not promote_dtype,
-        preferred_element_type=layer.preferred_element_type is not None,
-        precision=layer.precision is not None,
     )
     bias = None if layer.bias is None else layer.bias[...]
     conv = Conv(
@@ -176,10 +172,16 @@ def _conv_with_kernel(layer: nnx.Conv, kernel: KernelStandIn) -> Conv:
     return conv
 
 
-def _check_plain(layer: str, **given: bool) -> None:
-    reason = why_given(**given)
+def _check_plain(layer: nnx.Linear | nnx.Conv, name: str, **given: bool) -> None:
+    """Checks that a layer multiplies as usual; `given` says which arguments of its own it was given."""
+    reason = why_given(
+        **given,
+        promote_dtype=layer.promote_dtype is not promote_dtype,
+        preferred_element_type=layer.preferred_element_type is not None,
+        precision=layer.precision is not None,
+    )
     if reason is not None:
         raise ValueError(
-            f"quantize_params: {layer} cannot be quantised because {reason}; leave that out, or pass a"
+            f"quantize_params: {name} cannot be quantised because {reason}; leave that out, or pass a"
             " rule of dtype None for it."
         )
