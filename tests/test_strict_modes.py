@@ -415,6 +415,28 @@ def quantised_rows(symmetric):
 quantised_rows(True)
 quantised_rows(False)
 
+
+@case("quantized_conv")
+def quantised_weights(dtype):
+    def f(x, bias, residual, w):
+        w = jaxfused.quantize(w)
+        return jaxfused.quantized_conv(
+            x, w, bias, kernel_size=3, activation="relu", residual=residual
+        )
+
+    x = normal(0, B, T, D, dtype=dtype)
+    return f, (x, normal(1, 8), normal(2, B, T, 8), normal(3, 3 * D, 8))
+
+
+@case("quantized_conv", "quantised-input")
+def quantised_input(dtype):
+    def f(x, bias, w):
+        x, w = jaxfused.quantize(x, axis=-1, per_tensor=True), jaxfused.quantize(w)
+        return jaxfused.quantized_conv(x, w, bias, kernel_size=3)
+
+    return f, (normal(0, B, T, D, dtype=dtype), normal(1, 8), normal(2, 3 * D, 8))
+
+
 # bfloat16 beside float32 parameters with 32 bits; float64 beside float32 parameters with 64.
 each_mode = pytest.mark.parametrize(
     ("x64", "dtype"), [(False, "bfloat16"), (True, "float64")], ids=["32", "64"]
@@ -452,8 +474,8 @@ def test_function(name, x64, dtype):
 
 
 def test_every_function_has_a_case():
-    # They take functions, or a model: see test_tuning.py and test_quantize_params.
-    without_arrays = {"explain", "quantize_params", "tune"}
+    # They take functions, or a model: see test_tuning.py, test_quantize_params and test_calibration.py.
+    without_arrays = {"calibrate", "explain", "quantize_params", "tune"}
     functions = {
         n for n, f in vars(jaxfused).items() if inspect.isfunction(f) and not n.startswith("__")
     }
