@@ -31,11 +31,7 @@ on_four_devices = pytest.mark.skipif(
     jax.device_count() != DEVICES or jax.default_backend() != "cpu",
     reason="runs in the process that test_on_four_devices starts",
 )
-ENVIRONMENT = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    # Half of the time goes into compiling.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
-}
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 TWO_STEPS = ["--epochs", "1", "--warmup-epochs", "0", "--batch-size", "128", "--held-out", "0.8"]
 TWO_STEPS += ["--unroll", "1"]
 

@@ -464,7 +464,7 @@ def test_sharded_parameters_keep_their_sharding():
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_NUM_CPU_DEVICES": "8",
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,

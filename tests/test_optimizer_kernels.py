@@ -304,7 +304,7 @@ def test_on_shards():
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "JAX_NUM_CPU_DEVICES": "8",
             "PYTHONPATH": os.pathsep.join(sys.path),
         },
         capture_output=True,
