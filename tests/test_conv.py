@@ -271,6 +271,22 @@ def test_few_channels_are_joined(sides, kernel, strides, padding):
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel", "strides"), [((64, 112, 112, 3), (7, 7), 2), ((8, 64, 64, 64), (1, 1), 2)]
+)
+def test_of_what_is_rewritten_the_gradient_keeps_what_the_caller_has(
+    shape, kernel, strides, hopper
+):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((*kernel, shape[-1], 64), jnp.float32)
+
+    def gradient(x, w):
+        return jax.vjp(lambda x, w: jaxfused.conv(x, w, strides=strides), x, w)[1]
+
+    saved = jax.tree.leaves(jax.eval_shape(gradient, x, w))
+    assert sorted(a.shape for a in saved) == sorted([x.shape, w.shape])
+
+
 @pytest.fixture
 def dense_stand_ins(hopper, monkeypatch):
     """The operator's way to its dense kernels, with XLA in their place and for any dtype."""

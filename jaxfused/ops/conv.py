@@ -139,9 +139,11 @@ def conv(
         implementation = "pallas"
     return dense_conv.dense_conv(
         Runner(implementation, device),
-        *simplify(x, w),
+        x,
+        w,
         bias,
         residual,
+        simplify=simplify,
         window=dense,
         activation=activation,
         precision=precision,

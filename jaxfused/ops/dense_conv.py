@@ -7,9 +7,9 @@ than the libraries of products, most of all at the gradient of the weights.
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -65,30 +65,51 @@ def window_of(
     return window
 
 
-Simplification = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""(x, w) to those of another convolution with the same result."""
+class Simplification(Protocol):
+    """(x, w) to those of another convolution with the same result; equal ones compute the same."""
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]: ...
 
 
 def simplified(window: Window | str, x: Any) -> tuple[Simplification, Window | str]:
     """How a convolution of x is written for the kernels, and its window then."""
     if isinstance(window, str) or sharding.is_explicit(x):
-        return _as_it_is, window
+        return AsItIs(), window
     if x.ndim == 4 and few_channels.can_join(window, x.shape[-1]):
-        return functools.partial(few_channels.join, window), few_channels.joined(window)
+        return _Joined(window), few_channels.joined(window)
     dense = replace(window, strides=(1,) * len(window.strides))
     if window.is_strided and dense.is_pointwise:
-        return functools.partial(_met_pixels, window.strides), dense
-    return _as_it_is, window
+        return _MetPixels(window.strides), dense
+    return AsItIs(), window
 
 
-def _as_it_is(x, w):
-    return x, w
+@dataclass(frozen=True)
+class AsItIs:
+    """The convolution as the caller wrote it."""
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x, w
 
 
-def _met_pixels(strides: tuple[int, ...], x, w):
+@dataclass(frozen=True)
+class _Joined:
+    """Several pixels of a few channels become one: see `few_channels`."""
+
+    window: Window
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return few_channels.join(self.window, x, w)
+
+
+@dataclass(frozen=True)
+class _MetPixels:
     """Leaves out the pixels of x [B, *spatial, C] that a window of a single weight does not meet."""
-    steps = strides[-(x.ndim - 2) :]
-    return x[(slice(None), *(slice(None, None, step) for step in steps))], w
+
+    strides: tuple[int, ...]
+
+    def __call__(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        steps = self.strides[-(x.ndim - 2) :]
+        return x[(slice(None), *(slice(None, None, step) for step in steps))], w
 
 
 def why_unsupported(
@@ -159,19 +180,23 @@ def dense_conv(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
+    simplify: Simplification,
     window: Window,
     activation: str | None,
     precision: Any,
 ) -> jax.Array:
-    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it."""
-    weights = w.reshape(*window.kernel, *w.shape[-2:])
+    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
+
+    `window` is that of what `simplify` makes of x and w.
+    """
+    weights = w[None] if x.ndim == 3 else w
     letters = Letters(len(window.kernel))
     operands = sharding.align(
         (images(x), weights, bias, images(residual)),
         operand_axes=(letters.images, letters.weights, "f", letters.result),
         whole=letters.whole,
     )
-    y = _conv(run, _Options(window, activation, precision), *operands)
+    y = _conv(run, _Options(window, activation, precision), simplify, *operands)
     return y[:, 0] if x.ndim == 3 else y
 
 
@@ -192,6 +217,7 @@ class _Options:
 
 class _Residuals(NamedTuple):
     x: jax.Array
+    """As the caller has it: what is made of it is made again, and nobody else would keep it."""
     w: jax.Array
     bias: jax.Array | None
     residual_like: jax.Array | None
@@ -200,20 +226,21 @@ class _Residuals(NamedTuple):
     """What the activation is applied to, or a result of the same sign; None without one."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _conv(run: Runner, options: _Options, x, w, bias, residual):
-    return run(_Forward(options, save_preactivation=False), x, w, bias, residual)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _conv(run: Runner, options: _Options, simplify: Simplification, x, w, bias, residual):
+    return run(_Forward(options, save_preactivation=False), *simplify(x, w), bias, residual)[0]
 
 
-def _conv_fwd(run: Runner, options: _Options, x, w, bias, residual):
+def _conv_fwd(run: Runner, options: _Options, simplify: Simplification, x, w, bias, residual):
     saves = options.keeps_preactivation
-    y, z = run(_Forward(options, save_preactivation=saves), x, w, bias, residual)
+    forward = _Forward(options, save_preactivation=saves)
+    y, z = run(forward, *simplify(x, w), bias, residual)
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
     kept = y if options.activation == "relu" else z
     return y, _Residuals(x, w, bias, like, kept)
 
 
-def _conv_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+def _conv_bwd(run: Runner, options: _Options, simplify: Simplification, saved: _Residuals, dy):
     x, w, bias, residual_like, z = saved
     if z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -221,18 +248,25 @@ def _conv_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, z)
         dbias = None if bias is None else sums.astype(bias.dtype)
-    sizes = x.shape[1:-1]
-    (dx,) = run(_InputGradient(options.window, sizes, options.precision), dz, w)
-    if options.window.is_pointwise:
-        dw = weight_gradient(run, "conv", x, dz, w.dtype, options.precision).reshape(w.shape)
+    dx, dw = _gradients(run, options, simplify, x, w, dz)
+    dresidual = None if residual_like is None else dz.astype(residual_like.dtype)
+    return dx, dw, dbias, dresidual
+
+
+def _gradients(run: Runner, options: _Options, simplify: Simplification, x, w, dz):
+    """(dx, dw) of a convolution of what `simplify` makes of x and w."""
+    if simplify != AsItIs():
+        # Without the barrier XLA takes this for the copy of the forward, and keeps that.
+        x, dz = jax.lax.optimization_barrier((x, dz))
+        (x, w), restore = jax.vjp(simplify, x, w)
+        return restore(_gradients(run, options, AsItIs(), x, w, dz))
+    window, precision = options.window, options.precision
+    (dx,) = run(_InputGradient(window, x.shape[1:-1], precision), dz, w)
+    if window.is_pointwise:
+        dw = weight_gradient(run, "conv", x, dz, w.dtype, precision).reshape(w.shape)
     else:
-        (dw,) = run(_WeightGradient(options.window, options.precision), x, dz)
-    return (
-        dx,
-        dw.astype(w.dtype),
-        dbias,
-        None if residual_like is None else dz.astype(residual_like.dtype),
-    )
+        (dw,) = run(_WeightGradient(window, precision), x, dz)
+    return dx, dw.astype(w.dtype)
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)
