@@ -27,6 +27,7 @@ from jaxfused.ops.mlp import mlp as mlp
 from jaxfused.ops.qkv_projection import qkv_projection as qkv_projection
 from jaxfused.ops.quantized_conv import quantized_conv as quantized_conv
 from jaxfused.ops.quantized_matmul import quantized_matmul as quantized_matmul
+from jaxfused.ops.rectified import Rectified as Rectified
 from jaxfused.ops.rope import axial_rope_tables as axial_rope_tables
 from jaxfused.ops.rope import rope as rope
 from jaxfused.ops.rope import rope_tables as rope_tables

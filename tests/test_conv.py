@@ -302,9 +302,11 @@ def dense_stand_ins(hopper, monkeypatch):
         z = z if residual is None else z + residual
         return activate(activation, z), z if save_preactivation else None
 
-    def input_gradient(dy, w, *, window, **_):
+    def input_gradient(dy, w, *, window, other=None, rectified=None, **_):
         turned = jnp.flip(w, (0, 1)).swapaxes(2, 3)
-        return convolve(dy, turned, window.transposed())
+        dx = convolve(dy, turned, window.transposed())
+        dx = dx if other is None else dx + other
+        return dx if rectified is None else jnp.where(rectified > 0, dx, 0)
 
     def weight_gradient(x, dz, *, window, **_):
         w = jax.ShapeDtypeStruct((*window.kernel, x.shape[-1], dz.shape[-1]), x.dtype)

@@ -110,5 +110,5 @@ class ResNet(nnx.Module):
         if self.pools:
             x = jaxfused.max_pool(x, 3, strides=2, padding="SAME")
         for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(axis=(1, 2))).astype(jnp.float32)
+            x = block.rectified(x)
+        return self.head(x.array().mean(axis=(1, 2))).astype(jnp.float32)

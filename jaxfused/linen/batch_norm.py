@@ -59,6 +59,7 @@ class BatchNorm(linen.BatchNorm):
         *,
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
+        mask_gradient: bool = True,
     ) -> jax.Array:
         """Normalises x [..., C], and in training moves the running averages.
 
@@ -67,6 +68,7 @@ class BatchNorm(linen.BatchNorm):
           use_running_average: as in Flax; either this or the attribute is given.
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
+          mask_gradient: as in `jaxfused.batch_norm`.
 
         Returns:
           y [..., C].
@@ -123,6 +125,7 @@ class BatchNorm(linen.BatchNorm):
             momentum=self.momentum,
             axis_name=None if initializing else self.axis_name,
             axis_index_groups=None if initializing else self.axis_index_groups,
+            mask_gradient=mask_gradient,
             **options,
         )
         if not initializing:

@@ -11,7 +11,8 @@ from flax.linen.dtypes import promote_dtype
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
-from jaxfused.modules.linear import Kernel, KernelStandIn, promoted, shape_of
+from jaxfused.modules.linear import Kernel, KernelStandIn, shape_of
+from jaxfused.ops.rectified import Rectified, as_array
 
 
 class Conv(linen.Conv):
@@ -49,8 +50,9 @@ class Conv(linen.Conv):
     activation: str | None = None
     implementation: Implementation | None = None
 
-    @linen.compact
-    def __call__(self, inputs: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
+    ) -> jax.Array:
         """Convolves inputs [..., *spatial, I].
 
         Args:
@@ -63,7 +65,31 @@ class Conv(linen.Conv):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
-        inputs = jnp.asarray(inputs)
+        return self._apply(inputs, residual, hand_on=False)[0]
+
+    def forked(
+        self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolves inputs [..., *spatial, I] that somebody else reads too.
+
+        Args:
+          inputs: [..., *spatial, I], any number of batch axes.
+          residual: of the result's shape, is added before the activation.
+
+        Returns:
+          `(y, inputs)`: the gradient of the inputs that are returned is added where the convolution
+          computes its own, as `hand_on` of `jaxfused.conv` has it.
+
+        Raises:
+          ValueError: as for a call.
+        """
+        return self._apply(inputs, residual, hand_on=True)
+
+    @linen.compact
+    def _apply(
+        self, inputs: jax.Array | Rectified, residual: jax.Array | None, *, hand_on: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        inputs = inputs if isinstance(inputs, Rectified) else jnp.asarray(inputs)
         reason = why_given(
             mask=self.mask is not None,
             conv_general_dilated=self.conv_general_dilated is not None,
@@ -71,14 +97,16 @@ class Conv(linen.Conv):
             promote_dtype=self.promote_dtype is not promote_dtype,
         ) or why_complex(inputs.dtype, self.dtype, self.param_dtype)
         if reason is not None:
-            return call_flax(
+            x = as_array(inputs)
+            y = call_flax(
                 "jaxfused.linen.Conv",
                 reason,
-                lambda: super(Conv, self).__call__(inputs),
+                lambda: super(Conv, self).__call__(x),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
             )
+            return y, x
         size = self.kernel_size
         size = (size,) if isinstance(size, int) else tuple(size)
         shape = (*size, inputs.shape[-1] // self.feature_group_count, self.features)
@@ -87,7 +115,7 @@ class Conv(linen.Conv):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         return convolve(
-            promoted(inputs, kernel, bias, dtype=self.dtype),
+            inputs,
             kernel,
             bias,
             kernel_size=size,
@@ -96,7 +124,9 @@ class Conv(linen.Conv):
             input_dilation=self.input_dilation,
             kernel_dilation=self.kernel_dilation,
             feature_group_count=self.feature_group_count,
+            dtype=self.dtype,
             precision=self.precision,
+            hand_on=hand_on,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

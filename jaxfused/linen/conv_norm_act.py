@@ -15,6 +15,7 @@ from jaxfused.linen.conv import Conv
 from jaxfused.linen.group_norm import GroupNorm
 from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
 from jaxfused.modules.linear import promoted
+from jaxfused.ops.rectified import Rectified, as_array, check_mask
 
 
 class ConvNormAct(linen.Module):
@@ -75,10 +76,9 @@ class ConvNormAct(linen.Module):
     kernel_init: Initializer = default_kernel_init
     implementation: Implementation | None = None
 
-    @linen.compact
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | Rectified,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
@@ -93,6 +93,57 @@ class ConvNormAct(linen.Module):
         Returns:
           [..., *spatial', O].
         """
+        return self._apply(x, residual, use_running_average)[0]
+
+    def forked(
+        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Applies the layer to x [..., *spatial, I] that somebody else reads too, such as a shortcut.
+
+        Args:
+          x: [..., *spatial, I].
+          use_running_average: of the batch norm, as in Flax.
+
+        Returns:
+          `(y, x)`: the gradient of the x that is returned is added where the convolution computes its
+          own, as `hand_on` of `jaxfused.conv` has it.
+        """
+        return self._apply(x, None, use_running_average, hand_on=True)
+
+    def rectified(
+        self,
+        x: jax.Array | Rectified,
+        *,
+        residual: jax.Array | None = None,
+        use_running_average: bool | None = None,
+    ) -> Rectified:
+        """Applies the layer, whose activation is relu; whoever reads y masks its gradient.
+
+        Args:
+          x: [..., *spatial, I].
+          residual: of the result's shape, is added before the activation.
+          use_running_average: of the batch norm, as in Flax.
+
+        Returns:
+          y in a `jaxfused.Rectified`.
+
+        Raises:
+          ValueError: the activation is another one.
+        """
+        check_mask("ConvNormAct", False, self.activation)
+        y, _ = self._apply(x, residual, use_running_average, mask_gradient=False)
+        return Rectified(y)
+
+    @linen.compact
+    def _apply(
+        self,
+        x: jax.Array | Rectified,
+        residual: jax.Array | None,
+        use_running_average: bool | None,
+        *,
+        hand_on: bool = False,
+        mask_gradient: bool = True,
+    ) -> tuple[jax.Array, jax.Array]:
         check_norm(self.norm)
         geometry: dict[str, Any] = dict(
             strides=self.strides,
@@ -118,8 +169,10 @@ class ConvNormAct(linen.Module):
             **shared,
             name="norm",
         )
+        behind: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
         if self.norm == "group_norm":
-            return GroupNorm(self.num_groups, **after)(conv(x), residual=residual)
+            y, x = conv.forked(x) if hand_on else (conv(x), as_array(x))
+            return GroupNorm(self.num_groups, **after)(y, **behind), x
         use_running_average = linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
@@ -127,11 +180,12 @@ class ConvNormAct(linen.Module):
             norm = BatchNorm(
                 use_running_average, momentum=self.momentum, axis_name=self.axis_name, **after
             )
-            return norm(conv(x), residual=residual)
+            y, x = conv.forked(x) if hand_on else (conv(x), as_array(x))
+            return norm(y, **behind), x
         params, statistics = self.variables["params"], self.variables["batch_stats"]["norm"]
         kernel = params["conv"]["kernel"]
         return convolve(
-            promoted(x, kernel, dtype=self.dtype),
+            x,
             *fold_norm(
                 kernel,
                 mean=statistics["mean"],
@@ -144,5 +198,7 @@ class ConvNormAct(linen.Module):
             input_dilation=1,
             activation=self.activation,
             residual=residual,
+            dtype=promoted(as_array(x), kernel, dtype=self.dtype).dtype,
+            hand_on=hand_on,
             **geometry,
         )

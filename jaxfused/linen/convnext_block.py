@@ -93,7 +93,8 @@ class ConvNeXtBlock(linen.Module):
             **shared,
             name="conv",
         )
-        y = LayerNorm(epsilon=self.epsilon, **shared, name="norm")(conv(x))
+        y, x = conv.forked(x)
+        normalised = LayerNorm(epsilon=self.epsilon, **shared, name="norm")(y)
         hidden = 4 * features if self.hidden_features is None else self.hidden_features
         up, down = _Layers(features, hidden, self.param_dtype, **initialisers, name="mlp")()
         scale = None
@@ -108,7 +109,7 @@ class ConvNeXtBlock(linen.Module):
             path = linen.Dropout(self.drop_path_rate, broadcast_dims=(-3, -2, -1))
             drop = functools.partial(path, deterministic=False)
         return scaled_mlp(
-            y,
+            normalised,
             up,
             down,
             scale,

@@ -12,6 +12,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.conv_norm_act import ConvNormAct
 from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
+from jaxfused.ops.rectified import Rectified, as_array
 
 
 class ResNetBlock(linen.Module):
@@ -68,8 +69,9 @@ class ResNetBlock(linen.Module):
     kernel_init: Initializer = default_kernel_init
     implementation: Implementation | None = None
 
-    @linen.compact
-    def __call__(self, x: jax.Array, *, use_running_average: bool | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+    ) -> jax.Array:
         """Applies the block to x [..., H, W, I].
 
         Args:
@@ -79,6 +81,51 @@ class ResNetBlock(linen.Module):
         Returns:
           [..., H / strides, W / strides, F], or 4 F of a bottleneck.
         """
+        return as_array(self._apply(x, use_running_average))
+
+    def rectified(
+        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+    ) -> Rectified:
+        """Applies the block, whose activation is relu, for another block to read its result.
+
+        The gradients that meet at the result are then added and masked by one kernel of the next block,
+        where the sum of gradients and its mask are a pass over memory otherwise.
+
+        Args:
+          x: [..., H, W, I].
+          use_running_average: of the batch norms, as in Flax.
+
+        Returns:
+          What a call returns, as a `jaxfused.Rectified`: its `array()` is for all that is no block.
+
+        Raises:
+          ValueError: the activation is another one.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from flax import linen
+          >>> import jaxfused.linen
+          >>> class Stage(linen.Module):
+          ...     @linen.compact
+          ...     def __call__(self, x):
+          ...         for _ in range(2):
+          ...             x = jaxfused.linen.ResNetBlock(4, use_running_average=False).rectified(x)
+          ...         return x.array()
+          >>> Stage().init_with_output(jax.random.key(0), jnp.ones((2, 7, 7, 16)))[0].shape
+          (2, 7, 7, 16)
+        """
+        y = self._apply(x, use_running_average, rectified=True)
+        assert isinstance(y, Rectified)
+        return y
+
+    @linen.compact
+    def _apply(
+        self,
+        x: jax.Array | Rectified,
+        use_running_average: bool | None,
+        *,
+        rectified: bool = False,
+    ) -> jax.Array | Rectified:
         shared: dict[str, Any] = dict(
             norm=self.norm,
             num_groups=self.num_groups,
@@ -93,15 +140,19 @@ class ResNetBlock(linen.Module):
         )
         options: dict[str, Any] = dict(use_running_average=use_running_average)
         layers = widths(self.features, self.strides, bottleneck=self.bottleneck)
-        residual = x
-        if needs_shortcut(x.shape[-1], layers[-1][0], self.strides):
+        names = [f"layer{index}" for index in range(1, len(layers) + 1)]
+        first, *inner, last = (
+            ConvNormAct(width, size, step, activation=self.activation, **shared, name=name)
+            for name, (width, size, step) in zip(names, layers, strict=True)
+        )
+        needs = needs_shortcut(x.shape[-1], layers[-1][0], self.strides)
+        y, residual = first.forked(x, **options)
+        if needs:
             shortcut = ConvNormAct(
                 layers[-1][0], (1, 1), self.strides, activation=None, **shared, name="shortcut"
             )
-            residual = shortcut(x, **options)
-        for index, (width, size, step) in enumerate(layers, 1):
-            layer = ConvNormAct(
-                width, size, step, activation=self.activation, **shared, name=f"layer{index}"
-            )
-            x = layer(x, residual=residual if index == len(layers) else None, **options)
-        return x
+            residual = shortcut(residual, **options)
+        for layer in inner:
+            y = layer(y, **options)
+        call = last.rectified if rectified else last
+        return call(y, residual=residual, **options)

@@ -51,6 +51,7 @@ def train(
     axis_index_groups: Any,
     activation: str | None,
     residual: jax.Array | None,
+    mask_gradient: bool,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the operator with the batch's statistics, and returns the updated running averages too."""
@@ -63,6 +64,7 @@ def train(
         axis_index_groups=axis_index_groups,
         activation=activation,
         residual=residual,
+        mask_gradient=mask_gradient,
         implementation=implementation,
     )
 

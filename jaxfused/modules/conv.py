@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from jaxfused import ops
 from jaxfused.dispatch import Implementation
-from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel
+from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel, promoted
 from jaxfused.modules.promotion import floating
+from jaxfused.ops.rectified import Rectified, as_array
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
 from jaxfused.reference.promotion import along_last_axis
@@ -28,7 +29,7 @@ def check_norm(norm: str) -> None:
 
 
 def convolve(
-    x: jax.Array,
+    inputs: jax.Array | Rectified,
     kernel: Kernel,
     bias: jax.Array | None,
     *,
@@ -41,9 +42,16 @@ def convolve(
     activation: str | None,
     residual: jax.Array | None,
     implementation: Implementation | None,
+    dtype: Any,
     precision: jax.lax.PrecisionLike = None,
-) -> jax.Array:
-    """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`."""
+    hand_on: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`.
+
+    Returns (y, inputs); the inputs are handed on by the operator if `hand_on`, where it reads them as
+    they are.
+    """
+    x = promoted(as_array(inputs), kernel, bias, dtype=dtype)
     size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
     batch = x.shape[: x.ndim - len(size) - 1]
 
@@ -78,13 +86,22 @@ def convolve(
             **geometry,
             **rest,
         )
-        return y.reshape(*batch, *y.shape[1:])
+        return y.reshape(*batch, *y.shape[1:]), as_array(inputs)
     if isinstance(kernel, ObservedKernel):
         kernel.observe(kernel.layer, patches(fold(x), size, **geometry))
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
     array = floating(jnp.asarray(kernel), x.dtype)
-    y = ops.conv.conv(fold(x), array, bias, precision=precision, **geometry, **rest)
-    return y.reshape(*batch, *y.shape[1:])
+    as_it_is = x.dtype == inputs.dtype
+    images: jax.Array | Rectified = fold(x)
+    if as_it_is and isinstance(inputs, Rectified):
+        images = Rectified(fold(inputs.values))
+    hands_on = hand_on and as_it_is
+    options: dict[str, Any] = dict(precision=precision, hand_on=hands_on, **geometry, **rest)
+    results = ops.conv.conv(images, array, bias, **options)
+    if isinstance(results, tuple):
+        y, handed_on = results
+        return y.reshape(*batch, *y.shape[1:]), handed_on.reshape(inputs.shape)
+    return results.reshape(*batch, *results.shape[1:]), as_array(inputs)
 
 
 def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | QuantizedArray:
@@ -129,6 +146,7 @@ def patches(
         implementation="xla",
         **geometry,
     )
+    assert isinstance(y, jax.Array)
     return y.reshape(-1, channels, numbers).swapaxes(-1, -2).reshape(-1, numbers * channels)
 
 

@@ -23,6 +23,7 @@ def normalise(
     residual: jax.Array | None,
     image_scale: jax.Array | None = None,
     image_shift: jax.Array | None = None,
+    mask_gradient: bool = True,
     implementation: Implementation | None,
 ) -> jax.Array:
     """Runs the operator, adding a batch axis to a vector of channels, which Flax normalises alone."""
@@ -44,6 +45,7 @@ def normalise(
         residual=residual,
         image_scale=floating(image_scale, x.dtype),
         image_shift=floating(image_shift, x.dtype),
+        mask_gradient=mask_gradient,
         implementation=implementation,
     )
     return y if has_batch else y[0]

@@ -121,6 +121,7 @@ class BatchNorm(nnx.BatchNorm):
         *,
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
+        mask_gradient: bool = True,
     ) -> jax.Array:
         """Normalises x [..., C], and in training moves the running averages.
 
@@ -129,6 +130,7 @@ class BatchNorm(nnx.BatchNorm):
           use_running_average: as in Flax; takes precedence over the constructor's.
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
+          mask_gradient: as in `jaxfused.batch_norm`.
 
         Returns:
           y [..., C].
@@ -177,6 +179,7 @@ class BatchNorm(nnx.BatchNorm):
             momentum=self.momentum,
             axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups,
+            mask_gradient=mask_gradient,
             **options,
         )
         self.mean[...], self.var[...] = new_mean.astype(mean.dtype), new_var.astype(var.dtype)

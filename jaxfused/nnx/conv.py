@@ -21,7 +21,7 @@ from flax.typing import (
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
-from jaxfused.modules.linear import promoted
+from jaxfused.ops.rectified import Rectified, as_array
 
 
 class Conv(nnx.Conv):
@@ -130,7 +130,11 @@ class Conv(nnx.Conv):
         self.implementation = implementation
 
     def __call__(
-        self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
+        self,
+        inputs: jax.Array | Rectified,
+        out_sharding: Any = None,
+        *,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
         """Convolves inputs [..., *spatial, I].
 
@@ -145,7 +149,35 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
-        inputs = jnp.asarray(inputs)
+        return self._apply(inputs, out_sharding, residual, hand_on=False)[0]
+
+    def forked(
+        self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolves inputs [..., *spatial, I] that somebody else reads too.
+
+        Args:
+          inputs: [..., *spatial, I], any number of batch axes.
+          residual: of the result's shape, is added before the activation.
+
+        Returns:
+          `(y, inputs)`: the gradient of the inputs that are returned is added where the convolution
+          computes its own, as `hand_on` of `jaxfused.conv` has it.
+
+        Raises:
+          ValueError: as for a call.
+        """
+        return self._apply(inputs, None, residual, hand_on=True)
+
+    def _apply(
+        self,
+        inputs: jax.Array | Rectified,
+        out_sharding: Any,
+        residual: jax.Array | None,
+        *,
+        hand_on: bool,
+    ) -> tuple[jax.Array, jax.Array]:
+        inputs = inputs if isinstance(inputs, Rectified) else jnp.asarray(inputs)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias[...]
         reason = why_given(
@@ -158,16 +190,18 @@ class Conv(nnx.Conv):
             inputs.dtype, self.dtype, kernel.dtype if isinstance(kernel, jax.Array) else None
         )
         if reason is not None:
-            return call_flax(
+            x = as_array(inputs)
+            y = call_flax(
                 "jaxfused.nnx.Conv",
                 reason,
-                lambda: super(Conv, self).__call__(inputs, out_sharding),
+                lambda: super(Conv, self).__call__(x, out_sharding),
                 residual=residual,
                 activation=self.activation,
                 implementation=self.implementation,
             )
+            return y, x
         return convolve(
-            promoted(inputs, kernel, bias, dtype=self.dtype),
+            inputs,
             kernel,
             bias,
             kernel_size=self.kernel_size,
@@ -176,7 +210,9 @@ class Conv(nnx.Conv):
             input_dilation=self.input_dilation,
             kernel_dilation=self.kernel_dilation,
             feature_group_count=self.feature_group_count,
+            dtype=self.dtype,
             precision=self.precision,
+            hand_on=hand_on,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

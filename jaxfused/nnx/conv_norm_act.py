@@ -15,6 +15,7 @@ from jaxfused.modules.linear import promoted
 from jaxfused.nnx.batch_norm import BatchNorm
 from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.group_norm import GroupNorm
+from jaxfused.ops.rectified import Rectified, as_array, check_mask
 
 
 class ConvNormAct(nnx.Module):
@@ -119,7 +120,7 @@ class ConvNormAct(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | Rectified,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
@@ -134,18 +135,71 @@ class ConvNormAct(nnx.Module):
         Returns:
           [..., *spatial', O].
         """
+        return self._apply(x, residual, use_running_average)[0]
+
+    def forked(
+        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Applies the layer to x [..., *spatial, I] that somebody else reads too, such as a shortcut.
+
+        Args:
+          x: [..., *spatial, I].
+          use_running_average: of the batch norm, as in Flax.
+
+        Returns:
+          `(y, x)`: the gradient of the x that is returned is added where the convolution computes its
+          own, as `hand_on` of `jaxfused.conv` has it.
+        """
+        return self._apply(x, None, use_running_average, hand_on=True)
+
+    def rectified(
+        self,
+        x: jax.Array | Rectified,
+        *,
+        residual: jax.Array | None = None,
+        use_running_average: bool | None = None,
+    ) -> Rectified:
+        """Applies the layer, whose activation is relu; whoever reads y masks its gradient.
+
+        Args:
+          x: [..., *spatial, I].
+          residual: of the result's shape, is added before the activation.
+          use_running_average: of the batch norm, as in Flax.
+
+        Returns:
+          y in a `jaxfused.Rectified`.
+
+        Raises:
+          ValueError: the activation is another one.
+        """
+        check_mask("ConvNormAct", False, self.activation)
+        y, _ = self._apply(x, residual, use_running_average, mask_gradient=False)
+        return Rectified(y)
+
+    def _apply(
+        self,
+        x: jax.Array | Rectified,
+        residual: jax.Array | None,
+        use_running_average: bool | None,
+        *,
+        hand_on: bool = False,
+        mask_gradient: bool = True,
+    ) -> tuple[jax.Array, jax.Array]:
         conv, norm = self.conv, self.norm
-        if isinstance(norm, GroupNorm):
-            return norm(conv(x), residual=residual)
-        kernel = conv.kernel.get_value()
+        after: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
+        if isinstance(norm, BatchNorm):
+            if use_running_average is None:
+                use_running_average = norm.use_running_average
+            if use_running_average:
+                folded = _folded(conv.kernel.get_value(), norm)
+                return self._convolve(x, *folded, residual, hand_on)
+            after["use_running_average"] = use_running_average
         if norm is None:
             assert conv.bias is not None
-            return self._convolve(x, kernel, conv.bias[...], residual)
-        if use_running_average is None:
-            use_running_average = norm.use_running_average
-        if not use_running_average:
-            return norm(conv(x), use_running_average, residual=residual)
-        return self._convolve(x, *_folded(kernel, norm), residual)
+            kernel = conv.kernel.get_value()
+            return self._convolve(x, kernel, conv.bias[...], residual, hand_on)
+        y, x = conv.forked(x) if hand_on else (conv(x), as_array(x))
+        return norm(y, **after), x
 
     def fold(self) -> None:
         """Makes the batch norm with its running averages a part of the convolution, for good.
@@ -160,11 +214,16 @@ class ConvNormAct(nnx.Module):
             self.norm = nnx.data(None)
 
     def _convolve(
-        self, x: jax.Array, kernel: Any, bias: jax.Array, residual: jax.Array | None
-    ) -> jax.Array:
+        self,
+        x: jax.Array | Rectified,
+        kernel: Any,
+        bias: jax.Array,
+        residual: jax.Array | None,
+        hand_on: bool,
+    ) -> tuple[jax.Array, jax.Array]:
         conv = self.conv
         return convolve(
-            promoted(x, kernel, dtype=conv.dtype),
+            x,
             kernel,
             bias,
             kernel_size=conv.kernel_size,
@@ -176,6 +235,8 @@ class ConvNormAct(nnx.Module):
             activation=self.activation,
             residual=residual,
             implementation=conv.implementation,
+            dtype=promoted(as_array(x), kernel, dtype=conv.dtype).dtype,
+            hand_on=hand_on,
         )
 
 

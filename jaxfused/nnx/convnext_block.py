@@ -114,8 +114,9 @@ class ConvNeXtBlock(nnx.Module):
         if self.drop_path.rate > 0 and not deterministic:
             drop = functools.partial(self.drop_path, deterministic=False, rngs=rngs)
         mlp = self.mlp
+        y, x = self.conv.forked(x)
         return scaled_mlp(
-            self.norm(self.conv(x)),
+            self.norm(y),
             affine(mlp.up),
             affine(mlp.down),
             None if self.layer_scale is None else self.layer_scale[...],

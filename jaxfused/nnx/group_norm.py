@@ -118,6 +118,7 @@ class GroupNorm(nnx.GroupNorm):
         residual: jax.Array | None = None,
         image_scale: jax.Array | None = None,
         image_shift: jax.Array | None = None,
+        mask_gradient: bool = True,
     ) -> jax.Array:
         """Normalises x [B, ..., C].
 
@@ -127,6 +128,7 @@ class GroupNorm(nnx.GroupNorm):
           residual: like x, is added before the activation.
           image_scale: [B, C], modulates each image, as an offset from 1.
           image_shift: [B, C], is added after `image_scale`.
+          mask_gradient: as in `jaxfused.group_norm`.
 
         Returns:
           y [B, ..., C].
@@ -165,5 +167,6 @@ class GroupNorm(nnx.GroupNorm):
             residual=residual,
             image_scale=image_scale,
             image_shift=image_shift,
+            mask_gradient=mask_gradient,
             implementation=self.implementation,
         )

@@ -12,6 +12,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
 from jaxfused.nnx.conv_norm_act import ConvNormAct
+from jaxfused.ops.rectified import Rectified
 
 
 class ResNetBlock(nnx.Module):
@@ -104,7 +105,9 @@ class ResNetBlock(nnx.Module):
             )
         self.layers = 3 if bottleneck else 2
 
-    def __call__(self, x: jax.Array, *, use_running_average: bool | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+    ) -> jax.Array:
         """Applies the block to x [..., H, W, I].
 
         Args:
@@ -114,8 +117,50 @@ class ResNetBlock(nnx.Module):
         Returns:
           [..., H / strides, W / strides, F], or 4 F of a bottleneck.
         """
+        x, after = self._until_last(x, use_running_average)
+        return getattr(self, f"layer{self.layers}")(x, **after)
+
+    def rectified(
+        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+    ) -> Rectified:
+        """Applies the block, whose activation is relu, for another block to read its result.
+
+        The gradients that meet at the result are then added and masked by one kernel of the next block,
+        where the sum of gradients and its mask are a pass over memory otherwise.
+
+        Args:
+          x: [..., H, W, I].
+          use_running_average: of the batch norms, as in Flax.
+
+        Returns:
+          What a call returns, as a `jaxfused.Rectified`: its `array()` is for all that is no block.
+
+        Raises:
+          ValueError: the activation is another one.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> from flax import nnx
+          >>> import jaxfused.nnx
+          >>> blocks = [jaxfused.nnx.ResNetBlock(16, 4, rngs=nnx.Rngs(i)) for i in range(2)]
+          >>> x = jnp.ones((2, 7, 7, 16))
+          >>> for block in blocks:
+          ...     x = block.rectified(x)
+          >>> x.array().shape
+          (2, 7, 7, 16)
+        """
+        x, after = self._until_last(x, use_running_average)
+        return getattr(self, f"layer{self.layers}").rectified(x, **after)
+
+    def _until_last(
+        self, x: jax.Array | Rectified, use_running_average: bool | None
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """What the last layer reads, and the arguments of its call."""
         options: dict[str, Any] = dict(use_running_average=use_running_average)
-        residual = x if self.shortcut is None else self.shortcut(x, **options)
-        for index in range(1, self.layers):
-            x = getattr(self, f"layer{index}")(x, **options)
-        return getattr(self, f"layer{self.layers}")(x, residual=residual, **options)
+        first, *inner = (getattr(self, f"layer{index}") for index in range(1, self.layers))
+        y, residual = first.forked(x, **options)
+        if self.shortcut is not None:
+            residual = self.shortcut(residual, **options)
+        for layer in inner:
+            y = layer(y, **options)
+        return y, dict(residual=residual, **options)

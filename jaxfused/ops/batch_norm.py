@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import group_norm
 from jaxfused.ops.kernel_call import Runner, takes_reference
+from jaxfused.ops.rectified import check_mask
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -34,6 +35,7 @@ def batch_norm(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    mask_gradient: bool = True,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     r"""Batch normalisation of channels-last arrays, with what follows it in one pass.
@@ -60,6 +62,8 @@ def batch_norm(
         `jax.lax.pmean` takes them.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: [..., C] like x, is added before the activation.
+      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
+        taken to be masked: see `jaxfused.Rectified`.
       implementation: None for the fastest that can run, or "cuda" in training, "xla".
 
     Returns:
@@ -115,6 +119,7 @@ def batch_norm(
         )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
+    check_mask(op, mask_gradient, activation)
     device = dispatch.current_device(x, residual)
     why_xla = _why_xla(x, training, axis_name)
     missing = {"pallas": group_norm.why_no_pallas(op)}
@@ -122,7 +127,8 @@ def batch_norm(
         missing["cuda"] = why_xla
     if not takes_reference(op, implementation, device, x, missing=missing):
         options = group_norm.Options(op, epsilon, activation)
-        return _over_batch(Runner(implementation, device), options, x, residual, scale, bias)
+        run = Runner(implementation, device)
+        return _over_batch(run, options, not mask_gradient, x, residual, scale, bias)
 
     if mean is None:
         mean, var = reference.batch_norm.batch_statistics(
@@ -148,11 +154,13 @@ def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
 # --- gradient -------------------------------------------------------------------------------------
 
 
-def _over_batch(run: Runner, options: group_norm.Options, x, residual, scale, bias):
+def _over_batch(
+    run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias
+):
     """(y, mean, var) by the kernels, to which x is one image with a group for each channel."""
     image, residual = (None if a is None else a[None, ..., None] for a in (x, residual))
     scale, bias = (None if a is None else a[:, None] for a in (scale, bias))
-    y, mean, var = _norm(run, options, image, residual, scale, bias)
+    y, mean, var = _norm(run, options, rectified, image, residual, scale, bias)
     return y.reshape(x.shape), mean[0], var[0]
 
 
@@ -168,22 +176,26 @@ class _Residuals(NamedTuple):
     bias: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(run: Runner, options: group_norm.Options, x, residual, scale, bias):
-    return _norm_fwd(run, options, x, residual, scale, bias)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _norm(run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias):
+    return _norm_fwd(run, options, rectified, x, residual, scale, bias)[0]
 
 
-def _norm_fwd(run: Runner, options: group_norm.Options, x, residual, scale, bias):
+def _norm_fwd(run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias):
     forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
     y, mean, rstd, var = run(forward, x, residual, scale, bias)
-    residuals = _Residuals(x, *group_norm.kept(options, residual, y), mean, rstd, scale, bias)
-    return (y, mean, var), residuals
+    kept = group_norm.kept(options, rectified, residual, y)
+    return (y, mean, var), _Residuals(x, *kept, mean, rstd, scale, bias)
 
 
-def _norm_bwd(run: Runner, options: group_norm.Options, saved: _Residuals, cotangents):
+def _norm_bwd(
+    run: Runner, options: group_norm.Options, rectified: bool, saved: _Residuals, cotangents
+):
     dy, dmean, dvar = cotangents
     x, residual, residual_like, mean, rstd, scale, bias = saved
-    options, dy, residual, passed = group_norm.through_relu(options, dy, residual)
+    options, dy, residual, passed = group_norm.through_relu(
+        options, rectified, dy, residual, residual_like
+    )
     backward = group_norm.Backward(options, per_image=False)
     operands = (dy, x, residual, mean, rstd, dmean, dvar, scale, bias)
     dx, dresidual, dscale, dbias = run(backward, *operands)

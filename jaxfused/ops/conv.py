@@ -10,14 +10,18 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import dense_conv, depthwise_conv
 from jaxfused.ops.kernel_call import Runner, takes_reference
+from jaxfused.ops.rectified import Rectified
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 
 Padding = str | int | Sequence[int | tuple[int, int]]
 _NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
 
+Output = jax.Array | tuple[jax.Array, jax.Array]
+
+
 def conv(
-    x: jax.Array,
+    x: jax.Array | Rectified,
     w: jax.Array,
     bias: jax.Array | None = None,
     *,
@@ -28,9 +32,10 @@ def conv(
     feature_group_count: int = 1,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    hand_on: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
-) -> jax.Array:
+) -> Output:
     r"""Convolution of channels-last arrays, with the sum and the activation after it.
 
     .. math::
@@ -41,7 +46,8 @@ def conv(
 
     Args:
       x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
-        implementation "xla").
+        implementation "xla"). A `jaxfused.Rectified` too: its gradient is masked by the kernel that
+        computes it.
       w: [*kernel, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
       bias: [O]. Any float dtype.
       strides: steps between windows, one for all spatial axes or one for each; so are the
@@ -58,11 +64,14 @@ def conv(
         3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: of the result's shape, is added before the activation.
+      hand_on: whether x is returned too, for whoever else reads it, such as a shortcut around the
+        convolution. What comes back as its gradient is then added by the kernel that computes the
+        gradient of x, where two readers of one array have XLA add theirs in a pass over both.
       precision: of the products, as in `jax.lax.conv`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
-      y, [B, *spatial', O] of x's dtype.
+      y, [B, *spatial', O] of x's dtype. With `hand_on`: `(y, x)`, and x is an array.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
@@ -74,6 +83,9 @@ def conv(
       Array([0., 0., 3., 2.], dtype=float32)
       >>> jaxfused.conv(x, jnp.ones((2, 1, 1)), strides=2, padding="VALID").ravel()
       Array([1., 5.], dtype=float32)
+      >>> y, shortcut = jaxfused.conv(x, jnp.ones((3, 1, 1)), hand_on=True)
+      >>> (y + shortcut).ravel()
+      Array([1., 4., 8., 8.], dtype=float32)
 
     Where a kernel runs, forward-mode differentiation and gradients of gradients need
     `implementation="xla"`. The gradient then keeps for itself what the activation reads, in x's
@@ -87,13 +99,15 @@ def conv(
     arguments are those of `flax.linen.Conv`.
     """
     op = "conv"
-    x, w, bias, residual = jax.tree.map(jnp.asarray, (x, w, bias, residual))
-    check_floating(op, dict(x=x, w=w, bias=bias, residual=residual))
+    rectified = isinstance(x, Rectified)
+    values = x.values if isinstance(x, Rectified) else x
+    values, w, bias, residual = jax.tree.map(jnp.asarray, (values, w, bias, residual))
+    check_floating(op, dict(x=values, w=w, bias=bias, residual=residual))
     check_activation(op, activation)
-    _check_kernel(x, w, feature_group_count)
+    _check_kernel(values, w, feature_group_count)
     check_shape(op, "bias", bias, w.shape[-1:], f"w has {w.shape[-1]} output channels")
     options = geometry(
-        x,
+        values,
         strides=strides,
         padding=padding,
         input_dilation=input_dilation,
@@ -104,50 +118,64 @@ def conv(
         reference.conv.conv, activation=activation, precision=precision, **options
     )
     if residual is not None:
-        shape = jax.eval_shape(run, x, w, bias, None).shape
+        shape = jax.eval_shape(run, values, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
-    device = dispatch.current_device(x, residual)
-    depthwise = depthwise_conv.window_of(x, w, **options)
+    device = dispatch.current_device(values, residual)
+    depthwise = depthwise_conv.window_of(values, w, **options)
     missing = {}
     # JAX's own convolution refuses channels that are split under Explicit axes.
-    explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
+    explicit = sharding.is_explicit(values) or sharding.is_explicit(w)
     why_xla = None
     if isinstance(depthwise, str):
         missing["cuda"] = f"the CUDA kernels of conv are depthwise, and {depthwise}"
-        window = dense_conv.window_of(x, w, **options)
-        simplify, dense = dense_conv.simplified(window, x)
-        like_x, like_w = jax.eval_shape(simplify, x, w)
+        window = dense_conv.window_of(values, w, **options)
+        simplify, dense = dense_conv.simplified(window, values)
+        like_x, like_w = jax.eval_shape(simplify, values, w)
         why_not_dense = dense_conv.why_unsupported(device, dense, like_x, like_w, residual)
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
         elif not explicit:
             assert not isinstance(window, str)
-            why_xla = dense_conv.why_xla(window, x, w)
+            why_xla = dense_conv.why_xla(window, values, w)
     else:
         missing["pallas"] = depthwise_conv.NO_PALLAS
         why_xla = None if explicit else depthwise_conv.why_xla(depthwise)
-    if takes_reference(op, implementation, device, x, missing=missing, why_xla=why_xla):
-        return run(x, w, bias, residual)
+    takes_xla = takes_reference(
+        op, implementation, device, values, missing=missing, why_xla=why_xla
+    )
+    if rectified and (takes_xla or not isinstance(depthwise, str)):
+        values = Rectified(values).array()
+    if takes_xla:
+        y = run(values, w, bias, residual)
+        return (y, values) if hand_on else y
     if not isinstance(depthwise, str):
-        runner = Runner(implementation, device)
-        return depthwise_conv.depthwise_conv(
-            runner, x, w, bias, residual, window=depthwise, activation=activation
+        y, handed_on = depthwise_conv.depthwise_conv(
+            Runner(implementation, device),
+            values,
+            w,
+            bias,
+            residual,
+            window=depthwise,
+            activation=activation,
+            hands_on=hand_on,
         )
+        return y if handed_on is None else (y, handed_on)
     assert not isinstance(dense, str) and not isinstance(window, str)
     if dense.taps < window.taps and not dense.is_pointwise:
         # What was joined is no use to XLA's convolution.
         implementation = "pallas"
-    return dense_conv.dense_conv(
+    y, handed_on = dense_conv.dense_conv(
         Runner(implementation, device),
-        x,
+        values,
         w,
         bias,
         residual,
-        simplify=simplify,
+        reading=dense_conv.Reading(simplify, hand_on, rectified),
         window=dense,
         activation=activation,
         precision=precision,
     )
+    return y if handed_on is None else (y, handed_on)
 
 
 def geometry(

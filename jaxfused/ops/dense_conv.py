@@ -20,6 +20,7 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.ops.rectified import mask_gradient
 from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
@@ -180,14 +181,14 @@ def dense_conv(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    simplify: Simplification,
+    reading: "Reading",
     window: Window,
     activation: str | None,
     precision: Any,
-) -> jax.Array:
-    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
+) -> tuple[jax.Array, jax.Array | None]:
+    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it; x or None.
 
-    `window` is that of what `simplify` makes of x and w.
+    `window` is that of what `reading.simplify` makes of x and w.
     """
     weights = w[None] if x.ndim == 3 else w
     letters = Letters(len(window.kernel))
@@ -196,8 +197,10 @@ def dense_conv(
         operand_axes=(letters.images, letters.weights, "f", letters.result),
         whole=letters.whole,
     )
-    y = _conv(run, _Options(window, activation, precision), simplify, *operands)
-    return y[:, 0] if x.ndim == 3 else y
+    y, handed_on = _conv(run, _Options(window, activation, precision), reading, *operands)
+    if x.ndim == 3:
+        return y[:, 0], None if handed_on is None else handed_on[:, 0]
+    return y, handed_on
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -215,6 +218,17 @@ class _Options:
         return self.activation not in (None, "relu")
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How x is read, and what becomes of its gradient."""
+
+    simplify: Simplification = AsItIs()
+    hands_on: bool = False
+    """x is returned too, and what comes back for it is a part of its gradient."""
+    rectified: bool = False
+    """x are the values of a `Rectified`."""
+
+
 class _Residuals(NamedTuple):
     x: jax.Array
     """As the caller has it: what is made of it is made again, and nobody else would keep it."""
@@ -227,20 +241,23 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _conv(run: Runner, options: _Options, simplify: Simplification, x, w, bias, residual):
-    return run(_Forward(options, save_preactivation=False), *simplify(x, w), bias, residual)[0]
+def _conv(run: Runner, options: _Options, reading: Reading, x, w, bias, residual):
+    forward = _Forward(options, save_preactivation=False)
+    y, _ = run(forward, *reading.simplify(x, w), bias, residual)
+    return y, x if reading.hands_on else None
 
 
-def _conv_fwd(run: Runner, options: _Options, simplify: Simplification, x, w, bias, residual):
+def _conv_fwd(run: Runner, options: _Options, reading: Reading, x, w, bias, residual):
     saves = options.keeps_preactivation
     forward = _Forward(options, save_preactivation=saves)
-    y, z = run(forward, *simplify(x, w), bias, residual)
+    y, z = run(forward, *reading.simplify(x, w), bias, residual)
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
     kept = y if options.activation == "relu" else z
-    return y, _Residuals(x, w, bias, like, kept)
+    return (y, x if reading.hands_on else None), _Residuals(x, w, bias, like, kept)
 
 
-def _conv_bwd(run: Runner, options: _Options, simplify: Simplification, saved: _Residuals, dy):
+def _conv_bwd(run: Runner, options: _Options, reading: Reading, saved: _Residuals, cotangents):
+    dy, handed_back = cotangents
     x, w, bias, residual_like, z = saved
     if z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -248,20 +265,26 @@ def _conv_bwd(run: Runner, options: _Options, simplify: Simplification, saved: _
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, z)
         dbias = None if bias is None else sums.astype(bias.dtype)
-    dx, dw = _gradients(run, options, simplify, x, w, dz)
+    dx, dw = _gradients(run, options, reading, x, w, dz, handed_back)
     dresidual = None if residual_like is None else dz.astype(residual_like.dtype)
     return dx, dw, dbias, dresidual
 
 
-def _gradients(run: Runner, options: _Options, simplify: Simplification, x, w, dz):
-    """(dx, dw) of a convolution of what `simplify` makes of x and w."""
-    if simplify != AsItIs():
+def _gradients(run: Runner, options: _Options, reading: Reading, x, w, dz, handed_back):
+    """(dx, dw); dx with what was handed back for x, masked where x is rectified."""
+    y = x if reading.rectified else None
+    if reading.simplify != AsItIs():
         # Without the barrier XLA takes this for the copy of the forward, and keeps that.
         x, dz = jax.lax.optimization_barrier((x, dz))
-        (x, w), restore = jax.vjp(simplify, x, w)
-        return restore(_gradients(run, options, AsItIs(), x, w, dz))
+        (x, w), restore = jax.vjp(reading.simplify, x, w)
+        dx, dw = restore(_gradients(run, options, Reading(), x, w, dz, None))
+        return joined_gradient(dx, handed_back, y), dw
     window, precision = options.window, options.precision
-    (dx,) = run(_InputGradient(window, x.shape[1:-1], precision), dz, w)
+    gradient = _InputGradient(window, x.shape[1:-1], precision)
+    if handed_back is None and y is None:
+        (dx,) = run(gradient, dz, w)
+    else:
+        (dx,) = run(_JoinedInputGradient(gradient), dz, w, handed_back, y)
     if window.is_pointwise:
         dw = weight_gradient(run, "conv", x, dz, w.dtype, precision).reshape(w.shape)
     else:
@@ -508,6 +531,96 @@ class _WeightGradient:
 
     def batched(self, call, axis_size, in_batched, x, dz) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class _JoinedInputGradient:
+    """(dx,) of dz, w, what else there is of the gradient of x, and x where that is rectified.
+
+    The last two may be None. A stage of its own: what was measured of the other one still is.
+    """
+
+    gradient: _InputGradient
+
+    @property
+    def name(self) -> str:
+        return "conv dense joined input gradient"
+
+    def axes(self, dz, w, other, y) -> Axes:
+        axes = self.gradient.axes(dz, w)
+        images = Letters(dz.ndim - 2).images
+        return axes._replace(operands=(*axes.operands, images, images))
+
+    def reasons(self, device, dz, w, other, y) -> Mapping[str, str | None]:
+        window = self.gradient.window
+        if window.is_strided:
+            return {"xla": None}
+        reason = why_unsupported(device, window, dz, w, other)
+        call = self.gradient._call(device, dz, w)
+        streams = self._streams(dz, other, y)
+        elements = math.prod(call.result) * call.features
+        # XLA's program writes its gradient, which a kernel of its own reads with the rest.
+        moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
+        if window.is_pointwise:
+            found: dict[str, str | None] = {"pallas": reason, "xla": None}
+            if reason is None and is_modelled(device):
+                work = call.as_product(**streams, activations=0)
+                ours = pallas_conv.predicted_time(call, **streams)
+                theirs = xla_time(device, work, Passes(bytes_of_element=moved))
+                found = fastest_first(found, {"pallas": ours, "xla": theirs})
+            else:
+                found = dispatch.preferring("xla", found)
+        else:
+            found = _in_order(
+                device, call, reason, after=cost.xla_pass(elements, moved, 0), **streams
+            )
+        if dispatch.why_unmeasured(JOINED) is not None:
+            return dispatch.preferring("xla", found)
+        return found
+
+    def _streams(self, dz, other, y) -> dict[str, int]:
+        read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
+        return dict(read_bytes=read, written_bytes=dz.dtype.itemsize)
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, dz, w, other, y
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        call = self.gradient._call(device, dz, w)
+        return pallas_conv.fitting(call, **self._streams(dz, other, y))
+
+    def run(self, implementation, device, dz, w, other, y, config=None) -> Results:
+        if implementation == "pallas":
+            dx = pallas_conv.input_gradient(
+                dz,
+                w,
+                other=other,
+                rectified=y,
+                window=self.gradient.window,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
+        alone = self.gradient.run(implementation, device, dz, w)[0]
+        assert alone is not None
+        return (joined_gradient(alone, other, y),)
+
+    def batched(self, call, axis_size, in_batched, dz, w, other, y) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        merged = merged_images(axis_size, (in_batched[0], *in_batched[2:]), (dz, other, y))
+        return unmerged_images(axis_size, call(self, merged[0], w, *merged[1:]))
+
+
+JOINED = "conv joined input gradient"
+"""The name by which `dispatch.UNMEASURED` has the kernels with what is added to a gradient of x."""
+
+
+def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:
+    """The gradient of x from two readers, masked where x is the result y of a relu."""
+    dx = dx if other is None else dx + other.astype(dx.dtype)
+    return dx if y is None else mask_gradient(dx, y)
 
 
 def call_of(

@@ -84,14 +84,17 @@ def depthwise_conv(
     *,
     window: Window,
     activation: str | None,
-) -> jax.Array:
-    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it."""
+    hands_on: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it; x or None."""
     images, residual = (a[:, None] if a is not None and a.ndim == 3 else a for a in (x, residual))
     weights = w.astype(x.dtype).reshape(*window.kernel, w.shape[-1])
     letters = (_IMAGES, _WEIGHTS, "c", _RESULT)
     operands = sharding.align((images, weights, bias, residual), operand_axes=letters, whole=_WHOLE)
-    y = _conv(run, _Options(window, activation), *operands)
-    return y[:, 0] if x.ndim == 3 else y
+    y, handed_on = _conv(run, _Options(window, activation), hands_on, *operands)
+    if x.ndim == 3:
+        return y[:, 0], None if handed_on is None else handed_on[:, 0]
+    return y, handed_on
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -113,25 +116,32 @@ class _Residuals(NamedTuple):
     """What the activation is applied to; None without one."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _conv(run: Runner, options: _Options, x, w, bias, residual):
-    return run(_Forward(options, save_preactivation=False), x, w, bias, residual)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _conv(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
+    y, _ = run(_Forward(options, save_preactivation=False), x, w, bias, residual)
+    return y, x if hands_on else None
 
 
-def _conv_fwd(run: Runner, options: _Options, x, w, bias, residual):
+def _conv_fwd(run: Runner, options: _Options, hands_on: bool, x, w, bias, residual):
     save = options.activation is not None
     y, z = run(_Forward(options, save_preactivation=save), x, w, bias, residual)
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    return y, _Residuals(x, w, bias, like, z)
+    return (y, x if hands_on else None), _Residuals(x, w, bias, like, z)
 
 
-def _conv_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
+def _conv_bwd(run: Runner, options: _Options, hands_on: bool, saved: _Residuals, cotangents):
+    del hands_on
+    dy, handed_back = cotangents
     dz = dy
     if saved.z is not None:
         dtype = accumulator_dtype(dy.dtype)
         _, slope = value_and_slope(options.activation, saved.z.astype(dtype))
         dz = (dy.astype(dtype) * slope).astype(dy.dtype)
-    (dx,) = run(_InputGradient(options.window, (saved.x.shape[1], saved.x.shape[2])), dz, saved.w)
+    gradient = _InputGradient(options.window, (saved.x.shape[1], saved.x.shape[2]))
+    if handed_back is None:
+        (dx,) = run(gradient, dz, saved.w)
+    else:
+        (dx,) = run(_JoinedInputGradient(gradient), dz, saved.w, handed_back)
     dw, dbias = run(_WeightGradient(options.window), saved.x, dz)
     return (
         dx,
@@ -218,14 +228,15 @@ class _InputGradient:
         # With zeros between the values of dz, most products are for nothing.
         return {"xla": None}
 
-    def run(self, implementation, device, dz, w) -> Results:
+    def run(self, implementation, device, dz, w, other=None) -> Results:
+        """With `other`, what else there is of dx is added."""
         shape = (dz.shape[0], *self.size, dz.shape[3])
         if implementation == "cuda":
             dx, _ = cuda.depthwise_conv.conv(
                 _rows(self.window, dz),
                 w,
                 None,
-                None,
+                None if other is None else _rows(self.window, other),
                 window=self.window.transposed(),
                 activation=None,
                 save_preactivation=False,
@@ -233,7 +244,8 @@ class _InputGradient:
             )
             return (dx.reshape(shape),)
         x = jnp.zeros_like(dz, shape=shape)
-        return tuple(jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz))
+        (dx,) = jax.vjp(lambda x: _reference(self.window, x, w), x)[1](dz)
+        return (dx if other is None else dx + other,)
 
     def batched(self, call, axis_size, in_batched, dz, w) -> Results | None:
         if is_batched(in_batched[1]):
@@ -241,6 +253,32 @@ class _InputGradient:
         return unmerged_images(
             axis_size, call(self, *merged_images(axis_size, in_batched[:1], (dz,)), w)
         )
+
+
+@dataclass(frozen=True)
+class _JoinedInputGradient:
+    """dx [B, H, W, C] of dz, w and what else there is of it, from who else reads x."""
+
+    gradient: _InputGradient
+
+    @property
+    def name(self) -> str:
+        return "conv depthwise joined input gradient"
+
+    def axes(self, dz, w, other) -> Axes:
+        return Axes((_RESULT, _WEIGHTS, _IMAGES), (_IMAGES,), whole=_WHOLE)
+
+    def reasons(self, device, dz, w, other) -> Mapping[str, str | None]:
+        return self.gradient.reasons(device, dz, w)
+
+    def run(self, implementation, device, dz, w, other) -> Results:
+        return self.gradient.run(implementation, device, dz, w, other)
+
+    def batched(self, call, axis_size, in_batched, dz, w, other) -> Results | None:
+        if is_batched(in_batched[1]):
+            return None
+        dz, other = merged_images(axis_size, (in_batched[0], in_batched[2]), (dz, other))
+        return unmerged_images(axis_size, call(self, dz, w, other))
 
 
 @dataclass(frozen=True)

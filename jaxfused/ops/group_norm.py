@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
+from jaxfused.ops.rectified import check_mask, mask_gradient
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -34,6 +35,7 @@ def group_norm(
     image_shift: jax.Array | None = None,
     activation: str | None = None,
     residual: jax.Array | None = None,
+    mask_gradient: bool = True,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""Group normalisation of channels-last images, with what follows it in one pass.
@@ -63,6 +65,8 @@ def group_norm(
       image_shift: [B, C], is added after `image_scale`.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
       residual: [B, ..., C] like x, is added before the activation.
+      mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
+        taken to be masked: see `jaxfused.Rectified`.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
@@ -92,6 +96,7 @@ def group_norm(
     )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
+    check_mask(op, mask_gradient, activation)
     scale, bias = _modulated(x, scale, bias, image_scale, image_shift)
     device = dispatch.current_device(x, residual)
     if takes_reference(op, implementation, device, x, missing={"pallas": why_no_pallas(op)}):
@@ -107,7 +112,8 @@ def group_norm(
     operands = sharding.align(
         (x_groups, residual, scale, bias), operand_axes=axes.operands, whole=axes.whole
     )
-    y = _norm(Runner(implementation, device), Options(op, epsilon, activation), *operands)
+    options = Options(op, epsilon, activation)
+    y = _norm(Runner(implementation, device), options, not mask_gradient, *operands)
     return y.reshape(x.shape)
 
 
@@ -200,22 +206,22 @@ class _Residuals(NamedTuple):
     bias: jax.Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(run: Runner, options: Options, x, residual, scale, bias):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _norm(run: Runner, options: Options, rectified: bool, x, residual, scale, bias):
     y, *_ = run(Forward(options, save_statistics=False), x, residual, scale, bias)
     return y
 
 
-def _norm_fwd(run: Runner, options: Options, x, residual, scale, bias):
+def _norm_fwd(run: Runner, options: Options, rectified: bool, x, residual, scale, bias):
     y, mean, rstd, _ = run(Forward(options, save_statistics=True), x, residual, scale, bias)
     y = named(y, options.op, "output")
     mean, rstd = named((mean, rstd), options.op, "statistics")
-    return y, _Residuals(x, *kept(options, residual, y), mean, rstd, scale, bias)
+    return y, _Residuals(x, *kept(options, rectified, residual, y), mean, rstd, scale, bias)
 
 
-def _norm_bwd(run: Runner, options: Options, saved: _Residuals, dy):
+def _norm_bwd(run: Runner, options: Options, rectified: bool, saved: _Residuals, dy):
     x, residual, residual_like, mean, rstd, scale, bias = saved
-    options, dy, residual, passed = through_relu(options, dy, residual)
+    options, dy, residual, passed = through_relu(options, rectified, dy, residual, residual_like)
     operands = (dy, x, residual, mean, rstd, None, None, scale, bias)
     dx, dresidual, dscale, dbias = run(Backward(options, per_image=False), *operands)
 
@@ -227,29 +233,38 @@ def _norm_bwd(run: Runner, options: Options, saved: _Residuals, dy):
 
 
 def kept(
-    options: Options, residual: jax.Array | None, y: jax.Array
+    options: Options, rectified: bool, residual: jax.Array | None, y: jax.Array
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """What the gradient keeps of the residual, and an array without elements of its dtype.
 
-    Under relu it is the result, whose sign says enough, and which whatever comes next keeps too.
+    Under relu it is the result, whose sign says enough, and which whatever comes next keeps too. Of a
+    rectified result the gradient arrives masked.
     """
     if residual is None:
         return None, None
     like = jnp.zeros_like(residual, shape=(0,))
+    if rectified:
+        return None, like
     return (y if options.activation == "relu" else residual), like
 
 
 def through_relu(
-    options: Options, dy: jax.Array, residual: jax.Array | None
+    options: Options,
+    rectified: bool,
+    dy: jax.Array,
+    residual: jax.Array | None,
+    residual_like: jax.Array | None,
 ) -> tuple[Options, jax.Array, jax.Array | None, jax.Array | None]:
     """(options, dy, residual, dresidual) for the backward of a norm of what `kept` kept.
 
     The gradient behind a relu is a fusion of XLA's with the sum that mostly makes dy; the kernel then
     reads one array less in either pass, and that gradient is the residual's.
     """
+    if rectified and residual_like is not None:
+        return replace(options, activation=None), dy, None, dy
     if residual is None or options.activation != "relu":
         return options, dy, residual, None
-    dz = jnp.where(residual > 0, dy, jnp.zeros_like(dy))
+    dz = mask_gradient(dy, residual)
     return replace(options, activation=None), dz, None, dz
 
 

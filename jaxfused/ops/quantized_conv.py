@@ -105,6 +105,7 @@ def quantized_conv(
             implementation=implementation,
             **geometry,
         )
+        assert isinstance(y, jax.Array)
         return y.astype(out_dtype)
     options: dict[str, Any] = dict(kernel_size=size, activation=activation, **geometry)
     device = dispatch.current_device(x.values)

@@ -707,16 +707,29 @@ def input_gradient(
     dy: jax.Array,
     w: jax.Array,
     *,
+    other: jax.Array | None = None,
+    rectified: jax.Array | None = None,
     window: Window,
     multiprocessors: int,
     config: Config | None = None,
 ) -> jax.Array:
-    """The gradient of x [B, *spatial, C] of a convolution by `window` with w [*kernel, C, F]."""
+    """The gradient of x [B, *spatial, C] of a convolution by `window` with w [*kernel, C, F].
+
+    Args:
+      other: another part of it, from who else reads x; is added.
+      rectified: x, where it is the result of a relu: where it is not positive, the gradient is zero.
+    """
+
+    def epilogue(dx, *, other=None, rectified=None):
+        dx = dx if other is None else dx + other
+        return {"dx": dx if rectified is None else jnp.where(rectified > 0, dx, 0.0)}
+
     results = conv(
         dy,
         w,
         window=window.transposed(),
-        epilogue=lambda dx: {"dx": dx},
+        epilogue=epilogue,
+        matrices={"other": other, "rectified": rectified},
         outputs={"dx": dy.dtype},
         flipped=True,
         multiprocessors=multiprocessors,

@@ -1,0 +1,85 @@
+"""Rectified: what relu returned, where the mask of its gradient is left to whoever reads it.
+
+Where several gradients meet at such an array, as they do between the blocks of a ResNet, their sum and
+its mask are a pass over memory. The kernel that computes one of them can do both where it writes. Then
+what made the array must not do it again, and a type of its own says so: of a `Rectified` nobody gets the
+values without masking their gradient.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rectified:
+    """The result of a relu, whose gradient whoever reads it has to mask.
+
+    `jaxfused.conv`, `ConvNormAct` and `ResNetBlock` take it in place of an array, and the method
+    `rectified` of the last two returns it. Everything else takes what `array` returns.
+
+    Args:
+      values: what relu returned. It is made by an operator that leaves the mask away, such as
+        `jaxfused.batch_norm(..., activation="relu", mask_gradient=False)`, and nobody else reads it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfused
+      >>> y = jaxfused.Rectified(jnp.array([0.0, 3.0]))
+      >>> jax.grad(lambda y: (5.0 * y.array()).sum())(y).values
+      Array([0., 5.], dtype=float32)
+    """
+
+    values: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As an array has it."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        """As an array has it."""
+        return self.values.dtype
+
+    @property
+    def ndim(self) -> int:
+        """As an array has it."""
+        return self.values.ndim
+
+    def array(self) -> jax.Array:
+        """The values as an array, whose gradient is masked on its way back."""
+        return _masked(self.values)
+
+
+def as_array(x: jax.Array | Rectified) -> jax.Array:
+    """What there is to compute with, whoever masks its gradient."""
+    return x.array() if isinstance(x, Rectified) else x
+
+
+def mask_gradient(gradient: jax.Array, y: jax.Array) -> jax.Array:
+    """The gradient behind a relu that returned y."""
+    return jnp.where(y > 0, gradient, jnp.zeros_like(gradient))
+
+
+@jax.custom_jvp
+def _masked(y: jax.Array) -> jax.Array:
+    return y
+
+
+@_masked.defjvp
+def _masked_jvp(primals, tangents):
+    (y,), (tangent,) = primals, tangents
+    return _masked(y), mask_gradient(tangent, y)
+
+
+def check_mask(op: str, mask_gradient: bool, activation: str | None) -> None:
+    """Checks that only the result of a relu is left to its readers to mask."""
+    if not mask_gradient and activation != "relu":
+        raise ValueError(
+            f"{op}: mask_gradient=False was passed with activation={activation!r}, but only behind a"
+            " relu the result says where the gradient is zero; pass activation='relu', or leave out"
+            " mask_gradient."
+        )
