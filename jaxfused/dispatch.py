@@ -72,7 +72,9 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
     return {first: reasons[first], **reasons}
 
 
-UNMEASURED: frozenset[str] = frozenset({"fp8 quantize", "conv joined input gradient"})
+UNMEASURED: frozenset[str] = frozenset(
+    {"fp8 quantize", "conv joined input gradient", "conv statistics"}
+)
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""
 
 

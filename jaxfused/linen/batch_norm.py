@@ -60,6 +60,7 @@ class BatchNorm(linen.BatchNorm):
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
         mask_gradient: bool = True,
+        statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """Normalises x [..., C], and in training moves the running averages.
 
@@ -68,7 +69,7 @@ class BatchNorm(linen.BatchNorm):
           use_running_average: as in Flax; either this or the attribute is given.
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
-          mask_gradient: as in `jaxfused.batch_norm`.
+          mask_gradient: as in `jaxfused.batch_norm`, and so are the statistics.
 
         Returns:
           y [..., C].
@@ -126,6 +127,7 @@ class BatchNorm(linen.BatchNorm):
             axis_name=None if initializing else self.axis_name,
             axis_index_groups=None if initializing else self.axis_index_groups,
             mask_gradient=mask_gradient,
+            statistics=statistics,
             **options,
         )
         if not initializing:

@@ -12,6 +12,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.linear import Kernel, KernelStandIn, shape_of
+from jaxfused.ops.conv import Statistics
 from jaxfused.ops.rectified import Rectified, as_array
 
 
@@ -65,7 +66,7 @@ class Conv(linen.Conv):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
-        return self._apply(inputs, residual, hand_on=False)[0]
+        return self.run(inputs, residual=residual)[0]
 
     def forked(
         self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
@@ -83,12 +84,33 @@ class Conv(linen.Conv):
         Raises:
           ValueError: as for a call.
         """
-        return self._apply(inputs, residual, hand_on=True)
+        return self.run(inputs, residual=residual, hand_on=True)[:2]
 
     @linen.compact
-    def _apply(
-        self, inputs: jax.Array | Rectified, residual: jax.Array | None, *, hand_on: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def run(
+        self,
+        inputs: jax.Array | Rectified,
+        *,
+        residual: jax.Array | None = None,
+        hand_on: bool = False,
+        statistics: bool = False,
+    ) -> tuple[jax.Array, jax.Array, Statistics | None]:
+        """A call, and what else there is of it.
+
+        Args:
+          inputs: [..., *spatial, I], any number of batch axes.
+          residual: of the result's shape, is added before the activation.
+          hand_on: whether the gradient of the inputs that are returned is added where the convolution
+            computes its own.
+          statistics: whether those of y are wanted.
+
+        Returns:
+          `(y, inputs, statistics)`; the statistics are what `jaxfused.batch_norm` takes by this name, or
+          None.
+
+        Raises:
+          ValueError: as for a call.
+        """
         inputs = inputs if isinstance(inputs, Rectified) else jnp.asarray(inputs)
         reason = why_given(
             mask=self.mask is not None,
@@ -106,7 +128,7 @@ class Conv(linen.Conv):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-            return y, x
+            return y, x, None
         size = self.kernel_size
         size = (size,) if isinstance(size, int) else tuple(size)
         shape = (*size, inputs.shape[-1] // self.feature_group_count, self.features)
@@ -127,6 +149,7 @@ class Conv(linen.Conv):
             dtype=self.dtype,
             precision=self.precision,
             hand_on=hand_on,
+            statistics=statistics,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

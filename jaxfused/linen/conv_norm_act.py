@@ -171,7 +171,7 @@ class ConvNormAct(linen.Module):
         )
         behind: dict[str, Any] = dict(residual=residual, mask_gradient=mask_gradient)
         if self.norm == "group_norm":
-            y, x = conv.forked(x) if hand_on else (conv(x), as_array(x))
+            y, x, _ = conv.run(x, hand_on=hand_on)
             return GroupNorm(self.num_groups, **after)(y, **behind), x
         use_running_average = linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
@@ -180,8 +180,10 @@ class ConvNormAct(linen.Module):
             norm = BatchNorm(
                 use_running_average, momentum=self.momentum, axis_name=self.axis_name, **after
             )
-            y, x = conv.forked(x) if hand_on else (conv(x), as_array(x))
-            return norm(y, **behind), x
+            y, x, statistics = conv.run(
+                x, hand_on=hand_on, statistics=self.axis_name is None and not use_running_average
+            )
+            return norm(y, statistics=statistics, **behind), x
         params, statistics = self.variables["params"], self.variables["batch_stats"]["norm"]
         kernel = params["conv"]["kernel"]
         return convolve(
@@ -201,4 +203,4 @@ class ConvNormAct(linen.Module):
             dtype=promoted(as_array(x), kernel, dtype=self.dtype).dtype,
             hand_on=hand_on,
             **geometry,
-        )
+        )[:2]

@@ -52,6 +52,7 @@ def train(
     activation: str | None,
     residual: jax.Array | None,
     mask_gradient: bool,
+    statistics: tuple[jax.Array, jax.Array] | None,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the operator with the batch's statistics, and returns the updated running averages too."""
@@ -65,6 +66,7 @@ def train(
         activation=activation,
         residual=residual,
         mask_gradient=mask_gradient,
+        statistics=statistics,
         implementation=implementation,
     )
 

@@ -12,6 +12,7 @@ from jaxfused import ops
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel, promoted
 from jaxfused.modules.promotion import floating
+from jaxfused.ops.conv import Statistics
 from jaxfused.ops.rectified import Rectified, as_array
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
@@ -45,11 +46,12 @@ def convolve(
     dtype: Any,
     precision: jax.lax.PrecisionLike = None,
     hand_on: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+    statistics: bool = False,
+) -> tuple[jax.Array, jax.Array, Statistics | None]:
     """Runs the operator with any number of batch axes; None stands for 1, as in Flax's `Conv`.
 
-    Returns (y, inputs); the inputs are handed on by the operator if `hand_on`, where it reads them as
-    they are.
+    Returns (y, inputs, statistics of y or None); the inputs are handed on by the operator if `hand_on`,
+    where it reads them as they are.
     """
     x = promoted(as_array(inputs), kernel, bias, dtype=dtype)
     size = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
@@ -86,7 +88,7 @@ def convolve(
             **geometry,
             **rest,
         )
-        return y.reshape(*batch, *y.shape[1:]), as_array(inputs)
+        return y.reshape(*batch, *y.shape[1:]), as_array(inputs), None
     if isinstance(kernel, ObservedKernel):
         kernel.observe(kernel.layer, patches(fold(x), size, **geometry))
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
@@ -96,12 +98,20 @@ def convolve(
     if as_it_is and isinstance(inputs, Rectified):
         images = Rectified(fold(inputs.values))
     hands_on = hand_on and as_it_is
-    options: dict[str, Any] = dict(precision=precision, hand_on=hands_on, **geometry, **rest)
-    results = ops.conv.conv(images, array, bias, **options)
-    if isinstance(results, tuple):
-        y, handed_on = results
-        return y.reshape(*batch, *y.shape[1:]), handed_on.reshape(inputs.shape)
-    return results.reshape(*batch, *results.shape[1:]), as_array(inputs)
+    results: Any = ops.conv.conv(
+        images,
+        array,
+        bias,
+        precision=precision,
+        hand_on=hands_on,
+        statistics=statistics,
+        **geometry,
+        **rest,
+    )
+    y, *beside = results if isinstance(results, tuple) else (results,)
+    taken = beside.pop(0) if statistics else None
+    x = beside[0].reshape(inputs.shape) if hands_on else as_array(inputs)
+    return y.reshape(*batch, *y.shape[1:]), x, taken
 
 
 def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | QuantizedArray:

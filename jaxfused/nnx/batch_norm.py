@@ -122,6 +122,7 @@ class BatchNorm(nnx.BatchNorm):
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
         mask_gradient: bool = True,
+        statistics: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array:
         """Normalises x [..., C], and in training moves the running averages.
 
@@ -130,7 +131,7 @@ class BatchNorm(nnx.BatchNorm):
           use_running_average: as in Flax; takes precedence over the constructor's.
           mask: broadcastable to x, as in Flax.
           residual: like x, is added before the activation.
-          mask_gradient: as in `jaxfused.batch_norm`.
+          mask_gradient: as in `jaxfused.batch_norm`, and so are the statistics.
 
         Returns:
           y [..., C].
@@ -161,7 +162,10 @@ class BatchNorm(nnx.BatchNorm):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-        x = x.astype(dtypes.canonicalize_dtype(x, mean, var, scale, bias, dtype=self.dtype))
+        dtype = dtypes.canonicalize_dtype(x, mean, var, scale, bias, dtype=self.dtype)
+        if dtype != x.dtype:
+            # Those of what is rounded are others.
+            x, statistics = x.astype(dtype), None
         options: dict[str, Any] = dict(
             epsilon=self.epsilon,
             activation=self.activation,
@@ -180,6 +184,7 @@ class BatchNorm(nnx.BatchNorm):
             axis_name=self.axis_name,
             axis_index_groups=self.axis_index_groups,
             mask_gradient=mask_gradient,
+            statistics=statistics,
             **options,
         )
         self.mean[...], self.var[...] = new_mean.astype(mean.dtype), new_var.astype(var.dtype)

@@ -21,6 +21,7 @@ from flax.typing import (
 from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
+from jaxfused.ops.conv import Statistics
 from jaxfused.ops.rectified import Rectified, as_array
 
 
@@ -149,7 +150,7 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: `residual`, or a named kernel, in a call that only Flax's code can serve.
         """
-        return self._apply(inputs, out_sharding, residual, hand_on=False)[0]
+        return self.run(inputs, out_sharding, residual=residual)[0]
 
     def forked(
         self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
@@ -167,16 +168,34 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: as for a call.
         """
-        return self._apply(inputs, None, residual, hand_on=True)
+        return self.run(inputs, residual=residual, hand_on=True)[:2]
 
-    def _apply(
+    def run(
         self,
         inputs: jax.Array | Rectified,
-        out_sharding: Any,
-        residual: jax.Array | None,
+        out_sharding: Any = None,
         *,
-        hand_on: bool,
-    ) -> tuple[jax.Array, jax.Array]:
+        residual: jax.Array | None = None,
+        hand_on: bool = False,
+        statistics: bool = False,
+    ) -> tuple[jax.Array, jax.Array, Statistics | None]:
+        """A call, and what else there is of it.
+
+        Args:
+          inputs: [..., *spatial, I], any number of batch axes.
+          out_sharding: as in Flax.
+          residual: of the result's shape, is added before the activation.
+          hand_on: whether the gradient of the inputs that are returned is added where the convolution
+            computes its own.
+          statistics: whether those of y are wanted.
+
+        Returns:
+          `(y, inputs, statistics)`; the statistics are what `jaxfused.batch_norm` takes by this name, or
+          None.
+
+        Raises:
+          ValueError: as for a call.
+        """
         inputs = inputs if isinstance(inputs, Rectified) else jnp.asarray(inputs)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias[...]
@@ -199,7 +218,7 @@ class Conv(nnx.Conv):
                 activation=self.activation,
                 implementation=self.implementation,
             )
-            return y, x
+            return y, x, None
         return convolve(
             inputs,
             kernel,
@@ -213,6 +232,7 @@ class Conv(nnx.Conv):
             dtype=self.dtype,
             precision=self.precision,
             hand_on=hand_on,
+            statistics=statistics,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

@@ -198,7 +198,10 @@ class ConvNormAct(nnx.Module):
             assert conv.bias is not None
             kernel = conv.kernel.get_value()
             return self._convolve(x, kernel, conv.bias[...], residual, hand_on)
-        y, x = conv.forked(x) if hand_on else (conv(x), as_array(x))
+        wanted = isinstance(norm, BatchNorm) and norm.axis_name is None
+        y, x, statistics = conv.run(x, hand_on=hand_on, statistics=wanted)
+        if statistics is not None:
+            after["statistics"] = statistics
         return norm(y, **after), x
 
     def fold(self) -> None:
@@ -237,7 +240,7 @@ class ConvNormAct(nnx.Module):
             implementation=conv.implementation,
             dtype=promoted(as_array(x), kernel, dtype=conv.dtype).dtype,
             hand_on=hand_on,
-        )
+        )[:2]
 
 
 def _folded(kernel: Any, norm: BatchNorm) -> tuple[Any, jax.Array]:

@@ -36,6 +36,7 @@ def batch_norm(
     activation: str | None = None,
     residual: jax.Array | None = None,
     mask_gradient: bool = True,
+    statistics: tuple[jax.Array, jax.Array] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     r"""Batch normalisation of channels-last arrays, with what follows it in one pass.
@@ -64,6 +65,8 @@ def batch_norm(
       residual: [..., C] like x, is added before the activation.
       mask_gradient: False where all that reads y, behind a relu, masks its gradient, which is then
         taken to be masked: see `jaxfused.Rectified`.
+      statistics: in training, mean and variance of x [C], float32, where they are known already, as
+        `jaxfused.conv` returns them. They are not taken again; the gradient is what it is without.
       implementation: None for the fastest that can run, or "cuda" in training, "xla".
 
     Returns:
@@ -117,6 +120,15 @@ def batch_norm(
             f"{op}: axis_name={axis_name!r} was passed with mean and var, but then no statistics are"
             " taken; leave out axis_name."
         )
+    for name, array in zip(("mean", "variance"), statistics or (), strict=False):
+        rule = f"x has {channels} channels in its last axis"
+        check_shape(op, f"the {name} of statistics", array, (channels,), rule)
+    if statistics is not None and (not training or axis_name is not None):
+        other = "mean and var" if axis_name is None else f"axis_name={axis_name!r}"
+        raise ValueError(
+            f"{op}: statistics were passed with {other}, but they are those of x on one device in"
+            " training; leave out one of the two."
+        )
     check_constant(op, "epsilon", epsilon)
     check_activation(op, activation)
     check_mask(op, mask_gradient, activation)
@@ -128,7 +140,7 @@ def batch_norm(
     if not takes_reference(op, implementation, device, x, missing=missing):
         options = group_norm.Options(op, epsilon, activation)
         run = Runner(implementation, device)
-        return _over_batch(run, options, not mask_gradient, x, residual, scale, bias)
+        return _over_batch(run, options, not mask_gradient, x, residual, scale, bias, statistics)
 
     if mean is None:
         mean, var = reference.batch_norm.batch_statistics(
@@ -155,12 +167,12 @@ def _why_xla(x: jax.Array, training: bool, axis_name: Hashable) -> str | None:
 
 
 def _over_batch(
-    run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias
+    run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
 ):
     """(y, mean, var) by the kernels, to which x is one image with a group for each channel."""
     image, residual = (None if a is None else a[None, ..., None] for a in (x, residual))
     scale, bias = (None if a is None else a[:, None] for a in (scale, bias))
-    y, mean, var = _norm(run, options, rectified, image, residual, scale, bias)
+    y, mean, var = _norm(run, options, rectified, image, residual, scale, bias, statistics)
     return y.reshape(x.shape), mean[0], var[0]
 
 
@@ -177,15 +189,39 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm(run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias):
-    return _norm_fwd(run, options, rectified, x, residual, scale, bias)[0]
+def _norm(run: Runner, options: group_norm.Options, rectified: bool, *operands):
+    return _norm_fwd(run, options, rectified, *operands)[0]
 
 
-def _norm_fwd(run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias):
-    forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
-    y, mean, rstd, var = run(forward, x, residual, scale, bias)
+def _norm_fwd(
+    run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
+):
+    if statistics is None:
+        forward = group_norm.Forward(options, save_statistics=True, save_variance=True)
+        y, mean, rstd, var = run(forward, x, residual, scale, bias)
+    else:
+        # What is left is arithmetic of single values, which XLA fuses by itself.
+        mean, var = (a.astype(jnp.float32)[None] for a in statistics)
+        rstd = jax.lax.rsqrt(var + options.epsilon)
+        y = _normalised(options, x, residual, scale, bias, mean, var)
     kept = group_norm.kept(options, rectified, residual, y)
     return (y, mean, var), _Residuals(x, *kept, mean, rstd, scale, bias)
+
+
+def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var) -> jax.Array:
+    """Images [1, ..., C, 1] by statistics [1, C]."""
+    scale, bias, residual = (None if a is None else a[..., 0] for a in (scale, bias, residual))
+    statistics = mean[0], var[0]
+    y = reference.batch_norm.norm(
+        x[..., 0],
+        scale,
+        bias,
+        residual,
+        *statistics,
+        epsilon=options.epsilon,
+        activation=options.activation,
+    )
+    return y[..., None]
 
 
 def _norm_bwd(
@@ -204,7 +240,8 @@ def _norm_bwd(
         return None if array is None else gradient.astype(array.dtype)
 
     dresidual = like(dresidual if passed is None else passed, residual_like)
-    return dx, dresidual, like(dscale, scale), like(dbias, bias)
+    # The gradient of x has what flows through the statistics.
+    return dx, dresidual, like(dscale, scale), like(dbias, bias), None
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)

@@ -17,7 +17,8 @@ Padding = str | int | Sequence[int | tuple[int, int]]
 _NAMED_PADDINGS = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "REFLECT", "CAUSAL")
 
 
-Output = jax.Array | tuple[jax.Array, jax.Array]
+Statistics = tuple[jax.Array, jax.Array]
+Output = jax.Array | tuple[jax.Array | Statistics | None, ...]
 
 
 def conv(
@@ -33,6 +34,7 @@ def conv(
     activation: str | None = None,
     residual: jax.Array | None = None,
     hand_on: bool = False,
+    statistics: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Output:
@@ -67,11 +69,16 @@ def conv(
       hand_on: whether x is returned too, for whoever else reads it, such as a shortcut around the
         convolution. What comes back as its gradient is then added by the kernel that computes the
         gradient of x, where two readers of one array have XLA add theirs in a pass over both.
+      statistics: whether the mean and the variance of y over all but its channels are returned, in
+        float32, for the `jaxfused.batch_norm` that follows, where a kernel takes them with the
+        convolution. No gradient flows through them: that of the norm is complete.
       precision: of the products, as in `jax.lax.conv`.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
-      y, [B, *spatial', O] of x's dtype. With `hand_on`: `(y, x)`, and x is an array.
+      y, [B, *spatial', O] of x's dtype. With `hand_on`: `(y, x)`, and x is an array. With `statistics`:
+      `(y, (mean, variance))`, or `(y, None)` where the norm is to take its own. With both: all three, x
+      last.
 
     Raises:
       ValueError: shapes, dtypes or options do not fit, or the named implementation cannot run.
@@ -147,7 +154,7 @@ def conv(
         values = Rectified(values).array()
     if takes_xla:
         y = run(values, w, bias, residual)
-        return (y, values) if hand_on else y
+        return _output(y, values, None, hand_on=hand_on, statistics=statistics)
     if not isinstance(depthwise, str):
         y, handed_on = depthwise_conv.depthwise_conv(
             Runner(implementation, device),
@@ -159,23 +166,35 @@ def conv(
             activation=activation,
             hands_on=hand_on,
         )
-        return y if handed_on is None else (y, handed_on)
+        return _output(y, handed_on, None, hand_on=hand_on, statistics=statistics)
     assert not isinstance(dense, str) and not isinstance(window, str)
     if dense.taps < window.taps and not dense.is_pointwise:
         # What was joined is no use to XLA's convolution.
         implementation = "pallas"
-    y, handed_on = dense_conv.dense_conv(
+    results = dense_conv.dense_conv(
         Runner(implementation, device),
         values,
         w,
         bias,
         residual,
-        reading=dense_conv.Reading(simplify, hand_on, rectified),
+        request=dense_conv.Request(simplify, hand_on, rectified, statistics),
         window=dense,
         activation=activation,
         precision=precision,
     )
-    return y if handed_on is None else (y, handed_on)
+    return _output(*results, hand_on=hand_on, statistics=statistics)
+
+
+def _output(
+    y: jax.Array,
+    x: jax.Array | None,
+    taken: Statistics | None,
+    *,
+    hand_on: bool,
+    statistics: bool,
+) -> Output:
+    beside = (*([taken] if statistics else []), *([x] if hand_on else []))
+    return (y, *beside) if beside else y
 
 
 def geometry(

@@ -181,14 +181,14 @@ def dense_conv(
     bias: jax.Array | None,
     residual: jax.Array | None,
     *,
-    reading: "Reading",
+    request: "Request",
     window: Window,
     activation: str | None,
     precision: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it; x or None.
+) -> "Convolved":
+    """The convolution of x [B, *spatial, C] with w [*kernel, C, F], and what follows it.
 
-    `window` is that of what `reading.simplify` makes of x and w.
+    `window` is that of what `request.simplify` makes of x and w.
     """
     weights = w[None] if x.ndim == 3 else w
     letters = Letters(len(window.kernel))
@@ -197,10 +197,23 @@ def dense_conv(
         operand_axes=(letters.images, letters.weights, "f", letters.result),
         whole=letters.whole,
     )
-    y, handed_on = _conv(run, _Options(window, activation, precision), reading, *operands)
+    options = _Options(window, activation, precision)
+    if request.statistics and not _takes_statistics(run, options, request, *operands):
+        request = replace(request, statistics=False)
+    y, handed_on, statistics = _conv(run, options, request, *operands)
     if x.ndim == 3:
-        return y[:, 0], None if handed_on is None else handed_on[:, 0]
-    return y, handed_on
+        y, handed_on = y[:, 0], None if handed_on is None else handed_on[:, 0]
+    return Convolved(y, handed_on, jax.lax.stop_gradient(statistics))
+
+
+class Convolved(NamedTuple):
+    """What `dense_conv` returns."""
+
+    y: jax.Array
+    x: jax.Array | None
+    """If it is handed on."""
+    statistics: tuple[jax.Array, jax.Array] | None
+    """Mean and variance of y [F], where a kernel takes them with the convolution."""
 
 
 # --- gradient -------------------------------------------------------------------------------------
@@ -219,7 +232,7 @@ class _Options:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Request:
     """How x is read, and what becomes of its gradient."""
 
     simplify: Simplification = AsItIs()
@@ -227,6 +240,8 @@ class Reading:
     """x is returned too, and what comes back for it is a part of its gradient."""
     rectified: bool = False
     """x are the values of a `Rectified`."""
+    statistics: bool = False
+    """Of y, for the norm that follows. No gradient flows through them."""
 
 
 class _Residuals(NamedTuple):
@@ -241,23 +256,34 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _conv(run: Runner, options: _Options, reading: Reading, x, w, bias, residual):
-    forward = _Forward(options, save_preactivation=False)
-    y, _ = run(forward, *reading.simplify(x, w), bias, residual)
-    return y, x if reading.hands_on else None
+def _conv(run: Runner, options: _Options, request: Request, x, w, bias, residual):
+    y, _, statistics = _forward(run, options, request, x, w, bias, residual, saves=False)
+    return y, x if request.hands_on else None, statistics
 
 
-def _conv_fwd(run: Runner, options: _Options, reading: Reading, x, w, bias, residual):
+def _forward(
+    run: Runner, options: _Options, request: Request, x, w, bias, residual, *, saves: bool
+):
+    """(y, z if it is saved, statistics of y or None)."""
+    operands = (*request.simplify(x, w), bias, residual)
+    if request.statistics:
+        y, mean, variance = run(_ForwardWithStatistics(options), *operands)
+        return y, None, (mean, variance)
+    y, z = run(_Forward(options, save_preactivation=saves), *operands)
+    return y, z, None
+
+
+def _conv_fwd(run: Runner, options: _Options, request: Request, x, w, bias, residual):
     saves = options.keeps_preactivation
-    forward = _Forward(options, save_preactivation=saves)
-    y, z = run(forward, *reading.simplify(x, w), bias, residual)
+    y, z, statistics = _forward(run, options, request, x, w, bias, residual, saves=saves)
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
     kept = y if options.activation == "relu" else z
-    return (y, x if reading.hands_on else None), _Residuals(x, w, bias, like, kept)
+    results = (y, x if request.hands_on else None, statistics)
+    return results, _Residuals(x, w, bias, like, kept)
 
 
-def _conv_bwd(run: Runner, options: _Options, reading: Reading, saved: _Residuals, cotangents):
-    dy, handed_back = cotangents
+def _conv_bwd(run: Runner, options: _Options, request: Request, saved: _Residuals, cotangents):
+    dy, handed_back, _ = cotangents
     x, w, bias, residual_like, z = saved
     if z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
@@ -265,19 +291,19 @@ def _conv_bwd(run: Runner, options: _Options, reading: Reading, saved: _Residual
         gradient = ActivationGradient(str(options.activation), bias is not None)
         dz, sums = run(gradient, dy, z)
         dbias = None if bias is None else sums.astype(bias.dtype)
-    dx, dw = _gradients(run, options, reading, x, w, dz, handed_back)
+    dx, dw = _gradients(run, options, request, x, w, dz, handed_back)
     dresidual = None if residual_like is None else dz.astype(residual_like.dtype)
     return dx, dw, dbias, dresidual
 
 
-def _gradients(run: Runner, options: _Options, reading: Reading, x, w, dz, handed_back):
+def _gradients(run: Runner, options: _Options, request: Request, x, w, dz, handed_back):
     """(dx, dw); dx with what was handed back for x, masked where x is rectified."""
-    y = x if reading.rectified else None
-    if reading.simplify != AsItIs():
+    y = x if request.rectified else None
+    if request.simplify != AsItIs():
         # Without the barrier XLA takes this for the copy of the forward, and keeps that.
         x, dz = jax.lax.optimization_barrier((x, dz))
-        (x, w), restore = jax.vjp(reading.simplify, x, w)
-        dx, dw = restore(_gradients(run, options, Reading(), x, w, dz, None))
+        (x, w), restore = jax.vjp(request.simplify, x, w)
+        dx, dw = restore(_gradients(run, options, Request(), x, w, dz, None))
         return joined_gradient(dx, handed_back, y), dw
     window, precision = options.window, options.precision
     gradient = _InputGradient(window, x.shape[1:-1], precision)
@@ -415,6 +441,102 @@ class _Forward:
             return None
         merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
         return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+STATISTICS = "conv statistics"
+"""The name by which `dispatch.UNMEASURED` has the kernels that take the statistics of their result."""
+
+
+def _takes_statistics(
+    run: Runner, options: _Options, request: Request, x, w, bias, residual
+) -> bool:
+    """Whether a kernel takes the statistics of y with the convolution; else the norm takes its own.
+
+    That has to be known where the call is traced, before it is on the devices.
+    """
+    if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
+        return False
+    if run.implementation is None and dispatch.why_unmeasured(STATISTICS) is not None:
+        return False
+    like_x, like_w = jax.eval_shape(request.simplify, x, w)
+    stage = _ForwardWithStatistics(options)
+    reasons = stage.reasons(run.device, like_x, like_w, bias, residual)
+    if run.implementation is not None:
+        return run.implementation == "pallas" and reasons["pallas"] is None
+    return next(name for name, reason in reasons.items() if reason is None) == "pallas"
+
+
+@dataclass(frozen=True)
+class _ForwardWithStatistics:
+    """(y, mean, variance) of x [B, *spatial, C], w [*kernel, C, F], bias and residual.
+
+    Mean and variance [F] are those of y over all pixels, in float32.
+    """
+
+    options: _Options
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward with statistics"
+
+    @property
+    def _alone(self) -> _Forward:
+        return _Forward(self.options, save_preactivation=False)
+
+    def axes(self, x, w, bias, residual) -> Axes:
+        axes = self._alone.axes(x, w, bias, residual)
+        return axes._replace(results=(axes.results[0], "f", "f"), whole=axes.whole + "b")
+
+    def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
+        window = self.options.window
+        call = call_of(device, window, x.shape[:-1], x.dtype, w)
+        reason = why_unsupported(device, window, x, w, residual)
+        elements, itemsize = math.prod(call.result) * call.features, x.dtype.itemsize
+        streams = self._alone._streams(x, residual)
+        # Who takes the statistics else reads the result once more; ours merges those of the tiles.
+        theirs = cost.xla_pass(elements, itemsize, 0)
+        if not window.is_pointwise:
+            after = theirs + cost.cudnn_epilogue(
+                elements, itemsize, self.options.activation, residual=residual is not None
+            )
+            return _in_order(device, call, reason, after=after, **streams)
+        reasons = {"pallas": reason, "xla": None}
+        if reason is not None or not is_modelled(device):
+            return dispatch.preferring("xla", reasons)
+        read = streams["read_bytes"] + itemsize
+        after_product = Passes(bytes_of_element=read + itemsize * (residual is not None))
+        times = {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, call.as_product(**streams), after_product),
+        }
+        return fastest_first(reasons, times)
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, x, w, bias, residual
+    ) -> Sequence[Hashable]:
+        return self._alone.configs(implementation, device, x, w, bias, residual)
+
+    def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
+        if implementation == "pallas":
+            return pallas_conv.forward_and_statistics(
+                x,
+                w,
+                bias,
+                residual,
+                window=self.options.window,
+                activation=self.options.activation,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+        y, _ = self._alone.run(implementation, device, x, w, bias, residual)
+        assert y is not None
+        statistics = reference.batch_norm.batch_statistics(
+            y, axis_name=None, axis_index_groups=None
+        )
+        return y, *statistics
+
+    def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> None:
+        return None
 
 
 @dataclass(frozen=True)

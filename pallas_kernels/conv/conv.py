@@ -12,6 +12,7 @@ the channels whose turn it is. There are three plans:
   channels, where every tile would bring them anew.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,6 +144,35 @@ class ConvProduct(Product):
         starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
         spans = [pl.ds(start, size) for start, size in zip(starts, self.boxes.box, strict=True)]
         return ref.at[(*spans, columns)]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.boxes.sizes)
+
+    def rows_of_tile(self, m_start: Any) -> Any:
+        starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
+        count = jnp.int32(1)
+        for start, size, box in zip(starts, self.boxes.sizes, self.boxes.box, strict=True):
+            count = count * jnp.minimum(jnp.maximum(size - start, 0), box)
+        return count
+
+    def which_rows(self, m_start: Any, shape: tuple[int, int], layout: Any) -> Any:
+        down, _ = self.tile_grid
+        tiles = down * self.config.cta_tile_m * self.config.cluster // self.config.tile_m
+        fits = all(s % b == 0 for s, b in zip(self.boxes.sizes, self.boxes.box, strict=True))
+        if fits and tiles == self.boxes.count:
+            return None
+        starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
+        # All sizes of a box are powers of two.
+        rest = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        exists = None
+        for start, size, box in reversed(
+            list(zip(starts, self.boxes.sizes, self.boxes.box, strict=True))
+        ):
+            inside = (rest & (box - 1)) < size - start
+            exists = inside if exists is None else exists & inside
+            rest = rest >> (box.bit_length() - 1)
+        return exists
 
     def copy_once(self, ring: Ring, b_gmem: Sequence[Any]) -> None:
         if not self.is_resident:
@@ -498,6 +528,7 @@ def conv(
     before_rounding: BeforeRounding | None = None,
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
+    column_moments: Sequence[str] = (),
     activations: int = 0,
     flipped: bool = False,
     config: Config | None = None,
@@ -507,8 +538,8 @@ def conv(
     """What `epilogue` makes of the convolution of x [B, *spatial, C] with w [*kernel, C, F], by name.
 
     Args:
-      epilogue, outputs, before_rounding, vectors, matrices, activations: as in `matmul`; matrices are
-        of the result's shape.
+      epilogue, outputs, before_rounding, vectors, matrices, column_moments, activations: as in
+        `matmul`; matrices are of the result's shape.
       flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
       name: of the kernel, in a profile.
     """
@@ -535,13 +566,17 @@ def conv(
             before_rounding=before_rounding,
             vectors=vectors,
             matrices=flat,
+            column_moments=column_moments,
             activations=activations,
             b_transposed=flipped,
             config=config,
             multiprocessors=multiprocessors,
             name=name,
         )
-        return {key: y.reshape(*call.result, call.features) for key, y in results.items()}
+        return {
+            key: y.reshape(*call.result, call.features) if key in outputs else y
+            for key, y in results.items()
+        }
     vectors = {key: v for key, v in (vectors or {}).items() if v is not None}
     matrices = {key: v for key, v in (matrices or {}).items() if v is not None}
 
@@ -554,6 +589,7 @@ def conv(
             matrices={key: v.dtype for key, v in matrices.items()},
             outputs=dict(outputs),
             column_sums=(),
+            column_moments=tuple(column_moments),
         )
 
     if config is None:
@@ -582,12 +618,16 @@ def conv(
         (window.splits(x),),
         (weights,),
         (*vectors.values(), *matrices.values()),
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in outputs.values()],
+        out_type=[
+            *(jax.ShapeDtypeStruct(shape, dtype) for dtype in outputs.values()),
+            *whole.moments_types,
+        ],
         scratch=whole.scratch(),
         epilogue=whole.of_tile,
         name=name,
     )
-    return dict(zip(outputs, results, strict=True))
+    remaining = iter(results)
+    return {key: next(remaining) for key in outputs} | whole.merged_moments(remaining)
 
 
 def forward(
@@ -603,18 +643,12 @@ def forward(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved)."""
-
-    def epilogue(z, *, bias=None, residual=None):
-        (z,) = preactivation(z, bias=bias)
-        z = z if residual is None else z + residual
-        return {"y": activate(activation, z, x.dtype), "preactivation": z}
-
     results = conv(
         x,
         w,
         window=window,
         before_rounding=None if activation is None else preactivation,
-        epilogue=epilogue,
+        epilogue=functools.partial(_sum_and_activation, activation, x.dtype),
         vectors={"bias": bias},
         matrices={"residual": residual},
         outputs={"y": x.dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
@@ -623,6 +657,42 @@ def forward(
         config=config,
     )
     return results["y"], results.get("preactivation")
+
+
+def _sum_and_activation(activation, dtype, z, *, bias=None, residual=None):
+    (z,) = preactivation(z, bias=bias)
+    z = z if residual is None else z + residual
+    return {"y": activate(activation, z, dtype), "preactivation": z}
+
+
+def forward_and_statistics(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+    multiprocessors: int,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(y, mean, variance): what `forward` returns, and its moments [F] over all pixels, float32."""
+    results = conv(
+        x,
+        w,
+        window=window,
+        before_rounding=None if activation is None else preactivation,
+        epilogue=functools.partial(_sum_and_activation, activation, x.dtype),
+        vectors={"bias": bias},
+        matrices={"residual": residual},
+        outputs={"y": x.dtype},
+        column_moments=("y",),
+        activations=int(activation not in (None, "relu", "relu2")),
+        multiprocessors=multiprocessors,
+        config=config,
+        name="conv_and_statistics",
+    )
+    return results["y"], results["mean_y"], results["variance_y"]
 
 
 def why_quantized_unsupported(

@@ -4,7 +4,7 @@ An epilogue is a traced Python function of the float32 accumulators and of named
 is copied to shared memory while the tile is multiplied; what it returns leaves by way of shared memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,8 @@ class Epilogue:
     matrices: Mapping[str, Any]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
+    column_moments: tuple[str, ...] = ()
+    """Of which outputs, as rounded, the mean and the variance of each column are wanted."""
     row_vectors: Mapping[str, Any] = MappingProxyType({})
     """The dtypes of vectors with a number for each row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
@@ -109,8 +111,36 @@ class Epilogue:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA takes."""
-        reduces = bool(self.column_sums or self.row_maxima)
+        reduces = bool(self.column_sums or self.row_maxima or self.column_moments)
         return self.product.shared_bytes(self.scratch(), sums=reduces)
+
+    @property
+    def moments_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Of each of `column_moments`, the means of a tile's columns and their squared deviations."""
+        partial = jax.ShapeDtypeStruct(self.sums_shape, jnp.float32)
+        return [partial] * (2 * len(self.column_moments))
+
+    def merged_moments(self, partial: Iterator[jax.Array]) -> dict[str, jax.Array]:
+        """The means "mean_" + name and variances "variance_" + name, [N], of all tiles' moments.
+
+        Deviations are taken from the mean, of a tile first and then of all, so that nothing large
+        cancels; the order is fixed.
+        """
+        if not self.column_moments:
+            return {}
+        tile_m, n = self.config.tile_m, self.product.n
+        starts = jnp.arange(self.sums_shape[0], dtype=jnp.int32) * tile_m
+        rows = jnp.maximum(jax.vmap(self.product.rows_of_tile)(starts), 0)
+        rows = rows.astype(jnp.float32)[:, None]
+        count = self.product.rows
+        merged = {}
+        for name in self.column_moments:
+            means, deviations = next(partial)[:, :n], next(partial)[:, :n]
+            mean = jnp.sum(means * rows, 0) / count
+            between = rows * jnp.square(means - mean)
+            merged[f"mean_{name}"] = mean
+            merged[f"variance_{name}"] = jnp.sum(deviations + between, 0) / count
+        return merged
 
     def _stream(self, dtype: Any, slots: int) -> Any:
         """What holds chunks of a matrix on its way between the epilogue and memory."""
@@ -133,6 +163,9 @@ class _Refs:
         self.matrices = {name: next(remaining) for name in epilogue.matrices}
         self.outputs = {name: next(remaining) for name in epilogue.outputs}
         self.sums = {name: next(remaining) for name in epilogue.column_sums}
+        self.moments = {
+            name: (next(remaining), next(remaining)) for name in epilogue.column_moments
+        }
         self.maxima = {name: next(remaining) for name in epilogue.row_maxima}
 
 
@@ -293,6 +326,8 @@ class _EpilogueOfTile:
         plgpu.commit_smem_to_gmem_group()
         for name in epilogue.column_sums:
             self._store_sum(name, chunk, places[name][0])
+        for name in epilogue.column_moments:
+            self._store_moments(name, chunk, places[name][0])
 
     def _store_sum(self, name: str, chunk: int, tile) -> None:
         """Sums the columns of a tile in shared memory, each within a warp.
@@ -308,6 +343,23 @@ class _EpilogueOfTile:
             values = jnp.where(row < epilogue.product.m - self.place.m_start, values, 0.0)
         partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
         store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
+
+    def _store_moments(self, name: str, chunk: int, tile) -> None:
+        """Writes the means of a tile's columns, and the sums of their squared deviations from them."""
+        epilogue, c = self.epilogue, self.epilogue.config
+        layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
+        values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
+        exist = epilogue.product.which_rows(self.place.m_start, values.shape, layout)
+        count = epilogue.product.rows_of_tile(self.place.m_start)
+        weight = 1.0 / jnp.maximum(count, 1).astype(jnp.float32)
+        values = values if exist is None else jnp.where(exist, values, 0.0)
+        mean = jnp.sum(values, axis=0) * weight
+        deviations = values - lax.broadcast_in_dim(mean, values.shape, (1,))
+        deviations = deviations if exist is None else jnp.where(exist, deviations, 0.0)
+        squares = jnp.sum(deviations * deviations, axis=0)
+        row = lax.div(self.place.m_start, jnp.int32(c.tile_m))
+        for ref, value in zip(self.gmem.moments[name], (mean, squares), strict=True):
+            store_unoptimized(ref.at[row, self._columns(chunk)], value)
 
     def _store_maxima(self, maxima: Mapping[str, jax.Array]) -> None:
         """Writes the largest of each row of the tile, which a warp has."""

@@ -396,6 +396,23 @@ class Product:
         """The rows of a warpgroup's tile in an array with rows like a's, and some of its columns."""
         return ref.at[pl.ds(m_start, self.config.tile_m), columns]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the result, without those that only tiles have."""
+        return self.m
+
+    def rows_of_tile(self, m_start: Any) -> Any:
+        """How many rows of a warpgroup's tile there are; may be less than 1 beyond the last."""
+        return jnp.minimum(self.m - m_start, self.config.tile_m)
+
+    def which_rows(self, m_start: Any, shape: tuple[int, int], layout: Any) -> Any:
+        """Which rows of a warpgroup's tile there are, or None where there are all of every tile."""
+        down, _ = self.tile_grid
+        if down * self.config.cta_tile_m * self.config.cluster == self.m:
+            return None
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        return row < self.m - m_start
+
     def copy_once(self, ring: "Ring", b_gmem: Sequence[Any]) -> None:
         """Has copied what stays in shared memory for all tiles."""
 

@@ -167,6 +167,7 @@ def matmul(
     row_vectors: Mapping[str, jax.Array] | None = None,
     step_scales: Sequence[jax.Array] = (),
     column_sums: Sequence[str] = (),
+    column_moments: Sequence[str] = (),
     row_maxima: Mapping[str, Maximised] | None = None,
     promoted_steps: int = 0,
     products: int = 1,
@@ -200,6 +201,8 @@ def matmul(
       step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
         [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
+      column_moments: of which of the outputs, as rounded, mean and variance over the rows are wanted,
+        float32 [N]. The variance is the mean of squared deviations.
       row_maxima: of which function of an output the largest in each row is wanted, as float32 [M]: one
         that is the larger, the larger its argument (or its magnitude) is. With a config of tiles.
       promoted_steps: of float8, after how many steps of 128 numbers along K the sums are added to those
@@ -214,8 +217,9 @@ def matmul(
       name: of the kernel, in a profile.
 
     Returns:
-      The matrices by name, for each of `column_sums` its sum by the name "sum_" + name, and for each of
-      `row_maxima` its maxima by the name "max_" + name.
+      The matrices by name, for each of `column_sums` its sum by the name "sum_" + name, for each of
+      `column_moments` "mean_" + name and "variance_" + name, and for each of `row_maxima` its maxima by
+      the name "max_" + name.
     """
     terms = [a] if isinstance(a, jax.Array) else list(a)
     if terms[0].dtype == jnp.float32 and not b_transposed:
@@ -243,6 +247,7 @@ def matmul(
         step_scales=tuple(step_scales),
         outputs=outputs,
         column_sums=tuple(column_sums),
+        column_moments=tuple(column_moments),
         row_maxima=row_maxima or {},
         promoted_steps=promoted_steps,
         multiprocessors=multiprocessors,
@@ -277,6 +282,7 @@ class _Call:
     step_scales: tuple[jax.Array, ...]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
+    column_moments: tuple[str, ...]
     row_maxima: Mapping[str, Maximised]
     promoted_steps: int
     multiprocessors: int
@@ -366,6 +372,7 @@ class _Call:
             matrices={name: x.dtype for name, x in self.matrices.items()},
             outputs=dict(self.outputs),
             column_sums=self.column_sums,
+            column_moments=self.column_moments,
             row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
             row_maxima=self.row_maxima,
         )
@@ -408,6 +415,7 @@ class _Call:
             out_type=(
                 *(jax.ShapeDtypeStruct((self.m, self.n), d) for d in self.outputs.values()),
                 *(jax.ShapeDtypeStruct(fused.sums_shape, jnp.float32) for _ in self.column_sums),
+                *fused.moments_types,
                 *(jax.ShapeDtypeStruct(fused.maxima_shape, jnp.float32) for _ in self.row_maxima),
             ),
             scratch=fused.scratch(),
@@ -419,6 +427,7 @@ class _Call:
         by_name = {name: next(remaining) for name in self.outputs}
         for name in self.column_sums:
             by_name[f"sum_{name}"] = _sum_rows(next(remaining))[: self.n]
+        by_name |= fused.merged_moments(remaining)
         for name in self.row_maxima:
             largest = jnp.max(next(remaining), axis=0)[: self.m]
             by_name[f"max_{name}"] = largest.astype(self.outputs[name]).astype(jnp.float32)
@@ -448,6 +457,10 @@ class _Call:
         launch = self.few_rows(config).launch
         results = launch(self.terms, self.bs, self.others, name=f"{self.name}_few_rows")
         by_name = dict(zip(self.outputs, results, strict=True))
+        for name in self.column_moments:
+            values = by_name[name].astype(jnp.float32)
+            by_name[f"mean_{name}"] = jnp.mean(values, 0)
+            by_name[f"variance_{name}"] = jnp.var(values, 0)
         return by_name | {f"sum_{name}": _sum_rows(by_name[name]) for name in self.column_sums}
 
 
