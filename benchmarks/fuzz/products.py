@@ -213,6 +213,10 @@ def quantized_matmul(options: Options) -> Problem:
 
 
 def draw_conv(draw: Draw) -> Options:
+    return _draw_window(draw) | dict(hand_on=draw.chance(0.3), rectified=draw.chance(0.3))
+
+
+def _draw_window(draw: Draw) -> Options:
     axes, after = draw.pick((1, 2, 2, 2, 3)), activation(draw, 0.4)
     groups = draw.pick((1, 1, 1, 2, 4))
     return dict(
@@ -247,7 +251,7 @@ def conv(options: Options) -> Problem:
         # Convolutions have no argument for it.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
             return jaxfused.conv(
-                operands["x"],
+                jaxfused.Rectified(operands["x"]) if o["rectified"] else operands["x"],
                 operands["w"],
                 operands.get("bias"),
                 strides=o["strides"],
@@ -256,6 +260,7 @@ def conv(options: Options) -> Problem:
                 feature_group_count=o["groups"],
                 activation=o["activation"],
                 residual=operands.get("residual"),
+                hand_on=o["hand_on"],
                 implementation=how.implementation,
             )
 
@@ -281,7 +286,7 @@ def conv(options: Options) -> Problem:
 
 
 def draw_quantized_conv(draw: Draw) -> Options:
-    options = draw_conv(draw)
+    options = _draw_window(draw)
     weights = draw.pick(("int8", "int8", "int8", "int4", "float8_e4m3fn"))
     return options | dict(
         # int4 come in pairs.
