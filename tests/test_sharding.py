@@ -1316,10 +1316,10 @@ def image_stand_ins(hopper, monkeypatch):
         )
 
     def conv(x, w, bias, residual, *, window, activation, save_preactivation, turned=False):
-        del residual
         w = w[::-1, ::-1] if turned else w
         z = lax.map(lambda image: convolve(window, image[None], w)[0], x)
         z = z if bias is None else z + bias
+        z = z if residual is None else z + residual
         y = z if activation is None else jnp.maximum(z, 0)
         return y, z if save_preactivation else None
 
@@ -1379,15 +1379,20 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
 
     def results(implementation, x, w, dy):
         def f(x, w):
-            y = jaxfused.conv(
-                x, w, feature_group_count=16, activation="relu", implementation=implementation
+            y, x = jaxfused.conv(
+                x,
+                w,
+                feature_group_count=16,
+                activation="relu",
+                hand_on=True,
+                implementation=implementation,
             )
             y = jaxfused.max_pool(y, 2, strides=2, implementation=implementation)
             # Of upsample there is no stand-in, for XLA can split it.
-            return y if kernels else jaxfused.upsample(y, implementation=implementation)
+            return y if kernels else jaxfused.upsample(y, implementation=implementation), x
 
         y, vjp = jax.vjp(f, x, w)
-        return y, vjp(dy)
+        return y, vjp((dy, jnp.cos(x)))
 
     mesh = make_mesh(axis_type, axis_type)
     placed = place(mesh, (images, weights, images), (x, w, dy))
@@ -1416,9 +1421,10 @@ def dense_stand_ins(hopper, monkeypatch):
         z = lax.map(lambda image: convolve(image[None], w, window)[0], x) + bias
         return jnp.maximum(z, 0), z if save_preactivation else None
 
-    def input_gradient(dy, w, *, window, **_):
+    def input_gradient(dy, w, *, window, other=None, rectified=None, **_):
         turned = jnp.flip(w, (0, 1)).swapaxes(2, 3)
-        return lax.map(lambda dy: convolve(dy[None], turned, window.transposed())[0], dy)
+        dx = lax.map(lambda dy: convolve(dy[None], turned, window.transposed())[0], dy)
+        return dx if other is None else jnp.where(rectified > 0, dx + other, 0)
 
     def weight_gradient(x, dz, *, window, **_):
         w = jnp.zeros_like(x, shape=(*window.kernel, x.shape[-1], dz.shape[-1]))
@@ -1455,10 +1461,17 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
 
     def results(implementation, x, w, bias, dy):
         def f(x, w, bias):
-            return jaxfused.conv(x, w, bias, activation="relu", implementation=implementation)
+            return jaxfused.conv(
+                jaxfused.Rectified(x),
+                w,
+                bias,
+                activation="relu",
+                hand_on=True,
+                implementation=implementation,
+            )
 
         y, vjp = jax.vjp(f, x, w, bias)
-        return y, vjp(dy)
+        return y, vjp((dy, jnp.cos(x)))
 
     mesh = make_mesh(axis_type, axis_type)
     specs = (images, weights, P(*weights[-1:]), result)

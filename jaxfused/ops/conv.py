@@ -150,13 +150,15 @@ def conv(
     takes_xla = takes_reference(
         op, implementation, device, values, missing=missing, why_xla=why_xla
     )
-    if rectified and (takes_xla or not isinstance(depthwise, str)):
-        values = Rectified(values).array()
+    # What is handed on is sharded as the caller has it; what kernels read of Explicit axes may not be.
+    hands_on = hand_on and not explicit
+    if rectified and (takes_xla or hands_on != hand_on or not isinstance(depthwise, str)):
+        values, rectified = Rectified(values).array(), False
     if takes_xla:
         y = run(values, w, bias, residual)
         return _output(y, values, None, hand_on=hand_on, statistics=statistics)
     if not isinstance(depthwise, str):
-        y, handed_on = depthwise_conv.depthwise_conv(
+        y, x_again = depthwise_conv.depthwise_conv(
             Runner(implementation, device),
             values,
             w,
@@ -164,25 +166,27 @@ def conv(
             residual,
             window=depthwise,
             activation=activation,
-            hands_on=hand_on,
+            hands_on=hands_on,
         )
-        return _output(y, handed_on, None, hand_on=hand_on, statistics=statistics)
+        x_again = x_again if hands_on else values
+        return _output(y, x_again, None, hand_on=hand_on, statistics=statistics)
     assert not isinstance(dense, str) and not isinstance(window, str)
     if dense.taps < window.taps and not dense.is_pointwise:
         # What was joined is no use to XLA's convolution.
         implementation = "pallas"
-    results = dense_conv.dense_conv(
+    y, x_again, taken = dense_conv.dense_conv(
         Runner(implementation, device),
         values,
         w,
         bias,
         residual,
-        request=dense_conv.Request(simplify, hand_on, rectified, statistics),
+        request=dense_conv.Request(simplify, hands_on, rectified, statistics),
         window=dense,
         activation=activation,
         precision=precision,
     )
-    return _output(*results, hand_on=hand_on, statistics=statistics)
+    x_again = x_again if hands_on else values
+    return _output(y, x_again, taken, hand_on=hand_on, statistics=statistics)
 
 
 def _output(
