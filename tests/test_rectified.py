@@ -25,6 +25,7 @@ __all__ = ["dense_stand_ins", "stand_ins", "with_library"]
 
 POINTWISE = Case((2, 5, 7, 64), (1, 1), 64, {"activation": "relu"}, bias=True)
 JOINED_CASES = (
+    Case((1, 5, 7, 64), (1, 1), 64, {}),
     POINTWISE,
     Case((2, 5, 8, 64), (3, 3), 64, {}),
     DENSE_CASES[2],
@@ -71,7 +72,30 @@ def test_the_reference_is_as_accurate_as_jax_numpy(rectified):
     assert_values_and_gradients(*forked(POINTWISE, None, rectified=rectified), *args)
 
 
-@parametrize("case", JOINED_CASES, quick=(0,))
+@parametrize("size", [1, 3], quick=(0,))
+def test_the_kernel_in_the_interpreter(size, interpreted_hopper):
+    """Small integers, whose sums are the same in whatever order they are added."""
+    rng = np.random.default_rng(0)
+    dz, w, other, x = (
+        jnp.asarray(rng.integers(-2, 3, size=shape), jnp.bfloat16)
+        for shape in ((1, 5, 7, 64), (size, size, 64, 64), (1, 5, 7, 64), (1, 5, 7, 64))
+    )
+    padding = ((size // 2, size // 2),) * 2
+    window = dense_conv.Window((size, size), padding, (1, 1), (1, 1))
+    stage = dense_conv._JoinedInputGradient(dense_conv._InputGradient(window, (5, 7), None))
+
+    def run(implementation):
+        @jax.jit
+        def joined(*operands):
+            return stage.run(implementation, interpreted_hopper, *operands)[0]
+
+        return joined(dz, w, other, x)
+
+    np.testing.assert_array_equal(run("pallas"), run("xla"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", JOINED_CASES, ids=str)
 def test_in_the_interpreter(case, interpreted_hopper):
     with dispatch.recorded() as choices:
         args = rectified_arguments(case, jnp.bfloat16)
@@ -98,7 +122,7 @@ def test_depthwise_on_a_gpu(case):
     assert_values_and_gradients(*forked(case, "cuda"), *args, cotangents=2)
 
 
-@pytest.mark.parametrize("case", [POINTWISE, JOINED_CASES[1], JOINED_CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [POINTWISE, JOINED_CASES[2], JOINED_CASES[5]], ids=str)
 def test_the_way_to_the_dense_kernels(case, dense_stand_ins):
     assert_values_and_gradients(
         *forked(case, "pallas"), *rectified_arguments(case, jnp.float32), cotangents=2
@@ -114,7 +138,7 @@ def test_the_way_to_the_depthwise_kernels(case, stand_ins):
 
 @pytest.mark.exhaustive
 def test_transforms(dense_stand_ins, stand_ins):
-    dense, depthwise = JOINED_CASES[1], DEPTHWISE_CASES[0]
+    dense, depthwise = JOINED_CASES[2], DEPTHWISE_CASES[0]
     assert_transforms(forked(dense, "pallas")[0], *rectified_arguments(dense, jnp.float32))
     assert_transforms(forked(depthwise, "cuda")[0], *rectified_arguments(depthwise, jnp.float32))
 
@@ -213,6 +237,7 @@ class LinenBlocks(flax.linen.Module):
         return chain(blocks, x, rectified=self.rectified)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_blocks_that_mask_for_one_another(kind):
     options = dict(norm="group_norm", num_groups=2)
