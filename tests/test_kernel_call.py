@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 
 import chex
 import jax
@@ -277,6 +278,12 @@ def kernels_and_operands():
             *weights,
         ),
     )
+    of_one = replace(options, one_array=(2, 2))
+    w = (jnp.ones((D, 8 * 64), BF16), None, None)
+    vectors = (jnp.ones(8 * 64, BF16), None, None, jnp.ones(64), jnp.ones(64), cos, cos)
+    yield qkv_projection._Forward(of_one, True), (x3, *w, *vectors)
+    dys = (jnp.ones((2, 64, 2, heads, 64), BF16) for heads in (2, 1, 1))
+    yield qkv_projection._InputGradient(of_one), (*dys, *w)
     heads = attention._Options(True, None, 0.125, None, 0.0)
     for length in (64, 100):
         query = jnp.ones((2, length, 2, 2, 64), BF16)
@@ -289,6 +296,10 @@ def kernels_and_operands():
     for dtype, sums_rows in ((jnp.dtype(BF16), False), (jnp.dtype("float32"), True)):
         yield of_weights(dtype, count=1, sums_rows=sums_rows, side_by_side=False), (x, h)
         yield of_weights(dtype, count=2, sums_rows=sums_rows, side_by_side=True), (x, h, h)
+        joined = of_weights(
+            dtype, count=2, sums_rows=sums_rows, side_by_side=sums_rows, joined=True
+        )
+        yield joined, (x, h, h)
 
 
 KERNELS = list(kernels_and_operands())

@@ -181,6 +181,15 @@ def test_pallas_accurate_in_the_interpreter(case, dtype):
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
 
 
+@pytest.mark.usefixtures("interpreted_hopper")
+@parametrize("case", (KERNEL_CASES[0], KERNEL_CASES[1]), quick=(0,))
+def test_pallas_takes_one_array_apart_in_the_interpreter(monkeypatch, case):
+    """On one device its stages are given the array as it is."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    args = case.arguments(jnp.dtype("bfloat16"))
+    assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_stages_in_xla_on_one_device_are_three_products(monkeypatch, case):

@@ -22,6 +22,7 @@ from jaxfused.ops.kernel_call import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.ops.weight_gradient import (
+    WeightGradients,
     weight_and_bias_gradients,
     weight_gradient,
 )
@@ -99,8 +100,10 @@ def linear(
         aligned = sharding.align((x, w, bias, residual), operand_axes=axes, whole="d")
         return _linear_in_fp8(run, options, *aligned, fp8.state_of(op, precision))
     is_bare = bias is None and activation is None
-    why_xla = "no product is faster than XLA's, and there is nothing to fuse" if is_bare else None
-    if takes_reference(op, implementation, device, x, why_xla=why_xla):
+    forward_in_xla = is_bare and implementation is None
+    forward_in_xla = forward_in_xla and _gains_from_stages(device, x, w, residual, precision)
+    why_xla = _WHY_BARE if is_bare else None
+    if not forward_in_xla and takes_reference(op, implementation, device, x, why_xla=why_xla):
         y = reference.linear.linear(
             x, w, bias, residual, activation=activation, precision=precision, out_dtype=out_dtype
         )
@@ -110,12 +113,41 @@ def linear(
         jnp.dtype(out_dtype),
         None if residual is None else residual.dtype,
         precision,
+        forward_in_xla,
     )
     rows = sharding.leading_axes(x.ndim - 1)
     operands = sharding.align(
         (x, w, bias, residual), operand_axes=(rows + "d", "df", "f", rows + "f"), parts="d"
     )
     return _linear(Runner(implementation, device), options, *operands)
+
+
+_WHY_BARE = "no product is faster than XLA's, and there is nothing to fuse"
+
+
+def _gains_from_stages(
+    device: dispatch.Device,
+    x: jax.Array,
+    w: jax.Array,
+    residual: jax.Array | None,
+    precision: Any,
+) -> bool:
+    """Whether a layer without bias and activation gains from stages of its own, its forward in XLA's.
+
+    It does where the gradient of its weights is faster in a kernel, and where XLA's product can add the
+    residual in the residual's 16 bits, as only a gradient of our own allows. Elsewhere its program is
+    the one that JAX makes of a product, with derivatives of every order.
+    """
+    if x.dtype.itemsize != 2 or not is_modelled(device) or not sharding.is_in_one_piece(x, w):
+        return False
+    if x.size == 0 or w.size == 0:
+        return False
+    if residual is not None:
+        return True
+    rows = math.prod(x.shape[:-1])
+    operands = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in (x.shape[-1], w.shape[1])]
+    kernel = WeightGradients("linear", jnp.dtype(w.dtype), precision, 1, False, False)
+    return dispatch.choose("linear", None, kernel.reasons(device, *operands)) != "xla"
 
 
 def allows_tf32(precision: Any) -> bool:
@@ -178,6 +210,8 @@ class _Options:
     out_dtype: Any
     residual_dtype: Any
     precision: Any
+    forward_in_xla: bool = False
+    """The forward is XLA's whatever the gradient's stages are."""
 
     def forward(self, *, save_preactivation: bool) -> "Layer":
         """The kernel of the forward."""
@@ -196,13 +230,28 @@ class _Residuals(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear(run: Runner, options: _Options, x, w, bias, residual):
-    y, _ = run(options.forward(save_preactivation=False), x, w, bias, residual)
+    y, _ = _forward(run, options, False, x, w, bias, residual)
     return y
+
+
+def _forward(run: Runner, options: _Options, saves: bool, *operands: Any) -> Results:
+    layer = options.forward(save_preactivation=saves)
+    if not options.forward_in_xla:
+        return run(layer, *operands)
+    x, w, bias, residual = operands
+    reasons = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
+    shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in (x, w)]
+    dispatch.record(dispatch.Choice(layer.name, shapes, "xla", reasons))
+    rows = x.shape[:-1]
+    flat = None if residual is None else residual.reshape(-1, w.shape[1])
+    y, _ = layer.run("xla", run.device, x.reshape(-1, x.shape[-1]), w, bias, flat)
+    assert y is not None
+    return y.reshape(*rows, w.shape[1]), None
 
 
 def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
     saves = options.activation is not None
-    y, preactivation = run(options.forward(save_preactivation=saves), x, w, bias, residual)
+    y, preactivation = _forward(run, options, saves, x, w, bias, residual)
     y = named(y, "linear", "output")
     preactivation = named(preactivation, "linear", "preactivation")
     return y, _Residuals(x, w, bias, preactivation)

@@ -534,7 +534,6 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     )
     dw_gate, dw_up = dws[0], None
     if w_up is None:
-        dw_gate = jnp.concatenate(dws, axis=-1)
         if b_gate is not None:
             db_gate, db_up = jnp.concatenate([db_gate, db_up]), None
     else:

@@ -3,8 +3,8 @@
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,10 +127,10 @@ def qkv_projection(
     device = dispatch.current_device(x)
     if fp8.is_fp8(precision):
         ends = (heads * head_size, (heads + key_heads) * head_size)
-        biases = [None] * 3 if bias is None else _split(ends, bias)
+        in_three = [None] * 3 if bias is None else _split(ends, bias)
         widths = (ends[0], key_heads * head_size, key_heads * head_size)
         state = fp8.state_of(op, precision)
-        projected = _in_fp8(x, [w], biases, widths, head_size, implementation, device, state)
+        projected = _in_fp8(x, [w], in_three, widths, head_size, implementation, device, state)
         finish = functools.partial(
             reference.qkv_projection.finish,
             cos=cos,
@@ -158,7 +158,7 @@ def qkv_projection(
             precision=precision,
         )
         return named(projected, op, "output")
-    options = _Options(head_size, epsilon, scale_offset, interleaved, precision, of_one_array=True)
+    options = _Options(head_size, epsilon, scale_offset, interleaved, precision)
     # A device's part of the columns is not a part of the queries, of the keys and of the values.
     whole: Any = sharding.align(
         (x, w, bias),
@@ -166,17 +166,19 @@ def qkv_projection(
         whole="dc",
     )
     x, w, bias = whole
-    # Queries with the keys that they share: by these groups devices can split all three.
-    ends = (heads * head_size, (heads + key_heads) * head_size)
-
-    def split(columns):
-        parts = _split(ends, columns)
-        return [
-            p.reshape(*p.shape[:-1], key_heads, p.shape[-1] // (key_heads * head_size), head_size)
-            for p in parts
-        ]
-
-    weights, biases = split(w), [None] * 3 if bias is None else split(bias)
+    of_one = replace(options, one_array=(key_heads, heads // key_heads))
+    weights: Sequence[Any]
+    biases: Sequence[Any]
+    if sharding.is_in_one_piece(x, w):
+        # XLA's products take the array as it is, and a kernel's stage takes it apart.
+        options, weights, biases = of_one, (w, None, None), (bias, None, None)
+    else:
+        # Queries with the keys that they share: by these groups devices can split all three.
+        ends = (heads * head_size, (heads + key_heads) * head_size)
+        weights, biases = (
+            [None] * 3 if array is None else of_one.grouped(_split(ends, array))
+            for array in (w, bias)
+        )
     if cos is not None and sin is not None:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
     operands = (x, *weights, *biases, q_scale, k_scale, cos, sin)
@@ -292,14 +294,41 @@ class _Options:
     scale_offset: float
     interleaved: bool
     precision: Any
-    of_one_array: bool = False
-    """The three weights are parts of one array, which its gradient is put together as."""
+    one_array: tuple[int, int] | None = None
+    """The numbers of groups that share a key head and of query heads in a group, where one array has the
+    columns of all weights and one those of all biases. It stands in the place of the queries' array, and
+    nothing in the places of the other two."""
 
     @property
     def whole(self) -> str:
         """The axes that a device must have whole."""
         # The kernel takes columns in sixteens, which the groups of narrower heads may not be.
-        return "dgkhsr" if self.head_size % 16 == 0 else "dngkhsr"
+        return "dgkhsrc" if self.head_size % 16 == 0 else "dngkhsrc"
+
+    def grouped(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """The columns of queries, keys and values in the axes [groups, heads, H]."""
+        groups, _ = cast(tuple[int, int], self.one_array)
+        width = groups * self.head_size
+        return [
+            part.reshape(*part.shape[:-1], groups, part.shape[-1] // width, self.head_size)
+            for part in parts
+        ]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Where the columns of the queries end, and those of the keys, in one array of all."""
+        groups, heads = cast(tuple[int, int], self.one_array)
+        return groups * heads * self.head_size, groups * (heads + 1) * self.head_size
+
+    def apart(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The weights, or the biases, of queries, keys and values, as a kernel takes them."""
+        if self.one_array is None or arrays[0] is None:
+            return arrays
+        return self.grouped(jnp.split(arrays[0], self.ends, axis=-1))
+
+    def shapes(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The shapes of the same, by which an implementation is chosen."""
+        return jax.eval_shape(self.apart, list(arrays))
 
     def finish(self, y, scale, cos, sin):
         """The norm and the rotation of grouped heads, by XLA."""
@@ -387,12 +416,13 @@ _split.defvjp(
 
 
 def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys):
-    """The gradients of the weights [D, n, heads, H] and of the biases, which may all be None."""
+    """The gradients of the weights and of the biases, which may all be None."""
     flat = [dy.reshape(*dy.shape[:-3], math.prod(dy.shape[-3:])) for dy in dys]
     dtype, has_biases = weights[0].dtype, biases[0] is not None
     dws: Sequence[Any]
     dbs: Sequence[Any] | None
-    if sharding.is_in_one_piece(x, *weights):
+    shapes = options.shapes(weights)
+    if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
         dws, dbs = weight_gradients(
             run,
             "qkv_projection",
@@ -402,8 +432,8 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
             options.precision,
             sums_rows=has_biases,
             # In the very form that XLA's gradient of x takes, so that it is written once.
-            side_by_side=_takes_one_product(run, x, weights),
-            joined=options.of_one_array,
+            side_by_side=_takes_one_product(run, x, shapes),
+            joined=options.one_array is not None,
         )
     else:
         # Devices may split the heads, and what lies side by side would have to be exchanged.
@@ -415,12 +445,12 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
         dws, dbs = zip(*gradients, strict=True)
     if not has_biases:
         dbs = None
-    dweights = [dw.reshape(w.shape) for dw, w in zip(dws, weights, strict=True)]
+    absent = [None] * (3 - len(dws))
+    dweights = [dw.reshape(w.shape) for dw, w in zip(dws, weights, strict=False)]
     if dbs is None:
-        return dweights, [None] * 3
-    return dweights, [
-        db.astype(b.dtype).reshape(b.shape) for db, b in zip(dbs, biases, strict=True)
-    ]
+        return [*dweights, *absent], [None] * 3
+    dbiases = [db.astype(b.dtype).reshape(b.shape) for db, b in zip(dbs, biases, strict=False)]
+    return [*dweights, *absent], [*dbiases, *absent]
 
 
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
@@ -475,7 +505,7 @@ class _Forward:
         return pallas_qkv_projection.fitting(
             rows=math.prod(x.shape[:-1]),
             features=x.shape[-1],
-            widths=[math.prod(w.shape[1:]) for w in parameters[:3]],
+            widths=[math.prod(w.shape[1:]) for w in self.options.shapes(parameters[:3])],
             head_size=self.options.head_size,
             norm=norm,
             rotary_dim=rotary_dim,
@@ -483,27 +513,29 @@ class _Forward:
         )
 
     def reasons(self, device, x, *parameters) -> Mapping[str, str | None]:
-        q, k, v, *_ = parameters
+        weights = self.options.shapes(parameters[:3])
         norm, rotary_dim = _norm_and_rotation(parameters)
         reasons = _reasons(
             device,
             x,
-            (q, k, v),
+            weights,
             norm=norm,
             rotary_dim=rotary_dim,
             interleaved=self.options.interleaved,
         )
-        return _forward_first(device, x, (q, k, v), reasons, norm=norm, rotary_dim=rotary_dim)
+        return _forward_first(device, x, weights, reasons, norm=norm, rotary_dim=rotary_dim)
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
-        *weights, q_bias, k_bias, v_bias, q_scale, k_scale, cos, sin = parameters
-        biases = (q_bias, k_bias, v_bias)
+        *weights_and_biases, q_scale, k_scale, cos, sin = parameters
+        weights: Sequence[Any] = weights_and_biases[:3]
+        biases: Sequence[Any] = weights_and_biases[3:]
         if implementation == "xla":
             return self._run_in_xla(x, weights, biases, (q_scale, k_scale), cos, sin)
+        weights, biases = self.options.apart(weights), self.options.apart(biases)
         results = pallas_qkv_projection.forward(
             x.reshape(-1, x.shape[-1]),
             [w.astype(x.dtype).reshape(len(w), -1) for w in weights],
-            None if q_bias is None else [b.reshape(-1) for b in biases],
+            None if biases[0] is None else [b.reshape(-1) for b in biases],
             (q_scale, k_scale),
             *(
                 None if table is None else table.reshape(-1, table.shape[-1])
@@ -522,11 +554,13 @@ class _Forward:
         )
 
     def _run_in_xla(self, x, weights, biases, scales, cos, sin) -> Results:
-        # One product, whose weights XLA finds side by side where they were split.
-        w = jnp.concatenate([w.reshape(len(w), math.prod(w.shape[1:])) for w in weights], axis=-1)
-        bias = None
-        if biases[0] is not None:
-            bias = jnp.concatenate([b.reshape(-1) for b in biases])
+        # One product, for which weights of their own are put side by side.
+        w, bias = weights[0], biases[0]
+        if self.options.one_array is None:
+            flat = [w.reshape(len(w), math.prod(w.shape[1:])) for w in weights]
+            w = jnp.concatenate(flat, axis=-1)
+            bias = None if bias is None else jnp.concatenate([b.reshape(-1) for b in biases])
+        shapes = self.options.shapes(weights)
         y, _ = reference.linear.layer(
             x.reshape(-1, x.shape[-1]),
             w,
@@ -537,11 +571,12 @@ class _Forward:
             save_preactivation=False,
             precision=self.options.precision,
         )
-        q_end = math.prod(weights[0].shape[1:])
-        ends = [q_end, q_end + math.prod(weights[1].shape[1:])]
+        # Heads get their axis before they are split: XLA copies slices of columns into their layout.
+        counts = [math.prod(w.shape[1:-1]) for w in shapes]
+        y = y.reshape(*x.shape[:-1], sum(counts), self.options.head_size)
+        parts = jnp.split(y, (counts[0], counts[0] + counts[1]), axis=-2)
         q, k, v = (
-            part.reshape(*x.shape[:-1], *w.shape[1:])
-            for part, w in zip(jnp.split(y, ends, axis=-1), weights, strict=True)
+            part.reshape(*x.shape[:-1], *w.shape[1:]) for part, w in zip(parts, shapes, strict=True)
         )
         heads = [self.options.finish(y, s, cos, sin) for y, s in zip((q, k), scales, strict=True)]
         return (*heads, v, *((q, k) if self.save_projections else (None, None)))
@@ -570,7 +605,7 @@ class _InputGradient:
     def axes(self, *operands) -> Axes:
         rows = sharding.leading_axes(operands[0].ndim - 3)
         return Axes(
-            [*(rows + g for g in _HEADS), *("d" + g for g in _HEADS)],
+            [*(rows + g for g in _HEADS), *_weight_axes(operands[3:])],
             (rows + "d",),
             self.options.whole,
         )
@@ -579,23 +614,27 @@ class _InputGradient:
         rows, features = math.prod(operands[0].shape[:-3]), operands[3].shape[0]
         if implementation != "pallas":
             return ()
-        return pallas_matmul.fitting(
-            _gradient_work(rows, features, operands[3:]), device.multiprocessors
-        )
+        work = _gradient_work(rows, features, self.options.shapes(operands[3:]))
+        return pallas_matmul.fitting(work, device.multiprocessors)
 
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         x = jax.ShapeDtypeStruct((*operands[0].shape[:-3], len(operands[3])), operands[0].dtype)
-        weights = operands[3:]
+        weights = self.options.shapes(operands[3:])
         return _gradient_first(device, x, weights, _reasons(device, x, weights))
 
     def run(self, implementation, device, *operands, config=None) -> Results:
         before = operands[0].shape[:-3]
         dys = [dy.reshape(*before, math.prod(dy.shape[-3:])) for dy in operands[:3]]
-        weights = [
-            w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in operands[3:]
-        ]
+
+        def flat(weights):
+            return [w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in weights]
+
         if implementation == "xla":
-            dy, w = jnp.concatenate(dys, axis=-1), jnp.concatenate(weights, axis=-1)
+            dy = jnp.concatenate(dys, axis=-1)
+            if self.options.one_array is None:
+                w = jnp.concatenate(flat(operands[3:]), axis=-1)
+            else:
+                w = operands[3].astype(dy.dtype)
             rows = sharding.leading_axes(len(before))
             return (
                 product(
@@ -608,7 +647,7 @@ class _InputGradient:
             )
         (dx,) = pallas_qkv_projection.input_gradient(
             [dy.reshape(-1, dy.shape[-1]) for dy in dys],
-            weights,
+            flat(self.options.apart(operands[3:])),
             multiprocessors=device.multiprocessors,
             config=config,
         )
@@ -713,4 +752,12 @@ def _operand_axes(operands: Sequence[Any]) -> Sequence[str]:
     rows = sharding.leading_axes(operands[0].ndim - 1)
     cos = operands[-1]
     table = "" if cos is None else rows[len(rows) - (cos.ndim - 1) :] + "r"
-    return rows + "d", *("d" + g for g in _HEADS), *_HEADS, "s", "s", table, table
+    weights, biases = _weight_axes(operands[1:4]), _HEADS
+    if operands[2] is None:
+        biases = ("c", "", "")
+    return rows + "d", *weights, *biases, "s", "s", table, table
+
+
+def _weight_axes(weights: Sequence[Any]) -> Sequence[str]:
+    """The letters of three weights, or of one that has the columns of all and two that are absent."""
+    return ("dc", "", "") if weights[1] is None else tuple("d" + group for group in _HEADS)

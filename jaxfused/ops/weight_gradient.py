@@ -78,10 +78,17 @@ def weight_gradients(
       precision: of the products, as in `jax.numpy.matmul`.
       sums_rows: whether each dy is summed over all of its rows.
       side_by_side: whether XLA takes one product of the dys, copied side by side.
-      joined: whether the caller puts the products side by side, where XLA's one product is that.
+      joined: whether the caller wants one product, and one sum, of all dys side by side.
     """
+    in_one_piece = sharding.is_in_one_piece(x, *dys)
     kernel = WeightGradients(
-        op, jnp.dtype(dtype), precision, len(dys), sums_rows, side_by_side, joined
+        op,
+        jnp.dtype(dtype),
+        precision,
+        len(dys),
+        sums_rows,
+        side_by_side,
+        joined and in_one_piece,
     )
     if sharding.is_explicit(x, *dys):
         # Devices add their parts before these are rounded. Where they share x's features, they would
@@ -89,13 +96,18 @@ def weight_gradients(
         alone = replace(kernel, dtype=jnp.dtype(jnp.float32), sums_rows=False)
         sums = [sum_rows(dy, jnp.float32) for dy in dys] if sums_rows else []
         results = (*run(alone, x, *dys), *sums)
-    elif sharding.is_in_one_piece(x, *dys):
+    elif in_one_piece:
         results = run(kernel, x, *dys)
     else:
         # XLA's partitioner knows products: it may leave each device its part of the sums.
         results = kernel.in_xla(x, *dys)
-    dws = [dw.astype(dtype) for dw in results[: len(dys)]]
-    return dws, list(results[len(dys) :]) if sums_rows else None
+    count = 1 if kernel.joined else len(dys)
+    dws = [dw.astype(dtype) for dw in results[:count]]
+    sums_of_rows = list(results[count:])
+    if joined and not kernel.joined:
+        dws = [jnp.concatenate(dws, axis=-1)]
+        sums_of_rows = [jnp.concatenate(sums_of_rows)] if sums_rows else []
+    return dws, sums_of_rows if sums_rows else None
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
@@ -141,7 +153,7 @@ class WeightGradients:
     side_by_side: bool
     """Whether XLA takes one product of the dys, copied side by side."""
     joined: bool = False
-    """Whether the products are put side by side afterwards."""
+    """Whether all products are one result, side by side, as are the sums."""
 
     @property
     def name(self) -> str:
@@ -149,8 +161,9 @@ class WeightGradients:
 
     def axes(self, *operands) -> Axes:
         del operands
-        sums = ("f",) * self.count if self.sums_rows else ()
-        return Axes((ROWS + "d", *(ROWS + "f",) * self.count), (*("df",) * self.count, *sums))
+        columns = ("j",) if self.joined else ("f",) * self.count
+        sums = columns if self.sums_rows else ()
+        return Axes((ROWS + "d", *(ROWS + "f",) * self.count), (*("d" + f for f in columns), *sums))
 
     def work(self, x, *dys) -> cost.WeightWork:
         return cost.WeightWork(
@@ -189,7 +202,7 @@ class WeightGradients:
             work, device.multiprocessors, side_by_side=self.side_by_side
         )
         if self.sums_rows:
-            for dy in dys:
+            for dy in jax.eval_shape(self._summed_in_xla, dys):
                 by_product = _is_product_with_ones(len(dy), dy)
                 time += cost.xla_row_sums(dy.size, dy.dtype.itemsize, by_product=by_product)
         return time
@@ -210,18 +223,35 @@ class WeightGradients:
             multiprocessors=device.multiprocessors,
             config=config,
         )
-        return (*dws, *(sums or ()))
+        return (*self._as_wanted(dws), *self._as_wanted(sums or ()))
 
     def in_xla(self, x, *dys) -> tuple[jax.Array, ...]:
         """The same in XLA, of any number of leading axes."""
         gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
-        sums = [sum_rows(dy, jnp.float32) for dy in dys] if self.sums_rows else []
+        dws: Sequence[jax.Array]
         if self.side_by_side and len(dys) > 1:
             dw = gradient(x, jnp.concatenate(dys, axis=-1))
             ends = [sum(dy.shape[-1] for dy in dys[: i + 1]) for i in range(len(dys) - 1)]
-            return (*jnp.split(dw, ends, axis=-1), *sums)
-        first, *others = dys
-        return (gradient(x, first), *(gradient(*unshared(x, dy)) for dy in others), *sums)
+            dws = (dw,) if self.joined else jnp.split(dw, ends, axis=-1)
+        else:
+            first, *others = dys
+            dws = self._as_wanted(
+                [gradient(x, first), *(gradient(*unshared(x, dy)) for dy in others)]
+            )
+        if not self.sums_rows:
+            return tuple(dws)
+        sums = [sum_rows(dy, jnp.float32) for dy in self._summed_in_xla(dys)]
+        return (*dws, *self._as_wanted(sums))
+
+    def _as_wanted(self, columns: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Side by side where they are one result, else as they are."""
+        if not self.joined or len(columns) < 2:
+            return columns
+        return (jnp.concatenate(columns, axis=-1),)
+
+    def _summed_in_xla(self, dys: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """What XLA sums: what its product reads, where that is side by side and one result."""
+        return self._as_wanted(dys) if self.side_by_side else dys
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
         """A batch of products is one product in XLA."""

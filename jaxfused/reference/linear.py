@@ -31,6 +31,8 @@ def linear(
     The gradient keeps x, w and the preactivation in x's dtype, not the float32 of the accumulators
     and of the activation's derivative.
     """
+    if activation is None and bias is None and residual is None:
+        return _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
     if activation is None:
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
@@ -51,11 +53,16 @@ def affine(
     If that is x's dtype, the product is rounded to it already: it is written to memory before the
     bias is added, and in float32 takes twice as long.
     """
-    rows = "abcefghijklmnopqrstuvwxyz"[: x.ndim - 1]
     out_dtype = x.dtype if rounded_to == x.dtype else None
-    y = product(f"{rows}d,dF->{rows}F", x, w, out_dtype=out_dtype, precision=precision)
+    y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
     y = y.astype(accumulator_dtype(x.dtype))
     return y if bias is None else y + along_last_axis(bias, y)
+
+
+def _product_of_rows(x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
+    """The product of x [..., D] and w [D, F], rounded once to `out_dtype`."""
+    rows = "abcefghijklmnopqrstuvwxyz"[: x.ndim - 1]
+    return product(f"{rows}d,dF->{rows}F", x, w, out_dtype=out_dtype, precision=precision)
 
 
 def preactivation(

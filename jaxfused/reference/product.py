@@ -90,17 +90,20 @@ def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: An
     among other kernels for [D, F], some of which are slower. On a CPU XLA lacks some of the former.
     """
     rows = string.ascii_uppercase[: x.ndim - 1]
+    axes = (f"{rows}d", f"{rows}f", "df")
+    return _weight_product(axes, x, dy, dtype=x.dtype, out_dtype=out_dtype, precision=precision)
 
-    def of(order: str, first: jax.Array, second: jax.Array) -> jax.Array:
-        return product(
-            order, first, second, dtype=x.dtype, out_dtype=out_dtype, precision=precision
-        )
 
+def _weight_product(
+    axes: tuple[str, str, str], x: jax.Array, dy: jax.Array, **options: Any
+) -> jax.Array:
+    """`weight_product` where the axes of x, dy and the weights [D, F] have these letters."""
+    x_axes, dy_axes, w_axes = axes
     return jax.lax.platform_dependent(
         x,
         dy,
-        cuda=lambda x, dy: of(f"{rows}f,{rows}d->fd", dy, x).T,
-        default=lambda x, dy: of(f"{rows}d,{rows}f->df", x, dy),
+        cuda=lambda x, dy: product(f"{dy_axes},{x_axes}->{w_axes[::-1]}", dy, x, **options).T,
+        default=lambda x, dy: product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options),
     )
 
 
@@ -170,8 +173,11 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, operands, dy)
             _rounded(for_b, dtype, b.dtype, precision, a, dy, like=b),
         )
     da = _rounding_product(for_a, dtype, a.dtype, precision, dy, b)
-    db = _rounding_product(for_b, dtype, b.dtype, precision, a, dy)
-    return da, db
+    if len(b_axes) == 2 and b_axes[0] in a_axes and b_axes[1] in y_axes:
+        axes = (a_axes, y_axes, b_axes)
+        options = dict(dtype=dtype, out_dtype=b.dtype, precision=precision)
+        return da, _weight_product(axes, a, dy, **options)
+    return da, _rounding_product(for_b, dtype, b.dtype, precision, a, dy)
 
 
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)

@@ -1,0 +1,133 @@
+"""Where all stages of a product are XLA's, its program has no more products and copies than stock's."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfused
+from benchmarks.sweep import programs
+from benchmarks.sweep.configs import MLP, Linear, QKVProjection
+from jaxfused import dispatch
+from tests.grids import parametrize
+from tests.lowering import kernels, kernels_in, lowered
+
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
+COUNTED = ("dot", "concatenate", "copy", "transpose")
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: H200)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def compiled(f, *args):
+    """How often the program that XLA compiles for a CPU holds each kind of operation."""
+    text = jax.jit(f).lower(*args).compile().as_text()
+    found = collections.Counter(re.findall(r" = [^=]*?\s([a-z\-]+)\(", text))
+    return {name: found[name] for name in COUNTED}
+
+
+def qkv(rows, width, heads, size, param_dtype="same", **options):
+    options = dict(bias=False, norm=False, rope=False, interleaved=False) | options
+    return QKVProjection(*rows, width, *heads, size, "bfloat16", param_dtype, **options)
+
+
+def linear(rows, width, out, param_dtype="same", *, bias=True, activation=None, residual=False):
+    return Linear(*rows, width, out, "bfloat16", param_dtype, bias, activation, residual)
+
+
+def mlp(rows, *, bias=True, residual=False, operator="mlp", stacked=False):
+    save = "preactivation"
+    sizes = (100, 100, "bfloat16", "same")  # No kernel takes such widths.
+    return MLP(operator, *rows, *sizes, bias, "silu", residual, save, stacked)
+
+
+CASES = (
+    qkv((1, 16), 128, (4, 1), 32),
+    qkv((1, 16), 128, (4, 1), 32, "float32", bias=True),
+    qkv((3, 7), 64, (2, 2), 16, bias=True),
+    qkv((2, 8), 96, (1, 4), 24),
+    qkv((1, 40), 64, (3, 1), 64, "float32"),
+    linear((1, 100), 64, 64),
+    linear((2, 100), 64, 64, bias=False),
+    linear((2, 100), 64, 64, "float32", bias=False),
+    linear((1, 24), 128, 256, bias=False, residual=True),
+    linear((1, 16), 128, 256, "float32", bias=False, activation="silu"),
+    linear((1, 96), 120, 200, activation="relu", residual=True),
+    mlp((1, 40)),
+    mlp((2, 9), bias=False, residual=True),
+    mlp((1, 40), operator="gated_mlp"),
+    mlp((1, 40), bias=False, operator="gated_mlp", stacked=True),
+)
+
+
+@parametrize("config", CASES, quick=(1, 6, 14))
+def test_xla_is_handed_what_stock_hands_it(config, h200):
+    both = programs.of(config)
+    args = jax.eval_shape(both.make_inputs, jax.random.key(0))
+    for with_gradient in (False, True):
+        ours, *stock = (
+            both.whole(f, with_gradient) for f in (both.ours, *list(both.stock.values())[:1])
+        )
+        text = lowered(ours, *args)
+        assert not kernels_in(text)
+        wanted, found = compiled(stock[0], *args), compiled(ours, *args)
+        assert found["dot"] == wanted["dot"]
+        for name in COUNTED[1:]:
+            assert found[name] <= wanted[name], (name, found, wanted)
+        if not config.bias and getattr(config, "activation", None) is None:
+            # With more than a product, sums and activations are float32 here, and there as they come.
+            converts = (text, lowered(stock[0], *args))
+            ours_count, stock_count = (text.count("stablehlo.convert") for text in converts)
+            assert ours_count <= stock_count
+
+
+def test_a_bare_layer_runs_its_weights_gradient_in_a_kernel(h200):
+    """Where that is the faster: few columns, rows that XLA would pad."""
+
+    def gradients(x, w, dy):
+        return jax.vjp(jaxfused.linear, x, w)[1](dy)
+
+    def shapes(rows, width, out):
+        sizes = ((rows, width), (width, out), (rows, out))
+        return [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+
+    with dispatch.recorded() as choices:
+        assert kernels(gradients, *shapes(38082, 512, 128)) == ["weight_gradient"]
+    assert [(c.stage, c.implementation) for c in choices] == [
+        ("linear forward", "xla"),
+        ("linear weight gradient", "pallas"),
+    ]
+    assert kernels(gradients, *shapes(128, 64, 64)) == []
+
+
+@pytest.mark.parametrize("residual", (False, True))
+def test_a_bare_layers_stages_are_the_derivative(h200, monkeypatch, interpreted_hopper, residual):
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: H200)
+    monkeypatch.setattr(dispatch, "choose", functools.partial(_prefer_pallas, dispatch.choose))
+    rng = np.random.default_rng(0)
+    x, w, stream, dy = (
+        jnp.asarray(rng.integers(-3, 4, size=shape), jnp.bfloat16)
+        for shape in ((2, 37, 24), (24, 16), (2, 37, 16), (2, 37, 16))
+    )
+    operands = (x, w, stream) if residual else (x, w)
+
+    def call(implementation, x, w, stream=None):
+        return jaxfused.linear(x, w, residual=stream, implementation=implementation)
+
+    ours, theirs = (jax.vjp(functools.partial(call, i), *operands) for i in (None, "xla"))
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    for found, wanted in zip(ours[1](dy), theirs[1](dy), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def _prefer_pallas(choose, op, implementation, reasons):
+    if implementation is None and reasons.get("pallas", "absent") is None:
+        return "pallas"
+    return choose(op, implementation, reasons)
