@@ -35,7 +35,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from examples import optimizers, processes
+from examples import optimizers, processes, stacks
 from examples.errors import ExampleError, Stopped
 from examples.images import Batch, Loader, MakeBatch
 from examples.placement import ONE_DEVICE, OneDevice
@@ -417,7 +417,8 @@ class Run:
     def restore(self, like: State) -> State:
         """Returns the newest checkpoint, in the structure, shapes and shardings of `like`.
 
-        `like` may leave out names that the checkpoint holds: prediction needs only "params".
+        `like` may leave out names that the checkpoint holds: prediction needs only "params". Layers that
+        the checkpoint holds as a stack are taken apart where `like` has them so.
 
         Raises:
           ExampleError: there is no checkpoint, it cannot be read, or its arrays are others.
@@ -431,12 +432,10 @@ class Run:
         where = self.directory / "checkpoints" / str(step)
         flat = {name: _flat(tree) for name, tree in like.items()}
         try:
+            sources, items = {}, {}
             for name, arrays in flat.items():
-                _check_same_arrays(where / name, arrays)
-            items = {
-                name: ocp.args.StandardRestore(jax.tree.map(_for_orbax, arrays))
-                for name, arrays in flat.items()
-            }
+                sources[name], saved = _find_arrays(where / name, arrays)
+                items[name] = ocp.args.StandardRestore(saved)
             restored = self._checkpoints().restore(step, args=ocp.args.Composite(**items))
         except (OSError, ValueError, KeyError) as error:
             raise ExampleError(
@@ -447,7 +446,7 @@ class Run:
             name: jax.tree.unflatten(
                 jax.tree.structure(tree),
                 [
-                    jax.device_put(restored[name][k], like.sharding)
+                    jax.device_put(sources[name][k].read(restored[name]), like.sharding)
                     for k, like in flat[name].items()
                 ],
             )
@@ -529,14 +528,28 @@ def _for_orbax(array: jax.Array) -> jax.Array | np.ndarray:
     return array
 
 
-def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
-    """Raises ExampleError where a checkpoint's tree is not that of `arrays`."""
+def _find_arrays(
+    where: Path, arrays: dict[str, Any]
+) -> tuple[dict[str, stacks.Source], dict[str, Any]]:
+    """Where a checkpoint's tree has each of `arrays`, and what its own arrays are to be restored as.
+
+    Raises:
+      ExampleError: it has other arrays.
+    """
     is_optimizers = where.name == "opt_state"
     metadata = ocp.StandardCheckpointHandler().metadata(epath.Path(where.absolute())).tree
     saved = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
     wanted = {name: (a.shape, np.dtype(a.dtype)) for name, a in arrays.items()}
+    sources = stacks.sources(wanted, saved)
+    likes = {}
+    for name, source in sources.items():
+        for stored in source.names:
+            whole = source.index is None
+            likes[stored] = (
+                _for_orbax(arrays[name]) if whole else stacks.like(arrays[name], *saved[stored])
+            )
     for name in [*wanted, *saved]:
-        if saved.get(name) != wanted.get(name):
+        if name not in (sources if name in wanted else likes):
             received, needed = (
                 "none" if array is None else f"{array[1]}{list(array[0])}"
                 for array in (saved.get(name), wanted.get(name))
@@ -552,6 +565,7 @@ def _check_same_arrays(where: Path, arrays: dict[str, Any]) -> None:
                 f" {name!r} where the {owner} has {needed}; {remedy}, or start a new run with another"
                 " --out."
             )
+    return sources, likes
 
 
 def _write_whole(path: Path, text: str) -> None:

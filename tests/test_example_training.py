@@ -22,6 +22,7 @@ from examples import optimizers, training
 from examples.errors import ExampleError, Stopped, run_command
 from examples.images import Loader, epoch_indices, find_images, read_image
 from examples.optimizers import OPTIMIZERS
+from jaxfused.optim import eight_bit
 from tests.grids import parametrize
 from tests.loader_batches import power
 
@@ -367,6 +368,64 @@ def test_a_step_clips_the_gradients_and_reports_their_norm():
     assert metrics["gradient_norm"] == 200
     (mean,) = optax.tree.get(state["opt_state"], "mu").values()
     np.testing.assert_allclose(mean, 0.1 * 2.0 / np.sqrt(4), rtol=1e-6)
+
+
+@parametrize("name", list(OPTIMIZERS), quick=(0, 6))
+def test_a_checkpoint_of_a_stack_is_read_by_layers_of_their_own(tmp_path, name):
+    """Moments of every kind: in 8 bits or too small for them, factored, and placeholders."""
+    rng = np.random.default_rng(0)
+    optimizer = training.make_optimizer(
+        argparse.Namespace(
+            **dict(optimizer=name, learning_rate=0.1, weight_decay=0.0, warmup_epochs=0.0),
+            **dict(epochs=1, clip_norm=1.0),
+        ),
+        epoch_steps=10,
+    )
+
+    def random(like):
+        if jnp.issubdtype(like.dtype, jnp.floating):
+            return rng.uniform(0.1, 1, like.shape).astype(like.dtype)
+        return rng.integers(0, 100, like.shape).astype(like.dtype)
+
+    def state_of(blocks):
+        params = {"blocks": blocks, "head": {"kernel": jnp.ones((128, 256))}}
+        return dict(params=params, opt_state=optimizer.init(params))
+
+    layer = {"up": {"kernel": jnp.ones((128, 192)), "bias": jnp.ones(2048)}, "scale": jnp.ones(3)}
+    old = state_of(jax.tree.map(lambda p: jnp.stack([p] * 3), layer))
+    old = jax.tree.map(random, old)
+    run = training.Run.start(tmp_path / "run", {})
+    with run.finished_writes():
+        run.save(1, jax.tree.map(jnp.asarray, old))
+    apart = state_of(dict.fromkeys(range(3), layer))
+    new = run.restore(apart)
+
+    def is_moment(tree):
+        return isinstance(tree, eight_bit.EightBitMoment)
+
+    def values(state):
+        decoded = jax.tree.map(eight_bit.decode, state, is_leaf=is_moment)
+        return {name: np.asarray(a) for name, a in training._flat(decoded).items()}
+
+    read, saved = values(new), values(old)
+    assert read.keys() == values(apart).keys()
+    for path, array in read.items():
+        number = re.search(r"\bblocks\.(\d)\.", path)
+        stack = saved[path if number is None else path.replace(number[0], "blocks.")]
+        wanted = stack if number is None or stack.shape == array.shape else stack[int(number[1])]
+        np.testing.assert_array_equal(array, wanted, err_msg=path)
+    buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(new) if a.size]
+    assert len(set(buffers)) == len(buffers)  # Each is donated to the next step.
+
+
+def test_a_stack_of_another_model_is_refused(tmp_path):
+    run = training.Run.start(tmp_path / "run", {})
+    with run.finished_writes():
+        run.save(1, dict(params={"blocks": {"kernel": jnp.ones((3, 2, 2))}}))
+    for blocks, size in ((2, 2), (4, 2), (3, 1)):
+        like = {"blocks": {i: {"kernel": jnp.ones((size, 2))} for i in range(blocks)}}
+        with pytest.raises(ExampleError, match="must hold the arrays of the model"):
+            run.restore(dict(params=like))
 
 
 def small_model():

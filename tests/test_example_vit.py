@@ -1,9 +1,12 @@
 """examples/vit: the model against plain Flax, short trainings on real digits, folders, bad input."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,8 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+import jaxfused
+from examples import training
 from examples.errors import ExampleError
 from examples.vit import data as vit_data
 from examples.vit import predict, train
@@ -43,7 +48,7 @@ def plain_logits(params, size, images, pool):
         x = jnp.concatenate([jnp.tile(params["class_token"], (len(x), 1, 1)), x], axis=1)
     x = x + params["positions"]
     for i in range(size.depth):
-        given = jax.tree.map(lambda p: p[i], params["blocks"])  # noqa: B023
+        given = params["blocks"][i]
         structure = nnx.graphdef(nnx.eval_shape(lambda: PlainBlock(size, nnx.Rngs(0))))
         head = (size.heads, size.width // size.heads)
         kernels = given["qkv"]["kernel"].reshape(size.width, 3, *head)
@@ -144,7 +149,7 @@ def test_randomness_comes_with_a_key_only():
 
 def test_stochastic_depth_keeps_the_expectation_of_a_branch():
     model, _ = small(drop_path=0.4)
-    block = nnx.merge(*nnx.split(model.blocks))
+    block = model.blocks[1]
     branch = jnp.ones((20_000, 1, 3))
     dropped = block._drop(branch, jax.random.key(0), jnp.float32(0.4))
     assert set(np.unique(dropped.round(4))) == {0, np.float32(1.6667)}
@@ -160,6 +165,52 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters():
     assert half_logits.dtype == jnp.float32
     error = np.abs(half_logits - logits).max() / np.abs(logits).max()
     assert 1e-5 < error < 0.05  # it is bfloat16, and it is the same model
+
+
+def in_a_loop(params):
+    """The parameters of a model whose blocks a loop runs."""
+    blocks = [params["blocks"][i] for i in range(SMALL.depth)]
+    return params | {"blocks": jax.tree.map(lambda *p: jnp.stack(p), *blocks)}
+
+
+def test_blocks_in_a_loop_are_the_same_network_from_the_same_seed():
+    one_by_one, params = small(drop_path=0.3)
+    loop = VisionTransformer(
+        SMALL, image_size=6, channels=2, classes=5, drop_path=0.3, unroll=1, rngs=nnx.Rngs(0)
+    )
+    apart = VisionTransformer(
+        SMALL, image_size=6, channels=2, classes=5, drop_path=0.3, rngs=nnx.Rngs(0)
+    )
+    initial, apart = (nnx.to_pure_dict(nnx.state(model)) for model in (loop, apart))
+    chex.assert_trees_all_equal(initial, in_a_loop(apart))
+    loop = nnx.merge(nnx.graphdef(loop), in_a_loop(params))
+    for key in (None, jax.random.key(3)):
+        expected = one_by_one(IMAGES, key=key)
+        np.testing.assert_allclose(loop(IMAGES, key=key), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_step_puts_no_gradients_together_and_copies_no_parameter():
+    model, params = small()
+    graphdef = nnx.graphdef(model)
+    optimizer = jaxfused.optim.adamw(1e-3)
+
+    def step(state, images):
+        params, opt_state = state
+        loss_of = lambda params: jnp.sum(nnx.merge(graphdef, params)(images) ** 2)  # noqa: E731
+        gradients = jax.grad(loss_of)(params)
+        return optimizer.step(gradients, opt_state, params, max_norm=1.0)
+
+    state = (params, optimizer.init(params))
+    traced = jax.jit(step, donate_argnums=0).trace(state, IMAGES)
+    blocks = {p.shape for p in jax.tree.leaves(params["blocks"]) if p.ndim > 1}
+    compiled = traced.lower().compile()
+    made = re.findall(
+        r"= \w+\[([\d,]*)\]\S* (copy|concatenate|dynamic-update-slice)\(", compiled.as_text()
+    )
+    sizes = {tuple(map(int, shape.split(","))) for shape, _ in made if shape}
+    assert not {size for size in sizes if size[-2:] in blocks}
+    # Each array of the state is written where it was.
+    assert compiled.as_text().count("may-alias") >= len(jax.tree.leaves(state))
 
 
 # --- training on the digits -----------------------------------------------------------------------
@@ -234,6 +285,49 @@ def test_predict_is_as_good_as_the_evaluation(digits_run, tmp_path, capsys):
     Image.fromarray(255 - digits.held_out.image(0)[..., 0]).save(tmp_path / "dark.png")
     predict.main([str(digits_run), "--invert", str(tmp_path / "dark.png")])
     assert capsys.readouterr().out.split()[1:] == lines[0].split()[1:]
+
+
+def saved_as_a_stack(run, out):
+    """Writes a run's checkpoint in the form in which all blocks were one stack; returns its step."""
+    run = training.Run.load(run)
+    flags = argparse.Namespace(**run.config["flags"])
+    _, params = train.create_vit(flags, channels=1, classes=10)
+    optimizer = training.make_optimizer(flags, epoch_steps=1)
+    state = run.restore(dict(params=params, opt_state=optimizer.init(params)))
+
+    def stacked(tree):
+        layers = {}
+        for name, array in training._flat(tree).items():
+            layers.setdefault(re.sub(r"\bblocks\.\d+\.", "blocks.", name), []).append(array)
+        return {n: jnp.stack(a) if "blocks." in n else a[0] for n, a in layers.items()}
+
+    old = training.Run.start(out, run.config)
+    with old.finished_writes():
+        old.save(run.latest_step, {name: stacked(tree) for name, tree in state.items()})
+
+
+def test_predict_reads_a_run_whose_blocks_were_a_stack(digits_run, tmp_path, capsys):
+    saved_as_a_stack(digits_run, tmp_path / "old")
+    digits = vit_data.digits(batch_size=8, seed=0, image_size=8, held_out=0.4)
+    Image.fromarray(digits.held_out.image(0)[..., 0]).save(tmp_path / "digit.png")
+    said = []
+    for run in (digits_run, tmp_path / "old"):
+        predict.main([str(run), str(tmp_path / "digit.png")])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_blocks_were_a_stack_resumes_to_the_same_numbers(digits_run, tmp_path):
+    before = min((digits_run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    saved_as_a_stack(before, tmp_path / "old")
+    train.main(["--resume", "--out", str(tmp_path / "old")])
+    results = [
+        json.loads((run / "metrics.json").read_text()) for run in (digits_run, tmp_path / "old")
+    ]
+    for result in results:
+        del result["images_per_second"]
+    assert results[0] == results[1]
 
 
 def test_digits_are_split_alike_whatever_the_seed():

@@ -145,7 +145,7 @@ def test_the_command_prints_the_errors_of_layers(digits_run, monkeypatch, capsys
     quantize.main([str(digits_run), *flags])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("layer ") for line in lines) == 3
-    folded = [line for line in lines if line.startswith("blocks/qkv[2]")]
+    folded = [line for line in lines if line.startswith("blocks/2/qkv")]
     assert "int8 x int8, gptq, smoothing 0.5" in folded[0]
     assert "int4 groups of 16, gptq" in folded[2]
     embed = [line for line in lines if line.startswith("embed")]

@@ -22,6 +22,9 @@ import jaxfused.nnx
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (query, key, value), all [B, T, heads, width / heads], to an output of the same shape."""
 
+Carry = tuple[jax.Array, jax.Array]
+"""What a block hands on: (delta, stream), both [B, T, width]."""
+
 
 @dataclass(frozen=True)
 class ViTSize:
@@ -68,7 +71,8 @@ class VisionTransformer(nnx.Module):
       precision: "fp8" for the blocks' linear layers in float8.
       attention: what attends.
       unroll: blocks that are compiled one after the other, in each round of a loop over them; None
-        for all, without a loop. A loop compiles sooner and runs slower.
+        for all, without a loop. A loop compiles sooner and runs slower. It needs the blocks as one
+        stack, with the parameters [depth, ...]; without it each block has parameters of its own.
       rngs: makes the parameters.
 
     Example:
@@ -107,7 +111,7 @@ class VisionTransformer(nnx.Module):
         self.pool = pool
         self.drop_path = drop_path
         self.depth = size.depth
-        self.unroll = size.depth if unroll is None else unroll
+        self.unroll = size.depth if unroll is None else min(unroll, size.depth)
         self.random = dropout > 0 or drop_path > 0
         self.embed = jaxfused.nnx.Linear(
             size.patch**2 * channels,
@@ -123,7 +127,8 @@ class VisionTransformer(nnx.Module):
         tokens = patches + (pool == "token")
         self.positions = nnx.Param(normal(rngs.params(), (1, tokens, size.width)))
 
-        # All blocks are one stack, so that the optimizer has far fewer arrays and a loop can run them.
+        # What initialises the blocks is compiled once, for a stack. A loop runs the stack; without one,
+        # its slices would be copies, and so would the gradients of the blocks, side by side.
         @functools.partial(nnx.vmap, in_axes=0, out_axes=0)
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(
@@ -135,7 +140,8 @@ class VisionTransformer(nnx.Module):
                 rngs=rngs,
             )
 
-        self.blocks = stack(rngs.split(size.depth))
+        stacked = stack(rngs.split(size.depth))
+        self.blocks = stacked if self.has_loop else nnx.List(_apart(stacked, size.depth))
         self.norm = jaxfused.nnx.LayerNorm(size.width, dtype=dtype, rngs=rngs)
         self.head = jaxfused.nnx.Linear(
             size.width, classes, kernel_init=nnx.initializers.zeros, dtype=dtype, rngs=rngs
@@ -155,15 +161,10 @@ class VisionTransformer(nnx.Module):
         positions = self.positions.astype(delta.dtype)
         stream = jnp.broadcast_to(positions, delta.shape, out_sharding=sharding_of_batch(delta))
 
-        @functools.partial(
-            nnx.scan, in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry, unroll=self.unroll
-        )
-        def run(carry, block, key, drop_path):
-            return block(*carry, key=key, drop_path=drop_path)
-
         keys = None if key is None or not self.random else jax.random.split(key, self.depth)
         drop_path = jnp.linspace(0, self.drop_path, self.depth)
-        delta, stream = run((delta, stream), self.blocks, keys, drop_path)
+        run = self._loop if self.has_loop else self._one_by_one
+        delta, stream = run((delta, stream), keys, drop_path)
 
         if self.pool == "token":
             features, _ = self.norm(delta[:, 0], residual=stream[:, 0])
@@ -171,6 +172,31 @@ class VisionTransformer(nnx.Module):
             features, _ = self.norm(delta, residual=stream)
             features = features.mean(axis=1)
         return self.head(features).astype(jnp.float32)
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether a loop runs the blocks, which are one stack then."""
+        return self.unroll < self.depth
+
+    def _loop(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:
+        @functools.partial(
+            nnx.scan, in_axes=(nnx.Carry, 0, 0, 0), out_axes=nnx.Carry, unroll=self.unroll
+        )
+        def run(carry, block, key, drop_path):
+            return block(*carry, key=key, drop_path=drop_path)
+
+        return run(carry, self.blocks, keys, drop_path)
+
+    def _one_by_one(self, carry: Carry, keys: jax.Array | None, drop_path: jax.Array) -> Carry:
+        # Blocks that are alike are traced and differentiated once.
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(graphdef, state, carry, key, drop_path):
+            return nnx.merge(graphdef, state)(*carry, key=key, drop_path=drop_path)
+
+        for i, block in enumerate(self.blocks):
+            key = None if keys is None else keys[i]
+            carry = run(*nnx.split(block), carry, key, drop_path[i])
+        return carry
 
 
 class Block(nnx.Module):
@@ -259,6 +285,12 @@ class Block(nnx.Module):
         keep = jax.random.bernoulli(path_key, 1 - drop_path, (len(branch), 1, 1))
         # The division keeps the expectation, so that the scale is the same as without a key.
         return jnp.where(keep, branch / (1 - drop_path).astype(branch.dtype), 0)
+
+
+def _apart(stack: Block, depth: int) -> list[Block]:
+    """The blocks of a stack, each with parameters of its own."""
+    graphdef, state = nnx.split(stack)
+    return [nnx.merge(graphdef, jax.tree.map(lambda p: p[i], state)) for i in range(depth)]  # noqa: B023
 
 
 def patchify(images: jax.Array, patch: int) -> jax.Array:

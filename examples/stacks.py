@@ -1,0 +1,96 @@
+"""Reads checkpoints in which layers of one kind were one stack, for models that hold them apart.
+
+The ViT's blocks used to be one stack, an array [blocks, ...] for each parameter, whatever ran them. Now
+they are one only where a loop runs them. What was saved as "blocks.qkv.kernel" is read as
+"blocks.0.qkv.kernel", "blocks.1.qkv.kernel" and so on, and the optimizer's moments likewise.
+"""
+
+import collections
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfused.optim import eight_bit
+
+Shape = tuple[tuple[int, ...], np.dtype]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint has an array that a model wants."""
+
+    names: tuple[str, ...]
+    """Of the saved arrays that it is made of: one, or the codes and the scales of a moment in 8 bits."""
+    index: int | None = None
+    """Its place in them where they are stacks."""
+    is_shared: bool = False
+    """Several arrays are read from the one, each of them whole."""
+
+    def read(self, restored: Mapping[str, Any]) -> Any:
+        """The array."""
+        if len(self.names) == 2:
+            moment = eight_bit.EightBitMoment(*(restored[name] for name in self.names))
+            return eight_bit.decode(moment)[self.index]
+        array = restored[self.names[0]]
+        if self.is_shared:
+            return jnp.copy(array)  # Each can be donated once.
+        return array if self.index is None else array[self.index]
+
+
+def sources(wanted: Mapping[str, Shape], saved: Mapping[str, Shape]) -> dict[str, Source]:
+    """Where `saved` has each array of `wanted`; what it does not have is left out."""
+    found = {}
+    for name, array in wanted.items():
+        source = Source((name,)) if saved.get(name) == array else _of_stack(name, array, saved)
+        if source is not None:
+            found[name] = source
+    layers = collections.Counter(source.names for source in found.values())
+    # A stack of more layers than the model has is another model's.
+    return {
+        name: source
+        for name, source in found.items()
+        if source.index is None or layers[source.names] == saved[source.names[0]][0][0]
+    }
+
+
+def like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+    """What a stack is restored as, placed as `array`, which is one of its layers."""
+    if jax.process_count() > 1 and array.is_fully_addressable:
+        return np.empty(shape, dtype)
+    sharding = array.sharding
+    if isinstance(sharding, NamedSharding):
+        of_layer = P(None, *sharding.spec) if len(shape) > array.ndim else P()
+        sharding = NamedSharding(sharding.mesh, of_layer)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | None:
+    shape, dtype = array
+    for index, stack in _stacks_of(name):
+        if stack in saved:
+            stacked, stacked_dtype = saved[stack]
+            if stacked_dtype == dtype and stacked[1:] == shape and index < stacked[0]:
+                return Source((stack,), index)
+            if (stacked, stacked_dtype) == array:
+                return Source(
+                    (stack,), is_shared=True
+                )  # A placeholder, of one size for arrays of any.
+        codes, scales = f"{stack}.codes", f"{stack}.scales"
+        # A layer's moment may be too small for 8 bits where that of all layers was not.
+        if codes in saved and saved[codes][0][1:] == shape and dtype == np.float32:
+            return Source((codes, scales), index)
+    return None
+
+
+def _stacks_of(name: str) -> Iterator[tuple[int, str]]:
+    """(3, "blocks.qkv.kernel") of "blocks.3.qkv.kernel": the name without each number of it."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            yield int(part), ".".join(parts[:i] + parts[i + 1 :])
