@@ -92,6 +92,16 @@ def test_a_mesh_of_data_and_tensor_with_fsdp_resumes_on_another(one_device, tmp_
     assert_same_numbers(tmp_path, one_device)
 
 
+@pytest.mark.exhaustive
+@on_four_devices
+def test_a_mesh_splits_blocks_that_no_loop_runs(tmp_path):
+    """They have parameters of their own, where the other tests' loop has a stack."""
+    flags = [*TWO_STEPS, "--unroll", "4"]
+    train.main([*flags, "--out", str(tmp_path / "one")])
+    jit_vit.main([*flags, "--out", str(tmp_path / "mesh"), "--tensor", "2", "--fsdp"])
+    assert_same_numbers(tmp_path / "mesh", metrics(tmp_path / "one"))
+
+
 # --- two processes --------------------------------------------------------------------------------
 
 
@@ -241,6 +251,8 @@ def test_the_mesh_splits_heads_features_and_with_fsdp_all_matrices():
     assert one.spec("qkv", "kernel", (4, 48, 144)) == P(None, "data", "tensor")
     assert one.spec("down", "bias", (4, 48)) == P(None, None)
     assert one.spec("down", "kernel", (4, 96, 48)) == P(None, "tensor", "data")
+    assert one.spec("down", "kernel", (96, 48)) == P("tensor", "data")
+    assert one.spec("qkv", "bias", (144,)) == P("tensor")
     assert one.spec("head", "kernel", (48, 10)) == P("data", None)
     whole = jit_vit.OnMesh(size, tensor=1, fsdp=False)
     assert whole.spec("up", "kernel", (4, 48, 96)) == P(None, None, "tensor")

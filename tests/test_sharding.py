@@ -831,6 +831,71 @@ def test_qkv_projection(monkeypatch, hopper, axis_type, split):
         assert np.linalg.norm(a - b) < 2e-2 * np.linalg.norm(b)
 
 
+def collectives(text):
+    """(kind, bytes of all results) of each collective operation of a compiled program, sorted."""
+    sizes = {"f32": 4, "bf16": 2}
+    found = []
+    for results, kind in re.findall(
+        r"= (\(?[a-z]+\d+\[[^=]*?) (all-\w+|reduce-scatter)(?:-start)?\(", text
+    ):
+        arrays = re.findall(r"([a-z]+\d+)\[([\d,]*)\]", results)
+        elements = [np.prod([int(n) for n in shape.split(",") if n]) for _, shape in arrays]
+        found.append((kind, sum(sizes[d] * n for (d, _), n in zip(arrays, elements, strict=True))))
+    return sorted(found)
+
+
+@on_eight_devices
+@pytest.mark.parametrize(
+    ("x_spec", "dy_spec", "shard"),
+    (
+        (P(AXES), P(AXES), (3, 32, 64)),
+        (P("data", "sequence"), P("data", "sequence"), (12, 32, 64)),
+        (P("data"), P("data", None, "sequence"), (12, 32, 16)),
+    ),
+    ids=("data parallel", "rows of both axes", "columns too"),
+)
+def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec, shard):
+    """Of the collectives there are those of stock's product, and nothing is gathered."""
+    seen = []
+
+    def kernel(x, dys, **options):
+        seen.append((*x.shape, *(dy.shape[1] for dy in dys)))
+        return stand_in_weight_gradient(x, dys, **options)
+
+    monkeypatch.setattr(ops.weight_gradient.pallas_weight_gradient, "weight_gradient", kernel)
+    rng = np.random.default_rng(0)
+    x, dy = (
+        jnp.asarray(rng.integers(-3, 4, size=(8, 3 if "sequence" not in x_spec else 12, n)))
+        for n in (32, 64)
+    )
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    run = ops.kernel_call.Runner(None, hopper)
+    # The least product takes longer in a kernel than in XLA.
+    monkeypatch.setattr(ops.weight_gradient, "fastest_first", lambda reasons, times: reasons)
+
+    def ours(x, dy):
+        (dw,), sums = ops.weight_gradient.weight_gradients(
+            run, "linear", x, (dy,), jnp.float32, None, sums_rows=True
+        )
+        return dw, sums[0]
+
+    def stock(x, dy):
+        dw = jnp.einsum("btd,btf->df", x, dy, preferred_element_type=jnp.float32)
+        return dw, dy.astype(jnp.float32).sum((0, 1))
+
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    placed = [place(mesh, spec, a) for spec, a in ((x_spec, x), (dy_spec, dy))]
+    actual, text = results_and_text(ours, *placed)
+    wanted, stock_text = results_and_text(stock, *placed)
+    for a, b in zip(actual, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert seen[-1] == shard
+    # The product and the sums, together or apart; stock reduces along one mesh axis after the other.
+    moved, by_stock = (sum(size for _, size in collectives(t)) for t in (text, stock_text))
+    assert moved <= by_stock, (collectives(text), collectives(stock_text))
+    assert {kind for kind, _ in collectives(text)} == {"all-reduce"}
+
+
 # --- per_shard ------------------------------------------------------------------------------------
 
 

@@ -98,6 +98,9 @@ def weight_gradients(
         results = (*run(alone, x, *dys), *sums)
     elif in_one_piece:
         results = run(kernel, x, *dys)
+    elif _would_run_on_rows(run, kernel, x, dys):
+        # Devices may share the columns too, such that a named kernel does not fit a shard.
+        results = replace(run, implementation=None)(kernel, x, *dys)
     else:
         # XLA's partitioner knows products: it may leave each device its part of the sums.
         results = kernel.in_xla(x, *dys)
@@ -108,6 +111,21 @@ def weight_gradients(
         dws = [jnp.concatenate(dws, axis=-1)]
         sums_of_rows = [jnp.concatenate(sums_of_rows)] if sums_rows else []
     return dws, sums_of_rows if sums_rows else None
+
+
+def _would_run_on_rows(
+    run: Runner, kernel: "WeightGradients", x: jax.Array, dys: Sequence[jax.Array]
+) -> bool:
+    """Whether a kernel would run if devices shared the rows evenly, as in data parallel training.
+
+    Under Auto axes only XLA's partitioner knows how they share them, and the kernel of each shard is
+    chosen then. Where it would not be the kernel, the partitioner is left the product that it knows.
+    """
+    rows = math.prod(x.shape[:-1]) // jax.device_count()
+    if rows == 0 or run.implementation not in (None, "pallas"):
+        return False
+    shards = [jax.ShapeDtypeStruct((rows, a.shape[-1]), a.dtype) for a in (x, *dys)]
+    return dispatch.choose(kernel.op, None, kernel.reasons(run.device, *shards)) != "xla"
 
 
 def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
