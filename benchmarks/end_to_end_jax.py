@@ -24,6 +24,7 @@ import jaxfused.nnx
 from benchmarks.attention import padded_cudnn_attention
 from examples.classify.convnext import CONVNEXTS, ConvNeXt, ConvNeXtSize
 from examples.classify.resnet import RESNETS, ResNet, ResNetSize
+from examples.optimizers import is_decayed
 from examples.unet.model import UNet
 from examples.vit.model import MODELS, Attention, VisionTransformer, ViTSize
 from jaxfused.modules.conv import Norm
@@ -108,6 +109,7 @@ def vit(
     def ours(
         attention: Attention = jaxfused.dot_product_attention,
         precision: Literal["fp8"] | None = None,
+        copies: bool = False,
     ) -> Program:
         def build() -> VisionTransformer:
             return VisionTransformer(
@@ -121,7 +123,7 @@ def vit(
                 rngs=nnx.Rngs(0),
             )
 
-        return _with_jaxfused(build, jaxfused.softmax_cross_entropy)
+        return _with_jaxfused(build, jaxfused.softmax_cross_entropy, copies=copies)
 
     def stock(attention: Callable[..., jax.Array] = nn.dot_product_attention) -> Program:
         model = StockViT(size, classes, attention)
@@ -132,6 +134,7 @@ def vit(
         make_batch,
         {
             "ours": ours,
+            "ours-copies": functools.partial(ours, copies=True),
             "ours-fp8": functools.partial(ours, precision="fp8"),
             "ours-cudnn": functools.partial(ours, padded_cudnn_attention),
             "stock": stock,
@@ -262,8 +265,16 @@ _KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 def _with_jaxfused(
-    build: Callable[[], nnx.Module], loss: Callable[[jax.Array, jax.Array], jax.Array]
+    build: Callable[[], nnx.Module],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    copies: bool = False,
 ) -> Program:
+    """A training step; with `copies` the layers read bfloat16 kernels that the optimizer wrote.
+
+    Then no weight is converted, and the gradients of the kernels are rounded to bfloat16, as they are
+    in stock's program and under torch's autocast.
+    """
     graphdef = nnx.graphdef(nnx.eval_shape(build))
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
 
@@ -271,6 +282,8 @@ def _with_jaxfused(
         del key  # `build` has its own.
         params, averages = nnx.state(build(), nnx.Param, ...)
         params, averages = nnx.to_pure_dict(params), nnx.to_pure_dict(averages)
+        if copies:
+            return params, optimizer.init_step(params, compute_dtype=jnp.bfloat16), averages
         return params, optimizer.init(params), averages
 
     def loss_of(params: Any, averages: Any, batch: Batch) -> tuple[jax.Array, Any]:
@@ -282,7 +295,13 @@ def _with_jaxfused(
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         params, opt_state, averages = state
         of_loss = jax.value_and_grad(loss_of, has_aux=True)
-        (value, averages), gradients = of_loss(params, averages, batch)
+        read = params
+        if copies:
+            kernels = is_decayed(params)
+            read = jax.tree.map(
+                lambda k, copy, p: copy if k else p, kernels, opt_state.compute, params
+            )
+        (value, averages), gradients = of_loss(read, averages, batch)
         params, opt_state = optimizer.step(gradients, opt_state, params, max_norm=MAX_NORM)
         return (params, opt_state, averages), value
 

@@ -11,6 +11,7 @@ NAME = "end_to_end"
 
 LABELS = {
     "ours": "jaxfused",
+    "ours-copies": "jaxfused, bfloat16 copies of kernels",
     "ours-fp8": "jaxfused, fp8",
     "ours-cudnn": "jaxfused, padded cuDNN attention",
     "stock": "Flax + Optax",

@@ -502,6 +502,25 @@ def test_networks_that_only_answer(variant):
         assert workload.flops() == workload.forward_flops()
 
 
+@pytest.mark.exhaustive
+def test_a_step_that_reads_copies_of_the_kernels_is_the_same_step():
+    """Its forward reads the same numbers; its gradients of kernels are rounded to bfloat16."""
+    states, losses = [], []
+    for variant in ("ours", "ours-copies"):
+        program = TINY_VIT.programs[variant]()
+        state, step = program.init(jax.random.key(0)), jax.jit(program.step)
+        for _ in range(2):
+            state, loss = step(state, TINY_VIT.make_batch(jax.random.key(1)))
+            losses.append(float(loss))
+        states.append(state)
+    (params, *_), (others, kept, _) = states
+    assert losses[0] == losses[2]
+    assert losses[1] == pytest.approx(losses[3], rel=1e-3)
+    chex.assert_trees_all_equal(kept.compute, jax.tree.map(lambda p: p.astype("bfloat16"), others))
+    # Adam's first steps have the size of the rate, whatever small gradients were rounded to.
+    chex.assert_trees_all_close(params, others, atol=4e-3)
+
+
 def test_flops_are_those_of_the_formula():
     size, batch, tokens = MODELS["vit-b16"], 3, 197
     block = tokens * (4 * size.width**2 + 2 * size.width * size.hidden)
