@@ -42,10 +42,15 @@ def linear(rows, width, out, param_dtype="same", *, bias=True, activation=None, 
     return Linear(*rows, width, out, "bfloat16", param_dtype, bias, activation, residual)
 
 
-def mlp(rows, *, bias=True, residual=False, operator="mlp", stacked=False):
-    save = "preactivation"
-    sizes = (100, 100, "bfloat16", "same")  # No kernel takes such widths.
-    return MLP(operator, *rows, *sizes, bias, "silu", residual, save, stacked)
+def mlp(rows, *, bias=True, residual=False, save="preactivation", param_dtype="same"):
+    # No kernel takes rows of so many bytes.
+    return MLP("mlp", *rows, 100, 100, "bfloat16", param_dtype, bias, "silu", residual, save)
+
+
+def gated(rows, *, residual=False, stacked=False, save="preactivation", param_dtype="same"):
+    bias = not stacked  # Two halves of a bias are summed apart and joined.
+    sizes = (100, 100, "bfloat16", param_dtype)
+    return MLP("gated_mlp", *rows, *sizes, bias, "silu", residual, save, stacked)
 
 
 CASES = (
@@ -62,12 +67,18 @@ CASES = (
     linear((1, 96), 120, 200, activation="relu", residual=True),
     mlp((1, 40)),
     mlp((2, 9), bias=False, residual=True),
-    mlp((1, 40), operator="gated_mlp"),
-    mlp((1, 40), bias=False, operator="gated_mlp", stacked=True),
+    mlp((1, 40), save="hidden"),
+    mlp((5, 8), param_dtype="float32"),
+    mlp((1, 3), bias=False, save="hidden", param_dtype="float32"),
+    gated((1, 40)),
+    gated((1, 40), stacked=True),
+    gated((3, 5), residual=True, save="hidden"),
+    gated((2, 30), stacked=True, param_dtype="float32"),
+    gated((1, 8), param_dtype="float32"),
 )
 
 
-@parametrize("config", CASES, quick=(1, 6, 14))
+@parametrize("config", CASES, quick=(1, 6, 17))
 def test_xla_is_handed_what_stock_hands_it(config, h200):
     both = programs.of(config)
     args = jax.eval_shape(both.make_inputs, jax.random.key(0))
