@@ -314,6 +314,12 @@ def is_explicit(*operands: jax.Array) -> bool:
     return bool(_mesh(operands).explicit_axes)
 
 
+def is_partitioned_by_xla(*operands: jax.Array) -> bool:
+    """Whether XLA's partitioner alone knows how the operands are split: no mesh axis is another's."""
+    mesh = _mesh(operands)
+    return not (mesh.explicit_axes or mesh.manual_axes) and not is_in_one_piece(*operands)
+
+
 def is_in_one_piece(*operands: jax.Array) -> bool:
     """Whether each operand is certain to be on one device: a whole array, or a shard of one."""
     mesh = _mesh(operands)

@@ -896,6 +896,27 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
     assert {kind for kind, _ in collectives(text)} == {"all-reduce"}
 
 
+@on_eight_devices
+def test_gradients_of_weights_beside_manual_axes_are_left_to_the_partitioner(monkeypatch, hopper):
+    monkeypatch.setattr(ops.weight_gradient, "fastest_first", lambda reasons, times: reasons)
+    x, dy = (jnp.ones((16, 8, n), jnp.bfloat16) for n in (32, 64))
+    run = ops.kernel_call.Runner(None, hopper)
+
+    def gradient(x, dy):
+        (dw,), _ = ops.weight_gradient.weight_gradients(run, "linear", x, (dy,), jnp.float32, None)
+        return lax.psum(dw, "data")
+
+    mesh = make_mesh(AxisType.Auto, AxisType.Auto)
+    rows = P("data")
+    partly_manual = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(rows, rows), out_specs=P(), axis_names={"data"}
+    )
+    placed = [place(mesh, P("data", "sequence"), a) for a in (x, dy)]
+    actual, text = results_and_text(partly_manual, *placed)
+    assert count("all-gather", text) == 0
+    np.testing.assert_array_equal(actual, np.full((32, 64), 128.0))
+
+
 # --- per_shard ------------------------------------------------------------------------------------
 
 

@@ -119,8 +119,11 @@ def _would_run_on_rows(
     """Whether a kernel would run if devices shared the rows evenly, as in data parallel training.
 
     Under Auto axes only XLA's partitioner knows how they share them, and the kernel of each shard is
-    chosen then. Where it would not be the kernel, the partitioner is left the product that it knows.
+    chosen then. Where it would not be the kernel, the partitioner is left the product that it knows, and
+    beside Manual axes too: there a kernel's operands would be gathered.
     """
+    if not sharding.is_partitioned_by_xla(x, *dys):
+        return False
     rows = math.prod(x.shape[:-1]) // jax.device_count()
     if rows == 0 or run.implementation not in (None, "pallas"):
         return False
