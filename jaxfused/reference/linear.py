@@ -32,7 +32,7 @@ def linear(
     and of the activation's derivative.
     """
     if activation is None and bias is None and residual is None:
-        return _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
+        return _product_of_rows(x, w, out_dtype=out_dtype, precision=precision, of_weights=True)
     if activation is None:
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
@@ -59,10 +59,15 @@ def affine(
     return y if bias is None else y + along_last_axis(bias, y)
 
 
-def _product_of_rows(x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
+def _product_of_rows(
+    x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any, of_weights: bool = False
+) -> jax.Array:
     """The product of x [..., D] and w [D, F], rounded once to `out_dtype`."""
     rows = "abcefghijklmnopqrstuvwxyz"[: x.ndim - 1]
-    return product(f"{rows}d,dF->{rows}F", x, w, out_dtype=out_dtype, precision=precision)
+    subscripts = f"{rows}d,dF->{rows}F"
+    return product(
+        subscripts, x, w, out_dtype=out_dtype, precision=precision, of_weights=of_weights
+    )
 
 
 def preactivation(

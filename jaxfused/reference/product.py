@@ -26,6 +26,7 @@ def product(
     dtype: Any = None,
     out_dtype: Any = None,
     precision: Any = None,
+    of_weights: bool = False,
 ) -> jax.Array:
     """Returns `einsum(subscripts, a, b)` of operands rounded to `dtype` and accumulated in float32.
 
@@ -37,6 +38,7 @@ def product(
       out_dtype: of the result, by default float32 (float64 where `dtype` is float64). A large
         result costs as long to write and read as to multiply, and twice as long in float32.
       precision: as in `jax.lax.dot_general`.
+      of_weights: whether b's gradient is written as `weight_product` is; b is weights [D, F] then.
 
     Returns:
       The sums, rounded once to `out_dtype`; gradients likewise, to the dtype of their operand.
@@ -48,7 +50,7 @@ def product(
     out_dtype = jnp.dtype(accumulator_dtype(dtype) if out_dtype is None else out_dtype)
     if a.dtype == b.dtype == dtype == out_dtype == accumulator_dtype(dtype):
         return _einsum(subscripts, a, b, precision=precision)
-    return _rounding_product(subscripts, dtype, out_dtype, precision, a, b)
+    return _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
 
 
 def _einsum(
@@ -137,8 +139,9 @@ def unshared(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.optimization_barrier((x, other))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _rounding_product(subscripts, dtype, out_dtype, precision, a, b):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b):
+    del of_weights
     return _rounded(subscripts, dtype, out_dtype, precision, a, b)
 
 
@@ -156,11 +159,12 @@ def _rounded(subscripts, dtype, out_dtype, precision, a, b, like=None):
     return y.astype(out_dtype)
 
 
-def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, a, b):
-    return _rounding_product(subscripts, dtype, out_dtype, precision, a, b), (a, b)
+def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, of_weights, a, b):
+    y = _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
+    return y, (a, b)
 
 
-def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, operands, dy):
+def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, operands, dy):
     del out_dtype
     a, b = operands
     operand_subscripts, y_axes = subscripts.split("->")
@@ -172,12 +176,12 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, operands, dy)
             _rounded(for_a, dtype, a.dtype, precision, dy, b, like=a),
             _rounded(for_b, dtype, b.dtype, precision, a, dy, like=b),
         )
-    da = _rounding_product(for_a, dtype, a.dtype, precision, dy, b)
-    if len(b_axes) == 2 and b_axes[0] in a_axes and b_axes[1] in y_axes:
+    da = _rounding_product(for_a, dtype, a.dtype, precision, False, dy, b)
+    if of_weights:
         axes = (a_axes, y_axes, b_axes)
         options = dict(dtype=dtype, out_dtype=b.dtype, precision=precision)
         return da, _weight_product(axes, a, dy, **options)
-    return da, _rounding_product(for_b, dtype, b.dtype, precision, a, dy)
+    return da, _rounding_product(for_b, dtype, b.dtype, precision, False, a, dy)
 
 
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
