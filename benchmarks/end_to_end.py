@@ -136,7 +136,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     steps = [name for name, workload in models.items() if not workload.answers]
     for flag, known, default in (
         ("--models", list(models), steps),
-        ("--variants", list(LABELS), list(LABELS)),
+        ("--variants", list(LABELS), [name for name in LABELS if name != "ours-copies"]),
     ):
         parser.add_argument(
             flag, type=names(known), default=default, metavar="NAME,...", help=", ".join(known)
