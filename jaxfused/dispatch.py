@@ -73,7 +73,12 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
 
 
 UNMEASURED: frozenset[str] = frozenset(
-    {"fp8 quantize", "conv joined input gradient", "conv statistics"}
+    {
+        "conv joined input gradient",
+        "conv statistics",
+        "fp8 quantize",
+        "quantized_matmul cuda",
+    }
 )
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""
 

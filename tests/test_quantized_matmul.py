@@ -229,7 +229,7 @@ _W = jaxfused.quantize(jnp.ones((4, 6)))
         ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 6\)"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
         ({"out_dtype": jnp.int8}, "out_dtype is int8, but the result is of floating-point numbers"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of quantized_matmul yet"),
+        ({"implementation": "cuda"}, r"pass jaxfused.quantize\(w, layout='columns'\)"),
         ({"implementation": "pallas"}, r"pass jaxfused.quantize\(w, layout='columns'\)"),
     ],
 )

@@ -37,6 +37,8 @@ TARGETS = (
     "jaxfused_max_pool",
     "jaxfused_max_pool_gradient",
     "jaxfused_quantize",
+    "jaxfused_quantized_matmul",
+    "jaxfused_quantized_matmul_both",
     "jaxfused_rope",
     "jaxfused_scale_rows",
     "jaxfused_segmentation_forward",

@@ -8,9 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference, sharding
+from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
-from jaxfused.ops.quantized_matmul import of_columns
+from jaxfused.ops.quantized_matmul import (
+    cuda_configs,
+    missing_kernels,
+    of_columns,
+    with_cuda,
+)
 from jaxfused.quantization.quantized_array import QuantizedArray
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS
@@ -35,7 +40,7 @@ def gated_unit(
     op = "quantized_matmul"
     device = dispatch.current_device(x)
     unit = _Unit(activation, gate.dtype)
-    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    missing = missing_kernels(implementation)
     if takes_reference(op, implementation, device, x, missing=missing):
         return unit.by_reference(x, gate, up, b_gate, b_up)
     rows = sharding.leading_axes(x.ndim - 1)
@@ -120,9 +125,19 @@ class _Unit:
             x_shape=x.shape,
             w=Packed(values, scale, zero_point),
         )
-        reasons = {"pallas": reason, "xla": None}
+        of_cuda = cuda.quantized_matmul.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=x.dtype,
+            residual_dtype=None,
+            x_shape=x.shape,
+            w=cuda.quantized_matmul.Weights(values, scale, zero_point),
+        )
+        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
         # As of one product.
-        return reasons if x.shape[0] <= MAX_ROWS else dispatch.preferring("xla", reasons)
+        are_few = x.shape[0] <= MAX_ROWS
+        reasons = reasons if are_few else dispatch.preferring("xla", reasons)
+        return with_cuda(reasons, device, of_cuda, fast=are_few)
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:
         *weights, b_gate, b_up = weights_and_biases
@@ -135,6 +150,19 @@ class _Unit:
                 b_up,
                 activation=self.activation,
                 multiprocessors=device.multiprocessors,
+            )
+        elif implementation == "cuda":
+            gate, up = (
+                cuda.quantized_matmul.Weights(*weights[start : start + 3]) for start in (0, 3)
+            )
+            h = cuda.quantized_matmul.gated_forward(
+                x,
+                gate,
+                up,
+                b_gate,
+                b_up,
+                activation=self.activation,
+                config=cuda_configs(device, x, *gate, products=2)[0],
             )
         else:
             h = self.by_reference(x, *self.arrays(*weights), b_gate, b_up)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch, reference, sharding
+from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops import linear
 from jaxfused.ops.kernel_call import (
     ROWS,
@@ -28,6 +28,7 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.quantization.quantized_array import Layout, QuantizedArray, check_parts
+from pallas_kernels import hopper
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.quantized import Packed
@@ -157,7 +158,6 @@ def _takes_reference(
     w: QuantizedArray,
 ) -> bool:
     """Whether a product is plain jax.numpy, whatever its shapes are; `array` is like x in floats."""
-    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
     why_xla = None
     if w.layout != "columns":
         why_xla = (
@@ -166,11 +166,36 @@ def _takes_reference(
         )
     elif isinstance(x, QuantizedArray) and (x.dtype == "int4" or x.zero_point is not None):
         why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
+    missing = missing_kernels(implementation)
     if why_xla is not None:
-        missing["pallas"] = why_xla
+        missing = dict.fromkeys(("pallas", "cuda"), why_xla)
     values = x.values if isinstance(x, QuantizedArray) else x
     device = dispatch.current_device(values)
     return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
+
+
+_UNMEASURED_CUDA = "quantized_matmul cuda"
+
+
+def missing_kernels(implementation: str | None) -> dict[str, str]:
+    """What `takes_reference` is to take as missing: CUDA kernels have to be named until measured."""
+    reason = dispatch.why_unmeasured(_UNMEASURED_CUDA) if implementation is None else None
+    return {} if reason is None else {"cuda": reason}
+
+
+def with_cuda(
+    reasons: Mapping[str, str | None], device: dispatch.Device, reason: str | None, *, fast: bool
+) -> dict[str, str | None]:
+    """The reasons with that of the CUDA kernel, which comes first only on GPUs without a Pallas kernel.
+
+    Args:
+      fast: whether the kernel is meant for such a product, and not only able to compute it.
+    """
+    pallas_serves = hopper.why_unfit(device.compute_capability) is None
+    unmeasured = dispatch.why_unmeasured(_UNMEASURED_CUDA) is not None
+    if pallas_serves or unmeasured or not fast:
+        return {**reasons, "cuda": reason}
+    return {"cuda": reason, **reasons}
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
@@ -314,6 +339,19 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
 # --- kernels --------------------------------------------------------------------------------------
 
 
+def cuda_configs(
+    device: dispatch.Device, x: Any, values: Any, scale: Any, zero_point: Any, *, products: int
+) -> list[cuda.quantized_matmul.Config]:
+    """The configs of the CUDA kernel, predicted fastest first."""
+    return cuda.quantized_matmul.candidates(
+        x.shape,
+        cuda.quantized_matmul.Weights(values, scale, zero_point),
+        products=products,
+        compute_capability=device.compute_capability,
+        multiprocessors=device.multiprocessors,
+    )
+
+
 _WHOLE = "dkgh"
 """Axes of sums and of their scales, which devices may not split."""
 
@@ -349,19 +387,31 @@ class _Layer:
             x_shape=x.shape,
             w=Packed(values, scale, zero_point),
         )
-        reasons = {"pallas": reason, "xla": None}
-        if x.shape[0] > MAX_ROWS:
+        of_cuda = cuda.quantized_matmul.why_unsupported(
+            compute_capability=device.compute_capability,
+            x_dtype=x.dtype,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x_shape=x.shape,
+            w=cuda.quantized_matmul.Weights(values, scale, zero_point),
+        )
+        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        are_few = x.shape[0] <= MAX_ROWS
+        if not are_few:
             # XLA copies the weights in x's dtype, which takes less than the slower product here.
-            return dispatch.preferring("xla", reasons)
-        if reason is not None or not is_modelled(device):
-            return reasons
-        w = Packed(values, scale, zero_point)
-        return fastest_first(reasons, pallas_quantized.times(x, w, device.multiprocessors))
+            reasons = dispatch.preferring("xla", reasons)
+        elif reason is None and is_modelled(device):
+            w = Packed(values, scale, zero_point)
+            times = pallas_quantized.times(x, w, device.multiprocessors)
+            reasons = dict(fastest_first(reasons, times))
+        return with_cuda(reasons, device, of_cuda, fast=are_few)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
     ) -> Sequence[Hashable]:
         del x_scale, bias
+        if implementation == "cuda":
+            return cuda_configs(device, x, values, scale, zero_point, products=1)
         if implementation != "pallas":
             return ()
         w = Packed(values, scale, zero_point)
@@ -403,6 +453,12 @@ class _Layer:
                 multiprocessors=device.multiprocessors,
                 config=config,
             )
+        if implementation == "cuda":
+            configs = cuda_configs(device, x, values, scale, zero_point, products=1)
+            weights = cuda.quantized_matmul.Weights(values, scale, zero_point)
+            return cuda.quantized_matmul.forward(
+                x, weights, bias, residual, **keywords, config=config or configs[0]
+            )
         w = self.options.weights(values, scale, zero_point)
         return reference.quantized_matmul.layer(x, w, bias, residual, **keywords)
 
@@ -438,19 +494,32 @@ class _LayerOfBoth(_Layer):
             x_scale=x_scale,
             w=w,
         )
-        reasons = {"pallas": reason, "xla": None}
-        if x.shape[0] <= MAX_ROWS:
+        of_cuda = cuda.quantized_matmul.why_both_unsupported(
+            compute_capability=device.compute_capability,
+            out_dtype=self.options.out_dtype,
+            residual_dtype=None if residual is None else residual.dtype,
+            x=x,
+            x_scale=x_scale,
+            w=cuda.quantized_matmul.Weights(values, scale, zero_point),
+        )
+        reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
+        are_many = x.shape[0] > MAX_ROWS
+        if not are_many:
             # It is not measured, and its tiles have many more rows.
-            return dispatch.preferring("xla", reasons)
-        if reason is not None or not is_modelled(device):
-            return reasons
+            reasons = dispatch.preferring("xla", reasons)
+        elif reason is None and is_modelled(device):
+            reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
+        return with_cuda(reasons, device, of_cuda, fast=are_many)
+
+    def _times(self, device, x, w: Packed, residual) -> dict[str, float]:
+        """Predicted microseconds."""
         work = pallas_quantized.both_work(
             x, w, *self._bytes(residual), int(self.options.activation is not None)
         )
         ours = pallas_quantized.both_time(w, work, device.multiprocessors)
         wide = replace(work, itemsize=2)
         xla = xla_time(device, wide, Passes(bytes_of_element=4 + work.written_bytes))
-        return fastest_first(reasons, {"pallas": ours, "xla": xla})
+        return {"pallas": ours, "xla": xla}
 
     def _bytes(self, residual: Any) -> tuple[int, int]:
         """Of an element in the matrices that the epilogue reads, and in those that it writes."""
@@ -491,6 +560,11 @@ class _LayerOfBoth(_Layer):
                 **keywords,
                 multiprocessors=device.multiprocessors,
                 config=config,
+            )
+        if implementation == "cuda":
+            weights = cuda.quantized_matmul.Weights(values, scale, zero_point)
+            return cuda.quantized_matmul.both_forward(
+                x, x_scale, weights, bias, residual, **keywords
             )
         w = self.options.weights(values, scale, zero_point)
         q = QuantizedArray(x, x_scale, None, -1)
