@@ -579,4 +579,5 @@ DEFINE_HANDLER(jaxfused_quantized_matmul, quantized_matmul,
                    .Ret<ffi::AnyBuffer>()  // workspace
                    .Attr<std::string_view>("activation")
                    .Attr<int64_t>("row_tiles")
-                   .Attr<int64_t>("sum_warps"));
+                   .Attr<int64_t>("sum_warps"),
+               {ffi::Traits::kCmdBufferCompatible});

@@ -235,4 +235,5 @@ DEFINE_HANDLER(jaxfused_quantized_matmul_both, quantized_matmul_both,
                    .Arg<ffi::AnyBuffer>()  // residual
                    .Ret<ffi::AnyBuffer>()  // y
                    .Ret<ffi::AnyBuffer>()  // preactivation
-                   .Attr<std::string_view>("activation"));
+                   .Attr<std::string_view>("activation"),
+               {ffi::Traits::kCmdBufferCompatible});

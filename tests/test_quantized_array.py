@@ -368,7 +368,7 @@ def test_errors(change, message):
     [
         ({"dtype": "int4"}, "dtype is 'int4', but activations are quantised to a byte"),
         ({"x": jnp.ones(())}, r"axis is -1, but x has shape \(\)"),
-        ({"implementation": "cuda"}, "there is no CUDA kernel of quantize_rows yet"),
+        ({"implementation": "cuda"}, "cannot run here: it needs an NVIDIA GPU"),
         ({"implementation": "pallas"}, "cannot run here: it needs a Hopper GPU"),
     ],
 )

@@ -276,6 +276,18 @@ def test_configs_fit(device, products, rows):
         assert config.sum_warps * products <= 8
 
 
+@pytest.mark.parametrize("device", [TURING, HOPPER])
+def test_rows_lower_to_one_kernel(device, built):
+    x = jax.ShapeDtypeStruct((2, 3, 100), jnp.bfloat16)
+    with dispatch.assume(device):
+        run = functools.partial(jaxfused.quantize_rows, implementation="cuda")
+        assert kernels(lambda x: run(x).values, x) == ["jaxfused_quantize_rows"]
+        expected = "pallas" if device is HOPPER else "cuda"
+        x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+        found = chosen(lambda x: jaxfused.quantize_rows(x).values, x)
+    assert found == {"quantize_rows forward": expected}
+
+
 def test_weights_of_rows_are_refused():
     q = jaxfused.quantize(jnp.ones((256, 64)))
     with pytest.raises(ValueError, match=r"quantize\(w, layout='columns'\)"):
@@ -343,3 +355,22 @@ def test_every_float8_is_the_same_number_on_gpu(dtype, x_dtype):
         jnp.ones((1, 256), x_dtype), q, out_dtype=jnp.float32, implementation="cuda"
     )
     np.testing.assert_array_equal(y[0], jnp.diagonal(values).astype(jnp.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(37, 768), (5, 4096), (9, 131), (6, 5003)], ids=str)
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
+def test_rows_on_gpu(shape, dtype, x_dtype):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x[1], x[2, 3], x[3, 5], x[4] = 0, np.nan, np.inf, 2e-38
+    x = jnp.asarray(x, x_dtype)
+    q = jaxfused.quantize_rows(x, dtype, implementation="cuda")
+    expected = jaxfused.quantize_rows(x, dtype, implementation="xla")
+    np.testing.assert_allclose(q.scale, expected.scale, rtol=1e-6)
+    units = jnp.abs(q.values.astype(jnp.float32) - expected.values.astype(jnp.float32))
+    # A quotient next to the middle of two numbers may be rounded to either.
+    np.testing.assert_array_equal(jnp.isnan(q.values), jnp.isnan(expected.values))
+    step = 1 if dtype == "int8" else jnp.abs(expected.values.astype(jnp.float32)) / 4 + 1e-4
+    assert jnp.nanmax(units - step) <= 0
+    assert (units > 0).mean() < 1e-3

@@ -37,6 +37,7 @@ TARGETS = (
     "jaxfused_max_pool",
     "jaxfused_max_pool_gradient",
     "jaxfused_quantize",
+    "jaxfused_quantize_rows",
     "jaxfused_quantized_matmul",
     "jaxfused_quantized_matmul_both",
     "jaxfused_rope",

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxfused import dispatch, sharding
+from jaxfused import cuda, dispatch, sharding
+from jaxfused.ops import cuda_choice
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.quantization import rounding
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
@@ -17,7 +18,7 @@ def quantize_rows(x: jax.Array, dtype: str, implementation: str | None) -> Quant
     """Returns x [..., D] in one of FORMATS, with a scale for each row."""
     op = "quantize_rows"
     device = dispatch.current_device(x)
-    missing = {"cuda": f"there is no CUDA kernel of {op} yet"}
+    missing = cuda_choice.missing(op, implementation)
     if takes_reference(op, implementation, device, x, missing=missing):
         return _by_reference(x, dtype)
     rows = sharding.leading_axes(x.ndim - 1)
@@ -53,7 +54,13 @@ class _Rows:
             features=features,
             dtype=x.dtype,
         )
-        return {"pallas": reason, "xla": None}
+        of_cuda = cuda.quantize_rows.why_unsupported(
+            compute_capability=device.compute_capability,
+            rows=rows,
+            features=features,
+            dtype=x.dtype,
+        )
+        return cuda_choice.among("quantize_rows", {"pallas": reason, "xla": None}, device, of_cuda)
 
     def configs(self, implementation, device, x) -> Sequence[Hashable]:
         del device
@@ -71,6 +78,8 @@ class _Rows:
                 multiprocessors=device.multiprocessors,
                 config=config,
             )
+        if implementation == "cuda":
+            return cuda.quantize_rows.forward(x, FORMATS[self.dtype].storage)
         q = _by_reference(x, self.dtype)
         return q.values, q.scale[..., 0]
 

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops import cuda_choice
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
 from jaxfused.ops.quantized_matmul import (
     cuda_configs,
-    missing_kernels,
     of_columns,
-    with_cuda,
 )
 from jaxfused.quantization.quantized_array import QuantizedArray
 from pallas_kernels.product import quantized as pallas_quantized
@@ -40,7 +39,7 @@ def gated_unit(
     op = "quantized_matmul"
     device = dispatch.current_device(x)
     unit = _Unit(activation, gate.dtype)
-    missing = missing_kernels(implementation)
+    missing = cuda_choice.missing(op, implementation)
     if takes_reference(op, implementation, device, x, missing=missing):
         return unit.by_reference(x, gate, up, b_gate, b_up)
     rows = sharding.leading_axes(x.ndim - 1)
@@ -137,7 +136,7 @@ class _Unit:
         # As of one product.
         are_few = x.shape[0] <= MAX_ROWS
         reasons = reasons if are_few else dispatch.preferring("xla", reasons)
-        return with_cuda(reasons, device, of_cuda, fast=are_few)
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=are_few)
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:
         *weights, b_gate, b_up = weights_and_biases

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops import linear
+from jaxfused.ops import cuda_choice, linear
 from jaxfused.ops.kernel_call import (
     ROWS,
     Axes,
@@ -28,7 +28,6 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.quantization.quantized_array import Layout, QuantizedArray, check_parts
-from pallas_kernels import hopper
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.quantized import Packed
@@ -166,36 +165,12 @@ def _takes_reference(
         )
     elif isinstance(x, QuantizedArray) and (x.dtype == "int4" or x.zero_point is not None):
         why_xla = "its kernels take symmetric x of 8 bits: pass jaxfused.quantize_rows(x)"
-    missing = missing_kernels(implementation)
+    missing = cuda_choice.missing(op, implementation)
     if why_xla is not None:
         missing = dict.fromkeys(("pallas", "cuda"), why_xla)
     values = x.values if isinstance(x, QuantizedArray) else x
     device = dispatch.current_device(values)
     return takes_reference(op, implementation, device, array, why_xla=why_xla, missing=missing)
-
-
-_UNMEASURED_CUDA = "quantized_matmul cuda"
-
-
-def missing_kernels(implementation: str | None) -> dict[str, str]:
-    """What `takes_reference` is to take as missing: CUDA kernels have to be named until measured."""
-    reason = dispatch.why_unmeasured(_UNMEASURED_CUDA) if implementation is None else None
-    return {} if reason is None else {"cuda": reason}
-
-
-def with_cuda(
-    reasons: Mapping[str, str | None], device: dispatch.Device, reason: str | None, *, fast: bool
-) -> dict[str, str | None]:
-    """The reasons with that of the CUDA kernel, which comes first only on GPUs without a Pallas kernel.
-
-    Args:
-      fast: whether the kernel is meant for such a product, and not only able to compute it.
-    """
-    pallas_serves = hopper.why_unfit(device.compute_capability) is None
-    unmeasured = dispatch.why_unmeasured(_UNMEASURED_CUDA) is not None
-    if pallas_serves or unmeasured or not fast:
-        return {**reasons, "cuda": reason}
-    return {"cuda": reason, **reasons}
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
@@ -404,7 +379,7 @@ class _Layer:
             w = Packed(values, scale, zero_point)
             times = pallas_quantized.times(x, w, device.multiprocessors)
             reasons = dict(fastest_first(reasons, times))
-        return with_cuda(reasons, device, of_cuda, fast=are_few)
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=are_few)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
@@ -509,7 +484,7 @@ class _LayerOfBoth(_Layer):
             reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
             reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
-        return with_cuda(reasons, device, of_cuda, fast=are_many)
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=are_many)
 
     def _times(self, device, x, w: Packed, residual) -> dict[str, float]:
         """Predicted microseconds."""
