@@ -23,6 +23,7 @@ constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxStages = 4;
 constexpr int kChunks = kStep / kChunk;
 constexpr int kMaxParts = 64;
+constexpr int kReservedBytes = 1024;  // of shared memory, for a block
 
 struct LinearArgs {
   const void* x;                           // [rows, features]
@@ -532,9 +533,11 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
           : choose<__nv_bfloat16>(weights, static_cast<int>(row_tiles), args.sum_warps);
   Device device = {};
   RETURN_IF_ERROR(current_device(&device));
-  // Two blocks share a multiprocessor where two stages of both fit.
-  const int shared = device.shared_bytes / 2 / chosen.stage_bytes >= 2 ? device.shared_bytes / 2
-                                                                       : device.shared_bytes;
+  // Two blocks share a multiprocessor where two stages of both fit, beside what it keeps of each
+  // for itself. The registers of blocks with the most rows leave no room for a second one.
+  const int half = device.shared_bytes / 2 - kReservedBytes;
+  const bool are_two = row_tiles < 8 && half / chosen.stage_bytes >= 2;
+  const int shared = are_two ? half : device.shared_bytes;
   args.stages = std::min(kMaxStages, shared / chosen.stage_bytes);
   if (args.stages < 2) {
     return ffi::Error::InvalidArgument("a block of this GPU has too little shared memory for it");

@@ -236,6 +236,7 @@ DEPTHWISE = {
     for name, value in dict(height=3, width=3, stride=1, top=1, left=1).items()
 }
 ALONE = dict(cluster=np.int64(1))
+QUANTIZED = dict(activation="none", row_tiles=np.int64(1), sum_warps=np.int64(4))
 POOL = {
     name: np.int64(value)
     for name, value in dict(height=2, width=2, row_stride=2, column_stride=2, top=0, left=0).items()
@@ -346,6 +347,41 @@ POOL = {
                 [((4, 16), BF16), ((0,), BF16), (1024,)],
                 dict(activation="gelu_tanh", transpose_w=np.bool_(False)),
                 "bias has another dtype",
+            ),
+            (
+                "quantize_rows",
+                [(4, 8)],
+                [(4, 8), (4,)],
+                {},
+                "values must be int8, float8_e4m3fn or float8_e5m2",
+            ),
+            (
+                "quantized_matmul",
+                [((4, 32), BF16), ((8, 31), "int8"), (1, 8), *7 * [(0,)]],
+                [(4, 8), (0,), (0,)],
+                QUANTIZED,
+                r"the weights have shape \[8, 31\], which does not fit x of shape \[4, 32\]",
+            ),
+            (
+                "quantized_matmul",
+                [((4, 32), BF16), ((8, 32), "int8"), (2, 8), *7 * [(0,)]],
+                [(4, 8), (0,), (0,)],
+                QUANTIZED,
+                "groups must be of 32, 64 or a multiple of 128 features",
+            ),
+            (
+                "quantized_matmul",
+                [((4, 32), BF16), ((8, 32), "int8"), (1, 8), *7 * [(0,)]],
+                [(4, 8), (0,), (2, 1, 4, 7)],
+                QUANTIZED,
+                r"workspace has shape \[2, 1, 4, 7\], but \[1, 1, 4, 8\]",
+            ),
+            (
+                "quantized_matmul_both",
+                [((4, 24), "int8"), (4, 1), ((8, 24), "int8"), (1, 8), (0,), (0,)],
+                [(4, 8), (0,)],
+                dict(activation="none"),
+                "features must be a multiple of 16",
             ),
             (
                 "bias_activation",
