@@ -61,7 +61,8 @@ def quantized_matmul(
 
     The kernels read weights of layout "columns": with float x of at most 64 rows, and with quantised x
     of more. `implementation="pallas"` takes them with float x of more rows too, where they need less
-    memory than XLA, which copies the weights in x's dtype, and more time.
+    memory than XLA, which copies the weights in x's dtype, and more time. `implementation="cuda"` takes
+    any number of rows, on GPUs from Turing on.
 
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla"); or a
