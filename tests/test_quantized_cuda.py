@@ -32,6 +32,7 @@ def built(monkeypatch):
     """The operators assume that the CUDA library is there; nothing of it is called."""
     monkeypatch.setattr(library, "why_unavailable", lambda: None)
     monkeypatch.setattr(library, "register", lambda: None)
+    monkeypatch.setattr(library, "architectures", lambda: ("75-real", "80-real", "89-real", "90"))
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def test_gradients_beside_the_kernel(built):
         ]
 
 
+@pytest.mark.exhaustive
 def test_gated_mlp_is_one_kernel_and_another(built):
     rule = jaxfused.QuantizationRule("", "int4", group_size=64, layout="columns")
     model = jaxfused.nnx.GatedMLP(
@@ -253,6 +255,33 @@ def test_what_it_refuses(device, case, reason, built):
         pytest.raises(ValueError, match=f"'cuda' cannot run here: .*{reason}"),
     ):
         jax.eval_shape(case.run, *jax.eval_shape(case.operands))
+
+
+@pytest.mark.parametrize(
+    ("case", "built_for", "reason"),
+    [
+        (Case(9, 256, 80), ("75",), "code for compute capability 8.0 or later, .* built for 75;"),
+        (Case(9, 256, 80, x_dtype="float16"), ("75",), None),
+        (Case(9, 256, 80), ("80-real",), None),
+        (
+            Case(9, 256, 80, "float8_e4m3fn", x_dtype="float8_e4m3fn"),
+            ("75-real", "80-real"),
+            "code for compute capability 8.9 or later, .* built for 75-real, 80-real;",
+        ),
+    ],
+    ids=str,
+)
+def test_code_for_earlier_gpus_lacks_what_they_cannot_do(
+    case, built_for, reason, built, monkeypatch
+):
+    monkeypatch.setattr(library, "architectures", lambda: built_for)
+    operands = jax.eval_shape(case.operands)
+    with dispatch.assume(ADA):
+        if reason is None:
+            jax.eval_shape(case.run, *operands)
+            return
+        with pytest.raises(ValueError, match=f"'cuda' cannot run here: .*{reason}"):
+            jax.eval_shape(case.run, *operands)
 
 
 @pytest.mark.parametrize("device", [TURING, AMPERE])

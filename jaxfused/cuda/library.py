@@ -108,6 +108,26 @@ def runs_on(architecture: str, compute_capability: tuple[int, int]) -> bool:
     return kind != "real" and built <= compute_capability
 
 
+def why_not_built_from(
+    least: tuple[int, int], compute_capability: tuple[int, int] | None
+) -> str | None:
+    """Returns None where a GPU runs code that was compiled for `least` or a later one, else the reason.
+
+    What only such GPUs can do is left out of code for earlier ones, which later ones run too.
+    """
+    built = architectures()
+    if compute_capability is None or any(
+        divmod(int(name.partition("-")[0]), 10) >= least and runs_on(name, compute_capability)
+        for name in built
+    ):
+        return None
+    major, minor = least
+    return (
+        f"it needs code for compute capability {major}.{minor} or later, and the CUDA library was built"
+        f" for {', '.join(built)}; install jaxfused again on this machine"
+    )
+
+
 def _why_not_built_for_these_gpus() -> str | None:
     """Returns None where the kernels run on the GPUs that JAX sees here, if any, else the reason."""
     if jax.default_backend() not in ("gpu", "cuda"):

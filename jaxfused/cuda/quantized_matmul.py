@@ -87,6 +87,9 @@ def why_unsupported(
         _why_results_unfit(out_dtype, residual_dtype)
         or _why_shapes_unfit(rows, features, w.columns, w.values.dtype, _WARP_COLUMNS)
         or library.why_unavailable()
+        or library.why_not_built_from(
+            (8, 0) if x_dtype == jnp.bfloat16 else (7, 5), compute_capability
+        )
     )
 
 
@@ -122,6 +125,7 @@ def why_both_unsupported(
         _why_results_unfit(out_dtype, residual_dtype)
         or _why_shapes_unfit(x.shape[0], x.shape[1], w.columns, x.dtype, _BOTH_TILE)
         or library.why_unavailable()
+        or library.why_not_built_from((8, 9) if x.dtype in _FLOAT8 else (7, 5), compute_capability)
     )
 
 
