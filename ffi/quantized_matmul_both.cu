@@ -1,5 +1,6 @@
 // A product of x and weights that are both int8 or both float8, with a scale for each row of x and
-// each column of the weights: y = activation(x w + bias) + residual. Integers are summed exactly.
+// each column of the weights, or for each 128 features of them: y = activation(x w + bias) +
+// residual. Integers are summed exactly, in the latter case those of 128 features.
 //
 // A block has 128 rows and 128 columns of the result; its 8 warps have 64 x 32 each. Steps of 128
 // bytes along the features pass through a ring in shared memory.
@@ -24,8 +25,11 @@ constexpr int kColumnTiles = 4;  // of 8 columns
 constexpr int kResultBytes = kTile * kTile * 4;
 
 struct ProductArgs {
-  const uint8_t* x;  // [rows, features]
-  const uint8_t* w;  // [columns, features]
+  const uint8_t* x;      // [rows, features]
+  const uint8_t* w;      // [columns, features]
+  const float* x_scale;  // [rows, groups], where there are groups
+  const float* w_scale;  // [groups, columns], likewise
+  int groups;            // of kTile features each
   int features;
   int stages;
   QuantizedEpilogue epilogue;
@@ -57,7 +61,8 @@ __device__ __forceinline__ int place_of_sum(int row, int column) {
   return row * kTile + (column ^ ((row & 3) * 8));
 }
 
-template <typename V>
+// With kGroups, each step's sums are scaled and added in float32.
+template <typename V, bool kGroups>
 __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductArgs args) {
   if constexpr (kHasByteProducts<V>) {
     using Sum = std::conditional_t<std::is_same_v<V, int8_t>, int, float>;
@@ -89,6 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
     const int a_row = warp_row + lane % 16, a_copy = lane / 16;
     const int b_row = warp_column + lane / 16 * 8 + lane % 8, b_copy = lane / 8 % 2;
     Sum sums[kRowTiles][kColumnTiles][4] = {};
+    float totals[kGroups ? kRowTiles : 1][kColumnTiles][4] = {};
     int slot = 0, free_slot = args.stages - 1;
     for (int step = 0; step < steps; ++step) {
       async_copies_wait(args.stages - 2);
@@ -97,6 +103,22 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
         start_copies(step + args.stages - 1, free_slot);
       } else {
         async_copies_commit();
+      }
+      float row_scales[kRowTiles][2], column_scales[kColumnTiles][2];
+      if constexpr (kGroups) {
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+          const int row = warp_row + 8 * i + lane / 4;
+          const int64_t place = static_cast<int64_t>(row_start + row) * args.groups + step;
+          row_scales[i / 2][i % 2] = row < rows ? args.x_scale[place] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < 2 * kColumnTiles; ++j) {
+          const int column = warp_column + j / 2 * 8 + lane % 4 * 2 + j % 2;
+          const int64_t place =
+              static_cast<int64_t>(step) * args.epilogue.columns + column_start + column;
+          column_scales[j / 2][j % 2] = column < columns ? args.w_scale[place] : 0.0f;
+        }
       }
       const uint32_t x_tile = shared + slot * kStageBytes, w_tile = x_tile + kTileBytes;
       // Hopper converts float8 before it multiplies: registers do not suffice for several parts.
@@ -117,6 +139,20 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
           }
         }
       }
+      if constexpr (kGroups) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+          for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              const float sum = static_cast<float>(sums[i][j][k]) * row_scales[i][k / 2];
+              totals[i][j][k] = fmaf(sum, column_scales[j][k % 2], totals[i][j][k]);
+              sums[i][j][k] = 0;
+            }
+          }
+        }
+      }
       slot = slot + 1 == args.stages ? 0 : slot + 1;
       free_slot = free_slot + 1 == args.stages ? 0 : free_slot + 1;
     }
@@ -133,8 +169,13 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
         for (int half = 0; half < 2; ++half) {
           const int row = warp_row + 16 * i + 8 * half + lane / 4;
           const int column = warp_column + 8 * j + lane % 4 * 2;
-          const float2 pair = {static_cast<float>(sums[i][j][2 * half]),
-                               static_cast<float>(sums[i][j][2 * half + 1])};
+          float2 pair;
+          if constexpr (kGroups) {
+            pair = {totals[i][j][2 * half], totals[i][j][2 * half + 1]};
+          } else {
+            pair = {static_cast<float>(sums[i][j][2 * half]),
+                    static_cast<float>(sums[i][j][2 * half + 1])};
+          }
           *reinterpret_cast<float2*>(found + place_of_sum(row, column)) = pair;
         }
       }
@@ -149,6 +190,13 @@ __global__ void __launch_bounds__(kThreads, 1) quantized_product_kernel(ProductA
       finish(args.epilogue, row_start + row, column_start + column, z);
     }
   }
+}
+
+using Kernel = void (*)(ProductArgs);
+
+template <typename V>
+Kernel kernel_of(bool has_groups) {
+  return has_groups ? quantized_product_kernel<V, true> : quantized_product_kernel<V, false>;
 }
 
 ffi::Error quantized_matmul_both(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer x_scale,
@@ -173,13 +221,25 @@ ffi::Error quantized_matmul_both(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
     return ffi::Error::InvalidArgument("x has shape " + to_string(x.dimensions()) +
                                        ", whose features must be a multiple of 16");
   }
-  RETURN_IF_ERROR(check_float32("the scale of x", x_scale, {rows, 1}));
-  RETURN_IF_ERROR(check_float32("the scale of the weights", w_scale, {1, columns}));
+  const int64_t groups = w_scale.dimensions().size() == 2 ? w_scale.dimensions()[0] : 1;
+  RETURN_IF_ERROR(check_float32("the scale of x", x_scale, {rows, groups}));
+  RETURN_IF_ERROR(check_float32("the scale of the weights", w_scale, {groups, columns}));
+  if (groups != 1 && groups * kTile != features) {
+    return ffi::Error::InvalidArgument("groups must be of 128 features");
+  }
   epilogue.rows = static_cast<int>(rows);
   epilogue.columns = static_cast<int>(columns);
   epilogue.products = 1;
-  epilogue.row_scale = static_cast<const float*>(x_scale.untyped_data());
-  epilogue.column_scale[0] = static_cast<const float*>(w_scale.untyped_data());
+  args.groups = static_cast<int>(groups);
+  const auto* x_scales = static_cast<const float*>(x_scale.untyped_data());
+  const auto* w_scales = static_cast<const float*>(w_scale.untyped_data());
+  if (groups > 1) {
+    args.x_scale = x_scales;
+    args.w_scale = w_scales;
+  } else {
+    epilogue.row_scale = x_scales;
+    epilogue.column_scale[0] = w_scales;
+  }
   RETURN_IF_ERROR(parse_parameter("bias", bias, columns, &epilogue.bias[0]));
   Output added = {};
   RETURN_IF_ERROR(parse_output("residual", residual, rows, columns, &added));
@@ -195,16 +255,16 @@ ffi::Error quantized_matmul_both(cudaStream_t stream, ffi::AnyBuffer x, ffi::Any
                     epilogue.preactivation.data, epilogue.residual.data, epilogue.bias[0].data})) {
     return ffi::Error::InvalidArgument("an array does not begin at a multiple of 16 bytes");
   }
-  void (*kernel)(ProductArgs) = nullptr;
+  Kernel kernel = nullptr;
   switch (x.element_type()) {
     case ffi::DataType::S8:
-      kernel = quantized_product_kernel<int8_t>;
+      kernel = kernel_of<int8_t>(groups > 1);
       break;
     case ffi::DataType::F8E4M3FN:
-      kernel = quantized_product_kernel<E4m3>;
+      kernel = kernel_of<E4m3>(groups > 1);
       break;
     case ffi::DataType::F8E5M2:
-      kernel = quantized_product_kernel<E5m2>;
+      kernel = kernel_of<E5m2>(groups > 1);
       break;
     default:
       return ffi::Error::InvalidArgument("x must be int8 or float8");

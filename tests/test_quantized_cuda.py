@@ -46,7 +46,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of quantize."""
     x_dtype: str = "bfloat16"
-    """Of x, which `quantize_rows` makes where it is the weights' dtype."""
+    """Of x, which is quantised as the weights where it is their dtype."""
     activation: str | None = "gelu_tanh"
     plain: bool = False
     """There is no bias and no residual."""
@@ -63,7 +63,10 @@ class Case:
         q = jaxfused.quantize(w, self.dtype, layout="columns", **self.options)
         x = jnp.asarray(rng.normal(size=(self.m, self.k)), jnp.float32)
         is_quantized = self.x_dtype == self.dtype
-        x = jaxfused.quantize_rows(x, self.dtype) if is_quantized else x.astype(self.x_dtype)
+        if is_quantized:
+            x = jaxfused.quantize(x, self.dtype, axis=-1, group_size=self.options.get("group_size"))
+        else:
+            x = x.astype(self.x_dtype)
         if self.plain:
             return x, q, None, None
         bias = jnp.asarray(rng.normal(size=self.n), jnp.float32)
@@ -134,6 +137,8 @@ BOTH = (
     Case(129, 528, 129, "int8", x_dtype="int8", activation=None, plain=True),
     Case(200, 272, 136, "float8_e4m3fn", x_dtype="float8_e4m3fn"),
     Case(33, 144, 65, "float8_e5m2", x_dtype="float8_e5m2", activation="relu"),
+    Case(140, 256, 137, "float8_e4m3fn", {"group_size": 128}, "float8_e4m3fn"),
+    Case(70, 640, 72, "int8", {"group_size": 128}, "int8"),
 )
 
 
@@ -242,8 +247,8 @@ def test_is_not_the_default_for_what_it_only_can(case, built):
         ),
         (
             ADA,
-            Case(9, 256, 80, "int8", {"group_size": 128}, "int8"),
-            "one scale a row and a column, and these have 1 and 2 along 256",
+            Case(9, 256, 80, "int8", {"group_size": 64}, "int8"),
+            "or one for each 128 features of both, and these have 4 and 4 along 256",
         ),
         (ADA, Case(9, 200, 80, "int8", x_dtype="int8"), "multiples of 16 bytes, and they have 200"),
     ],

@@ -25,6 +25,7 @@ _PARTS = (1, 2, 4, 8, 16)
 _FEW_ROWS = 64
 """Up to so many rows blocks may share the sums: more rows are more blocks, and more sums to add up."""
 _BOTH_TILE = 128
+"""Rows and columns of a block, and features of a step."""
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -116,14 +117,16 @@ def why_both_unsupported(
         return _needs("float8", (8, 9), compute_capability)
     if w.zero_point is not None:
         return "it takes symmetric weights, and they have zero points"
-    if x_scale.shape[1] > 1 or w.groups > 1:
+    features = x.shape[1]
+    groups = {x_scale.shape[1], w.groups}
+    if groups != {1} and groups != {features / _BOTH_TILE}:
         return (
-            "it takes one scale a row and a column, and these have"
-            f" {x_scale.shape[1]} and {w.groups} along {x.shape[1]}"
+            f"it takes one scale a row and a column, or one for each {_BOTH_TILE} features of both, and"
+            f" these have {x_scale.shape[1]} and {w.groups} along {features}"
         )
     return (
         _why_results_unfit(out_dtype, residual_dtype)
-        or _why_shapes_unfit(x.shape[0], x.shape[1], w.columns, x.dtype, _BOTH_TILE)
+        or _why_shapes_unfit(x.shape[0], features, w.columns, x.dtype, _BOTH_TILE)
         or library.why_unavailable()
         or library.why_not_built_from((8, 9) if x.dtype in _FLOAT8 else (7, 5), compute_capability)
     )
@@ -291,7 +294,7 @@ def both_forward(
     save_preactivation: bool,
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `forward`, of quantised x with scales [M, 1]; the preactivation is float32."""
+    """As `forward`, of quantised x with scales [M, G]; the preactivation is float32."""
     library.register()
     shape = (x.shape[0], w.columns)
     call = jax.ffi.ffi_call(
