@@ -165,7 +165,7 @@ _LITTLE_MEMORY_ROWS, _MEMORY_ROWS = 32, 64
 """Rows of x times warps that share the sums, of which two stages fit into a block's shared memory: on
 Turing, and on later GPUs."""
 _LAUNCH_BYTES = 8e6
-"""What a GPU reads in the time that the second kernel takes to start, roughly."""
+"""What a GPU reads, roughly, while the second kernel starts; in half of that time a block starts."""
 
 
 def candidates(
@@ -200,11 +200,14 @@ def candidates(
         row_blocks = -(-rows // (row_tiles * _TILE_ROWS))
         blocks = -(-w.columns // columns) * row_blocks
         all_blocks = blocks * config.parts
-        idle = -(-all_blocks // slots) * slots / all_blocks
+        waves = -(-all_blocks // slots)
+        # A block a multiprocessor has enough copies in flight to keep the memory busy.
+        idle = max(multiprocessors / all_blocks, waves * slots / all_blocks if waves > 1 else 1.0)
         weights = products * w.columns * row_bytes * row_blocks
         x = 2 * blocks * min(rows, row_tiles * _TILE_ROWS) * features
-        sums = 8 * products * rows * w.columns * config.parts + 2 * _LAUNCH_BYTES
-        return weights * idle + (x + (sums if config.parts > 1 else 0)) / 2
+        starts = _LAUNCH_BYTES * (waves / 2 + (config.parts > 1))
+        sums = 8 * products * rows * w.columns * config.parts if config.parts > 1 else 0
+        return weights * idle + starts + (x + sums) / 2
 
     return sorted(fitting, key=cost)
 
