@@ -320,6 +320,26 @@ def test_quantized_inputs_lower_for_cuda(m, k, n, dtype, group_size, config):
         assert kernels(run, *operands) == ["quantized_product"]
 
 
+@parametrize("dtype", ("int8", "float8_e4m3fn"), quick=())
+def test_float32_results_of_quantized_inputs_fit_into_shared_memory(dtype):
+    x, w = jax.eval_shape(functools.partial(both, 2048, 4096, 14336, dtype))
+
+    def run(x, w):
+        return quantized.both_forward(
+            x.values,
+            x.scale,
+            Packed(w.values, w.scale, None),
+            None,
+            None,
+            activation="silu",
+            save_preactivation=False,
+            out_dtype=jnp.float32,
+            multiprocessors=132,
+        )[0]
+
+    assert kernels(run, x, w) == ["quantized_product"]
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 

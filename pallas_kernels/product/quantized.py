@@ -265,7 +265,12 @@ def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulC
             MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
             for tile_n, stages in ((192, 4), (128, 4), (128, 3), (64, 3))
         ]
-    return [config for config in fitting(work, multiprocessors) if isinstance(config, MatmulConfig)]
+    found = fitting(work, multiprocessors, spare_bytes=_SCALES_BYTES)
+    return [config for config in found if isinstance(config, MatmulConfig)]
+
+
+_SCALES_BYTES = 2048
+"""Of shared memory for the scales of a tile's rows and columns, beside the vectors of linear."""
 
 
 def why_gradient_unsupported(
