@@ -60,262 +60,321 @@ struct Stage {
   }
 };
 
-// What a thread copies of the scales and zero points of its warp's columns: of each group that a
-// step has, 16 of them.
-struct GroupCopies {
-  static constexpr int kPasses = kChunks * kWarpRows / 32;
-  int of_step;  // groups
-  int row;      // group of the first pass
-  int column;
+// What a block and a warp have of the product, and a thread of its memory.
+template <Weights kWeights, int kRowTiles>
+struct Place {
+  using Layout = Stage<kWeights, kRowTiles>;
 
-  __device__ GroupCopies(int group, int lane)
-      : of_step(group == 0 || group >= kStep ? 1 : kStep / group),
-        row(lane / kWarpRows),
-        column(lane % kWarpRows) {}
+  __device__ explicit Place(const LinearArgs& args)
+      : lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        sum_warp(warp / args.column_warps),
+        products(args.epilogue.products),
+        columns(args.epilogue.columns),
+        second(warp % args.column_warps % products != 0),
+        tile_columns(kWarpRows * args.column_warps / products),
+        block_column(blockIdx.y * tile_columns),
+        column_in_tile(warp % args.column_warps / products * kWarpRows),
+        warp_column(block_column + column_in_tile),
+        existing(max(0, min(kWarpRows, columns - warp_column))),
+        row_start(blockIdx.x * Layout::kRows),
+        rows(min(Layout::kRows, args.epilogue.rows - row_start)),
+        stage_bytes(Layout::bytes(args.sum_warps)),
+        scale_place(Layout::kWeightBytes + args.sum_warps * Layout::kSliceBytes) {}
 
-  __device__ __forceinline__ int group_of(int pass) const { return pass * 2 + row; }
+  int lane, warp, sum_warp;
+  int products, columns;
+  bool second;  // whether the warp has columns of the second product
+  int tile_columns, block_column;
+  int column_in_tile, warp_column;
+  int existing;  // columns of the warp
+  int row_start, rows;
+  int stage_bytes, scale_place;  // in shared memory
+
+  // Where the scales of the warp's columns, and their zero points, lie in a stage: a line of 16 for
+  // each group of a step.
+  __device__ __forceinline__ float* scales(uint8_t* stage) const {
+    return reinterpret_cast<float*>(stage + scale_place) + warp * kChunks * kWarpRows;
+  }
+  __device__ __forceinline__ int8_t* zero_points(uint8_t* stage) const {
+    return reinterpret_cast<int8_t*>(stage + scale_place + Layout::kScaleBytes) +
+           warp * kChunks * kWarpRows;
+  }
 };
+
+// The copies of a thread from global to shared memory, for a step of each of the block's sum warps.
+template <typename T, Weights kWeights, int kRowTiles>
+class Copies {
+  using OfPlace = Place<kWeights, kRowTiles>;
+  using Layout = Stage<kWeights, kRowTiles>;
+  using OfWarp = WarpWeights<kWeights>;
+  static constexpr int kPasses = kChunks * kWarpRows / 32;  // over the scales of a step
+
+ public:
+  __device__ Copies(const LinearArgs& args, const OfPlace& place, uint8_t* memory)
+      : args_(args),
+        place_(place),
+        memory_(memory),
+        values_(place.second ? args.values[1] : args.values[0]),
+        scale_(place.second ? args.scale[1] : args.scale[0]),
+        zero_point_(place.second ? args.zero_point[1] : args.zero_point[0]),
+        groups_of_step_(args.group == 0 || args.group >= kStep ? 1 : kStep / args.group) {
+    if (place.existing > 0) values_ += static_cast<int64_t>(place.warp_column) * args.row_bytes;
+    const int x_copies = args.sum_warps * (kStep / 8);
+    x_copy_ = threadIdx.x % x_copies;
+    first_row_ = threadIdx.x / x_copies;
+    pass_rows_ = kThreads / x_copies;
+    x_offset_ = Layout::kWeightBytes + x_copy_ / 16 * Layout::kSliceBytes + x_copy_ % 16 * 16;
+    x_ = static_cast<const T*>(args.x) + static_cast<int64_t>(place.row_start) * args.features;
+  }
+
+  __device__ __forceinline__ bool have_zero_points() const { return zero_point_ != nullptr; }
+
+  // Writes zeros to the rows of x that do not exist, in every stage.
+  __device__ __forceinline__ void clear() {
+    const uint4 nothing = {};
+    for (int stage = 0; stage < args_.stages; ++stage) {
+      uint8_t* x = memory_ + stage * place_.stage_bytes + x_offset_;
+      for (int row = place_.rows + first_row_; row < Layout::kRows; row += pass_rows_) {
+        *reinterpret_cast<uint4*>(x + row * Layout::kPitch) = nothing;
+      }
+    }
+  }
+
+  // Starts the copies of a group of steps. Zero points are single bytes, which asynchronous copies
+  // do not take: they wait in registers until store_zero_points.
+  __device__ __forceinline__ void start(int first_step, int slot) {
+    uint8_t* stage = memory_ + slot * place_.stage_bytes;
+    const uint32_t shared = shared_address(stage);
+    const int step = first_step + place_.sum_warp;
+    OfWarp::copy(shared + place_.warp * OfWarp::kBytes, values_, place_.existing, args_.row_bytes,
+                 static_cast<int64_t>(step) * OfWarp::kRowBytes, place_.lane);
+    const int feature = first_step * kStep + x_copy_ * 8;
+    const bool exists = feature < args_.features;
+    for (int row = first_row_; row < place_.rows; row += pass_rows_) {
+      const T* source = x_ + (exists ? static_cast<int64_t>(row) * args_.features + feature : 0);
+      async_copy_or_zero(shared + x_offset_ + row * Layout::kPitch, source, exists);
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int64_t source = source_of_group(step, pass);
+      if (args_.group != 0) {
+        float* to = place_.scales(stage) + pass * 32 + place_.lane;
+        if (source < 0) {
+          *to = 0.0f;
+        } else {
+          async_copy<4>(to, scale_ + source);
+        }
+      }
+      if (have_zero_points()) zeros_[pass] = source < 0 ? int8_t{0} : zero_point_[source];
+    }
+    async_copies_commit();
+  }
+
+  __device__ __forceinline__ void store_zero_points(int slot) {
+    if (!have_zero_points()) return;
+    int8_t* to = place_.zero_points(memory_ + slot * place_.stage_bytes);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) to[pass * 32 + place_.lane] = zeros_[pass];
+  }
+
+ private:
+  // Returns the place of the scale that the thread copies in a pass, or -1 if there is none.
+  __device__ __forceinline__ int64_t source_of_group(int step, int pass) const {
+    const int line = pass * 2 + place_.lane / kWarpRows, column = place_.lane % kWarpRows;
+    const int group = args_.group == 0 ? 0 : step * kStep / args_.group + line;
+    if (line >= groups_of_step_ || column >= place_.existing || group >= args_.groups) return -1;
+    return static_cast<int64_t>(group) * place_.columns + place_.warp_column + column;
+  }
+
+  const LinearArgs& args_;
+  const OfPlace& place_;
+  uint8_t* memory_;
+  const uint8_t* values_;
+  const float* scale_;
+  const int8_t* zero_point_;
+  int groups_of_step_;
+  int x_copy_, first_row_, pass_rows_, x_offset_;  // the same 16 bytes of rows of x
+  const T* x_;
+  int8_t zeros_[kPasses] = {};
+};
+
+// The sums of a warp's 16 columns and the block's rows.
+template <typename T, Weights kWeights, int kRowTiles>
+class Sums {
+  using OfPlace = Place<kWeights, kRowTiles>;
+  using Layout = Stage<kWeights, kRowTiles>;
+  using OfWarp = WarpWeights<kWeights>;
+  using Conversion = Converter<T, kWeights>;
+
+ public:
+  __device__ __forceinline__ void multiply(const LinearArgs& args, const OfPlace& place,
+                                           uint8_t* stage, bool have_zero_points) {
+    const int g = place.lane / 4;
+    const uint32_t shared = shared_address(stage);
+    const uint32_t weights = shared + place.warp * OfWarp::kBytes;
+    const uint32_t x = shared + Layout::kWeightBytes + place.sum_warp * Layout::kSliceBytes;
+    const int chunks_of_group = max(1, min(args.group, kStep) / kChunk);
+    const typename OfWarp::Row upper(weights, g, place.lane), lower(weights, g + 8, place.lane);
+    typename Conversion::Offset offsets[2] = {Conversion::offset(0), Conversion::offset(0)};
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (have_zero_points && (chunk & (chunks_of_group - 1)) == 0) {
+        const int group = args.group == 0 ? 0 : chunk / chunks_of_group;
+        const int8_t* zero_points = place.zero_points(stage) + group * kWarpRows;
+        offsets[0] = Conversion::offset(zero_points[g]);
+        offsets[1] = Conversion::offset(zero_points[g + 8]);
+      }
+      uint32_t words[Conversion::kWords], of_upper[4], of_lower[4];
+      upper.load(chunk, words);
+      Conversion::convert(words, offsets[0], args.code, of_upper);
+      lower.load(chunk, words);
+      Conversion::convert(words, offsets[1], args.code, of_lower);
+      const uint32_t first[4] = {of_upper[0], of_lower[0], of_upper[1], of_lower[1]};
+      const uint32_t last[4] = {of_upper[2], of_lower[2], of_upper[3], of_lower[3]};
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        uint32_t b[4];
+        load_x(x + tile * 8 * Layout::kPitch + chunk * kChunk * 2, place.lane, b);
+        multiply_add<T>(of_group_[tile], first, b[0], b[1]);
+        multiply_add<T>(of_group_[tile], last, b[2], b[3]);
+      }
+      if (args.group != 0 && ((chunk + 1) & (chunks_of_group - 1)) == 0) {
+        const float* scales = place.scales(stage) + chunk / chunks_of_group * kWarpRows;
+        end_group(scales[g], scales[g + 8]);
+      }
+    }
+  }
+
+  // Writes the sums to shared memory as [sum warp, product, row, column].
+  __device__ __forceinline__ void store(const LinearArgs& args, const OfPlace& place,
+                                        float* found) {
+    const int matrix = Layout::kRows * place.tile_columns;
+    const int index = place.sum_warp * place.products + (place.second ? 1 : 0);
+    float* own = found + index * matrix + place.column_in_tile + place.lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = tile * 8 + 2 * (place.lane % 4) + i % 2;
+        own[row * place.tile_columns + i / 2 * 8] =
+            args.group == 0 ? of_group_[tile][i] : sums_[tile][i];
+      }
+    }
+  }
+
+ private:
+  // Loads what the thread needs of 8 rows of x in a chunk, in the order of its weights.
+  static __device__ __forceinline__ void load_x(uint32_t chunk, int lane, uint32_t (&b)[4]) {
+    if constexpr (kWeights == Weights::kInt4) {
+      load_matrices(b, chunk + lane % 8 * Layout::kPitch + lane / 8 * 16);
+    } else {
+      const uint4 found = load_shared_16(chunk + lane / 4 * Layout::kPitch + lane % 4 * 16);
+      b[0] = found.x, b[1] = found.y, b[2] = found.z, b[3] = found.w;
+    }
+  }
+
+  __device__ __forceinline__ void end_group(float upper_scale, float lower_scale) {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float scale = i < 2 ? upper_scale : lower_scale;
+        sums_[tile][i] = fmaf(scale, of_group_[tile][i], sums_[tile][i]);
+        of_group_[tile][i] = 0.0f;
+      }
+    }
+  }
+
+  float sums_[kRowTiles][4] = {};      // of groups that have ended, where there are groups
+  float of_group_[kRowTiles][4] = {};  // of the group so far, or of all
+};
+
+// Adds up what the block's warps have found, and finishes it or hands it on as sums of a part.
+template <Weights kWeights, int kRowTiles>
+__device__ __forceinline__ void finish_block(const LinearArgs& args,
+                                             const Place<kWeights, kRowTiles>& place,
+                                             const float* found) {
+  const int matrix = Stage<kWeights, kRowTiles>::kRows * place.tile_columns;
+  const int vectors = place.tile_columns / kEpilogueVec;
+  for (int i = threadIdx.x; i < place.rows * vectors; i += kThreads) {
+    const int row = i / vectors, in_tile = i % vectors * kEpilogueVec;
+    const int column = place.block_column + in_tile;
+    if (column >= place.columns) continue;
+    float z[kMaxProducts][kEpilogueVec] = {};
+#pragma unroll
+    for (int product = 0; product < kMaxProducts; ++product) {
+      if (product >= place.products) continue;
+      for (int slice = 0; slice < args.sum_warps; ++slice) {
+        const float* from = found + (slice * place.products + product) * matrix;
+        const float4 part =
+            *reinterpret_cast<const float4*>(from + row * place.tile_columns + in_tile);
+        z[product][0] += part.x;
+        z[product][1] += part.y;
+        z[product][2] += part.z;
+        z[product][3] += part.w;
+      }
+    }
+    if (args.parts == nullptr) {
+      finish(args.epilogue, place.row_start + row, column, z);
+      continue;
+    }
+#pragma unroll
+    for (int product = 0; product < kMaxProducts; ++product) {
+      if (product >= place.products) continue;
+      const int64_t part = static_cast<int64_t>(blockIdx.z) * place.products + product;
+      const int64_t line = part * args.epilogue.rows + place.row_start + row;
+      store_existing({args.parts, Dtype::kFloat32}, line * place.columns + column,
+                     min(kEpilogueVec, place.columns - column), place.columns % kEpilogueVec == 0,
+                     z[product]);
+    }
+  }
+}
 
 template <typename T, Weights kWeights, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kRowTiles == 8 ? 1 : 2)
     quantized_linear_kernel(LinearArgs args) {
   if constexpr (kHasProducts<T>) {
-    using Layout = Stage<kWeights, kRowTiles>;
-    using OfWarp = WarpWeights<kWeights>;
-    using Conversion = Converter<T, kWeights>;
     extern __shared__ __align__(128) uint8_t memory[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int q = lane % 4, g = lane / 4;
-    const int sum_warp = warp / args.column_warps, column_warp = warp % args.column_warps;
-    const int products = args.epilogue.products, columns = args.epilogue.columns;
-    const bool second = column_warp % products != 0;
-    const int tile_columns = kWarpRows * args.column_warps / products;
-    const int block_column = blockIdx.y * tile_columns;
-    const int column_in_tile = column_warp / products * kWarpRows;
-    const int warp_column = block_column + column_in_tile;
-    const int row_start = blockIdx.x * Layout::kRows;
-    const int rows = min(Layout::kRows, args.epilogue.rows - row_start);
-
-    const int stage_bytes = Layout::bytes(args.sum_warps);
-    const int x_place = Layout::kWeightBytes;
-    const int scale_place = x_place + args.sum_warps * Layout::kSliceBytes;
-    const int zero_place = scale_place + Layout::kScaleBytes;
-    const uint32_t shared = shared_address(memory);
-
-    const int existing = max(0, min(kWarpRows, columns - warp_column));
-    const uint8_t* values = second ? args.values[1] : args.values[0];
-    values += static_cast<int64_t>(existing > 0 ? warp_column : 0) * args.row_bytes;
-    const float* scale = second ? args.scale[1] : args.scale[0];
-    const int8_t* zero_point = second ? args.zero_point[1] : args.zero_point[0];
-    const GroupCopies of_groups(args.group, lane);
-    const bool has_column = of_groups.column < existing;
-
-    // A thread copies the same 16 bytes of the rows of x from its first one on.
-    const int x_copies = args.sum_warps * (kStep / 8);
-    const int x_copy = threadIdx.x % x_copies;
-    const int first_row = threadIdx.x / x_copies, pass_rows = kThreads / x_copies;
-    const int x_offset = x_place + x_copy / 16 * Layout::kSliceBytes + x_copy % 16 * 16;
-    const T* x = static_cast<const T*>(args.x) + static_cast<int64_t>(row_start) * args.features;
-
-    // Returns which group, if any, a thread copies the scale or the zero point of in a pass.
-    const auto group_at = [&](int step, int pass) {
-      const int row = of_groups.group_of(pass);
-      if (row >= of_groups.of_step || !has_column) return -1;
-      const int group = args.group == 0 ? 0 : step * kStep / args.group + row;
-      return group < args.groups ? group : -1;
-    };
-    const auto start_copies = [&](int first_step, int slot) {
-      const int step = first_step + sum_warp;
-      const int base = slot * stage_bytes;
-      OfWarp::copy(shared + base + warp * OfWarp::kBytes, values, existing, args.row_bytes,
-                   static_cast<int64_t>(step) * OfWarp::kRowBytes, lane);
-      const int feature = first_step * kStep + x_copy * 8;
-      const bool exists = feature < args.features;
-      for (int row = first_row; row < rows; row += pass_rows) {
-        const T* source = x + (exists ? static_cast<int64_t>(row) * args.features + feature : 0);
-        async_copy_or_zero(shared + base + x_offset + row * Layout::kPitch, source, exists);
-      }
-      if (args.group != 0) {
-#pragma unroll
-        for (int pass = 0; pass < GroupCopies::kPasses; ++pass) {
-          float* to = reinterpret_cast<float*>(memory + base + scale_place) +
-                      (warp * kChunks + of_groups.group_of(pass)) * kWarpRows + of_groups.column;
-          const int group = group_at(step, pass);
-          if (group < 0) {
-            *to = 0.0f;
-          } else {
-            async_copy<4>(
-                to, scale + static_cast<int64_t>(group) * columns + warp_column + of_groups.column);
-          }
-        }
-      }
-      async_copies_commit();
-    };
-    // Zero points are single bytes, which asynchronous copies do not take: they wait in registers.
-    int8_t zeros[GroupCopies::kPasses] = {};
-    const auto load_zeros = [&](int first_step) {
-      if (zero_point == nullptr) return;
-#pragma unroll
-      for (int pass = 0; pass < GroupCopies::kPasses; ++pass) {
-        const int group = group_at(first_step + sum_warp, pass);
-        zeros[pass] = group < 0 ? int8_t{0}
-                                : zero_point[static_cast<int64_t>(group) * columns + warp_column +
-                                             of_groups.column];
-      }
-    };
-    const auto store_zeros = [&](int slot) {
-      if (zero_point == nullptr) return;
-#pragma unroll
-      for (int pass = 0; pass < GroupCopies::kPasses; ++pass) {
-        reinterpret_cast<int8_t*>(
-            memory + slot * stage_bytes +
-            zero_place)[(warp * kChunks + of_groups.group_of(pass)) * kWarpRows +
-                        of_groups.column] = zeros[pass];
-      }
-    };
-
-    // Rows of x that do not exist are zeros in every stage.
-    const uint4 nothing = {};
-    for (int stage = 0; stage < args.stages; ++stage) {
-      for (int row = rows + first_row; row < Layout::kRows; row += pass_rows) {
-        *reinterpret_cast<uint4*>(memory + stage * stage_bytes + x_offset + row * Layout::kPitch) =
-            nothing;
-      }
-    }
-
+    const Place<kWeights, kRowTiles> place(args);
+    Copies<T, kWeights, kRowTiles> copies(args, place, memory);
+    Sums<T, kWeights, kRowTiles> sums;
+    copies.clear();
     const int all_steps = (args.features + kStep - 1) / kStep;
     const int start = blockIdx.z * args.steps_of_part;
     const int stop = min(all_steps, start + args.steps_of_part);
     for (int stage = 0; stage < args.stages - 1; ++stage) {
       const int step = start + stage * args.sum_warps;
       if (step < stop) {
-        start_copies(step, stage);
-        load_zeros(step);
-        store_zeros(stage);
+        copies.start(step, stage);
+        copies.store_zero_points(stage);
       } else {
         async_copies_commit();
       }
     }
-
-    float sums[kRowTiles][4] = {}, of_group[kRowTiles][4] = {};
-    const int chunks_of_group = max(1, min(args.group, kStep) / kChunk);
-    int slot = 0, free_slot = args.stages - 1, zeros_slot = -1;
+    int slot = 0, free_slot = args.stages - 1, started_slot = -1;
     for (int step = start; step < stop; step += args.sum_warps) {
       async_copies_wait(args.stages - 2);
-      if (zeros_slot >= 0) store_zeros(zeros_slot);
+      if (started_slot >= 0) copies.store_zero_points(started_slot);
       __syncthreads();
       const int next = step + (args.stages - 1) * args.sum_warps;
-      zeros_slot = -1;
+      started_slot = next < stop ? free_slot : -1;
       if (next < stop) {
-        start_copies(next, free_slot);
-        load_zeros(next);
-        zeros_slot = free_slot;
+        copies.start(next, free_slot);
       } else {
         async_copies_commit();
       }
-
-      const int base = slot * stage_bytes;
-      const uint32_t weights = shared + base + warp * OfWarp::kBytes;
-      const uint32_t x_slice = shared + base + x_place + sum_warp * Layout::kSliceBytes;
-      const auto* scales =
-          reinterpret_cast<const float*>(memory + base + scale_place) + warp * kChunks * kWarpRows;
-      const auto* zero_points =
-          reinterpret_cast<const int8_t*>(memory + base + zero_place) + warp * kChunks * kWarpRows;
-      const typename OfWarp::Row upper(weights, g, lane), lower(weights, g + 8, lane);
-      typename Conversion::Offset offsets[2] = {Conversion::offset(0), Conversion::offset(0)};
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        if (zero_point != nullptr && (chunk & (chunks_of_group - 1)) == 0) {
-          const int group = args.group == 0 ? 0 : chunk / chunks_of_group;
-          offsets[0] = Conversion::offset(zero_points[group * kWarpRows + g]);
-          offsets[1] = Conversion::offset(zero_points[group * kWarpRows + g + 8]);
-        }
-        uint32_t words[Conversion::kWords], of_upper[4], of_lower[4];
-        upper.load(chunk, words);
-        Conversion::convert(words, offsets[0], args.code, of_upper);
-        lower.load(chunk, words);
-        Conversion::convert(words, offsets[1], args.code, of_lower);
-        const uint32_t first[4] = {of_upper[0], of_lower[0], of_upper[1], of_lower[1]};
-        const uint32_t last[4] = {of_upper[2], of_lower[2], of_upper[3], of_lower[3]};
-#pragma unroll
-        for (int tile = 0; tile < kRowTiles; ++tile) {
-          uint32_t b[4];
-          const uint32_t x_chunk = x_slice + tile * 8 * Layout::kPitch + chunk * kChunk * 2;
-          if constexpr (kWeights == Weights::kInt4) {
-            load_matrices(b, x_chunk + lane % 8 * Layout::kPitch + lane / 8 * 16);
-          } else {
-            const uint4 found = load_shared_16(x_chunk + g * Layout::kPitch + q * 16);
-            b[0] = found.x, b[1] = found.y, b[2] = found.z, b[3] = found.w;
-          }
-          multiply_add<T>(of_group[tile], first, b[0], b[1]);
-          multiply_add<T>(of_group[tile], last, b[2], b[3]);
-        }
-        if (args.group != 0 && ((chunk + 1) & (chunks_of_group - 1)) == 0) {
-          const float* factors = scales + chunk / chunks_of_group * kWarpRows;
-          const float upper_scale = factors[g], lower_scale = factors[g + 8];
-#pragma unroll
-          for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              sums[tile][i] =
-                  fmaf(i < 2 ? upper_scale : lower_scale, of_group[tile][i], sums[tile][i]);
-              of_group[tile][i] = 0.0f;
-            }
-          }
-        }
-      }
+      sums.multiply(args, place, memory + slot * place.stage_bytes, copies.have_zero_points());
       slot = slot + 1 == args.stages ? 0 : slot + 1;
       free_slot = free_slot + 1 == args.stages ? 0 : free_slot + 1;
     }
-
-    // The sums [sum warp, product, row, column] in the memory of the stages.
+    // The sums go to the memory of the stages.
     async_copies_wait(0);
     __syncthreads();
     float* found = reinterpret_cast<float*>(memory);
-    const int matrix = Layout::kRows * tile_columns;
-    float* own = found + (sum_warp * products + (second ? 1 : 0)) * matrix + column_in_tile + g;
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = tile * 8 + 2 * q + i % 2;
-        own[row * tile_columns + i / 2 * 8] = args.group == 0 ? of_group[tile][i] : sums[tile][i];
-      }
-    }
+    sums.store(args, place, found);
     __syncthreads();
-    const int vectors = tile_columns / kEpilogueVec;
-    for (int i = threadIdx.x; i < rows * vectors; i += kThreads) {
-      const int row = i / vectors, in_tile = i % vectors * kEpilogueVec;
-      const int column = block_column + in_tile;
-      if (column >= columns) continue;
-      float z[kMaxProducts][kEpilogueVec] = {};
-#pragma unroll
-      for (int product = 0; product < kMaxProducts; ++product) {
-        if (product >= products) continue;
-        for (int slice = 0; slice < args.sum_warps; ++slice) {
-          const float* from = found + (slice * products + product) * matrix + row * tile_columns;
-          const float4 part = *reinterpret_cast<const float4*>(from + in_tile);
-          z[product][0] += part.x;
-          z[product][1] += part.y;
-          z[product][2] += part.z;
-          z[product][3] += part.w;
-        }
-      }
-      if (args.parts == nullptr) {
-        finish(args.epilogue, row_start + row, column, z);
-        continue;
-      }
-#pragma unroll
-      for (int product = 0; product < kMaxProducts; ++product) {
-        if (product >= products) continue;
-        const int64_t line =
-            (static_cast<int64_t>(blockIdx.z) * products + product) * args.epilogue.rows +
-            row_start + row;
-        store_existing({args.parts, Dtype::kFloat32}, line * columns + column,
-                       min(kEpilogueVec, columns - column), columns % kEpilogueVec == 0,
-                       z[product]);
-      }
-    }
+    finish_block(args, place, found);
   }
 }
 

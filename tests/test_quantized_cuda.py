@@ -189,6 +189,18 @@ def test_gated_mlp_is_one_kernel_and_another(built):
     assert found == ["jaxfused_quantized_matmul"] * 2
 
 
+@pytest.mark.exhaustive
+def test_a_module_quantises_its_inputs(built):
+    rule = jaxfused.QuantizationRule("", "int8", input_dtype="int8", layout="columns")
+    layer = jaxfused.nnx.Linear(
+        128, 256, rngs=nnx.Rngs(0), dtype=jnp.bfloat16, implementation="cuda"
+    )
+    layer = jaxfused.quantize_params(layer, [rule])
+    with dispatch.assume(AMPERE):
+        found = kernels(layer, jax.ShapeDtypeStruct((3, 128), jnp.bfloat16))
+    assert found == ["jaxfused_quantize_rows", "jaxfused_quantized_matmul_both"]
+
+
 @pytest.mark.parametrize(
     ("device", "unmeasured", "expected"),
     [
