@@ -134,11 +134,7 @@ def test_maxima_of_rows_in_the_interpreter(interpreted_hopper):
             jnp.ones(72),
             bias,
             None,
-            activation=None,
-            out_dtype=None,
-            narrow_dtype=jnp.bfloat16,
-            saves=True,
-            maximised=maximised,
+            pallas_fp8.LayerOptions(None, None, jnp.bfloat16, True, maximised),
             **keywords,
         )
         for maximised in ("value", "magnitude")
@@ -210,11 +206,7 @@ def test_default_configs_fit_into_shared_memory(m, k, n, residual, hopper):
             scale,
             bias,
             *(residual or (None,)),
-            activation="gelu_tanh",
-            out_dtype=jnp.float32,
-            narrow_dtype=jnp.bfloat16,
-            saves=True,
-            maximised="value",
+            pallas_fp8.LayerOptions("gelu_tanh", jnp.float32, jnp.bfloat16, True, "value"),
             config=pallas_fp8.candidates(
                 pallas_fp8.work(
                     x, w, read_bytes=4 if residual else 0, written_bytes=6, activations=1

@@ -39,6 +39,14 @@ def one_by_one(f: Callable[..., Any], in_batched: Sequence[Any], args: Sequence[
     return jax.lax.map(entry, [a for b, a in zip(batched, args, strict=True) if b])
 
 
+class OneByOne:
+    """The rule of a kernel that has no axis for a batch, as each entry has a scale of its own."""
+
+    def batched(self, call, axis_size, in_batched, *operands) -> None:
+        """None: the entries run one after the other."""
+        del call, axis_size, in_batched, operands
+
+
 def merged_images(
     axis_size: int, in_batched: Sequence[Any], images: Sequence[jax.Array | None]
 ) -> list[Any]:

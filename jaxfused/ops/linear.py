@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops import fp8
+from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import (
     ROWS,
     Axes,
@@ -281,8 +281,8 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 class _Fp8Residuals(NamedTuple):
-    x: fp8.Copies
-    w: fp8.Copies
+    x: fp8_copies.Copies
+    w: fp8_copies.Copies
     bias: jax.Array | None
     preactivation: jax.Array | None
     state: fp8.Fp8State | None
@@ -293,13 +293,13 @@ class _Fp8Residuals(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _linear_in_fp8(run: Runner, options: _Options, x, w, bias, residual, state):
-    xs = fp8.copies_of(run, state, "linear", "x", x, transposes=False)
-    ws = fp8.copies_of(run, state, "linear", "w", w, straight=False)
+    xs = fp8_copies.copies_of(run, state, "linear", "x", x, transposes=False)
+    ws = fp8_copies.copies_of(run, state, "linear", "w", w, straight=False)
     return _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=False)[0]
 
 
 def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *, saves: bool):
-    return fp8.layer(
+    return fp8_products.layer(
         run,
         "linear",
         xs,
@@ -315,8 +315,8 @@ def _fp8_layer(run: Runner, options: _Options, xs, ws, bias, residual, dtype, *,
 
 def _linear_in_fp8_fwd(run: Runner, options: _Options, x, w, bias, residual, state):
     xs, ws = (
-        fp8.copies_of(run, state, "linear", "x", x),
-        fp8.copies_of(run, state, "linear", "w", w),
+        fp8_copies.copies_of(run, state, "linear", "x", x),
+        fp8_copies.copies_of(run, state, "linear", "w", w),
     )
     saves = options.activation is not None
     y, z, _ = _fp8_layer(run, options, xs, ws, bias, residual, x.dtype, saves=saves)
@@ -330,11 +330,13 @@ def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy)
     bias, state, dz = saved.bias, saved.state, dy
     if saved.preactivation is not None:
         dz, _ = run(ActivationGradient(str(options.activation), False), dy, saved.preactivation)
-    dzs = fp8.copies_of(run, state, "linear", "dy", dz, dtype=fp8.GRADIENT, sums=bias is not None)
+    dzs = fp8_copies.copies_of(
+        run, state, "linear", "dy", dz, dtype=fp8_copies.GRADIENT, sums=bias is not None
+    )
     found = dict(x=saved.x.found, w=saved.w.found, dy=dzs.found)
     return (
-        fp8.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
-        fp8.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
+        fp8_products.input_gradient(run, "linear", dzs, saved.w, saved.no_x.dtype),
+        fp8_products.weight_gradient(run, "linear", saved.x, dzs, saved.no_w.dtype),
         None if bias is None else dzs.sums.astype(bias.dtype),
         None if options.residual_dtype is None else dy.astype(options.residual_dtype),
         None if state is None else state.after("linear", found),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused.ops import fp8
+from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
 from jaxfused.semantics.checkpoint_names import named
 
@@ -29,12 +29,12 @@ class Options:
 
 
 class _MlpResiduals(NamedTuple):
-    x: fp8.Copies
-    w1: fp8.Copies
+    x: fp8_copies.Copies
+    w1: fp8_copies.Copies
     b1: jax.Array | None
-    w2: fp8.Copies
+    w2: fp8_copies.Copies
     b2: jax.Array | None
-    hidden: fp8.Copies
+    hidden: fp8_copies.Copies
     """Its transposed copy where that is saved; the scale in any case."""
     preactivation: jax.Array | None
     state: fp8.Fp8State | None
@@ -43,7 +43,7 @@ class _MlpResiduals(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
     """`jaxfused.mlp` in float8."""
-    copies = functools.partial(fp8.copies_of, run, state, "mlp")
+    copies = functools.partial(fp8_copies.copies_of, run, state, "mlp")
     xs, w1s = copies("x", x, transposes=False), copies("w1", w1, straight=False)
     z, largest = _first_layer(run, options, xs, w1s, b1)
     hs = copies("hidden", z, largest=largest, activation=options.activation, transposes=False)
@@ -52,7 +52,7 @@ def mlp(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
 
 
 def _first_layer(run: Runner, options: Options, xs, w1s, b1):
-    _, z, maxima = fp8.layer(
+    _, z, maxima = fp8_products.layer(
         run,
         "mlp first layer",
         xs,
@@ -60,13 +60,13 @@ def _first_layer(run: Runner, options: Options, xs, w1s, b1):
         b1,
         narrow_dtype=options.dtypes[0],
         saves=True,
-        maximised=fp8.maximised_of(options.activation),
+        maximised=fp8_products.maximised_of(options.activation),
     )
-    return z, fp8.hidden_magnitude(options.activation, maxima)
+    return z, fp8_products.hidden_magnitude(options.activation, maxima)
 
 
 def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -> jax.Array:
-    y, _, _ = fp8.layer(
+    y, _, _ = fp8_products.layer(
         run,
         f"{op} last layer",
         hs,
@@ -80,7 +80,7 @@ def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -
 
 
 def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
-    copies = functools.partial(fp8.copies_of, run, state, "mlp")
+    copies = functools.partial(fp8_copies.copies_of, run, state, "mlp")
     xs, w1s, w2s = copies("x", x), copies("w1", w1), copies("w2", w2)
     z, largest = _first_layer(run, options, xs, w1s, b1)
     z = named(z, "mlp", "preactivation")
@@ -99,11 +99,13 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
 def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
     xs, w1s, b1, w2s, b2, hs, z, state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    copies = functools.partial(fp8.copies_of, run, state, "mlp", dtype=fp8.GRADIENT)
+    copies = functools.partial(fp8_copies.copies_of, run, state, "mlp", dtype=fp8_copies.GRADIENT)
     dys = copies("dy", dy, sums=b2 is not None)
     if z is None:
-        _, z, _ = fp8.layer(run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True)
-    gradient = fp8.hidden_gradient(
+        _, z, _ = fp8_products.layer(
+            run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True
+        )
+    gradient = fp8_products.hidden_gradient(
         run,
         "mlp",
         dys,
@@ -116,19 +118,19 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
     found = _found(xs, w1s, hs, w2s, dys, dzs)
     if hs.transposed is None:
         keywords: dict[str, Any] = dict(activation=options.activation, largest=hs.largest)
-        hs = fp8.copies(run, z, **keywords, straight=False)
+        hs = fp8_copies.copies(run, z, **keywords, straight=False)
     return (
-        fp8.input_gradient(run, "mlp", dzs, w1s, x_dtype),
-        fp8.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
+        fp8_products.input_gradient(run, "mlp", dzs, w1s, x_dtype),
+        fp8_products.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),
         None if b1 is None else dzs.sums.astype(b1.dtype),
-        fp8.weight_gradient(run, "mlp last layer", hs, dys, w2_dtype),
+        fp8_products.weight_gradient(run, "mlp last layer", hs, dys, w2_dtype),
         None if b2 is None else dys.sums.astype(b2.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
         None if state is None else state.after("mlp", found),
     )
 
 
-def _found(*copies: fp8.Copies) -> dict[str, Any]:
+def _found(*copies: fp8_copies.Copies) -> dict[str, Any]:
     """The largest magnitudes of x, w1, hidden, w2, dy and dhidden."""
     return {name: c.found for name, c in zip(fp8.MATRICES["mlp"], copies, strict=True)}
 
@@ -137,13 +139,13 @@ mlp.defvjp(_mlp_fwd, _mlp_bwd)
 
 
 class _GatedResiduals(NamedTuple):
-    x: fp8.Copies
-    w1: fp8.Copies
+    x: fp8_copies.Copies
+    w1: fp8_copies.Copies
     """Of both layers before the activation, side by side."""
     biases: tuple[jax.Array | None, jax.Array | None]
-    w_down: fp8.Copies
+    w_down: fp8_copies.Copies
     b_down: jax.Array | None
-    hidden: fp8.Copies
+    hidden: fp8_copies.Copies
     preactivations: tuple[jax.Array | None, jax.Array | None]
     state: fp8.Fp8State | None
 
@@ -153,7 +155,7 @@ def gated_mlp(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
     """`jaxfused.gated_mlp` in float8, of weights apart."""
-    copies = functools.partial(fp8.copies_of, run, state, "gated_mlp")
+    copies = functools.partial(fp8_copies.copies_of, run, state, "gated_mlp")
     xs, ws = copies("x", x, transposes=False), copies("w1", w_gate, w_up, straight=False)
     gate, up, largest = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
     hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=largest)
@@ -164,10 +166,10 @@ def gated_mlp(
 
 def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, Any, jax.Array]:
     """(gate, up, a bound of the hidden layer's magnitudes)."""
-    of_gate = fp8.maximised_of(options.activation)
+    of_gate = fp8_products.maximised_of(options.activation)
     halves = zip(jnp.split(ws.transposed, 2), biases, (of_gate, "magnitude"), strict=True)
     (gate, gate_maxima), (up, up_maxima) = (
-        fp8.layer(
+        fp8_products.layer(
             run,
             "gated_mlp gated unit",
             xs,
@@ -179,13 +181,13 @@ def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, An
         )[1:]
         for half, bias, maximised in halves
     )
-    return gate, up, fp8.hidden_magnitude(options.activation, gate_maxima, up_maxima)
+    return gate, up, fp8_products.hidden_magnitude(options.activation, gate_maxima, up_maxima)
 
 
 def _gated_mlp_fwd(
     run: Runner, options: Options, x, w_gate, b_gate, w_up, b_up, w_down, b_down, residual, state
 ):
-    copies = functools.partial(fp8.copies_of, run, state, "gated_mlp")
+    copies = functools.partial(fp8_copies.copies_of, run, state, "gated_mlp")
     xs, ws, w_downs = copies("x", x), copies("w1", w_gate, w_up), copies("w2", w_down)
     biases = (b_gate, b_up)
     gate, up, largest = _gate_and_up(run, options, xs, ws, biases)
@@ -204,11 +206,13 @@ def _gated_mlp_fwd(
 def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
     xs, ws, (b_gate, b_up), w_downs, b_down, hs, (gate, up), state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
-    copies = functools.partial(fp8.copies_of, run, state, "gated_mlp", dtype=fp8.GRADIENT)
+    copies = functools.partial(
+        fp8_copies.copies_of, run, state, "gated_mlp", dtype=fp8_copies.GRADIENT
+    )
     dys = copies("dy", dy, sums=b_down is not None)
     if gate is None:
         gate, up, _ = _gate_and_up(run, options, xs, ws, (b_gate, b_up))
-    gradient = fp8.hidden_gradient(
+    gradient = fp8_products.hidden_gradient(
         run,
         "gated_mlp",
         dys,
@@ -228,16 +232,16 @@ def _gated_mlp_bwd(run: Runner, options: Options, saved: _GatedResiduals, dy):
     if hs.transposed is None:
         hidden: dict[str, Any] = dict(activation=options.activation, gated=True, largest=hs.largest)
         assert gate is not None and up is not None
-        hs = fp8.copies(run, gate, up, **hidden, straight=False)
-    dw = fp8.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
+        hs = fp8_copies.copies(run, gate, up, **hidden, straight=False)
+    dw = fp8_products.weight_gradient(run, "gated_mlp gated unit", xs, dzs, w1_dtype)
     dw_gate, dw_up = jnp.split(dw, 2, axis=1)
     return (
-        fp8.input_gradient(run, "gated_mlp", dzs, ws, x_dtype),
+        fp8_products.input_gradient(run, "gated_mlp", dzs, ws, x_dtype),
         dw_gate,
         None if b_gate is None else jnp.split(dzs.sums, 2)[0].astype(b_gate.dtype),
         dw_up,
         None if b_up is None else jnp.split(dzs.sums, 2)[1].astype(b_up.dtype),
-        fp8.weight_gradient(run, "gated_mlp last layer", hs, dys, w2_dtype),
+        fp8_products.weight_gradient(run, "gated_mlp last layer", hs, dys, w2_dtype),
         None if b_down is None else dys.sums.astype(b_down.dtype),
         None if residual_dtype is None else dy.astype(residual_dtype),
         None if state is None else state.after("gated_mlp", found),

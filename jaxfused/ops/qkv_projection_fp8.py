@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused.ops import fp8
+from jaxfused.ops import fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
 from jaxfused.semantics.checkpoint_names import named
 
@@ -41,8 +41,8 @@ def projections(run: Runner, options: Options, x, weights, biases, state):
       biases: of queries, keys and values, or None three times.
       state: of the operator, or None.
     """
-    xs = fp8.copies_of(run, state, _OP, "x", x, transposes=False)
-    ws = fp8.copies_of(run, state, _OP, "w", *weights, straight=False)
+    xs = fp8_copies.copies_of(run, state, _OP, "x", x, transposes=False)
+    ws = fp8_copies.copies_of(run, state, _OP, "w", *weights, straight=False)
     return _products(run, options, xs, ws, biases)
 
 
@@ -51,13 +51,16 @@ def _products(run: Runner, options: Options, xs, ws, biases):
     dtype = options.x_dtype
     for transposed, bias in zip(jnp.split(ws.transposed, options.ends), biases, strict=True):
         w = ws._replace(transposed=transposed)
-        y, _, _ = fp8.layer(run, _OP, xs, w, bias, out_dtype=dtype, narrow_dtype=dtype)
+        y, _, _ = fp8_products.layer(run, _OP, xs, w, bias, out_dtype=dtype, narrow_dtype=dtype)
         results.append(y)
     return tuple(results)
 
 
 def _projections_fwd(run: Runner, options: Options, x, weights, biases, state):
-    xs, ws = fp8.copies_of(run, state, _OP, "x", x), fp8.copies_of(run, state, _OP, "w", *weights)
+    xs, ws = (
+        fp8_copies.copies_of(run, state, _OP, "x", x),
+        fp8_copies.copies_of(run, state, _OP, "w", *weights),
+    )
     ys = named(_products(run, options, xs, ws, biases), _OP, "output")
     return ys, (xs.kept("transposed"), ws.kept("values"), biases, state)
 
@@ -65,15 +68,17 @@ def _projections_fwd(run: Runner, options: Options, x, weights, biases, state):
 def _projections_bwd(run: Runner, options: Options, saved, dys):
     xs, ws, biases, state = saved
     sums = any(bias is not None for bias in biases)
-    gradients = fp8.copies_of(run, state, _OP, "dy", *dys, dtype=fp8.GRADIENT, sums=sums)
-    dw = fp8.weight_gradient(run, _OP, xs, gradients, options.w_dtype)
+    gradients = fp8_copies.copies_of(
+        run, state, _OP, "dy", *dys, dtype=fp8_copies.GRADIENT, sums=sums
+    )
+    dw = fp8_products.weight_gradient(run, _OP, xs, gradients, options.w_dtype)
     dweights = [dw] if options.in_one else jnp.split(dw, options.ends, axis=1)
     dbiases = jnp.split(gradients.sums, options.ends) if sums else biases
     dbiases = [
         None if bias is None else db.astype(bias.dtype)
         for db, bias in zip(dbiases, biases, strict=True)
     ]
-    dx = fp8.input_gradient(run, _OP, gradients, ws, options.x_dtype)
+    dx = fp8_products.input_gradient(run, _OP, gradients, ws, options.x_dtype)
     found = dict(x=xs.found, w=ws.found, dy=gradients.found)
     after = None if state is None else state.after(_OP, found)
     return dx, tuple(dweights), tuple(dbiases), after

@@ -78,12 +78,7 @@ def layer(
     scale: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
-    *,
-    activation: str | None,
-    out_dtype: Any,
-    narrow_dtype: Any,
-    saves: bool,
-    maximised: str | None,
+    options: Any,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """(activation(z) + residual, z, maxima of rows) of z = scale * x @ w^T + bias.
 
@@ -91,16 +86,16 @@ def layer(
     """
     z = sums("mk,nk->mn", x, w) * scale
     z = z if bias is None else z + bias.astype(jnp.float32)
-    narrow = z.astype(narrow_dtype)
+    narrow = z.astype(options.narrow_dtype)
+    wide = narrow.astype(jnp.float32)
     y = maxima = None
-    if out_dtype is not None:
-        y = z if activation is None else activate(activation, narrow.astype(jnp.float32))
+    if options.out_dtype is not None:
+        y = z if options.activation is None else activate(options.activation, wide)
         y = y if residual is None else y + residual.astype(jnp.float32)
-        y = y.astype(out_dtype)
-    if maximised is not None:
-        wide = narrow.astype(jnp.float32)
-        maxima = _row_maxima(wide if maximised == "value" else jnp.abs(wide))
-    return y, narrow if saves else None, maxima
+        y = y.astype(options.out_dtype)
+    if options.maximised is not None:
+        maxima = _row_maxima(wide if options.maximised == "value" else jnp.abs(wide))
+    return y, narrow if options.saves else None, maxima
 
 
 def _row_maxima(values: jax.Array) -> jax.Array:

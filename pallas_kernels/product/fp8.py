@@ -5,6 +5,7 @@ matrix writes it transposed too, where a gradient sums over its other axis.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -110,18 +111,31 @@ _PROMOTED_STEP, _PROMOTED_COLUMN = 0.06, 0.0025
 """Microseconds of a step of a tile of 128 rows: by itself, and for each column. Fitted to an H200."""
 
 
+@dataclass(frozen=True)
+class LayerOptions:
+    """What is static in a layer, to the kernel and to the reference alike."""
+
+    activation: str | None
+    """Of the first result."""
+    out_dtype: Any
+    """Of the first result; None for none."""
+    narrow_dtype: Any
+    """Of the second result; what the activation reads is rounded to it."""
+    saves: bool
+    """Whether the second result is wanted."""
+    maximised: Maximised | None
+    """Whether the largest "value" or the largest "magnitude" in each row of the second result is wanted,
+    or None."""
+
+
 def layer(
     x: jax.Array,
     w: jax.Array,
     scale: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
+    options: LayerOptions,
     *,
-    activation: str | None,
-    out_dtype: Any,
-    narrow_dtype: Any,
-    saves: bool,
-    maximised: Maximised | None,
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
@@ -133,28 +147,24 @@ def layer(
       scale: [N].
       bias: [N].
       residual: [M, N].
-      activation: of the first result.
-      out_dtype: of the first result; None for none.
-      narrow_dtype: of the second, and what an activation reads is rounded to it.
-      saves: whether the second is wanted.
-      maximised: whether the largest "value" or the largest "magnitude" in each row of the second result
-        is wanted, or None.
+      options: which of the three are wanted, and of what.
     """
+    out_dtype, narrow_dtype = options.out_dtype, options.narrow_dtype
 
     def epilogue(z, *, scale, bias=None, residual=None):
         z = z * scale if bias is None else z * scale + bias
         results = {"z": z}
         if out_dtype is not None:
-            if activation is not None:
+            if options.activation is not None:
                 z = z.astype(narrow_dtype).astype(jnp.float32)
-            y = activate(activation, z, out_dtype)
+            y = activate(options.activation, z, out_dtype)
             results["y"] = y if residual is None else y + residual
         return results
 
-    outputs = {"y": out_dtype, "z": narrow_dtype if saves else None}
+    outputs = {"y": out_dtype, "z": narrow_dtype if options.saves else None}
     functions: dict[str | None, Callable[[jax.Array], jax.Array] | None]
     functions = {None: None, "value": lambda z: z, "magnitude": jnp.abs}
-    function = functions[maximised]
+    function = functions[options.maximised]
     results = matmul(
         x,
         [w],

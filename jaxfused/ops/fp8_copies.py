@@ -1,0 +1,250 @@
+"""Matrices in float8, and the scale of each: what float8 products are made of.
+
+Each matrix that is multiplied is quantised with one scale, its largest magnitude over the largest
+number of its float8: e4m3 for what goes forward and for weights, e5m2 for gradients. The tensor cores
+want the sums of a float8 product along the last axis of both operands. A gradient sums over the other
+axis of what the forward has multiplied, and so the pass that quantises a matrix also writes it
+transposed. The backward keeps these copies in place of the arrays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.batching import OneByOne
+from jaxfused.ops.fp8 import Fp8State
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
+from jaxfused.quantization.quantized_array import FORMATS
+
+FORWARD = jnp.dtype(jnp.float8_e4m3fn)
+GRADIENT = jnp.dtype(jnp.float8_e5m2)
+
+
+class Copies(NamedTuple):
+    """A matrix [..., N] in float8: values times a scale."""
+
+    values: Any
+    """[..., N], or None."""
+    transposed: Any
+    """[N, ...], or None."""
+    scale: jax.Array
+    """A scalar."""
+    largest: Any
+    """[P]: magnitudes, the largest of which the scale is made of."""
+    sums: Any = None
+    """[N], float32, over all rows of the matrix before it was quantised; or None."""
+    found: Any = None
+    """[1], the largest magnitude, where the scale is of another; or None."""
+
+    def kept(self, *names: str) -> "Copies":
+        """What a backward needs: the scale, and what is named."""
+        wanted = {"scale", "largest", "found", *names}
+        fields: Any = {name: a if name in wanted else None for name, a in self._asdict().items()}
+        return Copies(**fields)
+
+
+def copies(
+    run: Runner,
+    *matrices: jax.Array,
+    dtype: Any = FORWARD,
+    activation: str | None = None,
+    gated: bool = False,
+    straight: bool = True,
+    transposes: bool = True,
+    sums: bool = False,
+    largest: jax.Array | None = None,
+    history: jax.Array | None = None,
+) -> Copies:
+    """Matrices [..., N_i] in float8, side by side and with one scale.
+
+    Args:
+      dtype: FORWARD or GRADIENT.
+      activation: is applied to them first.
+      gated: there are two, and the activation of the first is multiplied by the second.
+      straight: whether the values as they lie are wanted.
+      transposes: whether the transposed ones are.
+      sums: whether the matrices' sums over their rows are, as gradients of biases.
+      largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
+        needed with an activation.
+      history: [calls], of the matrix, by which it is scaled instead where there is one.
+    """
+    in_one_piece = sharding.is_in_one_piece(*matrices)
+    padded = (*matrices, *[None] * (3 - len(matrices)))
+    # Who knows the magnitudes has just written the matrices, and the cache holds what was written last.
+    from_end = largest is not None
+    found = largest
+    observes = history is not None and largest is None and in_one_piece
+    if history is not None:
+        largest = _from_history(history, dtype)
+        if found is None and not in_one_piece:
+            found = reference.fp8.largest_magnitude(*matrices)[None]
+    elif largest is None:
+        if in_one_piece:
+            (largest,) = run(_Largest(len(matrices)), *padded)
+        else:
+            largest = reference.fp8.largest_magnitude(*matrices)[None]
+    assert largest is not None
+    if history is None:
+        largest = _of_all_shards(largest)
+    stage = _Quantize(
+        dtype,
+        activation,
+        gated,
+        straight,
+        transposes,
+        sums,
+        observes,
+        len(matrices),
+        in_one_piece,
+        from_end,
+    )
+    values, transposed, scale, total, parts = run(stage, *padded, largest)
+    if scale is None:
+        scale = reference.fp8.scale_for(reference.fp8.largest_magnitude(largest), dtype)
+    if history is not None:
+        seen = found if parts is None else parts
+        assert seen is not None
+        found = _of_all_shards(reference.fp8.largest_magnitude(seen)[None])
+    return Copies(values, transposed, scale.reshape(()), largest, total, found)
+
+
+def copies_of(
+    run: Runner, state: Fp8State | None, op: str, matrix: str, *arrays: jax.Array, **wanted: Any
+) -> Copies:
+    """`copies` of what MATRICES calls `matrix`, scaled by its history where there is a state."""
+    history = None if state is None else state.of(op, matrix)
+    return copies(run, *arrays, history=history, **wanted)
+
+
+def _of_all_shards(largest: jax.Array) -> jax.Array:
+    """In a shard_map that tracks what varies, the shards of a matrix have one scale as under jit."""
+    names = tuple(sorted(sharding.varying(largest)))
+    return jax.lax.pmax(largest, names) if names else largest
+
+
+def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
+    """[1], the largest magnitude that has been seen, or that of scale 1."""
+    largest = jnp.max(history, keepdims=True)
+    return jnp.where(largest > 0.0, largest, FORMATS[jnp.dtype(dtype).name].largest)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+_BLOCKS = 2
+"""Of the kernel that finds the largest magnitude, for each multiprocessor."""
+
+
+@dataclass(frozen=True)
+class _Largest(OneByOne):
+    """(magnitudes [P],) of matrices [M, N_i], which are in one piece."""
+
+    matrices: int
+
+    @property
+    def name(self) -> str:
+        return "fp8 largest magnitude"
+
+    def axes(self, *operands) -> Axes:
+        rows = sharding.leading_axes(operands[0].ndim - 1)
+        return Axes([rows + letter for letter in "deg"], ("p",), whole=rows + "degp")
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        reason = cuda.library.why_unfit(device.compute_capability)
+        reason = reason or cuda.library.why_dtype_unfit(operands[0].dtype)
+        if len({operand.dtype for operand in operands if operand is not None}) > 1:
+            reason = reason or "it takes arrays of one dtype"
+        return _measured_first({"cuda": reason or cuda.library.why_unavailable(), "xla": None})
+
+    def run(self, implementation, device, *operands) -> Results:
+        arrays = [operand for operand in operands if operand is not None]
+        blocks = _BLOCKS * max(1, device.multiprocessors)
+        if implementation == "cuda":
+            return (cuda.quantize.largest(arrays, blocks),)
+        return (jnp.full((blocks,), reference.fp8.largest_magnitude(*arrays)),)
+
+
+@dataclass(frozen=True)
+class _Quantize(OneByOne):
+    """(values [M, N], values^T, scale [1], sums [N], found [Q]) of matrices [M, N_i], magnitudes [P]."""
+
+    dtype: Any
+    activation: str | None
+    gated: bool
+    straight: bool
+    transposes: bool
+    sums: bool
+    observes: bool
+    matrices: int
+    returns_scale: bool
+    """Devices that share the matrices would add the scale up."""
+    from_end: bool
+
+    @property
+    def name(self) -> str:
+        return "fp8 quantize"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        # Side by side they have an axis of their own, which devices cannot split.
+        apart = self.matrices > 1 and not self.gated
+        sources = "deg" if apart else "ddd"
+        columns = "c" if apart else "d"
+        return Axes(
+            (*(ROWS + source for source in sources), "p"),
+            (
+                ROWS + columns if self.straight else None,
+                columns + ROWS if self.transposes else None,
+                "s" if self.returns_scale else None,
+                columns if self.sums else None,
+                "q" if self.observes else None,
+            ),
+            whole="degcpsq" if apart else "psq",
+        )
+
+    def reasons(self, device, *operands) -> Mapping[str, str | None]:
+        matrices = [operand for operand in operands[:-1] if operand is not None]
+        reason = cuda.quantize.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtype=matrices[0].dtype,
+            rows=matrices[0].shape[0],
+            widths=[matrix.shape[1] for matrix in matrices],
+            transposes=self.transposes,
+        )
+        return _measured_first({"cuda": reason, "xla": None})
+
+    def run(self, implementation, device, *operands) -> Results:
+        del device
+        *matrices, largest = (operand for operand in operands if operand is not None)
+        keywords: dict[str, Any] = dict(
+            dtype=self.dtype,
+            activation=self.activation,
+            gated=self.gated,
+            straight=self.straight,
+            transposes=self.transposes,
+            sums=self.sums,
+        )
+        if implementation == "cuda":
+            keywords |= dict(observes=self.observes, from_end=self.from_end)
+            values, transposed, scale, total, found = cuda.quantize.quantize(
+                matrices, largest, **keywords
+            )
+        else:
+            values, transposed, scale, total = reference.fp8.quantize(matrices, largest, **keywords)
+            found = self._found(matrices) if self.observes else None
+        return values, transposed, scale if self.returns_scale else None, total, found
+
+    def _found(self, matrices: Sequence[jax.Array]) -> jax.Array:
+        """As many magnitudes as the kernel finds."""
+        columns = sum(matrix.shape[1] for matrix in matrices)
+        tiles = cuda.quantize.tiles(matrices[0].shape[0], columns)
+        return jnp.full((tiles,), reference.fp8.largest_magnitude(*matrices))
+
+
+def _measured_first(reasons: dict[str, str | None]) -> dict[str, str | None]:
+    unmeasured = dispatch.why_unmeasured("fp8 quantize") is not None
+    return dispatch.preferring("xla", reasons) if unmeasured else reasons

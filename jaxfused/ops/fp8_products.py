@@ -1,0 +1,306 @@
+"""Products of matrices in float8: a layer, the gradients of one, and that of a hidden layer."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import dispatch, reference, sharding
+from jaxfused.ops.batching import OneByOne
+from jaxfused.ops.fp8_copies import Copies
+from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
+from pallas_kernels.product import cost
+from pallas_kernels.product import fp8 as pallas_fp8
+from pallas_kernels.product.fp8 import LayerOptions
+
+
+def layer(
+    run: Runner,
+    op: str,
+    x: Copies,
+    w: Copies,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    narrow_dtype: Any,
+    saves: bool = False,
+    maximised: pallas_fp8.Maximised | None = None,
+) -> Any:
+    """(activation(z) + residual, z, maxima of rows) of z = x @ w + bias, of w's transposed copy.
+
+    The options are those of `pallas_kernels.product.fp8.LayerOptions`.
+    """
+    # Devices that share the columns would add their maxima up; z is then read once more.
+    observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
+    options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
+    scale = _of_columns(x, w, w.transposed.shape[0])
+    y, z, maxima = run(_Layer(op, options), x.values, w.transposed, scale, bias, residual)
+    if maximised is not None and maxima is None:
+        maxima = z if maximised == "value" else jnp.abs(z)
+    return y, z, maxima
+
+
+def hidden_magnitude(activation: str | None, maxima: jax.Array, up: Any = None) -> jax.Array:
+    """[1], a bound of the magnitudes of a hidden layer, which is nowhere written.
+
+    Args:
+      activation: of the hidden layer.
+      maxima: of the values that the activation reads; without one, of their magnitudes.
+      up: of the magnitudes by which it is multiplied, where it is.
+    """
+    largest = reference.fp8.largest_activation(activation, maxima.astype(jnp.float32))
+    if up is not None:
+        largest = largest * reference.fp8.largest_magnitude(up)
+    return largest[None]
+
+
+def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
+    """Which maxima `hidden_magnitude` wants."""
+    return "magnitude" if activation is None else "value"
+
+
+def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
+    """The gradient dy @ w^T of x [..., D], in x's dtype, of dy [..., F] and w [D, F]."""
+    stage = _Layer(f"{op} input gradient", LayerOptions(None, dtype, dtype, False, None))
+    dx, _, _ = run(stage, dy.values, w.values, _of_columns(dy, w, w.values.shape[0]), None, None)
+    return dx
+
+
+def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
+    """The gradient x^T @ dy [D, F] of weights, of both transposed copies."""
+    stage = _WeightGradient(op, dtype)
+    (dw,) = run(stage, x.transposed, dy.transposed, _of_columns(x, dy, dy.transposed.shape[0]))
+    return dw
+
+
+class HiddenGradient(NamedTuple):
+    """What comes of the gradient of a hidden layer, in z's dtype; None for what there is not."""
+
+    dz: jax.Array
+    dup: Any
+    largest: jax.Array
+    """[1], of the magnitudes of both."""
+
+
+def hidden_gradient(
+    run: Runner,
+    op: str,
+    dy: Copies,
+    w: Copies,
+    z: jax.Array,
+    up: jax.Array | None,
+    *,
+    activation: str | None,
+) -> HiddenGradient:
+    """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
+    observes = sharding.is_in_one_piece(dy.values, w.values)
+    stage = _HiddenGradient(op, activation, observes)
+    scale = _of_columns(dy, w, w.values.shape[0])
+    dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, scale, z, up)
+    largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
+    found = reference.fp8.largest_magnitude(*largest)[None]
+    return HiddenGradient(dz, dup, found)
+
+
+def _of_columns(a: Copies, b: Copies, columns: int) -> jax.Array:
+    """The scale of a product, for each of its columns."""
+    return jnp.full((columns,), a.scale * b.scale)
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def _product_reasons(
+    device: dispatch.Device, x: Any, w: Any, others: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Why each implementation cannot multiply x [M, K] and w [N, K] in float8."""
+    reason = pallas_fp8.why_unsupported(
+        compute_capability=device.compute_capability,
+        x_dtype=x.dtype,
+        w_dtype=w.dtype,
+        others=others,
+        k=x.shape[1],
+        n=w.shape[0],
+    )
+    return {"pallas": reason, "xla": None}
+
+
+def _bytes(*dtypes: Any) -> int:
+    return sum(jnp.dtype(dtype).itemsize for dtype in dtypes if dtype is not None)
+
+
+@dataclass(frozen=True)
+class _Layer(OneByOne):
+    """(activation(z) + residual, z, maxima [M]) of x [M, K], w [N, K] and scale [N]."""
+
+    op: str
+    options: LayerOptions
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} in fp8"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        rows = ROWS + "n"
+        return Axes(
+            (ROWS + "k", "nk", "n", "n", rows),
+            (
+                None if self.options.out_dtype is None else rows,
+                rows if self.options.saves else None,
+                None if self.options.maximised is None else ROWS,
+            ),
+            whole="k",
+        )
+
+    def reasons(self, device, x, w, scale, bias, residual) -> Mapping[str, str | None]:
+        del scale
+        others = {
+            "bias": None if bias is None else bias.dtype,
+            "residual": None if residual is None else residual.dtype,
+            "the result": self.options.out_dtype,
+            "what is saved": self.options.narrow_dtype,
+        }
+        return _product_reasons(device, x, w, others)
+
+    def work(self, x, w, residual) -> cost.Work:
+        return pallas_fp8.work(
+            x,
+            w,
+            read_bytes=0 if residual is None else residual.dtype.itemsize,
+            written_bytes=_bytes(
+                self.options.out_dtype, self.options.narrow_dtype if self.options.saves else None
+            ),
+            activations=int(self.options.activation is not None),
+        )
+
+    def configs(self, implementation, device, x, w, scale, bias, residual) -> Sequence[Hashable]:
+        del scale, bias
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.candidates(self.work(x, w, residual), device.multiprocessors)
+
+    def run(self, implementation, device, x, w, scale, bias, residual, config=None) -> Results:
+        if implementation == "xla":
+            return reference.fp8.layer(x, w, scale, bias, residual, self.options)
+        if config is None:
+            work = self.work(x, w, residual)
+            config = pallas_fp8.candidates(work, device.multiprocessors)[0]
+        return pallas_fp8.layer(
+            x,
+            w,
+            scale,
+            bias,
+            residual,
+            self.options,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+
+@dataclass(frozen=True)
+class _HiddenGradient(OneByOne):
+    """(dz, dup, maxima [M] of both) of dy [M, K], w [N, K], scale [N], z and up [M, N]."""
+
+    op: str
+    activation: str | None
+    maximises: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} hidden gradient in fp8"
+
+    def axes(self, dy, w, scale, z, up) -> Axes:
+        del dy, w, scale, z
+        rows, gated = ROWS + "n", up is not None
+        return Axes(
+            (ROWS + "k", "nk", "n", rows, rows),
+            (
+                rows,
+                rows if gated else None,
+                ROWS if self.maximises else None,
+                ROWS if self.maximises and gated else None,
+            ),
+            whole="k",
+        )
+
+    def reasons(self, device, dy, w, scale, z, up) -> Mapping[str, str | None]:
+        del scale, up
+        return _product_reasons(device, dy, w, {"z": z.dtype})
+
+    def work(self, dy, w, z, up) -> cost.Work:
+        moved = z.dtype.itemsize * (1 if up is None else 2)
+        activations = 0 if self.activation is None else 2
+        return pallas_fp8.work(
+            dy, w, read_bytes=moved, written_bytes=moved, activations=activations
+        )
+
+    def configs(self, implementation, device, dy, w, scale, z, up) -> Sequence[Hashable]:
+        del scale
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.hidden_candidates(self.work(dy, w, z, up), device.multiprocessors)
+
+    def run(self, implementation, device, dy, w, scale, z, up, config=None) -> Results:
+        keywords: dict[str, Any] = dict(activation=self.activation, maximise=self.maximises)
+        if implementation == "xla":
+            return reference.fp8.hidden_gradient(dy, w, scale, z, up, **keywords)
+        if config is None:
+            work = self.work(dy, w, z, up)
+            config = pallas_fp8.hidden_candidates(work, device.multiprocessors)[0]
+        return pallas_fp8.hidden_gradient(
+            dy,
+            w,
+            scale,
+            z,
+            up,
+            **keywords,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+
+
+@dataclass(frozen=True)
+class _WeightGradient(OneByOne):
+    """(scale * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and scale [N]."""
+
+    op: str
+    dtype: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} weight gradient in fp8"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        return Axes(("k" + ROWS, "n" + ROWS, "n"), ("kn",))
+
+    def reasons(self, device, x, dy, scale) -> Mapping[str, str | None]:
+        del scale
+        return _product_reasons(device, x, dy, {"the gradient": self.dtype})
+
+    def work(self, x, dy) -> cost.Work:
+        return pallas_fp8.work(x, dy, read_bytes=0, written_bytes=_bytes(self.dtype))
+
+    def configs(self, implementation, device, x, dy, scale) -> Sequence[Hashable]:
+        del scale
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.promoted_candidates(self.work(x, dy), device.multiprocessors)
+
+    def run(self, implementation, device, x, dy, scale, config=None) -> Results:
+        if implementation == "xla":
+            return (reference.fp8.weight_gradient(x, dy, scale, out_dtype=self.dtype),)
+        dw = pallas_fp8.weight_gradient(
+            x,
+            dy,
+            scale,
+            out_dtype=self.dtype,
+            multiprocessors=device.multiprocessors,
+            config=config,
+        )
+        return (dw,)
