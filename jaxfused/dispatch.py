@@ -78,6 +78,7 @@ UNMEASURED: frozenset[str] = frozenset(
         "conv statistics",
         "fp8 quantize",
         "quantize_rows cuda",
+        "quantized norm",
         "quantized_matmul cuda",
     }
 )

@@ -21,6 +21,7 @@ from pallas_kernels.product.few_rows import QuantizedConfig
 from pallas_kernels.product.mainloop import MatmulConfig
 from pallas_kernels.product.quantized import Packed
 from pallas_kernels.rows import quantize as rows_kernel
+from pallas_kernels.rows import rounding
 from tests import mosaic_interpreter
 from tests.choices import chosen
 from tests.grids import parametrize
@@ -343,14 +344,18 @@ def test_float32_results_of_quantized_inputs_fit_into_shared_memory(dtype):
 # --- rows -----------------------------------------------------------------------------------------
 
 
+def row_rounding(dtype):
+    return rounding.RowRounding(dtype, FORMATS[dtype].largest)
+
+
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize("shape", [(37, 768), (8, 4096), (9, 128)], quick=(2,), ids=str)
-@parametrize("dtype", tuple(rows_kernel.DTYPES), quick=(0, 1))
+@parametrize("dtype", tuple(rounding.DTYPES), quick=(0, 1))
 def test_rows_in_the_interpreter(shape, dtype):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x[1], x[2, 3], x[3, 5], x[4] = 0, np.nan, np.inf, 1e-38
     x = jnp.asarray(x, jnp.bfloat16)
-    values, scale = rows_kernel.forward(x, dtype, FORMATS[dtype].largest, multiprocessors=4)
+    values, scale = rows_kernel.forward(x, row_rounding(dtype), multiprocessors=4)
     expected = jaxfused.quantize_rows(x, dtype)
     np.testing.assert_array_equal(scale, expected.scale[:, 0])
     units = jnp.abs(values.astype(jnp.float32) - expected.values.astype(jnp.float32))
@@ -360,11 +365,11 @@ def test_rows_in_the_interpreter(shape, dtype):
     assert (units > 0).mean() < 1e-3
 
 
-@parametrize("dtype", tuple(rows_kernel.DTYPES), quick=(1,))
+@parametrize("dtype", tuple(rounding.DTYPES), quick=(1,))
 @parametrize("features", [512, 4096, 16384], quick=(0,))
 def test_rows_lower_for_cuda(dtype, features):
     def run(x):
-        return rows_kernel.forward(x, dtype, FORMATS[dtype].largest, multiprocessors=132)
+        return rows_kernel.forward(x, row_rounding(dtype), multiprocessors=132)
 
     x = jax.ShapeDtypeStruct((4096, features), jnp.bfloat16)
     assert kernels(run, x) == ["quantize_rows"]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops import adaptive_norm, layer_norm_costs
+from jaxfused.ops import adaptive_norm, layer_norm_costs, quantized_norm
 from jaxfused.ops.adaptive_norm import NormOptions
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import (
@@ -24,6 +24,7 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
+from jaxfused.ops.quantize_rows import check_row_dtype
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -49,8 +50,9 @@ def layer_norm(
     gate: jax.Array | None = None,
     pre_activation: str | None = None,
     activation: str | None = None,
+    quantize_rows: Any = None,
     implementation: dispatch.Implementation | None = None,
-) -> Output:
+) -> Any:
     r"""Layer normalisation over the last axis, with what stands before and after it in one pass.
 
     .. math::
@@ -77,11 +79,14 @@ def layer_norm(
       pre_activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", between the sum and
         the norm.
       activation: the same choice, after the norm.
+      quantize_rows: "int8", "float8_e4m3fn" or "float8_e5m2": y is quantised, row by row, to be the x of
+        `quantized_matmul`. With implementation "pallas" the pass that normalises does it.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Returns:
       y, of x's shape and dtype. With `residual`: `(y, h)`, where h is the next residual, of the
-      residual's dtype.
+      residual's dtype. With `quantize_rows`, y is the `QuantizedArray` that `jaxfused.quantize_rows`
+      makes of it, and no gradient flows through it.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or the named implementation cannot run.
@@ -105,7 +110,7 @@ def layer_norm(
     """
     options = NormOptions("layer_norm", True, epsilon, 0.0, pre_activation, activation)
     images = adaptive_norm.Images(image_scale, image_shift, gate)
-    return _run(options, x, scale, bias, images, residual, pre_bias, implementation)
+    return _run(options, x, scale, bias, images, residual, pre_bias, quantize_rows, implementation)
 
 
 def rms_norm(
@@ -122,8 +127,9 @@ def rms_norm(
     gate: jax.Array | None = None,
     pre_activation: str | None = None,
     activation: str | None = None,
+    quantize_rows: Any = None,
     implementation: dispatch.Implementation | None = None,
-) -> Output:
+) -> Any:
     r"""Root-mean-square normalisation over the last axis, with what stands around it in one pass.
 
     .. math::
@@ -148,14 +154,31 @@ def rms_norm(
     """
     options = NormOptions("rms_norm", False, epsilon, scale_offset, pre_activation, activation)
     images = adaptive_norm.Images(image_scale, image_shift, gate)
-    return _run(options, x, scale, bias, images, residual, pre_bias, implementation)
+    return _run(options, x, scale, bias, images, residual, pre_bias, quantize_rows, implementation)
 
 
-def _run(options, x, scale, bias, images, residual, pre_bias, implementation) -> Output:
+def _run(
+    options, x, scale, bias, images, residual, pre_bias, row_dtype, implementation
+) -> Output | quantized_norm.QuantizedOutput:
     x, scale, bias, images, residual, pre_bias = jax.tree.map(
         jnp.asarray, (x, scale, bias, images, residual, pre_bias)
     )
     _validate(options, x, scale, bias, residual, pre_bias)
+    operands = (x, scale, bias, images, residual, pre_bias)
+    if row_dtype is None:
+        return _norm_of(options, *operands, implementation)
+    row_dtype = check_row_dtype(options.op, "quantize_rows", row_dtype)
+    device = dispatch.current_device(x, residual)
+    has_images = any(array is not None for array in images)
+    if has_images or not quantized_norm.is_one_pass(implementation, device, x, residual):
+        output = _norm_of(options, *operands, implementation)
+        return quantized_norm.of_output(output, row_dtype, implementation)
+    return quantized_norm.run(
+        options, x, scale, bias, residual, pre_bias, row_dtype, implementation
+    )
+
+
+def _norm_of(options, x, scale, bias, images, residual, pre_bias, implementation) -> Output:
     if any(array is not None for array in images):
         return adaptive_norm.run(
             options, x, scale, bias, images, residual, pre_bias, implementation

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, sharding
 from jaxfused.ops import cuda_choice
@@ -12,6 +13,18 @@ from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, 
 from jaxfused.quantization import rounding
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
 from pallas_kernels.rows import quantize as pallas_quantize
+from pallas_kernels.rows.rounding import RowRounding
+
+
+def check_row_dtype(op: str, argument: str, dtype: Any) -> str:
+    """The name of a dtype that rows can be quantised to."""
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in FORMATS or name == "int4":
+        raise ValueError(
+            f"{op}: {argument} is {name!r}, but activations are quantised to a byte;"
+            " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
+        )
+    return name
 
 
 def quantize_rows(x: jax.Array, dtype: str, implementation: str | None) -> QuantizedArray:
@@ -73,8 +86,7 @@ class _Rows:
         if implementation == "pallas":
             return pallas_quantize.forward(
                 x,
-                self.dtype,
-                FORMATS[self.dtype].largest,
+                RowRounding(self.dtype, FORMATS[self.dtype].largest),
                 multiprocessors=device.multiprocessors,
                 config=config,
             )

@@ -126,12 +126,7 @@ def quantize_rows(
     """
     op = "quantize_rows"
     x = jax.lax.stop_gradient(jnp.asarray(x))
-    name = _check_array(op, x, dtype, -1)
-    if name == "int4":
-        raise ValueError(
-            f"{op}: dtype is 'int4', but activations are quantised to a byte;"
-            " pass 'int8', 'float8_e4m3fn' or 'float8_e5m2'."
-        )
+    name = rows_operator.check_row_dtype(op, "dtype", _check_array(op, x, dtype, -1))
     return rows_operator.quantize_rows(x, name, implementation)
 
 

@@ -19,6 +19,7 @@ from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import derivative
 from pallas_kernels.hopper import LANES, SHARED_MEMORY_BYTES, WARPS
+from pallas_kernels.rows.rounding import RowRounding
 from pallas_kernels.rows.tiles import Place, RowConfig, RowTiles
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -362,7 +363,31 @@ class _Norm:
     activation: str | None
 
 
+class ForwardResults(NamedTuple):
+    """What the forward computes; None for what was not asked for."""
+
+    y: jax.Array
+    next_residual: jax.Array | None
+    mean: jax.Array | None
+    """[M], float32, as are the following."""
+    rstd: jax.Array | None
+    row_scale: jax.Array | None
+    """By which y is to be multiplied, where it is of 8 bits."""
+
+
 def forward(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    pre_bias: jax.Array | None,
+    **keywords: Any,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, next_residual, mean, rstd) of `forward_results`, without a rounding."""
+    return forward_results(x, scale, bias, residual, pre_bias, **keywords)[:4]
+
+
+def forward_results(
     x: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
@@ -378,21 +403,23 @@ def forward(
     multiprocessors: int,
     gate: jax.Array | None = None,
     segments: int = 1,
+    rounding: RowRounding | None = None,
     config: RowConfig | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(y, next_residual, mean, rstd) of [M, D] rows; what was not asked for is None.
+) -> ForwardResults:
+    """Of [M, D] rows; what was not asked for is None.
 
     The vectors are [D], or [segments, D] for as many equal runs of rows. A gate multiplies what is added
-    to the residual.
+    to the residual. With a rounding y is of 8 bits, and each row of it has a scale.
     """
     rows, features = x.shape
     if rows == 0:
         statistic = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
-        return (
-            x,
+        return ForwardResults(
+            x if rounding is None else x.astype(rounding.dtype),
             residual,
             statistic if save_statistics and subtract_mean else None,
             statistic if save_statistics else None,
+            None if rounding is None else statistic,
         )
     matrices = _present(x=x, residual=residual)
     vectors = _present(scale=scale, bias=bias, pre_bias=pre_bias, gate=gate)
@@ -406,15 +433,17 @@ def forward(
     matrix = jax.ShapeDtypeStruct(tiles.matrix_shape, x.dtype)
     statistic = jax.ShapeDtypeStruct((rows,), jnp.float32)
     outputs = _present(
-        y=matrix,
+        y=matrix if rounding is None else jax.ShapeDtypeStruct(matrix.shape, rounding.dtype),
         next_residual=None if residual is None else matrix,
         mean=statistic if save_statistics and subtract_mean else None,
         rstd=statistic if save_statistics else None,
+        row_scale=None if rounding is None else statistic,
     )
     norm = _Norm(subtract_mean, epsilon, scale_offset, pre_activation, activation)
-    kernel = _ForwardKernel(norm, tiles, x.dtype, tuple(matrices), tuple(vectors), tuple(outputs))
+    names = tuple(matrices), tuple(vectors), tuple(outputs)
+    kernel = _ForwardKernel(norm, tiles, x.dtype, *names, rounding)
     results = plgpu.kernel(
-        kernel.layer_norm_forward,
+        kernel.layer_norm_forward if rounding is None else kernel.layer_norm_quantized_forward,
         out_type=tuple(outputs.values()),
         scratch_types=dict(
             **tiles.ring_scratch({name: m.dtype for name, m in matrices.items()}),
@@ -427,11 +456,12 @@ def forward(
     )
     named = dict(zip(outputs, results, strict=True))
     next_residual = named.get("next_residual")
-    return (
+    return ForwardResults(
         named["y"].reshape(x.shape),
         None if next_residual is None else next_residual.reshape(x.shape),
         named.get("mean"),
         named.get("rstd"),
+        named.get("row_scale"),
     )
 
 
@@ -445,6 +475,11 @@ class _ForwardKernel:
     matrices: tuple[str, ...]
     vectors: tuple[str, ...]
     outputs: tuple[str, ...]
+    rounding: RowRounding | None
+
+    def layer_norm_quantized_forward(self, *refs, **scratch) -> None:
+        """The same by another name in profiles."""
+        self.layer_norm_forward(*refs, **scratch)
 
     def layer_norm_forward(
         self, *refs, exchange_smem, exchange_barrier, ring_barriers=None, **ring
@@ -480,6 +515,7 @@ class _ForwardWarpgroup:
 
     def norm_tile(self, step_idx, row, tile_refs, _) -> None:
         kernel, tiles, norm = self.kernel, self.kernel.tiles, self.kernel.norm
+        parities = self._parities(step_idx)
         chunks = range(tiles.config.chunks)
         summed = tiles.per_chunk(lambda chunk: self._summed(tile_refs, chunk))
         u = tiles.per_chunk(
@@ -491,20 +527,43 @@ class _ForwardWarpgroup:
 
         centred = u
         if norm.subtract_mean:
-            mean = self._total(tiles.line_sum(u), 0) * (1.0 / tiles.features)
+            mean = self._total(tiles.line_sum(u), parities["mean"]) * (1.0 / tiles.features)
             centred = tiles.per_chunk(lambda chunk: u(chunk) - tiles.across_columns(mean))
-        # Consecutive exchanges must alternate: within the row after a mean, else from row to row.
-        parity = 1 if norm.subtract_mean else lax.rem(step_idx, jnp.int32(2))
-        squares = self._total(tiles.line_sum(lambda chunk: centred(chunk) * centred(chunk)), parity)
+        squares = self._total(
+            tiles.line_sum(lambda chunk: centred(chunk) * centred(chunk)), parities["squares"]
+        )
         rstd = lax.rsqrt(squares * (1.0 / tiles.features) + norm.epsilon)
 
-        for chunk in chunks:
-            y = self._scaled(centred(chunk) * tiles.across_columns(rstd), chunk)
-            tiles.store(self.gmem["y"], self.place, row, chunk, y)
+        def y(chunk: int) -> jax.Array:
+            return self._scaled(centred(chunk) * tiles.across_columns(rstd), chunk)
+
+        if kernel.rounding is not None:
+            # Rounded as a result in x's dtype is, so that its rows have the bits of two passes.
+            kernel.rounding.store(
+                tiles,
+                self.place,
+                row,
+                parities["largest"],
+                tiles.per_chunk(lambda chunk: y(chunk).astype(jnp.float32)),
+                self.gmem["y"],
+                self.gmem["row_scale"],
+                self.exchange_smem,
+                self.exchange_barrier,
+            )
+        else:
+            for chunk in chunks:
+                tiles.store(self.gmem["y"], self.place, row, chunk, y(chunk))
         if "mean" in kernel.outputs:
             tiles.store_statistic(self.gmem["mean"], self.place, row, mean)
         if "rstd" in kernel.outputs:
             tiles.store_statistic(self.gmem["rstd"], self.place, row, rstd)
+
+    def _parities(self, step_idx) -> Mapping[str, Any]:
+        """Of a row's exchanges: consecutive ones alternate, also from row to row."""
+        exchanges = ["mean"] if self.kernel.norm.subtract_mean else []
+        exchanges += ["squares"] if self.kernel.rounding is None else ["squares", "largest"]
+        first = lax.rem(step_idx, jnp.int32(2)) if len(exchanges) % 2 else 0
+        return {name: 1 - first if i % 2 else first for i, name in enumerate(exchanges)}
 
     def _summed(self, tile_refs, chunk: int) -> jax.Array:
         """The sum that the norm is of; after a residual rounded as the next residual is."""
