@@ -77,6 +77,8 @@ UNMEASURED: frozenset[str] = frozenset(
         "conv joined input gradient",
         "conv statistics",
         "fp8 quantize",
+        "fp8 scalars",
+        "fp8 slope",
         "quantize_rows cuda",
         "quantized norm",
         "quantized_matmul cuda",

@@ -37,8 +37,8 @@ def layer(
     # Devices that share the columns would add their maxima up; z is then read once more.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
-    scale = _of_columns(x, w, w.transposed.shape[0])
-    y, z, maxima = run(_Layer(op, options), x.values, w.transposed, scale, bias, residual)
+    scales = _scales(x, w, w.transposed.shape[0])
+    y, z, maxima = run(_Layer(op, options), x.values, w.transposed, *scales, bias, residual)
     if maximised is not None and maxima is None:
         maxima = z if maximised == "value" else jnp.abs(z)
     return y, z, maxima
@@ -66,14 +66,15 @@ def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
     """The gradient dy @ w^T of x [..., D], in x's dtype, of dy [..., F] and w [D, F]."""
     stage = _Layer(f"{op} input gradient", LayerOptions(None, dtype, dtype, False, None))
-    dx, _, _ = run(stage, dy.values, w.values, _of_columns(dy, w, w.values.shape[0]), None, None)
+    scales = _scales(dy, w, w.values.shape[0])
+    dx, _, _ = run(stage, dy.values, w.values, *scales, None, None)
     return dx
 
 
 def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
     """The gradient x^T @ dy [D, F] of weights, of both transposed copies."""
-    stage = _WeightGradient(op, dtype)
-    (dw,) = run(stage, x.transposed, dy.transposed, _of_columns(x, dy, dy.transposed.shape[0]))
+    scales = _scales(x, dy, dy.transposed.shape[0])
+    (dw,) = run(_WeightGradient(op, dtype), x.transposed, dy.transposed, *scales)
     return dw
 
 
@@ -99,16 +100,64 @@ def hidden_gradient(
     """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     stage = _HiddenGradient(op, activation, observes)
-    scale = _of_columns(dy, w, w.values.shape[0])
-    dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, scale, z, up)
+    scales = _scales(dy, w, w.values.shape[0])
+    dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, *scales, z, up)
     largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
     found = reference.fp8.largest_magnitude(*largest)[None]
     return HiddenGradient(dz, dup, found)
 
 
-def _of_columns(a: Copies, b: Copies, columns: int) -> jax.Array:
-    """The scale of a product, for each of its columns."""
-    return jnp.full((columns,), a.scale * b.scale)
+def hidden_and_slope(
+    run: Runner,
+    op: str,
+    x: Copies,
+    w: Copies,
+    bias: jax.Array | None,
+    *,
+    activation: str,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The hidden layer, the activation's derivative and the largest |h| [1], of w's transposed copy.
+
+    How the derivative is kept says `pallas_kernels.product.fp8.slope_format`.
+    """
+    observes = sharding.is_in_one_piece(x.values, w.transposed)
+    stage = _HiddenAndSlope(op, activation, jnp.dtype(dtype), observes)
+    scales = x.scale.reshape(1), w.scale.reshape(1)
+    h, slope, maxima = run(stage, x.values, w.transposed, *scales, bias)
+    return h, slope, reference.fp8.largest_magnitude(maxima if observes else h)[None]
+
+
+def hidden_gradient_by_slope(
+    run: Runner,
+    op: str,
+    dy: Copies,
+    w: Copies,
+    slope: jax.Array,
+    hidden: Copies,
+    *,
+    activation: str,
+    dtype: Any,
+) -> HiddenGradient:
+    """The gradient to z [..., F], from what `hidden_and_slope` has made."""
+    observes = sharding.is_in_one_piece(dy.values, w.values)
+    # The integers of a slope have no NaN. Where the hidden layer had one, its largest magnitude is NaN.
+    seen = hidden.scale if hidden.found is None else hidden.found
+    steps = pallas_fp8.slope_format(activation, dtype).steps
+    unit = jnp.where(jnp.isnan(seen.reshape(1)), jnp.nan, jnp.float32(1.0 / steps))
+    stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
+    scales = dy.scale.reshape(1), w.scale.reshape(1), unit
+    dz, maxima = run(stage, dy.values, w.values, *scales, slope)
+    return HiddenGradient(
+        dz, None, reference.fp8.largest_magnitude(maxima if observes else dz)[None]
+    )
+
+
+def _scales(a: Copies, b: Copies, columns: int) -> tuple[jax.Array, jax.Array | None]:
+    """The scale of a product for each of its columns, and None; or of each matrix [1]."""
+    if dispatch.why_unmeasured("fp8 scalars") is not None:
+        return jnp.full((columns,), a.scale * b.scale), None
+    return a.scale.reshape(1), b.scale.reshape(1)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -129,13 +178,22 @@ def _product_reasons(
     return {"pallas": reason, "xla": None}
 
 
+def _scale_axes(w_scale: jax.Array | None) -> tuple[str, str]:
+    """The letters of what `_scales` returns."""
+    return ("n", "n") if w_scale is None else ("s", "t")
+
+
+def _of_product(scale: jax.Array, w_scale: jax.Array | None) -> pallas_fp8.Scale:
+    return scale if w_scale is None else (scale, w_scale)
+
+
 def _bytes(*dtypes: Any) -> int:
     return sum(jnp.dtype(dtype).itemsize for dtype in dtypes if dtype is not None)
 
 
 @dataclass(frozen=True)
 class _Layer(OneByOne):
-    """(activation(z) + residual, z, maxima [M]) of x [M, K], w [N, K] and scale [N]."""
+    """(activation(z) + residual, z, maxima [M]) of x [M, K], w [N, K] and `_scales`."""
 
     op: str
     options: LayerOptions
@@ -144,11 +202,11 @@ class _Layer(OneByOne):
     def name(self) -> str:
         return f"{self.op} in fp8"
 
-    def axes(self, *operands) -> Axes:
-        del operands
+    def axes(self, x, w, scale, w_scale, bias, residual) -> Axes:
+        del x, w, scale, bias, residual
         rows = ROWS + "n"
         return Axes(
-            (ROWS + "k", "nk", "n", "n", rows),
+            (ROWS + "k", "nk", *_scale_axes(w_scale), "n", rows),
             (
                 None if self.options.out_dtype is None else rows,
                 rows if self.options.saves else None,
@@ -157,8 +215,8 @@ class _Layer(OneByOne):
             whole="k",
         )
 
-    def reasons(self, device, x, w, scale, bias, residual) -> Mapping[str, str | None]:
-        del scale
+    def reasons(self, device, x, w, scale, w_scale, bias, residual) -> Mapping[str, str | None]:
+        del scale, w_scale
         others = {
             "bias": None if bias is None else bias.dtype,
             "residual": None if residual is None else residual.dtype,
@@ -178,24 +236,25 @@ class _Layer(OneByOne):
             activations=int(self.options.activation is not None),
         )
 
-    def configs(self, implementation, device, x, w, scale, bias, residual) -> Sequence[Hashable]:
-        del scale, bias
+    def configs(
+        self, implementation, device, x, w, scale, w_scale, bias, residual
+    ) -> Sequence[Hashable]:
+        del scale, w_scale, bias
         if implementation != "pallas":
             return ()
         return pallas_fp8.candidates(self.work(x, w, residual), device.multiprocessors)
 
-    def run(self, implementation, device, x, w, scale, bias, residual, config=None) -> Results:
+    def run(
+        self, implementation, device, x, w, scale, w_scale, bias, residual, config=None
+    ) -> Results:
+        operands = (x, w, _of_product(scale, w_scale), bias, residual)
         if implementation == "xla":
-            return reference.fp8.layer(x, w, scale, bias, residual, self.options)
+            return reference.fp8.layer(*operands, self.options)
         if config is None:
             work = self.work(x, w, residual)
             config = pallas_fp8.candidates(work, device.multiprocessors)[0]
         return pallas_fp8.layer(
-            x,
-            w,
-            scale,
-            bias,
-            residual,
+            *operands,
             self.options,
             multiprocessors=device.multiprocessors,
             config=config,
@@ -204,7 +263,7 @@ class _Layer(OneByOne):
 
 @dataclass(frozen=True)
 class _HiddenGradient(OneByOne):
-    """(dz, dup, maxima [M] of both) of dy [M, K], w [N, K], scale [N], z and up [M, N]."""
+    """(dz, dup, maxima [M] of both) of dy [M, K], w [N, K], `_scales`, z and up [M, N]."""
 
     op: str
     activation: str | None
@@ -214,11 +273,11 @@ class _HiddenGradient(OneByOne):
     def name(self) -> str:
         return f"{self.op} hidden gradient in fp8"
 
-    def axes(self, dy, w, scale, z, up) -> Axes:
+    def axes(self, dy, w, scale, w_scale, z, up) -> Axes:
         del dy, w, scale, z
         rows, gated = ROWS + "n", up is not None
         return Axes(
-            (ROWS + "k", "nk", "n", rows, rows),
+            (ROWS + "k", "nk", *_scale_axes(w_scale), rows, rows),
             (
                 rows,
                 rows if gated else None,
@@ -228,8 +287,8 @@ class _HiddenGradient(OneByOne):
             whole="k",
         )
 
-    def reasons(self, device, dy, w, scale, z, up) -> Mapping[str, str | None]:
-        del scale, up
+    def reasons(self, device, dy, w, scale, w_scale, z, up) -> Mapping[str, str | None]:
+        del scale, w_scale, up
         return _product_reasons(device, dy, w, {"z": z.dtype})
 
     def work(self, dy, w, z, up) -> cost.Work:
@@ -239,25 +298,22 @@ class _HiddenGradient(OneByOne):
             dy, w, read_bytes=moved, written_bytes=moved, activations=activations
         )
 
-    def configs(self, implementation, device, dy, w, scale, z, up) -> Sequence[Hashable]:
-        del scale
+    def configs(self, implementation, device, dy, w, scale, w_scale, z, up) -> Sequence[Hashable]:
+        del scale, w_scale
         if implementation != "pallas":
             return ()
         return pallas_fp8.hidden_candidates(self.work(dy, w, z, up), device.multiprocessors)
 
-    def run(self, implementation, device, dy, w, scale, z, up, config=None) -> Results:
+    def run(self, implementation, device, dy, w, scale, w_scale, z, up, config=None) -> Results:
+        operands = (dy, w, _of_product(scale, w_scale), z, up)
         keywords: dict[str, Any] = dict(activation=self.activation, maximise=self.maximises)
         if implementation == "xla":
-            return reference.fp8.hidden_gradient(dy, w, scale, z, up, **keywords)
+            return reference.fp8.hidden_gradient(*operands, **keywords)
         if config is None:
             work = self.work(dy, w, z, up)
             config = pallas_fp8.hidden_candidates(work, device.multiprocessors)[0]
         return pallas_fp8.hidden_gradient(
-            dy,
-            w,
-            scale,
-            z,
-            up,
+            *operands,
             **keywords,
             multiprocessors=device.multiprocessors,
             config=config,
@@ -265,8 +321,114 @@ class _HiddenGradient(OneByOne):
 
 
 @dataclass(frozen=True)
+class _HiddenAndSlope(OneByOne):
+    """(h, slope [M, N], maxima of |h| [M]) of x [M, K], w [N, K], their scales [1] and bias [N]."""
+
+    op: str
+    activation: str
+    dtype: Any
+    maximises: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} hidden and slope in fp8"
+
+    @property
+    def slope(self) -> pallas_fp8.SlopeFormat:
+        return pallas_fp8.slope_format(self.activation, self.dtype)
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        rows = ROWS + "n"
+        return Axes(
+            (ROWS + "k", "nk", "s", "t", "n"),
+            (rows, rows, ROWS if self.maximises else None),
+            whole="k",
+        )
+
+    def reasons(self, device, x, w, scale, w_scale, bias) -> Mapping[str, str | None]:
+        del scale, w_scale
+        others = {"bias": None if bias is None else bias.dtype, "the hidden layer": self.dtype}
+        return _product_reasons(device, x, w, others)
+
+    def work(self, x, w) -> cost.Work:
+        written = _bytes(self.dtype, self.slope.dtype)
+        return pallas_fp8.work(x, w, read_bytes=0, written_bytes=written, activations=2)
+
+    def configs(self, implementation, device, x, w, scale, w_scale, bias) -> Sequence[Hashable]:
+        del scale, w_scale, bias
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.candidates(self.work(x, w), device.multiprocessors)
+
+    def run(self, implementation, device, x, w, scale, w_scale, bias, config=None) -> Results:
+        operands = (x, w, (scale, w_scale), bias)
+        keywords: dict[str, Any] = dict(
+            activation=self.activation,
+            dtype=self.dtype,
+            slope=self.slope,
+            maximise=self.maximises,
+        )
+        if implementation == "xla":
+            return reference.fp8.hidden_and_slope(*operands, **keywords)
+        if config is None:
+            config = pallas_fp8.candidates(self.work(x, w), device.multiprocessors)[0]
+        return pallas_fp8.hidden_and_slope(
+            *operands, **keywords, multiprocessors=device.multiprocessors, config=config
+        )
+
+
+@dataclass(frozen=True)
+class _HiddenGradientBySlope(OneByOne):
+    """(dz, maxima of |dz| [M]) of dy [M, K], w [N, K], three scales [1] and slope [M, N]."""
+
+    op: str
+    dtype: Any
+    maximises: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} hidden gradient by slope in fp8"
+
+    def axes(self, *operands) -> Axes:
+        del operands
+        rows = ROWS + "n"
+        return Axes(
+            (ROWS + "k", "nk", "s", "t", "u", rows),
+            (rows, ROWS if self.maximises else None),
+            whole="k",
+        )
+
+    def reasons(self, device, dy, w, *others) -> Mapping[str, str | None]:
+        del others
+        return _product_reasons(device, dy, w, {"dz": self.dtype})
+
+    def work(self, dy, w, slope) -> cost.Work:
+        read, written = slope.dtype.itemsize, _bytes(self.dtype)
+        return pallas_fp8.work(dy, w, read_bytes=read, written_bytes=written)
+
+    def configs(self, implementation, device, dy, w, *others) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        return pallas_fp8.candidates(self.work(dy, w, others[-1]), device.multiprocessors)
+
+    def run(
+        self, implementation, device, dy, w, scale, w_scale, unit, slope, config=None
+    ) -> Results:
+        operands = (dy, w, (scale, w_scale, unit), slope)
+        keywords: dict[str, Any] = dict(dtype=self.dtype, maximise=self.maximises)
+        if implementation == "xla":
+            return reference.fp8.hidden_gradient_by_slope(*operands, **keywords)
+        if config is None:
+            config = pallas_fp8.candidates(self.work(dy, w, slope), device.multiprocessors)[0]
+        return pallas_fp8.hidden_gradient_by_slope(
+            *operands, **keywords, multiprocessors=device.multiprocessors, config=config
+        )
+
+
+@dataclass(frozen=True)
 class _WeightGradient(OneByOne):
-    """(scale * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and scale [N]."""
+    """(scale * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and `_scales`."""
 
     op: str
     dtype: Any
@@ -275,30 +437,29 @@ class _WeightGradient(OneByOne):
     def name(self) -> str:
         return f"{self.op} weight gradient in fp8"
 
-    def axes(self, *operands) -> Axes:
-        del operands
-        return Axes(("k" + ROWS, "n" + ROWS, "n"), ("kn",))
+    def axes(self, x, dy, scale, dy_scale) -> Axes:
+        del x, dy, scale
+        return Axes(("k" + ROWS, "n" + ROWS, *_scale_axes(dy_scale)), ("kn",))
 
-    def reasons(self, device, x, dy, scale) -> Mapping[str, str | None]:
-        del scale
+    def reasons(self, device, x, dy, scale, dy_scale) -> Mapping[str, str | None]:
+        del scale, dy_scale
         return _product_reasons(device, x, dy, {"the gradient": self.dtype})
 
     def work(self, x, dy) -> cost.Work:
         return pallas_fp8.work(x, dy, read_bytes=0, written_bytes=_bytes(self.dtype))
 
-    def configs(self, implementation, device, x, dy, scale) -> Sequence[Hashable]:
-        del scale
+    def configs(self, implementation, device, x, dy, scale, dy_scale) -> Sequence[Hashable]:
+        del scale, dy_scale
         if implementation != "pallas":
             return ()
         return pallas_fp8.promoted_candidates(self.work(x, dy), device.multiprocessors)
 
-    def run(self, implementation, device, x, dy, scale, config=None) -> Results:
+    def run(self, implementation, device, x, dy, scale, dy_scale, config=None) -> Results:
+        operands = (x, dy, _of_product(scale, dy_scale))
         if implementation == "xla":
-            return (reference.fp8.weight_gradient(x, dy, scale, out_dtype=self.dtype),)
+            return (reference.fp8.weight_gradient(*operands, out_dtype=self.dtype),)
         dw = pallas_fp8.weight_gradient(
-            x,
-            dy,
-            scale,
+            *operands,
             out_dtype=self.dtype,
             multiprocessors=device.multiprocessors,
             config=config,

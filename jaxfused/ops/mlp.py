@@ -126,7 +126,7 @@ def mlp(
     if fp8.is_fp8(precision):
         run = _fp8_runner(op, implementation, device, x, words)
         dtypes = _fp8_dtypes(x, w1, w2, residual)
-        fp8_options = mlp_fp8.Options(activation, save, jnp.dtype(out_dtype), dtypes)
+        fp8_options = mlp_fp8.Options.of_mlp(activation, save, jnp.dtype(out_dtype), dtypes)
         rows = sharding.leading_axes(x.ndim - 1)
         axes = (rows + "d", "df", "f", "fe", "e", rows + "e")
         aligned = sharding.align((x, w1, b1, w2, b2, residual), operand_axes=axes, whole="dfe")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxfused import dispatch
 from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
 from jaxfused.semantics.checkpoint_names import named
@@ -26,6 +27,16 @@ class Options:
     out_dtype: Any
     dtypes: tuple[Any, ...]
     """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
+    keeps_slope: bool = False
+    """Whether the first layer writes the hidden layer, and its derivative for the backward, in place of
+    what the activation is of."""
+
+    @classmethod
+    def of_mlp(cls, activation: str | None, save: str, out_dtype: Any, dtypes: Any) -> "Options":
+        """Those of `mlp`, in the form that has been measured."""
+        fits = save == "hidden" and activation is not None
+        keeps_slope = fits and dispatch.why_unmeasured("fp8 slope") is None
+        return cls(activation, save, out_dtype, dtypes, keeps_slope)
 
 
 class _MlpResiduals(NamedTuple):
@@ -37,6 +48,8 @@ class _MlpResiduals(NamedTuple):
     hidden: fp8_copies.Copies
     """Its transposed copy where that is saved; the scale in any case."""
     preactivation: jax.Array | None
+    slope: jax.Array | None
+    """In the format of `slope_format`, in place of the preactivation."""
     state: fp8.Fp8State | None
 
 
@@ -82,10 +95,18 @@ def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -
 def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
     copies = functools.partial(fp8_copies.copies_of, run, state, "mlp")
     xs, w1s, w2s = copies("x", x), copies("w1", w1), copies("w2", w2)
-    z, largest = _first_layer(run, options, xs, w1s, b1)
-    z = named(z, "mlp", "preactivation")
-    transposes = options.save == "hidden"
-    hs = copies("hidden", z, largest=largest, activation=options.activation, transposes=transposes)
+    z = slope = None
+    if options.keeps_slope:
+        h, slope, largest = fp8_products.hidden_and_slope(
+            run, "mlp", xs, w1s, b1, activation=str(options.activation), dtype=x.dtype
+        )
+        slope = named(slope, "mlp", "hidden")
+        hs = copies("hidden", h, largest=largest)
+    else:
+        z, largest = _first_layer(run, options, xs, w1s, b1)
+        z = named(z, "mlp", "preactivation")
+        hidden: dict[str, Any] = dict(activation=options.activation, largest=largest)
+        hs = copies("hidden", z, **hidden, transposes=options.save == "hidden")
     y = _last_layer(run, "mlp", options, hs, w2s, b2, residual)
     hs, w2s = hs.kept("transposed"), w2s.kept("values")
     if options.save == "inputs":
@@ -93,32 +114,34 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
         z = None
     else:
         xs, w1s = xs.kept("transposed"), w1s.kept("values")
-    return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z, state)
+    return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z, slope, state)
 
 
 def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
-    xs, w1s, b1, w2s, b2, hs, z, state = saved
+    xs, w1s, b1, w2s, b2, hs, z, slope, state = saved
     x_dtype, w1_dtype, w2_dtype, residual_dtype = options.dtypes
     copies = functools.partial(fp8_copies.copies_of, run, state, "mlp", dtype=fp8_copies.GRADIENT)
     dys = copies("dy", dy, sums=b2 is not None)
-    if z is None:
-        _, z, _ = fp8_products.layer(
-            run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True
+    activation: Any = options.activation
+    if slope is not None:
+        keywords: dict[str, Any] = dict(activation=activation, dtype=x_dtype)
+        gradient = fp8_products.hidden_gradient_by_slope(
+            run, "mlp", dys, w2s, slope, hs, **keywords
         )
-    gradient = fp8_products.hidden_gradient(
-        run,
-        "mlp",
-        dys,
-        w2s,
-        z,
-        None,
-        activation=options.activation,
-    )
+    else:
+        if z is None:
+            _, z, _ = fp8_products.layer(
+                run, "mlp first layer", xs, w1s, b1, narrow_dtype=x_dtype, saves=True
+            )
+        gradient = fp8_products.hidden_gradient(
+            run, "mlp", dys, w2s, z, None, activation=activation
+        )
     dzs = copies("dhidden", gradient.dz, sums=b1 is not None, largest=gradient.largest)
     found = _found(xs, w1s, hs, w2s, dys, dzs)
     if hs.transposed is None:
-        keywords: dict[str, Any] = dict(activation=options.activation, largest=hs.largest)
-        hs = fp8_copies.copies(run, z, **keywords, straight=False)
+        assert z is not None
+        hidden: dict[str, Any] = dict(activation=activation, largest=hs.largest)
+        hs = fp8_copies.copies(run, z, **hidden, straight=False)
     return (
         fp8_products.input_gradient(run, "mlp", dzs, w1s, x_dtype),
         fp8_products.weight_gradient(run, "mlp first layer", xs, dzs, w1_dtype),

@@ -1,5 +1,7 @@
 """Products of float8 matrices with one scale each, in plain JAX: the truth for the kernels."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,10 +74,17 @@ def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return product(subscripts, a, b, out_dtype=jnp.float32)
 
 
+def _scaled(total: jax.Array, scale: jax.Array | Sequence[jax.Array]) -> jax.Array:
+    """Sums times a scale [N], or times the product of several of [1]."""
+    if isinstance(scale, jax.Array):
+        return total * scale
+    return total * functools.reduce(operator.mul, scale)
+
+
 def layer(
     x: jax.Array,
     w: jax.Array,
-    scale: jax.Array,
+    scale: jax.Array | Sequence[jax.Array],
     bias: jax.Array | None,
     residual: jax.Array | None,
     options: Any,
@@ -84,7 +93,7 @@ def layer(
 
     The arguments are those of `pallas_kernels.product.fp8.layer`.
     """
-    z = sums("mk,nk->mn", x, w) * scale
+    z = _scaled(sums("mk,nk->mn", x, w), scale)
     z = z if bias is None else z + bias.astype(jnp.float32)
     narrow = z.astype(options.narrow_dtype)
     wide = narrow.astype(jnp.float32)
@@ -122,7 +131,7 @@ _LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "silu": 0.2785}
 def hidden_gradient(
     dy: jax.Array,
     w: jax.Array,
-    scale: jax.Array,
+    scale: jax.Array | Sequence[jax.Array],
     z: jax.Array,
     up: jax.Array | None,
     *,
@@ -133,7 +142,7 @@ def hidden_gradient(
 
     The arguments are those of `pallas_kernels.product.fp8.hidden_gradient`.
     """
-    dh = sums("mk,nk->mn", dy, w) * scale
+    dh = _scaled(sums("mk,nk->mn", dy, w), scale)
     gate = z.astype(jnp.float32)
     h, slope = value_and_slope(activation, gate)
     if up is None:
@@ -148,6 +157,51 @@ def hidden_gradient(
     return (*rounded, *absent, *maxima, *absent)
 
 
-def weight_gradient(x: jax.Array, dy: jax.Array, scale: jax.Array, *, out_dtype: Any) -> jax.Array:
-    """Scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N]."""
-    return (sums("km,nm->kn", x, dy) * scale).astype(out_dtype)
+def hidden_and_slope(
+    x: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | Sequence[jax.Array],
+    bias: jax.Array | None,
+    *,
+    activation: str,
+    dtype: Any,
+    slope: Any,
+    maximise: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(activation(z), its derivative, maxima of rows) of z = scale * x @ w^T + bias.
+
+    The arguments are those of `pallas_kernels.product.fp8.hidden_and_slope`.
+    """
+    z = _scaled(sums("mk,nk->mn", x, w), scale)
+    z = z if bias is None else z + bias.astype(jnp.float32)
+    h, derivative = value_and_slope(activation, z)
+    if slope.dtype == jnp.int8:
+        derivative = jnp.round(derivative * slope.steps)
+    h = h.astype(dtype)
+    maxima = _row_maxima(jnp.abs(h.astype(jnp.float32))) if maximise else None
+    return h, derivative.astype(slope.dtype), maxima
+
+
+def hidden_gradient_by_slope(
+    dy: jax.Array,
+    w: jax.Array,
+    scale: jax.Array | Sequence[jax.Array],
+    slope: jax.Array,
+    *,
+    dtype: Any,
+    maximise: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(dz, maxima of its rows) of dz = scale * dy @ w^T * slope.
+
+    The arguments are those of `pallas_kernels.product.fp8.hidden_gradient_by_slope`.
+    """
+    dh = _scaled(sums("mk,nk->mn", dy, w), scale)
+    dz = (dh * slope.astype(jnp.float32)).astype(dtype)
+    return dz, _row_maxima(jnp.abs(dz.astype(jnp.float32))) if maximise else None
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, scale: jax.Array | Sequence[jax.Array], *, out_dtype: Any
+) -> jax.Array:
+    """Scale * x @ dy^T [K, N] of x [K, M] and dy [N, M]."""
+    return _scaled(sums("km,nm->kn", x, dy), scale).astype(out_dtype)

@@ -47,6 +47,8 @@ class Epilogue:
     """The dtypes of vectors with a number for each row."""
     row_maxima: Mapping[str, Maximised] = MappingProxyType({})
     """Of which function of an output's values the largest in each row of a tile is wanted."""
+    scalars: tuple[str, ...] = ()
+    """Arrays of one float32, the same for all elements."""
 
     @property
     def config(self) -> MatmulConfig:
@@ -160,6 +162,7 @@ class _Refs:
         remaining = iter(refs)
         self.vectors = {name: next(remaining) for name in epilogue.vectors}
         self.row_vectors = {name: next(remaining) for name in epilogue.row_vectors}
+        self.scalars = {name: next(remaining) for name in epilogue.scalars}
         self.matrices = {name: next(remaining) for name in epilogue.matrices}
         self.outputs = {name: next(remaining) for name in epilogue.outputs}
         self.sums = {name: next(remaining) for name in epilogue.column_sums}
@@ -216,6 +219,7 @@ class _EpilogueOfTile:
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
         maxima: dict[str, jax.Array] = {}
+        scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
             vectors = {}
             if narrow is not None:
@@ -225,7 +229,7 @@ class _EpilogueOfTile:
             else:
                 tiles, vectors = self._products(acc, chunk), self._vectors(chunk)
             matrices = self._load_matrices(chunk)
-            results = epilogue.function(*tiles, **vectors, **matrices)
+            results = epilogue.function(*tiles, **scalars, **vectors, **matrices)
             for name, maximised in epilogue.row_maxima.items():
                 largest = jnp.max(maximised(results[name]), axis=1)
                 found = maxima.get(name)

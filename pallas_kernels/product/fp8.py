@@ -4,7 +4,9 @@ Each matrix has one scale, and the sums run along the last axis of both operands
 matrix writes it transposed too, where a gradient sums over its other axis.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from pallas_kernels.product.mainloop import MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 
 Maximised = Literal["value", "magnitude"]
+Scale = jax.Array | Sequence[jax.Array]
+"""[N], of the columns of a product; or several of [1], whose product it is."""
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -111,6 +115,18 @@ _PROMOTED_STEP, _PROMOTED_COLUMN = 0.06, 0.0025
 """Microseconds of a step of a tile of 128 rows: by itself, and for each column. Fitted to an H200."""
 
 
+def _by_name(scale: Scale) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """A scale as the vectors and the scalars of an epilogue."""
+    if isinstance(scale, jax.Array):
+        return {"scale": scale}, {}
+    return {}, {f"scale_{i}": factor for i, factor in enumerate(scale)}
+
+
+def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
+    """What an epilogue makes of the accumulators first."""
+    return sums * functools.reduce(operator.mul, scales.values())
+
+
 @dataclass(frozen=True)
 class LayerOptions:
     """What is static in a layer, to the kernel and to the reference alike."""
@@ -131,7 +147,7 @@ class LayerOptions:
 def layer(
     x: jax.Array,
     w: jax.Array,
-    scale: jax.Array,
+    scale: Scale,
     bias: jax.Array | None,
     residual: jax.Array | None,
     options: LayerOptions,
@@ -144,15 +160,17 @@ def layer(
     Args:
       x: [M, K].
       w: [N, K].
-      scale: [N].
+      scale: of the product.
       bias: [N].
       residual: [M, N].
       options: which of the three are wanted, and of what.
     """
     out_dtype, narrow_dtype = options.out_dtype, options.narrow_dtype
+    vectors, scalars = _by_name(scale)
 
-    def epilogue(z, *, scale, bias=None, residual=None):
-        z = z * scale if bias is None else z * scale + bias
+    def epilogue(z, *, bias=None, residual=None, **scales):
+        z = _scaled(z, scales)
+        z = z if bias is None else z + bias
         results = {"z": z}
         if out_dtype is not None:
             if options.activation is not None:
@@ -169,7 +187,8 @@ def layer(
         x,
         [w],
         epilogue=epilogue,
-        vectors={"scale": scale, "bias": bias},
+        vectors={**vectors, "bias": bias},
+        scalars=scalars,
         matrices={"residual": residual},
         outputs={name: dtype for name, dtype in outputs.items() if dtype is not None},
         row_maxima={} if function is None else {"z": function},
@@ -184,7 +203,7 @@ def layer(
 def hidden_gradient(
     dy: jax.Array,
     w: jax.Array,
-    scale: jax.Array,
+    scale: Scale,
     z: jax.Array,
     up: jax.Array | None,
     *,
@@ -198,7 +217,7 @@ def hidden_gradient(
     Args:
       dy: [M, K].
       w: [N, K].
-      scale: [N].
+      scale: of the product.
       z: [M, N], what the activation was of.
       up: [M, N], by which it was multiplied, or None.
       activation: the activation.
@@ -208,8 +227,8 @@ def hidden_gradient(
       (dz, dup, maxima of dz [M], maxima of dup [M]); None for what is not wanted.
     """
 
-    def epilogue(dh, *, scale, z, up=None):
-        dh = dh * scale
+    def epilogue(dh, *, z, up=None, **scales):
+        dh = _scaled(dh, scales)
         h, slope = activation_and_derivative(activation, z, z_dtype)
         if up is None:
             return {"dz": dh * slope}
@@ -217,11 +236,13 @@ def hidden_gradient(
 
     z_dtype = z.dtype
     names = ("dz",) if up is None else ("dz", "dup")
+    vectors, scalars = _by_name(scale)
     results = matmul(
         dy,
         [w],
         epilogue=epilogue,
-        vectors={"scale": scale},
+        vectors=vectors,
+        scalars=scalars,
         matrices={"z": z, "up": up},
         outputs=dict.fromkeys(names, z.dtype),
         row_maxima=dict.fromkeys(names, jnp.abs) if maximise else {},
@@ -234,27 +255,136 @@ def hidden_gradient(
     return tuple(results.get(name) for name in of)
 
 
+@dataclass(frozen=True)
+class SlopeFormat:
+    """How the derivative of an activation is kept for the backward."""
+
+    dtype: Any
+    steps: float
+    """How much stands for a derivative of 1."""
+
+
+def slope_format(activation: str, dtype: Any) -> SlopeFormat:
+    """The format for an activation whose hidden layer is of `dtype`.
+
+    Steps of 1/112 reach as far as every activation's derivative but relu2's. They are finer than the
+    float8 to which the gradient is rounded that they multiply.
+    """
+    if activation == "relu2":
+        return SlopeFormat(jnp.dtype(dtype), 1.0)
+    return SlopeFormat(jnp.dtype(jnp.int8), 112.0)
+
+
+def hidden_and_slope(
+    x: jax.Array,
+    w: jax.Array,
+    scale: Scale,
+    bias: jax.Array | None,
+    *,
+    activation: str,
+    dtype: Any,
+    slope: SlopeFormat,
+    maximise: bool,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The activation of z = scale * x @ w^T + bias [M, N], its derivative there, and maxima [M].
+
+    Args:
+      x: [M, K].
+      w: [N, K].
+      scale: of the product.
+      bias: [N].
+      activation: of which also the derivative is wanted.
+      dtype: of the hidden layer.
+      slope: how the derivative is kept.
+      maximise: whether the largest magnitude of the hidden layer in each row is wanted.
+    """
+    vectors, scalars = _by_name(scale)
+
+    def epilogue(z, *, bias=None, **scales):
+        z = _scaled(z, scales)
+        z = z if bias is None else z + bias
+        h, derivative = activation_and_derivative(activation, z, dtype)
+        if slope.dtype == jnp.int8:
+            derivative = jnp.round(derivative * slope.steps)
+        return {"h": h, "slope": derivative}
+
+    results = matmul(
+        x,
+        [w],
+        epilogue=epilogue,
+        vectors={**vectors, "bias": bias},
+        scalars=scalars,
+        outputs={"h": dtype, "slope": slope.dtype},
+        row_maxima={"h": jnp.abs} if maximise else {},
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="fp8_hidden_and_slope",
+    )
+    return results["h"], results["slope"], results.get("max_h")
+
+
+def hidden_gradient_by_slope(
+    dy: jax.Array,
+    w: jax.Array,
+    scale: Scale,
+    slope: jax.Array,
+    *,
+    dtype: Any,
+    maximise: bool,
+    multiprocessors: int,
+    config: MatmulConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(dz, maxima of its rows [M]) of dz = scale * dy @ w^T * slope [M, N], of dy [M, K] and w [N, K].
+
+    Args:
+      slope: [M, N], in whose unit the scale is too.
+      dtype: of dz.
+      maximise: whether the largest magnitude of each row is wanted.
+    """
+    vectors, scalars = _by_name(scale)
+    results = matmul(
+        dy,
+        [w],
+        epilogue=lambda dh, *, slope, **scales: {"dz": _scaled(dh, scales) * slope},
+        vectors=vectors,
+        scalars=scalars,
+        matrices={"slope": slope},
+        outputs={"dz": dtype},
+        row_maxima={"dz": jnp.abs} if maximise else {},
+        b_transposed=True,
+        config=config,
+        multiprocessors=multiprocessors,
+        name="fp8_hidden_gradient_by_slope",
+    )
+    return results["dz"], results.get("max_dz")
+
+
 def weight_gradient(
     x: jax.Array,
     dy: jax.Array,
-    scale: jax.Array,
+    scale: Scale,
     *,
     out_dtype: Any,
     promoted_steps: int = PROMOTED_STEPS,
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """Scale * x @ dy^T [K, N] of x [K, M], dy [N, M] and scale [N], summed in float32."""
+    """Scale * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
     if config is None:
         written = jnp.dtype(out_dtype).itemsize
         sums = work(x, dy, read_bytes=0, written_bytes=written)
         pick = promoted_candidates if promoted_steps else candidates
         config = pick(sums, multiprocessors)[0]
+    vectors, scalars = _by_name(scale)
     return matmul(
         x,
         [dy],
-        epilogue=lambda dw, *, scale: {"dw": dw * scale},
-        vectors={"scale": scale},
+        epilogue=lambda dw, **scales: {"dw": _scaled(dw, scales)},
+        vectors=vectors,
+        scalars=scalars,
         outputs={"dw": out_dtype},
         promoted_steps=0 if config.ping_pong else promoted_steps,
         b_transposed=True,

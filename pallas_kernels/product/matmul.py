@@ -165,6 +165,7 @@ def matmul(
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
     row_vectors: Mapping[str, jax.Array] | None = None,
+    scalars: Mapping[str, jax.Array] | None = None,
     step_scales: Sequence[jax.Array] = (),
     column_sums: Sequence[str] = (),
     column_moments: Sequence[str] = (),
@@ -198,6 +199,7 @@ def matmul(
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
       row_vectors: [M] each, the same for all columns; a product of few rows takes none.
+      scalars: [1] each, float32, the same for all elements; with a config of tiles.
       step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
         [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
@@ -244,6 +246,7 @@ def matmul(
         vectors={name: v for name, v in (vectors or {}).items() if v is not None},
         matrices={name: x for name, x in (matrices or {}).items() if x is not None},
         row_vectors=row_vectors or {},
+        scalars=scalars or {},
         step_scales=tuple(step_scales),
         outputs=outputs,
         column_sums=tuple(column_sums),
@@ -279,6 +282,7 @@ class _Call:
     vectors: Mapping[str, jax.Array]
     matrices: Mapping[str, jax.Array]
     row_vectors: Mapping[str, jax.Array]
+    scalars: Mapping[str, jax.Array]
     step_scales: tuple[jax.Array, ...]
     outputs: Mapping[str, Any]
     column_sums: tuple[str, ...]
@@ -299,7 +303,8 @@ class _Call:
     @property
     def others(self) -> tuple[jax.Array, ...]:
         """What the epilogue reads."""
-        return (*self.vectors.values(), *self.row_vectors.values(), *self.matrices.values())
+        operands = (self.vectors, self.row_vectors, self.scalars, self.matrices)
+        return tuple(array for by_name in operands for array in by_name.values())
 
     @property
     def work(self) -> Work:
@@ -330,7 +335,8 @@ class _Call:
 
     def default_config(self) -> MatmulConfig | FewRowsConfig:
         """The config that is predicted to be the fastest of those that fit into shared memory."""
-        takes_few_rows = self.few_rows_convert and not (self.a_transposed or self.row_vectors)
+        of_tiles = self.a_transposed or self.row_vectors or self.scalars
+        takes_few_rows = self.few_rows_convert and not of_tiles
         if not self.few_rows_convert and self.b_format is None:
             # XLA converts b, for whichever kernel.
             rounded = self._rounded
@@ -375,6 +381,7 @@ class _Call:
             column_moments=self.column_moments,
             row_vectors={name: v.dtype for name, v in self.row_vectors.items()},
             row_maxima=self.row_maxima,
+            scalars=tuple(self.scalars),
         )
 
     @property
