@@ -6,7 +6,8 @@ from typing import Any
 import jax
 
 from jaxfused.modules.linear import QuantizedKernel
-from jaxfused.quantization.calibrate import Calibration, calibrate, plain_array
+from jaxfused.quantization.calibrate import Calibration, calibrate
+from jaxfused.quantization.calibrated_layer import plain_array
 from jaxfused.quantization.layers import Path, replace_kernels
 from jaxfused.quantization.rules import Chooser, QuantizationRule, as_rules
 

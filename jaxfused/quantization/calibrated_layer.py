@@ -1,0 +1,131 @@
+"""One layer of a model, quantised by what it has read: its rounding, its divisors, its inputs' scale."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.modules.linear import QuantizedKernel, linear
+from jaxfused.quantization import rounding
+from jaxfused.quantization.error_feedback import rounded_weights
+from jaxfused.quantization.observe import Inputs
+from jaxfused.quantization.quantize import quantize
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from jaxfused.quantization.report import LayerError, describe, relative_error
+from jaxfused.quantization.rules import QuantizationRule
+
+
+def rounding_of(rule: QuantizationRule) -> str:
+    """How a rule rounds where a calibration can choose: integers with error feedback."""
+    if rule.rounding is not None:
+        return rule.rounding
+    return "gptq" if rule.dtype in ("int8", "int4") else "nearest"
+
+
+def plain_array(kernel: jax.Array, rule: QuantizationRule) -> QuantizedArray:
+    """The kernel as the rule says, rounded to nearest."""
+    assert rule.dtype is not None
+    return quantize(
+        kernel,
+        rule.dtype,
+        group_size=rule.group_size,
+        symmetric=rule.symmetric,
+        layout=rule.layout,
+    )
+
+
+@dataclass(frozen=True)
+class CalibratedLayer:
+    """A layer that is quantised: one of a stack, where layers are stacked."""
+
+    name: str
+    rule: QuantizationRule
+    kernel: jax.Array
+    inputs: Inputs
+    divisor: np.ndarray | None
+    """Of each feature of the inputs."""
+    is_folded: bool
+    """Whether a norm divides."""
+    taps: int
+    """Weights of a convolution's window."""
+    damping: float
+    sampled_rows: int
+    """These two are those of `jaxfused.Calibration`."""
+
+    def quantized(self) -> tuple[QuantizedKernel, LayerError]:
+        """The layer's new kernel, and its errors."""
+        truth = self.kernel.astype(jnp.float32)
+        rows = self.inputs.rows(self.sampled_rows)
+        if not np.isfinite(rows).all():
+            raise ValueError(
+                f"quantize_params: the layer {self.name!r} reads numbers that are not finite in the"
+                " calibration; pass batches on which the model's activations are finite."
+            )
+        s = None if self.divisor is None else np.tile(self.divisor, self.taps)
+        divided_rows = rows if s is None else rows / s
+        kernel = QuantizedKernel(
+            self._array(truth if s is None else truth * s[:, None], s),
+            self.rule.input_dtype,
+            None if self.divisor is None or self.is_folded else jnp.asarray(self.divisor),
+            self._input_scale(divided_rows, s),
+        )
+        plain = QuantizedKernel(plain_array(truth, self.rule), self.rule.input_dtype)
+        weights = kernel.array.dequantize()
+        weights = weights if s is None else weights / s[:, None]
+        expected = _exact_product(rows, truth)
+        error = LayerError(
+            self.name,
+            describe(self.rule, rounding=rounding_of(self.rule)),
+            relative_error(np.asarray(weights), np.asarray(truth)),
+            relative_error(self._product(rows, plain), expected),
+            relative_error(self._product(divided_rows, kernel), expected),
+        )
+        return kernel, error
+
+    def _array(self, w: jax.Array, s: np.ndarray | None) -> QuantizedArray:
+        plain = plain_array(w, self.rule)
+        if rounding_of(self.rule) == "nearest":
+            return plain
+        gram = self.inputs.gram
+        assert gram is not None
+        if s is not None:
+            gram = gram / np.multiply.outer(s, s).astype(np.float64)
+        rounded = rounded_weights(
+            w,
+            gram,
+            plain.dtype,
+            plain.scale,
+            plain.zero_point,
+            damping=self.damping,
+        )
+        # What lies on the grid of its scale is rounded to itself.
+        return rounding.encode(
+            rounded, plain.dtype, plain.scale, plain.zero_point, plain.axis, plain.layout
+        )
+
+    def _input_scale(self, rows: np.ndarray, s: np.ndarray | None) -> jax.Array | None:
+        """One for all inputs, of the percentile of their magnitudes."""
+        percentile = self.rule.input_percentile
+        if percentile is None:
+            return None
+        magnitudes = self.inputs.magnitudes()
+        magnitudes = magnitudes if s is None else magnitudes / s
+        # Of all rows, not only of those that were sampled, the largest magnitude is known.
+        largest = magnitudes.max() if percentile == 100.0 else np.percentile(abs(rows), percentile)
+        scale = max(float(largest), float(jnp.finfo(jnp.float32).tiny))
+        return jnp.asarray(scale / FORMATS[str(self.rule.input_dtype)].largest, jnp.float32)
+
+    def _product(self, rows: np.ndarray, kernel: QuantizedKernel) -> np.ndarray:
+        """The product of rows that are divided already; of a convolution these are windows."""
+        scale = kernel.input_scale
+        if self.taps > 1 and kernel.input_dtype is not None and scale is None:
+            # Windows of one image share a scale, and of these rows nobody knows the image.
+            largest = max(float(np.abs(rows).max()), float(jnp.finfo(jnp.float32).tiny))
+            scale = jnp.asarray(largest / FORMATS[kernel.input_dtype].largest, jnp.float32)
+        kernel = QuantizedKernel(kernel.array, kernel.input_dtype, None, scale)
+        return np.asarray(linear(jnp.asarray(rows), kernel, None, implementation="xla"))
+
+
+def _exact_product(rows: np.ndarray, kernel: jax.Array) -> np.ndarray:
+    return np.asarray(jnp.matmul(jnp.asarray(rows), kernel, precision="highest"))
