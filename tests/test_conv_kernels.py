@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.conv.conv import ConvCall, ConvConfig, conv, predicted_time
-from pallas_kernels.conv.weight_gradient import WeightGradientConfig, weight_gradient
+from pallas_kernels.conv.weight_gradient import ConvWeightGradientConfig, weight_gradient
 from pallas_kernels.conv.weight_gradient import predicted_time as weights_time
 from pallas_kernels.conv.window import Window
 from tests.grids import parametrize
@@ -16,7 +16,7 @@ from tests.grids import parametrize
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
 ROWS = replace(SMALL, plan="rows")
 RESIDENT = replace(SMALL, plan="resident")
-FEW_PIXELS = WeightGradientConfig(64, 64, 2)
+FEW_PIXELS = ConvWeightGradientConfig(64, 64, 2)
 
 
 CUBE = dict(strides=(1, 1, 1), dilation=(1, 1, 1))
@@ -135,7 +135,7 @@ class WeightsCase:
     kernel: tuple[int, ...] = (3, 3)
     padding: tuple[tuple[int, int], ...] = ((1, 1), (1, 1))
     dilation: tuple[int, ...] = (1, 1)
-    config: WeightGradientConfig = FEW_PIXELS
+    config: ConvWeightGradientConfig = FEW_PIXELS
 
     def check(self, multiprocessors):
         rng = np.random.default_rng(0)
@@ -170,8 +170,8 @@ class WeightsCase:
 
 WEIGHTS = (
     WeightsCase((2, 8, 8, 64)),
-    WeightsCase((3, 9, 11, 128), 128, config=WeightGradientConfig(128, 128, 2)),
-    WeightsCase((3, 8, 8, 64), config=WeightGradientConfig(64, 128, 2, parts=3)),
+    WeightsCase((3, 9, 11, 128), 128, config=ConvWeightGradientConfig(128, 128, 2)),
+    WeightsCase((3, 8, 8, 64), config=ConvWeightGradientConfig(64, 128, 2, parts=3)),
     WeightsCase((1, 12, 9, 64), kernel=(2, 3), padding=((0, 1), (2, 1)), dilation=(2, 3)),
     WeightsCase((1, 3, 8, 9, 64), kernel=(2, 3, 3), padding=((1, 0),) * 3, dilation=(1, 1, 1)),
     WeightsCase((2, 8, 8, 24), 40),
@@ -221,8 +221,8 @@ LARGE = (
     Case((5, 14, 14, 128), 256, config=replace(SMALL, tile_m=128, tile_n=128, ping_pong=False)),
     Case((3, 57, 55, 128), 128, strides=(2, 2), config=replace(SMALL, tile_m=128, tile_n=128)),
     Case((2, 9, 20, 21, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE, config=ROWS),
-    WeightsCase((5, 57, 61, 64), config=WeightGradientConfig(64, 64, 8)),
-    WeightsCase((2, 64, 64, 320), 320, config=WeightGradientConfig(64, 128, 4)),
+    WeightsCase((5, 57, 61, 64), config=ConvWeightGradientConfig(64, 64, 8)),
+    WeightsCase((2, 64, 64, 320), 320, config=ConvWeightGradientConfig(64, 128, 4)),
 )
 """With as many tiles as keep all multiprocessors busy."""
 

@@ -38,8 +38,8 @@ CHANNELS = 64
 
 
 @dataclass(frozen=True)
-class WeightGradientConfig:
-    """How the gradient of the weights is cut."""
+class ConvWeightGradientConfig:
+    """How the gradient of the weights is cut; `MatmulConfig` says which tiles and stages there are."""
 
     tile_n: int = 128
     """Features of a tile."""
@@ -49,6 +49,13 @@ class WeightGradientConfig:
     """Slots of the ring: steps whose operands are in flight or in use."""
     parts: int | None = None
     """Of each tile; as many as give each CTA a tile if it is None."""
+
+    def __post_init__(self) -> None:
+        if self.pixels < 1 or (self.parts is not None and self.parts < 1):
+            raise ValueError(
+                "ConvWeightGradientConfig: pixels and parts must be at least 1, got"
+                f" {self.pixels} and {self.parts}; pass another config"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +221,13 @@ def why_unsupported(window: Window) -> str | None:
     return None
 
 
-def fitting(x: Any, dz: Any, *, window: Window, multiprocessors: int) -> list[WeightGradientConfig]:
+def fitting(
+    x: Any, dz: Any, *, window: Window, multiprocessors: int
+) -> list[ConvWeightGradientConfig]:
     """Configs that fit into shared memory, predicted fastest first."""
     rows = window.kernel[-2] * CHANNELS
     configs = [
-        WeightGradientConfig(tile_n, pixels, stages)
+        ConvWeightGradientConfig(tile_n, pixels, stages)
         for tile_n in (64, 128)
         if (tile_n == 64 or dz.shape[-1] > 64) and rows * tile_n <= ACCUMULATOR_ELEMENTS
         for pixels, stages in ((64, 8), (64, 6), (128, 4), (128, 3), (64, 4), (64, 3), (64, 2))
@@ -260,7 +269,7 @@ def weight_gradient(
     *,
     window: Window,
     multiprocessors: int,
-    config: WeightGradientConfig | None = None,
+    config: ConvWeightGradientConfig | None = None,
 ) -> jax.Array:
     """The gradient [*kernel, C, F], in float32, from x [B, *spatial, C] and dz [B, *spatial', F]."""
     if config is None:
@@ -289,7 +298,7 @@ def _call(
     dz: Any,
     window: Window,
     multiprocessors: int,
-    config: WeightGradientConfig,
+    config: ConvWeightGradientConfig,
 ) -> Epilogue:
     result = dz.shape[:-1]
     boxes = Boxes(result, best_box(result, config.pixels, halo=max(1, window.reach[-2])))
