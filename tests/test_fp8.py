@@ -342,6 +342,18 @@ def test_what_is_larger_than_its_history_saturates_once():
     np.testing.assert_allclose(f(x, state), 6.0, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_was_not_finite_is_not_remembered(bad):
+    """A step whose gradients overflow, which is skipped, spoils no later one."""
+    state = jaxfused.Fp8State(jnp.array([[bad, 2.0], [1.0, 1.0], [bad, bad]]))
+    x = jnp.ones((16, 16))
+    y, vjp = jax.vjp(lambda x, s: jaxfused.linear(x, jnp.eye(16), precision=s), x, state)
+    np.testing.assert_allclose(y, 1.0, rtol=1e-5)
+    dx, state = vjp(jnp.full_like(y, 0.5))
+    np.testing.assert_allclose(dx, 0.5, rtol=1e-5)
+    np.testing.assert_array_equal(state.history[:, 0], [1.0, 1.0, 0.5])
+
+
 @pytest.mark.parametrize("operator", ["mlp", "gated_mlp", "qkv_projection"])
 def test_a_settled_history_is_current_scaling(operator):
     x, w1, b1, w2, _ = mlp_operands()
@@ -422,6 +434,8 @@ def test_what_is_refused():
         jaxfused.mlp(x, w1, b1, w2, b2, precision=jaxfused.Fp8State.zeros("linear"))
     with pytest.raises(ValueError, match="no operator with a state; pass one of"):
         jaxfused.Fp8State.zeros("conv")
+    with pytest.raises(ValueError, match=r"calls is 0.*pass 1 or more"):
+        jaxfused.Fp8State.zeros("linear", calls=0)
     with pytest.raises(ValueError, match=r"is for modules.*pass an operator"):
         jaxfused.linear(x, w1, precision="fp8_delayed")
     with pytest.raises(ValueError, match="pallas"):

@@ -57,6 +57,10 @@ class Fp8State:
             raise ValueError(
                 f"Fp8State: {operator!r} is no operator with a state; pass one of {sorted(MATRICES)}."
             )
+        if calls < 1:
+            raise ValueError(
+                f"Fp8State: calls is {calls}, but a scale is of at least one; pass 1 or more."
+            )
         return cls(jnp.zeros((len(MATRICES[operator]), calls), jnp.float32))
 
     def of(self, operator: str, matrix: str) -> jax.Array:

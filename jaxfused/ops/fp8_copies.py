@@ -74,22 +74,14 @@ def copies(
     """
     in_one_piece = sharding.is_in_one_piece(*matrices)
     padded = (*matrices, *[None] * (3 - len(matrices)))
-    # Who knows the magnitudes has just written the matrices, and the cache holds what was written last.
-    from_end = largest is not None
-    found = largest
-    observes = history is not None and largest is None and in_one_piece
     if history is not None:
-        largest = _from_history(history, dtype)
-        if found is None and not in_one_piece:
-            found = reference.fp8.largest_magnitude(*matrices)[None]
-    elif largest is None:
-        if in_one_piece:
-            (largest,) = run(_Largest(len(matrices)), *padded)
-        else:
-            largest = reference.fp8.largest_magnitude(*matrices)[None]
-    assert largest is not None
-    if history is None:
-        largest = _of_all_shards(largest)
+        fitting = _from_history(history, dtype)
+    elif largest is not None:
+        fitting = _of_all_shards(largest)
+    elif in_one_piece:
+        fitting = _of_all_shards(run(_Largest(len(matrices)), *padded)[0])
+    else:
+        fitting = _of_all_shards(reference.fp8.largest_magnitude(*matrices)[None])
     stage = _Quantize(
         dtype,
         activation,
@@ -97,19 +89,20 @@ def copies(
         straight,
         transposes,
         sums,
-        observes,
-        len(matrices),
-        in_one_piece,
-        from_end,
+        observes=history is not None and largest is None and in_one_piece,
+        matrices=len(matrices),
+        returns_scale=in_one_piece,
+        # Who knows the magnitudes has just written the matrices, and the cache holds what came last.
+        from_end=largest is not None,
     )
-    values, transposed, scale, total, parts = run(stage, *padded, largest)
+    values, transposed, scale, total, parts = run(stage, *padded, fitting)
     if scale is None:
-        scale = reference.fp8.scale_for(reference.fp8.largest_magnitude(largest), dtype)
+        scale = reference.fp8.scale_for(reference.fp8.largest_magnitude(fitting), dtype)
+    found = None
     if history is not None:
-        seen = found if parts is None else parts
-        assert seen is not None
-        found = _of_all_shards(reference.fp8.largest_magnitude(seen)[None])
-    return Copies(values, transposed, scale.reshape(()), largest, total, found)
+        observed = [seen for seen in (largest, parts) if seen is not None] or matrices
+        found = _of_all_shards(reference.fp8.largest_magnitude(*observed)[None])
+    return Copies(values, transposed, scale.reshape(()), fitting, total, found)
 
 
 def copies_of(
@@ -127,8 +120,12 @@ def _of_all_shards(largest: jax.Array) -> jax.Array:
 
 
 def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
-    """[1], the largest magnitude that has been seen, or that of scale 1."""
-    largest = jnp.max(history, keepdims=True)
+    """[1], the largest magnitude that has been seen, or that of scale 1.
+
+    What was not finite says nothing of the next call, such as the gradients of a step whose loss was
+    scaled too high.
+    """
+    largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), keepdims=True)
     return jnp.where(largest > 0.0, largest, FORMATS[jnp.dtype(dtype).name].largest)
 
 

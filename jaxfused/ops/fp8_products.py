@@ -141,10 +141,10 @@ def hidden_gradient_by_slope(
 ) -> HiddenGradient:
     """The gradient to z [..., F], from what `hidden_and_slope` has made."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
-    # The integers of a slope have no NaN. Where the hidden layer had one, its largest magnitude is NaN.
+    # The integers of a slope have no NaN. Where the hidden layer had one, what was found of it says so.
     seen = hidden.scale if hidden.found is None else hidden.found
     steps = pallas_fp8.slope_format(activation, dtype).steps
-    unit = jnp.where(jnp.isnan(seen.reshape(1)), jnp.nan, jnp.float32(1.0 / steps))
+    unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / steps), jnp.nan)
     stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
     scales = dy.scale.reshape(1), w.scale.reshape(1), unit
     dz, maxima = run(stage, dy.values, w.values, *scales, slope)
