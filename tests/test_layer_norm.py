@@ -172,7 +172,9 @@ def test_statistics_of_the_result(shape, features, dtype, op, seed):
     unit = float(jnp.finfo(dtype).eps) * features**0.5
     np.testing.assert_allclose((y**2).mean(-1), power / (power + 1e-6), atol=4 * unit)
     if op == "layer_norm":
-        np.testing.assert_allclose(y.mean(-1), 0, atol=unit)
+        # The mean of x is rounded too, and that is divided by the deviation: much, of two near numbers.
+        of_mean = float(jnp.finfo(jnp.float32).eps) * np.abs(x).max(-1) / np.sqrt(power + 1e-6)
+        assert (np.abs(y.mean(-1)) <= unit + of_mean).all()
 
 
 @settings(max_examples=10, deadline=None)
