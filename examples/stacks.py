@@ -78,9 +78,8 @@ def _of_stack(name: str, array: Shape, saved: Mapping[str, Shape]) -> Source | N
             if stacked_dtype == dtype and stacked[1:] == shape and index < stacked[0]:
                 return Source((stack,), index)
             if (stacked, stacked_dtype) == array:
-                return Source(
-                    (stack,), is_shared=True
-                )  # A placeholder, of one size for arrays of any.
+                # It is a placeholder, which has one size for arrays of any.
+                return Source((stack,), is_shared=True)
         codes, scales = f"{stack}.codes", f"{stack}.scales"
         # A layer's moment may be too small for 8 bits where that of all layers was not.
         if codes in saved and saved[codes][0][1:] == shape and dtype == np.float32:

@@ -154,11 +154,11 @@ def conv(
     hands_on = hand_on and not explicit
     if rectified and (takes_xla or hands_on != hand_on or not isinstance(depthwise, str)):
         values, rectified = Rectified(values).array(), False
+    handed_on, taken = None, None
     if takes_xla:
         y = run(values, w, bias, residual)
-        return _output(y, values, None, hand_on=hand_on, statistics=statistics)
-    if not isinstance(depthwise, str):
-        y, x_again = depthwise_conv.depthwise_conv(
+    elif not isinstance(depthwise, str):
+        y, handed_on = depthwise_conv.depthwise_conv(
             Runner(implementation, device),
             values,
             w,
@@ -168,36 +168,25 @@ def conv(
             activation=activation,
             hands_on=hands_on,
         )
-        x_again = x_again if hands_on else values
-        return _output(y, x_again, None, hand_on=hand_on, statistics=statistics)
-    assert not isinstance(dense, str) and not isinstance(window, str)
-    if dense.taps < window.taps and not dense.is_pointwise:
-        # What was joined is no use to XLA's convolution.
-        implementation = "pallas"
-    y, x_again, taken = dense_conv.dense_conv(
-        Runner(implementation, device),
-        values,
-        w,
-        bias,
-        residual,
-        request=dense_conv.Request(simplify, hands_on, rectified, statistics),
-        window=dense,
-        activation=activation,
-        precision=precision,
-    )
-    x_again = x_again if hands_on else values
-    return _output(y, x_again, taken, hand_on=hand_on, statistics=statistics)
-
-
-def _output(
-    y: jax.Array,
-    x: jax.Array | None,
-    taken: Statistics | None,
-    *,
-    hand_on: bool,
-    statistics: bool,
-) -> Output:
-    beside = (*([taken] if statistics else []), *([x] if hand_on else []))
+    else:
+        assert not isinstance(dense, str) and not isinstance(window, str)
+        if dense.taps < window.taps and not dense.is_pointwise:
+            # What was joined is no use to XLA's convolution.
+            implementation = "pallas"
+        y, handed_on, taken = dense_conv.dense_conv(
+            Runner(implementation, device),
+            values,
+            w,
+            bias,
+            residual,
+            request=dense_conv.Request(simplify, hands_on, rectified, statistics),
+            window=dense,
+            activation=activation,
+            precision=precision,
+        )
+    beside: tuple[jax.Array | Statistics | None, ...] = (taken,) if statistics else ()
+    if hand_on:
+        beside += (values if handed_on is None else handed_on,)
     return (y, *beside) if beside else y
 
 

@@ -20,7 +20,7 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.rectified import mask_gradient
+from jaxfused.ops.rectified import masked_gradient
 from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
@@ -742,7 +742,7 @@ JOINED = "conv joined input gradient"
 def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:
     """The gradient of x from two readers, masked where x is the result y of a relu."""
     dx = dx if other is None else dx + other.astype(dx.dtype)
-    return dx if y is None else mask_gradient(dx, y)
+    return dx if y is None else masked_gradient(dx, y)
 
 
 def call_of(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
-from jaxfused.ops.rectified import check_mask, mask_gradient
+from jaxfused.ops.rectified import check_mask, masked_gradient
 from jaxfused.ops.validation import (
     check_activation,
     check_constant,
@@ -264,7 +264,7 @@ def through_relu(
         return replace(options, activation=None), dy, None, dy
     if residual is None or options.activation != "relu":
         return options, dy, residual, None
-    dz = mask_gradient(dy, residual)
+    dz = masked_gradient(dy, residual)
     return replace(options, activation=None), dz, None, dz
 
 

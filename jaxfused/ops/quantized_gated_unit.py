@@ -11,10 +11,7 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops import cuda_choice
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, batched_rows, takes_reference
-from jaxfused.ops.quantized_matmul import (
-    cuda_configs,
-    of_columns,
-)
+from jaxfused.ops.quantized_matmul import cuda_configs, of_columns
 from jaxfused.quantization.quantized_array import QuantizedArray
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS

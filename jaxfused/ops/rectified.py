@@ -59,7 +59,7 @@ def as_array(x: jax.Array | Rectified) -> jax.Array:
     return x.array() if isinstance(x, Rectified) else x
 
 
-def mask_gradient(gradient: jax.Array, y: jax.Array) -> jax.Array:
+def masked_gradient(gradient: jax.Array, y: jax.Array) -> jax.Array:
     """The gradient behind a relu that returned y."""
     return jnp.where(y > 0, gradient, jnp.zeros_like(gradient))
 
@@ -72,7 +72,7 @@ def _masked(y: jax.Array) -> jax.Array:
 @_masked.defjvp
 def _masked_jvp(primals, tangents):
     (y,), (tangent,) = primals, tangents
-    return _masked(y), mask_gradient(tangent, y)
+    return _masked(y), masked_gradient(tangent, y)
 
 
 def check_mask(op: str, mask_gradient: bool, activation: str | None) -> None:

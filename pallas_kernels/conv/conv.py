@@ -643,20 +643,39 @@ def forward(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved)."""
-    results = conv(
+    results = _layer(
         x,
         w,
+        bias,
+        residual,
+        activation,
         window=window,
-        before_rounding=None if activation is None else preactivation,
-        epilogue=functools.partial(_sum_and_activation, activation, x.dtype),
-        vectors={"bias": bias},
-        matrices={"residual": residual},
         outputs={"y": x.dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
-        activations=int(activation not in (None, "relu", "relu2")),
         multiprocessors=multiprocessors,
         config=config,
     )
     return results["y"], results.get("preactivation")
+
+
+def _layer(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    activation: str | None,
+    **options: Any,
+) -> dict[str, jax.Array]:
+    """The outputs "y" and "preactivation" of a layer, as far as the options of `conv` ask for them."""
+    return conv(
+        x,
+        w,
+        before_rounding=None if activation is None else preactivation,
+        epilogue=functools.partial(_sum_and_activation, activation, x.dtype),
+        vectors={"bias": bias},
+        matrices={"residual": residual},
+        activations=int(activation not in (None, "relu", "relu2")),
+        **options,
+    )
 
 
 def _sum_and_activation(activation, dtype, z, *, bias=None, residual=None):
@@ -677,17 +696,15 @@ def forward_and_statistics(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(y, mean, variance): what `forward` returns, and its moments [F] over all pixels, float32."""
-    results = conv(
+    results = _layer(
         x,
         w,
+        bias,
+        residual,
+        activation,
         window=window,
-        before_rounding=None if activation is None else preactivation,
-        epilogue=functools.partial(_sum_and_activation, activation, x.dtype),
-        vectors={"bias": bias},
-        matrices={"residual": residual},
         outputs={"y": x.dtype},
         column_moments=("y",),
-        activations=int(activation not in (None, "relu", "relu2")),
         multiprocessors=multiprocessors,
         config=config,
         name="conv_and_statistics",

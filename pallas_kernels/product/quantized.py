@@ -81,9 +81,9 @@ def why_unsupported(
         return reason
     if x_dtype not in _X_DTYPES:
         return f"it multiplies x of bfloat16 and float16, and x is {jnp.dtype(x_dtype)}"
-    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
-        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
-            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    reason = _why_results_unfit(out_dtype, residual_dtype)
+    if reason is not None:
+        return reason
     rows, k = x_shape
     if rows > MAX_ROWS and w.format(k).group == 32:
         return f"it takes groups of 32 with at most {MAX_ROWS} rows, and there are {rows}"
@@ -99,6 +99,13 @@ def why_unsupported(
         n=w.n,
         step=STEP,
     )
+
+
+def _why_results_unfit(out_dtype: Any, residual_dtype: Any) -> str | None:
+    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
+        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
+            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
+    return None
 
 
 def forward(
@@ -173,10 +180,7 @@ def why_both_unsupported(
         return f"it copies rows of whole multiples of 16 bytes, and they have {k}"
     if w.n % GRAIN:
         return f"it takes a multiple of {GRAIN} columns, and there are {w.n}"
-    for name, dtype in (("the result", out_dtype), ("residual", residual_dtype)):
-        if dtype is not None and dtype not in (*_X_DTYPES, jnp.float32):
-            return f"it takes float32, bfloat16 and float16, and {name} is {jnp.dtype(dtype)}"
-    return None
+    return _why_results_unfit(out_dtype, residual_dtype)
 
 
 def both_forward(
