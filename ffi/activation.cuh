@@ -25,14 +25,15 @@ constexpr float kInvSqrtTwoPi = 0.39894228040143268f;
 constexpr float kGeluTwo = 1.5957691216057308f;
 constexpr float kGeluCubic = 0.044715f;
 
-// Computes exp(x) with one instruction of the special function unit, as quick_reciprocal does 1 /
+// Computes 2^power with one instruction of the special function unit, as quick_reciprocal does 1 /
 // x. expf and __fdividef also handle subnormal numbers, which costs more than all the rest of an
 // activation. The relative error is 2^-22, plus |x| 2^-24 for exp.
-__device__ __forceinline__ float quick_exp(float x) {
-  float power = 1.4426950408889634f * x;
+__device__ __forceinline__ float quick_exp2(float power) {
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(power));
   return power;
 }
+
+__device__ __forceinline__ float quick_exp(float x) { return quick_exp2(1.4426950408889634f * x); }
 
 __device__ __forceinline__ float quick_reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));

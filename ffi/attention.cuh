@@ -245,7 +245,7 @@ __device__ __forceinline__ void to_logits(const AttentionArgs& args,
       x[i][j][e] = fmaf(static_cast<float>(bias(i, j, e)), kLog2e, x[i][j][e]);
     });
   };
-  if (args.is_bias_float32) {
+  if (std::is_same_v<T, float> || args.is_bias_float32) {
     add(float{});
   } else {
     add(T{});

@@ -10,7 +10,9 @@ constexpr int kLittleSharedMemory = 64 * 1024;
 // Below this length, sums of two lengths, offsets within a tile of logits, and the bytes of a row
 // fit an int.
 constexpr int64_t kMaxLength = int64_t{1} << 24;
-constexpr int64_t kMaxRowValues = int64_t{1} << 30;
+constexpr int64_t kMaxRowValues = int64_t{1} << 29;
+// Tiles of larger heads of float32 would not fit into the shared memory of most GPUs.
+constexpr int kLargestHeadOfFloat32 = 128;
 
 struct AttentionOperands {
   const ffi::AnyBuffer& q;
@@ -72,27 +74,31 @@ inline ffi::Error parse_attention(const AttentionOperands& operands,
                                   const AttentionOptions& options, AttentionArgs* args) {
   const auto& [q, k, v, bias, explicit_mask, query_lengths, key_lengths, query_segments,
                key_segments, key_bounds, dropout_seeds] = operands;
-  if (q.element_type() != ffi::DataType::BF16 && q.element_type() != ffi::DataType::F16) {
-    return ffi::Error::InvalidArgument("q must be bfloat16 or float16");
+  const bool is_float32 = q.element_type() == ffi::DataType::F32;
+  if (q.element_type() != ffi::DataType::BF16 && q.element_type() != ffi::DataType::F16 &&
+      !is_float32) {
+    return ffi::Error::InvalidArgument("q must be float32, bfloat16 or float16");
   }
   int id = 0, major = 0;
   RETURN_IF_ERROR(check_cuda(cudaGetDevice(&id), "cudaGetDevice"));
   RETURN_IF_ERROR(check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id),
                              "cudaDeviceGetAttribute"));
-  if (major < 8 && q.element_type() == ffi::DataType::BF16) {
+  if (major < 8 && q.element_type() != ffi::DataType::F16) {
     return ffi::Error::InvalidArgument("q must be float16 before compute capability 8.0");
   }
   for (const auto& [name, buffer] :
        {std::pair<const char*, const ffi::AnyBuffer&>{"q", q}, {"k", k}, {"v", v}}) {
     const auto dimensions = buffer.dimensions();
+    const int largest = is_float32 ? kLargestHeadOfFloat32 : 256;
     if (dimensions.size() != 4 || buffer.element_count() == 0 || dimensions[3] % 8 != 0 ||
-        dimensions[3] > 256 || dimensions[1] > kMaxLength ||
+        dimensions[3] > largest || dimensions[1] > kMaxLength ||
         dimensions[2] * dimensions[3] >= kMaxRowValues) {
       return ffi::Error::InvalidArgument(
           std::string(name) + " has shape " + to_string(dimensions) +
           ", but it needs axes batch, length, heads, head size, none of them empty, a head size "
-          "that is a multiple of 8 up to 256, a length up to 2^24 and less than 2^30 values of a "
-          "position");
+          "that is a multiple of 8 up to " +
+          std::to_string(largest) +
+          ", a length up to 2^24 and less than 2^29 values of a position");
     }
     if (!are_aligned({buffer.untyped_data()})) {
       return ffi::Error::InvalidArgument(std::string(name) + " does not start at 16 bytes");
@@ -177,8 +183,12 @@ inline ffi::Error count_blocks(const AttentionArgs& args, int heads, int64_t* bl
 // Only three head sizes are compiled, to keep the library small.
 template <typename F>
 ffi::Error for_dtype_and_head(const AttentionArgs& args, ffi::DataType dtype, const F& f) {
+  const int size = std::max(args.head_size, args.value_size);
+  if (dtype == ffi::DataType::F32) {
+    if (size <= 64) return f(float{}, std::integral_constant<int, 64>{});
+    return f(float{}, std::integral_constant<int, kLargestHeadOfFloat32>{});
+  }
   const auto for_head = [&](auto type) {
-    const int size = std::max(args.head_size, args.value_size);
     if (size <= 64) return f(type, std::integral_constant<int, 64>{});
     if (size <= 128) return f(type, std::integral_constant<int, 128>{});
     return f(type, std::integral_constant<int, 256>{});

@@ -45,34 +45,36 @@ enum class Gradient { kQuery, kKeyAndValue, kKey, kValue };
 
 // The registers of a warp hold kRowTiles * kHead values for each of 1 or 2 sums, and two tiles of
 // logits. kFewWarps is for Turing, whose blocks have 64 KB of shared memory.
-template <int kHead, Gradient kOf, bool kFewWarps>
+template <typename T, int kHead, Gradient kOf, bool kFewWarps>
 struct BackwardShape {
   static constexpr bool kTransposed = kOf != Gradient::kQuery;
   static constexpr bool kSumsTwo = kOf == Gradient::kKeyAndValue;
   static constexpr int kWarps = kFewWarps ? 2 : 4;
-  static constexpr int kRowTiles = kHead * (kSumsTwo ? 2 : 1) <= 128 ? 2 : 1;
+  static constexpr int kRowTiles = kHead * (kSumsTwo || kIsTf32<T> ? 2 : 1) <= 128 ? 2 : 1;
   static constexpr int kColumns =
-      kHead == 256 || (kHead == 64 && kSumsTwo) || (kHead == 128 && !kSumsTwo) ? 32 : 64;
+      kHead == 256 || (kHead == 64 && kSumsTwo) || (kHead == 128 && !kSumsTwo) || kIsTf32<T> ? 32
+                                                                                             : 64;
   static constexpr int kRows = 16 * kRowTiles * kWarps;
   static constexpr int kThreads = kWarps * kLanes;
   static constexpr int kOwnTiles = kOf == Gradient::kValue ? 1 : 2;
-  static constexpr int kStageBytes = Tile<kHead>::bytes(2 * kColumns);
+  static constexpr int kStageBytes = Tile<T, kHead>::bytes(2 * kColumns);
   static constexpr int kStatisticsBytes =
       kTransposed ? kColumns * static_cast<int>(sizeof(Statistics)) : 0;
 
   static constexpr int shared_bytes(int stages) {
-    return Tile<kHead>::bytes(kOwnTiles * kRows) + stages * (kStageBytes + kStatisticsBytes);
+    return Tile<T, kHead>::bytes(kOwnTiles * kRows) + stages * (kStageBytes + kStatisticsBytes);
   }
 };
 
-// Turns the products S = Q K^T into probabilities, and dP = dO V^T into the gradient of the logits
-// or, with kOfProducts, of the scaled products. `statistics_of(j)` returns, for column tile j, a
-// function of (i, e) that returns the Statistics of an element.
-template <typename T, bool kPlain, bool kOfProducts, bool kTransposed, int kRowTiles,
-          int kColumnTiles, typename F>
+// Turns the products S = Q K^T into probabilities, and dP = dO V^T into the gradient of the logits.
+// `statistics_of(j)` returns, for column tile j, a function of (i, e) that returns the Statistics
+// of an element. `use_derivative(i, j, e, factor)` receives the derivative of each capped product,
+// by which the gradient is to be multiplied, now or later, for that of the scaled products.
+template <typename T, bool kPlain, bool kTransposed, int kRowTiles, int kColumnTiles, typename F,
+          typename G>
 __device__ __forceinline__ void differentiate(const AttentionArgs& args, const Lengths& lengths,
                                               const Place<kTransposed>& place, bool is_full,
-                                              const F& statistics_of,
+                                              const F& statistics_of, const G& use_derivative,
                                               float (&s)[kRowTiles][kColumnTiles][4],
                                               float (&dp)[kRowTiles][kColumnTiles][4]) {
   const float multiplier = args.multiplier();
@@ -101,9 +103,7 @@ __device__ __forceinline__ void differentiate(const AttentionArgs& args, const L
       if (drops) dp[i][j][e] *= is_kept<kColumnTiles>(keeps, i, j, e) ? weight : 0.0f;
       dp[i][j][e] -= row.delta;
     });
-    to_logits<T>(args, place, s, [&](int i, int j, int e, float derivative) {
-      if (kOfProducts) dp[i][j][e] *= derivative;
-    });
+    to_logits<T>(args, place, s, use_derivative);
     if (!is_full) mask_tile<false>(args, lengths, place, s);
     for_each([&](int i, int j, int e, const Statistics& row) {
       s[i][j][e] = exp2_fast(fmaf(s[i][j][e], multiplier, -row.lse));
@@ -120,10 +120,10 @@ struct Visit {
 };
 
 template <typename T, int kHead, Gradient kOf, bool kPlain, bool kFewWarps>
-__global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads, 2)
+__global__ void __launch_bounds__(BackwardShape<T, kHead, kOf, kFewWarps>::kThreads, 2)
     attention_backward(const __grid_constant__ BackwardArgs args) {
   if constexpr (kHasProducts<T> && kFewWarps == kHasLittleSharedMemory) {
-    using Shape = BackwardShape<kHead, kOf, kFewWarps>;
+    using Shape = BackwardShape<T, kHead, kOf, kFewWarps>;
     constexpr bool kTransposed = Shape::kTransposed;
     constexpr int kRowTiles = Shape::kRowTiles;
     constexpr int kColumns = Shape::kColumns;
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     // The CTA owns rows either of Q and dO or of K and V, and visits columns of the other two.
     const uint32_t own_smem = shared_address(shared_memory);
     const uint32_t own_other_smem =
-        own_smem + (Shape::kOwnTiles - 1) * Tile<kHead>::bytes(Shape::kRows);
-    const uint32_t visited_smem = own_other_smem + Tile<kHead>::bytes(Shape::kRows);
+        own_smem + (Shape::kOwnTiles - 1) * Tile<T, kHead>::bytes(Shape::kRows);
+    const uint32_t visited_smem = own_other_smem + Tile<T, kHead>::bytes(Shape::kRows);
     const uint32_t statistics_smem = visited_smem + args.stages * Shape::kStageBytes;
 
     const Owner at(args, kTransposed ? args.key_heads : args.heads);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
       const int head = visit.head;
       const int column = visit.block * kColumns;
       const uint32_t tile = visited_smem + stage * Shape::kStageBytes;
-      const uint32_t other = tile + Tile<kHead>::bytes(kColumns);
+      const uint32_t other = tile + Tile<T, kHead>::bytes(kColumns);
       if constexpr (kTransposed) {
         load_tile<kHead, kColumns, kThreads>(tile, queries(args.q, head, args.head_size), column);
         load_tile<kHead, kColumns, kThreads>(other, queries(args.dout, head, args.value_size),
@@ -192,6 +192,10 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
         load_tile<kHead, Shape::kRows, Shape::kThreads>(own_other_smem, other, first);
       }
       if (args.stages == 2) load_visited(ahead, 0);
+      round_tile<T, kHead, Shape::kRows, Shape::kThreads>(own_smem);
+      if constexpr (Shape::kOwnTiles == 2) {
+        round_tile<T, kHead, Shape::kRows, Shape::kThreads>(own_other_smem);
+      }
     }
 
     const int lane = threadIdx.x % kLanes;
@@ -213,7 +217,8 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
     float acc_other[kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue ? kRowTiles : 1]
                    [kHead / 8][4] = {};
 
-    const uint32_t own_lane = Tile<kHead>::lane_of_rows(own_smem + warp_row * Tile<kHead>::kStride);
+    const uint32_t own_lane =
+        Tile<T, kHead>::lane_of_rows(own_smem + warp_row * Tile<T, kHead>::kStride);
     const uint32_t own_other_lane = own_lane + (own_other_smem - own_smem);
     const auto advance = [&](Visit& one) {
       ++one.block;
@@ -235,20 +240,25 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
         __syncthreads();
       }
       const uint32_t tile = visited_smem + stage * Shape::kStageBytes;
-      const uint32_t other = tile + Tile<kHead>::bytes(kColumns);
+      const uint32_t other = tile + Tile<T, kHead>::bytes(kColumns);
 
       float s[kRowTiles][kColumnTiles][4] = {};
-      add_product_transposed<T, kHead>(s, own_lane, Tile<kHead>::lane_of_columns(tile));
+      add_product_transposed<T, kHead>(s, own_lane, Tile<T, kHead>::lane_of_columns(tile));
       float dp[kRowTiles][kColumnTiles][4] = {};
       if constexpr (kOf != Gradient::kValue) {
-        add_product_transposed<T, kHead>(dp, own_other_lane, Tile<kHead>::lane_of_columns(other));
+        add_product_transposed<T, kHead>(dp, own_other_lane,
+                                         Tile<T, kHead>::lane_of_columns(other));
       }
 
       const int column = visit.block * kColumns;
       const Place<kTransposed> place{at.batch, visit.head, first + warp_row + lane / 4,
                                      column + lane % 4 * 2};
       const bool is_full = column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-      differentiate<T, kPlain, true>(
+      // Of float32, delta is corrected with a cap, too: a kernel for queries needs the gradients of
+      // the logits first.
+      constexpr bool kDerivativesLater = kIsTf32<T> && kOf == Gradient::kQuery && !kPlain;
+      float derivatives[kDerivativesLater ? kRowTiles : 1][kColumnTiles][4];
+      differentiate<T, kPlain>(
           args, lengths, place, is_full,
           [&](int j) {
             if constexpr (kTransposed) {
@@ -264,22 +274,36 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
               return [&](int i, int e) { return of_rows[i][e / 2]; };
             }
           },
+          [&](int i, int j, int e, float derivative) {
+            if constexpr (kDerivativesLater) {
+              derivatives[i][j][e] = derivative;
+            } else {
+              dp[i][j][e] *= derivative;
+            }
+          },
           s, dp);
 
       if constexpr (kOf == Gradient::kQuery) {
         for_elements<kRowTiles, kColumnTiles>(
             [&](int i, int j, int e) { of_logits[i][e / 2] += dp[i][j][e]; });
       }
+      if constexpr (kDerivativesLater) {
+        if (args.soft_cap != 0.0f) {
+          for_elements<kRowTiles, kColumnTiles>(
+              [&](int i, int j, int e) { dp[i][j][e] *= derivatives[i][j][e]; });
+        }
+      }
       if constexpr (kOf == Gradient::kKeyAndValue || kOf == Gradient::kValue) {
-        uint32_t p[kRowTiles][kColumnTiles / 2][4];
+        Operand<T, kRowTiles, kColumnTiles> p;
         round_to_operand<T>(s, p);
         add_product<T, kHead, kRowTiles, kColumnTiles>(acc_other, p,
-                                                       Tile<kHead>::lane_of_rows(other));
+                                                       Tile<T, kHead>::lane_of_depth(other));
       }
       if constexpr (kOf != Gradient::kValue) {
-        uint32_t ds[kRowTiles][kColumnTiles / 2][4];
+        Operand<T, kRowTiles, kColumnTiles> ds;
         round_to_operand<T>(dp, ds);
-        add_product<T, kHead, kRowTiles, kColumnTiles>(acc, ds, Tile<kHead>::lane_of_rows(tile));
+        add_product<T, kHead, kRowTiles, kColumnTiles>(acc, ds,
+                                                       Tile<T, kHead>::lane_of_depth(tile));
       }
     }
 
@@ -308,10 +332,10 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
           const int row = first + warp_row + 16 * i + 8 * half + lane / 4;
           const int64_t place =
               (int64_t{at.batch} * args.heads + at.head) * args.statistics_rows + row;
-          // With a cap, the sums are of the gradients of products, not of logits, so delta is not
-          // corrected.
-          const float delta =
-              args.soft_cap == 0.0f ? sum + args.missing[place] : of_rows[i][half].delta;
+          // With a cap, the sums of 16-bit kernels are of the gradients of products, not of logits,
+          // so delta is not corrected.
+          const float delta = kIsTf32<T> || args.soft_cap == 0.0f ? sum + args.missing[place]
+                                                                  : of_rows[i][half].delta;
           if (lane % 4 == 0) args.corrected[place] = {of_rows[i][half].lse, delta};
         }
       }
@@ -330,27 +354,27 @@ __global__ void __launch_bounds__(BackwardShape<kHead, kOf, kFewWarps>::kThreads
 
 // A CTA owns a tile of the gradient of the bias, and sums over all logits to which this tile is
 // broadcast.
-template <int kHead>
+template <typename T, int kHead>
 struct BiasShape {
   static constexpr int kWarps = 4;
   static constexpr int kRows = 16 * kWarps;
-  static constexpr int kColumns = kHead <= 128 ? 64 : 32;
+  static constexpr int kColumns = kHead <= (kIsTf32<T> ? 64 : 128) ? 64 : 32;
   static constexpr int kThreads = kWarps * kLanes;
-  static constexpr int kSharedBytes = Tile<kHead>::bytes(2 * kRows + 2 * kColumns);
+  static constexpr int kSharedBytes = Tile<T, kHead>::bytes(2 * kRows + 2 * kColumns);
 };
 
 template <typename T, int kHead>
-__global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
+__global__ void __launch_bounds__(BiasShape<T, kHead>::kThreads, 2)
     attention_bias_gradient(const __grid_constant__ BackwardArgs args) {
   if constexpr (kHasProducts<T>) {
-    using Shape = BiasShape<kHead>;
+    using Shape = BiasShape<T, kHead>;
     constexpr int kRows = Shape::kRows, kColumns = Shape::kColumns, kThreads = Shape::kThreads;
     constexpr int kColumnTiles = kColumns / 8;
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const uint32_t q_smem = shared_address(shared_memory);
-    const uint32_t do_smem = q_smem + Tile<kHead>::bytes(kRows);
-    const uint32_t k_smem = do_smem + Tile<kHead>::bytes(kRows);
-    const uint32_t v_smem = k_smem + Tile<kHead>::bytes(kColumns);
+    const uint32_t do_smem = q_smem + Tile<T, kHead>::bytes(kRows);
+    const uint32_t k_smem = do_smem + Tile<T, kHead>::bytes(kRows);
+    const uint32_t v_smem = k_smem + Tile<T, kHead>::bytes(kColumns);
 
     // Along each axis of the logits, the CTA visits its own index, or all indices if the bias has
     // one entry there.
@@ -403,20 +427,23 @@ __global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
                 args.statistics + (int64_t{batch} * args.heads + head) * args.statistics_rows + row;
             const Statistics of_rows[2] = {statistics[0], statistics[8]};
             async_copies_wait_all();
+            round_tile<T, kHead, kRows, kThreads>(q_smem);
+            round_tile<T, kHead, kRows, kThreads>(do_smem);
             __syncthreads();
 
-            const uint32_t row_offset = warp_row * Tile<kHead>::kStride;
+            const uint32_t row_offset = warp_row * Tile<T, kHead>::kStride;
             float s[1][kColumnTiles][4] = {};
-            add_product_transposed<T, kHead>(s, Tile<kHead>::lane_of_rows(q_smem + row_offset),
-                                             Tile<kHead>::lane_of_columns(k_smem));
+            add_product_transposed<T, kHead>(s, Tile<T, kHead>::lane_of_rows(q_smem + row_offset),
+                                             Tile<T, kHead>::lane_of_columns(k_smem));
             float dp[1][kColumnTiles][4] = {};
-            add_product_transposed<T, kHead>(dp, Tile<kHead>::lane_of_rows(do_smem + row_offset),
-                                             Tile<kHead>::lane_of_columns(v_smem));
+            add_product_transposed<T, kHead>(dp, Tile<T, kHead>::lane_of_rows(do_smem + row_offset),
+                                             Tile<T, kHead>::lane_of_columns(v_smem));
             const bool is_full =
                 column >= bounds.full_start && column + kColumns <= bounds.full_stop;
-            differentiate<T, false, false>(
+            differentiate<T, false>(
                 args, lengths, Place<false>{batch, head, row, column + lane % 4 * 2}, is_full,
-                [&](int) { return [&](int, int e) { return of_rows[e / 2]; }; }, s, dp);
+                [&](int) { return [&](int, int e) { return of_rows[e / 2]; }; },
+                [](int, int, int, float) {}, s, dp);
             for_elements<1, kColumnTiles>(
                 [&](int i, int j, int e) { acc[i][j][e] += dp[i][j][e]; });
           }
@@ -468,7 +495,7 @@ __global__ void __launch_bounds__(BiasShape<kHead>::kThreads, 2)
 
 template <typename T, int kHead, Gradient kOf, bool kFewWarps>
 ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t stream) {
-  using Shape = BackwardShape<kHead, kOf, kFewWarps>;
+  using Shape = BackwardShape<T, kHead, kOf, kFewWarps>;
   constexpr bool kTransposed = Shape::kTransposed;
   static_assert(kTransposed || kStatisticsBlock % Shape::kRows == 0);
   const int heads = kTransposed ? args.key_heads : args.heads;
@@ -498,7 +525,7 @@ ffi::Error launch_gradient(BackwardArgs args, const Device& device, cudaStream_t
 template <typename T, int kHead>
 ffi::Error launch_bias_gradient(const BackwardArgs& args, const Device& device,
                                 cudaStream_t stream) {
-  using Shape = BiasShape<kHead>;
+  using Shape = BiasShape<T, kHead>;
   const int sizes[4] = {args.batch, args.heads, divide_up(args.query_count, Shape::kRows),
                         divide_up(args.key_count, Shape::kColumns)};
   int64_t blocks = 1;

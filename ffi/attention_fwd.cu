@@ -18,16 +18,16 @@ struct ForwardArgs : AttentionArgs {
 
 // A warp has 32 rows if registers suffice. Then each read of K and V serves two row tiles, and
 // shared memory keeps up with the tensor cores.
-template <int kHead, bool kPlain>
+template <typename T, int kHead, bool kPlain>
 struct ForwardShape {
   static constexpr int kWarps = 4;
   static constexpr int kRowTiles = kHead <= 128 ? 2 : 1;
-  static constexpr int kColumns = kHead <= (kPlain ? 128 : 64) ? 64 : 32;
+  static constexpr int kColumns = kHead <= (kPlain && !kIsTf32<T> ? 128 : 64) ? 64 : 32;
   static constexpr int kRows = 16 * kRowTiles * kWarps;
   static constexpr int kThreads = kWarps * kLanes;
 
   static constexpr int shared_bytes(int key_stages) {
-    return Tile<kHead>::bytes(kRows + (1 + key_stages) * kColumns);
+    return Tile<T, kHead>::bytes(kRows + (1 + key_stages) * kColumns);
   }
 };
 
@@ -101,17 +101,17 @@ struct Softmax {
 };
 
 template <typename T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
+__global__ void __launch_bounds__(ForwardShape<T, kHead, kPlain>::kThreads, 2)
     attention_forward(const __grid_constant__ ForwardArgs args) {
   if constexpr (kHasProducts<T>) {
-    using Shape = ForwardShape<kHead, kPlain>;
+    using Shape = ForwardShape<T, kHead, kPlain>;
     constexpr int kRowTiles = Shape::kRowTiles;
     constexpr int kColumns = Shape::kColumns;
     constexpr int kColumnTiles = kColumns / 8;
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     const uint32_t q_smem = shared_address(shared_memory);
-    const uint32_t v_smem = q_smem + Tile<kHead>::bytes(Shape::kRows);
-    const uint32_t k_smem = v_smem + Tile<kHead>::bytes(kColumns);
+    const uint32_t v_smem = q_smem + Tile<T, kHead>::bytes(Shape::kRows);
+    const uint32_t k_smem = v_smem + Tile<T, kHead>::bytes(kColumns);
 
     const Owner at(args, args.heads);
     const Lengths lengths(args, at.batch);
@@ -150,21 +150,23 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
     if (block < stop) {
       load_tile<kHead, Shape::kRows, Shape::kThreads>(q_smem, q, first);
       load_tile<kHead, kColumns, Shape::kThreads>(k_smem, k, block * kColumns);
+      round_tile<T, kHead, Shape::kRows, Shape::kThreads>(q_smem);
     }
-    const uint32_t q_lane = Tile<kHead>::lane_of_rows(q_smem + warp_row * Tile<kHead>::kStride);
-    const uint32_t v_lane = Tile<kHead>::lane_of_rows(v_smem);
+    const uint32_t q_lane =
+        Tile<T, kHead>::lane_of_rows(q_smem + warp_row * Tile<T, kHead>::kStride);
+    const uint32_t v_lane = Tile<T, kHead>::lane_of_depth(v_smem);
     int stage = 0;
     const auto load_next_keys = [&] {
       stage = args.key_stages - 1 - stage;
       if (block + 1 < stop) {
-        load_tile<kHead, kColumns, Shape::kThreads>(k_smem + stage * Tile<kHead>::bytes(kColumns),
-                                                    k, (block + 1) * kColumns);
+        load_tile<kHead, kColumns, Shape::kThreads>(
+            k_smem + stage * Tile<T, kHead>::bytes(kColumns), k, (block + 1) * kColumns);
       }
     };
     for (; block < stop; ++block) {
       async_copies_wait_all();
       __syncthreads();
-      const uint32_t k_now = k_smem + stage * Tile<kHead>::bytes(kColumns);
+      const uint32_t k_now = k_smem + stage * Tile<T, kHead>::bytes(kColumns);
       load_tile<kHead, kColumns, Shape::kThreads>(v_smem, v, block * kColumns);
       async_copies_commit();
       if (args.key_stages == 2) {
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
       }
 
       float x[kRowTiles][kColumnTiles][4] = {};
-      add_product_transposed<T, kHead>(x, q_lane, Tile<kHead>::lane_of_columns(k_now));
+      add_product_transposed<T, kHead>(x, q_lane, Tile<T, kHead>::lane_of_columns(k_now));
       const Place<false> place{at.batch, at.head, first + warp_row + lane / 4,
                                block * kColumns + lane % 4 * 2};
       if constexpr (!kPlain) to_logits<T>(args, place, x, [](int, int, int, float) {});
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
           });
         }
       }
-      uint32_t p[kRowTiles][kColumnTiles / 2][4];
+      Operand<T, kRowTiles, kColumnTiles> p;
       round_to_operand<T>(x, p);
 
       if (args.key_stages == 2) {
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(ForwardShape<kHead, kPlain>::kThreads, 2)
 
 template <typename T, int kHead, bool kPlain>
 ffi::Error launch_forward(ForwardArgs args, const Device& device, cudaStream_t stream) {
-  using Shape = ForwardShape<kHead, kPlain>;
+  using Shape = ForwardShape<T, kHead, kPlain>;
   args.tiles = divide_up(args.query_count, Shape::kRows);
   // The last queries have the most keys to attend to, unless a window excludes the first keys.
   args.descending = args.right < args.key_count;

@@ -1157,14 +1157,18 @@ ffi::Error scale_rows_in_place(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   RETURN_IF_ERROR(check_like("y", *y, x));
   const int64_t rows = x.dimensions()[0], features = x.dimensions()[1];
   RETURN_IF_ERROR(check_float32("factors", factors, {rows}));
-  if (x.untyped_data() != y->untyped_data()) {
-    return ffi::Error::InvalidArgument("y must be x, in place");
-  }
   if (is_absent(x)) return ffi::Error::Success();
   Device device;
   RETURN_IF_ERROR(current_device(&device));
-  const ScaleArgs args = {x.untyped_data(), static_cast<const float*>(factors.untyped_data()), rows,
-                          features};
+  if (x.untyped_data() != y->untyped_data()) {
+    // XLA may hand over a part of another array as x where it reads a slice, which is not y's
+    // place.
+    RETURN_IF_ERROR(check_cuda(cudaMemcpyAsync(y->untyped_data(), x.untyped_data(), x.size_bytes(),
+                                               cudaMemcpyDeviceToDevice, stream),
+                               "cudaMemcpyAsync"));
+  }
+  const ScaleArgs args = {y->untyped_data(), static_cast<const float*>(factors.untyped_data()),
+                          rows, features};
   return with_kernel(
       *dtype_of(x), are_aligned({args.x}), Form::kPlain, [&](auto type, auto vec, auto) {
         return launch_kernel(scale_rows<decltype(type), vec()>, args,

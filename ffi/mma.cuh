@@ -6,6 +6,12 @@
 //     B[2q, g]  B[2q + 8, g]                                     neighbour along k
 //     D[g, 2q]  D[g, 2q + 1]  D[g + 8, 2q]  D[g + 8, 2q + 1]     in float32
 // so two neighbouring tiles of D, rounded, are an A.
+//
+// For float32 it gives D[16, 8] += A[16, 8] B[8, 8] of values rounded to tf32, and a lane has
+//     A[g, q]  A[g + 8, q]  A[g, q + 4]  A[g + 8, q + 4]
+//     B[q, g]  B[q + 4, g]
+// so one tile of D, rounded, is an A, if the rows of B are taken in the order 0, 2, 4, 6, 1, 3, 5,
+// 7 of the columns that the lanes have of D.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,6 +31,10 @@ constexpr bool kHasProducts =
     std::is_same_v<T, __half>;
 #endif
 
+// The columns of A, which are the rows of B, in one instruction.
+template <typename T>
+constexpr int kDepth = 32 / sizeof(T);
+
 // Whether the blocks of the GPU that this is compiled for have at most 64 KB of shared memory.
 constexpr bool kHasLittleSharedMemory =
 #if __CUDA_ARCH__ >= 800
@@ -39,6 +49,11 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 #if __CUDA_ARCH__ >= 800
   if constexpr (std::is_same_v<T, __half>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (std::is_same_v<T, float>) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -59,6 +74,17 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
+}
+
+// Rounds a float32 to the nearest tf32, away from zero where two are as near. The instruction
+// itself would cut the bits that a tf32 does not have, which is twice the error and always towards
+// zero.
+__device__ __forceinline__ uint32_t rounded_to_tf32(uint32_t x) {
+  uint32_t y = x;
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "r"(x));
+#endif
+  return y;
 }
 
 // Loads four matrices of 8 rows of 16 bytes. Lane 8 i + r holds the address of row r of matrix i,
@@ -111,6 +137,12 @@ __device__ __forceinline__ void async_copies_wait_all() {
 
 __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t shared, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
 }
 
 __device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {

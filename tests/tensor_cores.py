@@ -1,5 +1,7 @@
 """Products in plain jax.numpy whose operands are rounded as this machine's tensor cores round them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,3 +38,32 @@ def _cut(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(x, jnp.uint32) & _KEPT_BY_TF32, jnp.float32
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rounded_einsum(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` of float32 operands rounded to the nearest tf32, and likewise in its gradient.
+
+    On any machine: the rounded operands are multiplied with all their bits.
+    """
+    return jnp.einsum(subscripts, _rounded(a), _rounded(b), precision="highest")
+
+
+def _rounded_einsum_forward(subscripts, a, b):
+    return rounded_einsum(subscripts, a, b), (a, b)
+
+
+def _rounded_einsum_backward(subscripts, saved, dy):
+    a, b = saved
+    operands, y_axes = subscripts.split("->")
+    a_axes, b_axes = operands.split(",")
+    da = rounded_einsum(f"{y_axes},{b_axes}->{a_axes}", dy, b)
+    return da, rounded_einsum(f"{a_axes},{y_axes}->{b_axes}", a, dy)
+
+
+rounded_einsum.defvjp(_rounded_einsum_forward, _rounded_einsum_backward)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Keeps the 8 bits of the exponent and 10 of the fraction."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import dispatch
+from jaxfused import dispatch, reference
 from jaxfused.cuda import library
 from jaxfused.cuda.attention import why_unsupported
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.attention import Case
 from tests.grids import parametrize
 from tests.lowering import kernels, lowered
+from tests.tensor_cores import rounded_einsum
 from tests.test_attention_kernels import CASES, RANDOM_SEEDS, dropout, gradients, operator
 from tests.test_attention_kernels import random_case as any_case
 
 AMPERE = dispatch.Device("gpu", "NVIDIA A100", (8, 0), 108)
+CPU = dispatch.Device("cpu", "cpu", None, 0)
 TARGETS = ["jaxfused_attention_forward", "jaxfused_attention_backward"]
 
 MORE_CASES = (
@@ -40,6 +42,10 @@ def random_case(seed):
     return case, has_dropout
 
 
+def fits_float32(case):
+    return max(case.head_size, case.value_head_size or 0) <= 128
+
+
 @pytest.fixture
 def built(monkeypatch):
     """The kernels are treated as built, because lowering needs only their names."""
@@ -55,6 +61,7 @@ FITS = dict(
     head_size=64,
     value_size=64,
 )
+FITS_FLOAT32 = dict(dtype=jnp.dtype("float32"), allows_tf32=True)
 FITS_TURING = dict(compute_capability=(7, 5), dtype=jnp.dtype("float16"))
 
 
@@ -68,7 +75,11 @@ FITS_TURING = dict(compute_capability=(7, 5), dtype=jnp.dtype("float16"))
         (dict(compute_capability=None), "needs an NVIDIA GPU"),
         (dict(compute_capability=(7, 0)), "7.5 or later"),
         (dict(compute_capability=(7, 5)), "bfloat16 needs compute capability 8.0"),
-        (dict(dtype=jnp.dtype("float32")), "query has dtype float32"),
+        (dict(dtype=jnp.dtype("float64")), "query has dtype float64"),
+        (FITS_FLOAT32, None),
+        (FITS_FLOAT32 | dict(allows_tf32=False), "less than query's float32 is to be multiplied"),
+        (FITS_FLOAT32 | dict(head_size=136), "up to 128 in float32, not 136"),
+        (FITS_FLOAT32 | dict(compute_capability=(7, 5)), "float32 needs compute capability 8.0"),
         (dict(head_size=60), "multiples of 8 up to 256 on this GPU, not 60"),
         (dict(value_size=264), "not 264"),
         (FITS_TURING | dict(head_size=136), "up to 128 on this GPU, not 136"),
@@ -104,7 +115,106 @@ def test_the_limits_of_a_window_are_attributes(built, monkeypatch):
         assert f"{left} :" in attributes and f"{right} :" in attributes
 
 
+def test_float32_is_multiplied_as_tf32_only_at_the_default_precision(built):
+    q = jnp.ones((1, 3, 2, 8))
+
+    def gradient(implementation):
+        def f(q):
+            return jaxfused.dot_product_attention(q, q, q, implementation=implementation).sum()
+
+        return kernels(jax.grad(f), q)
+
+    with dispatch.assume(AMPERE):
+        for precision in (None, "tensorfloat32"):
+            with jax.default_matmul_precision(precision):
+                assert gradient("cuda") == TARGETS
+        for precision in ("highest", "float32", "F32_F32_F32"):
+            with jax.default_matmul_precision(precision):
+                assert gradient(None) == []
+                with pytest.raises(ValueError, match="it multiplies float32 as tf32"):
+                    gradient("cuda")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "key_heads", "runs"),
+    [((8, 1024, 16, 64), 1024, 16, True), ((16, 1, 32, 128), 4096, 8, False)],
+    ids=["training", "decoding"],
+)
+def test_float32_takes_what_is_expected_to_be_faster(built, queries, keys, key_heads, runs):
+    batch, _, _, head_size = queries
+    q = jax.ShapeDtypeStruct(queries, jnp.float32)
+    k = jax.ShapeDtypeStruct((batch, keys, key_heads, head_size), jnp.float32)
+    with dispatch.assume(dispatch.Device("gpu", "NVIDIA H200", (9, 0), 132)):
+        gradient = jax.grad(lambda *args: jaxfused.dot_product_attention(*args).sum())
+        assert kernels(gradient, q, k, k) == (TARGETS if runs else [])
+
+
+def test_modules_in_float32_take_the_kernel_at_the_default_precision(built):
+    module = jaxfused.linen.MultiHeadAttention(num_heads=2)
+    x = jnp.ones((1, 5, 32))
+    params = jax.eval_shape(module.init, jax.random.key(0), x)
+
+    def launched(device):
+        with dispatch.assume(device):
+            return kernels(jax.grad(lambda p, x: module.apply(p, x).sum()), params, x)
+
+    assert launched(AMPERE) == TARGETS
+    with jax.default_matmul_precision("highest"):
+        assert launched(AMPERE) == []
+    assert launched(CPU) == []
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def products_as_tf32(monkeypatch):
+    """The reference rounds float32 as the kernels do: XLA takes some products with all their bits."""
+    plain = reference.attention.product
+
+    def product(subscripts, a, b, **options):
+        if a.dtype == b.dtype == jnp.float32:
+            return rounded_einsum(subscripts, a, b)
+        return plain(subscripts, a, b, **options)
+
+    monkeypatch.setattr(reference.attention, "product", product)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CASES + MORE_CASES if fits_float32(c)], ids=str)
+def test_float32_is_as_accurate_as_rounded_products(products_as_tf32, case):
+    has_dropout = dropout(case.sinks)
+    assert_values_and_gradients(
+        operator(case, "cuda", **has_dropout),
+        operator(case, "xla", **has_dropout),
+        *case.arrays(jnp.float32),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", RANDOM_SEEDS[::2])
+def test_random_cases_in_float32_are_as_accurate_as_rounded_products(products_as_tf32, seed):
+    case, has_dropout = any_case(seed)
+    assert_values_and_gradients(
+        operator(case, "cuda", **dropout(has_dropout)),
+        operator(case, "xla", **dropout(has_dropout)),
+        *case.arrays(jnp.float32),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_a_number_comes_out_of_float32_where_the_reference_has_it(value):
+    case = Case("numbers", 100, 90, head_size=64, is_causal=True)
+    q, k, v, _, _ = case.arrays(jnp.float32)
+    q, v = q.at[0, 70, 0, 3].set(value), v.at[1, 60, 1, 5].set(value)
+    results = []
+    for implementation in ("cuda", "xla"):
+        f = operator(case, implementation)
+        run = jax.jit(lambda *args, f=f: (f(*args), gradients(f, args)))
+        results.append(run(q, k, v, None, None))
+    ours, plain = jax.tree.map(jnp.isfinite, results)
+    chex.assert_trees_all_equal(ours, plain)
 
 
 @pytest.mark.gpu
@@ -132,11 +242,12 @@ def test_random_cases_are_as_accurate_as_the_reference(seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[-1], MORE_CASES[0]], ids=str)
-def test_same_bits_twice(case):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[-1], MORE_CASES[2]], ids=str)
+def test_same_bits_twice(case, dtype):
     f = operator(case, "cuda", **dropout(case.sinks))
     run = jax.jit(lambda args: (f(*args), gradients(f, args)))
-    args = case.arrays(jnp.bfloat16)
+    args = case.arrays(jnp.dtype(dtype))
     chex.assert_trees_all_equal(run(args), run(args))
 
 
@@ -189,7 +300,8 @@ RESULTS = {
 @pytest.mark.parametrize(
     ("direction", "change", "message"),
     [
-        ("forward", dict(q=((2, 5, 4, 64), "float32")), "q must be bfloat16 or float16"),
+        ("forward", dict(q=((2, 5, 4, 64), "int8")), "q must be float32, bfloat16 or float16"),
+        ("forward", dict(q=((2, 5, 4, 136), "float32")), "a multiple of 8 up to 128"),
         ("forward", dict(q=((5, 4, 64), BF16)), r"q has shape \[5, 4, 64\], but it needs axes"),
         ("forward", dict(q=((2, 5, 4, 60), BF16)), "a multiple of 8 up to 256"),
         ("forward", dict(q=((2, 5, 3, 64), BF16)), "q has 3 heads, which is no multiple of k's 2"),

@@ -1,7 +1,8 @@
 """dot_product_attention by the CUDA kernels of ffi/attention_fwd.cu and ffi/attention_bwd.cu.
 
 These kernels run on every GPU whose tensor cores multiply 16-bit values into float32, from Turing on.
-They use the tensor-core instructions of Turing and Ampere; Hopper and later have faster ones.
+They use the tensor-core instructions of Turing and Ampere; Hopper and later have faster ones. From
+Ampere on they take float32 too, where it may be multiplied as tf32.
 """
 
 from collections.abc import Collection
@@ -20,6 +21,8 @@ _STATISTICS_BLOCK = 128
 _LARGEST_LENGTH = 2**24
 _LARGEST_HEAD_SIZE = 256
 _LARGEST_HEAD_SIZE_OF_TURING = 128
+_LARGEST_HEAD_SIZE_OF_FLOAT32 = 128
+"""Tiles of larger heads would not fit into the shared memory of most GPUs."""
 _LOG2E = float(np.log2(np.e))
 _EMPTY_LSE = -0.7 * float(np.finfo(np.float32).max)
 """The log-sum-exp that the kernels return for a query that attends to nothing, as in the reference."""
@@ -82,24 +85,35 @@ def why_unsupported(
     head_size: int,
     value_size: int,
     used: Collection[str] = (),
+    allows_tf32: bool = False,
 ) -> str | None:
     """Returns None where forward and backward can run, else the reason.
 
     `used` names the optional arguments of the call as `jaxfused.ops.attention.implementations` does.
+    `allows_tf32` says whether float32 may be multiplied with the 10 bits of tf32.
     """
     reason = library.why_unfit(compute_capability)
     if reason is not None:
         return reason
     assert compute_capability is not None
     is_turing = compute_capability < (8, 0)
-    if dtype == jnp.bfloat16 and is_turing:
-        return "bfloat16 needs compute capability 8.0 or later; before, it takes float16"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it takes bfloat16 and float16, and query has dtype {jnp.dtype(dtype)}"
+    if dtype not in library.DTYPES:
+        return f"it takes float32, bfloat16 and float16, and query has dtype {jnp.dtype(dtype)}"
+    if dtype != jnp.float16 and is_turing:
+        return f"{jnp.dtype(dtype)} needs compute capability 8.0 or later; before, it takes float16"
+    is_float32 = dtype == jnp.float32
+    if is_float32 and not allows_tf32:
+        return (
+            "it multiplies float32 as tf32, which is less than query's float32 is to be multiplied"
+            " with"
+        )
     largest = _LARGEST_HEAD_SIZE_OF_TURING if is_turing else _LARGEST_HEAD_SIZE
+    if is_float32:
+        largest = _LARGEST_HEAD_SIZE_OF_FLOAT32
     for size in (head_size, value_size):
         if size % 8 or not 8 <= size <= largest:
-            return f"head sizes must be multiples of 8 up to {largest} on this GPU, not {size}"
+            where = "in float32" if is_float32 else "on this GPU"
+            return f"head sizes must be multiples of 8 up to {largest} {where}, not {size}"
     if query_count == 0 or key_count == 0:
         return "there must be queries and keys"
     if max(query_count, key_count) > _LARGEST_LENGTH:
@@ -167,7 +181,10 @@ def backward(
     library.register()
     query_count = query.shape[1]
     dlse = dlse.astype(jnp.float32)
-    delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # The kernels subtract delta from products of dout, in which float32 is rounded: where the two
+    # cancel, as with a single key, delta has to have the same rounding.
+    factor = _rounded_to_tf32(dout) if dout.dtype == jnp.float32 else dout.astype(jnp.float32)
+    delta = jnp.sum(factor * out.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2) - dlse
     # Empty rows, and rows that pad the last block, have weights of 2^-inf = 0.
     lse = lse[:, :, :query_count]
@@ -203,6 +220,13 @@ def backward(
     if operands.sinks is not None:
         dsinks = -jnp.sum(sink_weight * corrected[..., :query_count, 1], axis=(0, 2))
     return dquery, dkey, dvalue, None if bias is None else dbias, dsinks
+
+
+def _rounded_to_tf32(x: jax.Array) -> jax.Array:
+    """Returns float32 values rounded as the kernels round them: ties away from zero."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    rounded = (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(rounded, jnp.float32), x)
 
 
 def _common(query: jax.Array, operands: Operands) -> list[jax.Array]:

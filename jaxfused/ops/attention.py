@@ -11,9 +11,10 @@ from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda import attention as cuda_attention
-from jaxfused.ops import dropout
+from jaxfused.ops import attention_float32, dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
+from jaxfused.ops.linear import allows_tf32
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.semantics.checkpoint_names import named
 from jaxfused.semantics.mask import Mask
@@ -186,6 +187,7 @@ def dot_product_attention(
             scale=float(scale),
             soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
             dropout_rate=float(dropout_rate),
+            allows_tf32=query.dtype == jnp.float32 and allows_tf32(None),
         )
         run = Runner(implementation, device)
         output, lse = _run(run, options, query, key, value, bias, sinks, who, dropout_words)
@@ -323,6 +325,8 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
 # --- kernels and their gradient -------------------------------------------------------------------
 
 
+_CAPPED_IN_FLOAT32 = "attention float32 soft cap"
+"""The name by which `dispatch.UNMEASURED` has CUDA's gradients in float32 under a soft cap."""
 _FEW_QUERIES = 64
 """Up to so many queries XLA may be faster; with more, its logits take too much memory."""
 
@@ -340,14 +344,22 @@ class _Options:
     scale: float
     soft_cap: float | None
     dropout_rate: float
+    allows_tf32: bool = False
+    """Whether the operands are float32 and may be rounded to tf32, as XLA rounds them by default."""
 
     def xla_is_faster_forward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
         """Whether so few queries attend to so many keys that XLA's passes over the logits cost less.
 
+        In float32 this may be so of any work that is too small to fill the GPU.
         Times are estimates in microseconds; benchmarks/LAB.md says what they were fitted to.
         """
         batch, queries, key_heads, groups, _ = arrays.query.shape
-        if queries > _FEW_QUERIES or device.multiprocessors == 0:
+        if device.multiprocessors == 0:
+            return False
+        if arrays.query.dtype == jnp.float32:
+            work = self._work_of_float32(device, arrays)
+            return work.xla_forward() < work.forward()
+        if queries > _FEW_QUERIES:
             return False
         keys = self.visited_keys(queries, arrays.key.shape[1])
         heads = batch * key_heads * groups
@@ -363,7 +375,14 @@ class _Options:
     def xla_is_faster_backward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
         """The same of the backward."""
         batch, queries, key_heads, groups, _ = arrays.query.shape
-        if queries > _FEW_QUERIES or device.multiprocessors == 0:
+        if device.multiprocessors == 0:
+            return False
+        if arrays.query.dtype == jnp.float32:
+            if self.soft_cap is not None and dispatch.why_unmeasured(_CAPPED_IN_FLOAT32):
+                return True
+            work = self._work_of_float32(device, arrays)
+            return work.xla_backward() < work.backward()
+        if queries > _FEW_QUERIES:
             return False
         keys = self.visited_keys(queries, arrays.key.shape[1])
         shape, logits, runs_pallas = self._for_estimate(device, arrays)
@@ -375,6 +394,29 @@ class _Options:
             shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
         )[0]
         return by_xla < estimate.backward(shape, logits, config, device.multiprocessors)
+
+    def _work_of_float32(
+        self, device: dispatch.Device, arrays: "_Arrays"
+    ) -> attention_float32.Work:
+        batch, queries, key_heads, groups, head_size = arrays.query.shape
+        _, keys, _, value_size = arrays.value.shape
+        mean = float(keys)
+        if self.is_causal:
+            mean = min(queries, keys) * (min(queries, keys) + 1) / 2
+            mean = (mean + max(0, queries - keys) * keys) / max(1, queries)
+        if self.window is not None:
+            left, right = self.window
+            mean = min(mean, 1 + left + (0 if self.is_causal else right))
+        return attention_float32.Work(
+            batch=batch,
+            queries=queries,
+            keys=keys,
+            heads=key_heads * groups,
+            key_heads=key_heads,
+            head_size=max(head_size, value_size),
+            visited_keys=mean,
+            multiprocessors=device.multiprocessors,
+        )
 
     def _bytes_of_keys(self, arrays: "_Arrays") -> float:
         """Returns the bytes of the keys and values that are visited, in 16 bits."""
@@ -391,7 +433,23 @@ class _Options:
         shape = Shape(batch, queries, keys, key_heads * groups, key_heads, head_size, value_size)
         # For its options it matters only which operands there are.
         logits = self.logits(arrays.query, arrays.key, Operands(*arrays[3:]))
-        return shape, logits, _reasons(device, arrays)["pallas"] is None
+        return shape, logits, self.reasons(device, arrays)["pallas"] is None
+
+    def reasons(self, device: dispatch.Device, arrays: "_Arrays") -> Mapping[str, str | None]:
+        """Returns for each implementation why it cannot run, in both directions, or None if it can."""
+        call = dict(
+            compute_capability=device.compute_capability,
+            dtype=arrays.query.dtype,
+            query_count=arrays.query.shape[1],
+            key_count=arrays.key.shape[1],
+            head_size=arrays.query.shape[4],
+            value_size=arrays.value.shape[3],
+        )
+        return {
+            "pallas": pallas_attention.why_unsupported(**call),
+            "cuda": cuda_attention.why_unsupported(**call, allows_tf32=self.allows_tf32),
+            "xla": None,
+        }
 
     def visited_keys(self, queries: int, keys: int) -> int:
         """How many keys some of the queries may attend to by their positions."""
@@ -614,7 +672,8 @@ class _Forward:
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         arrays = _Arrays(*operands)
         return _xla_first_if(
-            self.options.xla_is_faster_forward(device, arrays), _reasons(device, arrays)
+            self.options.xla_is_faster_forward(device, arrays),
+            self.options.reasons(device, arrays),
         )
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
@@ -688,7 +747,8 @@ class _Backward:
     def reasons(self, device, *operands) -> Mapping[str, str | None]:
         arrays = _Arrays(*operands[4:])
         return _xla_first_if(
-            self.options.xla_is_faster_backward(device, arrays), _reasons(device, arrays)
+            self.options.xla_is_faster_backward(device, arrays),
+            self.options.reasons(device, arrays),
         )
 
     def configs(self, implementation, device, *operands) -> Sequence[Hashable]:
@@ -785,23 +845,6 @@ def _examples(random: Callable[[Any], Any], arrays: _Arrays) -> _Arrays:
 
 def _xla_first_if(is_faster: bool, reasons: Mapping[str, str | None]) -> Mapping[str, str | None]:
     return dispatch.preferring("xla", reasons) if is_faster else reasons
-
-
-def _reasons(device: dispatch.Device, arrays: _Arrays) -> Mapping[str, str | None]:
-    """Returns for each implementation why it cannot run, forward and backward, or None if it can."""
-    call = dict(
-        compute_capability=device.compute_capability,
-        dtype=arrays.query.dtype,
-        query_count=arrays.query.shape[1],
-        key_count=arrays.key.shape[1],
-        head_size=arrays.query.shape[4],
-        value_size=arrays.value.shape[3],
-    )
-    return {
-        "pallas": pallas_attention.why_unsupported(**call),
-        "cuda": cuda_attention.why_unsupported(**call),
-        "xla": None,
-    }
 
 
 def _grouped(arrays: _Arrays, output: jax.Array, lse: jax.Array) -> Results:
