@@ -13,9 +13,7 @@
 
 #include <cmath>
 
-#include "activation.cuh"
-#include "handler.h"
-#include "operands.h"
+#include "depthwise_conv.h"
 #include "vector.cuh"
 
 namespace {
@@ -24,12 +22,6 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlockChannels = 64;
 
-struct Shape {
-  int images, height, width, channels;  // of the input
-  int out_height, out_width;
-  int top, left;  // zeros before the input
-};
-
 // How the output is divided among the warps that share the same channels.
 struct Strips {
   int across;  // strips beside each other
@@ -37,25 +29,12 @@ struct Strips {
   int count;   // of all images
 };
 
-struct ConvArgs {
-  Shape shape;
+struct ConvArgs : ConvOperands {
   Strips strips;
-  const void* x;
-  Parameter weights;  // [taps, channels]
-  bool turned;        // whether the kernel is turned by 180 degrees
-  Parameter bias;
-  const void* residual;  // or nullptr
-  void* y;
-  void* z;  // what the activation is applied to, or nullptr
-  Activation activation;
 };
 
-struct WeightsArgs {
-  Shape shape;
+struct WeightsArgs : WeightsOperands {  // a part of the sums is that of the blocks along x
   Strips strips;
-  const void* x;
-  const void* dy;
-  float* sums;  // [blocks along x, taps + 1, channels]; the last is the gradient of the bias
 };
 
 // A kernel's size and stride, the columns of a strip, and what follows from them.
@@ -80,7 +59,8 @@ struct Strip {
   int image, column, begin, end;
 
   template <typename K>
-  static __device__ __forceinline__ Strip at(const Shape& shape, const Strips& strips, int index) {
+  static __device__ __forceinline__ Strip at(const ConvShape& shape, const Strips& strips,
+                                             int index) {
     Strip strip;
     strip.column = index % strips.across * K::kColumns;
     const int rest = index / strips.across;
@@ -218,7 +198,7 @@ class Output {
         pitch_(held(args.shape.channels * static_cast<int>(sizeof(T)))),
         // A lane without a channel stores nothing.
         columns_(channel < args.shape.channels ? args.shape.out_width - strip.column : 0) {
-    const Shape& shape = args.shape;
+    const ConvShape& shape = args.shape;
     at_ = (((static_cast<int64_t>(strip.image) * shape.out_height + strip.begin) * shape.out_width +
             strip.column) *
                shape.channels +
@@ -288,7 +268,7 @@ template <typename T, typename K>
 __global__ void __launch_bounds__(kThreads, kResident<T, K>)
     depthwise_conv_kernel(const __grid_constant__ ConvArgs args) {
   __shared__ float4 shared[K::kHeight * kPairs<K> * 32];
-  const Shape& shape = args.shape;
+  const ConvShape& shape = args.shape;
   const Weights<K> weights(args, shared);
   const int index = blockIdx.x * kWarps + threadIdx.x / 32;
   if (index >= args.strips.count) return;
@@ -364,7 +344,7 @@ template <typename T, typename K>
 __global__ void __launch_bounds__(kThreads, K::kFewWeights ? 3 : 2)
     depthwise_weights_kernel(const __grid_constant__ WeightsArgs args) {
   __shared__ float2 totals[K::kTaps + 1][32];
-  const Shape& shape = args.shape;
+  const ConvShape& shape = args.shape;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int channel = blockIdx.y * kBlockChannels + 2 * lane;
   float sums[K::kTaps + 1][2] = {};
@@ -477,7 +457,7 @@ struct Plan {
 };
 
 template <typename T, typename K>
-ffi::Error plan_conv(const Shape& shape, const Device& device, Plan<K>* plan) {
+ffi::Error plan_conv(const ConvShape& shape, const Device& device, Plan<K>* plan) {
   const int groups = divide_up(shape.channels, kBlockChannels);
   plan->launch = {dim3(1), kThreads, 0};
   int resident = 1;
@@ -508,7 +488,7 @@ ffi::Error launch_conv(ConvArgs args, const Plan<K>& plan, cudaStream_t stream) 
 
 template <typename T, typename K>
 ffi::Error launch_weights(WeightsArgs args, int64_t blocks, cudaStream_t stream) {
-  const Shape& shape = args.shape;
+  const ConvShape& shape = args.shape;
   const int groups = divide_up(shape.channels, kBlockChannels);
   Strips& strips = args.strips;
   strips.across = divide_up(shape.out_width, K::kColumns);
@@ -522,36 +502,9 @@ ffi::Error launch_weights(WeightsArgs args, int64_t blocks, cudaStream_t stream)
                        {dim3(static_cast<unsigned>(blocks), groups), kThreads, 0}, stream);
 }
 
-ffi::Error parse_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& y, int64_t top, int64_t left,
-                       Shape* shape) {
-  const auto in = x.dimensions(), out = y.dimensions();
-  if (in.size() != 4 || !dtype_of(x) || out.size() != 4) {
-    return ffi::Error::InvalidArgument(
-        "x must be float32, bfloat16 or float16 with axes image, row, column, channel");
-  }
-  if (out[0] != in[0] || out[3] != in[3]) {
-    return ffi::Error::InvalidArgument("the result has shape " + to_string(out) +
-                                       ", which does not fit x of shape " + to_string(in));
-  }
-  RETURN_IF_ERROR(check_dtype("the result", y, x.element_type()));
-  if (in[3] % 2 != 0) {
-    return ffi::Error::InvalidArgument("depthwise_conv: the number of channels must be even");
-  }
-  for (const int64_t size : {in[0] * out[1] * out[2], in[1] * in[2], in[3]}) {
-    if (size > INT32_MAX / 8) {
-      return ffi::Error::InvalidArgument("x of shape " + to_string(in) + " is too large");
-    }
-  }
-  if (in[3] > int64_t{kBlockChannels} * 65535) {
-    return ffi::Error::InvalidArgument("x of shape " + to_string(in) + " has too many channels");
-  }
-  if (top < 0 || left < 0) {
-    return ffi::Error::InvalidArgument("depthwise_conv: padding must not be negative");
-  }
-  *shape = {static_cast<int>(in[0]), static_cast<int>(in[1]),  static_cast<int>(in[2]),
-            static_cast<int>(in[3]), static_cast<int>(out[1]), static_cast<int>(out[2]),
-            static_cast<int>(top),   static_cast<int>(left)};
-  return ffi::Error::Success();
+ffi::Error check_channels(const ConvShape& shape) {
+  if (shape.channels <= kBlockChannels * 65535) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("depthwise_conv: x has too many channels");
 }
 
 // The size and the stride of a kernel, which are compile-time constants.
@@ -592,30 +545,9 @@ ffi::Error conv(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer weights, f
                 ffi::Result<ffi::AnyBuffer> z, int64_t height, int64_t width, int64_t stride,
                 int64_t top, int64_t left, bool turned, std::string_view activation) {
   ConvArgs args = {};
-  RETURN_IF_ERROR(parse_shape(x, *y, top, left, &args.shape));
-  const int64_t channels = args.shape.channels;
-  RETURN_IF_ERROR(check_shape("weights", weights, {height * width, channels}));
-  if (!dtype_of(weights)) {
-    return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
-  }
-  RETURN_IF_ERROR(parse_parameter("bias", bias, channels, &args.bias));
-  const auto out = y->dimensions();
-  for (const auto& [name, buffer] :
-       {std::pair<std::string_view, ffi::AnyBuffer>{"residual", residual}, {"z", *z}}) {
-    if (is_absent(buffer)) continue;
-    RETURN_IF_ERROR(check_shape(name, buffer, {out[0], out[1], out[2], out[3]}));
-    RETURN_IF_ERROR(check_dtype(name, buffer, x.element_type()));
-  }
-  if (!parse_activation(activation, &args.activation)) {
-    return ffi::Error::InvalidArgument("depthwise_conv: an activation is not known: " +
-                                       std::string(activation));
-  }
-  args.x = x.untyped_data();
-  args.weights = {weights.untyped_data(), *dtype_of(weights)};
-  args.turned = turned;
-  args.residual = data_or_null(residual);
-  args.y = y->untyped_data();
-  args.z = data_or_null(*z);
+  RETURN_IF_ERROR(parse_conv_operands(x, weights, bias, residual, *y, *z, height * width, top, left,
+                                      turned, activation, &args));
+  RETURN_IF_ERROR(check_channels(args.shape));
   return with_size(height, width, stride, [&](auto size) {
     using S = decltype(size);
     if (is_absent(*y)) return ffi::Error::Success();
@@ -643,24 +575,15 @@ ffi::Error conv_weights(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer dy
                         ffi::Result<ffi::AnyBuffer> sums, int64_t height, int64_t width,
                         int64_t stride, int64_t top, int64_t left) {
   WeightsArgs args = {};
-  RETURN_IF_ERROR(parse_shape(x, dy, top, left, &args.shape));
-  const auto shape = sums->dimensions();
-  if (shape.size() != 3 || shape[0] < 1 || shape[0] > INT32_MAX) {
-    return ffi::Error::InvalidArgument("sums has shape " + to_string(shape) +
-                                       ", but it must be [blocks, taps + 1, channels]");
-  }
-  RETURN_IF_ERROR(
-      check_float32("sums", *sums, {shape[0], height * width + 1, args.shape.channels}));
-  args.x = x.untyped_data();
-  args.dy = dy.untyped_data();
-  args.sums = static_cast<float*>(sums->untyped_data());
+  RETURN_IF_ERROR(parse_weights_operands(x, dy, *sums, height * width, top, left, &args));
+  RETURN_IF_ERROR(check_channels(args.shape));
   return with_size(height, width, stride, [&](auto size) {
     using S = decltype(size);
     if (is_absent(*sums)) return ffi::Error::Success();
     return with_dtype(*dtype_of(x), [&](auto type) {
       constexpr bool kWide = S::kHeight * S::kWidth <= 9 && S::kStride == 1;
       using K = Kernel<S::kHeight, S::kWidth, S::kStride, kWide ? 8 : 4>;
-      return launch_weights<decltype(type), K>(args, shape[0], stream);
+      return launch_weights<decltype(type), K>(args, args.parts, stream);
     });
   });
 }

@@ -9,8 +9,8 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch
-from jaxfused.cuda.depthwise_conv import Window
-from jaxfused.ops import dense_conv, weight_gradient
+from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
+from jaxfused.ops import dense_conv, depthwise_conv, weight_gradient
 from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -21,6 +21,7 @@ from tests.cases.conv import (
     DENSE_KERNEL_CASES,
     DEPTHWISE_CASES,
     DEPTHWISE_KERNEL_CASES,
+    TILED_CASES,
     Case,
 )
 from tests.cases.normal import normal
@@ -395,7 +396,10 @@ def test_dense_kernels_are_as_accurate_as_jax_numpy(case, dtype):
 
 # --- depthwise kernels ----------------------------------------------------------------------------
 
+SAME = Window((3, 3), 1, ((1, 1), (1, 1)))
+
 CONV, WEIGHTS = "jaxfused_depthwise_conv", "jaxfused_depthwise_conv_weights"
+TILES, TILES_WEIGHTS = "jaxfused_depthwise_conv_mma", "jaxfused_depthwise_conv_mma_weights"
 
 
 @pytest.fixture
@@ -403,6 +407,7 @@ def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda.library, "register", lambda: None)
+    monkeypatch.setattr(cuda.library, "architectures", lambda: ("75-real", "80-real", "90"))
     return hopper
 
 
@@ -424,13 +429,13 @@ def stand_in(window):
 def stand_ins(with_library, monkeypatch):
     """The operator's way to its kernels, with XLA in their place."""
 
-    def conv(x, w, bias, residual, *, window, activation, save_preactivation, turned=False):
+    def conv(x, w, bias, residual, *, window, activation, save_preactivation, config, turned=False):
         z = stand_in(window)(x, w[::-1, ::-1] if turned else w)
         z = z if bias is None else z + bias.astype(z.dtype)
         z = z if residual is None else z + residual
         return activate(activation, z), z if save_preactivation else None
 
-    def weight_gradient(x, dy, *, window, multiprocessors):
+    def weight_gradient(x, dy, *, window, multiprocessors, config):
         w = jax.ShapeDtypeStruct((*window.kernel, x.shape[-1]), x.dtype)
         (dw,) = jax.linear_transpose(lambda w: stand_in(window)(x, w), w)(dy)
         return dw, dy.sum((0, 1, 2))
@@ -478,14 +483,80 @@ def test_depthwise_kernels_are_launched(with_library):
     assert kernels(gradient, x, w, bias, residual) == [CONV, CONV, WEIGHTS]
 
 
-@pytest.mark.parametrize(("size", "stride", "launched"), [(7, 1, [CONV]), (7, 2, []), (3, 1, [])])
-def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, launched):
-    x, w = jnp.ones((1, 9, 9, 64), jnp.bfloat16), jnp.ones((size, size, 1, 64), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("size", "stride", "dtype", "launched"),
+    [
+        (7, 1, "bfloat16", [TILES]),
+        (7, 1, "float32", [CONV]),
+        (7, 2, "bfloat16", []),
+        (3, 1, "bfloat16", []),
+    ],
+)
+def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, dtype, launched):
+    x, w = jnp.ones((1, 28, 28, 64), dtype), jnp.ones((size, size, 1, 64), dtype)
 
     def conv(x, w):
         return jaxfused.conv(x, w, feature_group_count=64, strides=stride)
 
     assert kernels(conv, x, w) == launched
+
+
+def test_depthwise_kernels_on_tensor_cores_are_launched(with_library):
+    x, w, bias, residual = TILED_CASES[-1].arguments(jnp.bfloat16)
+    ours, _ = depthwise(TILED_CASES[-1], "cuda")
+    gradient = jax.grad(lambda *args: ours(*args).astype(jnp.float32).sum(), (0, 1, 2, 3))
+    assert kernels(gradient, x, w, bias, residual) == [TILES, TILES, TILES_WEIGHTS]
+
+
+def test_configs_of_the_depthwise_kernels(with_library):
+    window = Window((7, 7), 1, ((3, 3), (3, 3)))
+    x = jax.ShapeDtypeStruct((128, 14, 14, 384), jnp.bfloat16)
+    few = jax.ShapeDtypeStruct((1, 9, 9, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((7, 7, 384), jnp.bfloat16)
+    kernels = (
+        (depthwise_conv._InputGradient(window, (14, 14)), (x, w)),
+        (depthwise_conv._WeightGradient(window), (x, x)),
+    )
+    for kernel, operands in kernels:
+        first, *_, last = kernel.configs("cuda", with_library, *operands)
+        assert last == Strips()
+        # Two rows of two blocks waste the fewest products.
+        assert (first.images, first.blocks_down, first.blocks_across) == (4, 2, 2)
+        # Where most of a tile's products would be for nothing, strips are the default.
+        assert kernel.configs("cuda", with_library, few, few)[0] == Strips()
+    narrow = jax.ShapeDtypeStruct((128, 14, 14, 12), jnp.bfloat16)
+    kernel, _ = kernels[0]
+    assert kernel.configs("cuda", with_library, narrow, w) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(images=3), "powers of two whose product is 16, got 3, 4, 2"),
+        (dict(blocks_down=8), "powers of two whose product is 16, got 2, 8, 2"),
+        (dict(block_rows=5), r"block_rows must be one of \(7, 8\), got 5"),
+    ],
+)
+def test_what_a_tile_must_be(change, message):
+    good = dict(block_rows=7, images=2, blocks_down=4, blocks_across=2)
+    with pytest.raises(ValueError, match=message):
+        Tile(**(good | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(compute_capability=(7, 5)), "it needs compute capability 8.0 or later"),
+        (dict(dtype=jnp.float32), "x has dtype float32"),
+        (dict(channels=12), "a multiple of 8 channels, and x has 12"),
+        (dict(window=SAME), "no kernel on tensor cores of 3 x 3 with stride 1"),
+    ],
+)
+def test_limits_of_the_depthwise_kernels_on_tensor_cores(with_library, change, reason):
+    window = Window((7, 7), 1, ((3, 3), (3, 3)))
+    good = dict(compute_capability=(8, 0), channels=8, window=window, dtype=jnp.bfloat16)
+    assert cuda.depthwise_conv.why_no_tiles(**good) is None
+    assert reason in cuda.depthwise_conv.why_no_tiles(**good | change)
 
 
 @pytest.mark.parametrize(
@@ -512,7 +583,6 @@ def test_what_the_depthwise_kernels_refuse(with_library, change, message):
     assert kernels(lambda: jaxfused.conv(**(arguments | change))) == []
 
 
-SAME = Window((3, 3), 1, ((1, 1), (1, 1)))
 GOOD = dict(
     compute_capability=(8, 0),
     images=2,
@@ -541,8 +611,25 @@ def test_limits_of_the_depthwise_kernels(with_library, change, reason):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", [*DEPTHWISE_CASES, *DEPTHWISE_KERNEL_CASES], ids=str)
+@pytest.mark.parametrize("case", [*DEPTHWISE_CASES, *DEPTHWISE_KERNEL_CASES, *TILED_CASES], ids=str)
 def test_depthwise_kernels_are_as_accurate_as_jax_numpy(case, dtype):
     ours, plain = depthwise(case, "cuda")
     args = case.arguments(jnp.dtype(dtype))
     assert_values_and_gradients(ours, plain, *args, cotangents=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", (0, 1, 3))
+@pytest.mark.parametrize("case", TILED_CASES, ids=str)
+def test_tiles_of_the_depthwise_kernels(case, place, monkeypatch):
+    candidates = cuda.depthwise_conv.candidates
+    monkeypatch.setattr(
+        cuda.depthwise_conv, "candidates", lambda *a, **sized: candidates(*a, **sized)[place:]
+    )
+    monkeypatch.setattr(depthwise_conv, "_USEFUL", 0.0)
+    jax.clear_caches()
+    ours, plain = depthwise(case, "cuda")
+    args = case.arguments(jnp.bfloat16)
+    assert_values_and_gradients(ours, plain, *args, cotangents=1)
+    # What saves nothing for a gradient has a kernel of its own.
+    np.testing.assert_array_equal(ours(*args), jax.vjp(ours, *args)[0])

@@ -235,6 +235,12 @@ DEPTHWISE = {
     name: np.int64(value)
     for name, value in dict(height=3, width=3, stride=1, top=1, left=1).items()
 }
+TILE = {
+    name: np.int64(value)
+    for name, value in dict(block_rows=7, images=1, blocks_down=4, blocks_across=4).items()
+}
+FIVE = dict(height=np.int64(5), width=np.int64(5), top=np.int64(2), left=np.int64(2))
+DEPTHWISE_TILES = FIVE | TILE
 ALONE = dict(cluster=np.int64(1))
 QUANTIZED = dict(activation="none", row_tiles=np.int64(1), sum_warps=np.int64(4))
 POOL = {
@@ -493,6 +499,28 @@ POOL = {
                 [(3, 9, 8)],
                 DEPTHWISE,
                 r"sums has shape \[3, 9, 8\], but \[3, 10, 8\]",
+            ),
+            (
+                "depthwise_conv_mma",
+                [((2, 5, 6, 12), BF16), ((25, 12), BF16), (0,), (0,)],
+                [((2, 5, 6, 12), BF16), (0,)],
+                DEPTHWISE_TILES | dict(activation="none", turned=np.bool_(False)),
+                "channels must be a multiple of 8",
+            ),
+            (
+                "depthwise_conv_mma",
+                [((2, 5, 6, 8), BF16), ((25, 8), BF16), (0,), (0,)],
+                [((2, 5, 6, 8), BF16), (0,)],
+                DEPTHWISE_TILES
+                | dict(activation="none", turned=np.bool_(False), images=np.int64(2)),
+                "a tile must have 16 blocks",
+            ),
+            (
+                "depthwise_conv_mma_weights",
+                [((2, 5, 6, 8), BF16), ((2, 5, 6, 8), BF16)],
+                [(3, 26, 8)],
+                DEPTHWISE_TILES | dict(block_rows=np.int64(5)),
+                "blocks of 7 and 8 rows, not of 5",
             ),
             (
                 "max_pool",

@@ -1401,7 +1401,7 @@ def image_stand_ins(hopper, monkeypatch):
             feature_group_count=x.shape[-1],
         )
 
-    def conv(x, w, bias, residual, *, window, activation, save_preactivation, turned=False):
+    def conv(x, w, bias, residual, *, window, activation, save_preactivation, config, turned=False):
         w = w[::-1, ::-1] if turned else w
         z = lax.map(lambda image: convolve(window, image[None], w)[0], x)
         z = z if bias is None else z + bias
@@ -1409,8 +1409,8 @@ def image_stand_ins(hopper, monkeypatch):
         y = z if activation is None else jnp.maximum(z, 0)
         return y, z if save_preactivation else None
 
-    def weight_gradient(x, dy, *, window, multiprocessors):
-        del multiprocessors
+    def weight_gradient(x, dy, *, window, multiprocessors, config):
+        del multiprocessors, config
         w = jnp.zeros_like(x, shape=(*window.kernel, x.shape[-1]))
 
         def gradient(image):
@@ -1437,6 +1437,7 @@ def image_stand_ins(hopper, monkeypatch):
         )
 
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
     monkeypatch.setattr(cuda.depthwise_conv, "conv", conv)
     monkeypatch.setattr(cuda.depthwise_conv, "weight_gradient", weight_gradient)
     monkeypatch.setattr(cuda.max_pool, "forward", max_pool)

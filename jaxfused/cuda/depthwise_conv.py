@@ -1,11 +1,13 @@
-"""Depthwise convolution by the CUDA kernels of ffi/depthwise_conv.cu.
+"""Depthwise convolution by the CUDA kernels of ffi/depthwise_conv.cu and ffi/depthwise_conv_mma.cu.
 
-A warp has 64 channels of a strip, which is a few columns of the output, and walks down its rows with all
-sums in registers. A convolution along one axis has the images as its rows.
+By strips, a warp has 64 channels of a few columns of the output and walks down their rows with all sums
+in registers. By tiles, tensor cores multiply 16-bit values: 8 columns of 16 blocks of rows at a time. A
+convolution along one axis has the images as its rows.
 """
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -64,6 +66,77 @@ class Window:
         return Window(self.kernel, 1, (rows, columns))
 
 
+@dataclass(frozen=True)
+class Strips:
+    """The kernels that walk down strips, which have nothing to choose."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the kernels on tensor cores divide the output: a tile has 16 blocks of 8 columns."""
+
+    block_rows: int
+    images: int
+    """That a tile has blocks of."""
+    blocks_down: int
+    blocks_across: int
+
+    def __post_init__(self) -> None:
+        blocks = self.images * self.blocks_down * self.blocks_across
+        if blocks != _BLOCKS or any(
+            n & (n - 1) for n in (self.images, self.blocks_down, self.blocks_across)
+        ):
+            raise ValueError(
+                "depthwise_conv.Tile: images, blocks_down and blocks_across must be powers of two whose"
+                f" product is {_BLOCKS}, got {self.images}, {self.blocks_down}, {self.blocks_across}"
+            )
+        if self.block_rows not in _BLOCK_ROWS:
+            raise ValueError(
+                f"depthwise_conv.Tile: block_rows must be one of {_BLOCK_ROWS}, got {self.block_rows}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Of the output, in each image."""
+        return self.blocks_down * self.block_rows
+
+    @property
+    def columns(self) -> int:
+        return self.blocks_across * _BLOCK_COLUMNS
+
+    def count(self, images: int, height: int, width: int) -> int:
+        """The tiles of an output of these sizes."""
+        return (
+            math.ceil(images / self.images)
+            * math.ceil(height / self.rows)
+            * math.ceil(width / self.columns)
+        )
+
+    def useful(self, images: int, height: int, width: int) -> float:
+        """The share of an output of these sizes in what its tiles compute."""
+        computed = self.count(images, height, width) * _BLOCKS * self.block_rows * _BLOCK_COLUMNS
+        return images * height * width / computed
+
+    def input_pairs(self, window: Window, height: int, out_height: int) -> int:
+        """The pairs of columns of a tile's input, with those that are only there for whole matrices."""
+        rows = self.rows + window.kernel[0] - 1
+        if self.blocks_down == 1 and out_height <= self.block_rows:
+            # Rows of zeros, above and below, are left out.
+            top = window.padding[0][0]
+            rows = min(rows, top + height) - top
+        return self.images * rows * (self.blocks_across + 1) * _BLOCK_COLUMNS // 2
+
+
+_BLOCKS = 16
+_BLOCK_ROWS = (7, 8)
+_BLOCK_COLUMNS = 8
+_TILE_CHANNELS = 16
+_TILE_HEIGHTS = (5, 7)
+"""Rows of the windows that there are kernels on tensor cores for."""
+_MOST_TILE_COLUMNS = 9
+"""Of a window."""
+
+
 def why_unsupported(
     *,
     compute_capability: tuple[int, int] | None,
@@ -103,6 +176,100 @@ def why_unsupported(
     return library.why_unavailable()
 
 
+def why_no_tiles(
+    *, compute_capability: tuple[int, int] | None, channels: int, window: Window, dtype: Any
+) -> str | None:
+    """None where what `why_unsupported` allows can run on tensor cores too, else the reason."""
+    if compute_capability is None or compute_capability < (8, 0):
+        return "it needs compute capability 8.0 or later"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, and x has dtype {jnp.dtype(dtype)}"
+    rows, columns = window.kernel
+    if window.stride > 1 or rows not in _TILE_HEIGHTS or columns > _MOST_TILE_COLUMNS:
+        return (
+            f"there is no kernel on tensor cores of {rows} x {columns} with stride {window.stride}"
+        )
+    if channels % 8:
+        return f"it takes a multiple of 8 channels, and x has {channels}"
+    return library.why_not_built_from((8, 0), compute_capability)
+
+
+def candidates(
+    images: int,
+    height: int,
+    width: int,
+    channels: int,
+    *,
+    window: Window,
+    compute_capability: tuple[int, int],
+    multiprocessors: int,
+    of_weights: bool = False,
+    in_float32: bool = False,
+) -> list[Tile]:
+    """The tiles for x [images, height, width, channels], predicted fastest first.
+
+    With a residual, or z to be saved, sums stay `in_float32` for longer, and take more room.
+    """
+    out = window.result(height, width)
+    roomy = compute_capability in ((8, 0), (9, 0), (10, 0))
+    shared_bytes = _SHARED_BYTES if roomy else _LITTLE_SHARED_BYTES
+    ranked: list[tuple[float, int, Tile]] = []
+    powers = (1, 2, 4, 8, 16)
+    for block_rows, n, down in itertools.product(_BLOCK_ROWS, powers, powers):
+        if n * down > _BLOCKS:
+            continue
+        tile = Tile(block_rows, n, down, _BLOCKS // (n * down))
+        pixels = 2 * tile.input_pairs(window, height, out[0])
+        plane, taken = _bytes_of(tile, window, pixels, of_weights)
+        if 2 * pixels > plane or taken > shared_bytes:
+            continue
+        blocks = tile.count(images, *out) * math.ceil(channels / _TILE_CHANNELS)
+        cycles = _cycles_of(tile, window, pixels, of_weights, in_float32)
+        ahead = block_rows == _BLOCK_ROWS[0] and pixels <= _AHEAD_PIXELS
+        if ahead or of_weights or blocks <= 3 * multiprocessors or 3 * taken > shared_bytes:
+            cycles *= _BY_TWO
+        rounds = math.ceil(blocks / multiprocessors)
+        ranked.append((rounds * cycles, len(ranked), tile))
+    return [tile for _, _, tile in sorted(ranked)[:_MOST_CANDIDATES]]
+
+
+def _bytes_of(tile: Tile, window: Window, pixels: int, of_weights: bool) -> tuple[int, int]:
+    """What a channel's input, of so many pixels, must fit into, and a block's shared memory."""
+    pitch = (tile.block_rows | 1) * 4 * _BLOCK_COLUMNS
+    plane = _BLOCKS * pitch + 256
+    taken = _TILE_CHANNELS * plane + pixels + _BLOCKS * tile.block_rows * 8 + 128
+    if of_weights:
+        return plane, taken + _TILE_CHANNELS * _BLOCKS * pitch // 2 + 144
+    return plane, taken + _TILE_CHANNELS * window.kernel[0] * 48
+
+
+def _cycles_of(
+    tile: Tile, window: Window, pixels: int, of_weights: bool, in_float32: bool
+) -> float:
+    """Cycles that a tile keeps the path to memory busy for.
+
+    A request of a pixel takes one of them, and so does each row of 128 bytes in shared memory.
+    """
+    rows = window.kernel[0] + tile.block_rows - 1
+    results = _BLOCKS * _BLOCK_COLUMNS * tile.block_rows
+    of_channel = 4 * rows + 2 * window.kernel[0] + pixels / 64
+    of_channel += results / (64 if of_weights else 16 if in_float32 else 32)
+    return pixels + results + _TILE_CHANNELS * of_channel + _TILE_CYCLES
+
+
+_MOST_CANDIDATES = 8
+_AHEAD_PIXELS = 1536
+"""Of a tile's input, that a block with 7 rows has room for while it works on the tile before."""
+_BY_TWO = 0.85
+"""The time of tiles of which two are worked on at a time, or which are worked on all at once, of that of
+tiles of which three are worked on at a time."""
+_TILE_CYCLES = 600
+"""Of a tile, for its barriers and for what it waits for."""
+_SHARED_BYTES = 226 * 1024
+_LITTLE_SHARED_BYTES = 99 * 1024
+"""What a block can have of shared memory, on GPUs for training and on the others."""
+
+
 def conv(
     x: jax.Array,
     w: jax.Array,
@@ -113,6 +280,7 @@ def conv(
     activation: str | None,
     save_preactivation: bool,
     turned: bool = False,
+    config: Strips | Tile = Strips(),
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y, z) of x [B, H, W, C] and w [kh, kw, C]; y is the activation of z, which may be None.
 
@@ -121,8 +289,9 @@ def conv(
     library.register()
     shape = (x.shape[0], *window.result(*x.shape[1:3]), x.shape[3])
     absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+    by_tiles = isinstance(config, Tile)
     call = jax.ffi.ffi_call(
-        "jaxfused_depthwise_conv",
+        "jaxfused_depthwise_conv_mma" if by_tiles else "jaxfused_depthwise_conv",
         (
             jax.ShapeDtypeStruct(shape, x.dtype),
             jax.ShapeDtypeStruct(shape if save_preactivation else (0,), x.dtype),
@@ -130,10 +299,10 @@ def conv(
     )
     y, z = call(
         x,
-        w.reshape(-1, x.shape[3]),
+        (w.astype(x.dtype) if by_tiles else w).reshape(-1, x.shape[3]),
         absent if bias is None else bias,
         absent if residual is None else residual,
-        **_attributes(window),
+        **_attributes(window, config),
         turned=np.bool_(turned),
         activation=activation or "none",
     )
@@ -141,29 +310,36 @@ def conv(
 
 
 def weight_gradient(
-    x: jax.Array, dy: jax.Array, *, window: Window, multiprocessors: int
+    x: jax.Array,
+    dy: jax.Array,
+    *,
+    window: Window,
+    multiprocessors: int,
+    config: Strips | Tile = Strips(),
 ) -> tuple[jax.Array, jax.Array]:
     """(dw [kh, kw, C], dbias [C]) in float32, from x and the gradient of z."""
     library.register()
     channels = x.shape[3]
     resident = _BLOCKS_OF_MULTIPROCESSOR * multiprocessors
-    blocks = max(1, resident // math.ceil(channels / _BLOCK_CHANNELS))
-    most = math.ceil(math.prod(dy.shape[:3]) / (_WARPS * _PIXELS_OF_WARP))
+    if isinstance(config, Tile):
+        target = "jaxfused_depthwise_conv_mma_weights"
+        most = config.count(*dy.shape[:3])
+        workers = max(1, resident // math.ceil(channels / _TILE_CHANNELS))
+        # Each takes as many tiles as the others, or one less.
+        blocks = math.ceil(most / math.ceil(most / workers))
+    else:
+        target = "jaxfused_depthwise_conv_weights"
+        most = math.ceil(math.prod(dy.shape[:3]) / (_WARPS * _PIXELS_OF_WARP))
+        blocks = min(max(1, resident // math.ceil(channels / _BLOCK_CHANNELS)), most)
     taps = math.prod(window.kernel)
-    shape = (min(blocks, most), taps + 1, channels)
-    call = jax.ffi.ffi_call(
-        "jaxfused_depthwise_conv_weights", jax.ShapeDtypeStruct(shape, jnp.float32)
-    )
-    sums = call(x, dy, **_attributes(window)).sum(0)
+    shape = (blocks, taps + 1, channels)
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
+    sums = call(x, dy, **_attributes(window, config)).sum(0)
     return sums[:taps].reshape(*window.kernel, channels), sums[taps]
 
 
-def _attributes(window: Window) -> dict[str, Any]:
+def _attributes(window: Window, config: Strips | Tile) -> dict[str, Any]:
     (top, _), (left, _) = window.padding
-    return dict(
-        height=np.int64(window.kernel[0]),
-        width=np.int64(window.kernel[1]),
-        stride=np.int64(window.stride),
-        top=np.int64(top),
-        left=np.int64(left),
-    )
+    numbers = dict(height=window.kernel[0], width=window.kernel[1], top=top, left=left)
+    numbers |= asdict(config) if isinstance(config, Tile) else dict(stride=window.stride)
+    return {name: np.int64(number) for name, number in numbers.items()}

@@ -26,6 +26,8 @@ TARGETS = (
     "jaxfused_cross_entropy_backward",
     "jaxfused_gradient_norm",
     "jaxfused_depthwise_conv",
+    "jaxfused_depthwise_conv_mma",
+    "jaxfused_depthwise_conv_mma_weights",
     "jaxfused_depthwise_conv_weights",
     "jaxfused_group_norm_forward",
     "jaxfused_group_norm_backward",

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.cuda.depthwise_conv import Window
+from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.reference.promotion import accumulator_dtype
@@ -181,7 +181,13 @@ class _Forward:
     def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
         return _reasons(device, x, self.options.window, residual)
 
-    def run(self, implementation, device, x, w, bias, residual) -> Results:
+    def configs(self, implementation, device, x, w, bias, residual) -> Sequence[Strips | Tile]:
+        return _configs(implementation, device, x, self.options.window, **self._sums(residual))
+
+    def _sums(self, residual) -> dict[str, bool]:
+        return dict(in_float32=self.save_preactivation or residual is not None)
+
+    def run(self, implementation, device, x, w, bias, residual, *, config=None) -> Results:
         options = self.options
         if implementation == "cuda":
             y, z = cuda.depthwise_conv.conv(
@@ -192,6 +198,7 @@ class _Forward:
                 window=options.window,
                 activation=options.activation,
                 save_preactivation=self.save_preactivation,
+                config=config or _default(device, x, options.window, **self._sums(residual)),
             )
             shape = (x.shape[0], *options.window.result(*x.shape[1:3]), x.shape[3])
             return y.reshape(shape), None if z is None else z.reshape(shape)
@@ -228,19 +235,25 @@ class _InputGradient:
         # With zeros between the values of dz, most products are for nothing.
         return {"xla": None}
 
-    def run(self, implementation, device, dz, w, other=None) -> Results:
+    def configs(self, implementation, device, dz, w, other=None) -> Sequence[Strips | Tile]:
+        window = self.window.transposed()
+        return _configs(implementation, device, dz, window, in_float32=other is not None)
+
+    def run(self, implementation, device, dz, w, other=None, *, config=None) -> Results:
         """With `other`, what else there is of dx is added."""
         shape = (dz.shape[0], *self.size, dz.shape[3])
         if implementation == "cuda":
+            window = self.window.transposed()
             dx, _ = cuda.depthwise_conv.conv(
                 _rows(self.window, dz),
                 w,
                 None,
                 None if other is None else _rows(self.window, other),
-                window=self.window.transposed(),
+                window=window,
                 activation=None,
                 save_preactivation=False,
                 turned=True,
+                config=config or _default(device, dz, window, in_float32=other is not None),
             )
             return (dx.reshape(shape),)
         x = jnp.zeros_like(dz, shape=shape)
@@ -271,8 +284,11 @@ class _JoinedInputGradient:
     def reasons(self, device, dz, w, other) -> Mapping[str, str | None]:
         return self.gradient.reasons(device, dz, w)
 
-    def run(self, implementation, device, dz, w, other) -> Results:
-        return self.gradient.run(implementation, device, dz, w, other)
+    def configs(self, implementation, device, dz, w, other) -> Sequence[Strips | Tile]:
+        return self.gradient.configs(implementation, device, dz, w, other)
+
+    def run(self, implementation, device, dz, w, other, *, config=None) -> Results:
+        return self.gradient.run(implementation, device, dz, w, other, config=config)
 
     def batched(self, call, axis_size, in_batched, dz, w, other) -> Results | None:
         if is_batched(in_batched[1]):
@@ -297,13 +313,17 @@ class _WeightGradient:
     def reasons(self, device, x, dz) -> Mapping[str, str | None]:
         return _reasons(device, x, self.window)
 
-    def run(self, implementation, device, x, dz) -> Results:
+    def configs(self, implementation, device, x, dz) -> Sequence[Strips | Tile]:
+        return _configs(implementation, device, x, self.window, of_weights=True)
+
+    def run(self, implementation, device, x, dz, *, config=None) -> Results:
         if implementation == "cuda":
             return cuda.depthwise_conv.weight_gradient(
                 _rows(self.window, x),
                 _rows(self.window, dz),
                 window=self.window,
                 multiprocessors=device.multiprocessors,
+                config=config or _default(device, x, self.window, of_weights=True),
             )
         # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[3]))
@@ -320,6 +340,46 @@ def _rows(window: Window, images: jax.Array) -> jax.Array:
     if window.kernel[0] > 1 or images.shape[1] > 1:
         return images
     return images.reshape(1, images.shape[0], *images.shape[2:])
+
+
+TILES = "conv depthwise tiles"
+"""The name by which `dispatch.UNMEASURED` has the kernels on tensor cores."""
+
+
+def _configs(
+    implementation: str, device: dispatch.Device, x: Any, window: Window, **sums: bool
+) -> list[Strips | Tile]:
+    """The kernels that can convolve x [B, H, W, C], the one that is expected to be fastest first."""
+    images, height, width, channels = x.shape
+    capability = device.compute_capability
+    if implementation != "cuda" or capability is None:
+        return []
+    if cuda.depthwise_conv.why_no_tiles(
+        compute_capability=capability, channels=channels, window=window, dtype=x.dtype
+    ):
+        return []
+    tiles = cuda.depthwise_conv.candidates(
+        images,
+        height,
+        width,
+        channels,
+        window=window,
+        compute_capability=capability,
+        multiprocessors=device.multiprocessors,
+        **sums,
+    )
+    fastest = tiles and tiles[0].useful(images, *window.result(height, width)) >= _USEFUL
+    if not fastest or dispatch.why_unmeasured(TILES):
+        return [Strips(), *tiles]
+    return [*tiles, Strips()]
+
+
+_USEFUL = 0.6
+"""The share of a tile's results that makes it faster than strips."""
+
+
+def _default(device: dispatch.Device, x: Any, window: Window, **sums: bool) -> Strips | Tile:
+    return next(iter(_configs("cuda", device, x, window, **sums)), Strips())
 
 
 def _reference(window: Window, x, w, bias=None, residual=None, activation=None) -> jax.Array:

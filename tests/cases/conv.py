@@ -84,3 +84,13 @@ DEPTHWISE_KERNEL_CASES = (
     depthwise((5, 300, 64), (7,), activation="gelu_erf"),
 )
 """Several strips, channels beyond a block's, and a last vector of channels that is not full."""
+
+TILED_CASES = (
+    depthwise((2, 9, 10, 24), (7, 7), activation="silu", residual_shape=(2, 9, 10, 24)),
+    depthwise((17, 7, 7, 40), (7, 7)),
+    depthwise((5, 14, 14, 64), (7, 7), padding="VALID", bias=False),
+    depthwise((2, 61, 70, 16), (5, 5), activation="gelu_tanh"),
+    depthwise((2, 33, 47, 24), (7, 7), residual_shape=(2, 33, 47, 24)),
+    depthwise((2, 28, 28, 80), (7, 7), activation="relu"),
+)
+"""What products on tensor cores serve: tiles of several images, last ones that are not full."""
