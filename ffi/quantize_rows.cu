@@ -26,6 +26,7 @@ struct RowsArgs {
   int features;
   int row_threads;  // 32, or those of the block
   float limit;      // the largest number of the dtype
+  float unit;       // 1 / limit
   Format format;
 };
 
@@ -77,9 +78,8 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(RowsArgs args) 
     for (const uint32_t other : of_warps) largest = max(largest, other);
   }
   // The scale of zeros can be divided by, and that of what is not finite is NaN.
-  const float scale = largest >= 0x7f800000u
-                          ? __uint_as_float(0x7fffffffu)
-                          : fmaxf(__fdiv_rn(__uint_as_float(largest), args.limit), FLT_MIN);
+  const float scale = largest >= 0x7f800000u ? __uint_as_float(0x7fffffffu)
+                                             : fmaxf(__uint_as_float(largest) * args.unit, FLT_MIN);
   if (rank == 0 && end > 0) args.scale[row] = scale;
 
   for (int column = first; column < end; column += stride) {
@@ -141,6 +141,7 @@ ffi::Error quantize_rows(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi:
     default:
       return ffi::Error::InvalidArgument("values must be int8, float8_e4m3fn or float8_e5m2");
   }
+  args.unit = 1.0f / args.limit;
   args.x = x.untyped_data();
   args.values = static_cast<uint8_t*>(values->untyped_data());
   args.scale = static_cast<float*>(scale->untyped_data());

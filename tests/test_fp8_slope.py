@@ -1,4 +1,4 @@
-"""Forms of fp8 that no GPU has run yet: the slope kept in place of z, and scales as scalars."""
+"""The derivative of an activation, kept in a byte in place of what the activation is of."""
 
 import chex
 import jax
@@ -8,9 +8,10 @@ import pytest
 
 import jaxfused
 from jaxfused import dispatch, reference
+from jaxfused.ops import fp8_copies, mlp_fp8
 from pallas_kernels.product import fp8 as pallas_fp8
 from pallas_kernels.product.mainloop import MatmulConfig
-from tests import lowering
+from tests import fp8_judge, lowering
 from tests.grids import parametrize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -48,7 +49,7 @@ def relative(ours, truth):
     return np.linalg.norm(ours - truth) / np.linalg.norm(truth)
 
 
-@parametrize("activation", ["gelu_tanh", "relu2", "relu", "silu", "gelu_erf"], quick=(0,))
+@parametrize("activation", [*mlp_fp8.SLOPES, "relu2"], quick=(1,))
 def test_the_slope_makes_no_difference_that_float8_does_not(activation, monkeypatch):
     """Nearer to the gradient that reads z than that is to float32."""
     by_slope = everything(gradients("fp8", activation))
@@ -61,20 +62,11 @@ def test_the_slope_makes_no_difference_that_float8_does_not(activation, monkeypa
         assert relative(ours, z) <= relative(z, truth)
 
 
-def test_scales_as_scalars_change_no_bit(monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
-    ours = everything(gradients("fp8", save="preactivation"))
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"fp8 scalars"}))
-    chex.assert_trees_all_equal(ours, everything(gradients("fp8", save="preactivation")))
-
-
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "silu", "relu"])
+@pytest.mark.parametrize("activation", mlp_fp8.SLOPES)
 def test_steps_reach_as_far_as_a_derivative(activation):
     z = jnp.linspace(-12.0, 12.0, 4801)
     _, slope = reference.fp8.value_and_slope(activation, z)
-    form = pallas_fp8.slope_format(activation, jnp.bfloat16)
-    assert form.dtype == jnp.int8
-    assert np.abs(np.round(slope * form.steps)).max() <= 127
+    assert np.abs(np.round(slope * fp8_copies.SLOPE_STEPS)).max() <= 127
 
 
 @parametrize("place", range(5), quick=(0, 3))
@@ -105,46 +97,49 @@ def test_delayed_scaling_of_the_hidden_layer(calls):
     chex.assert_tree_all_finite(dw1)
 
 
-@parametrize(
-    ("rows", "columns", "activation"), [(72, 40, "gelu_tanh"), (144, 72, "relu2")], quick=(0,)
-)
-def test_kernels_in_the_interpreter(rows, columns, activation, interpreted_hopper):
-    x, w, dy, w2 = normal(
-        1, (rows, 64), (columns, 64), (rows, 32), (columns, 32), dtype=jnp.float32
-    )
-    x, w, dy, w2 = x.astype(E4M3), w.astype(E4M3), dy.astype(E5M2), w2.astype(E4M3)
-    (bias,) = normal(2, (columns,))
-    scales = (jnp.full(1, 0.25), jnp.full(1, 0.5))
-    form = pallas_fp8.slope_format(activation, jnp.bfloat16)
+@parametrize(("rows", "columns"), [(72, 40), (144, 72)], quick=(0,))
+def test_gradient_by_slope_in_the_interpreter(rows, columns, interpreted_hopper):
+    dy, w2 = normal(1, (rows, 32), (columns, 32))
+    dy, w2 = dy.astype(E5M2), w2.astype(E4M3)
+    slope = jnp.asarray(np.random.default_rng(2).integers(-14, 127, (rows, columns)), jnp.int8)
     config = MatmulConfig(64, 64, 3, True, epilogue_columns=32)
-    launch = dict(multiprocessors=1, config=config)
-    keywords = dict(activation=activation, dtype=jnp.bfloat16, slope=form, maximise=True)
-    ours = pallas_fp8.hidden_and_slope(x, w, scales, bias, **keywords, **launch)
-    h, slope, _ = reference.fp8.hidden_and_slope(x, w, scales, bias, **keywords)
-    wide = lambda a: np.asarray(a, np.float32)  # noqa: E731
-    np.testing.assert_allclose(wide(ours[0]), wide(h), rtol=1e-2, atol=1e-4)
-    step = 1 if form.dtype == jnp.int8 else 0.05
-    np.testing.assert_allclose(wide(ours[1]), wide(slope), atol=step, rtol=1e-2)
-    np.testing.assert_array_equal(ours[2], np.abs(wide(ours[0])).max(axis=1))
-    units = (*scales, jnp.full(1, 1.0 / form.steps))
+    units = (jnp.full(1, 0.25), jnp.full(1, 0.5), jnp.full(1, 1 / fp8_copies.SLOPE_STEPS))
     keywords = dict(dtype=jnp.bfloat16, maximise=True)
-    dz, largest = pallas_fp8.hidden_gradient_by_slope(dy, w2, units, slope, **keywords, **launch)
+    dz, largest = pallas_fp8.hidden_gradient_by_slope(
+        dy, w2, units, slope, **keywords, multiprocessors=1, config=config
+    )
     expected, _ = reference.fp8.hidden_gradient_by_slope(dy, w2, units, slope, **keywords)
+    wide = lambda a: np.asarray(a, np.float32)  # noqa: E731
     np.testing.assert_allclose(wide(dz), wide(expected), rtol=1e-2, atol=1e-4)
-    np.testing.assert_array_equal(largest, np.abs(wide(dz)).max(axis=1))
+    np.testing.assert_array_equal(largest.max(axis=0), np.abs(wide(dz)).max(axis=1))
 
 
-def test_scalars_of_a_layer_in_the_interpreter(interpreted_hopper):
+def test_the_reference_quantises_with_a_slope():
+    """The bytes are the derivative's, and the values those of the activation."""
+    (z,) = normal(4, (16, 48))
+    largest = reference.fp8.largest_activation("silu", z)[None]
+    keywords = dict(dtype=E4M3, gated=False, straight=True, transposes=False, sums=False)
+    values, _, _, _, slope = reference.fp8.quantize(
+        [z], largest, activation="silu", slope_steps=fp8_copies.SLOPE_STEPS, **keywords
+    )
+    h, derivative = reference.fp8.value_and_slope("silu", z)
+    plain, *_ = reference.fp8.quantize([h], largest, activation=None, **keywords)
+    chex.assert_trees_all_equal(values, plain)
+    np.testing.assert_allclose(slope / fp8_copies.SLOPE_STEPS, derivative, atol=0.5 / 112 + 1e-6)
+
+
+def test_scales_of_a_layer_in_the_interpreter(interpreted_hopper):
     x, w = (a.astype(E4M3) for a in normal(3, (80, 64), (72, 64)))
-    scales = (jnp.full(1, 0.3), jnp.full(1, 0.7))
     options = pallas_fp8.LayerOptions(None, jnp.bfloat16, jnp.bfloat16, False, None)
     launch = dict(multiprocessors=interpreted_hopper.multiprocessors)
-    columns = jnp.full(72, scales[0][0] * scales[1][0])
+    apart, together = ((jnp.full(1, 0.5), jnp.full(1, 0.75)), (jnp.full(1, 0.375),))
     ours, expected = (
-        pallas_fp8.layer(x, w, scale, None, None, options, **launch)[0]
-        for scale in (scales, columns)
+        pallas_fp8.layer(x, w, scales, None, None, options, **launch)[0]
+        for scales in (apart, together)
     )
     np.testing.assert_array_equal(ours, expected)
+    xla, *_ = reference.fp8.layer(x, w, apart, None, None, options)
+    np.testing.assert_allclose(np.float32(ours), np.float32(xla), rtol=1e-2, atol=1e-4)
 
 
 def gradient_of_mlp(x, w1, b1, w2):
@@ -156,39 +151,32 @@ SHAPES = [((256, 128), jnp.bfloat16), ((128, 256), jnp.bfloat16), ((256,), jnp.b
 SHAPES += [((256, 128), jnp.bfloat16)]
 
 
-@pytest.mark.parametrize("gate", [(), ("fp8 slope",), ("fp8 scalars",)])
+@pytest.mark.parametrize("gate", [(), ("fp8 slope",)])
 def test_what_a_gradient_launches(gate, hopper, monkeypatch):
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset(gate))
     shapes = [jax.ShapeDtypeStruct(*shape) for shape in SHAPES]
     launched = set(lowering.kernels(jax.grad(gradient_of_mlp, (0, 1, 2, 3)), *shapes))
     common = {"jaxfused_largest", "jaxfused_quantize", "fp8_layer", "fp8_weight_gradient"}
-    by_slope = {"fp8_hidden_and_slope", "fp8_hidden_gradient_by_slope"}
-    assert launched == common | ({"fp8_hidden_gradient"} if gate == ("fp8 slope",) else by_slope)
+    by_slope = "fp8_hidden_gradient" if gate == ("fp8 slope",) else "fp8_hidden_gradient_by_slope"
+    assert launched == common | {by_slope}
 
 
 @pytest.mark.gpu
 @parametrize("rows", [128, 1040, 4096], quick=())
-@parametrize("activation", ["gelu_tanh", "relu2", "silu"], quick=())
-def test_gradients_by_slope_on_a_gpu(rows, activation):
-    x, w1, b1, w2, b2 = normal(4, (rows, 256), (256, 512), (512,), (512, 128), (128,))
-    arrays = [a.astype(jnp.bfloat16) for a in (x, w1 / 16, b1, w2 / 16, b2)]
-
-    def loss(implementation):
-        return lambda *a: jnp.sum(
-            jnp.sin(
-                jaxfused.mlp(
-                    *a,
-                    activation=activation,
-                    save="hidden",
-                    precision="fp8",
-                    implementation=implementation,
-                ).astype(jnp.float32)
-            )
-        )
-
+@parametrize("activation", ["gelu_tanh", "gelu_erf", "silu", "relu"], quick=())
+def test_gradients_by_slope_on_a_gpu(rows, activation, monkeypatch):
+    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
+    arrays = fp8_judge.operands(rows)
     ours, again, xla = (
-        jax.jit(jax.value_and_grad(loss(i), tuple(range(5))))(*arrays) for i in (None, None, "xla")
+        jax.jit(fp8_judge.mlp_and_gradients(activation, implementation))(*arrays)
+        for implementation in (None, None, "xla")
     )
     chex.assert_trees_all_equal(ours, again)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(xla), strict=True):
-        assert relative(np.float32(a), np.float32(b)) <= 2e-2
+    assert not fp8_judge.excess(ours, xla, fp8_judge.truth(activation, arrays))
+
+
+@pytest.mark.gpu
+@parametrize("rows", [80, 1040, 4096], quick=())
+def test_kernels_on_a_gpu(rows):
+    differences = fp8_judge.kernel_differences(rows)
+    assert max(differences.values()) <= 1.0, differences

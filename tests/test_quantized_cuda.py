@@ -215,18 +215,25 @@ def test_is_the_default_where_there_is_no_pallas_kernel_and_it_was_measured(
 ):
     if unmeasured:
         monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"quantized_matmul cuda"}))
-    case = Case(9, 256, 80)
+    case = Case(9, 4096, 4096) if device is AMPERE else Case(9, 256, 80)
     run = functools.partial(case.run, implementation=None)
     with dispatch.assume(device):
         assert chosen(run, *jax.eval_shape(case.operands)) == expected
 
 
 @pytest.mark.parametrize(
-    "case", [Case(9, 264, 81), Case(65, 256, 80), Case(9, 256, 80, x_dtype="int8")]
+    ("case", "devices"),
+    [
+        (Case(9, 264, 81), (HOPPER,)),
+        (Case(9, 256, 80), (AMPERE,)),
+        (Case(65, 4096, 4096), (HOPPER, AMPERE)),
+        (Case(9, 4096, 4096, x_dtype="int8"), (HOPPER, AMPERE)),
+        (Case(300, 4096, 4096, x_dtype="int8"), (AMPERE,)),
+    ],
 )
-def test_is_not_the_default_for_what_it_only_can(case, built):
+def test_is_not_the_default_for_what_it_only_can(case, devices, built):
     run = functools.partial(case.run, implementation=None)
-    for device in (HOPPER, AMPERE) if case.n % 8 == 0 else (HOPPER,):
+    for device in devices:
         with dispatch.assume(device):
             found = chosen(run, *jax.eval_shape(case.operands))
         assert found in ({f"quantized_matmul forward{of}": "xla"} for of in ("", " of both"))
@@ -329,7 +336,7 @@ def test_rows_lower_to_one_kernel(device, built):
         run = functools.partial(jaxfused.quantize_rows, implementation="cuda")
         assert kernels(lambda x: run(x).values, x) == ["jaxfused_quantize_rows"]
         expected = "pallas" if device is HOPPER else "cuda"
-        x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+        x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)
         found = chosen(lambda x: jaxfused.quantize_rows(x).values, x)
     assert found == {"quantize_rows forward": expected}
 

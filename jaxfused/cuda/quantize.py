@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfused.cuda import library
 
@@ -47,10 +48,13 @@ def quantize(
     straight: bool,
     transposes: bool,
     sums: bool,
+    slope_steps: float | None = None,
     observes: bool = False,
     from_end: bool = False,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None, jax.Array | None]:
-    """(values [M, N], values^T [N, M], scale [1], sums [N], found [P]); None for what is not wanted.
+) -> tuple[jax.Array | None, ...]:
+    """(values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N], found [P]).
+
+    What is not wanted is None.
 
     Args:
       matrices: up to three [M, N_i], which lie side by side in the results; or with `gated` two [M, N],
@@ -62,32 +66,41 @@ def quantize(
       straight: whether the values as they lie are wanted.
       transposes: whether their transpose is.
       sums: whether the matrices' sums over their rows are wanted, in float32.
+      slope_steps: what stands for 1 in the activation's derivative, as int8, where that is wanted: of
+        one matrix, and without sums.
       observes: whether magnitudes [P] are, the largest of which is that of the values.
       from_end: whether the last rows come first, which the cache may still hold.
     """
     library.register()
     rows = matrices[0].shape[0]
     columns = matrices[0].shape[1] if gated else sum(matrix.shape[1] for matrix in matrices)
-    blocks = -(-rows // _TILE_ROWS)
+
+    def wanted(is_wanted: bool, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct(shape if is_wanted else (0,), dtype)
+
     types = (
-        jax.ShapeDtypeStruct((rows, columns) if straight else (0,), dtype),
-        jax.ShapeDtypeStruct((columns, rows) if transposes else (0,), dtype),
-        jax.ShapeDtypeStruct((1,), jnp.float32),
-        jax.ShapeDtypeStruct((blocks, columns) if sums else (0,), jnp.float32),
-        jax.ShapeDtypeStruct((tiles(rows, columns),) if observes else (0,), jnp.float32),
+        wanted(straight, (rows, columns), dtype),
+        wanted(transposes, (columns, rows), dtype),
+        wanted(True, (1,)),
+        wanted(sums, (-(-rows // _TILE_ROWS), columns)),
+        wanted(observes, (tiles(rows, columns),)),
+        wanted(slope_steps is not None, (rows, columns), jnp.int8),
     )
-    values, transposed, scale, parts, found = jax.ffi.ffi_call("jaxfused_quantize", types)(
+    call = jax.ffi.ffi_call("jaxfused_quantize", types)
+    values, transposed, scale, parts, found, slope = call(
         *_three(matrices),
         largest,
         activation=activation or "none",
         gated=gated,
         from_end=from_end,
+        slope_steps=np.float32(slope_steps or 0.0),
     )
     return (
         values if straight else None,
         transposed if transposes else None,
         scale,
         jnp.sum(parts, axis=0) if sums else None,
+        slope if slope_steps is not None else None,
         found if observes else None,
     )
 
@@ -97,11 +110,17 @@ def tiles(rows: int, columns: int) -> int:
     return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 
-def largest(arrays: Sequence[jax.Array], blocks: int) -> jax.Array:
-    """Magnitudes [blocks] of up to three arrays of one dtype, the largest of which is that of all."""
+def largest(
+    arrays: Sequence[jax.Array], blocks: int, activation: str | None = None, least: float = 0.0
+) -> jax.Array:
+    """Magnitudes [blocks] of up to three arrays of one dtype, the largest of which is that of all.
+
+    With an activation they are bounds of its magnitudes, where it reads numbers no larger than the
+    arrays': it grows above 0, and is never below -`least`.
+    """
     library.register()
     call = jax.ffi.ffi_call("jaxfused_largest", jax.ShapeDtypeStruct((blocks,), jnp.float32))
-    return call(*_three(arrays))
+    return call(*_three(arrays), activation=activation or "none", least=np.float32(least))
 
 
 def _three(arrays: Sequence[jax.Array]) -> list[jax.Array]:

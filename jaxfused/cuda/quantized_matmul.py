@@ -164,6 +164,8 @@ def _why_shapes_unfit(
 _LITTLE_MEMORY_ROWS, _MEMORY_ROWS = 32, 64
 """Rows of x times warps that share the sums, of which two stages fit into a block's shared memory: on
 Turing, and on later GPUs."""
+_BUSY_BLOCKS = 1.5
+"""Blocks of a multiprocessor that convert weights as fast as they come from memory."""
 _LAUNCH_BYTES = 8e6
 """What a GPU reads, roughly, while the second kernel starts; in half of that time a block starts."""
 
@@ -192,7 +194,8 @@ def candidates(
         and (parts == 1 or (rows <= _FEW_ROWS and 2 * parts * sum_warps <= steps))
     ]
     row_bytes = w.values.shape[1] * w.values.dtype.itemsize
-    slots = multiprocessors * (1 if row_tiles == 8 else 2)
+    resident = 1 if row_tiles == 8 else 2
+    slots = multiprocessors * resident
 
     def cost(config: Config) -> float:
         """In bytes from memory; x and the sums come from the L2 cache, twice as fast."""
@@ -201,8 +204,8 @@ def candidates(
         blocks = -(-w.columns // columns) * row_blocks
         all_blocks = blocks * config.parts
         waves = -(-all_blocks // slots)
-        # A block a multiprocessor has enough copies in flight to keep the memory busy.
-        idle = max(multiprocessors / all_blocks, waves * slots / all_blocks if waves > 1 else 1.0)
+        busy = min(_BUSY_BLOCKS, resident) * multiprocessors
+        idle = max(busy / all_blocks, waves * slots / all_blocks if waves > 1 else 1.0)
         weights = products * w.columns * row_bytes * row_blocks
         x = 2 * blocks * min(rows, row_tiles * _TILE_ROWS) * features
         starts = _LAUNCH_BYTES * (waves / 2 + (config.parts > 1))

@@ -22,6 +22,9 @@ from jaxfused.quantization.quantized_array import FORMATS
 
 FORWARD = jnp.dtype(jnp.float8_e4m3fn)
 GRADIENT = jnp.dtype(jnp.float8_e5m2)
+SLOPE_STEPS = 112.0
+"""What stands for a derivative of 1. A byte reaches as far as the derivative of every activation but
+relu2, in steps finer than those of the float8 to which the gradient is rounded that they multiply."""
 
 
 class Copies(NamedTuple):
@@ -39,6 +42,8 @@ class Copies(NamedTuple):
     """[N], float32, over all rows of the matrix before it was quantised; or None."""
     found: Any = None
     """[1], the largest magnitude, where the scale is of another; or None."""
+    slope: Any = None
+    """[..., N], int8, the derivative of the activation in steps of 1 / SLOPE_STEPS; or None."""
 
     def kept(self, *names: str) -> "Copies":
         """What a backward needs: the scale, and what is named."""
@@ -56,6 +61,7 @@ def copies(
     straight: bool = True,
     transposes: bool = True,
     sums: bool = False,
+    slope: bool = False,
     largest: jax.Array | None = None,
     history: jax.Array | None = None,
 ) -> Copies:
@@ -68,6 +74,7 @@ def copies(
       straight: whether the values as they lie are wanted.
       transposes: whether the transposed ones are.
       sums: whether the matrices' sums over their rows are, as gradients of biases.
+      slope: whether the activation's derivative is.
       largest: [P], magnitudes, the largest of which is that of what is quantised, where it is known;
         needed with an activation.
       history: [calls], of the matrix, by which it is scaled instead where there is one.
@@ -78,10 +85,8 @@ def copies(
         fitting = _from_history(history, dtype)
     elif largest is not None:
         fitting = _of_all_shards(largest)
-    elif in_one_piece:
-        fitting = _of_all_shards(run(_Largest(len(matrices)), *padded)[0])
     else:
-        fitting = _of_all_shards(reference.fp8.largest_magnitude(*matrices)[None])
+        fitting = _of_all_shards(largest_of(run, *matrices))
     stage = _Quantize(
         dtype,
         activation,
@@ -89,20 +94,21 @@ def copies(
         straight,
         transposes,
         sums,
+        SLOPE_STEPS if slope else None,
         observes=history is not None and largest is None and in_one_piece,
         matrices=len(matrices),
         returns_scale=in_one_piece,
         # Who knows the magnitudes has just written the matrices, and the cache holds what came last.
         from_end=largest is not None,
     )
-    values, transposed, scale, total, parts = run(stage, *padded, fitting)
+    values, transposed, scale, total, parts, derivative = run(stage, *padded, fitting)
     if scale is None:
         scale = reference.fp8.scale_for(reference.fp8.largest_magnitude(fitting), dtype)
     found = None
     if history is not None:
         observed = [seen for seen in (largest, parts) if seen is not None] or matrices
         found = _of_all_shards(reference.fp8.largest_magnitude(*observed)[None])
-    return Copies(values, transposed, scale.reshape(()), fitting, total, found)
+    return Copies(values, transposed, scale.reshape(()), fitting, total, found, derivative)
 
 
 def copies_of(
@@ -111,6 +117,17 @@ def copies_of(
     """`copies` of what MATRICES calls `matrix`, scaled by its history where there is a state."""
     history = None if state is None else state.of(op, matrix)
     return copies(run, *arrays, history=history, **wanted)
+
+
+def largest_of(run: Runner, *arrays: jax.Array, activation: str | None = None) -> jax.Array:
+    """Magnitudes [P], the largest of which is that of arrays [..., N_i].
+
+    With an activation, a bound of its magnitudes where it reads numbers no larger than theirs.
+    """
+    if sharding.is_in_one_piece(*arrays):
+        stage = _Largest(len(arrays), activation)
+        return run(stage, *arrays, *[None] * (3 - len(arrays)))[0]
+    return _largest_by_xla(arrays, activation)[None]
 
 
 def _of_all_shards(largest: jax.Array) -> jax.Array:
@@ -132,15 +149,17 @@ def _from_history(history: jax.Array, dtype: Any) -> jax.Array:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-_BLOCKS = 2
-"""Of the kernel that finds the largest magnitude, for each multiprocessor."""
+_BLOCKS, _BLOCK_BYTES = 2, 2**16
+"""Blocks of the kernel that finds the largest magnitude: at most for each multiprocessor, and what each
+reads at least, as what they find is read again for each tile that is quantised by it."""
 
 
 @dataclass(frozen=True)
 class _Largest(OneByOne):
-    """(magnitudes [P],) of matrices [M, N_i], which are in one piece."""
+    """(magnitudes [P],) of matrices [M, N_i], which are in one piece, as `largest_of` returns them."""
 
     matrices: int
+    activation: str | None
 
     @property
     def name(self) -> str:
@@ -159,15 +178,25 @@ class _Largest(OneByOne):
 
     def run(self, implementation, device, *operands) -> Results:
         arrays = [operand for operand in operands if operand is not None]
-        blocks = _BLOCKS * max(1, device.multiprocessors)
-        if implementation == "cuda":
-            return (cuda.quantize.largest(arrays, blocks),)
-        return (jnp.full((blocks,), reference.fp8.largest_magnitude(*arrays)),)
+        if implementation == "xla":
+            return (_largest_by_xla(arrays, self.activation)[None],)
+        filled = -(-sum(array.nbytes for array in arrays) // _BLOCK_BYTES)
+        blocks = max(1, min(_BLOCKS * device.multiprocessors, filled))
+        least = reference.fp8.LEAST.get(str(self.activation), 0.0)
+        return (cuda.quantize.largest(arrays, blocks, self.activation, least),)
+
+
+def _largest_by_xla(arrays: Sequence[jax.Array], activation: str | None) -> jax.Array:
+    """A scalar."""
+    if activation is None:
+        return reference.fp8.largest_magnitude(*arrays)
+    (maxima,) = arrays
+    return reference.fp8.largest_activation(activation, maxima.astype(jnp.float32))
 
 
 @dataclass(frozen=True)
 class _Quantize(OneByOne):
-    """(values [M, N], values^T, scale [1], sums [N], found [Q]) of matrices [M, N_i], magnitudes [P]."""
+    """What `cuda.quantize.quantize` returns, found before slope; of matrices [M, N_i], magnitudes."""
 
     dtype: Any
     activation: str | None
@@ -175,6 +204,7 @@ class _Quantize(OneByOne):
     straight: bool
     transposes: bool
     sums: bool
+    slope_steps: float | None
     observes: bool
     matrices: int
     returns_scale: bool
@@ -199,6 +229,7 @@ class _Quantize(OneByOne):
                 "s" if self.returns_scale else None,
                 columns if self.sums else None,
                 "q" if self.observes else None,
+                ROWS + columns if self.slope_steps is not None else None,
             ),
             whole="degcpsq" if apart else "psq",
         )
@@ -224,16 +255,19 @@ class _Quantize(OneByOne):
             straight=self.straight,
             transposes=self.transposes,
             sums=self.sums,
+            slope_steps=self.slope_steps,
         )
         if implementation == "cuda":
             keywords |= dict(observes=self.observes, from_end=self.from_end)
-            values, transposed, scale, total, found = cuda.quantize.quantize(
+            values, transposed, scale, total, slope, found = cuda.quantize.quantize(
                 matrices, largest, **keywords
             )
         else:
-            values, transposed, scale, total = reference.fp8.quantize(matrices, largest, **keywords)
+            values, transposed, scale, total, slope = reference.fp8.quantize(
+                matrices, largest, **keywords
+            )
             found = self._found(matrices) if self.observes else None
-        return values, transposed, scale if self.returns_scale else None, total, found
+        return values, transposed, scale if self.returns_scale else None, total, found, slope
 
     def _found(self, matrices: Sequence[jax.Array]) -> jax.Array:
         """As many magnitudes as the kernel finds."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import OneByOne
-from jaxfused.ops.fp8_copies import Copies
+from jaxfused.ops.fp8_copies import SLOPE_STEPS, Copies, largest_of
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
 from pallas_kernels.product import cost
 from pallas_kernels.product import fp8 as pallas_fp8
@@ -37,25 +37,27 @@ def layer(
     # Devices that share the columns would add their maxima up; z is then read once more.
     observed = maximised if sharding.is_in_one_piece(x.values, w.transposed) else None
     options = LayerOptions(activation, out_dtype, narrow_dtype, saves, observed)
-    scales = _scales(x, w, w.transposed.shape[0])
+    scales = _scales(x, w)
     y, z, maxima = run(_Layer(op, options), x.values, w.transposed, *scales, bias, residual)
     if maximised is not None and maxima is None:
         maxima = z if maximised == "value" else jnp.abs(z)
     return y, z, maxima
 
 
-def hidden_magnitude(activation: str | None, maxima: jax.Array, up: Any = None) -> jax.Array:
-    """[1], a bound of the magnitudes of a hidden layer, which is nowhere written.
+def hidden_magnitude(
+    run: Runner, activation: str | None, maxima: jax.Array, up: Any = None
+) -> jax.Array:
+    """[P], the largest of which bounds the magnitudes of a hidden layer, which is nowhere written.
 
     Args:
       activation: of the hidden layer.
       maxima: of the values that the activation reads; without one, of their magnitudes.
       up: of the magnitudes by which it is multiplied, where it is.
     """
+    if up is None:
+        return largest_of(run, maxima, activation=activation)
     largest = reference.fp8.largest_activation(activation, maxima.astype(jnp.float32))
-    if up is not None:
-        largest = largest * reference.fp8.largest_magnitude(up)
-    return largest[None]
+    return (largest * reference.fp8.largest_magnitude(up))[None]
 
 
 def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
@@ -66,14 +68,14 @@ def maximised_of(activation: str | None) -> pallas_fp8.Maximised:
 def input_gradient(run: Runner, op: str, dy: Copies, w: Copies, dtype: Any) -> jax.Array:
     """The gradient dy @ w^T of x [..., D], in x's dtype, of dy [..., F] and w [D, F]."""
     stage = _Layer(f"{op} input gradient", LayerOptions(None, dtype, dtype, False, None))
-    scales = _scales(dy, w, w.values.shape[0])
+    scales = _scales(dy, w)
     dx, _, _ = run(stage, dy.values, w.values, *scales, None, None)
     return dx
 
 
 def weight_gradient(run: Runner, op: str, x: Copies, dy: Copies, dtype: Any) -> jax.Array:
     """The gradient x^T @ dy [D, F] of weights, of both transposed copies."""
-    scales = _scales(x, dy, dy.transposed.shape[0])
+    scales = _scales(x, dy)
     (dw,) = run(_WeightGradient(op, dtype), x.transposed, dy.transposed, *scales)
     return dw
 
@@ -84,7 +86,7 @@ class HiddenGradient(NamedTuple):
     dz: jax.Array
     dup: Any
     largest: jax.Array
-    """[1], of the magnitudes of both."""
+    """[P], magnitudes, the largest of which is that of both."""
 
 
 def hidden_gradient(
@@ -100,32 +102,10 @@ def hidden_gradient(
     """The gradients to z [..., F] and up, of which the hidden layer activation(z) [* up] was made."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     stage = _HiddenGradient(op, activation, observes)
-    scales = _scales(dy, w, w.values.shape[0])
+    scales = _scales(dy, w)
     dz, dup, max_dz, max_dup = run(stage, dy.values, w.values, *scales, z, up)
     largest = [m for m in ((max_dz, max_dup) if observes else (dz, dup)) if m is not None]
-    found = reference.fp8.largest_magnitude(*largest)[None]
-    return HiddenGradient(dz, dup, found)
-
-
-def hidden_and_slope(
-    run: Runner,
-    op: str,
-    x: Copies,
-    w: Copies,
-    bias: jax.Array | None,
-    *,
-    activation: str,
-    dtype: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The hidden layer, the activation's derivative and the largest |h| [1], of w's transposed copy.
-
-    How the derivative is kept says `pallas_kernels.product.fp8.slope_format`.
-    """
-    observes = sharding.is_in_one_piece(x.values, w.transposed)
-    stage = _HiddenAndSlope(op, activation, jnp.dtype(dtype), observes)
-    scales = x.scale.reshape(1), w.scale.reshape(1)
-    h, slope, maxima = run(stage, x.values, w.transposed, *scales, bias)
-    return h, slope, reference.fp8.largest_magnitude(maxima if observes else h)[None]
+    return HiddenGradient(dz, dup, largest_of(run, *largest))
 
 
 def hidden_gradient_by_slope(
@@ -136,27 +116,21 @@ def hidden_gradient_by_slope(
     slope: jax.Array,
     hidden: Copies,
     *,
-    activation: str,
     dtype: Any,
 ) -> HiddenGradient:
-    """The gradient to z [..., F], from what `hidden_and_slope` has made."""
+    """The gradient to z [..., F], from the activation's derivative in steps of 1 / SLOPE_STEPS."""
     observes = sharding.is_in_one_piece(dy.values, w.values)
     # The integers of a slope have no NaN. Where the hidden layer had one, what was found of it says so.
     seen = hidden.scale if hidden.found is None else hidden.found
-    steps = pallas_fp8.slope_format(activation, dtype).steps
-    unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / steps), jnp.nan)
+    unit = jnp.where(jnp.isfinite(seen.reshape(1)), jnp.float32(1.0 / SLOPE_STEPS), jnp.nan)
     stage = _HiddenGradientBySlope(op, jnp.dtype(dtype), observes)
-    scales = dy.scale.reshape(1), w.scale.reshape(1), unit
+    scales = *_scales(dy, w), unit
     dz, maxima = run(stage, dy.values, w.values, *scales, slope)
-    return HiddenGradient(
-        dz, None, reference.fp8.largest_magnitude(maxima if observes else dz)[None]
-    )
+    return HiddenGradient(dz, None, largest_of(run, maxima if observes else dz))
 
 
-def _scales(a: Copies, b: Copies, columns: int) -> tuple[jax.Array, jax.Array | None]:
-    """The scale of a product for each of its columns, and None; or of each matrix [1]."""
-    if dispatch.why_unmeasured("fp8 scalars") is not None:
-        return jnp.full((columns,), a.scale * b.scale), None
+def _scales(a: Copies, b: Copies) -> tuple[jax.Array, jax.Array]:
+    """The scales [1] of both matrices of a product."""
     return a.scale.reshape(1), b.scale.reshape(1)
 
 
@@ -178,22 +152,13 @@ def _product_reasons(
     return {"pallas": reason, "xla": None}
 
 
-def _scale_axes(w_scale: jax.Array | None) -> tuple[str, str]:
-    """The letters of what `_scales` returns."""
-    return ("n", "n") if w_scale is None else ("s", "t")
-
-
-def _of_product(scale: jax.Array, w_scale: jax.Array | None) -> pallas_fp8.Scale:
-    return scale if w_scale is None else (scale, w_scale)
-
-
 def _bytes(*dtypes: Any) -> int:
     return sum(jnp.dtype(dtype).itemsize for dtype in dtypes if dtype is not None)
 
 
 @dataclass(frozen=True)
 class _Layer(OneByOne):
-    """(activation(z) + residual, z, maxima [M]) of x [M, K], w [N, K] and `_scales`."""
+    """(activation(z) + residual, z, maxima [P, M]) of x [M, K], w [N, K] and two scales [1]."""
 
     op: str
     options: LayerOptions
@@ -206,13 +171,13 @@ class _Layer(OneByOne):
         del x, w, scale, bias, residual
         rows = ROWS + "n"
         return Axes(
-            (ROWS + "k", "nk", *_scale_axes(w_scale), "n", rows),
+            (ROWS + "k", "nk", "s", "t", "n", rows),
             (
                 None if self.options.out_dtype is None else rows,
                 rows if self.options.saves else None,
-                None if self.options.maximised is None else ROWS,
+                None if self.options.maximised is None else "p" + ROWS,
             ),
-            whole="k",
+            whole="kp",
         )
 
     def reasons(self, device, x, w, scale, w_scale, bias, residual) -> Mapping[str, str | None]:
@@ -247,7 +212,7 @@ class _Layer(OneByOne):
     def run(
         self, implementation, device, x, w, scale, w_scale, bias, residual, config=None
     ) -> Results:
-        operands = (x, w, _of_product(scale, w_scale), bias, residual)
+        operands = (x, w, (scale, w_scale), bias, residual)
         if implementation == "xla":
             return reference.fp8.layer(*operands, self.options)
         if config is None:
@@ -263,7 +228,7 @@ class _Layer(OneByOne):
 
 @dataclass(frozen=True)
 class _HiddenGradient(OneByOne):
-    """(dz, dup, maxima [M] of both) of dy [M, K], w [N, K], `_scales`, z and up [M, N]."""
+    """(dz, dup, maxima [P, M] of both) of dy [M, K], w [N, K], two scales [1], z and up [M, N]."""
 
     op: str
     activation: str | None
@@ -277,14 +242,14 @@ class _HiddenGradient(OneByOne):
         del dy, w, scale, z
         rows, gated = ROWS + "n", up is not None
         return Axes(
-            (ROWS + "k", "nk", *_scale_axes(w_scale), rows, rows),
+            (ROWS + "k", "nk", "s", "t", rows, rows),
             (
                 rows,
                 rows if gated else None,
-                ROWS if self.maximises else None,
-                ROWS if self.maximises and gated else None,
+                "p" + ROWS if self.maximises else None,
+                "p" + ROWS if self.maximises and gated else None,
             ),
-            whole="k",
+            whole="kp",
         )
 
     def reasons(self, device, dy, w, scale, w_scale, z, up) -> Mapping[str, str | None]:
@@ -305,7 +270,7 @@ class _HiddenGradient(OneByOne):
         return pallas_fp8.hidden_candidates(self.work(dy, w, z, up), device.multiprocessors)
 
     def run(self, implementation, device, dy, w, scale, w_scale, z, up, config=None) -> Results:
-        operands = (dy, w, _of_product(scale, w_scale), z, up)
+        operands = (dy, w, (scale, w_scale), z, up)
         keywords: dict[str, Any] = dict(activation=self.activation, maximise=self.maximises)
         if implementation == "xla":
             return reference.fp8.hidden_gradient(*operands, **keywords)
@@ -321,66 +286,8 @@ class _HiddenGradient(OneByOne):
 
 
 @dataclass(frozen=True)
-class _HiddenAndSlope(OneByOne):
-    """(h, slope [M, N], maxima of |h| [M]) of x [M, K], w [N, K], their scales [1] and bias [N]."""
-
-    op: str
-    activation: str
-    dtype: Any
-    maximises: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.op} hidden and slope in fp8"
-
-    @property
-    def slope(self) -> pallas_fp8.SlopeFormat:
-        return pallas_fp8.slope_format(self.activation, self.dtype)
-
-    def axes(self, *operands) -> Axes:
-        del operands
-        rows = ROWS + "n"
-        return Axes(
-            (ROWS + "k", "nk", "s", "t", "n"),
-            (rows, rows, ROWS if self.maximises else None),
-            whole="k",
-        )
-
-    def reasons(self, device, x, w, scale, w_scale, bias) -> Mapping[str, str | None]:
-        del scale, w_scale
-        others = {"bias": None if bias is None else bias.dtype, "the hidden layer": self.dtype}
-        return _product_reasons(device, x, w, others)
-
-    def work(self, x, w) -> cost.Work:
-        written = _bytes(self.dtype, self.slope.dtype)
-        return pallas_fp8.work(x, w, read_bytes=0, written_bytes=written, activations=2)
-
-    def configs(self, implementation, device, x, w, scale, w_scale, bias) -> Sequence[Hashable]:
-        del scale, w_scale, bias
-        if implementation != "pallas":
-            return ()
-        return pallas_fp8.candidates(self.work(x, w), device.multiprocessors)
-
-    def run(self, implementation, device, x, w, scale, w_scale, bias, config=None) -> Results:
-        operands = (x, w, (scale, w_scale), bias)
-        keywords: dict[str, Any] = dict(
-            activation=self.activation,
-            dtype=self.dtype,
-            slope=self.slope,
-            maximise=self.maximises,
-        )
-        if implementation == "xla":
-            return reference.fp8.hidden_and_slope(*operands, **keywords)
-        if config is None:
-            config = pallas_fp8.candidates(self.work(x, w), device.multiprocessors)[0]
-        return pallas_fp8.hidden_and_slope(
-            *operands, **keywords, multiprocessors=device.multiprocessors, config=config
-        )
-
-
-@dataclass(frozen=True)
 class _HiddenGradientBySlope(OneByOne):
-    """(dz, maxima of |dz| [M]) of dy [M, K], w [N, K], three scales [1] and slope [M, N]."""
+    """(dz, maxima of |dz| [P, M]) of dy [M, K], w [N, K], three scales [1] and slope [M, N]."""
 
     op: str
     dtype: Any
@@ -395,8 +302,8 @@ class _HiddenGradientBySlope(OneByOne):
         rows = ROWS + "n"
         return Axes(
             (ROWS + "k", "nk", "s", "t", "u", rows),
-            (rows, ROWS if self.maximises else None),
-            whole="k",
+            (rows, "p" + ROWS if self.maximises else None),
+            whole="kp",
         )
 
     def reasons(self, device, dy, w, *others) -> Mapping[str, str | None]:
@@ -410,7 +317,7 @@ class _HiddenGradientBySlope(OneByOne):
     def configs(self, implementation, device, dy, w, *others) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        return pallas_fp8.candidates(self.work(dy, w, others[-1]), device.multiprocessors)
+        return pallas_fp8.slope_candidates(self.work(dy, w, others[-1]), device.multiprocessors)
 
     def run(
         self, implementation, device, dy, w, scale, w_scale, unit, slope, config=None
@@ -420,7 +327,7 @@ class _HiddenGradientBySlope(OneByOne):
         if implementation == "xla":
             return reference.fp8.hidden_gradient_by_slope(*operands, **keywords)
         if config is None:
-            config = pallas_fp8.candidates(self.work(dy, w, slope), device.multiprocessors)[0]
+            config = pallas_fp8.slope_candidates(self.work(dy, w, slope), device.multiprocessors)[0]
         return pallas_fp8.hidden_gradient_by_slope(
             *operands, **keywords, multiprocessors=device.multiprocessors, config=config
         )
@@ -428,7 +335,7 @@ class _HiddenGradientBySlope(OneByOne):
 
 @dataclass(frozen=True)
 class _WeightGradient(OneByOne):
-    """(scale * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and `_scales`."""
+    """(scales * x @ dy^T,) [K, N] of x [K, M], dy [N, M] and two scales [1]."""
 
     op: str
     dtype: Any
@@ -439,7 +346,7 @@ class _WeightGradient(OneByOne):
 
     def axes(self, x, dy, scale, dy_scale) -> Axes:
         del x, dy, scale
-        return Axes(("k" + ROWS, "n" + ROWS, *_scale_axes(dy_scale)), ("kn",))
+        return Axes(("k" + ROWS, "n" + ROWS, "s", "t"), ("kn",))
 
     def reasons(self, device, x, dy, scale, dy_scale) -> Mapping[str, str | None]:
         del scale, dy_scale
@@ -455,7 +362,7 @@ class _WeightGradient(OneByOne):
         return pallas_fp8.promoted_candidates(self.work(x, dy), device.multiprocessors)
 
     def run(self, implementation, device, x, dy, scale, dy_scale, config=None) -> Results:
-        operands = (x, dy, _of_product(scale, dy_scale))
+        operands = (x, dy, (scale, dy_scale))
         if implementation == "xla":
             return (reference.fp8.weight_gradient(*operands, out_dtype=self.dtype),)
         dw = pallas_fp8.weight_gradient(

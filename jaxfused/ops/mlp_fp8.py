@@ -2,7 +2,8 @@
 
 The first product writes what the activation is of and finds the largest of it on the way, of which a
 bound of the activation's magnitude follows. The pass that quantises the hidden layer evaluates the
-activation, so that the hidden layer itself is nowhere written.
+activation, so that the hidden layer itself is nowhere written. The same pass writes the activation's
+derivative in bytes, which the backward reads in place of what the activation was of.
 """
 
 import functools
@@ -17,6 +18,9 @@ from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
 from jaxfused.semantics.checkpoint_names import named
 
+SLOPES = ("relu", "gelu_tanh", "gelu_erf", "silu")
+"""Activations whose derivative a byte can hold. That of relu2 has no bound, and takes little to find."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,13 +32,12 @@ class Options:
     dtypes: tuple[Any, ...]
     """Of x, of the first layer's weights, of the last one's, and of residual, or None."""
     keeps_slope: bool = False
-    """Whether the first layer writes the hidden layer, and its derivative for the backward, in place of
-    what the activation is of."""
+    """Whether the activation's derivative is kept for the backward in place of what it is of."""
 
     @classmethod
     def of_mlp(cls, activation: str | None, save: str, out_dtype: Any, dtypes: Any) -> "Options":
         """Those of `mlp`, in the form that has been measured."""
-        fits = save == "hidden" and activation is not None
+        fits = save == "hidden" and activation in SLOPES
         keeps_slope = fits and dispatch.why_unmeasured("fp8 slope") is None
         return cls(activation, save, out_dtype, dtypes, keeps_slope)
 
@@ -49,7 +52,7 @@ class _MlpResiduals(NamedTuple):
     """Its transposed copy where that is saved; the scale in any case."""
     preactivation: jax.Array | None
     slope: jax.Array | None
-    """In the format of `slope_format`, in place of the preactivation."""
+    """In place of the preactivation."""
     state: fp8.Fp8State | None
 
 
@@ -75,7 +78,7 @@ def _first_layer(run: Runner, options: Options, xs, w1s, b1):
         saves=True,
         maximised=fp8_products.maximised_of(options.activation),
     )
-    return z, fp8_products.hidden_magnitude(options.activation, maxima)
+    return z, fp8_products.hidden_magnitude(run, options.activation, maxima)
 
 
 def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -> jax.Array:
@@ -95,24 +98,24 @@ def _last_layer(run: Runner, op: str, options: Options, hs, w2s, b2, residual) -
 def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
     copies = functools.partial(fp8_copies.copies_of, run, state, "mlp")
     xs, w1s, w2s = copies("x", x), copies("w1", w1), copies("w2", w2)
-    z = slope = None
-    if options.keeps_slope:
-        h, slope, largest = fp8_products.hidden_and_slope(
-            run, "mlp", xs, w1s, b1, activation=str(options.activation), dtype=x.dtype
-        )
-        slope = named(slope, "mlp", "hidden")
-        hs = copies("hidden", h, largest=largest)
-    else:
-        z, largest = _first_layer(run, options, xs, w1s, b1)
+    z, largest = _first_layer(run, options, xs, w1s, b1)
+    if not options.keeps_slope:
         z = named(z, "mlp", "preactivation")
-        hidden: dict[str, Any] = dict(activation=options.activation, largest=largest)
-        hs = copies("hidden", z, **hidden, transposes=options.save == "hidden")
+    hs = copies(
+        "hidden",
+        z,
+        activation=options.activation,
+        largest=largest,
+        transposes=options.save == "hidden",
+        slope=options.keeps_slope,
+    )
+    slope = None if hs.slope is None else named(hs.slope, "mlp", "hidden")
     y = _last_layer(run, "mlp", options, hs, w2s, b2, residual)
     hs, w2s = hs.kept("transposed"), w2s.kept("values")
-    if options.save == "inputs":
-        # The product is taken again, of the very operands.
+    if options.save == "inputs" or options.keeps_slope:
+        # Of the inputs the product is taken again, of the very operands.
         z = None
-    else:
+    if options.save != "inputs":
         xs, w1s = xs.kept("transposed"), w1s.kept("values")
     return y, _MlpResiduals(xs, w1s, b1, w2s, b2, hs, z, slope, state)
 
@@ -124,9 +127,8 @@ def _mlp_bwd(run: Runner, options: Options, saved: _MlpResiduals, dy):
     dys = copies("dy", dy, sums=b2 is not None)
     activation: Any = options.activation
     if slope is not None:
-        keywords: dict[str, Any] = dict(activation=activation, dtype=x_dtype)
         gradient = fp8_products.hidden_gradient_by_slope(
-            run, "mlp", dys, w2s, slope, hs, **keywords
+            run, "mlp", dys, w2s, slope, hs, dtype=x_dtype
         )
     else:
         if z is None:
@@ -204,7 +206,8 @@ def _gate_and_up(run: Runner, options: Options, xs, ws, biases) -> tuple[Any, An
         )[1:]
         for half, bias, maximised in halves
     )
-    return gate, up, fp8_products.hidden_magnitude(options.activation, gate_maxima, up_maxima)
+    largest = fp8_products.hidden_magnitude(run, options.activation, gate_maxima, up_maxima)
+    return gate, up, largest
 
 
 def _gated_mlp_fwd(

@@ -73,7 +73,9 @@ class _Rows:
             features=features,
             dtype=x.dtype,
         )
-        return cuda_choice.among("quantize_rows", {"pallas": reason, "xla": None}, device, of_cuda)
+        reasons = {"pallas": reason, "xla": None}
+        fast = cuda_choice.is_fast_for_rows(rows, features)
+        return cuda_choice.among("quantize_rows", reasons, device, of_cuda, fast=fast)
 
     def configs(self, implementation, device, x) -> Sequence[Hashable]:
         del device

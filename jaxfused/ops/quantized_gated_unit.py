@@ -133,7 +133,8 @@ class _Unit:
         # As of one product.
         are_few = x.shape[0] <= MAX_ROWS
         reasons = reasons if are_few else dispatch.preferring("xla", reasons)
-        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=are_few)
+        fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
 
     def run(self, implementation, device, x, *weights_and_biases) -> Results:
         *weights, b_gate, b_up = weights_and_biases

@@ -380,7 +380,8 @@ class _Layer:
             w = Packed(values, scale, zero_point)
             times = pallas_quantized.times(x, w, device.multiprocessors)
             reasons = dict(fastest_first(reasons, times))
-        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=are_few)
+        fast = cuda_choice.is_fast_for_weights(x.shape[0], x.shape[1], values.shape[0])
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=fast)
 
     def configs(
         self, implementation, device, x, x_scale, values, scale, zero_point, bias, residual
@@ -479,13 +480,13 @@ class _LayerOfBoth(_Layer):
             w=cuda.quantized_matmul.Weights(values, scale, zero_point),
         )
         reasons: dict[str, str | None] = {"pallas": reason, "xla": None}
-        are_many = x.shape[0] > MAX_ROWS
-        if not are_many:
+        if x.shape[0] <= MAX_ROWS:
             # It is not measured, and its tiles have many more rows.
             reasons = dispatch.preferring("xla", reasons)
         elif reason is None and is_modelled(device):
             reasons = dict(fastest_first(reasons, self._times(device, x, w, residual)))
-        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=are_many)
+        # XLA's product is faster than that of CUDA C on the GPU that has timed both.
+        return cuda_choice.among("quantized_matmul", reasons, device, of_cuda, fast=False)
 
     def _times(self, device, x, w: Packed, residual) -> dict[str, float]:
         """Predicted microseconds."""

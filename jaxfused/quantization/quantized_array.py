@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Format(NamedTuple):
@@ -31,6 +32,20 @@ class Format(NamedTuple):
     storage: Any
     clipped_from: float
     """Numbers from here on up are not rounded to the largest but clipped to it."""
+
+    @property
+    def unit(self) -> float:
+        """What the scale is to the largest magnitude: 1 / `largest`, rounded to float32.
+
+        A scale is a product with it, as XLA may make one of a division by a constant, whose last bit
+        differs from the quotient's.
+        """
+        return float(np.float32(1) / np.float32(self.largest))
+
+    @property
+    def asymmetric_unit(self) -> float:
+        """What the scale is to the range from the smallest to the largest value."""
+        return float(np.float32(1) / np.float32(self.largest - self.smallest))
 
 
 FORMATS = {

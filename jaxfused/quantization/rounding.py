@@ -40,9 +40,9 @@ def scales(
         return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
 
     if symmetric:
-        return divisible(extreme(jnp.max, jnp.abs(runs)) / limits.largest), None
+        return divisible(extreme(jnp.max, jnp.abs(runs)) * limits.unit), None
     low, high = extreme(jnp.min, runs), extreme(jnp.max, runs)
-    scale = divisible((high - low) / (limits.largest - limits.smallest))
+    scale = divisible((high - low) * limits.asymmetric_unit)
     return scale, to_integers(limits.smallest - low / scale, dtype)
 
 

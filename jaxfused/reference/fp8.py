@@ -34,7 +34,7 @@ def largest_magnitude(*arrays: jax.Array) -> jax.Array:
 
 def scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
     """The scale that makes `largest` the largest number of a float8; NaN where it is not finite."""
-    scale = largest / FORMATS[jnp.dtype(dtype).name].largest
+    scale = largest * FORMATS[jnp.dtype(dtype).name].unit
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
     return jnp.where(jnp.isfinite(scale), scale, jnp.nan)
 
@@ -49,10 +49,15 @@ def quantize(
     straight: bool,
     transposes: bool,
     sums: bool,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array, jax.Array | None]:
-    """(values [M, N], values^T [N, M], scale [1], sums [N]), as `cuda.quantize` has them."""
+    slope_steps: float | None = None,
+) -> tuple[jax.Array | None, ...]:
+    """(values [M, N], values^T [N, M], scale [1], sums [N], slope [M, N]); see `cuda.quantize`."""
     parts = [matrix.astype(jnp.float32) for matrix in matrices]
-    if gated:
+    slope = None
+    if slope_steps is not None:
+        values, derivative = value_and_slope(activation, parts[0])
+        slope = jnp.round(derivative * slope_steps).astype(jnp.int8)
+    elif gated:
         values = activate(activation, parts[0]) * parts[1]
     else:
         values = activate(activation, jnp.concatenate(parts, axis=-1))
@@ -63,7 +68,7 @@ def quantize(
     units = values * (1.0 / scale)
     values = lax.optimization_barrier(jnp.clip(units, -limit, limit).astype(dtype))
     total = jnp.sum(jnp.concatenate(parts, axis=-1), axis=0) if sums else None
-    return values if straight else None, values.T if transposes else None, scale[None], total
+    return values if straight else None, values.T if transposes else None, scale[None], total, slope
 
 
 def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -74,26 +79,24 @@ def sums(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return product(subscripts, a, b, out_dtype=jnp.float32)
 
 
-def _scaled(total: jax.Array, scale: jax.Array | Sequence[jax.Array]) -> jax.Array:
-    """Sums times a scale [N], or times the product of several of [1]."""
-    if isinstance(scale, jax.Array):
-        return total * scale
-    return total * functools.reduce(operator.mul, scale)
+def _scaled(total: jax.Array, scales: Sequence[jax.Array]) -> jax.Array:
+    """Sums times the product of scales of [1]."""
+    return total * functools.reduce(operator.mul, scales)
 
 
 def layer(
     x: jax.Array,
     w: jax.Array,
-    scale: jax.Array | Sequence[jax.Array],
+    scales: Sequence[jax.Array],
     bias: jax.Array | None,
     residual: jax.Array | None,
     options: Any,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(activation(z) + residual, z, maxima of rows) of z = scale * x @ w^T + bias.
+    """(activation(z) + residual, z, maxima of rows) of z = scales * x @ w^T + bias.
 
     The arguments are those of `pallas_kernels.product.fp8.layer`.
     """
-    z = _scaled(sums("mk,nk->mn", x, w), scale)
+    z = _scaled(sums("mk,nk->mn", x, w), scales)
     z = z if bias is None else z + bias.astype(jnp.float32)
     narrow = z.astype(options.narrow_dtype)
     wide = narrow.astype(jnp.float32)
@@ -108,9 +111,10 @@ def layer(
 
 
 def _row_maxima(values: jax.Array) -> jax.Array:
+    """[1, M]; a kernel has several for each row, of parts of the columns."""
     largest = jnp.max(values, axis=1, initial=-jnp.inf)
     # On a CPU XLA's largest number of an array may leave NaN out (jax 0.11.2).
-    return jnp.where(jnp.any(jnp.isnan(values), axis=1), jnp.nan, largest)
+    return jnp.where(jnp.any(jnp.isnan(values), axis=1), jnp.nan, largest)[None]
 
 
 def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
@@ -121,17 +125,17 @@ def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
     """
     largest = jnp.max(maxima, initial=0.0)
     largest = jnp.where(jnp.any(jnp.isnan(maxima)), jnp.nan, largest)
-    return jnp.maximum(activate(activation, largest), _LEAST.get(str(activation), 0.0))
+    return jnp.maximum(activate(activation, largest), LEAST.get(str(activation), 0.0))
 
 
-_LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "silu": 0.2785}
+LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "silu": 0.2785}
 """The magnitudes of the activations' minima, rounded up."""
 
 
 def hidden_gradient(
     dy: jax.Array,
     w: jax.Array,
-    scale: jax.Array | Sequence[jax.Array],
+    scales: Sequence[jax.Array],
     z: jax.Array,
     up: jax.Array | None,
     *,
@@ -142,7 +146,7 @@ def hidden_gradient(
 
     The arguments are those of `pallas_kernels.product.fp8.hidden_gradient`.
     """
-    dh = _scaled(sums("mk,nk->mn", dy, w), scale)
+    dh = _scaled(sums("mk,nk->mn", dy, w), scales)
     gate = z.astype(jnp.float32)
     h, slope = value_and_slope(activation, gate)
     if up is None:
@@ -157,51 +161,26 @@ def hidden_gradient(
     return (*rounded, *absent, *maxima, *absent)
 
 
-def hidden_and_slope(
-    x: jax.Array,
-    w: jax.Array,
-    scale: jax.Array | Sequence[jax.Array],
-    bias: jax.Array | None,
-    *,
-    activation: str,
-    dtype: Any,
-    slope: Any,
-    maximise: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(activation(z), its derivative, maxima of rows) of z = scale * x @ w^T + bias.
-
-    The arguments are those of `pallas_kernels.product.fp8.hidden_and_slope`.
-    """
-    z = _scaled(sums("mk,nk->mn", x, w), scale)
-    z = z if bias is None else z + bias.astype(jnp.float32)
-    h, derivative = value_and_slope(activation, z)
-    if slope.dtype == jnp.int8:
-        derivative = jnp.round(derivative * slope.steps)
-    h = h.astype(dtype)
-    maxima = _row_maxima(jnp.abs(h.astype(jnp.float32))) if maximise else None
-    return h, derivative.astype(slope.dtype), maxima
-
-
 def hidden_gradient_by_slope(
     dy: jax.Array,
     w: jax.Array,
-    scale: jax.Array | Sequence[jax.Array],
+    scales: Sequence[jax.Array],
     slope: jax.Array,
     *,
     dtype: Any,
     maximise: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(dz, maxima of its rows) of dz = scale * dy @ w^T * slope.
+    """(dz, maxima of its rows) of dz = scales * dy @ w^T * slope.
 
     The arguments are those of `pallas_kernels.product.fp8.hidden_gradient_by_slope`.
     """
-    dh = _scaled(sums("mk,nk->mn", dy, w), scale)
+    dh = _scaled(sums("mk,nk->mn", dy, w), scales)
     dz = (dh * slope.astype(jnp.float32)).astype(dtype)
     return dz, _row_maxima(jnp.abs(dz.astype(jnp.float32))) if maximise else None
 
 
 def weight_gradient(
-    x: jax.Array, dy: jax.Array, scale: jax.Array | Sequence[jax.Array], *, out_dtype: Any
+    x: jax.Array, dy: jax.Array, scales: Sequence[jax.Array], *, out_dtype: Any
 ) -> jax.Array:
-    """Scale * x @ dy^T [K, N] of x [K, M] and dy [N, M]."""
-    return _scaled(sums("km,nm->kn", x, dy), scale).astype(out_dtype)
+    """Scales * x @ dy^T [K, N] of x [K, M] and dy [N, M]."""
+    return _scaled(sums("km,nm->kn", x, dy), scales).astype(out_dtype)

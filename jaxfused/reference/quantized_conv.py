@@ -66,7 +66,11 @@ def product(
     )
     weights = weights.reshape(*kernel_size, -1, weights.shape[-1])
     if not (are_integers and with_integers):
-        values, weights = values.astype(jnp.float32), weights.astype(jnp.float32)
+        # Where XLA sees that the operands were float8, it takes cuDNN's kernels for them, some of which
+        # then do not exist.
+        values, weights = jax.lax.optimization_barrier(
+            (values.astype(jnp.float32), weights.astype(jnp.float32))
+        )
     spatial = "HWD"[: x.ndim - 2]
     values, padding = reference_conv.padded(values, padding, kernel_size, kernel_dilation)
     y = jax.lax.conv_general_dilated(

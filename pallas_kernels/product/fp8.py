@@ -7,7 +7,7 @@ matrix writes it transposed too, where a gradient sums over its other axis.
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -18,11 +18,11 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.mainloop import MatmulConfig
-from pallas_kernels.product.matmul import GRAIN, fitting, matmul
+from pallas_kernels.product.matmul import GRAIN, fits, fitting, matmul
 
 Maximised = Literal["value", "magnitude"]
-Scale = jax.Array | Sequence[jax.Array]
-"""[N], of the columns of a product; or several of [1], whose product it is."""
+Scales = Sequence[jax.Array]
+"""Of [1] each: what the sums are multiplied by, one after the other."""
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _OTHERS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -93,6 +93,13 @@ def hidden_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     return sorted(configs, key=lambda config: config.tile_m * config.tile_n > 128 * 128)
 
 
+def slope_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
+    """Configs for the gradient of a hidden layer by its slope; small tiles leave room for stages."""
+    configs = hidden_candidates(work, multiprocessors)
+    deeper = replace(configs[0], stages=configs[0].stages + 1)
+    return [deeper, *configs] if fits(work, deeper, _SPARE_BYTES) else configs
+
+
 def promoted_candidates(work: Work, multiprocessors: int) -> list[MatmulConfig]:
     """Configs for the gradient of weights, whose sums take registers twice, predicted fastest first.
 
@@ -115,11 +122,9 @@ _PROMOTED_STEP, _PROMOTED_COLUMN = 0.06, 0.0025
 """Microseconds of a step of a tile of 128 rows: by itself, and for each column. Fitted to an H200."""
 
 
-def _by_name(scale: Scale) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """A scale as the vectors and the scalars of an epilogue."""
-    if isinstance(scale, jax.Array):
-        return {"scale": scale}, {}
-    return {}, {f"scale_{i}": factor for i, factor in enumerate(scale)}
+def _by_name(scales: Scales) -> dict[str, jax.Array]:
+    """Scales as the scalars of an epilogue."""
+    return {f"scale_{i}": scale for i, scale in enumerate(scales)}
 
 
 def _scaled(sums: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
@@ -147,7 +152,7 @@ class LayerOptions:
 def layer(
     x: jax.Array,
     w: jax.Array,
-    scale: Scale,
+    scales: Scales,
     bias: jax.Array | None,
     residual: jax.Array | None,
     options: LayerOptions,
@@ -155,18 +160,19 @@ def layer(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """(activation(z) + residual, z, maxima [M]) of z = scale * x @ w^T + bias [M, N].
+    """(activation(z) + residual, z, maxima [P, M]) of z = scales * x @ w^T + bias [M, N].
 
     Args:
       x: [M, K].
       w: [N, K].
-      scale: of the product.
+      scales: of the product.
       bias: [N].
       residual: [M, N].
       options: which of the three are wanted, and of what.
+
+    The maxima are of rows, of each of P parts of the columns.
     """
     out_dtype, narrow_dtype = options.out_dtype, options.narrow_dtype
-    vectors, scalars = _by_name(scale)
 
     def epilogue(z, *, bias=None, residual=None, **scales):
         z = _scaled(z, scales)
@@ -187,8 +193,8 @@ def layer(
         x,
         [w],
         epilogue=epilogue,
-        vectors={**vectors, "bias": bias},
-        scalars=scalars,
+        vectors={"bias": bias},
+        scalars=_by_name(scales),
         matrices={"residual": residual},
         outputs={name: dtype for name, dtype in outputs.items() if dtype is not None},
         row_maxima={} if function is None else {"z": function},
@@ -203,7 +209,7 @@ def layer(
 def hidden_gradient(
     dy: jax.Array,
     w: jax.Array,
-    scale: Scale,
+    scales: Scales,
     z: jax.Array,
     up: jax.Array | None,
     *,
@@ -212,19 +218,19 @@ def hidden_gradient(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array | None, ...]:
-    """The gradient of a hidden layer's preactivations, from scale * dy @ w^T.
+    """The gradient of a hidden layer's preactivations, from scales * dy @ w^T.
 
     Args:
       dy: [M, K].
       w: [N, K].
-      scale: of the product.
+      scales: of the product.
       z: [M, N], what the activation was of.
       up: [M, N], by which it was multiplied, or None.
       activation: the activation.
       maximise: whether the largest magnitude of each row is wanted.
 
     Returns:
-      (dz, dup, maxima of dz [M], maxima of dup [M]); None for what is not wanted.
+      (dz, dup, maxima of dz [P, M], maxima of dup [P, M]); None for what is not wanted.
     """
 
     def epilogue(dh, *, z, up=None, **scales):
@@ -236,13 +242,11 @@ def hidden_gradient(
 
     z_dtype = z.dtype
     names = ("dz",) if up is None else ("dz", "dup")
-    vectors, scalars = _by_name(scale)
     results = matmul(
         dy,
         [w],
         epilogue=epilogue,
-        vectors=vectors,
-        scalars=scalars,
+        scalars=_by_name(scales),
         matrices={"z": z, "up": up},
         outputs=dict.fromkeys(names, z.dtype),
         row_maxima=dict.fromkeys(names, jnp.abs) if maximise else {},
@@ -255,81 +259,10 @@ def hidden_gradient(
     return tuple(results.get(name) for name in of)
 
 
-@dataclass(frozen=True)
-class SlopeFormat:
-    """How the derivative of an activation is kept for the backward."""
-
-    dtype: Any
-    steps: float
-    """How much stands for a derivative of 1."""
-
-
-def slope_format(activation: str, dtype: Any) -> SlopeFormat:
-    """The format for an activation whose hidden layer is of `dtype`.
-
-    Steps of 1/112 reach as far as every activation's derivative but relu2's. They are finer than the
-    float8 to which the gradient is rounded that they multiply.
-    """
-    if activation == "relu2":
-        return SlopeFormat(jnp.dtype(dtype), 1.0)
-    return SlopeFormat(jnp.dtype(jnp.int8), 112.0)
-
-
-def hidden_and_slope(
-    x: jax.Array,
-    w: jax.Array,
-    scale: Scale,
-    bias: jax.Array | None,
-    *,
-    activation: str,
-    dtype: Any,
-    slope: SlopeFormat,
-    maximise: bool,
-    multiprocessors: int,
-    config: MatmulConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The activation of z = scale * x @ w^T + bias [M, N], its derivative there, and maxima [M].
-
-    Args:
-      x: [M, K].
-      w: [N, K].
-      scale: of the product.
-      bias: [N].
-      activation: of which also the derivative is wanted.
-      dtype: of the hidden layer.
-      slope: how the derivative is kept.
-      maximise: whether the largest magnitude of the hidden layer in each row is wanted.
-    """
-    vectors, scalars = _by_name(scale)
-
-    def epilogue(z, *, bias=None, **scales):
-        z = _scaled(z, scales)
-        z = z if bias is None else z + bias
-        h, derivative = activation_and_derivative(activation, z, dtype)
-        if slope.dtype == jnp.int8:
-            derivative = jnp.round(derivative * slope.steps)
-        return {"h": h, "slope": derivative}
-
-    results = matmul(
-        x,
-        [w],
-        epilogue=epilogue,
-        vectors={**vectors, "bias": bias},
-        scalars=scalars,
-        outputs={"h": dtype, "slope": slope.dtype},
-        row_maxima={"h": jnp.abs} if maximise else {},
-        b_transposed=True,
-        config=config,
-        multiprocessors=multiprocessors,
-        name="fp8_hidden_and_slope",
-    )
-    return results["h"], results["slope"], results.get("max_h")
-
-
 def hidden_gradient_by_slope(
     dy: jax.Array,
     w: jax.Array,
-    scale: Scale,
+    scales: Scales,
     slope: jax.Array,
     *,
     dtype: Any,
@@ -337,20 +270,20 @@ def hidden_gradient_by_slope(
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(dz, maxima of its rows [M]) of dz = scale * dy @ w^T * slope [M, N], of dy [M, K] and w [N, K].
+    """(dz, maxima of its rows [P, M]) of dz = scales * dy @ w^T * slope [M, N].
+
+    The arguments are those of `hidden_gradient`, and instead of z:
 
     Args:
-      slope: [M, N], in whose unit the scale is too.
+      slope: [M, N], in whose unit one of the scales is.
       dtype: of dz.
       maximise: whether the largest magnitude of each row is wanted.
     """
-    vectors, scalars = _by_name(scale)
     results = matmul(
         dy,
         [w],
         epilogue=lambda dh, *, slope, **scales: {"dz": _scaled(dh, scales) * slope},
-        vectors=vectors,
-        scalars=scalars,
+        scalars=_by_name(scales),
         matrices={"slope": slope},
         outputs={"dz": dtype},
         row_maxima={"dz": jnp.abs} if maximise else {},
@@ -365,26 +298,24 @@ def hidden_gradient_by_slope(
 def weight_gradient(
     x: jax.Array,
     dy: jax.Array,
-    scale: Scale,
+    scales: Scales,
     *,
     out_dtype: Any,
     promoted_steps: int = PROMOTED_STEPS,
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> jax.Array:
-    """Scale * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
+    """Scales * x @ dy^T [K, N] of x [K, M] and dy [N, M], summed in float32."""
     if config is None:
         written = jnp.dtype(out_dtype).itemsize
         sums = work(x, dy, read_bytes=0, written_bytes=written)
         pick = promoted_candidates if promoted_steps else candidates
         config = pick(sums, multiprocessors)[0]
-    vectors, scalars = _by_name(scale)
     return matmul(
         x,
         [dy],
         epilogue=lambda dw, **scales: {"dw": _scaled(dw, scales)},
-        vectors=vectors,
-        scalars=scalars,
+        scalars=_by_name(scales),
         outputs={"dw": out_dtype},
         promoted_steps=0 if config.ping_pong else promoted_steps,
         b_transposed=True,

@@ -104,10 +104,15 @@ def fitting(
                 *candidates(work, multiprocessors),
                 *few_rows_candidates(work, multiprocessors),
             )
-            if _shared_bytes(work, config) <= SHARED_MEMORY_BYTES - spare_bytes
+            if fits(work, config, spare_bytes)
         ),
         key=lambda config: cost.time(work, config, multiprocessors),
     )
+
+
+def fits(work: Work, config: MatmulConfig | FewRowsConfig, spare_bytes: int = 0) -> bool:
+    """Whether a config fits into shared memory, beside the bytes that an epilogue takes besides."""
+    return _shared_bytes(work, config) <= SHARED_MEMORY_BYTES - spare_bytes
 
 
 def _shared_bytes(work: Work, config: MatmulConfig | FewRowsConfig) -> int:
@@ -205,8 +210,9 @@ def matmul(
       column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
       column_moments: of which of the outputs, as rounded, mean and variance over the rows are wanted,
         float32 [N]. The variance is the mean of squared deviations.
-      row_maxima: of which function of an output the largest in each row is wanted, as float32 [M]: one
-        that is the larger, the larger its argument (or its magnitude) is. With a config of tiles.
+      row_maxima: of which function of an output the largest in each row is wanted, as rounded, of each
+        of P parts of the columns, float32 [P, M]: one that is the larger, the larger its argument (or
+        its magnitude) is. With a config of tiles.
       promoted_steps: of float8, after how many steps of 128 numbers along K the sums are added to those
         before them in float32; 0 leaves them to the tensor cores, which keep fewer bits. Configs without
         ping-pong take it.
@@ -436,8 +442,7 @@ class _Call:
             by_name[f"sum_{name}"] = _sum_rows(next(remaining))[: self.n]
         by_name |= fused.merged_moments(remaining)
         for name in self.row_maxima:
-            largest = jnp.max(next(remaining), axis=0)[: self.m]
-            by_name[f"max_{name}"] = largest.astype(self.outputs[name]).astype(jnp.float32)
+            by_name[f"max_{name}"] = next(remaining)[:, : self.m]
         return by_name
 
     def few_rows(self, config: FewRowsConfig) -> FewRows:

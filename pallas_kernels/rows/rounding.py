@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.rows.tiles import Place, RowTiles
 
@@ -62,7 +63,8 @@ class RowRounding:
 
     def _scale(self, largest: jax.Array) -> jax.Array:
         """Zeros get the smallest scale that can be divided by; an infinity and a NaN make it NaN."""
-        scale = jnp.maximum(largest / self.largest, jnp.finfo(jnp.float32).tiny)
+        unit = np.float32(1) / np.float32(self.largest)
+        scale = jnp.maximum(largest * unit, jnp.finfo(jnp.float32).tiny)
         return jnp.where(scale < jnp.inf, scale, jnp.nan)
 
     def _rounded(self, units: jax.Array) -> jax.Array:
