@@ -155,6 +155,8 @@ def test_kernels_say_what_they_need(implementation, reason, monkeypatch):
         (("default", "float32"), False),
         (jax.lax.DotAlgorithmPreset.TF32_TF32_F32, True),
         (jax.lax.DotAlgorithmPreset.F32_F32_F32, False),
+        ("TF32_TF32_F32", True),
+        ("F32_F32_F32", False),
     ],
 )
 def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, precision, allowed):
@@ -166,8 +168,9 @@ def test_float32_is_multiplied_as_tf32_only_where_precision_allows_it(hopper, pr
 
     reason = why_not_pallas()
     assert reason is None if allowed else "as tf32" in reason
-    with jax.default_matmul_precision("float32"):
-        assert (why_not_pallas() is None) == (allowed and precision is not None)
+    for default in ("float32", "F32_F32_F32"):
+        with jax.default_matmul_precision(default):
+            assert (why_not_pallas() is None) == (allowed and precision is not None)
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import jaxfused.nnx
 from jaxfused import dispatch
 from jaxfused.ops import dense_conv
 from tests.against_float64 import assert_values_and_gradients
-from tests.cases.conv import DENSE_CASES, DEPTHWISE_CASES, Case
+from tests.cases.conv import DENSE_CASES, DEPTHWISE_CASES, TILED_CASES, Case
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.test_conv import dense_stand_ins, plain_conv, stand_ins, with_library
@@ -116,7 +116,9 @@ def test_on_a_gpu(case, rectified, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in DEPTHWISE_CASES if len(c.shape) == 4], ids=str)
+@pytest.mark.parametrize(
+    "case", [*(c for c in DEPTHWISE_CASES if len(c.shape) == 4), TILED_CASES[-1]], ids=str
+)
 def test_depthwise_on_a_gpu(case):
     args = rectified_arguments(case, jnp.bfloat16)
     assert_values_and_gradients(*forked(case, "cuda"), *args, cotangents=2)

@@ -125,7 +125,7 @@ def image_inputs(kernel: QuantizedKernel, x: jax.Array) -> jax.Array | Quantized
         scale = kernel.input_scale.reshape(1, *ones)
     else:
         largest = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)), keepdims=True)
-        scale = largest.astype(jnp.float32) / FORMATS[kernel.input_dtype].largest
+        scale = largest.astype(jnp.float32) * FORMATS[kernel.input_dtype].unit
         scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
         # An infinity makes its image NaN, as in `jaxfused.quantize`.
         scale = jnp.where(jnp.isfinite(scale), scale, jnp.nan)

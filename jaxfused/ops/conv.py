@@ -101,6 +101,9 @@ def conv(
     input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
     Pictures of a few channels, as a network's first layer has them, are copied first: what the weights
     of a row meet is put side by side.
+    Depthwise convolution of 16-bit values by tensor cores, with windows of 5 x 5 and 7 x 7, multiplies
+    by zeros too: a NaN or an infinity in x then reaches up to 16 columns of its channel's result, and
+    makes more of the gradient of that channel's weights NaN than the sum of its products would.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", 1998; the
     arguments are those of `flax.linen.Conv`.

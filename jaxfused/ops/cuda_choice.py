@@ -1,13 +1,29 @@
 """CUDA C kernels beside Pallas kernels of the same operator: where they are taken unless they are named.
 
 That is on GPUs that the Pallas kernels do not serve, once `dispatch.UNMEASURED` does not have
-"<operator> cuda" any more.
+"<operator> cuda" any more, and where the GPU that has timed both found them faster than XLA.
 """
 
 from collections.abc import Mapping
 
 from jaxfused import dispatch
 from pallas_kernels import hopper
+from pallas_kernels.product.few_rows import MAX_ROWS
+
+_LEAST_WEIGHTS = 2**24
+"""Of one product: with fewer of them XLA's copy stays in the cache, and is as fast."""
+_LEAST_VALUES = 2**21
+"""That are quantised: of fewer most of the time is the launch."""
+
+
+def is_fast_for_weights(rows: int, features: int, columns: int) -> bool:
+    """Whether CUDA C multiplies x [rows, features] with quantised weights faster than XLA does."""
+    return rows <= MAX_ROWS and features * columns >= _LEAST_WEIGHTS
+
+
+def is_fast_for_rows(rows: int, features: int) -> bool:
+    """Whether CUDA C quantises rows faster than XLA does."""
+    return rows * features >= _LEAST_VALUES
 
 
 def missing(op: str, implementation: str | None) -> dict[str, str]:

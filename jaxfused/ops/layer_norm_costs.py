@@ -71,7 +71,9 @@ _FORWARD = {
     "xla": _Kernel(1.7, 0.26),
     "xla, mean square": _Kernel(1.2, 0.32),
     "xla, small": _Kernel(1.0, 0.7),
+    "xla, little": _Kernel(1.2, 0.9),
     "xla, before its gradient": _Kernel(1.8, 0.32),
+    "xla, sum before its gradient": _Kernel(0.7, 0.17),
     "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
     "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
     "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
@@ -83,6 +85,7 @@ _BACKWARD = {
     "pallas, beyond the registers": _Kernel(3.6, 0.31),
     "cuda, few rows": _Kernel(2.4, 0.417, 0.49),
     "cuda, few odd rows": _Kernel(2.4, 0.417, 1.65),
+    "cuda, few wide rows": _Kernel(2.0, 1.08),
     "cuda, narrow": _Kernel(9.2, 0.258),
     "cuda, a row for each warp": _Kernel(9.6, 0.202, 0.159),
     "cuda, a row for several warps": _Kernel(6.6, 0.237, 0.4),
@@ -102,14 +105,16 @@ _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
 _SINGLE_CTA_ROW = 0.037
 """Of each row in a backward of a single CTA."""
-_NARROW_FEATURES = 256
-"""Fewer of them, if they are no power of two, take XLA longer than its padding explains."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
+_WIDE_FEATURES = 2048
+"""Of wider rows of 16 bits CUDA's kernel of few rows takes longer than their bytes explain."""
 _MANY_ROWS = 6000
 """Of so many on, XLA sums over the rows in the kernel of the gradient of x."""
 _SMALL = 300_000
 """Values of a matrix."""
+_LITTLE = 0.3
+"""Megabytes of a norm with a mean whose kernel in XLA starts sooner than others."""
 _FEW_VALUES = 2**15
 """Of a matrix for which XLA's statistics take little more than a start."""
 _KERNELS_APART = 1.0
@@ -128,19 +133,21 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
             name = "xla, with statistics" if saves_statistics else "xla"
             if saves_statistics and not norm.subtract_mean and _backward_is_xla(norm):
                 # Its two halves share what they read.
-                name = "xla, before its gradient"
+                name = f"xla, {'sum ' if norm.residual else ''}before its gradient"
         else:
             name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
             if saves_statistics and norm.rows * norm.features <= _FEW_VALUES:
                 name = "xla, few unaligned with statistics"
         if name == "xla" and norm.features <= 2048:
-            # It computes with columns up to a power of two, and is slower still with few of them.
-            padding = _power_of_two(norm.features) / norm.features
-            narrow = norm.subtract_mean and norm.features < _NARROW_FEATURES
-            megabytes *= padding**4 if narrow else math.sqrt(padding)
-        if name == "xla" and not (norm.subtract_mean or norm.residual):
-            name = "xla, mean square"
-        megabytes *= _RESIDUAL_XLA if norm.residual else 1.0
+            # It computes with columns up to a power of two.
+            megabytes *= math.sqrt(_power_of_two(norm.features) / norm.features)
+        if name == "xla" and not norm.residual:
+            if not norm.subtract_mean:
+                name = "xla, mean square"
+            elif norm.rows > 1 and megabytes <= _LITTLE:
+                name = "xla, little"
+        if norm.residual and name != "xla, sum before its gradient":
+            megabytes *= _RESIDUAL_XLA
         apart = _KERNELS_APART if norm.residual and norm.subtract_mean else 0.0
         return apart + _FORWARD[name].microseconds(megabytes, norm.rows)
     matrices = 2 if norm.residual else 1
@@ -185,6 +192,8 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows, most_odd=512)
+    if few_rows and norm.features > _WIDE_FEATURES and norm.itemsize == 2:
+        name = "cuda, few wide rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
         name = "cuda, beyond shared memory"
     microseconds = _BACKWARD[name].microseconds(megabytes, norm.rows)

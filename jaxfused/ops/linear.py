@@ -155,6 +155,8 @@ def allows_tf32(precision: Any) -> bool:
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     preset = jax.lax.DotAlgorithmPreset
+    if isinstance(precision, str) and precision in preset.__members__:
+        precision = preset[precision]
     if isinstance(precision, preset | jax.lax.DotAlgorithm):
         return precision in (preset.DEFAULT, preset.TF32_TF32_F32)
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)

@@ -19,7 +19,7 @@ from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_
 from jaxfused.ops.rope import batch_tables, check_tables, ungrouped
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.ops.weight_gradient import weight_and_bias_gradients, weight_gradients
-from jaxfused.reference.product import product, unshared
+from jaxfused.reference.product import product, side_by_side, unshared
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost
 from pallas_kernels.product import matmul as pallas_matmul
@@ -332,8 +332,12 @@ class _Options:
 
     def finish(self, y, scale, cos, sin):
         """The norm and the rotation of grouped heads, by XLA."""
+        heads = ungrouped(y)
+        if cos is None or cos.ndim == 2:
+            # With more leading axes than one XLA (jax 0.11.2) tiles some norms wrongly.
+            heads = heads.reshape(math.prod(heads.shape[:-3]), *heads.shape[-3:])
         finished = reference.qkv_projection.finish(
-            ungrouped(y),
+            heads,
             scale,
             cos,
             sin,
@@ -433,6 +437,7 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
             sums_rows=has_biases,
             # In the very form that XLA's gradient of x takes, so that it is written once.
             side_by_side=_takes_one_product(run, x, shapes),
+            piece=options.head_size,
             joined=options.one_array is not None,
         )
     else:
@@ -630,21 +635,22 @@ class _InputGradient:
             return [w.astype(dys[0].dtype).reshape(len(w), math.prod(w.shape[1:])) for w in weights]
 
         if implementation == "xla":
-            dy = jnp.concatenate(dys, axis=-1)
             if self.options.one_array is None:
                 w = jnp.concatenate(flat(operands[3:]), axis=-1)
             else:
-                w = operands[3].astype(dy.dtype)
-            rows = sharding.leading_axes(len(before))
-            return (
-                product(
-                    f"{rows}f,df->{rows}d",
-                    dy,
-                    w,
-                    out_dtype=dy.dtype,
-                    precision=self.options.precision,
-                ),
+                # As the gradient of the weights has its rows: XLA then puts them side by side once.
+                dys = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
+                w = operands[3].astype(dys[0].dtype)
+            dy = side_by_side(dys, self.options.head_size)
+            rows = sharding.leading_axes(dy.ndim - 1)
+            dx = product(
+                f"{rows}f,df->{rows}d",
+                dy,
+                w,
+                out_dtype=dy.dtype,
+                precision=self.options.precision,
             )
+            return (dx.reshape(*before, len(w)),)
         (dx,) = pallas_qkv_projection.input_gradient(
             [dy.reshape(-1, dy.shape[-1]) for dy in dys],
             flat(self.options.apart(operands[3:])),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
 from jaxfused.ops.product_choice import fastest_first, is_modelled
-from jaxfused.reference.product import unshared, weight_product
+from jaxfused.reference.product import side_by_side, unshared, weight_product
 from pallas_kernels.product import cost
 from pallas_kernels.product import weight_gradient as pallas_weight_gradient
 
@@ -65,6 +65,7 @@ def weight_gradients(
     *,
     sums_rows: bool = False,
     side_by_side: bool = False,
+    piece: int | None = None,
     joined: bool = False,
 ) -> tuple[list[jax.Array], list[jax.Array] | None]:
     """The transpose of x [..., D] times each dy [..., F], and if asked the sums of each dy in float32.
@@ -78,6 +79,7 @@ def weight_gradients(
       precision: of the products, as in `jax.numpy.matmul`.
       sums_rows: whether each dy is summed over all of its rows.
       side_by_side: whether XLA takes one product of the dys, copied side by side.
+      piece: the columns of the pieces in which they are copied, as in `reference.product.side_by_side`.
       joined: whether the caller wants one product, and one sum, of all dys side by side.
     """
     in_one_piece = sharding.is_in_one_piece(x, *dys)
@@ -89,6 +91,7 @@ def weight_gradients(
         sums_rows,
         side_by_side,
         joined and in_one_piece,
+        piece,
     )
     if sharding.is_explicit(x, *dys):
         # Devices add their parts before these are rounded. Where they share x's features, they would
@@ -175,6 +178,8 @@ class WeightGradients:
     """Whether XLA takes one product of the dys, copied side by side."""
     joined: bool = False
     """Whether all products are one result, side by side, as are the sums."""
+    piece: int | None = None
+    """The columns of the pieces in which XLA puts the dys side by side."""
 
     @property
     def name(self) -> str:
@@ -251,7 +256,7 @@ class WeightGradients:
         gradient = functools.partial(weight_product, out_dtype=self.dtype, precision=self.precision)
         dws: Sequence[jax.Array]
         if self.side_by_side and len(dys) > 1:
-            dw = gradient(x, jnp.concatenate(dys, axis=-1))
+            dw = gradient(x, side_by_side(dys, self.piece))
             ends = [sum(dy.shape[-1] for dy in dys[: i + 1]) for i in range(len(dys) - 1)]
             dws = (dw,) if self.joined else jnp.split(dw, ends, axis=-1)
         else:
@@ -272,7 +277,9 @@ class WeightGradients:
 
     def _summed_in_xla(self, dys: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """What XLA sums: what its product reads, where that is side by side and one result."""
-        return self._as_wanted(dys) if self.side_by_side else dys
+        if not self.side_by_side or not self.joined or len(dys) < 2:
+            return dys
+        return (side_by_side(dys, self.piece),)
 
     def batched(self, call, axis_size, in_batched, *operands) -> Results:
         """A batch of products is one product in XLA."""

@@ -4,8 +4,9 @@ It is also `implementation="xla"`: differentiable to any order and in either mod
 jax.numpy is in it.
 """
 
+import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,29 +71,50 @@ def norm_and_statistics(
     In a `jax.shard_map`, devices along the mesh axes `names` may each have a part of the features.
     """
     compute_dtype = accumulator_dtype(x.dtype)
-    total = x.astype(compute_dtype)
+    total = x
     if pre_bias is not None:
+        total = total.astype(compute_dtype)
         total = total + along_last_axis(pre_bias, total)
     if gate is not None:
+        total = total.astype(compute_dtype)
         total = total * along_last_axis(gate, total)
     next_residual = None
     if residual is not None:
-        next_residual = (total + residual.astype(compute_dtype)).astype(residual.dtype)
-        total = next_residual.astype(compute_dtype)
+        next_residual = _sum(total, residual, compute_dtype)
+        total = next_residual
 
-    u = activate(pre_activation, total)
-    mean = None
+    def wide() -> jax.Array:
+        # XLA keeps a norm in one kernel where the statistics and the values convert x each for itself.
+        return activate(pre_activation, total.astype(compute_dtype))
+
+    u, statistics_of, mean = wide(), wide(), None
     if subtract_mean:
-        mean = _mean(u, names)
-        u = u - mean
-    rstd = jax.lax.rsqrt(_mean(u * u, names) + epsilon)
-    y = u * rstd
+        mean = _mean(statistics_of, names)
+        u, statistics_of = u - mean, wide() - mean
+    gain = rstd = jax.lax.rsqrt(_mean(statistics_of * statistics_of, names) + epsilon)
     if scale is not None:
-        y = y * (along_last_axis(scale, y) + scale_offset)
+        gain = rstd * (along_last_axis(scale, u) + scale_offset)
+    y = u * gain
     if bias is not None:
         y = y + along_last_axis(bias, y)
     y = activate(activation, y).astype(x.dtype)
     return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
+
+
+def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:
+    """Their sum, rounded once to the residual's dtype.
+
+    For a GPU it is a sum in that dtype, as models write it: XLA then knows that the norm reads rounded
+    numbers. On a CPU, which has no such sum, XLA would leave the rounding out.
+    """
+
+    def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
+        wide = total.astype(compute_dtype) + residual.astype(compute_dtype)
+        return wide.astype(residual.dtype)
+
+    if total.dtype != residual.dtype:
+        return rounded(total, residual)
+    return jax.lax.platform_dependent(total, residual, cuda=operator.add, default=rounded)
 
 
 def _mean(values: jax.Array, names: Sequence[str]) -> jax.Array:

@@ -115,7 +115,11 @@ def layer(
     # No dtype is too narrow for relu, which XLA then has its product evaluate.
     keeps_dtype = activation == "relu" and residual is None
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
-    return add_residual(y, residual, out_dtype), z if save_preactivation else None
+    y = add_residual(y, residual, out_dtype)
+    if activation == "gelu_erf":
+        # Else XLA evaluates a part of it in a product that reads it, for which it writes three arrays.
+        y = jax.lax.optimization_barrier(y)
+    return y, z if save_preactivation else None
 
 
 def sums_in_product(

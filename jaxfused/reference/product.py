@@ -9,6 +9,7 @@ both.
 import functools
 import math
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -107,6 +108,19 @@ def _weight_product(
         cuda=lambda x, dy: product(f"{dy_axes},{x_axes}->{w_axes[::-1]}", dy, x, **options).T,
         default=lambda x, dy: product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options),
     )
+
+
+def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.Array:
+    """Arrays [..., F] of any widths F as one [..., sum of the F], put together in pieces of columns.
+
+    XLA evaluates what the arrays are made of in this copy where the pieces are short rows of an axis of
+    their own, such as the features of a head; along the columns it writes the arrays first.
+    """
+    if piece is None:
+        return jnp.concatenate(arrays, axis=-1)
+    pieces = [a.reshape(*a.shape[:-1], a.shape[-1] // piece, piece) for a in arrays]
+    joined = jnp.concatenate(pieces, axis=-2)
+    return joined.reshape(*joined.shape[:-2], joined.shape[-2] * piece)
 
 
 def sum_evaluated_rows(values: jax.Array, narrow: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
 
-_SMALL, _LARGE = 2**17, 2**24
+_SMALL, _LARGE = 2**17, 2**26
 """Bytes of the heads between which such tables cost more than they save."""
 
 

@@ -76,7 +76,10 @@ def backward(
     if isinstance(config, ShortBackwardConfig):
         steps = shape.heads * -(-queries // WGMMA_ROWS) * -(-shape.key_count // WGMMA_ROWS)
         rounds = shape.batch * steps / multiprocessors
-        return _LAUNCH + max(1.0, rounds) * (1.0 + 0.012 * shape.head_size)
+        together = max(1.0, rounds) * (1.0 + 0.012 * shape.head_size)
+        # A CTA takes all query heads that share a key head, one after the other.
+        alone = steps / shape.key_heads * 0.82 * (shape.head_size / 64) ** 1.75
+        return _LAUNCH + max(together, alone)
     tasks = shape.batch * shape.heads * -(-queries // config.queries.query_block)
     for_queries = -(-tasks // multiprocessors) * keys * _per_key(shape)
     for_queries = max(for_queries, _bytes_of_keys(shape, keys) / _BYTES)

@@ -123,6 +123,8 @@ class Speeds:
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
     xla_long_launch: float = 1.4
     """Of a product with long sums, as of a weight's gradient."""
+    xla_single_tile: float = 1.2
+    """How much sooner such a product starts and ends whose result is one tile."""
     xla_first_step: float = 0.27
     """Of each of the first steps there, which wait for their operands."""
     xla_long_element: float = 2.04e-5
@@ -144,6 +146,8 @@ class Speeds:
     """Of a step, for each element of a CTA's tile."""
     weights_ragged: float = 1.16
     """Factor of a step whose instructions take a block of columns each."""
+    weights_narrow: float = 1.7
+    """Factor of a step in which no matrix fills a line of 128 bytes."""
     weights_rows: float = 1.04
     """Factor of a step that sums rows."""
     weights_stored: float = 9.4e-5
@@ -310,8 +314,11 @@ def weight_gradient(
     steps = math.ceil(work.steps / parts)
     rounds = math.ceil(weight_tiles(work, *tile) * groups / (multiprocessors // cluster))
     step = speeds.weights_step + speeds.weights_step_element * area
-    if work.rows % 8 or any(width % (_STEP_BYTES // work.itemsize) for width in work.widths):
+    line = _STEP_BYTES // work.itemsize
+    if work.rows % 8 or any(width % line for width in work.widths):
         step *= speeds.weights_ragged
+    if max(work.features, *work.widths) < line:
+        step *= speeds.weights_narrow
     if work.sums:
         step *= speeds.weights_rows
     stored = speeds.weights_stored * area + (speeds.weights_exchange if cluster > 1 else 0.0)
@@ -535,6 +542,8 @@ def _xla_long_product(work: Work, multiprocessors: int) -> float:
     ragged = any(size % (_STEP_BYTES // work.itemsize) for size in (work.m, work.n))
     ragged = ragged or (splits == 1 and work.k * work.itemsize % _COPY_BYTES != 0)
     launch = speeds.xla_long_launch + speeds.xla_first_step * min(steps, _XLA_FIRST_STEPS)
+    if max(work.m, work.n) <= _XLA_TILE:
+        launch -= speeds.xla_single_tile
     return launch + best * (speeds.xla_ragged if ragged else 1.0)
 
 

@@ -369,6 +369,7 @@ class _EpilogueOfTile:
         """Writes the largest of each row of the tile, which a warp has."""
         rows = pl.ds(self.place.m_start, self.epilogue.config.tile_m)
         for name, largest in maxima.items():
+            largest = largest.astype(self.epilogue.outputs[name]).astype(jnp.float32)
             store_unoptimized(self.gmem.maxima[name].at[self.place.n_idx, rows], largest)
 
 
