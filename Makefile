@@ -55,6 +55,7 @@ unet: $(INSTALLED)
 # compile twice what several workers, trainings or calls of this command run. JAX's version is part of
 # a compiled program's name there. XLA's older emitter of fusions, into one LLVM module a program,
 # compiles in less than half of the time of the newer one, which makes an MLIR context for each program.
+# A test that waits for ever ends its process, which prints the stacks of its threads; the others go on.
 # Without a GPU no kernel runs: then the CUDA library is compiled in less than half of the time, and stays
 # out of the checkout.
 TESTED_LIBRARY := $(if $(NVCC),$(if $(shell command -v nvidia-smi),ffi,ffi-quick))
@@ -62,7 +63,8 @@ PYTEST_ON_CPU = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
   XLA_FLAGS='--xla_cpu_parallel_codegen_split_count=1 \
   --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters' \
   JAX_COMPILATION_CACHE_DIR=$(abspath build/xla) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-  $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+  $(PYTHON) -m pytest -n $(JOBS) --dist worksteal \
+  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 test: lint $(TESTED_LIBRARY)
 	$(PYTEST_ON_CPU)
