@@ -32,9 +32,11 @@ def turned(
       is_fixed: 1 where the angles do not count and nothing turns, else 0; a scalar of their dtype.
       layout: of x and the angles, with an even number of features in a register.
     """
+    # JAX 0.11.2 hands one number for all places on as such, whatever layout is asked for.
+    one_number = plgpu.Layout.WG_SPLAT(x.shape)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout, plgpu.Layout.WG_SPLAT(x.shape)),
+        arg_types=(layout, layout, one_number),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
     )
     def turn(ctx, *arrays):
