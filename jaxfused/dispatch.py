@@ -78,6 +78,7 @@ UNMEASURED: frozenset[str] = frozenset(
         "conv depthwise tiles",
         "fp8 quantize",
         "fp8 slope",
+        "qkv_projection neighbours",
     }
 )
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""

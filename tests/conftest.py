@@ -105,6 +105,7 @@ def interpreted_hopper(hopper, monkeypatch):
     mosaic_interpreter.align_copies(monkeypatch)
     mosaic_interpreter.fill_before_the_start(monkeypatch)
     mosaic_interpreter.reach_into_clusters(monkeypatch)
+    mosaic_interpreter.turn_neighbours(monkeypatch)
     with plgpu.force_gpu_interpret_mode():
         yield hopper
 
@@ -116,6 +117,7 @@ def race_detector(hopper, capfd, monkeypatch):
     mosaic_interpreter.align_copies(monkeypatch)
     mosaic_interpreter.fill_before_the_start(monkeypatch)
     mosaic_interpreter.reach_into_clusters(monkeypatch)
+    mosaic_interpreter.turn_neighbours(monkeypatch)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield hopper
     # The interpreter reports races on its standard output and nowhere else that is public.

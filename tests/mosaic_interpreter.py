@@ -3,7 +3,8 @@
 For attention: stores to an accumulator of wgmma, and products whose left operand is in registers. Those
 kernels need both: an accumulator is multiplied between two products, and the weights never leave the
 registers. For products: memory that copies and instructions see under two descriptions, and the memory
-of another CTA of a cluster. For all: that copies must be aligned.
+of another CTA of a cluster. For all: that copies must be aligned. What kernels do to registers one by
+one is stated in jax.numpy.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
 
-from pallas_kernels.product import quantized_weights
+from pallas_kernels.product import neighbours, quantized_weights
 
 
 def share_unions(monkeypatch) -> None:
@@ -203,3 +204,17 @@ def join_words(monkeypatch) -> None:
         return both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * words)
 
     monkeypatch.setattr(quantized_weights, "pairs_as_operand", pairs_as_operand)
+
+
+def turn_neighbours(monkeypatch) -> None:
+    """States in jax.numpy how a kernel turns the pairs in its registers, for one test."""
+
+    def turned(x, angles, is_fixed, *, layout=None):
+        del layout
+        pairs, turns = (array.reshape(len(x), -1, 2) for array in (x, angles * (1 - is_fixed)))
+        first, second = pairs[..., 0], pairs[..., 1]
+        cos, sin = (turns[..., 0] + is_fixed).astype(x.dtype), turns[..., 1].astype(x.dtype)
+        both = (first * cos - second * sin, second * cos + first * sin)
+        return jnp.stack(both, axis=-1).reshape(x.shape)
+
+    monkeypatch.setattr(neighbours, "turned", turned)

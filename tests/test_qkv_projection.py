@@ -9,6 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused import dispatch, ops
 from pallas_kernels.product import qkv_projection
 from pallas_kernels.product.few_rows import FewRowsConfig
 from tests.against_float64 import assert_values_and_gradients
@@ -39,6 +40,7 @@ def fused_qkv(case, implementation=None):
             k_scale=k_scale,
             cos=cos,
             sin=sin,
+            interleaved=case.interleaved,
             implementation=implementation,
         )
 
@@ -66,8 +68,11 @@ def plain_qkv(case):
             if cos is not None:
                 half = case.rotary_dim // 2
                 c, s = (a[:, None].astype(y.dtype) for a in (cos, sin))
-                a, b, rest = y[..., :half], y[..., half : 2 * half], y[..., 2 * half :]
-                y = jnp.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
+                first, second = slice(half), slice(half, 2 * half)
+                if case.interleaved:
+                    first, second = (slice(i, 2 * half, 2) for i in (0, 1))
+                a, b = y[..., first], y[..., second]
+                y = y.at[..., first].set(a * c - b * s).at[..., second].set(b * c + a * s)
             return y
 
         k, v = project(case.heads, case.key_heads), case.heads + case.key_heads
@@ -166,16 +171,25 @@ ROTATING_CASES = (
 )
 """Heads whole and in parts, angles for all heads at once and not, tiles across the last position."""
 
+NEIGHBOUR_CASES = (
+    Case((2, 21), 32, 2, 1, 80, bias=True, norm=True, rotary_dim=48, interleaved=True),
+    Case((3, 8), 32, 2, 2, 96, rotary_dim=96, w_dtype="float32", interleaved=True),
+    *(replace(case, interleaved=True) for case in (KERNEL_CASES[0], *ROTATING_CASES)),
+)
+"""Heads with features that stay, of which no half could turn, and what the halves have."""
+
 KERNEL_WAYS = (
     *((case, "bfloat16") for case in (*KERNEL_CASES, *ROTATING_CASES)),
     *((case, "float16") for case in (KERNEL_CASES[0], *ROTATING_CASES[:2])),
+    *((case, "bfloat16") for case in NEIGHBOUR_CASES),
+    *((case, "float16") for case in NEIGHBOUR_CASES[:4]),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
 
 
 # Norm and rope, a plain projection whose heads are narrower than a tile, and a head in two parts.
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize(("case", "dtype"), KERNEL_WAYS, quick=(0,))
+@parametrize(("case", "dtype"), KERNEL_WAYS, quick=(0, 12))
 def test_pallas_accurate_in_the_interpreter(case, dtype):
     args = case.arguments(jnp.dtype(dtype))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
@@ -210,8 +224,9 @@ def near(actual, expected):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
+@pytest.mark.parametrize("interleaved", [False, True])
 @parametrize("over", ["rows", "rows and angles", "angles", "all"], quick=(1,))
-def test_pallas_vmap_in_the_interpreter(over):
+def test_pallas_vmap_in_the_interpreter(over, interleaved):
     case = KERNEL_CASES[1]
     x, w, *_ = case.arguments(jnp.bfloat16)
     cos, sin = tables(case)
@@ -219,7 +234,13 @@ def test_pallas_vmap_in_the_interpreter(over):
     def gradients(x, w, cos, sin, implementation):
         def loss(x, w, cos, sin):
             heads = jaxfused.qkv_projection(
-                x, w, heads=2, cos=cos, sin=sin, implementation=implementation
+                x,
+                w,
+                heads=2,
+                cos=cos,
+                sin=sin,
+                interleaved=interleaved,
+                implementation=implementation,
             )
             return sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in heads)
 
@@ -242,10 +263,55 @@ def test_pallas_vmap_in_the_interpreter(over):
     near(*mapped)
 
 
+@pytest.mark.usefixtures("interpreted_hopper")
+@parametrize("case", [NEIGHBOUR_CASES[1], NEIGHBOUR_CASES[3], ROTATING_CASES[1]], quick=(0,))
+def test_pallas_turns_each_sequence_by_its_own_angles_in_the_interpreter(case):
+    x, w, bias, q_scale, k_scale = case.arguments(jnp.bfloat16)
+    positions = jnp.arange(x[..., 0].size).reshape(x.shape[:-1]) * 7 % 31
+    cos, sin = jaxfused.rope_tables(positions, case.rotary_dim)
+
+    def project(implementation):
+        return jaxfused.qkv_projection(
+            *(x, w, bias),
+            heads=case.heads,
+            key_heads=case.key_heads,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            cos=cos,
+            sin=sin,
+            interleaved=case.interleaved,
+            implementation=implementation,
+        )
+
+    near(*map(project, ("pallas", "xla")))
+
+
+def test_until_they_are_measured_kernels_of_neighbours_have_to_be_named(hopper, monkeypatch):
+    h200 = replace(hopper, multiprocessors=132)
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: h200)
+    case = Case((256, 197), 768, 12, 12, 64, rotary_dim=64, interleaved=True)
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 197, 768), (768, 3 * 768))
+    )
+
+    def forward(case, implementation=None):
+        f = fused_qkv(case, implementation)
+        [(choice, _)] = jaxfused.explain(lambda x, w: f(x, w, None, None, None), x, w).calls
+        assert choice.reasons["pallas"] is None
+        return choice.implementation
+
+    assert forward(case) == "pallas"
+    gate = frozenset({ops.qkv_projection.NEIGHBOURS})
+    monkeypatch.setattr(dispatch, "UNMEASURED", gate)
+    assert forward(case) == "xla"
+    assert forward(case, "pallas") == "pallas"
+    assert forward(replace(case, interleaved=False)) == "pallas"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
-def test_pallas_gradients_of_the_angles_in_the_interpreter():
-    case = ROTATING_CASES[0]
+@pytest.mark.parametrize("case", [ROTATING_CASES[0], NEIGHBOUR_CASES[0]], ids=str)
+def test_pallas_gradients_of_the_angles_in_the_interpreter(case):
     x, w, bias, *_ = case.arguments(jnp.bfloat16)
 
     def loss(cos, sin, implementation):
@@ -255,6 +321,7 @@ def test_pallas_gradients_of_the_angles_in_the_interpreter():
             key_heads=case.key_heads,
             cos=cos,
             sin=sin,
+            interleaved=case.interleaved,
             implementation=implementation,
         )
         return sum(jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape)) for y in heads)
@@ -263,7 +330,7 @@ def test_pallas_gradients_of_the_angles_in_the_interpreter():
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@pytest.mark.parametrize("case", KERNEL_CASES[:4], ids=str)
+@pytest.mark.parametrize("case", [*KERNEL_CASES[:4], *NEIGHBOUR_CASES[:2]], ids=str)
 def test_pallas_keeps_queries_and_keys_only_for_the_norms(case):
     args = case.arguments(jnp.bfloat16)
     vjp = jax.eval_shape(lambda *args: jax.vjp(fused_qkv(case, "pallas"), *args)[1], *args)
@@ -279,12 +346,20 @@ FEW_ROWS = (
     (Case((3, 8), 136, 4, 2, 64, bias=True, rotary_dim=64), FewRowsConfig(128, 2, 2)),
     (Case((3, 1), 72, 4, 4, 64, norm=True), FewRowsConfig(64, 1, 2)),
     (Case((9,), 72, 4, 2, 32, bias=True), FewRowsConfig(64, 1, 2)),
+    *(
+        (Case(*sizes, rotary_dim=sizes[-1], interleaved=True, **parts), config)
+        for sizes, parts, config in (
+            (((2, 5), 200, 4, 2, 64), dict(bias=True, norm=True), FewRowsConfig(64, 2, 2)),
+            (((12,), 72, 2, 1, 128), {}, FewRowsConfig(128, 1, 2)),
+            (((3, 8), 136, 4, 2, 64), dict(bias=True), FewRowsConfig(128, 2, 2)),
+        )
+    ),
 )
 """Rows beyond a table and beyond x, heads in blocks of columns alone and in pairs, and as they come."""
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize(("case", "config"), FEW_ROWS, quick=(2,))
+@parametrize(("case", "config"), FEW_ROWS, quick=(2, 7))
 def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
     of_both = qkv_projection.fitting
 
@@ -298,22 +373,27 @@ def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
 
 
 @parametrize(
-    ("m", "heads", "key_heads", "head_size", "norm", "rotary_dim", "period"),
+    ("m", "heads", "key_heads", "head_size", "norm", "rotary_dim", "period", "interleaved"),
     [
-        (8, 32, 8, 128, False, 128, 1),
-        (64, 32, 8, 128, True, 128, 64),
-        (24, 12, 12, 64, True, 64, 24),
-        (1, 12, 12, 64, False, 0, 0),
+        (8, 32, 8, 128, False, 128, 1, False),
+        (64, 32, 8, 128, True, 128, 64, False),
+        (24, 12, 12, 64, True, 64, 24, False),
+        (1, 12, 12, 64, False, 0, 0, False),
+        (8, 32, 8, 128, False, 128, 1, True),
+        (64, 32, 8, 128, True, 128, 64, True),
+        (24, 12, 12, 64, True, 64, 24, True),
     ],
-    quick=(3,),
+    quick=(3, 6),
 )
-def test_few_rows_lower_for_cuda(m, heads, key_heads, head_size, norm, rotary_dim, period):
+def test_few_rows_lower_for_cuda(
+    m, heads, key_heads, head_size, norm, rotary_dim, period, interleaved
+):
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     d, widths = 4096, [n * head_size for n in (heads, key_heads, key_heads)]
     shapes = dict(rows=m, features=d, widths=widths, multiprocessors=132)
-    options = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
+    options = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim, interleaved=interleaved)
     configs = qkv_projection.fitting(**shapes, **options)
     configs = [config for config in configs if isinstance(config, FewRowsConfig)]
     assert configs
@@ -321,6 +401,7 @@ def test_few_rows_lower_for_cuda(m, heads, key_heads, head_size, norm, rotary_di
     for config in configs[::12]:
         forward = functools.partial(
             qkv_projection.forward,
+            interleaved=interleaved,
             head_size=head_size,
             epsilon=1e-6,
             scale_offset=0.0,
@@ -335,11 +416,14 @@ def test_few_rows_lower_for_cuda(m, heads, key_heads, head_size, norm, rotary_di
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("race_detector")
-@pytest.mark.parametrize("case", (*KERNEL_CASES, *ROTATING_CASES[:2]), ids=str)
+@pytest.mark.parametrize(
+    "case", (*KERNEL_CASES, *ROTATING_CASES[:2], *NEIGHBOUR_CASES[:2]), ids=str
+)
 def test_no_races_in_the_interpreter(case):
     jax.block_until_ready(fused_qkv(case, "pallas")(*case.arguments(jnp.bfloat16)))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @parametrize(
     ("m", "d", "heads", "key_heads", "head_size", "norm", "rotary_dim", "period"),
     [
@@ -360,7 +444,7 @@ def test_no_races_in_the_interpreter(case):
     quick=(1, 3, 12),
 )
 def test_default_configs_lower_for_cuda(
-    m, d, heads, key_heads, head_size, norm, rotary_dim, period
+    m, d, heads, key_heads, head_size, norm, rotary_dim, period, interleaved
 ):
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -371,6 +455,7 @@ def test_default_configs_lower_for_cuda(
     forward = kernels(
         functools.partial(
             qkv_projection.forward,
+            interleaved=interleaved,
             head_size=head_size,
             epsilon=1e-6,
             scale_offset=0.0,
@@ -401,7 +486,14 @@ def test_default_configs_lower_for_cuda(
         ({"x": jnp.ones((3, 16))}, "x has dtype float32"),
         ({"heads": 8, "key_heads": 4}, "multiples of 16 features, and half of the rotating are 4"),
         ({"cos": jnp.ones((3, 8)), "sin": jnp.ones((3, 8))}, "half of the rotating are 8"),
-        ({"interleaved": True}, "interleaved pairs"),
+        (
+            {"cos": jnp.ones((3, 4)), "sin": jnp.ones((3, 4)), "interleaved": True},
+            "the rotating are 8",
+        ),
+        (
+            {"key_heads": 2, "w": jnp.ones((16, 6 * 40)), "interleaved": True},
+            "the other are 8",
+        ),
     ],
 )
 def test_limits_of_the_kernel(change, reason):
@@ -448,6 +540,14 @@ def test_accurate_on_gpu(case, dtype):
         Case((2, 300), 512, 4, 1, 256, norm=True, rotary_dim=128),
         Case((2, 77), 640, 8, 8, 80, bias=True, norm=True),
         Case((2, 77), 480, 5, 5, 96, bias=True, rotary_dim=96),
+        Case((3, 197), 768, 12, 12, 64, bias=True, norm=True, rotary_dim=64, interleaved=True),
+        Case((3, 197), 768, 12, 12, 64, rotary_dim=32, interleaved=True),
+        Case((2, 300), 1024, 32, 8, 128, norm=True, rotary_dim=128, interleaved=True),
+        Case((2, 300), 1024, 32, 8, 128, bias=True, rotary_dim=128, interleaved=True),
+        Case((2, 300), 512, 4, 1, 256, norm=True, rotary_dim=256, interleaved=True),
+        Case((2, 77), 640, 8, 8, 80, bias=True, norm=True, rotary_dim=80, interleaved=True),
+        Case((4, 2), 4096, 32, 8, 128, bias=True, rotary_dim=128, interleaved=True),
+        Case((3, 8), 768, 12, 12, 64, norm=True, rotary_dim=64, interleaved=True),
     ],
     ids=str,
 )

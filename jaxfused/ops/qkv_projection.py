@@ -482,6 +482,9 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
 
 # --- kernels --------------------------------------------------------------------------------------
 
+NEIGHBOURS = "qkv_projection neighbours"
+"""The name by which `dispatch.UNMEASURED` has the kernels that rotate neighbours."""
+
 
 @dataclass(frozen=True)
 class _Forward:
@@ -514,6 +517,7 @@ class _Forward:
             head_size=self.options.head_size,
             norm=norm,
             rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
             multiprocessors=device.multiprocessors,
         )
 
@@ -528,7 +532,17 @@ class _Forward:
             rotary_dim=rotary_dim,
             interleaved=self.options.interleaved,
         )
-        return _forward_first(device, x, weights, reasons, norm=norm, rotary_dim=rotary_dim)
+        if rotary_dim and self.options.interleaved and dispatch.why_unmeasured(NEIGHBOURS):
+            return dispatch.preferring("xla", reasons)
+        return _forward_first(
+            device,
+            x,
+            weights,
+            reasons,
+            norm=norm,
+            rotary_dim=rotary_dim,
+            interleaved=self.options.interleaved,
+        )
 
     def run(self, implementation, device, x, *parameters, config=None) -> Results:
         *weights_and_biases, q_scale, k_scale, cos, sin = parameters
@@ -546,6 +560,7 @@ class _Forward:
                 None if table is None else table.reshape(-1, table.shape[-1])
                 for table in (cos, sin)
             ),
+            interleaved=self.options.interleaved,
             head_size=self.options.head_size,
             epsilon=self.options.epsilon,
             scale_offset=self.options.scale_offset,
@@ -687,13 +702,15 @@ def _reasons(
     }
 
 
-def _forward_first(device, x, weights, reasons, *, norm, rotary_dim) -> Mapping[str, str | None]:
+def _forward_first(
+    device, x, weights, reasons, *, norm, rotary_dim, interleaved
+) -> Mapping[str, str | None]:
     """The reasons of the forward, the implementation that is likely fastest first."""
     widths = [math.prod(w.shape[1:]) for w in weights]
     work = cost.Work(math.prod(x.shape[:-1]), sum(widths), x.shape[-1])
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
-    # XLA cuts the product into three, norms two of them, and turns the halves of heads.
+    # XLA cuts the product into three, norms two of them, and turns the pairs of heads.
     kernels = len(widths) * (1 + int(norm and rotary_dim > 0))
     moved = 2 * x.dtype.itemsize * work.m * work.n
     passes = kernels * cost.xla_pass(moved // len(widths), 1)
@@ -707,6 +724,7 @@ def _forward_first(device, x, weights, reasons, *, norm, rotary_dim) -> Mapping[
             head_size=weights[0].shape[-1],
             norm=norm,
             rotary_dim=rotary_dim,
+            interleaved=interleaved,
             multiprocessors=device.multiprocessors,
         )
     return fastest_first(reasons, times)

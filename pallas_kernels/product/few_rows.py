@@ -628,8 +628,12 @@ class _Cta:
 
     @property
     def _layout(self) -> Any:
-        """Registers of a chunk: a row, or a piece of 128 columns of it, for each warp."""
-        vec = min(4, (self.product.piece or self.config.tile_n) // 32)
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((4, 32 * vec), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-        )
+        return chunk_layout(self.product.piece or self.config.tile_n)
+
+
+def chunk_layout(columns: int) -> Any:
+    """Registers of a chunk of rows in pieces of so many columns: up to 128 of a row for each warp."""
+    vec = min(4, columns // 32)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((4, 32 * vec), (vec,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    )

@@ -1,8 +1,9 @@
 """qkv_projection on the product for few rows: a block of columns is whole heads of one output.
 
 The norm and the rotation of a head are arithmetic in the registers of a chunk of rows, of which a warp
-has whole rows: the mean square is a sum within a warp, and pairs are the halves of a head, in the same
-thread. What distinguishes queries, keys and values is data, as in `qkv_projection`.
+has whole rows: the mean square is a sum within a warp, and pairs are in the same thread, be they
+the halves of a head or neighbours. What distinguishes queries, keys and values is data, as in
+`qkv_projection`.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.product import cost, matmul
-from pallas_kernels.product.few_rows import FewRows, FewRowsConfig
+from pallas_kernels.product import cost, matmul, neighbours
+from pallas_kernels.product.few_rows import FewRows, FewRowsConfig, chunk_layout
 from pallas_kernels.product.mainloop import Block
 
 _NAMES = ("y", "projection")
@@ -51,6 +52,7 @@ def forward(
     cos: jax.Array | None,
     sin: jax.Array | None,
     *,
+    interleaved: bool,
     widths: Sequence[int],
     has_norms: Sequence[bool],
     head_size: int,
@@ -67,6 +69,7 @@ def forward(
       scales: [3, H] of the norms, float32; 1 where there is none.
       cos: [P, H/2] of float32: row m of the result turns by row m % P.
       sin: like `cos`.
+      interleaved: whether a pair is two neighbours, else two halves.
       widths: the columns of each.
       has_norms: of queries and keys.
     """
@@ -77,24 +80,27 @@ def forward(
         cos, sin = (jnp.resize(table, (m, table.shape[1])) for table in (cos, sin))
     vectors = {"bias": bias, "scale": scales}
     matrices = {"cos": cos, "sin": sin}
+    width = head_size // 2
+    if interleaved and cos is not None and sin is not None:
+        matrices, width = {"turns": neighbours.table(cos, sin)}, head_size
     present_vectors = {name: v for name, v in vectors.items() if v is not None}
     present = {name: table for name, table in matrices.items() if table is not None}
 
-    def epilogue(z, *, bias=None, scale=None, cos=None, sin=None):
+    def epilogue(z, *, bias=None, scale=None, cos=None, sin=None, turns=None):
         z = (z if bias is None else z + bias).astype(x.dtype)
         if not finishes:
             return {"y": [z], "projection": [z]}
-        half = head_size // 2
-        pieces = [z[:, start : start + half] for start in range(0, config.tile_n, half)]
+        pieces = [z[:, start : start + width] for start in range(0, config.tile_n, width)]
         kind = _kind(widths, config.tile_n)
+        angles = [a for a in (cos, sin, turns) if a is not None]
         results = []
-        for first, second in zip(pieces[::2], pieces[1::2], strict=True):
-            pair = [piece.astype(jnp.float32) for piece in (first, second)]
+        for start in range(0, len(pieces), head_size // width):
+            head = [p.astype(jnp.float32) for p in pieces[start : start + head_size // width]]
             if scale is not None:
-                pair = _normed(pair, scale, kind, has_norms, epsilon)
-            if cos is not None:
-                pair = _rotated(pair, cos, sin, kind)
-            results += pair
+                head = _normed(head, scale, kind, has_norms, epsilon)
+            if angles:
+                head = _rotated(head, angles, kind)
+            results += head
         return {"y": results, "projection": pieces}
 
     launch = FewRows(
@@ -114,7 +120,7 @@ def forward(
         outputs=dict.fromkeys(_NAMES if save_projections else _NAMES[:1], x.dtype),
         segments=tuple(widths),
         segments_of={"projection": _VALUES},
-        piece=head_size // 2 if finishes else config.tile_n,
+        piece=width if finishes else config.tile_n,
     )
     others = (*present_vectors.values(), *present.values())
     return tuple(launch.launch((x,), (w,), others, name="qkv_projection_few_rows"))
@@ -128,30 +134,36 @@ def _kind(widths: Sequence[int], tile_n: int) -> jax.Array:
 
 
 def _normed(
-    pair: Sequence[jax.Array],
+    head: Sequence[jax.Array],
     scale: jax.Array,
     kind: jax.Array,
     has_norms: Sequence[bool],
     epsilon: float,
 ) -> list[jax.Array]:
-    """The halves of a head after its norm, if its kind has one."""
-    first, second = (jnp.sum(half * half, axis=1) for half in pair)
-    factor = lax.rsqrt((first + second) * (0.5 / pair[0].shape[1]) + epsilon)
+    """The pieces of a head after its norm, if its kind has one."""
+    squares = [jnp.sum(piece * piece, axis=1) for piece in head]
+    factor = lax.rsqrt(sum(squares[1:], squares[0]) * (1.0 / scale.shape[1]) + epsilon)
     for plain in (_VALUES, *(i for i, has in enumerate(has_norms) if not has)):
         factor = jnp.where(jnp.broadcast_to(kind == plain, factor.shape), 1.0, factor)
-    width = pair[0].shape[1]
-    scales = (scale[:, :width], scale[:, width:])
+    width = head[0].shape[1]
+    scales = [scale[:, start : start + width] for start in range(0, scale.shape[1], width)]
     return [
-        half * lax.broadcast_in_dim(factor, half.shape, (0,)) * scale
-        for half, scale in zip(pair, scales, strict=True)
+        piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
+        for piece, scale in zip(head, scales, strict=True)
     ]
 
 
 def _rotated(
-    pair: Sequence[jax.Array], cos: jax.Array, sin: jax.Array, kind: jax.Array
+    head: Sequence[jax.Array], angles: Sequence[jax.Array], kind: jax.Array
 ) -> list[jax.Array]:
-    """The halves of a head after its rotation; the angle of a value is 0."""
-    first, second = pair
+    """A head after its rotation, which leaves values as they are.
+
+    Halves turn by cosines and sines; neighbours by an array in which these take turns.
+    """
     value = (kind == _VALUES).astype(jnp.float32)
+    if len(angles) == 1:
+        [whole], [turns] = head, angles
+        return [neighbours.turned(whole, turns, value, layout=chunk_layout(whole.shape[1]))]
+    (first, second), (cos, sin) = head, angles
     cos, sin = cos * (1.0 - value) + value, sin * (1.0 - value)
     return [first * cos - second * sin, second * cos + first * sin]

@@ -5,6 +5,7 @@ lies across them as it comes, but what it is stored by, its units, each lie in o
 or a rotation a unit is a head: its two halves are in the same registers, and its mean square is a sum
 within a warp. A wide head that is only rotated is cut into units, each with as many features of either
 half, for which the columns of the weights are put in another order: tiles of any width take them whole.
+Where neighbours are the pairs any cut between pairs will do, and the columns stay in their order.
 """
 
 import math
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost, matmul, qkv_few_rows
+from pallas_kernels.product import cost, matmul, neighbours, qkv_few_rows
 from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
@@ -32,7 +33,8 @@ from pallas_kernels.product.operands import SWIZZLE_BYTES, block, swizzled_colum
 
 _GRAIN = 16
 """What the columns of an output must be multiples of, and of a head with a norm or a rotation the
-rotating features, in each half, and the others: the narrowest piece that is swizzled."""
+rotating features, in each half if halves are the pairs, and the others: the narrowest piece that is
+swizzled."""
 _STRIP = 32
 """Features that the epilogue takes at a time, of either half, where it can."""
 _ANGLES_AHEAD = 128
@@ -80,12 +82,10 @@ def why_unsupported(
         return None
     if head_size > _WIDEST_HEAD:
         return f"norm and rotation take heads of up to {_WIDEST_HEAD} features, got {head_size}"
-    if rotary_dim and interleaved:
-        return "a pair must be two halves of the rotating features, got interleaved pairs"
-    for name, size in (
-        ("half of the rotating", rotary_dim // 2),
-        ("the other", head_size - rotary_dim),
-    ):
+    rotating = ("half of the rotating", rotary_dim // 2)
+    if interleaved:
+        rotating = ("the rotating", rotary_dim)
+    for name, size in (rotating, ("the other", head_size - rotary_dim)):
         if size % _GRAIN:
             return f"norm and rotation take multiples of {_GRAIN} features, and {name} are {size}"
     return None
@@ -99,13 +99,15 @@ def candidates(
     head_size: int,
     norm: bool,
     rotary_dim: int,
+    interleaved: bool,
     multiprocessors: int,
 ) -> list[MatmulConfig]:
     """Tiles of whole units, of few columns beyond the end; the one that is likely fastest first."""
     unit = piece = math.gcd(_STRIP, *widths)
     if norm or rotary_dim:
         unit = 2 * _STRIP if _splits_heads(head_size, norm, rotary_dim) else head_size
-        piece = math.gcd(_STRIP, rotary_dim // 2, head_size - rotary_dim)
+        turning = rotary_dim if interleaved else rotary_dim // 2
+        piece = math.gcd(_STRIP, turning, head_size - rotary_dim)
     tile_m = 128 if unit <= 192 else 64
 
     widest = 192 if unit <= 192 else 256
@@ -147,16 +149,18 @@ def fitting(
     head_size: int,
     norm: bool,
     rotary_dim: int,
+    interleaved: bool,
     multiprocessors: int,
 ) -> list[MatmulConfig | FewRowsConfig]:
     """Candidates of both kernels that fit into shared memory, the default one first."""
-    heads = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
+    whole = dict(head_size=head_size, norm=norm, rotary_dim=rotary_dim)
+    heads = whole | dict(interleaved=interleaved)
 
     def shared_bytes(config: MatmulConfig) -> int:
         """About what a CTA takes; `_Epilogue.shared_bytes` counts the very allocations."""
         unit = config.epilogue_columns
         if norm or rotary_dim:
-            unit = 2 * _STRIP if _splits_heads(**heads) else head_size
+            unit = 2 * _STRIP if _splits_heads(**whole) else head_size
         ring = config.stages * (config.cta_tile_m + config.tile_n) * SWIZZLE_BYTES
         stored = CONSUMERS * config.write_slots * config.tile_m * unit * 2
         vectors_and_barriers = 4 * 1024
@@ -168,7 +172,7 @@ def fitting(
     few_rows = [
         config
         for config in qkv_few_rows.candidates(
-            work, widths=widths, multiprocessors=multiprocessors, **heads
+            work, widths=widths, multiprocessors=multiprocessors, **whole
         )
         if cost.few_rows_shared_bytes(most, config) <= SHARED_MEMORY_BYTES
     ]
@@ -191,6 +195,7 @@ def predicted_time(
     head_size: int,
     norm: bool,
     rotary_dim: int,
+    interleaved: bool,
     multiprocessors: int,
 ) -> float:
     """Microseconds of `forward` with the config that it takes by default."""
@@ -202,6 +207,7 @@ def predicted_time(
         head_size=head_size,
         norm=norm,
         rotary_dim=rotary_dim,
+        interleaved=interleaved,
         multiprocessors=multiprocessors,
     )[0]
     return cost.time(work, config, multiprocessors)
@@ -216,7 +222,7 @@ def _work(
 
 
 def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
-    """Whether a unit is a strip of each half of a head.
+    """Whether a unit is a part of a head: a strip of each half, or so many neighbours.
 
     Tiles of whole heads of 128 have 128 or 256 columns: 32768 x 4096 to 48 heads 2.24 and 2.12 ms on
     an H200, 2.06 in tiles of 192 of such units.
@@ -239,6 +245,7 @@ def forward(
     cos: jax.Array | None,
     sin: jax.Array | None,
     *,
+    interleaved: bool,
     head_size: int,
     epsilon: float,
     scale_offset: float,
@@ -255,6 +262,7 @@ def forward(
       scales: [H] of the norms of queries and keys.
       cos: [P, R/2] of float32: row m of the result turns by row m % P.
       sin: like `cos`.
+      interleaved: whether a pair is two neighbours, else two halves.
     """
     m, k = x.shape
     widths = tuple(w.shape[1] for w in weights)
@@ -275,11 +283,13 @@ def forward(
             head_size=head_size,
             norm=any(has_norms),
             rotary_dim=rotary_dim,
+            interleaved=interleaved,
             multiprocessors=multiprocessors,
         )[0]
     if isinstance(config, FewRowsConfig):
         q, k, v, *projections = qkv_few_rows.forward(
             *(x, w, bias, all_scales[0] if all_scales else None, cos, sin),
+            interleaved=interleaved,
             widths=widths,
             has_norms=has_norms,
             head_size=head_size,
@@ -289,7 +299,7 @@ def forward(
         )
         return (q, k, v, *(projections or (None, None)))
     splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
-    if splits_heads:
+    if splits_heads and not interleaved:
         w = _in_strips(w, head_size)
         bias = None if bias is None else _in_strips(bias, head_size)
     n = w.shape[1]
@@ -314,6 +324,7 @@ def forward(
             head_size=head_size,
             splits_heads=splits_heads,
             rotary_dim=rotary_dim,
+            interleaved=interleaved,
             period=0 if cos is None else cos.shape[0],
             bias_dtype=None if bias is None else bias.dtype,
             has_norms=tuple(has_norms),
@@ -328,7 +339,10 @@ def forward(
         w = jnp.pad(w, ((0, 0), (0, -n % columns)))
     tables: tuple[jax.Array, ...] = ()
     if cos is not None and sin is not None:
-        table = jnp.concatenate((cos, sin), axis=1)
+        if interleaved:
+            table = neighbours.table(cos, sin)
+        else:
+            table = jnp.concatenate((cos, sin), axis=1)
         if x.dtype == _ROUNDS_ANGLES:
             # Half the registers, for a rounding 8 times finer than the result's.
             table = table.astype(jnp.float16)
@@ -381,6 +395,8 @@ class _Epilogue:
     head_size: int
     splits_heads: bool
     rotary_dim: int
+    interleaved: bool
+    """Whether a pair is two neighbours, which a piece has next to one another."""
     period: int
     """Rows after which the angles begin anew."""
     bias_dtype: Any
@@ -407,12 +423,20 @@ class _Epilogue:
     @property
     def run(self) -> int:
         """Columns of a unit that lie side by side in an output."""
-        return _STRIP if self.splits_heads else self.unit
+        return _STRIP if self.splits_heads and not self.interleaved else self.unit
 
     @property
-    def pairs(self) -> int:
-        """Pieces of a unit that turn, each with another one."""
-        return min(self.rotary_dim, self.unit) // 2 // self.piece
+    def turning(self) -> int:
+        """Features of a unit that turn, the first ones."""
+        return min(self.rotary_dim, self.unit)
+
+    @property
+    def turning_pieces(self) -> list[tuple[int, ...]]:
+        """Those of a unit that turn, each with the others that its pairs are in."""
+        count = self.turning // self.piece
+        if self.interleaved:
+            return [(index,) for index in range(count)]
+        return [(index, count // 2 + index) for index in range(count // 2)]
 
     @property
     def units(self) -> int:
@@ -431,8 +455,8 @@ class _Epilogue:
         return pl.multiple_of(lax.div(within, jnp.int32(2)), _STRIP)
 
     def runs(self, column: jax.Array) -> tuple[jax.Array, ...]:
-        """Where in an output the runs of a unit begin; without splits, it begins at `column`."""
-        if not self.splits_heads:
+        """Where in an output the runs of a unit begin; one alone begins at `column`."""
+        if self.run == self.unit:
             return (column,)
         first = column - self.first_pair(column)
         return first, first + self.head_size // 2
@@ -504,7 +528,7 @@ class _HeadsOfTile:
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
         per_unit = launch.unit // launch.piece
-        angles: list[tuple[jax.Array, jax.Array]] = []
+        angles: list[Sequence[jax.Array]] = []
         number = 0
         for unit in range(launch.units):
             projected = pieces[unit * per_unit : (unit + 1) * per_unit]
@@ -514,7 +538,7 @@ class _HeadsOfTile:
             finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
             if launch.whole_heads:
                 if self._reads_ahead and (launch.splits_heads or not unit):
-                    angles = [self._angles(unit, pair) for pair in range(launch.pairs)]
+                    angles = [self._angles(unit, s) for s in range(len(launch.turning_pieces))]
                 finished = self._finished(unit, projected, angles)
             self._store(number, unit, finished, self.gmem.outputs)
             number += 1
@@ -529,7 +553,7 @@ class _HeadsOfTile:
         launch = self.launch
         if launch.product.dtype != _ROUNDS_ANGLES:
             return False
-        return 2 * launch.pairs * launch.piece <= _ANGLES_AHEAD
+        return launch.turning <= _ANGLES_AHEAD
 
     def _store(
         self, number: int, unit: int, pieces: Iterable[tuple[int, jax.Array]], arrays: Sequence[Any]
@@ -575,7 +599,7 @@ class _HeadsOfTile:
         self,
         unit: int,
         projected: Sequence[jax.Array],
-        angles: Sequence[tuple[jax.Array, jax.Array]],
+        angles: Sequence[Sequence[jax.Array]],
     ) -> Iterator[tuple[int, jax.Array]]:
         """The pieces of a unit after norm and rotation, each with its index.
 
@@ -603,34 +627,52 @@ class _HeadsOfTile:
             return piece * lax.broadcast_in_dim(factor, piece.shape, (0,)) * scale
 
         dtype = launch.product.dtype
-        for pair in range(launch.pairs):
-            first, second = normed(pair), normed(launch.pairs + pair)
-            cos, sin = angles[pair] if angles else self._angles(unit, pair)
-            value = is_value.astype(cos.dtype)
-            cos, sin = (
-                angle.astype(jnp.float32)
-                for angle in (cos * (1 - value) + value, sin * (1 - value))
-            )
-            yield pair, (first * cos - second * sin).astype(dtype)
-            yield launch.pairs + pair, (second * cos + first * sin).astype(dtype)
-        for index in range(2 * launch.pairs, len(projected)):
+        for step, indices in enumerate(launch.turning_pieces):
+            before = [normed(index) for index in indices]
+            turns = angles[step] if angles else self._angles(unit, step)
+            turned = self._turned(before, turns, is_value)
+            for index, piece in zip(indices, turned, strict=True):
+                yield index, piece.astype(dtype)
+        for index in range(launch.turning // launch.piece, len(projected)):
             yield index, normed(index).astype(dtype)
 
-    def _angles(self, unit: int, pair: int) -> tuple[jax.Array, jax.Array]:
-        """Cosines and sines of some pairs of a unit, for the rows of the tile."""
+    def _turned(
+        self, pieces: Sequence[jax.Array], angles: Sequence[jax.Array], is_value: jax.Array
+    ) -> Iterator[jax.Array]:
+        """The pieces that pairs are in after their rotation, which leaves values as they are."""
+        value = is_value.astype(angles[0].dtype)
+        if self.launch.interleaved:
+            yield neighbours.turned(pieces[0], angles[0], value)
+            return
+        first, second = pieces
+        cos, sin = angles
+        cos, sin = (
+            angle.astype(jnp.float32) for angle in (cos * (1 - value) + value, sin * (1 - value))
+        )
+        yield first * cos - second * sin
+        yield second * cos + first * sin
+
+    def _angles(self, unit: int, step: int) -> Sequence[jax.Array]:
+        """What some pieces of a unit turn by, for the rows of the tile.
+
+        Those are cosines and sines, or of neighbours an array in which they take turns.
+        """
         launch = self.launch
         first_row = lax.rem(self.place.m_start, jnp.int32(launch.period))
         rows = pl.ds(first_row, launch.product.config.tile_m)
-        first = launch.first_pair(self.column(unit)) + pair * launch.piece
-        cos, sin = (
+        first_pair, within = launch.first_pair(self.column(unit)), step * launch.piece
+        if launch.interleaved:
+            starts = [2 * first_pair + within]
+        else:
+            starts = [half + first_pair + within for half in (0, launch.rotary_dim // 2)]
+        return [
             plgpu.load(
                 self.gmem.table.at[rows, pl.ds(start, launch.piece)],
                 layout=plgpu.Layout.WGMMA,
                 optimized=False,
             )
-            for start in (first, launch.rotary_dim // 2 + first)
-        )
-        return cos, sin
+            for start in starts
+        ]
 
     def _row(self, ref, start: int) -> jax.Array:
         """Some columns of a row, over all rows of the tile."""

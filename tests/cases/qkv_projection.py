@@ -17,6 +17,7 @@ class Case:
     bias: bool = False
     norm: bool = False
     rotary_dim: int = 0
+    interleaved: bool = False
     w_dtype: str | None = None
     """None for the dtype of x."""
 
@@ -37,6 +38,7 @@ CASES = (
     Case((2, 5), 12, 4, 2, 8, bias=True, norm=True, rotary_dim=8),
     Case((7,), 9, 3, 1, 6, rotary_dim=4, w_dtype="float32"),
     Case((2, 3), 8, 2, 2, 5, bias=True),
+    Case((2, 4), 10, 4, 1, 10, norm=True, rotary_dim=6, interleaved=True),
 )
 
 KERNEL_CASES = (

@@ -1,0 +1,79 @@
+"""The rotation of neighbouring features, in the registers in which an epilogue has them.
+
+A register of the layouts that products use holds an even number of features of a row, next to one
+another: both of a pair are in one thread, in one register. Mosaic has no name for a part of a register,
+so that this is written for registers one by one.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+
+def table(cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """[P, R] of [P, R/2] twice: a cosine and a sine in turn, as `turned` takes them."""
+    return jnp.stack((cos, sin), axis=-1).reshape(len(cos), 2 * cos.shape[-1])
+
+
+def turned(
+    x: jax.Array, angles: jax.Array, is_fixed: jax.Array, *, layout: Any = plgpu.Layout.WGMMA
+) -> jax.Array:
+    """Features [M, C] of float32, each pair of neighbours turned by its angle.
+
+    Args:
+      angles: [M, C], a cosine and a sine in turn, of float32 or float16.
+      is_fixed: 1 where the angles do not count and nothing turns, else 0; a scalar of their dtype.
+      layout: of x and the angles, with an even number of features in a register.
+    """
+    # JAX 0.11.2 hands one number for all places on as such, whatever layout is asked for.
+    one_number = plgpu.Layout.WG_SPLAT(x.shape)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout, one_number),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def turn(ctx, *arrays):
+        del ctx
+        return _turned_registers(*arrays)
+
+    return turn(x, angles * (1 - is_fixed), jnp.broadcast_to(is_fixed, x.shape))
+
+
+def _turned_registers(x: Any, angles: Any, is_fixed: Any) -> Any:
+    """The registers of `turned`, when a kernel is lowered."""
+    number = angles.mlir_dtype
+    zero = arith.constant(number, ir.FloatAttr.get(number, 0.0))
+    # Of what is fixed the angles are zeros by now, and cosines become 1. A sum of pairs takes half as
+    # many instructions as a choice of numbers.
+    cosine_and_sine = [is_fixed.registers.item(), zero]
+    registers = np.empty_like(x.registers)
+    for place, features in np.ndenumerate(x.registers):
+        turns = angles.registers[place]
+        size = turns.type.shape[0]
+        turns = _ADD(turns, vector.from_elements(turns.type, cosine_and_sine * (size // 2)))
+        if number != x.mlir_dtype:
+            turns = arith.extf(features.type, turns)
+        results = []
+        for first in range(0, size, 2):
+            (a, b), (cos, sin) = (
+                [vector.extract(register, [], [first + i]) for i in (0, 1)]
+                for register in (features, turns)
+            )
+            results.append(_SUBTRACT(_MULTIPLY(a, cos), _MULTIPLY(b, sin)))
+            results.append(_ADD(_MULTIPLY(b, cos), _MULTIPLY(a, sin)))
+        registers[place] = vector.from_elements(features.type, results)
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+
+# A product and a sum may become one instruction, as in all of a kernel's arithmetic.
+_MULTIPLY, _ADD, _SUBTRACT = (
+    functools.partial(operation, fastmath=arith.FastMathFlags.contract)
+    for operation in (arith.mulf, arith.addf, arith.subf)
+)
