@@ -2,6 +2,7 @@
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
+# make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow, and of small inputs
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
 # make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
 # make test-gpu    the tests that need an NVIDIA GPU
@@ -43,7 +44,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-peers test-adoption test-gpu bench docs fuzz lint ffi ffi-quick wheel clean
+.PHONY: vit unet test test-all test-peers test-adoption test-emulated test-gpu bench docs fuzz lint ffi ffi-quick ffi-emulated wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -72,6 +73,14 @@ test: lint $(TESTED_LIBRARY)
 # After `make test`, which has run what is not exhaustive.
 test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 	$(PYTEST_ON_CPU) -m 'exhaustive and not gpu'
+
+# Not what takes minutes, nor what compares sums of float32 with XLA's on a CPU, which are more exact.
+EMULATED_FILES := attention_cuda batch_norm conv group_norm max_pool optimizer_kernels quantized_cuda \
+  rope upsample
+test-emulated: ffi-emulated
+	$(PYTEST_ON_CPU) --emulated-cuda -m gpu $(EMULATED_FILES:%=tests/test_%.py) \
+	  -k 'not pallas and not 112 and not 300 and not float32_is and not dense \
+	  and not (depthwise and float32)'
 
 # On the GPU where JAX sees one.
 test-peers: $(INSTALLED)
@@ -118,6 +127,9 @@ ffi: $(INSTALLED)
 ffi-quick: $(INSTALLED)
 	$(CONFIGURE_FFI) -B build/ffi-quick -DJAXFUSED_QUICK=ON
 	$(TOOLS) cmake --build build/ffi-quick
+
+ffi-emulated: $(INSTALLED)
+	$(PYTHON) -m tests.cuda_emulator.build -j $(JOBS)
 
 # All architectures take nvcc about ten minutes on two cores; -v lets pip show what is compiled.
 wheel: $(INSTALLED)

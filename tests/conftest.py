@@ -12,6 +12,7 @@ from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.tuning import table
 from tests import mosaic_interpreter
+from tests.cuda_emulator import build
 
 # The threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. Where
 # the client has fewer threads than wait, one a core unless NPROC says more, or runs programs on them
@@ -57,9 +58,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--emulated-cuda",
+        action="store_true",
+        help="run the CUDA C kernels on the CPU, in the emulator",
+    )
+
+
 @pytest.fixture(autouse=True)
 def _gpu_where_marked(request):
-    if request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+    if request.config.getoption("--emulated-cuda"):
+        request.getfixturevalue("emulated_hopper")
+    elif request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.fail("this test needs an NVIDIA GPU and a JAX that sees it")
 
 
@@ -96,6 +107,14 @@ def hopper(monkeypatch):
     """Operators assume a Hopper GPU, so that they can be lowered for one without having it."""
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: HOPPER)
     return HOPPER
+
+
+@pytest.fixture
+def emulated_hopper(hopper, monkeypatch):
+    """Like `hopper`, and CUDA C kernels run on the CPU: see tests/cuda_emulator."""
+    monkeypatch.setattr(library, "PATH", build.LIBRARY)
+    monkeypatch.setattr(library, "PLATFORM", "cpu")
+    return hopper
 
 
 @pytest.fixture

@@ -17,6 +17,9 @@ import jaxlib
 
 PATH = Path(__file__).with_name("libjaxfused.so")
 
+PLATFORM = "CUDA"
+"""Where the kernels run, as XLA names it."""
+
 TARGETS = (
     "jaxfused_attention_forward",
     "jaxfused_attention_backward",
@@ -166,7 +169,7 @@ def register() -> None:
         raise RuntimeError(f"jaxfused: the CUDA kernels cannot be used: {loaded}.")
     for target in TARGETS:
         handler = jax.ffi.pycapsule(getattr(loaded, target))
-        jax.ffi.register_ffi_target(target, handler, platform="CUDA")
+        jax.ffi.register_ffi_target(target, handler, platform=PLATFORM)
 
 
 def _load(path: Path) -> ctypes.CDLL | str:

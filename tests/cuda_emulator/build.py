@@ -1,0 +1,156 @@
+"""Compiles the CUDA C kernels for this CPU: `python -m tests.cuda_emulator.build`.
+
+The library has the handlers of libjaxfused.so, which run on JAX's CPU backend: see emulator.h. CUDA's
+headers are needed, a GPU is not.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+from ninja.ninja_syntax import Writer
+
+HERE = Path(__file__).parent
+FFI = HERE.parents[1] / "ffi"
+OUT = HERE.parents[1] / "build/ffi-emulated"
+LIBRARY = OUT / "libjaxfused.so"
+
+_DECLARATION = re.compile(r"(?<!extern )__shared__ ([\w:]+(?:<[^;>]*>)?) ([^;]+);")
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];")
+_LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\(", re.DOTALL)
+_ASM = re.compile(r"\basm( volatile)?\s*\(")
+_BUILT_IN = re.compile(r"(?<![.\w])(grid|block|thread)(Dim|Idx)\b")
+_OPERAND = re.compile(r'\s*"([=+]?)(\w)"\s*\(')
+
+
+def as_cpp(source: str) -> str:
+    """Returns CUDA C as C++ with emulator.h's functions in place of CUDA's syntax."""
+    source = source.replace("__CUDA_ARCH__", "EMULATED_CUDA_ARCH")
+    source = source.replace("cudaLaunchKernelEx(", "cuda_emulator::launch(")
+    source = source.replace("ffi::PlatformStream<cudaStream_t>", "cuda_emulator::Stream")
+    source = _BUILT_IN.sub(
+        lambda name: f"cuda_emulator::{name[1]}_{dict(Dim='dim', Idx='index')[name[2]]}()", source
+    )
+    source = _DYNAMIC.sub(r"auto* \2 = static_cast<\1*>(cuda_emulator::dynamic_shared());", source)
+    source = _DECLARATION.sub(_shared, source)
+    source = _LAUNCH.sub(r"cuda_emulator::launcher(\1, \2)(", source)
+    return _without_asm(source)
+
+
+def _shared(declaration: re.Match) -> str:
+    """The declarations of `__shared__ float a[2], b[3];`, one by one."""
+    kind, names = declaration.groups()
+    lines = []
+    for each in names.split(","):
+        name, bracket, sizes = each.strip().partition("[")
+        lines.append(f"EMULATED_SHARED({name}, {kind}{bracket}{sizes});")
+    return " ".join(lines)
+
+
+def _without_asm(source: str) -> str:
+    """Each asm statement becomes a call of the emulator with its text and its operands."""
+    parts, end = [], 0
+    for statement in _ASM.finditer(source):
+        start = statement.end()
+        stop = _closing(source, start)
+        parts += [source[end : statement.start()], _call(source[start:stop])]
+        end = stop + 1
+    return "".join([*parts, source[end:]])
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis closes that was opened before `start`."""
+    depth, quoted = 1, False
+    for place in range(start, len(text)):
+        character = text[place]
+        if character == '"':
+            quoted = not quoted
+        if quoted:
+            continue
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return place
+    raise ValueError(f"no parenthesis closes the one before {text[start : start + 40]!r}")
+
+
+def _call(statement: str) -> str:
+    text, rest = [], statement
+    while piece := re.match(r'\s*"((?:[^"\\]|\\.)*)"', rest):
+        text.append(piece[1])
+        rest = rest[piece.end() :]
+    arguments = [f'"{"".join(text)}"']
+    while operand := re.search(_OPERAND, rest):
+        stop = _closing(rest, operand.end())
+        kind = "output" if operand[1] else "input"
+        arguments.append(f"cuda_emulator::{kind}({rest[operand.end() : stop]})")
+        rest = rest[stop + 1 :]
+    # An empty statement only keeps the compiler from moving what is beside it.
+    return f"EMULATED_PTX({', '.join(arguments)})" if "".join(text) else "((void)0)"
+
+
+def main() -> int:
+    """Writes the sources and compiles what has changed."""
+    generated = OUT / "src"
+    generated.mkdir(parents=True, exist_ok=True)
+    for path in sorted(
+        [*FFI.glob("*.cu"), *FFI.glob("*.cuh"), *FFI.glob("*.h"), *FFI.glob("*.cc")]
+    ):
+        _write(
+            generated / path.with_suffix(".cc" if path.suffix == ".cu" else path.suffix).name,
+            as_cpp(path.read_text()),
+        )
+    _write_rules(generated)
+    return subprocess.run([sys.executable, "-m", "ninja", "-C", str(OUT), *sys.argv[1:]]).returncode
+
+
+def _write(path: Path, text: str) -> None:
+    """Leaves a file alone that has this text already, so that nothing is compiled again for it."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def _write_rules(generated: Path) -> None:
+    includes = [generated, HERE, jax.ffi.include_dir(), _cuda_headers()]
+    flags = [
+        "-std=c++20",
+        "$level",
+        "-fPIC",
+        "-fno-strict-aliasing",
+        "-w",
+        "-ffp-contract=off",
+        "-fvisibility=hidden",
+    ]
+    flags += [f"-I{folder}" for folder in includes]
+    flags += ['-DJAXFUSED_ARCHITECTURES=\\"90\\"', "-include emulator_ffi.h"]
+    with (OUT / "build.ninja").open("w") as file:
+        ninja = Writer(file)
+        ninja.rule(
+            "compile",
+            f"g++ {' '.join(flags)} -MD -MF $out.d -c $in -o $out",
+            depfile="$out.d",
+            deps="gcc",
+        )
+        ninja.rule("link", "g++ -shared $in -o $out -ldl")
+        sources = [*sorted(generated.glob("*.cc")), *sorted(HERE.glob("*.cc"))]
+        objects = [
+            ninja.build(f"{path.stem}.o", "compile", str(path), variables=_level(path))[0]
+            for path in sources
+        ]
+        ninja.build(LIBRARY.name, "link", objects)
+
+
+def _level(path: Path) -> dict[str, str]:
+    """The emulator itself, which is small and runs for each instruction, is compiled to be fast."""
+    return {"level": "-O3" if path.parent == HERE else "-O1"}
+
+
+def _cuda_headers() -> Path:
+    """The folder of CUDA's headers, which nvcc knows."""
+    tried = subprocess.run(["nvcc", "--dryrun", "-c", "none.cu"], capture_output=True, text=True)
+    return Path(re.search(r"^#\$ TOP=(.*)$", tried.stderr, re.MULTILINE)[1], "include")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+// What emulator.cc and ptx.cc share: threads as fibers, blocks and warps.
+#pragma once
+
+#include <array>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "emulator.h"
+
+namespace cuda_emulator {
+
+// A copy to shared memory that has been asked for: nothing arrives before somebody waits for it.
+struct Copy {
+  uint32_t to;
+  const void* from;  // nullptr: zeros
+  uint32_t bytes;
+};
+
+struct Fiber {
+  Thread thread;
+  bool lives = false;
+  void* stack = nullptr;
+  uint64_t cluster_phase = 0;     // of the barrier at which it arrived last
+  std::vector<Copy> open;         // copies that belong to no group yet
+  std::vector<std::vector<Copy>> groups;  // the oldest first
+};
+
+struct Barrier {
+  int arrived = 0;
+  uint64_t phase = 0;
+};
+
+// Lanes on their way to an instruction that they execute together.
+struct Meeting {
+  const void* instruction = nullptr;
+  Lanes lanes = {};
+  uint64_t phase = 0;
+};
+
+struct Warp {
+  Meeting of_all;
+  std::map<uint32_t, Meeting> of_some;  // by mask
+};
+
+// A bulk copy, which reports its bytes to a barrier in shared memory.
+struct BulkCopy {
+  Copy copy;
+  uint32_t barrier;
+};
+
+struct Block {
+  uint3 index;
+  uint32_t rank;  // in its cluster
+  int living;     // threads that have not ended
+  int vote;
+  std::array<Barrier, 16> barriers;
+  std::vector<Warp> warps;
+  std::vector<BulkCopy> bulk_copies;
+};
+
+Fiber& fiber();
+Block& block_of_cluster(uint32_t rank);
+// Where the block `rank` of the cluster has what this block has at a shared address.
+uint32_t address_in_block(uint32_t address, uint32_t rank);
+
+// Ends the launch with an error.
+[[noreturn]] void fail(const std::string& why);
+// Lets other threads run until `done(argument)`.
+void wait_until(const char* what, bool (*done)(void*), void* argument);
+
+void cluster_arrive();
+void cluster_wait();
+
+// Carries out all copies that the fiber has asked for.
+void copy_all(Fiber& fiber);
+
+}  // namespace cuda_emulator
