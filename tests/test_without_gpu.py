@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.without_gpu import command, hlo
+from benchmarks.without_gpu import command, hlo, ptx
 
 PROGRAM = """HloModule jit_run, is_scheduled=true
 
@@ -72,9 +72,30 @@ def test_sizes_of_arrays(shape, expected):
 
 
 def test_a_list_has_a_line_for_each_kernel():
-    text = command.listing("ours", hlo.kernels(PROGRAM))
+    text = command.listing("ours", hlo.kernels(PROGRAM), {"loop_pad_fusion": "7 instructions"})
     assert text.splitlines()[1].startswith("  ours: kernels 5, at most 0.00 MB")
     assert (
         "custom-call.1 (__cublas$lt$matmul BIAS_GELU)  bf16[4,16] <- bf16[4,8] bf16[8,16]" in text
     )
     assert "    next (triton)" in text
+    assert "dot_general; 7 instructions" in text
+
+
+def test_instructions_are_counted_by_kernel(tmp_path):
+    (tmp_path / "module.1.ptx").write_text(
+        """.visible .entry loop_pad_fusion(
+    .param .u64 p0
+)
+.reqntid 128, 1, 1
+{
+    ld.param.b64    %rd1, [p0];
+    @%p1 bra    $L__1;
+    ld.global.nc.v4.b16    {%rs1, %rs2, %rs3, %rs4}, [%rd1];
+    @!%p2 st.global.b16    [%rd1], %rs1;
+    st.global.b16    [%rd1+2], %rs2;
+    ret;
+}
+"""
+    )
+    counted = "6 instructions, 1 ld.global.nc.v4.b16, 2 st.global.b16"
+    assert ptx.instructions(tmp_path) == {"loop_pad_fusion": counted}

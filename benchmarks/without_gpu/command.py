@@ -6,7 +6,8 @@ operands, not how long that takes. METHOD.md says how far it is what a GPU's own
 
 import argparse
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 from benchmarks import peers
 from benchmarks.sweep import configs, judge, programs
 from benchmarks.sweep.lowering import DIRECTIONS, OURS, STOCK, WHOLE
-from benchmarks.without_gpu import hlo, target
+from benchmarks.without_gpu import hlo, ptx, target
 from jaxfused.cuda import library
 
 NAME = "kernels"
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     config = configs.from_line(options.case)
     for direction in DIRECTIONS[options.direction]:
         print(f"{direction}: {configs.to_line(config)}")
-        _show(device, config, direction, options)
+        with tempfile.TemporaryDirectory() as elsewhere:
+            _show(device, config, direction, options.triton, options.out or Path(elsewhere))
     return 0
 
 
@@ -45,11 +47,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="products as Triton's kernels instead of cuBLAS's, between which a GPU's autotuner chooses",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the programs' text")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for XLA's text of programs, and PTX"
+    )
     return parser.parse_args(arguments)
 
 
-def _show(device: Any, config: configs.Config, direction: str, options: argparse.Namespace) -> None:
+def _show(device: Any, config: configs.Config, direction: str, triton: bool, folder: Path) -> None:
     written = programs.of(config)
     shapes = jax.eval_shape(written.make_inputs, jax.eval_shape(lambda: jax.random.key(0)))
     forms = {OURS: written.ours}
@@ -57,24 +61,22 @@ def _show(device: Any, config: configs.Config, direction: str, options: argparse
     ours = None
     for name, form in (forms | dict(written.peers)).items():
         whole = written.whole(form, direction == WHOLE)
+        dump = folder / re.sub(r"\W+", "_", f"{name}_{direction}")
         try:
-            program = target.compile_for(device, whole, shapes, triton_products=options.triton)
+            program = target.compile_for(device, whole, shapes, triton_products=triton, dump=dump)
         except Exception as error:
             print(f"\n  {name}: cannot be compiled without a GPU: {peers.describe(error)}")
             continue
         text = program.as_text()
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            file_name = re.sub(r"\W+", "_", f"{name}_{direction}")
-            (options.out / f"{file_name}.txt").write_text(text)
         normal = judge.program_text(program)
-        ours = ours or normal
-        same = ", the program that ours is" if name != OURS and normal == ours else ""
-        print(listing(name + same, hlo.kernels(text)), flush=True)
+        same = ", the program that ours is" if normal == ours else ""
+        if name == OURS:
+            ours = normal
+        print(listing(name + same, hlo.kernels(text), ptx.instructions(dump)), flush=True)
 
 
-def listing(name: str, kernels: Sequence[hlo.Kernel]) -> str:
-    """A line for each kernel: bytes, results and operands, its name and where it comes from."""
+def listing(name: str, kernels: Sequence[hlo.Kernel], instructions: Mapping[str, str]) -> str:
+    """Two lines for each kernel: what it moves, and what it consists of and comes from."""
     total = sum(kernel.megabytes for kernel in kernels)
     lines = [f"\n  {name}: kernels {len(kernels)}, at most {total:.2f} MB"]
     for kernel in kernels:
@@ -83,7 +85,8 @@ def listing(name: str, kernels: Sequence[hlo.Kernel]) -> str:
         lines.append(
             f"  {kernel.megabytes:9.2f} MB  {indent}{kernel.name} ({kernel.what})  {shapes}"
         )
-        lines.append(f"{'':14}  {indent}{_short(kernel.source)}")
+        counted = instructions.get(kernel.function)
+        lines.append(f"{'':14}  {indent}{_short(kernel.source)}{f'; {counted}' if counted else ''}")
     return "\n".join(lines)
 
 

@@ -36,6 +36,8 @@ class Kernel:
     operands: tuple[str, ...]
     source: str
     """The operation of the traced program that it was named after."""
+    function: str = ""
+    """Of a fusion, the name of its code, which it may share with others."""
     depth: int = 0
     """In how many loops, branches and calls it stands."""
 
@@ -126,12 +128,14 @@ def _kernel(instruction: _Instruction, instructions: Mapping[str, _Instruction])
         results = results[:-1]
     operands = [instructions[o].shapes for o in dict.fromkeys(instruction.operands)]
     source = re.search(r'metadata=\{op_name="([^"]*)"', attributes)
+    shared = re.search(r'deduplicated_name="([^"]*)"', attributes)
     return Kernel(
         instruction.name,
         what,
         results,
         tuple(shape for shapes in operands for shape in shapes),
         source.group(1) if source else "",
+        re.sub(r"\W", "_", shared.group(1) if shared else instruction.name),
     )
 
 

@@ -4,6 +4,7 @@ The compiler is in JAX's CUDA plugin, which needs no driver for that. `make with
 into a folder of its own, so that JAX does not look for a GPU in every other program.
 """
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ _BUILD = Path(__file__).parents[2] / "build"
 PLUGIN = _BUILD / "without_gpu"
 _QUICK_LIBRARY = _BUILD / "ffi-quick" / "libjaxfused.so"
 
-_AS_NO_AUTOTUNER = {"xla_gpu_autotune_level": 0}
+_WITHOUT_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
 
 def why_unavailable() -> str | None:
@@ -35,6 +36,8 @@ def prepare() -> Any:
     """Returns the H200, of which this process only has the compiler; before JAX is asked for devices."""
     jax.config.update("jax_platforms", "cpu")
     sys.path.insert(0, str(PLUGIN))
+    # Mosaic looked for it when it was imported; its kernels are linked to it.
+    ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
     if library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
         library.PATH = _QUICK_LIBRARY
         library.why_unavailable.cache_clear()
@@ -51,12 +54,21 @@ def prepare() -> Any:
 
 
 def compile_for(
-    device: Any, f: Callable[..., Any], shapes: Sequence[Any], *, triton_products: bool
+    device: Any,
+    f: Callable[..., Any],
+    shapes: Sequence[Any],
+    *,
+    triton_products: bool,
+    dump: Path,
 ) -> Any:
-    """The program that `f` becomes; operators choose as on an H200."""
+    """The program of `f`, made of what operators take on an H200; `dump` is a folder for its texts."""
     sharding = jax.sharding.SingleDeviceSharding(device)
     operands = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
     with dispatch.assume(H200):
         lowered = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
-    options = _AS_NO_AUTOTUNER | {"xla_gpu_enable_triton_gemm": triton_products}
+    options = _WITHOUT_GPU | {
+        "xla_gpu_enable_triton_gemm": triton_products,
+        "xla_dump_to": str(dump),
+        "xla_dump_emitter_re": ".*",
+    }
     return lowered.compile(compiler_options=options)
