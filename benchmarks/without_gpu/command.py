@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     for direction in DIRECTIONS[options.direction]:
         print(f"{direction}: {configs.to_line(config)}")
         with tempfile.TemporaryDirectory() as elsewhere:
-            _show(device, config, direction, options.triton, options.out or Path(elsewhere))
+            _show(device, config, direction, not options.cublas, options.out or Path(elsewhere))
     return 0
 
 
@@ -43,9 +43,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("case", metavar="LINE", help="a line that a sweep printed")
     parser.add_argument("direction", nargs="?", choices=DIRECTIONS, default="both")
     parser.add_argument(
-        "--triton",
+        "--cublas",
         action="store_true",
-        help="products as Triton's kernels instead of cuBLAS's, between which a GPU's autotuner chooses",
+        help="every product is cuBLAS's and not Triton's, between which a GPU's autotuner chooses",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="for XLA's text of programs, and PTX"
