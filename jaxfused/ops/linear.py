@@ -619,7 +619,7 @@ def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
 
     Converting w then takes longer than the product.
     """
-    return w.dtype.itemsize if x.shape[0] <= few_rows.MAX_ROWS else 0
+    return w.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0
 
 
 def weights_for(implementation: str, w: Any, dtype: Any) -> Any:
