@@ -9,6 +9,7 @@
 # make bench       time every operator against its peers on the GPU
 # make fuzz        random configurations of every operator on the GPU; CASES, SECONDS, SEED
 # make docs        the documentation as a site, in build/docs; dead links are errors
+# make without-gpu what `python -m benchmarks kernels` needs to compile for a GPU that is not there
 # make lint        ruff, mypy, clang-format
 # make ffi         build the CUDA library into the checkout
 # make wheel       a wheel in dist/ with CUDA kernels for every GPU, which installs in seconds
@@ -44,7 +45,8 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-peers test-adoption test-emulated test-gpu bench docs fuzz lint ffi ffi-quick ffi-emulated wheel clean
+.PHONY: vit unet test test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
+  lint ffi ffi-quick ffi-emulated wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -107,6 +109,11 @@ docs: $(INSTALLED)
 
 fuzz: $(INSTALLED) $(if $(NVCC),ffi)
 	$(PYTHON) -m benchmarks fuzz --cases $(CASES) --seconds $(SECONDS) --seed $(SEED) --jobs $(JOBS)
+
+# Not in the environment itself, where JAX would look for a GPU in every program.
+without-gpu: $(INSTALLED) $(if $(NVCC),ffi-quick)
+	$(PYTHON) -m pip install --quiet --upgrade --no-deps --target build/without_gpu \
+	  jax-cuda13-pjrt==$(JAX_VERSION) jax-cuda13-plugin==$(JAX_VERSION)
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff format --check .

@@ -28,6 +28,7 @@ from benchmarks import (
 from benchmarks.case import LABELS, LESS, OURS
 from benchmarks.fuzz import command as fuzz
 from benchmarks.sweep import command as sweep
+from benchmarks.without_gpu import command as without_gpu
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     end_to_end_report.NAME: end_to_end.main,
@@ -35,6 +36,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     compile_time.NAME: compile_time.main,
     fuzz.NAME: fuzz.main,
     optimizer.NAME: optimizer.main,
+    without_gpu.NAME: without_gpu.main,
 }
 
 

@@ -22,6 +22,7 @@ import optax
 
 import jaxfused.linen
 from benchmarks import results, timing
+from benchmarks.without_gpu import target
 from examples.vit.model import MODELS, ViTSize
 from jaxfused import dispatch
 
@@ -37,8 +38,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(1e-3, momentum=0.9),
 }
 CLASSES = 1000
-
-_HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ def _prepare(job: Job) -> None:
     if job.lower_for:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", job.devices)
-        dispatch.current_device = lambda *arrays: _HOPPER  # type: ignore[assignment]
+        dispatch.current_device = lambda *arrays: target.H200  # type: ignore[assignment]
 
 
 _HEAD = (

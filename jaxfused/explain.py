@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -151,7 +152,7 @@ def _call(choice: dispatch.Choice) -> tuple[Any, ...]:
     results = choice.kernel.axes(*choice.operands).results
     return (
         kernel_call.jitted(choice.stage).__name__,
-        tuple((o.shape, o.dtype) for o in choice.operands if o is not None),
+        tuple((_as_rows(o.shape), o.dtype) for o in choice.operands if o is not None),
         sum(letters is not None for letters in results),
     )
 
@@ -161,7 +162,9 @@ def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
     calls: Counter[tuple[Any, ...]] = Counter()
     for equation in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in equation.invars]
-        operands = tuple((getattr(a, "shape", ()), getattr(a, "dtype", None)) for a in avals)
+        shapes = [getattr(a, "shape", ()) for a in avals]
+        dtypes = [getattr(a, "dtype", None) for a in avals]
+        operands = tuple(zip(map(_as_rows, shapes), dtypes, strict=True))
         calls[equation.params.get("name"), operands, len(equation.outvars)] += times
         inside = times * equation.params.get("length", 1)
         for value in jax.tree.leaves(
@@ -170,6 +173,11 @@ def _calls(jaxpr: Jaxpr, times: int = 1) -> Counter[tuple[Any, ...]]:
             if isinstance(value, Jaxpr | ClosedJaxpr):
                 calls += _calls(getattr(value, "jaxpr", value), inside)
     return calls
+
+
+def _as_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shape with all axes but the last as one: XLA's implementation may have been given several."""
+    return (math.prod(shape[:-1]), *shape[-1:])
 
 
 _numbers = itertools.count()

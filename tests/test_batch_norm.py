@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused import reference
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
@@ -27,6 +28,25 @@ def plain_normalise(x, scale, bias, residual, mean, var, activation):
     y = y if scale is None else y * scale.astype(x.dtype)
     y = y if bias is None else y + bias.astype(x.dtype)
     return activate(activation, y if residual is None else y + residual)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 65, 50_000])
+@pytest.mark.parametrize("first", ["like the others", "zeros", "far off"])
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+def test_moments_in_one_pass_are_accurate_whatever_the_first_rows_are(rows, first, mean):
+    random = np.random.default_rng(0)
+    x = (mean + random.normal(size=(rows, 7))).astype(np.float32)
+    x[:, 0] = mean
+    if first != "like the others":
+        x[: -(-rows // 64)] = 0.0 if first == "zeros" else -1e4
+    found = reference.batch_norm.shifted_moments(jnp.asarray(x))
+    truth = x.mean(0, dtype=np.float64), x.var(0, dtype=np.float64)
+    spread = np.sqrt(truth[1])
+    np.testing.assert_array_less(
+        np.abs(found[0] - truth[0]), 1e-6 * (np.abs(truth[0]) + 8 * spread) + 1e-12
+    )
+    # Both terms of the difference may be 64 times as large, with some roundings of float32 each.
+    np.testing.assert_array_less(np.abs(found[1] - truth[1]), 64 * 5e-7 * truth[1] + 1e-12)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,26 @@ def plain_conv(x, w, bias, residual, *, activation=None, strides=1, padding="SAM
     return activate(activation, y if residual is None else y + residual)
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_gradient_of_a_bias_in_16_bits_is_summed_in_float32(activation):
+    """Also where the sum itself is one in 16 bits, which cuDNN's kernel then takes."""
+    x, w = jnp.ones((3, 100, 1), jnp.bfloat16), jnp.ones((1, 1, 2), jnp.bfloat16)
+    bias, residual = jnp.full(2, 100, jnp.bfloat16), jnp.zeros((3, 100, 2), jnp.bfloat16)
+
+    def total(bias, residual):
+        y = jaxfused.conv(
+            x, w, bias, activation=activation, residual=residual, implementation="xla"
+        )
+        return y.astype(jnp.float32).sum()
+
+    dbias, dresidual = jax.grad(total, (0, 1))(bias, residual)
+    # bfloat16 has 8 bits: it counts in twos beyond 256.
+    np.testing.assert_array_equal(dbias, 300.0)
+    np.testing.assert_array_equal(dresidual, 1.0)
+    _, tangent = jax.jvp(lambda b: total(b, residual), (bias,), (jnp.ones_like(bias),))
+    assert tangent == 600.0
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, "float32") for case in CASES] + [(CASES[0], "bfloat16"), (CASES[1], "float16")],

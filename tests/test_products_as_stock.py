@@ -144,3 +144,24 @@ def _prefer_pallas(choose, op, implementation, reasons):
     if implementation is None and reasons.get("pallas", "absent") is None:
         return "pallas"
     return choose(op, implementation, reasons)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+def test_layers_of_xla_have_the_rows_of_the_caller(h200, activation):
+    """XLA evaluates [M, F] of odd F value by value, and an array of more axes in vectors."""
+    x, w = jnp.ones((5, 7, 24), jnp.bfloat16), jnp.ones((24, 9), jnp.bfloat16)
+    residual = jnp.ones((5, 7, 9), jnp.bfloat16)
+
+    def layer(x, w, residual):
+        return jaxfused.linear(x, w, activation=activation, residual=residual)
+
+    text = lowered(layer, x, w, residual)
+    body = text[
+        text.index("func.func private @jaxfused_linear_forward(%arg0: tensor<5x7x24xbf16>") :
+    ]
+    assert "-> tensor<5x7x9xbf16>" in body.splitlines()[0]
+    # After relu the sum is in x's dtype, so that a product of XLA's evaluates both.
+    added = re.findall(r"stablehlo.add .* : tensor<5x7x9x(\w+)>", body.partition("return")[0])
+    assert added[-1] == ("bf16" if activation == "relu" else "f32")
+    report = jaxfused.explain(layer, x, w, residual)
+    assert [(choice.implementation, count) for choice, count in report.calls] == [("xla", 1)]

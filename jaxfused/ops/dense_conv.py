@@ -24,7 +24,6 @@ from jaxfused.ops.rectified import masked_gradient
 from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
-from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cost
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -378,7 +377,7 @@ class _Forward:
         after = cost.cudnn_epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
         )
-        if _adds_in_cudnn(x.dtype, bias, residual, self.options.activation):
+        if reference.conv.adds_in_convolution(x.dtype, bias, residual, self.options.activation):
             after *= _EPILOGUE_IN_CUDNN
         return _in_order(device, call, reason, after=after, **self._streams(x, residual))
 
@@ -804,33 +803,20 @@ def _reference(options: _Options, x, w, bias=None, residual=None, activation=Non
         y = product("mc,cf->mf", rows, weights, out_dtype=x.dtype, precision=options.precision)
         y = y.reshape(*x.shape[:-1], w.shape[-1])
         return reference.conv.finish(y, bias, residual, activation=activation)
-    y = reference.conv.conv(
+    return reference.conv.conv(
         x,
         w,
-        None,
-        None,
+        bias,
+        residual,
         strides=window.strides,
         padding=window.padding,
         input_dilation=(1,) * len(window.kernel),
         kernel_dilation=window.dilation,
         feature_group_count=1,
-        activation=None,
+        activation=activation,
         precision=options.precision,
-    )
-    if not _adds_in_cudnn(y.dtype, bias, residual, activation):
-        return reference.conv.finish(y, bias, residual, activation=activation)
-    # In its own dtype XLA has cuDNN's kernel add both and evaluate relu, before the one rounding.
-    y = y if bias is None else y + bias
-    y = y if residual is None else y + residual
-    return activate(activation, y)
-
-
-def _adds_in_cudnn(dtype, bias, residual, activation: str | None) -> bool:
-    """Whether cuDNN's kernel does what follows a convolution: it adds numbers of the result's dtype."""
-    return activation in (None, "relu") and all(
-        array is None or array.dtype == dtype for array in (bias, residual)
     )
 
 
 _EPILOGUE_IN_CUDNN = 0.3
-"""The part of a pass over the result that cuDNN's kernel takes longer then."""
+"""The part of a pass over the result that cuDNN's kernel takes longer where it does what follows."""

@@ -321,21 +321,13 @@ class Forward:
         return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD)
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
-        flat = [_channels_last(a) for a in (x, residual, scale, bias)]
         y: jax.Array
-        statistics: list[jax.Array | None]
+        statistics: Sequence[jax.Array | None]
         if implementation == "xla":
-            y, *statistics = reference.group_norm.norm_and_statistics(
-                flat[0],
-                flat[1],
-                *map(_dropped, flat[2:]),
-                num_groups=x.shape[-2],
-                epsilon=self.options.epsilon,
-                activation=self.options.activation,
-            )
+            y, *statistics = self._run_in_xla(x, residual, scale, bias)
         else:
             y, *statistics = cuda.group_norm.forward(
-                *flat,
+                *map(_channels_last, (x, residual, scale, bias)),
                 groups=x.shape[-2],
                 epsilon=self.options.epsilon,
                 activation=self.options.activation,
@@ -346,6 +338,24 @@ class Forward:
         saved = (self.save_statistics, self.save_statistics, self.save_variance)
         return y.reshape(x.shape), *(
             a if wanted else None for a, wanted in zip(statistics, saved, strict=True)
+        )
+
+    def _run_in_xla(self, x, residual, scale, bias) -> Sequence[Any]:
+        keywords: dict[str, Any] = dict(
+            epsilon=self.options.epsilon, activation=self.options.activation
+        )
+        if self.options.op == "batch_norm" and len(x) == 1:
+            channels = x.shape[-2]
+            y, *found = reference.batch_norm.norm_and_statistics(
+                x.reshape(-1, channels),
+                None if residual is None else residual.reshape(-1, channels),
+                *(None if a is None else a.reshape(channels) for a in (scale, bias)),
+                **keywords,
+            )
+            return (y, *(a[None] for a in found))
+        flat = [_channels_last(a) for a in (x, residual, scale, bias)]
+        return reference.group_norm.norm_and_statistics(
+            flat[0], flat[1], *map(_dropped, flat[2:]), num_groups=x.shape[-2], **keywords
         )
 
     def batched(self, call, axis_size, in_batched, x, residual, scale, bias) -> Results:

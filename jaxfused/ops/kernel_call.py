@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,16 @@ class HasParts(Protocol):
 
         The rows of operands and results are one axis. `call(kernel, *operands)` runs a kernel on parts.
         """
+
+
+@runtime_checkable
+class TakesRows(Protocol):
+    """A kernel of which XLA's implementation, and no other, gets the rows in the caller's own axes.
+
+    XLA evaluates an array [M, F] of odd F value by value, and one of more axes in vectors of values.
+    """
+
+    xla_takes_rows: ClassVar[bool]
 
 
 @runtime_checkable
@@ -311,7 +321,12 @@ class _OnShard:
     """Whether the call is lowered into a module of its own, without reusing cached `jax.jit`s."""
 
     def __call__(self, *operands: jax.Array | None) -> Results:
-        return self._over_rows(self._lowered, operands)
+        kernel = self.call.kernel
+        _, matrices = _flatten_rows(operands, kernel.axes(*operands).operands)
+        chosen = self._choose(matrices)
+        if chosen[0] == "xla" and isinstance(kernel, TakesRows):
+            return self._lowered(chosen, *operands)
+        return self._over_rows(functools.partial(self._lowered, chosen), operands)
 
     def on_parts(self, names: Sequence[str], *operands: jax.Array | None) -> Results:
         """The same on a part of axes that the kernel sums over."""
@@ -322,9 +337,8 @@ class _OnShard:
             own = sharding.varying(*present)
             remaining = iter(sharding.vary(present, own))
             on_shard = replace(self, call=replace(self.call, kernel=kernel))
-            results = on_shard._lowered(
-                *(None if operand is None else next(remaining) for operand in operands)
-            )
+            own_operands = [None if operand is None else next(remaining) for operand in operands]
+            results = on_shard._lowered(on_shard._choose(own_operands), *own_operands)
             # A kernel's results do not state over which mesh axes they vary.
             stated = iter(sharding.vary([r for r in results if r is not None], own))
             return tuple(None if result is None else next(stated) for result in results)
@@ -339,11 +353,11 @@ class _OnShard:
 
         return self._over_rows(run, operands)
 
-    def _lowered(self, *matrices: jax.Array | None) -> Results:
-        """Runs the kernel on operands whose rows are one axis."""
+    def _lowered(self, chosen: tuple[str, Hashable], *operands: jax.Array | None) -> Results:
+        """Runs the kernel by the chosen implementation and config."""
         call = self.call
         lower = _lowered_by_export if self.in_own_module else _lowered
-        return lower(call.kernel, *self._choose(matrices), call.runner.device, *matrices)
+        return lower(call.kernel, *chosen, call.runner.device, *operands)
 
     def _over_rows(self, f: Callable[..., Results], operands: Operands) -> Results:
         """Runs `f` on operands whose rows are one axis, and gives the results' rows their axes."""

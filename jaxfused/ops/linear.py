@@ -240,15 +240,11 @@ def _forward(run: Runner, options: _Options, saves: bool, *operands: Any) -> Res
     layer = options.forward(save_preactivation=saves)
     if not options.forward_in_xla:
         return run(layer, *operands)
-    x, w, bias, residual = operands
+    x, w, *_ = operands
     reasons = {"pallas": _WHY_BARE, "cuda": _WHY_BARE, "xla": None}
     shapes = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in (x, w)]
     dispatch.record(dispatch.Choice(layer.name, shapes, "xla", reasons))
-    rows = x.shape[:-1]
-    flat = None if residual is None else residual.reshape(-1, w.shape[1])
-    y, _ = layer.run("xla", run.device, x.reshape(-1, x.shape[-1]), w, bias, flat)
-    assert y is not None
-    return y.reshape(*rows, w.shape[1]), None
+    return layer.run("xla", run.device, *operands)
 
 
 def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
@@ -526,6 +522,7 @@ class Layer:
 
     configs = product_configs
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)
@@ -622,7 +619,7 @@ def weight_itemsize(x: jax.Array, w: jax.Array) -> int:
 
     Converting w then takes longer than the product.
     """
-    return w.dtype.itemsize if x.shape[0] <= few_rows.MAX_ROWS else 0
+    return w.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0
 
 
 def weights_for(implementation: str, w: Any, dtype: Any) -> Any:

@@ -620,6 +620,7 @@ class _HiddenAndSlope:
 
     configs = product_configs
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)
@@ -780,6 +781,7 @@ class _GatedUnit:
         )
 
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)

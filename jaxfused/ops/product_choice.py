@@ -51,7 +51,7 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
     """
     few = work.m <= few_rows.MAX_ROWS
     side_by_side = work.products if few else 1
-    fused_conversion = few and not work.k_last
+    fused_conversion = work.m <= cost.CONVERTED_ROWS and not work.k_last
     product = cost.xla_product(
         work.m,
         side_by_side * work.n,

@@ -1,6 +1,7 @@
 """conv in plain JAX: one call of XLA's convolution, and the sum and activation after it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +49,43 @@ def conv(
 def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
 ) -> jax.Array:
-    """Applies what follows a convolution, in float32, and rounds to its dtype again."""
-    dtype, compute_dtype = y.dtype, accumulator_dtype(y.dtype)
-    y = y.astype(compute_dtype)
+    """Applies what follows a convolution, and rounds to its dtype again."""
+    if adds_in_convolution(y.dtype, bias, residual, activation):
+        return activate(activation, _sum(y, bias, residual))
+    return activate(activation, _wide_sum(y, bias, residual)).astype(y.dtype)
+
+
+def adds_in_convolution(
+    dtype: Any, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
+) -> bool:
+    """Whether XLA has cuDNN's kernel do what follows a convolution, before the one rounding.
+
+    It adds numbers of the result's dtype and evaluates relu, and needs no pass over the result.
+    """
+    return activation in (None, "relu") and all(
+        array is None or array.dtype == dtype for array in (bias, residual)
+    )
+
+
+@jax.custom_jvp
+def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The sum in y's dtype, of which the gradient to the bias is summed in float32 all the same."""
+    y = y if bias is None else y + along_last_axis(bias, y)
+    return y if residual is None else y + residual
+
+
+@_sum.defjvp
+def _sum_jvp(primals, tangents):
+    y = _sum(*primals)
+    return y, _wide_sum(*tangents).astype(y.dtype)
+
+
+def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The sum in float32."""
+    y = y.astype(accumulator_dtype(y.dtype))
     if bias is not None:
         y = y + along_last_axis(bias, y)
-    if residual is not None:
-        y = y + residual.astype(compute_dtype)
-    return activate(activation, y).astype(dtype)
+    return y if residual is None else y + residual.astype(y.dtype)
 
 
 def padded(

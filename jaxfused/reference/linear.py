@@ -106,14 +106,14 @@ def layer(
         if sums_in_product(x, bias, residual, out_dtype):
             # XLA has its product add both before the one rounding, where sums in float32 take a pass
             # over the result. Their gradients would sum in 16 bits: `linear` above keeps float32.
-            y = product("md,df->mf", x, w, out_dtype=out_dtype, precision=precision)
+            y = _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
             y = y if bias is None else y + along_last_axis(bias, y)
             return y if residual is None else y + residual, None
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype), None
     z = narrow_preactivation(x, w, bias, precision=precision)
-    # No dtype is too narrow for relu, which XLA then has its product evaluate.
-    keeps_dtype = activation == "relu" and residual is None
+    # No dtype is too narrow for relu and one sum after it, which XLA then has its product evaluate.
+    keeps_dtype = activation == "relu" and sums_in_product(x, None, residual, out_dtype)
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
     y = add_residual(y, residual, out_dtype)
     if activation == "gelu_erf":
@@ -159,7 +159,7 @@ def narrow_preactivation(
     """
     if bias is None or bias.dtype != x.dtype:
         return preactivation(x, w, bias, precision=precision)
-    y = product("md,df->mf", x, w, out_dtype=x.dtype, precision=precision)
+    y = _product_of_rows(x, w, out_dtype=x.dtype, precision=precision)
     return y + along_last_axis(bias, y)
 
 

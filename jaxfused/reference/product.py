@@ -138,7 +138,7 @@ def sum_evaluated_rows(values: jax.Array, narrow: jax.Array) -> jax.Array:
 _FEW_COLUMNS = 1024
 _MANY_ROWS = 1024
 
-_FEW_ROWS = 64
+_FEW_ROWS = 128
 """Up to it a product takes as long as reading its weights, and two merged ones start only once."""
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.activation import activation_and_derivative
 from pallas_kernels.product import cost, linear
 from pallas_kernels.product.cost import Work
-from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig
+from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import MatmulConfig, fitting, matmul, predicted_time
 
 
@@ -131,7 +131,7 @@ def gated_forward(
         hidden,
         x.shape[1],
         itemsize=x.dtype.itemsize,
-        w_itemsize=w_gate.dtype.itemsize if x.shape[0] <= MAX_ROWS else 0,
+        w_itemsize=w_gate.dtype.itemsize if x.shape[0] <= cost.CONVERTED_ROWS else 0,
     )
     in_one, in_two = _times(work, len(outputs), multiprocessors)
     if w_up is None or in_one <= in_two or config is not None:

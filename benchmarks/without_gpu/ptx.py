@@ -1,0 +1,29 @@
+"""What the kernels that XLA generates consist of, read from the PTX that it dumps."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+_COUNTED = re.compile(
+    r"(ld|st)\.(global|shared)|shfl|red|atom|div|ex2|lg2|rcp|r?sqrt|tanh|sin|cos|mma|wgmma"
+)
+"""Memory, exchanges between threads, and what takes longer than a sum."""
+
+
+def instructions(folder: Path) -> dict[str, str]:
+    """By kernel: how many instructions it has, and which of them reach memory or take long."""
+    texts = (path.read_text() for path in sorted(folder.glob("*.ptx")))
+    return {name: count(body) for text in texts for name, body in _entries(text)}
+
+
+def count(body: str) -> str:
+    """The instructions of one kernel in a line, each as often as it is written, not as it runs."""
+    found = Counter(
+        re.findall(r"^\s+(?:@!?%\S+ )?([a-z]\w*(?:[.:]+\w+)*)[\s;]", body, re.MULTILINE)
+    )
+    counted = (f"{n} {name}" for name, n in found.items() if _COUNTED.match(name))
+    return ", ".join([f"{found.total()} instructions", *counted])
+
+
+def _entries(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"\.entry (\w+)\((.*?)^\}", text, re.DOTALL | re.MULTILINE)

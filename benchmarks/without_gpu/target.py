@@ -1,0 +1,74 @@
+"""An H200 that is not there: XLA's compiler for it, and programs compiled ahead of time.
+
+The compiler is in JAX's CUDA plugin, which needs no driver for that. `make without-gpu` puts the plugin
+into a folder of its own, so that JAX does not look for a GPU in every other program.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxfused import dispatch
+from jaxfused.cuda import cublaslt, library
+
+H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
+
+_BUILD = Path(__file__).parents[2] / "build"
+PLUGIN = _BUILD / "without_gpu"
+_QUICK_LIBRARY = _BUILD / "ffi-quick" / "libjaxfused.so"
+
+_WITHOUT_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0}
+
+
+def why_unavailable() -> str | None:
+    """Returns None where programs can be compiled for an H200, else the reason."""
+    if not (PLUGIN / "jax_plugins").exists():
+        return f"JAX's CUDA plugin is not in {PLUGIN}; `make without-gpu` puts it there"
+    return None
+
+
+def prepare() -> Any:
+    """Returns the H200, of which this process only has the compiler; before JAX is asked for devices."""
+    jax.config.update("jax_platforms", "cpu")
+    sys.path.insert(0, str(PLUGIN))
+    # Mosaic looked for it when it was imported; its kernels are linked to it.
+    ctypes.CDLL(str(PLUGIN / "jax_cuda13_plugin/libmosaic_gpu_runtime.so"), ctypes.RTLD_GLOBAL)
+    if library.why_unavailable() is not None and _QUICK_LIBRARY.exists():
+        library.PATH = _QUICK_LIBRARY
+        library.why_unavailable.cache_clear()
+    if library.why_unavailable() is None:
+        library.register()
+        # A GPU's machine has cuBLASLt from the plugin's wheels; nothing is called here.
+        cublaslt.why_unavailable = lambda: None  # type: ignore[assignment]
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology="1x1x1",
+        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+    )
+    return topology.devices[0]
+
+
+def compile_for(
+    device: Any,
+    f: Callable[..., Any],
+    shapes: Sequence[Any],
+    *,
+    triton_products: bool,
+    dump: Path,
+) -> Any:
+    """The program of `f`, made of what operators take on an H200; `dump` is a folder for its texts."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    operands = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
+    with dispatch.assume(H200):
+        lowered = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
+    options = _WITHOUT_GPU | {
+        "xla_gpu_enable_triton_gemm": triton_products,
+        "xla_dump_to": str(dump),
+        "xla_dump_emitter_re": ".*",
+    }
+    return lowered.compile(compiler_options=options)

@@ -1,0 +1,101 @@
+"""What `python -m benchmarks kernels` reads from a program; compiling one needs JAX's CUDA plugin."""
+
+import pytest
+
+from benchmarks.without_gpu import command, hlo, ptx
+
+PROGRAM = """HloModule jit_run, is_scheduled=true
+
+%fused_pad (param_0: bf16[4,6]) -> bf16[4,8] {
+  %param_0 = bf16[4,6]{1,0} parameter(0)
+  %zero = bf16[] constant(0)
+  ROOT %pad = bf16[4,8]{1,0} pad(%param_0, %zero), padding=0_0x0_2
+}
+
+%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %state = (s32[], f32[4]{0}) parameter(0)
+  %value = f32[4]{0} get-tuple-element(%state), index=1
+  %count = s32[] get-tuple-element(%state), index=0
+  %next = f32[4]{0} fusion(%value, %value), kind=kCustom, calls=%f, \
+backend_config={"fusion_backend_config":{"kind":"__triton","num_warps":"4"}}
+  ROOT %both = (s32[], f32[4]{0}) tuple(%count, %next)
+}
+
+%condition (state.1: (s32[], f32[4])) -> pred[] {
+  %state.1 = (s32[], f32[4]{0}) parameter(0)
+  ROOT %more = pred[] fusion(%state.1), kind=kLoop, calls=%g
+}
+
+ENTRY %main.2 (x: bf16[4,6], w: bf16[8,16]) -> (bf16[4,16], /*index=1*/f32[4]) {
+  %x = bf16[4,6]{1,0} parameter(0), metadata={op_name="x"}
+  %w = bf16[8,16]{1,0} parameter(1)
+  %loop_pad_fusion = bf16[4,8]{1,0} fusion(%x), kind=kLoop, calls=%fused_pad, \
+metadata={op_name="jit(run)/dot_general" stack_frame_id=3}
+  %custom-call.1 = (bf16[4,16]{1,0}, s8[33554432]{0}) custom-call(%loop_pad_fusion, %w), \
+custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(run)/jvp()/dot_general"}, \
+backend_config={"gemm_backend_config":{"epilogue":"BIAS_GELU"}}
+  %y = bf16[4,16]{1,0} get-tuple-element(%custom-call.1), index=0
+  %start = (s32[], f32[4]{0}) custom-call(), custom_call_target="mosaic_gpu_v2", \
+backend_config={module = "a(\\22{", name = "b"}
+  %loop = (s32[], f32[4]{0}) while(%start), condition=%condition, body=%body
+  %sums = f32[4]{0} get-tuple-element(%loop), index=1
+  ROOT %tuple = (bf16[4,16]{1,0}, f32[4]{0}) tuple(%y, %sums)
+}
+
+"""
+
+
+def test_kernels_are_read_in_their_order():
+    found = hlo.kernels(PROGRAM)
+    assert [(k.name, k.what, k.depth) for k in found] == [
+        ("loop_pad_fusion", "loop", 0),
+        ("custom-call.1", "__cublas$lt$matmul BIAS_GELU", 0),
+        ("start", "mosaic_gpu_v2", 0),
+        ("more", "loop", 1),
+        ("next", "triton", 1),
+    ]
+    pad, product, *_, following = found
+    assert (pad.results, pad.operands) == (("bf16[4,8]",), ("bf16[4,6]",))
+    assert pad.source == "jit(run)/dot_general"
+    assert pad.megabytes == pytest.approx((64 + 48) / 1e6)
+    # Scratch memory of a library is no result, and an operand that stands twice is read once.
+    assert product.results == ("bf16[4,16]",)
+    assert following.operands == ("f32[4]",)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [("bf16[3,5]", 30), ("f32[]", 4), ("pred[7]", 7), ("f8e4m3fn[9]", 9), ("token[]", 0)],
+)
+def test_sizes_of_arrays(shape, expected):
+    assert hlo.size(shape) == expected
+
+
+def test_a_list_has_a_line_for_each_kernel():
+    text = command.listing("ours", hlo.kernels(PROGRAM), {"loop_pad_fusion": "7 instructions"})
+    assert text.splitlines()[1].startswith("  ours: kernels 5, at most 0.00 MB")
+    assert (
+        "custom-call.1 (__cublas$lt$matmul BIAS_GELU)  bf16[4,16] <- bf16[4,8] bf16[8,16]" in text
+    )
+    assert "    next (triton)" in text
+    assert "dot_general; 7 instructions" in text
+
+
+def test_instructions_are_counted_by_kernel(tmp_path):
+    (tmp_path / "module.1.ptx").write_text(
+        """.visible .entry loop_pad_fusion(
+    .param .u64 p0
+)
+.reqntid 128, 1, 1
+{
+    ld.param.b64    %rd1, [p0];
+    @%p1 bra    $L__1;
+    ld.global.nc.v4.b16    {%rs1, %rs2, %rs3, %rs4}, [%rd1];
+    @!%p2 st.global.b16    [%rd1], %rs1;
+    st.global.b16    [%rd1+2], %rs2;
+    ret;
+}
+"""
+    )
+    counted = "6 instructions, 1 ld.global.nc.v4.b16, 2 st.global.b16"
+    assert ptx.instructions(tmp_path) == {"loop_pad_fusion": counted}
