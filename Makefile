@@ -79,10 +79,10 @@ test-all: $(INSTALLED) $(TESTED_LIBRARY) docs
 # Not what takes minutes, nor what compares sums of float32 with XLA's on a CPU, which are more exact.
 EMULATED_FILES := attention_cuda batch_norm conv group_norm max_pool optimizer_kernels quantized_cuda \
   rope upsample
+EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
+  not (depthwise and float32)
 test-emulated: ffi-emulated
-	$(PYTEST_ON_CPU) --emulated-cuda -m gpu $(EMULATED_FILES:%=tests/test_%.py) \
-	  -k 'not pallas and not 112 and not 300 and not float32_is and not dense \
-	  and not (depthwise and float32)'
+	$(PYTEST_ON_CPU) --emulated-cuda -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
 
 # On the GPU where JAX sees one.
 test-peers: $(INSTALLED)
