@@ -255,6 +255,22 @@ def test_arguments_that_are_no_arrays_are_what_they_are():
     assert jaxfused.fuse(f)(X, train=True)["z"] is None
 
 
+def test_results_that_are_no_arrays_are_what_they_are():
+    def f(x):
+        return {"y": x * 2, "name": "block", "layers": 3, "zero": jnp.zeros(())}
+
+    result = jaxfused.fuse(f)(X)
+    assert (result["name"], result["layers"]) == ("block", 3)
+    assert isinstance(result["zero"], jax.Array)
+    np.testing.assert_array_equal(result["y"], X * 2)
+
+
+def test_of_an_empty_batch_nothing_is_replaced():
+    empty = jnp.zeros((0, *X.shape[1:]))
+    assert counts(block, params(), empty) == {}
+    assert jaxfused.fuse(block)(params(), empty).shape == empty.shape
+
+
 def test_numpy_arrays_and_shapes_are_arrays():
     assert jaxfused.fuse(lambda x: x + 1)(np.ones(3, np.float32)).dtype == jnp.float32
     assert counts(block, *jax.eval_shape(lambda: (params(), X))) == BLOCK
@@ -383,6 +399,18 @@ def test_an_argument_that_is_a_module_of_nnx_is_written_back():
     model = NnxBlock("float32", nnx.Rngs(0))
     jaxfused.fuse(lambda model, x: model(x))(model, normal(0, 2, 6, 32))
     assert float(model.calls[...]) == 1
+
+
+def test_random_streams_of_nnx_go_on_where_the_call_left_them():
+    dropout = nnx.Dropout(0.5)
+    ours, stock = nnx.Rngs(3), nnx.Rngs(3)
+
+    def f(x, rngs):
+        return dropout(x, rngs=rngs)
+
+    for _ in range(2):
+        np.testing.assert_array_equal(jaxfused.fuse(f)(X, ours), f(X, stock))
+    assert ours.default.count[...] == stock.default.count[...] == 2
 
 
 def test_finding_costs_little_for_many_layers():

@@ -103,8 +103,16 @@ def by_sum(x, scale):
     return (y * (scale * jax.lax.rsqrt(mean_square + 1e-6))).astype(x.dtype)
 
 
+def by_reciprocal(x, scale):
+    y = wide(x)
+    root = jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+    return (y * jnp.reciprocal(root) * (1 + scale)).astype(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [times_rsqrt, over_root, gemma, llama, by_power, by_sum])
+@pytest.mark.parametrize(
+    "norm", [times_rsqrt, over_root, gemma, llama, by_power, by_sum, by_reciprocal]
+)
 def test_rms_norm_in_its_spellings(norm, dtype):
     x, scale, _ = inputs(dtype)
     assert_fuses(norm, x, scale, into={"rms_norm": 1})

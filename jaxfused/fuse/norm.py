@@ -54,7 +54,7 @@ class Statistics:
 def find(book: Book) -> None:
     """Adds all norms of the graph."""
     for node in book.graph.nodes:
-        if _is_root(node):
+        if _is_root(node) and node.out.uses:
             _find_at(book, node)
 
 
@@ -199,7 +199,7 @@ class _Match:
     image_shift: Value | None = None
 
 
-_STEPS = frozenset({"mul", "div", "add", "sub", "reshape", "broadcast_in_dim"})
+_STEPS = frozenset({"mul", "div", "add", "sub", "integer_pow", "reshape", "broadcast_in_dim"})
 _LONGEST = 16
 
 

@@ -162,15 +162,25 @@ def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
 def _rounded(subscripts, dtype, out_dtype, precision, a, b, like=None):
     # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
-    y = _einsum(
-        subscripts,
-        a.astype(dtype),
-        b.astype(dtype),
-        precision=precision,
-        preferred_element_type=leaving,
-        like=like,
+    einsum = functools.partial(
+        _einsum, subscripts, precision=precision, preferred_element_type=leaving, like=like
+    )
+    a, b = a.astype(dtype), b.astype(dtype)
+    if leaving == dtype or not _is_batched(subscripts) or _explicit_mesh(a, b) is not None:
+        return einsum(a, b).astype(out_dtype)
+    # On a CPU, XLA lacks the batched product of 16 bits into float32 where an operand was transposed.
+    # The product of float32 copies has the same terms and the same sums.
+    y = jax.lax.platform_dependent(
+        a, b, cpu=lambda a, b: einsum(a.astype(leaving), b.astype(leaving)), default=einsum
     )
     return y.astype(out_dtype)
+
+
+def _is_batched(subscripts: str) -> bool:
+    """Whether both operands and the result have an axis in common."""
+    operands, y_axes = subscripts.split("->")
+    a_axes, b_axes = operands.split(",")
+    return bool(set(a_axes) & set(b_axes) & set(y_axes))
 
 
 def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, of_weights, a, b):
