@@ -212,6 +212,14 @@ def test_groups_are_reported():
     assert_left_alone(group_norm, normal(0, 2, 4, 4, 8), because="no group_norm at")
 
 
+def test_statistics_of_a_batch_are_reported():
+    def batch_norm(x):
+        y = x - x.mean((0, 1), keepdims=True)
+        return y * jax.lax.rsqrt((y * y).mean((0, 1), keepdims=True) + 1e-6)
+
+    assert_left_alone(batch_norm, normal(0, 4, 6, 8), because="no batch_norm at")
+
+
 def test_statistics_that_are_returned_are_left_alone():
     def f(x):
         rstd = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
