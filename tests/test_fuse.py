@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
@@ -170,6 +172,25 @@ def test_what_has_no_kernel_on_a_gpu_stays_the_programs_own():
         found = fusion(jax.nn.dot_product_attention, odd, odd, odd)
     assert found.counts() == {}
     assert "XLA is to run it on this GPU" in str(found)
+
+
+def test_it_looks_into_programs_whose_types_are_sharded():
+    """An activation is told by its derivative, and a kernel asked for, with arrays of these types."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def f(x, w):
+        return jax.nn.relu(x @ w) @ w.T
+
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put((X, jnp.ones((X.shape[-1], 64))), (P("data"), P()))
+        assert counts(f, x, w) == {"mlp": 1}
+        np.testing.assert_allclose(jaxfused.fuse(f)(x, w), f(x, w), rtol=1e-5)
+        with dispatch.assume(H200):
+            of_kernels = [
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=a.sharding)
+                for shape, a in (((4096, 768), x), ((768, 3072), w))
+            ]
+            assert counts(f, *of_kernels) == {"mlp": 1}
 
 
 def test_an_operator_that_refuses_leaves_the_program_as_it_is(monkeypatch):
