@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfused
@@ -191,6 +191,15 @@ def test_it_looks_into_programs_whose_types_are_sharded():
                 for shape, a in (((4096, 768), x), ((768, 3072), w))
             ]
             assert counts(f, *of_kernels) == {"mlp": 1}
+
+
+def test_bodies_with_shardings_of_their_own_are_reported():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+    jitted = jax.jit(block, in_shardings=everywhere)
+    assert_left_alone(jitted, params(), X, because="put fuse inside it")
+    mapped = jax.shard_map(block, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    assert_left_alone(mapped, params(), X, because="a jax.shard_map is left as it is")
 
 
 def test_an_operator_that_refuses_leaves_the_program_as_it_is(monkeypatch):
