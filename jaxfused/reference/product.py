@@ -102,11 +102,23 @@ def _weight_product(
 ) -> jax.Array:
     """`weight_product` where the axes of x, dy and the weights [D, F] have these letters."""
     x_axes, dy_axes, w_axes = axes
+    dtype = jnp.dtype(options["dtype"])
+    wide = accumulator_dtype(dtype)
+
+    def in_order(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options)
+
+    def widened(x: jax.Array, dy: jax.Array) -> jax.Array:
+        """Of float32 copies, where XLA lacks the 16-bit product: see `_rounded`."""
+        x, dy = (a.astype(dtype).astype(wide) for a in (x, dy))
+        return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options | {"dtype": wide})
+
     return jax.lax.platform_dependent(
         x,
         dy,
         cuda=lambda x, dy: product(f"{dy_axes},{x_axes}->{w_axes[::-1]}", dy, x, **options).T,
-        default=lambda x, dy: product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options),
+        cpu=widened,
+        default=in_order,
     )
 
 
@@ -200,12 +212,31 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
             _rounded(for_a, dtype, a.dtype, precision, dy, b, like=a),
             _rounded(for_b, dtype, b.dtype, precision, a, dy, like=b),
         )
-    da = _rounding_product(for_a, dtype, a.dtype, precision, False, dy, b)
+    da = _gradient(for_a, dtype, a.dtype, precision, dy, b)
     if of_weights:
         axes = (a_axes, y_axes, b_axes)
         options = dict(dtype=dtype, out_dtype=b.dtype, precision=precision)
         return da, _weight_product(axes, a, dy, **options)
-    return da, _rounding_product(for_b, dtype, b.dtype, precision, False, a, dy)
+    return da, _gradient(for_b, dtype, b.dtype, precision, a, dy)
+
+
+def _gradient(subscripts, dtype, out_dtype, precision, a, b):
+    """The product that a gradient is: on a CPU of float32 copies where it leaves in float32.
+
+    See `_rounded`. In a forward that is not batched, policies of `jax.checkpoint` look for the product.
+    """
+
+    def as_it_is(a, b):
+        return _rounding_product(subscripts, dtype, out_dtype, precision, False, a, b)
+
+    def widened(a, b):
+        a, b = (x.astype(dtype).astype(wide) for x in (a, b))
+        return _rounding_product(subscripts, wide, out_dtype, precision, False, a, b)
+
+    wide = accumulator_dtype(dtype)
+    if dtype in (out_dtype, wide) or _is_batched(subscripts):
+        return as_it_is(a, b)
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=as_it_is)
 
 
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
