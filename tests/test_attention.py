@@ -125,6 +125,21 @@ def test_has_the_signature_of_jax_nn():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
 
 
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_bfloat16_that_was_transposed_runs_on_a_cpu(key_heads):
+    """XLA's CPU backend lacks a 16-bit product into float32 with operands in this order."""
+
+    def heads_first(query, key):
+        query, key = (x.transpose(0, 2, 1, 3) for x in (query, key.swapaxes(2, 3)))
+        return jaxfused.dot_product_attention(query, key, key, is_causal=True)
+
+    query = jnp.ones((2, 4, 5, 8), jnp.bfloat16)
+    key = jnp.ones((2, key_heads, 8, 5), jnp.bfloat16)
+    y, vjp = jax.vjp(jax.jit(heads_first), query, key)
+    np.testing.assert_array_equal(np.asarray(y, float), 1.0)
+    jax.block_until_ready(vjp(y))
+
+
 def test_without_batch():
     q, k, v = np.random.default_rng(0).normal(size=(3, 5, 4, 8)).astype(np.float32)
     options = {"key_value_seq_lengths": jnp.array([3]), "is_causal": True, "return_residual": True}

@@ -91,6 +91,16 @@ def test_parameters_of_integers_promote_as_in_flax(
         )
 
 
+def test_modules_of_flax_have_all_their_names():
+    """Models write `nn.attention.make_causal_mask`, and `nn.attention` is a module of ours too."""
+    ours, theirs = jaxfused.linen, flax.linen
+    assert ours.attention.make_causal_mask is theirs.attention.make_causal_mask
+    assert ours.linear.default_embed_init is theirs.linear.default_embed_init
+    assert ours.linear.Dense is ours.Dense
+    with pytest.raises(AttributeError, match="no attribute 'wings'"):
+        _ = ours.linear.wings
+
+
 def test_queries_of_integers():
     q, k, v = jax.random.randint(KEY, (3, B, T, 4, D), -3, 3)
     for ours, theirs in (

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
@@ -172,6 +174,34 @@ def test_what_has_no_kernel_on_a_gpu_stays_the_programs_own():
     assert "XLA is to run it on this GPU" in str(found)
 
 
+def test_it_looks_into_programs_whose_types_are_sharded():
+    """An activation is told by its derivative, and a kernel asked for, with arrays of these types."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def f(x, w):
+        return jax.nn.relu(x @ w) @ w.T
+
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put((X, jnp.ones((X.shape[-1], 64))), (P("data"), P()))
+        assert counts(f, x, w) == {"mlp": 1}
+        np.testing.assert_allclose(jaxfused.fuse(f)(x, w), f(x, w), rtol=1e-5)
+        with dispatch.assume(H200):
+            of_kernels = [
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=a.sharding)
+                for shape, a in (((4096, 768), x), ((768, 3072), w))
+            ]
+            assert counts(f, *of_kernels) == {"mlp": 1}
+
+
+def test_bodies_with_shardings_of_their_own_are_reported():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, P())
+    jitted = jax.jit(block, in_shardings=everywhere)
+    assert_left_alone(jitted, params(), X, because="put fuse inside it")
+    mapped = jax.shard_map(block, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    assert_left_alone(mapped, params(), X, because="a jax.shard_map is left as it is")
+
+
 def test_an_operator_that_refuses_leaves_the_program_as_it_is(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("layer_norm: not today")
@@ -253,6 +283,22 @@ def test_arguments_that_are_no_arrays_are_what_they_are():
 
     np.testing.assert_array_equal(jaxfused.fuse(f)(X, train=True)["y"], X * 2)
     assert jaxfused.fuse(f)(X, train=True)["z"] is None
+
+
+def test_results_that_are_no_arrays_are_what_they_are():
+    def f(x):
+        return {"y": x * 2, "name": "block", "layers": 3, "zero": jnp.zeros(())}
+
+    result = jaxfused.fuse(f)(X)
+    assert (result["name"], result["layers"]) == ("block", 3)
+    assert isinstance(result["zero"], jax.Array)
+    np.testing.assert_array_equal(result["y"], X * 2)
+
+
+def test_of_an_empty_batch_nothing_is_replaced():
+    empty = jnp.zeros((0, *X.shape[1:]))
+    assert counts(block, params(), empty) == {}
+    assert jaxfused.fuse(block)(params(), empty).shape == empty.shape
 
 
 def test_numpy_arrays_and_shapes_are_arrays():
@@ -383,6 +429,18 @@ def test_an_argument_that_is_a_module_of_nnx_is_written_back():
     model = NnxBlock("float32", nnx.Rngs(0))
     jaxfused.fuse(lambda model, x: model(x))(model, normal(0, 2, 6, 32))
     assert float(model.calls[...]) == 1
+
+
+def test_random_streams_of_nnx_go_on_where_the_call_left_them():
+    dropout = nnx.Dropout(0.5)
+    ours, stock = nnx.Rngs(3), nnx.Rngs(3)
+
+    def f(x, rngs):
+        return dropout(x, rngs=rngs)
+
+    for _ in range(2):
+        np.testing.assert_array_equal(jaxfused.fuse(f)(X, ours), f(X, stock))
+    assert ours.default.count[...] == stock.default.count[...] == 2
 
 
 def test_finding_costs_little_for_many_layers():

@@ -118,6 +118,34 @@ def test_heads_that_share_keys(attention, dtype):
     assert f"{B},{S},2,{H}]" in report, report
 
 
+def heads_first(q, k, v):
+    """Heads before positions; keys and values have an axis that the queries of a group share."""
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
+    logits = jnp.matmul(q, k[:, :, None].swapaxes(-1, -2)) / H**0.5
+    p = jax.nn.softmax(jnp.where(causal(), logits, -1e9), axis=-1)
+    y = jnp.matmul(p, v[:, :, None])
+    return y.reshape(len(y), N, *y.shape[3:]).transpose(0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [1, 2, N])
+@pytest.mark.parametrize("batch", [1, B])
+def test_matmul_takes_off_axes_of_length_1(batch, heads, dtype):
+    args = [x[:batch] for x in qkv(dtype, heads=heads)]
+    assert_fuses(heads_first, *args, into={"dot_product_attention": 1})
+    assert "is_causal" in str(fusion(heads_first, *args))
+
+
+def test_values_that_are_narrower_than_the_probabilities_are_widened():
+    def f(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(H))
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    q, k, v = qkv("float32")
+    assert_fuses(f, q, k, v.astype(jnp.bfloat16), into={"dot_product_attention": 1})
+
+
 # --- masks ----------------------------------------------------------------------------------------
 
 
@@ -218,6 +246,19 @@ def test_a_bias_is_a_bias():
     args = (*qkv("float32"), normal(5, N, T, S))
     assert_fuses(f, *args, into={"dot_product_attention": 1})
     assert "is_causal, bias" in str(fusion(f, *args))
+
+
+def test_what_is_subtracted_is_a_bias():
+    def f(q, k, v, padding):
+        logits = jnp.einsum("bthd,bshd->bhts", q, k) - 1e9 * (1.0 - padding[:, None, None])
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), v)
+
+    def g(q, k, v):
+        return f(q, k, v, of_padding((6, 4)).astype(q.dtype))
+
+    args = (*qkv("float32"), jnp.ones((B, S)))
+    assert counts(f, *args) == {"dot_product_attention": 1}
+    assert_fuses(g, *qkv("float32"), into={"dot_product_attention": 1})
 
 
 # --- what is left alone ---------------------------------------------------------------------------
@@ -336,6 +377,18 @@ def test_projections_to_features_that_are_then_cut_into_heads():
 
     weights = [normal(i, 32, N * H, scale=0.2) for i in (1, 2, 3)]
     args = (normal(0, B, T, 32), *weights, normal(4, N * H), normal(5, N * H))
+    assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
+
+
+def test_biases_of_features_and_a_query_that_is_scaled_before_it_is_cut():
+    def f(x, wq, wk, wv, bq, bk, bv):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in (wq, wk, wv))
+        q, k, v = ((y.reshape(B, T, -1) + b) for y, b in ((q, bq), (k, bk), (v, bv)))
+        q, k, v = (y.reshape(B, T, N, H) for y in (q * H**-0.5, k, v))
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+    biases = [normal(i, N * H) for i in (4, 5, 6)]
+    args = (*projections("float32", heads=N), *biases)
     assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
 
 

@@ -103,8 +103,16 @@ def by_sum(x, scale):
     return (y * (scale * jax.lax.rsqrt(mean_square + 1e-6))).astype(x.dtype)
 
 
+def by_reciprocal(x, scale):
+    y = wide(x)
+    root = jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+    return (y * jnp.reciprocal(root) * (1 + scale)).astype(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [times_rsqrt, over_root, gemma, llama, by_power, by_sum])
+@pytest.mark.parametrize(
+    "norm", [times_rsqrt, over_root, gemma, llama, by_power, by_sum, by_reciprocal]
+)
 def test_rms_norm_in_its_spellings(norm, dtype):
     x, scale, _ = inputs(dtype)
     assert_fuses(norm, x, scale, into={"rms_norm": 1})
@@ -202,6 +210,14 @@ def test_groups_are_reported():
         return y.reshape(x.shape)
 
     assert_left_alone(group_norm, normal(0, 2, 4, 4, 8), because="no group_norm at")
+
+
+def test_statistics_of_a_batch_are_reported():
+    def batch_norm(x):
+        y = x - x.mean((0, 1), keepdims=True)
+        return y * jax.lax.rsqrt((y * y).mean((0, 1), keepdims=True) + 1e-6)
+
+    assert_left_alone(batch_norm, normal(0, 4, 6, 8), because="no batch_norm at")
 
 
 def test_statistics_that_are_returned_are_left_alone():

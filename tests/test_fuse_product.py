@@ -74,6 +74,16 @@ def test_linear_accumulates_into_a_wider_result():
     assert y.dtype == jnp.float32
 
 
+def test_a_bias_may_follow_a_reshape_of_the_features():
+    def f(x, w, b):
+        y = jnp.einsum("...d,dnh->...nh", x, w)
+        return jax.nn.relu(y.reshape(*x.shape[:-1], -1) + b)
+
+    args = (x_of("float32"), weights(16, 4, 8), weights(32, seed=2))
+    assert_fuses(f, *args, into={"linear": 1})
+    assert "linear(bias, relu)" in str(fusion(f, *args))
+
+
 def test_a_product_over_two_axes_and_into_two():
     def f(x, w, b):
         y = jnp.einsum("btnh,nhkd->btkd", x, w) + b
@@ -138,6 +148,20 @@ def test_gated_mlp_of_one_product():
         return (jax.nn.silu(a) * b if first else a * jax.nn.silu(b)) @ w_down
 
     args = (x_of("float32"), weights(16, 64), weights(32, 16, seed=3))
+    assert_fuses(partial(f, first=True), *args, into={"gated_mlp": 1})
+    assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_mlp_of_one_product_with_its_biases(dtype):
+    def f(x, w, b, w_down, b_down, first):
+        y = x @ w.astype(x.dtype) + b.astype(x.dtype)
+        a, c = jnp.split(y, 2, axis=-1)
+        y = jax.nn.gelu(a) * c if first else a * jax.nn.gelu(c)
+        return y @ w_down.astype(x.dtype) + b_down.astype(x.dtype)
+
+    shapes = ((16, 64), (64,), (32, 16), (16,))
+    args = (x_of(dtype), *(weights(*shape, seed=i + 1) for i, shape in enumerate(shapes)))
     assert_fuses(partial(f, first=True), *args, into={"gated_mlp": 1})
     assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
 

@@ -28,6 +28,17 @@ def plain_linear(x, w, bias, residual, activation):
     return y if residual is None else y + residual
 
 
+@pytest.mark.parametrize("bias", [None, jnp.ones(50)], ids=["plain", "bias"])
+def test_the_gradient_of_tied_weights_runs_on_a_cpu(bias):
+    """XLA's CPU backend lacks the 16-bit product into float32 whose result is transposed."""
+    x, embedding = jnp.ones((2, 8, 32), jnp.bfloat16), jnp.ones((50, 32))
+
+    def loss(embedding):
+        return jaxfused.linear(x, embedding.T, bias).astype(jnp.float32).sum()
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(embedding), 16.0)
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(case, "float32") for case in CASES]

@@ -113,7 +113,7 @@ def is_relu(node: Node) -> bool:
 
 def _has_slope_of_relu(node: Node) -> bool:
     """Whether the derivative, which may be of the user's own making, is that of `jax.nn.relu`."""
-    x = jax.ShapeDtypeStruct(node.ins[0].shape, node.ins[0].dtype)
+    x = node.ins[0].struct
     derivative = jax.make_jaxpr(
         lambda x, dx: jax.jvp(lambda x: graph.bind(node.eqn, [x])[0], (x,), (dx,))[1]
     )(x, x)

@@ -300,6 +300,13 @@ def stages(value: Value) -> list[Value]:
     return found
 
 
+def is_reshape(node: Node) -> bool:
+    """Whether the operation only cuts the same elements, in the same order, into other axes."""
+    if node.name == "broadcast_in_dim":
+        return len(node.ins) == 1 and math.prod(node.ins[0].shape) == math.prod(node.out.shape)
+    return node.name in ("reshape", "squeeze")
+
+
 def at_dtype(value: Value, dtype: object) -> Value | None:
     """The earliest stage of the value that has this dtype, or None."""
     return next((v for v in reversed(stages(value)) if v.dtype == dtype), None)

@@ -18,6 +18,7 @@ from jaxfused.fuse.algebra import (
     at_dtype,
     between,
     core,
+    is_reshape,
     is_transparent,
     passed_on,
     stages,
@@ -119,7 +120,14 @@ def is_maximum(value: Value, logits: Value, axis: int) -> bool:
             return False
 
 
-_ON_THE_WAY = frozenset({"transpose", "reshape"})
+def _moves(node: Node) -> bool:
+    """Whether the operation only orders the elements anew.
+
+    `jnp.matmul` takes off axes of length 1 before its product, and puts them on again after it.
+    """
+    return node.name == "transpose" or is_reshape(node)
+
+
 _DROPPING = frozenset({"mul", "div", "select_n"})
 
 
@@ -133,7 +141,8 @@ def _product_after(value: Value) -> Node | None:
                 return node
             if _by_ones(node) is not None and steps < 8:
                 pending.append((node.out, steps + 1))
-            if steps < 8 and (node.name in _ON_THE_WAY | _DROPPING or passed_on(node) is not None):
+            is_step = node.name in _DROPPING or _moves(node) or passed_on(node) is not None
+            if steps < 8 and is_step:
                 pending.append((node.out, steps + 1))
     return None
 
@@ -172,7 +181,8 @@ class _Logits:
     soft_cap: float | None = None
     masks: list[tuple[mask.Part, float]] = field(default_factory=list)
     """With the number that masked logits get."""
-    biases: list[tuple[View, Axes]] = field(default_factory=list)
+    biases: list[tuple[View, Axes, bool]] = field(default_factory=list)
+    """With whether they are subtracted."""
     added: list[Value] = field(default_factory=list)
     """Masks and biases as they meet the logits: what makes them, other attentions may share."""
 
@@ -195,7 +205,8 @@ def _regroup(axes: Axes, sizes: dict[str, int], shape: Sequence[int]) -> Axes:
         result.append(tuple(group))
     if atoms:
         raise _NoAttention("a reshape cuts an axis of the logits in parts")
-    return tuple(result) if not ones else (*result[:-1], (*ones, *result[-1]))
+    # The softmax is taken over the last axis, which has to be of keys alone.
+    return tuple(result) if not ones else ((*ones, *result[0]), *result[1:])
 
 
 def _atoms_of_product(node: Node) -> tuple[Axes, Axes, Axes, dict[str, int]]:
@@ -234,7 +245,7 @@ def _walk(value: Value, limit: int = 24) -> tuple[Node, list[Node]] | None:
         operand = passed_on(node)
         if operand is not None:
             value = operand
-        elif node.name in ("transpose", "reshape", "tanh"):
+        elif node.name == "tanh" or _moves(node):
             value = node.ins[0]
         elif node.name in ("mul", "div", "add", "sub"):
             following = [v for v in node.ins if not v.is_constant and v.shape == node.out.shape]
@@ -264,7 +275,7 @@ def _leads_to_product(value: Value) -> bool:
             return True
         operand = passed_on(node)
         if operand is None:
-            if node.name not in ("transpose", "reshape", "tanh", "mul", "div", "add"):
+            if node.name not in ("tanh", "mul", "div", "add") and not _moves(node):
                 return False
             operand = next((v for v in node.ins if not v.is_constant), None)
         if operand is None:
@@ -281,7 +292,7 @@ def _read_logits(node: Node, path: Sequence[Node], axes: Axes, sizes: dict[str, 
     for step in path:
         if step.name == "transpose":
             found.axes = tuple(found.axes[int(i)] for i in step.params["permutation"])
-        elif step.name == "reshape":
+        elif is_reshape(step):
             found.axes = _regroup(found.axes, sizes, step.out.shape)
         elif step.name == "tanh":
             if found.masks or found.biases or found.soft_cap is not None:
@@ -321,13 +332,11 @@ def _bias(found: _Logits, step: Node, value: Value) -> None:
         return
     found.added.append(other)
     axes = tuple(i if size != 1 else None for i, size in enumerate(other.shape))
-    if step.name == "sub":
-        raise _NoAttention("an array is subtracted from the logits; add its negative")
-    masked = _as_mask(other, axes, found.axes)
+    masked = None if step.name == "sub" else _as_mask(other, axes, found.axes)
     if masked is not None:
         found.masks += masked
     else:
-        found.biases.append((view(other, axes), found.axes))
+        found.biases.append((view(other, axes), found.axes, step.name == "sub"))
 
 
 def _as_mask(
@@ -392,7 +401,7 @@ def _site(book: Book, node: Node, softmax: _Softmax, after: Node) -> Site | None
     for step in steps:
         if step.name == "transpose":
             p_axes = tuple(p_axes[int(i)] for i in step.params["permutation"])
-        elif step.name == "reshape":
+        elif is_reshape(step):
             p_axes = _regroup(p_axes, sizes, step.out.shape)
         else:
             ones = _by_ones(step)
@@ -430,7 +439,7 @@ def _probabilities(softmax: Node, after: Node) -> tuple[int, list[Node]] | None:
         value = operand
         while value.node is not None and value.node is not softmax and len(steps) < 12:
             step = value.node
-            inner = step.ins[0] if step.name in _ON_THE_WAY else passed_on(step)
+            inner = step.ins[0] if _moves(step) else passed_on(step)
             ones = _by_ones(step)
             if ones is not None:
                 inner = step.ins[ones[0]]
@@ -486,7 +495,7 @@ def _layout(
         raise _NoAttention("queries and keys have more than one axis of features")
     if sum(1 for (a,) in k_axes if not a.startswith(("b", "h"))) != 1:
         raise _NoAttention("keys have more than one axis beside heads and batch")
-    order = [a for (a,) in _written_order(query, q_axes)]
+    order = [a for group in _written_order(query, q_axes) for a in group]
     free = [a for a in order if not a.startswith(("b", "h"))]
     if not free or len(free) > 2:
         raise _NoAttention(f"queries have {len(free)} axes beside heads and batch")
@@ -539,10 +548,27 @@ def _written_order(query: Value, axes: Axes) -> Axes:
             for i, axis in enumerate(node.params["permutation"]):
                 written[int(axis)] = axes[i]
             axes = tuple(written)
+        elif is_reshape(node):
+            moved = _without_ones(axes, node.out.shape, node.ins[0].shape)
+            if moved is None:
+                break
+            axes = moved
         elif not (is_transparent(node) or (node.name in ("mul", "div") and _by_number(node))):
             break
         query = node.ins[0] if scalar(node.ins[0]) is None else node.ins[1]
     return axes
+
+
+def _without_ones(axes: Axes, shape: Sequence[int], before: Sequence[int]) -> Axes | None:
+    """The atoms of an array's axes before axes of length 1 were put on or taken off, or None."""
+    if [size for size in before if size != 1] != [size for size in shape if size != 1]:
+        return None
+    ones = tuple(a for group, size in zip(axes, shape, strict=True) if size == 1 for a in group)
+    full = iter([group for group, size in zip(axes, shape, strict=True) if size != 1])
+    moved = [() if size == 1 else next(full) for size in before]
+    place = list(before).index(1) if 1 in before else 0
+    moved[place] = (*ones, *moved[place])
+    return tuple(moved)
 
 
 def _by_number(node: Node) -> bool:
@@ -620,7 +646,7 @@ def _make(
     inputs: list[Value] = list(arrays)
     for part, _ in dynamic:
         inputs.append(part.seen.base)
-    for seen, _ in logits.biases:
+    for seen, _, _ in logits.biases:
         inputs.append(seen.base)
     heads = layout.heads
     key_heads = tuple(h for h in heads if h.startswith("b"))
@@ -633,7 +659,10 @@ def _make(
     queries, keys = sizes[layout.query], sizes[layout.key]
 
     def call(*operands: jax.Array) -> Sequence[jax.Array]:
-        q, k, v = (_arranged(array, *order) for array, order in zip(operands, orders, strict=False))
+        q, k, v = (
+            _arranged(array.astype(root.dtype), *order)
+            for array, order in zip(operands, orders, strict=False)
+        )
         rest = iter(operands[3:])
         explicit = None
         for part, _ in dynamic:
@@ -642,8 +671,9 @@ def _make(
             array = ~array if part.negated else array
             explicit = array if explicit is None else explicit & array
         bias = None
-        for seen, axes in logits.biases:
+        for seen, axes, is_subtracted in logits.biases:
             array = layout.spread(next(rest), seen.axes, axes)
+            array = -array if is_subtracted else array
             bias = array if bias is None else bias + array
         given = explicit
         if constant.explicit is not None:
@@ -730,12 +760,18 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
 
 
 def _root(after: Node, operands: Sequence[Value]) -> tuple[Value, tuple[Value, ...]]:
-    """The last convert of the output for which queries, keys and values are there in its dtype."""
+    """The last convert of the output for which queries, keys and values are there in its dtype.
+
+    Where the program multiplies a narrower array as it is, that one is widened.
+    """
     candidates = [after.out]
     while candidates[-1].used_once and is_transparent(candidates[-1].uses[0]):
         candidates.append(candidates[-1].uses[0].out)
     for root in reversed(candidates):
-        found = [at_dtype(v, root.dtype) for v in operands]
+        found = [
+            v if v.dtype.itemsize < root.dtype.itemsize else at_dtype(v, root.dtype)
+            for v in operands
+        ]
         if all(v is not None for v in found):
             return root, tuple(v for v in found if v is not None)
     dtypes = ", ".join(str(core(v).dtype) for v in operands)

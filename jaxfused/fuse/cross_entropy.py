@@ -16,7 +16,7 @@ from jaxfused.fuse.algebra import View, between, core, view
 from jaxfused.fuse.attention import is_maximum
 from jaxfused.fuse.constants import evaluate
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.product import Biased, Projection, bias_array, biased, projections
+from jaxfused.fuse.product import Biased, Projection, biased, projections
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.linear_cross_entropy import linear_softmax_cross_entropy
 
@@ -197,7 +197,7 @@ def _add(book: Book, node: Node, loss: _Loss, p: Projection, affine: Biased) -> 
             p.inputs(x),
             p.matrix(w),
             known,
-            bias_array(bias[0]) if bias else None,
+            p.bias(bias[0]) if bias else None,
             reduction="none",
         )
         if loss.outside == "zero":

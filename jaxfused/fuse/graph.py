@@ -71,6 +71,14 @@ class Value:
         return self.dtype is not None and jax.numpy.issubdtype(self.dtype, jax.numpy.floating)
 
     @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """What stands for it where a function is traced, sharded as its type says."""
+        sharding = getattr(self.aval, "sharding", None)
+        if sharding is None or not sharding.mesh.explicit_axes:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding)
+
+    @property
     def made_by(self) -> str:
         """The name of the operation that makes it, or ""."""
         return "" if self.node is None else self.node.name

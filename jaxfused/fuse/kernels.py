@@ -32,7 +32,7 @@ def drop_what_xla_runs(book: Book) -> None:
 
 def _has_kernel(site: Site) -> bool:
     """Whether a stage is chosen to run in a kernel, or nothing is known before XLA compiles."""
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in site.inputs]
+    shapes = [v.struct for v in site.inputs]
     floating = [i for i, v in enumerate(site.inputs) if v.is_floating]
 
     def differentiated(*operands: jax.Array) -> Any:

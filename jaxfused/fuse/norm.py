@@ -54,7 +54,7 @@ class Statistics:
 def find(book: Book) -> None:
     """Adds all norms of the graph."""
     for node in book.graph.nodes:
-        if _is_root(node):
+        if _is_root(node) and node.out.uses:
             _find_at(book, node)
 
 
@@ -172,9 +172,11 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
 
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
     rank = moment.argument.ndim
-    if rank - 1 in moment.axes and 0 not in moment.axes:
+    over_features, over_images = rank - 1 in moment.axes, 0 in moment.axes
+    if over_features != over_images:
+        name = "group_norm" if over_features else "batch_norm"
         reason = "fuse does not replace it yet, and XLA runs the program's own operations"
-        book.miss("group_norm", root, reason)
+        book.miss(name, root, reason)
         return
     reason = (
         f"the mean is taken over axes {moment.axes} of {rank}, and the operator takes the last one"
@@ -199,7 +201,7 @@ class _Match:
     image_shift: Value | None = None
 
 
-_STEPS = frozenset({"mul", "div", "add", "sub", "reshape", "broadcast_in_dim"})
+_STEPS = frozenset({"mul", "div", "add", "sub", "integer_pow", "reshape", "broadcast_in_dim"})
 _LONGEST = 16
 
 

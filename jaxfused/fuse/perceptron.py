@@ -14,7 +14,6 @@ from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.product import (
     Biased,
     Projection,
-    bias_array,
     biased,
     projections,
     residual_of,
@@ -161,9 +160,9 @@ def _add_mlp(
         y = mlp(
             first.inputs(x),
             first.matrix(w1),
-            bias_array(rest["b1"]) if "b1" in rest else None,
+            first.bias(rest["b1"]) if "b1" in rest else None,
             last.matrix(w2),
-            bias_array(rest["b2"]) if "b2" in rest else None,
+            last.bias(rest["b2"]) if "b2" in rest else None,
             activation=activated.name,
             residual=None if residual is None else residual.reshape(*first.rows, -1),
             save="hidden",
@@ -204,6 +203,7 @@ def _add_gated(
     }
     given |= {"b_down": end.bias, "residual": end.residual}
     present = {name: value for name, value in given.items() if value is not None}
+    owners = {f"b_{n}": p for n, (p, _) in zip(names, branches, strict=True)} | {"b_down": last}
     shape, dtype = end.value.shape, end.value.dtype
 
     def call(x: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -211,7 +211,7 @@ def _add_gated(
         down = last.matrix(arrays[len(branches)])
         rest: dict[str, Any] = dict(zip(present, arrays[len(branches) + 1 :], strict=True))
         residual = rest.pop("residual", None)
-        biases: dict[str, Any] = {name: bias_array(b) for name, b in rest.items()}
+        biases: dict[str, Any] = {name: owners[name].bias(b) for name, b in rest.items()}
         y = gated_mlp(
             gate.inputs(x),
             weights[0],
@@ -308,15 +308,8 @@ def _gated_of_one(
         if math.prod(first.features) != 2 * math.prod(last.x.shape[-len(last.contracted) :]):
             continue
         covered = set(activated.covered | {node} | halves.covered) | _stages_between(node.out, last)
-        turned = gate is halves.second
-        branch = _swapped(first) if turned else first
-        biases = affine if not turned or affine.bias is None else None
-        if biases is None:
-            book.miss(
-                "gated_mlp", first.node, "the gate is the second half of a product with a bias"
-            )
-            return
-        _add_gated(book, [(branch, biases)], activated.name, covered, last)
+        branch = _swapped(first) if gate is halves.second else first
+        _add_gated(book, [(branch, affine)], activated.name, covered, last)
         return
 
 
@@ -324,8 +317,10 @@ class _Swapped(Projection):
     """A product whose matrix has the gate's columns second."""
 
     def matrix(self, w: jax.Array) -> jax.Array:
-        first, second = jnp.split(super().matrix(w), 2, axis=1)
-        return jnp.concatenate([second, first], axis=1)
+        return jnp.roll(super().matrix(w), math.prod(self.features) // 2, axis=1)
+
+    def bias(self, bias: jax.Array) -> jax.Array:
+        return jnp.roll(super().bias(bias), math.prod(self.features) // 2)
 
 
 def _swapped(p: Projection) -> Projection:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxfused.fuse.activation import activation_of, why_no_activation
-from jaxfused.fuse.algebra import between, core, is_transparent, trailing
+from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, trailing
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.linear import linear
@@ -55,6 +55,10 @@ class Projection:
     def inputs(self, x: jax.Array) -> jax.Array:
         """X as [..., D]."""
         return x if len(self.contracted) == 1 else x.reshape(*self.rows, -1)
+
+    def bias(self, bias: jax.Array) -> jax.Array:
+        """A bias as [F]."""
+        return bias.reshape(-1)
 
 
 def projections(book: Book) -> list[Projection]:
@@ -130,7 +134,8 @@ class Biased:
 def biased(book: Book, p: Projection) -> Biased:
     """The last value that is the product and its bias alone, as far as no site has taken it.
 
-    Of converts after it, it takes those that lead to the dtype of x.
+    Of converts after it, it takes those that lead to the dtype of x. A bias may be added after the
+    features were put into other axes.
     """
     current = best = Biased(p.result, None, frozenset())
     while current.value.used_once:
@@ -138,24 +143,24 @@ def biased(book: Book, p: Projection) -> Biased:
         if node in book.owner:
             break
         bias, covered = current.bias, current.covered | {node}
-        if node.name == "add" and bias is None and node.out.shape == p.result.shape:
+        if node.name == "add" and bias is None and node.out.shape == current.value.shape:
             other = node.ins[1] if node.ins[0] is current.value else node.ins[0]
-            bias = trailing(other, p.features)
+            bias = trailing(other, current.value.shape[len(p.rows) :])
             if bias is None:
                 break
             covered |= between(other, {bias})
+        elif is_reshape(node):
+            if bias is not None or node.out.shape[: len(p.rows)] != p.rows:
+                break
         elif not is_transparent(node):
             break
         current = Biased(node.out, bias, covered)
+        if bias is None and node.out.shape != p.result.shape:
+            continue
         # A result that stays wide is as good where none has x's dtype.
         if node.out.dtype == p.x.dtype or best.value.dtype != p.x.dtype:
             best = current
     return best
-
-
-def bias_array(bias: jax.Array) -> jax.Array:
-    """A bias as [F]."""
-    return bias.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,7 @@ def _find_at(book: Book, p: Projection) -> None:
     def call(x: jax.Array, w: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
         operands: dict[str, Any] = dict(zip(present, arrays, strict=True))
         if "bias" in operands:
-            operands["bias"] = bias_array(operands["bias"])
+            operands["bias"] = p.bias(operands["bias"])
         if "residual" in operands:
             operands["residual"] = operands["residual"].reshape(*p.rows, -1)
         y = linear(

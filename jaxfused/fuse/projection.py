@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxfused.fuse.algebra import between, is_transparent, same
+from jaxfused.fuse.algebra import between, is_reshape, is_transparent, same
+from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
 from jaxfused.fuse.norm import Norm
-from jaxfused.fuse.product import Biased, Projection, bias_array, biased, projections
+from jaxfused.fuse.product import Biased, Projection, biased, projections
 from jaxfused.fuse.rotation import Rotation, rotation, rows_of_tables, tables_of_rows
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.qkv_projection import qkv_projection
@@ -90,7 +91,11 @@ def _branch(
         node = value.node
         if node is None or node in book.owner:
             return None
-        if node.name not in ("reshape", "transpose") and not is_transparent(node):
+        if result is None and node.name in ("mul", "div") and scalar(node.ins[1]) is not None:
+            # A query that is scaled: the program goes on with the product as it is.
+            value = node.ins[0]
+            continue
+        if node.name != "transpose" and not (is_reshape(node) or is_transparent(node)):
             return None
         if result is not None:
             views.append(node)
@@ -131,11 +136,11 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         bias = None
         if any(bias is not None for bias in biases):
             parts = [
-                jnp.zeros(w.shape[1], x.dtype) if bias is None else bias_array(next(rest))
-                for w, bias in zip(weights, biases, strict=True)
+                jnp.zeros(w.shape[1], x.dtype) if bias is None else b.product.bias(next(rest))
+                for b, w, bias in zip(branches, weights, biases, strict=True)
             ]
             bias = jnp.concatenate(parts)
-        scales = [bias_array(next(rest)) if b.norm is not None else None for b in (q, k)]
+        scales = [next(rest).reshape(-1) if b.norm is not None else None for b in (q, k)]
         cos, sin = None, None
         if tables is not None:
             cos, sin = tables_of_rows(tables, next(rest), next(rest), rows)

@@ -32,6 +32,9 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
 )
 """In the order in which they are asked: a later one may take in what an earlier one found."""
 
+_CLOSED = {"jit": "a jax.jit with shardings of its own", "shard_map": "a jax.shard_map"}
+"""Operations with a body that is not looked into. Other calls of jax.jit are no operations."""
+
 
 @dataclass(frozen=True)
 class Recognised:
@@ -75,6 +78,10 @@ def _recognise(
     kernels.drop_what_xla_runs(book)
     bodies: dict[Node, tuple[Plan, ...]] = {}
     for node in graph.nodes:
+        if node.name in _CLOSED:
+            book.miss(
+                "operator", node, f"{_CLOSED[node.name]} is left as it is; put fuse inside it"
+            )
         if node.bodies:
             plans = tuple(
                 _recognise(b, without, refused, counts, found, misses) for b in node.bodies

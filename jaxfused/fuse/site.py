@@ -64,6 +64,8 @@ class Book:
 
     def add(self, site: Site) -> bool:
         """Adds a site, unless one of its values is used elsewhere or the user leaves it out."""
+        if any(0 in value.shape for value in (*site.inputs, *site.outputs)):
+            return False
         site.covered -= _free(site)
         if any(node in self.owner and self.owner[node] not in site.parts for node in site.covered):
             return False

@@ -1,8 +1,9 @@
 """From a call of a function to its jaxpr, and back from the jaxpr's results to what the call returns.
 
-Arrays among the arguments are inputs of the jaxpr. Everything else (flags, names, modules' static
-fields) is what it is. Modules of `flax.nnx` are split into their state, which is an input, and the
-rest; what the function changed in them is written back after the call.
+Arrays among the arguments are inputs of the jaxpr, and arrays that the function returns its results.
+Everything else (flags, names, modules' static fields) is what it is. Modules of `flax.nnx` and its
+other objects with state, as `nnx.Rngs`, are split into their state, which is an input, and the rest;
+what the function changed in them is written back after the call.
 """
 
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -26,76 +28,86 @@ class Trace:
 
 
 class _Slot:
-    """Stands for an array, or for a module of nnx, among the arguments."""
+    """Stands for an array, or for an object of nnx, among the arguments or results."""
 
 
-_ARRAY, _MODULE = _Slot(), _Slot()
+_ARRAY, _OBJECT = _Slot(), _Slot()
 
 
 def trace(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Traces `f(*args, **kwargs)`."""
-    # Loading nnx takes longer than tracing, and where it is not loaded there are no modules of it.
+    # Loading nnx takes longer than tracing, and where it is not loaded there are no objects of it.
     nnx: Any = sys.modules.get("flax.nnx")
     bound = getattr(f, "__self__", f)
-    if not _is_module(nnx, bound):
+    if not _is_object(nnx, bound):
         bound = None
     tree = (bound, args, kwargs)
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: _is_module(nnx, leaf))
-    modules = [leaf for leaf in leaves if _is_module(nnx, leaf)]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: _is_object(nnx, leaf))
+    objects = [leaf for leaf in leaves if _is_object(nnx, leaf)]
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     slots = [
-        _MODULE if _is_module(nnx, leaf) else _ARRAY if _is_array(leaf) else leaf for leaf in leaves
+        _OBJECT if _is_object(nnx, leaf) else _ARRAY if _is_array(leaf) else leaf for leaf in leaves
     ]
-    graphdef, state = nnx.split(modules) if modules else (None, None)
+    graphdef, state = nnx.split(objects) if objects else (None, None)
     state_leaves, state_tree = jax.tree.flatten(state)
     # Written by the trace, once it has run.
     out_tree: Any = None
+    out_slots: list[Any] = []
     changed: list[int] = []
 
     def flat(arrays: Sequence[Any], state_leaves: Sequence[Any]) -> list[Any]:
-        nonlocal out_tree, changed
+        nonlocal out_tree, out_slots, changed
         inside = []
-        if modules:
+        if objects:
             inside = nnx.merge(graphdef, jax.tree.unflatten(state_tree, state_leaves))
-        fill = {id(_ARRAY): iter(arrays), id(_MODULE): iter(inside)}
-        filled = [next(fill[id(s)]) if isinstance(s, _Slot) else s for s in slots]
-        bound_inside, args, kwargs = jax.tree.unflatten(treedef, filled)
+        bound_inside, args, kwargs = jax.tree.unflatten(treedef, _filled(slots, arrays, inside))
         function = f
         if bound is not None:
             function = bound_inside if bound is f else f.__func__.__get__(bound_inside)  # type: ignore[attr-defined]
         outs, out_tree = jax.tree.flatten(function(*args, **kwargs))
+        out_slots = [_ARRAY if isinstance(out, jax.Array) else out for out in outs]
         new_leaves: list[Any] = []
-        if modules:
+        if objects:
             _, new_state = nnx.split(inside)
             new_leaves, new_tree = jax.tree.flatten(new_state)
             if str(new_tree) != str(state_tree):
                 raise ValueError(
-                    "fuse: the function added variables to a module of nnx or removed some, but only"
-                    " their values may change; make the module's variables before the call."
+                    "fuse: the function added variables to an object of nnx or removed some, but only"
+                    " their values may change; make the object's variables before the call."
                 )
         changed = [
             i
             for i, (old, new) in enumerate(zip(state_leaves, new_leaves, strict=False))
             if old is not new
         ]
-        return [*outs, *(new_leaves[i] for i in changed)]
+        results = [out for out in outs if isinstance(out, jax.Array)]
+        return [*results, *(new_leaves[i] for i in changed)]
 
     jaxpr = jax.make_jaxpr(flat)(arrays, state_leaves)
 
     def finish(results: Sequence[Any]) -> Any:
-        count = out_tree.num_leaves
+        count = sum(slot is _ARRAY for slot in out_slots)
         if changed:
             updated = list(state_leaves)
             for i, array in zip(changed, results[count:], strict=True):
                 updated[i] = array
-            nnx.update(modules, jax.tree.unflatten(state_tree, updated))
-        return jax.tree.unflatten(out_tree, results[:count])
+            nnx.update(objects, jax.tree.unflatten(state_tree, updated))
+        # A result that does not depend on the arguments is a literal of the jaxpr.
+        arrays = [jnp.asarray(result) for result in results[:count]]
+        return jax.tree.unflatten(out_tree, _filled(out_slots, arrays, ()))
 
     return Trace(jaxpr, [*arrays, *state_leaves], finish)
 
 
-def _is_module(nnx: Any, leaf: Any) -> bool:
-    return nnx is not None and isinstance(leaf, nnx.Module)
+def _filled(slots: Sequence[Any], arrays: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
+    """The leaves with arrays and objects in their places."""
+    fill = {id(_ARRAY): iter(arrays), id(_OBJECT): iter(objects)}
+    return [next(fill[id(s)]) if isinstance(s, _Slot) else s for s in slots]
+
+
+def _is_object(nnx: Any, leaf: Any) -> bool:
+    """Whether the leaf is a module of nnx or another object of its that has state, as `nnx.Rngs`."""
+    return nnx is not None and isinstance(leaf, nnx.Pytree)
 
 
 def _is_array(leaf: Any) -> bool:

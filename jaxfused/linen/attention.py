@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -338,3 +339,8 @@ class SelfAttention(MultiHeadDotProductAttention):
             dropout_rng=dropout_rng,
             sow_weights=sow_weights,
         )
+
+
+def __getattr__(name: str) -> Any:
+    """`nn.attention` is a module of Flax too: what is not ours in it is Flax's."""
+    return getattr(linen.attention, name)

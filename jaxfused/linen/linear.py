@@ -135,3 +135,8 @@ def _parameters(layer: Any, in_features: int) -> tuple[Kernel, jax.Array | None]
     if layer.use_bias:
         bias = layer.param("bias", layer.bias_init, shape[1:], layer.param_dtype)
     return kernel, bias
+
+
+def __getattr__(name: str) -> Any:
+    """`nn.linear` is a module of Flax too: what is not ours in it is Flax's."""
+    return getattr(linen.linear, name)

@@ -102,11 +102,23 @@ def _weight_product(
 ) -> jax.Array:
     """`weight_product` where the axes of x, dy and the weights [D, F] have these letters."""
     x_axes, dy_axes, w_axes = axes
+    dtype = jnp.dtype(options["dtype"])
+    wide = accumulator_dtype(dtype)
+
+    def in_order(x: jax.Array, dy: jax.Array) -> jax.Array:
+        return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options)
+
+    def widened(x: jax.Array, dy: jax.Array) -> jax.Array:
+        """Of float32 copies, where XLA lacks the 16-bit product: see `_rounded`."""
+        x, dy = (a.astype(dtype).astype(wide) for a in (x, dy))
+        return product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options | {"dtype": wide})
+
     return jax.lax.platform_dependent(
         x,
         dy,
         cuda=lambda x, dy: product(f"{dy_axes},{x_axes}->{w_axes[::-1]}", dy, x, **options).T,
-        default=lambda x, dy: product(f"{x_axes},{dy_axes}->{w_axes}", x, dy, **options),
+        cpu=widened,
+        default=in_order,
     )
 
 
@@ -162,15 +174,25 @@ def _rounding_product(subscripts, dtype, out_dtype, precision, of_weights, a, b)
 def _rounded(subscripts, dtype, out_dtype, precision, a, b, like=None):
     # The product leaves the accumulators either in the operands' dtype or in that of the accumulators.
     leaving = dtype if out_dtype == dtype else accumulator_dtype(dtype)
-    y = _einsum(
-        subscripts,
-        a.astype(dtype),
-        b.astype(dtype),
-        precision=precision,
-        preferred_element_type=leaving,
-        like=like,
+    einsum = functools.partial(
+        _einsum, subscripts, precision=precision, preferred_element_type=leaving, like=like
+    )
+    a, b = a.astype(dtype), b.astype(dtype)
+    if leaving == dtype or not _is_batched(subscripts) or _explicit_mesh(a, b) is not None:
+        return einsum(a, b).astype(out_dtype)
+    # On a CPU, XLA lacks the batched product of 16 bits into float32 where an operand was transposed.
+    # The product of float32 copies has the same terms and the same sums.
+    y = jax.lax.platform_dependent(
+        a, b, cpu=lambda a, b: einsum(a.astype(leaving), b.astype(leaving)), default=einsum
     )
     return y.astype(out_dtype)
+
+
+def _is_batched(subscripts: str) -> bool:
+    """Whether both operands and the result have an axis in common."""
+    operands, y_axes = subscripts.split("->")
+    a_axes, b_axes = operands.split(",")
+    return bool(set(a_axes) & set(b_axes) & set(y_axes))
 
 
 def _rounding_product_fwd(subscripts, dtype, out_dtype, precision, of_weights, a, b):
@@ -190,12 +212,31 @@ def _rounding_product_bwd(subscripts, dtype, out_dtype, precision, of_weights, o
             _rounded(for_a, dtype, a.dtype, precision, dy, b, like=a),
             _rounded(for_b, dtype, b.dtype, precision, a, dy, like=b),
         )
-    da = _rounding_product(for_a, dtype, a.dtype, precision, False, dy, b)
+    da = _gradient(for_a, dtype, a.dtype, precision, dy, b)
     if of_weights:
         axes = (a_axes, y_axes, b_axes)
         options = dict(dtype=dtype, out_dtype=b.dtype, precision=precision)
         return da, _weight_product(axes, a, dy, **options)
-    return da, _rounding_product(for_b, dtype, b.dtype, precision, False, a, dy)
+    return da, _gradient(for_b, dtype, b.dtype, precision, a, dy)
+
+
+def _gradient(subscripts, dtype, out_dtype, precision, a, b):
+    """The product that a gradient is: on a CPU of float32 copies where it leaves in float32.
+
+    See `_rounded`. In a forward that is not batched, policies of `jax.checkpoint` look for the product.
+    """
+
+    def as_it_is(a, b):
+        return _rounding_product(subscripts, dtype, out_dtype, precision, False, a, b)
+
+    def widened(a, b):
+        a, b = (x.astype(dtype).astype(wide) for x in (a, b))
+        return _rounding_product(subscripts, wide, out_dtype, precision, False, a, b)
+
+    wide = accumulator_dtype(dtype)
+    if dtype in (out_dtype, wide) or _is_batched(subscripts):
+        return as_it_is(a, b)
+    return jax.lax.platform_dependent(a, b, cpu=widened, default=as_it_is)
 
 
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
