@@ -12,7 +12,6 @@ from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.tuning import table
 from tests import mosaic_interpreter
-from tests.cuda_emulator import build
 
 # The threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. Where
 # the client has fewer threads than wait, one a core unless NPROC says more, or runs programs on them
@@ -112,6 +111,9 @@ def hopper(monkeypatch):
 @pytest.fixture
 def emulated_hopper(hopper, monkeypatch):
     """Like `hopper`, and CUDA C kernels run on the CPU: see tests/cuda_emulator."""
+    # Imported here: nothing else needs what compiles it.
+    from tests.cuda_emulator import build
+
     monkeypatch.setattr(library, "PATH", build.LIBRARY)
     monkeypatch.setattr(library, "PLATFORM", "cpu")
     return hopper

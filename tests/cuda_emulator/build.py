@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import jax
-from ninja.ninja_syntax import Writer
 
 HERE = Path(__file__).parent
 FFI = HERE.parents[1] / "ffi"
@@ -112,6 +111,9 @@ def _write(path: Path, text: str) -> None:
 
 
 def _write_rules(generated: Path) -> None:
+    # Imported here: who only runs what has been compiled, or only translates, need not have it.
+    from ninja.ninja_syntax import Writer
+
     includes = [generated, HERE, jax.ffi.include_dir(), _cuda_headers()]
     flags = [
         "-std=c++20",

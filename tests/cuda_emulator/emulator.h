@@ -232,19 +232,15 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
   return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector);
 
 // Exact where the GPU's is approximate; ftz is left out.
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(double{x})); }
 inline float __log2f(float x) { return std::log2(x); }
-inline float __expf(float x) { return std::exp(x); }
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 float __fmaf_rd(float x, float y, float z);
 inline float rsqrtf(float x) { return __frsqrt_rn(x); }
