@@ -26,8 +26,8 @@ def tables(case):
     return jaxfused.rope_tables(jnp.arange(case.rows[-1]), case.rotary_dim)
 
 
-def fused_qkv(case, implementation=None):
-    cos, sin = tables(case)
+def fused_qkv(case, implementation=None, angles=None):
+    cos, sin = angles or tables(case)
 
     def f(x, w, bias, q_scale, k_scale):
         return jaxfused.qkv_projection(
@@ -268,22 +268,13 @@ def test_pallas_vmap_in_the_interpreter(over, interleaved):
 def test_pallas_turns_each_sequence_by_its_own_angles_in_the_interpreter(case):
     x, w, bias, q_scale, k_scale = case.arguments(jnp.bfloat16)
     positions = jnp.arange(x[..., 0].size).reshape(x.shape[:-1]) * 7 % 31
-    cos, sin = jaxfused.rope_tables(positions, case.rotary_dim)
-
-    def project(implementation):
-        return jaxfused.qkv_projection(
-            *(x, w, bias),
-            heads=case.heads,
-            key_heads=case.key_heads,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            cos=cos,
-            sin=sin,
-            interleaved=case.interleaved,
-            implementation=implementation,
+    angles = jaxfused.rope_tables(positions, case.rotary_dim)
+    near(
+        *(
+            fused_qkv(case, implementation, angles)(x, w, bias, q_scale, k_scale)
+            for implementation in ("pallas", "xla")
         )
-
-    near(*map(project, ("pallas", "xla")))
+    )
 
 
 def test_until_they_are_measured_kernels_of_neighbours_have_to_be_named(hopper, monkeypatch):
