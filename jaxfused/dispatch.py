@@ -79,6 +79,7 @@ UNMEASURED: frozenset[str] = frozenset(
         "fp8 quantize",
         "fp8 slope",
         "qkv_projection neighbours",
+        "symmetric_product",
     }
 )
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""

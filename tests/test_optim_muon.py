@@ -155,12 +155,41 @@ def test_1000_steps_lose_as_much(iteration_dtype):
 
 
 def test_matrices_of_a_shape_are_one_batch():
-    """Three products an iteration for all of them, transposed ones and stacks of layers included."""
+    """For all of them, transposed ones and stacks of layers included.
+
+    Three products an iteration where they are square; where they are wide, eleven for the first three
+    iterations and seven for the last two, of which two each are not of the size of Gram matrices.
+    """
     shapes = [(8, 16), (16, 8), (4, 8, 16), (8, 16), (8, 8)]
     params = {str(i): jnp.ones(shape) for i, shape in enumerate(shapes)}
     tx = optim.muon(0.1, muon_weight_dimension_numbers=of_rank)
     program = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-    assert str(program).count("dot_general[") == 2 * 3 * 5  # of two sizes
+    assert str(program).count("dot_general[") == 3 * 5 + 11 + 7
+
+
+@parametrize("dtype", ["float32", "bfloat16"], quick=(0,))
+def test_iterations_at_once_are_as_accurate(dtype):
+    """Of wide matrices whose singular values go down to nothing, against one iteration after another."""
+    rng = np.random.default_rng(0)
+    u, _, v = np.linalg.svd(rng.normal(size=(2, 32, 96)), full_matrices=False)
+    x = jnp.asarray(u * np.logspace(0, -6, 32) @ v, jnp.float32)
+    a, b, c = coefficients = (3.4445, -4.775, 2.0315)
+
+    def one_by_one(x, dtype):
+        x = x.astype(dtype)
+        x = x / jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
+        for _ in range(5):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    actual = newton_schulz.orthogonalize(
+        [x], [coefficients] * 5, preconditioning="frobenius", eps=0.0, dtype=dtype
+    )[0]
+    with jax.enable_x64(True):
+        truth = np.asarray(one_by_one(x, jnp.float64))
+    of_plain = np.linalg.norm(np.asarray(one_by_one(x, dtype), np.float64) - truth)
+    assert np.linalg.norm(np.asarray(actual, np.float64) - truth) <= 2 * of_plain
 
 
 def test_batches_are_bounded(monkeypatch):
