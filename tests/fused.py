@@ -22,11 +22,11 @@ def counts(f, *args, without=()):
     return fusion(f, *args, without=without).counts()
 
 
-def assert_fuses(f, *args, into, cotangents=2):
+def assert_fuses(f, *args, into):
     """Of `f` and the float arrays `args` these operators are made, which lose no accuracy."""
     found = fusion(f, *args)
     assert found.counts() == into, str(found)
-    assert_values_and_gradients(jaxfused.fuse(f), f, *args, cotangents=cotangents)
+    assert_values_and_gradients(jaxfused.fuse(f), f, *args)
 
 
 def assert_left_alone(f, *args, because=None):
