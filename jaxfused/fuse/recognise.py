@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from jaxfused.fuse import (
     attention,
+    batch_norm,
     cross_entropy,
+    group_norm,
     kernels,
     norm,
     patches,
@@ -22,6 +24,8 @@ from jaxfused.fuse.source import line_of
 
 RECOGNISERS: Sequence[Callable[[Book], None]] = (
     attention.find,
+    group_norm.find,
+    batch_norm.find,
     norm.find,
     projection.find,
     perceptron.find,
