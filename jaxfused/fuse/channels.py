@@ -1,4 +1,4 @@
-"""Which axes of a normalised array are its images, its pixels and its channels."""
+"""Which axes of an array are its images, its pixels and its channels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,3 +73,17 @@ def is_of_rows(moments: Moments) -> bool:
     """Whether the moments are those of the last axis, of each row by itself."""
     last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
     return moments.reduced == set(last)
+
+
+def why_no_channels_first(value: Value, axes: int) -> str:
+    """Why images [B, C, H, W] are not transposed for an operator, or "".
+
+    XLA's convolutions of 16-bit pictures have the channels last in memory, whatever the order of the
+    axes is: the transposition is a view then.
+    """
+    if value.dtype.itemsize == 2 and axes == 2:
+        return ""
+    return (
+        f"the channels come first in {value.aval.str_short()}, and only 16-bit images of two axes are"
+        " channels-last in memory"
+    )

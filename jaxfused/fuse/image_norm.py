@@ -7,7 +7,7 @@ import jax
 
 from jaxfused.fuse.activation import activation_of, why_no_activation
 from jaxfused.fuse.algebra import between
-from jaxfused.fuse.channels import Arrangement, arrangements
+from jaxfused.fuse.channels import Arrangement, arrangements, why_no_channels_first
 from jaxfused.fuse.frame import Layout, Stage
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled
@@ -147,20 +147,6 @@ def why_not(found: Match) -> str:
     if not found.arrangement.is_last:
         return why_no_channels_first(value, len(found.arrangement.pixels))
     return ""
-
-
-def why_no_channels_first(value: Value, axes: int) -> str:
-    """Why images [B, C, H, W] are not transposed for an operator, or "".
-
-    XLA's convolutions of 16-bit pictures have the channels last in memory, whatever the order of the
-    axes is: the transposition is a view then.
-    """
-    if value.dtype.itemsize == 2 and axes == 2:
-        return ""
-    return (
-        f"the channels come first in {value.aval.str_short()}, and only 16-bit images of two axes are"
-        " channels-last in memory"
-    )
 
 
 def followed_by(book: Book, found: Match) -> Iterator[Match]:

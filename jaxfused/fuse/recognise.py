@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxfused.fuse import (
     attention,
     batch_norm,
+    conv,
     cross_entropy,
     group_norm,
     kernels,
@@ -32,6 +33,7 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
     cross_entropy.find,
     product.find,
     patches.find,
+    conv.find,
     rotation.find,
 )
 """In the order in which they are asked: a later one may take in what an earlier one found."""
