@@ -29,9 +29,16 @@ class Arrangement:
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether each channel has moments of its own, over all images."""
-        first = next((parts for parts in self.layout if parts), ())
-        return not self.images and self.groups == self.channels != first
+        """Whether each channel has moments of its own, over all of several images."""
+        return (
+            not self.images
+            and self.groups == self.channels
+            and self.layout[0]
+            not in (
+                (),
+                self.channels,
+            )
+        )
 
     @property
     def is_last(self) -> bool:

@@ -55,8 +55,10 @@ class Frame:
         return math.prod(self.sizes[part] for part in parts)
 
     def layouts(self, shape: tuple[int, ...]) -> list[Layout]:
-        """What the axes of an array of this shape may be, if it is the same one."""
-        return list(dict.fromkeys(s.layout for s in self.stages if s.value.shape == shape))
+        """What the axes of an array of this shape may be, if it has the same elements."""
+        orders = [[part for parts in stage.layout for part in parts] for stage in self.stages]
+        found = [self.of_parts(order, shape) for order in orders]
+        return list(dict.fromkeys(layout for layout in found if layout is not None))
 
     def of_parts(self, parts: Sequence[int], shape: tuple[int, ...]) -> Layout | None:
         """The layout of an array of this shape whose elements are those along the parts, in order."""

@@ -10,9 +10,9 @@ import jax
 
 from jaxfused.fuse.channels import arrangements, is_of_rows
 from jaxfused.fuse.graph import Node
-from jaxfused.fuse.image_norm import Match, followed_by, match
+from jaxfused.fuse.image_norm import Match, add, match
 from jaxfused.fuse.moments import is_root, statistics
-from jaxfused.fuse.site import Book, Site, leaking
+from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.group_norm import group_norm
 from jaxfused.reference.promotion import accumulator_dtype
 
@@ -29,11 +29,10 @@ def find(book: Book) -> None:
         if not readings or any(a.is_of_batch for a in readings):
             continue
         found = match(moments, root, of_batch=False)
-        if isinstance(found, str):
+        if isinstance(found, Match):
+            add(book, root, found, _site)
+        else:
             book.miss("group_norm", root, found)
-            continue
-        sites = [_site(root, longer) for longer in followed_by(book, found)]
-        book.add(next((site for site in reversed(sites) if leaking(site) is None), sites[0]))
 
 
 def _site(root: Node, found: Match) -> Site:

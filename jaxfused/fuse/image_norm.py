@@ -1,6 +1,6 @@
 """A norm of images with what follows it, as group_norm and batch_norm both have it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -12,7 +12,7 @@ from jaxfused.fuse.frame import Layout, Stage
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled
 from jaxfused.fuse.product import residual_of
-from jaxfused.fuse.site import Book
+from jaxfused.fuse.site import Book, Site, leaking
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,6 @@ class Match:
     operands: dict[str, Value] = field(default_factory=dict)
     """By name: scale, bias, image_scale (with the 1 that the operator adds), image_shift, residual."""
     activation: str | None = None
-    after: frozenset[Node] = frozenset()
-    """The operations between the affine part and the value."""
 
     @property
     def x(self) -> Stage:
@@ -88,9 +86,7 @@ def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
             if whole is None and read:
                 reason = str(read[0])
     found = modulated or found
-    if found is None:
-        return reason
-    return why_not(found) or found
+    return found or reason
 
 
 def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Value) -> Match | str:
@@ -140,35 +136,37 @@ def why_not(found: Match) -> str:
     """Why the operator is no better than the program, or ""."""
     frame, value = found.moments.frame, found.value
     x = frame.source.value
-    if all(stage.value.dtype != value.dtype for stage in frame.stages):
-        return f"its result stays in {value.dtype}, and what is normalised is {x.dtype}"
-    if value.dtype.itemsize > x.dtype.itemsize:
+    narrow = any(stage.value.dtype == value.dtype for stage in frame.stages)
+    if not narrow or value.dtype.itemsize > x.dtype.itemsize:
         return f"its result stays in {value.dtype}, and what is normalised is {x.dtype}"
     if not found.arrangement.is_last:
         return why_no_channels_first(value, len(found.arrangement.pixels))
     return ""
 
 
-def followed_by(book: Book, found: Match) -> Iterator[Match]:
-    """The match, and what it is with the residual sum and with the activation after it."""
-    yield found
-    if book.is_free(found.covered()):
-        added = residual_of(book, found.value)
-        if added is not None and added.value.dtype == found.value.dtype:
-            found = replace(
-                found,
-                value=added.value,
-                operands=found.operands | {"residual": added.residual},
-            )
-            yield found
-        activated = activation_of(found.value)
-        if (
-            activated is not None
-            and book.is_free(activated.covered)
-            and activated.result.dtype == found.value.dtype
-        ):
-            yield replace(found, value=activated.result, activation=activated.name)
-        elif activated is None:
-            why = why_no_activation(found.value)
-            if why:
-                book.miss("group_norm", found.value.node or book.graph.nodes[0], why)
+def add(book: Book, root: Node, found: Match, make: Callable[[Node, Match], Site]) -> None:
+    """Adds the site of a match, with as much of what follows it as the operator can do."""
+    operator = "batch_norm" if found.arrangement.is_of_batch else "group_norm"
+    longer = [found, *_followed_by(book, found, operator)]
+    whys = [why_not(each) for each in longer]
+    sites = [make(root, each) for each, why in zip(longer, whys, strict=True) if not why]
+    if not sites:
+        book.miss(operator, root, whys[0])
+        return
+    book.add(next((site for site in reversed(sites) if leaking(site) is None), sites[0]))
+
+
+def _followed_by(book: Book, found: Match, operator: str) -> Iterator[Match]:
+    """What the match is with the residual sum and with the activation after it."""
+    added = residual_of(book, found.value)
+    if added is not None and added.value.dtype == found.value.dtype:
+        operands = found.operands | {"residual": added.residual}
+        found = replace(found, value=added.value, operands=operands)
+        yield found
+    activated = activation_of(found.value)
+    if activated is not None and book.is_free(activated.covered):
+        yield replace(found, value=activated.result, activation=activated.name)
+    elif activated is None:
+        why = why_no_activation(found.value)
+        if why and found.value.node is not None:
+            book.miss(operator, found.value.node, why)
