@@ -189,6 +189,20 @@ def test_batch_norm_returns_what_the_running_averages_need(dtype):
     assert "batch_norm(scale, bias, residual, relu)" in str(fusion(block, *args))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_convolution_takes_the_statistics_of_the_batch_norm_after_it(dtype):
+    def block(x, w, *parameters):
+        y, averages = train(convolved(x, w.astype(x.dtype)), *parameters)
+        return jax.nn.relu(y), averages
+
+    x, scale, bias = inputs(dtype)
+    # XLA need not round the result of its convolution, which no one sees; here there is nothing to round.
+    w = jnp.zeros((3, 3, 8, 8)).at[0, 2].set(jnp.eye(8) / 2)
+    args = (x, w, scale, bias, normal(3, 8), normal(4, 8) ** 2)
+    assert_fuses(block, *args, into={"conv": 1}, cotangents=8)
+    assert "batch_norm(scale, bias, relu)" in str(fusion(block, *args))
+
+
 def test_rows_of_features_have_batch_norms_too():
     x, scale, bias = inputs("float32", 16, 8)
 

@@ -15,6 +15,7 @@ from jaxfused.fuse.image_norm import Match, add, match
 from jaxfused.fuse.moments import is_root, statistics
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.batch_norm import batch_norm
+from jaxfused.ops.conv import Statistics
 
 
 def find(book: Book) -> None:
@@ -40,18 +41,22 @@ def _site(root: Node, found: Match) -> Site:
     covered = found.covered()
     means, variances = _statistics(found, covered)
 
-    def call(*arrays: jax.Array) -> list[jax.Array]:
+    def call(*arrays: jax.Array, statistics: Statistics | None = None) -> list[jax.Array]:
         operands: dict[str, Any] = {
             name: found.operand(name, array)
             for name, array in zip(["x", *names], arrays, strict=True)
         }
         y, mean, variance = batch_norm(
-            operands.pop("x"), epsilon=found.epsilon, activation=found.activation, **operands
+            operands.pop("x"),
+            epsilon=found.epsilon,
+            activation=found.activation,
+            statistics=statistics,
+            **operands,
         )
-        statistics = [(value, mean) for value in means] + [(v, variance) for v in variances]
+        beside = [(value, mean) for value in means] + [(value, variance) for value in variances]
         return [
             found.result(y),
-            *(array.reshape(value.shape).astype(value.dtype) for value, array in statistics),
+            *(array.reshape(value.shape).astype(value.dtype) for value, array in beside),
         ]
 
     return Site(

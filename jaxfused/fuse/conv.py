@@ -1,7 +1,8 @@
 """Finds conv: a convolution with what follows each channel, the residual sum and the activation.
 
 Bias and the inference form of BatchNorm multiply each channel by a number and add one. The factor is
-folded into the weights, the rest is the bias of the operator.
+folded into the weights, the rest is the bias of the operator. A BatchNorm in training gets its
+statistics from the convolution, where a kernel takes them.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, vie
 from jaxfused.fuse.channels import why_no_channels_first
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.image_norm import Match
 from jaxfused.fuse.product import residual_of
-from jaxfused.fuse.site import Book, Site
+from jaxfused.fuse.site import Book, Site, leaking
 from jaxfused.ops.conv import conv
 from jaxfused.reference.promotion import accumulator_dtype
 
@@ -70,8 +72,9 @@ class Followed:
 
 def _steps(book: Book, node: Node) -> Followed:
     """The last value of the convolution's dtype that differs from it by steps alone."""
-    channel: int | None = node.params["dimension_numbers"].out_spec[1]
-    channels = node.out.shape[channel]
+    first: int = node.params["dimension_numbers"].out_spec[1]
+    channel: int | None = first
+    channels = node.out.shape[first]
     current = best = Followed(node.out)
     while current.value.used_once:
         reader = current.value.uses[0]
@@ -136,7 +139,39 @@ def _find_at(book: Book, node: Node) -> None:
         activation, value = activated.name, activated.result
         covered |= activated.covered
     residual = None if added is None else added.residual
-    book.add(_site(node, followed.steps, residual, activation, value, set(covered)))
+    site = _site(node, followed.steps, residual, activation, value, set(covered))
+    if book.add(site) and residual is None and activation is None:
+        _join_batch_norm(book, site)
+
+
+def _join_batch_norm(book: Book, site: Site) -> None:
+    """Adds the batch norm in training that follows, whose statistics the convolution may take."""
+    node, (y,) = site.anchor, site.outputs
+    norm = next((s for s in book.sites if s.operator == "batch_norm" and s.inputs[0] is y), None)
+    if norm is None:
+        return
+    found: Match = norm.facts
+    channel = node.params["dimension_numbers"].out_spec[1]
+    if y.shape != node.out.shape or found.x.layout[channel] != found.arrangement.channels:
+        return
+    count = len(site.inputs)
+
+    def call(*arrays: jax.Array) -> Sequence[jax.Array]:
+        y, statistics = site.call(*arrays[:count], statistics=True)
+        return norm.call(y, *arrays[count:], statistics=statistics)
+
+    joined = Site(
+        "conv",
+        node,
+        [*site.inputs, *norm.inputs[1:]],
+        norm.outputs,
+        call,
+        site.covered | norm.covered | found.covered(),
+        f"{site.detail}, {norm.detail}",
+        parts=(site, norm),
+    )
+    if leaking(joined) is None:
+        book.add(joined)
 
 
 def _site(
@@ -152,10 +187,12 @@ def _site(
     last = [numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1]]
     shape = value.shape
 
-    def call(x: jax.Array, w: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
+    def call(
+        x: jax.Array, w: jax.Array, *arrays: jax.Array, statistics: bool = False
+    ) -> Sequence[Any]:
         w = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
         w, bias = _folded(w, steps, arrays, accumulator_dtype(x.dtype))
-        y = conv(
+        results: Any = conv(
             x.transpose(numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]),
             w,
             bias,
@@ -169,9 +206,10 @@ def _site(
             kernel_dilation=node.params["rhs_dilation"],
             feature_group_count=node.params["feature_group_count"],
             precision=node.params["precision"],
+            statistics=statistics,
         )
-        assert isinstance(y, jax.Array)
-        return (y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape),)
+        y, *taken = results if statistics else (results,)
+        return y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape), *taken
 
     words = _words(steps)
     words += ([] if residual is None else ["residual"]) + ([activation] if activation else [])

@@ -69,15 +69,15 @@ class Frame:
         """The value before all that converts, repeats, cuts, joins or transposes."""
         assert axes is not None, "in a frame each axis has its parts"
         layout: Layout = tuple(parts or () for parts in axes)
-        while value.node is not None and value is not self.source.value:
-            operand = passed_on(value.node)
-            if operand is not None:
-                value = operand
-                continue
-            before = _layout_before(value.node, layout, self.sizes)
-            if before is None or isinstance(before, _Cut):
-                break
-            value, layout = value.node.ins[0], before
+        node = value.node
+        while node is not None and value is not self.source.value:
+            operand = passed_on(node)
+            if operand is None:
+                before = _layout_before(node, layout, self.sizes)
+                if before is None or isinstance(before, _Cut):
+                    break
+                operand, layout = node.ins[0], before
+            value, node = operand, operand.node
         return View(value, layout)
 
     def is_source(self, seen: View) -> bool:

@@ -139,7 +139,7 @@ def statistics(root: Node) -> Moments | None:
         is_square = exponent(square) == 2.0 or (
             square.name == "mul" and core(square.ins[0]) is core(square.ins[1])
         )
-        if not is_square or square.out.shape != node.ins[0].shape:
+        if not is_square or square.out.shape != node.ins[0].shape or 0 in square.out.shape:
             continue
         found = _of_deviations(node, square.ins[0]) or _of_two_means(node, square.ins[0], sums)
         if found is not None:
@@ -240,12 +240,12 @@ def normalised(moments: Moments, value: Value, layout: Layout) -> Affine | None:
             summands.append(term.view)
         else:
             return None
-    powers = _deviation_of(products)
-    if powers is None or abs(powers.constant - 1.0) > 1e-6:
+    times = _deviation_of(products)
+    if times is None or abs(times.constant - 1.0) > 1e-6:
         return None
     epsilon: float | None = None
     factors = []
-    for seen, power in powers.powers.items():
+    for seen, power in times.powers.items():
         if power == -0.5 and epsilon is None:
             epsilon = moments.epsilon(seen)
             if epsilon is None:
