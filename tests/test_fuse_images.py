@@ -196,7 +196,7 @@ def test_a_convolution_takes_the_statistics_of_the_batch_norm_after_it(dtype):
         return jax.nn.relu(y), averages
 
     x, scale, bias = inputs(dtype)
-    # XLA need not round the result of its convolution, which no one sees; here there is nothing to round.
+    # XLA need not round what only the norm sees; here there is nothing to round.
     w = jnp.zeros((3, 3, 8, 8)).at[0, 2].set(jnp.eye(8) / 2)
     args = (x, w, scale, bias, normal(3, 8), normal(4, 8) ** 2)
     assert_fuses(block, *args, into={"conv": 1}, cotangents=8)
