@@ -1,4 +1,4 @@
-"""fuse finds the norms and convolutions of images as models write them."""
+"""fuse finds the norms, convolutions and pools of images as models write them."""
 
 import flax.linen as nn
 import jax
@@ -311,6 +311,25 @@ def test_a_sum_that_others_read_ends_the_convolution():
     args = (x, normal(4, 3, 3, 8, 8, scale=0.2), bias)
     assert_fuses(f, *args, into={"conv": 1})
     assert "conv(bias) of" in str(fusion(f, *args))
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_value_of_each_window(dtype):
+    def f(x):
+        # Of zeros, which are equal, the gradient goes to the first.
+        return nn.max_pool(jax.nn.relu(x), (3, 2), strides=(2, 1), padding="SAME")
+
+    assert_fuses(f, inputs(dtype)[0] - 1, into={"max_pool": 1})
+
+
+def test_a_pool_over_channels_is_left_alone():
+    def f(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 1, 2), (1, 1, 1, 2), "VALID")
+
+    assert_left_alone(f, inputs("float32")[0])
 
 
 # --- a block --------------------------------------------------------------------------------------

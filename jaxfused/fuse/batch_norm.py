@@ -32,7 +32,7 @@ def find(book: Book) -> None:
         found = match(moments, root, of_batch=True)
         if isinstance(found, Match):
             add(book, root, found, _site)
-        else:
+        elif found:
             book.miss("batch_norm", root, found)
 
 

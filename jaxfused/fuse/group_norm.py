@@ -31,7 +31,7 @@ def find(book: Book) -> None:
         found = match(moments, root, of_batch=False)
         if isinstance(found, Match):
             add(book, root, found, _site)
-        else:
+        elif found:
             book.miss("group_norm", root, found)
 
 

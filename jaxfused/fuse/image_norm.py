@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from jaxfused.fuse.activation import activation_of, why_no_activation
-from jaxfused.fuse.algebra import between
+from jaxfused.fuse.algebra import between, view
 from jaxfused.fuse.channels import Arrangement, arrangements, why_no_channels_first
 from jaxfused.fuse.frame import Layout, Stage
 from jaxfused.fuse.graph import Node, Value
@@ -65,10 +65,15 @@ class Match:
 
 
 def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
-    """The last value that is a norm's result and no more, or why there is none."""
+    """The last value that is a norm's result and no more, or why there is none.
+
+    The reason is "" where the root does not look like a norm's.
+    """
     found: Match | None = None
     modulated: Match | None = None
-    reason = "nothing is multiplied by it and by the normalised array"
+    # A root of the variance alone is a standard deviation, of weights for example.
+    is_norms = view(root.ins[0]).base.made_by == "add"
+    reason = "nothing is multiplied by it and by the normalised array" if is_norms else ""
     for value in made_of(root.out):
         for layout in moments.frame.layouts(value.shape):
             affine = normalised(moments, value, layout)

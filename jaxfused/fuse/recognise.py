@@ -10,6 +10,7 @@ from jaxfused.fuse import (
     cross_entropy,
     group_norm,
     kernels,
+    max_pool,
     norm,
     patches,
     perceptron,
@@ -34,6 +35,7 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
     product.find,
     patches.find,
     conv.find,
+    max_pool.find,
     rotation.find,
 )
 """In the order in which they are asked: a later one may take in what an earlier one found."""
