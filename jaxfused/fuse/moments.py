@@ -4,6 +4,7 @@
 and plus what. Both speak of a frame's parts, and so of norms over groups, channels and batches alike.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from jaxfused.fuse.algebra import (
     passed_on,
     product,
     total,
+    view,
 )
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.frame import Frame, Layout, frame
@@ -317,12 +319,23 @@ _LONGEST = 32
 
 
 def made_of(value: Value) -> list[Value]:
-    """The values that sums, products and views make of one, in their order."""
+    """The values that products, views, and sums with smaller arrays make of one, in their order."""
     found: set[Node] = set()
+    made = {value}
     pending = [value]
     while pending and len(found) < _LONGEST:
         for node in pending.pop(0).uses:
-            if node not in found and (node.name in _STEPS or passed_on(node) is not None):
+            is_step = node.name in _STEPS or passed_on(node) is not None
+            if is_step and node not in found and not _adds_array(node, made):
                 found.add(node)
+                made.add(node.out)
                 pending.append(node.out)
     return [node.out for node in sorted(found, key=lambda node: node.order)]
+
+
+def _adds_array(node: Node, made: set[Value]) -> bool:
+    """Whether the operation adds an array of the result's size, as a residual sum does."""
+    return node.name in ("add", "sub") and any(
+        operand not in made and math.prod(view(operand).base.shape) >= math.prod(node.out.shape)
+        for operand in node.ins
+    )
