@@ -1,4 +1,4 @@
-"""fuse finds the norms, convolutions and pools of images as models write them."""
+"""fuse finds the norms, convolutions, pools and upsampling of images as models write them."""
 
 import flax.linen as nn
 import jax
@@ -330,6 +330,33 @@ def test_a_pool_over_channels_is_left_alone():
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 1, 2), (1, 1, 1, 2), "VALID")
 
     assert_left_alone(f, inputs("float32")[0])
+
+
+# --- upsampling -----------------------------------------------------------------------------------
+
+
+def resized(x, *shape, method="bilinear"):
+    return jax.image.resize(x, (x.shape[0], *shape, x.shape[-1]), method)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_images_that_are_enlarged_by_two(dtype):
+    f = lambda x: resized(x, 8, 12)  # noqa: E731
+    assert_fuses(f, inputs(dtype)[0], into={"upsample": 1})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shape": (8, 6)},
+        {"shape": (12, 18)},
+        {"shape": (8, 12), "method": "cubic"},
+        {"shape": (8, 12), "method": "nearest"},
+    ],
+)
+def test_images_that_are_enlarged_otherwise_are_left_alone(options):
+    shape, rest = options["shape"], {k: v for k, v in options.items() if k != "shape"}
+    assert_left_alone(lambda x: resized(x, *shape, **rest), inputs("float32")[0])
 
 
 # --- a block --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jaxfused.fuse import (
     product,
     projection,
     rotation,
+    upsample,
 )
 from jaxfused.fuse.evaluate import Cyclic, Plan, plan
 from jaxfused.fuse.graph import Graph, Node
@@ -36,6 +37,7 @@ RECOGNISERS: Sequence[Callable[[Book], None]] = (
     patches.find,
     conv.find,
     max_pool.find,
+    upsample.find,
     rotation.find,
 )
 """In the order in which they are asked: a later one may take in what an earlier one found."""
