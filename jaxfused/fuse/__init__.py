@@ -4,20 +4,27 @@
 (`graph`), and asks one recogniser after the other what it finds there:
 
 1. `attention`: two products with a softmax between them.
-2. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before.
-3. `perceptron`: two products with an activation or a gated unit between them.
-4. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
-5. `product`: a product with its bias, activation and residual.
-6. `cross_entropy`: the loss of a product.
-7. `patches`: a convolution whose windows do not overlap.
-8. `rotation`: a rotation of neighbours that no projection has taken in.
+2. `group_norm`: GroupNorm, InstanceNorm and the norm of whole images, with the scale and shift of each
+   image, the residual sum and the activation after.
+3. `batch_norm`: BatchNorm in training, with the residual sum and the activation after.
+4. `norm`: LayerNorm and RMSNorm, with the residual sum and the bias before.
+5. `perceptron`: two products with an activation or a gated unit between them.
+6. `projection`: the products of one array that become queries, keys and values, with norm and rotation.
+7. `product`: a product with its bias, activation and residual.
+8. `cross_entropy`: the loss of a product.
+9. `patches`: a convolution whose windows do not overlap.
+10. `conv`: any other, with what follows each channel (a bias, BatchNorm in inference), the residual sum
+    and the activation.
+11. `max_pool`: the largest value of each window of an image.
+12. `upsample`: `jax.image.resize`, bilinear by 2.
+13. `rotation`: a rotation of neighbours that no projection has taken in.
 
 A recogniser starts at an operation that its operator cannot do without (the root of a norm, the
 softmax of an attention), and asks for the algebra around it (`algebra`), not for a spelling: a product
-of powers, a sum of terms, a mean, seen through casts and broadcasts. Activations are told by their
-values (`activation`). What it finds is a `site`: inputs, outputs, and the operations between them,
-none of which anything else may use. `evaluate` runs the program with the sites in place, and
-everything else as it was.
+of powers, a sum of terms, a mean, seen through casts and broadcasts; of images through reshapes and
+transpositions too (`frame`, `moments`). Activations are told by their values (`activation`). What it
+finds is a `site`: inputs, outputs, and the operations between them, none of which anything else may
+use. `evaluate` runs the program with the sites in place, and everything else as it was.
 
 The rules are these:
 

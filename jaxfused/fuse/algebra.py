@@ -8,7 +8,7 @@ of them, and recognisers ask for those.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -69,8 +69,13 @@ class View(NamedTuple):
     """A value and where its axes are among those of the value that is looked at."""
 
     base: Value
-    axes: tuple[int | None, ...]
-    """For each axis of `base` the axis that it is; None for an axis of length 1."""
+    axes: tuple[Any, ...]
+    """For each axis of `base` the axis that it is; None for an axis of length 1. In a frame
+    (`frame`) it is the parts that the axis is made of."""
+
+
+Look = Callable[[Value, tuple[Any, ...] | None], View]
+"""What a value is behind operations that only show it: `view`, or that of a frame."""
 
 
 def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
@@ -122,14 +127,15 @@ class Sum:
     terms: list[Term] = field(default_factory=list)
 
 
-def total(value: Value, axes: tuple[int | None, ...] | None = None) -> Sum:
+def total(value: Value, axes: tuple[Any, ...] | None = None, *, look: Look = view) -> Sum:
     """The value as a sum, as far as additions and subtractions are written one after the other."""
     result = Sum()
-    _add(result, 1.0, *view(value, axes))
+    _add(result, 1.0, look(value, axes), look)
     return result
 
 
-def _add(result: Sum, factor: float, value: Value, axes: tuple[int | None, ...]) -> None:
+def _add(result: Sum, factor: float, seen: View, look: Look) -> None:
+    value, axes = seen
     constant = scalar(value)
     if constant is not None:
         result.constant += factor * constant
@@ -137,18 +143,18 @@ def _add(result: Sum, factor: float, value: Value, axes: tuple[int | None, ...])
     node = value.node
     if node is not None and node.name in ("add", "sub", "add_any") and _same_shape(node):
         second = -factor if node.name == "sub" else factor
-        _add(result, factor, *view(node.ins[0], _operand_axes(node, 0, axes)))
-        _add(result, second, *view(node.ins[1], _operand_axes(node, 1, axes)))
+        _add(result, factor, look(node.ins[0], _operand_axes(node, 0, axes)), look)
+        _add(result, second, look(node.ins[1], _operand_axes(node, 1, axes)), look)
         return
     if node is not None and node.name == "neg":
-        _add(result, -factor, *view(node.ins[0], axes))
+        _add(result, -factor, look(node.ins[0], axes), look)
         return
     if node is not None and node.name in ("mul", "div"):
         for i, j in ((0, 1), (1, 0)) if node.name == "mul" else ((0, 1),):
             constant = scalar(node.ins[j])
             if constant is not None and constant != 0:
                 scaled = factor * constant if node.name == "mul" else factor / constant
-                _add(result, scaled, *view(node.ins[i], _operand_axes(node, i, axes)))
+                _add(result, scaled, look(node.ins[i], _operand_axes(node, i, axes)), look)
                 return
     result.terms.append(Term(factor, View(value, axes)))
 
@@ -157,7 +163,7 @@ def _same_shape(node: Node) -> bool:
     return all(v.ndim in (0, node.out.ndim) for v in node.ins)
 
 
-def _operand_axes(node: Node, index: int, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+def _operand_axes(node: Node, index: int, axes: tuple[Any, ...]) -> tuple[Any, ...]:
     """The axes of an elementwise operation's operand, of which some may be of length 1."""
     operand = node.ins[index]
     if operand.ndim == 0:
@@ -186,20 +192,21 @@ Stop = Callable[[View], View | None]
 
 def product(
     value: Value,
-    axes: tuple[int | None, ...] | None = None,
+    axes: tuple[Any, ...] | None = None,
     *,
     stop: Stop = lambda view: None,
+    look: Look = view,
 ) -> Product:
     """The value as a product of powers."""
     result = Product()
-    _multiply(result, 1.0, view(value, axes), stop)
+    _multiply(result, 1.0, look(value, axes), stop, look)
     return result
 
 
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 
 
-def _multiply(result: Product, power: float, seen: View, stop: Stop) -> None:
+def _multiply(result: Product, power: float, seen: View, stop: Stop, look: Look) -> None:
     stopped = stop(seen)
     if stopped is not None:
         result.multiply(stopped, power)
@@ -214,18 +221,20 @@ def _multiply(result: Product, power: float, seen: View, stop: Stop) -> None:
     if node is not None and inner is not None:
         # The root of a square is an absolute value, so that a root is taken of one thing as it is.
         if power.is_integer() and inner.is_integer():
-            _multiply(result, power * inner, view(node.ins[0], _operand_axes(node, 0, axes)), stop)
+            _multiply(
+                result, power * inner, look(node.ins[0], _operand_axes(node, 0, axes)), stop, look
+            )
         else:
-            result.multiply(view(node.ins[0], _operand_axes(node, 0, axes)), power * inner)
+            result.multiply(look(node.ins[0], _operand_axes(node, 0, axes)), power * inner)
         return
     if node is not None and node.name in ("mul", "div") and power.is_integer():
         second = -power if node.name == "div" else power
-        _multiply(result, power, view(node.ins[0], _operand_axes(node, 0, axes)), stop)
-        _multiply(result, second, view(node.ins[1], _operand_axes(node, 1, axes)), stop)
+        _multiply(result, power, look(node.ins[0], _operand_axes(node, 0, axes)), stop, look)
+        _multiply(result, second, look(node.ins[1], _operand_axes(node, 1, axes)), stop, look)
         return
     if node is not None and node.name == "neg" and power.is_integer():
         result.constant *= (-1.0) ** power
-        _multiply(result, power, view(node.ins[0], axes), stop)
+        _multiply(result, power, look(node.ins[0], axes), stop, look)
         return
     result.multiply(seen, power)
 

@@ -183,10 +183,17 @@ def _squeeze(node: Node, x: np.ndarray) -> np.ndarray:
     return x.reshape([size for i, size in enumerate(x.shape) if i not in node.params["dimensions"]])
 
 
+def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
+    axes = tuple(int(axis) for axis in node.params["axes"])
+    repeats = math.prod(node.ins[0].shape[axis] for axis in axes if x.shape[axis] == 1)
+    return x.sum(axes) * repeats
+
+
 _SHAPES: dict[str, Callable[..., np.ndarray | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "iota": _iota,
+    "reduce_sum": _reduce_sum,
     "reshape": _reshape,
     "slice": _slice,
     "squeeze": _squeeze,

@@ -54,7 +54,7 @@ class Statistics:
 def find(book: Book) -> None:
     """Adds all norms of the graph."""
     for node in book.graph.nodes:
-        if _is_root(node) and node.out.uses:
+        if _is_root(node) and node.out.uses and node not in book.owner:
             _find_at(book, node)
 
 
@@ -172,11 +172,8 @@ def _of_two_means(parts: Sum) -> tuple[str, Mean] | None:
 
 def _miss_axes(book: Book, root: Node, moment: Mean) -> None:
     rank = moment.argument.ndim
-    over_features, over_images = rank - 1 in moment.axes, 0 in moment.axes
-    if over_features != over_images:
-        name = "group_norm" if over_features else "batch_norm"
-        reason = "fuse does not replace it yet, and XLA runs the program's own operations"
-        book.miss(name, root, reason)
+    if (rank - 1 in moment.axes) != (0 in moment.axes):
+        # Groups of channels and batches are other operators', who say what keeps them.
         return
     reason = (
         f"the mean is taken over axes {moment.axes} of {rank}, and the operator takes the last one"

@@ -5,14 +5,19 @@ from dataclasses import dataclass
 
 from jaxfused.fuse import (
     attention,
+    batch_norm,
+    conv,
     cross_entropy,
+    group_norm,
     kernels,
+    max_pool,
     norm,
     patches,
     perceptron,
     product,
     projection,
     rotation,
+    upsample,
 )
 from jaxfused.fuse.evaluate import Cyclic, Plan, plan
 from jaxfused.fuse.graph import Graph, Node
@@ -22,12 +27,17 @@ from jaxfused.fuse.source import line_of
 
 RECOGNISERS: Sequence[Callable[[Book], None]] = (
     attention.find,
+    group_norm.find,
+    batch_norm.find,
     norm.find,
     projection.find,
     perceptron.find,
     cross_entropy.find,
     product.find,
     patches.find,
+    conv.find,
+    max_pool.find,
+    upsample.find,
     rotation.find,
 )
 """In the order in which they are asked: a later one may take in what an earlier one found."""

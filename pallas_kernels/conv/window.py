@@ -7,6 +7,7 @@ padding. A picture that is read in steps is seen as one with further axes, for w
 coordinate is divided by the step, and in it the box is dense again.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,7 @@ class Boxes:
         return (box_idx * self.box[0], *reversed(starts))
 
 
+@functools.cache
 def best_box(sizes: tuple[int, ...], rows: int, *, halo: int = 0) -> tuple[int, ...]:
     """The box of so many elements that covers a result with the fewest of them, and reads the least.
 

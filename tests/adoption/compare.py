@@ -9,17 +9,19 @@ from jaxfused.fuse import report
 from tests.tolerances import FACTOR, ulp
 
 
-def assert_adopts(model, params, *args, into):
+def assert_adopts(model, params, *args, into, into_float32=None):
     """`model(dtype)` is a function of params and `args`, of which `fuse` makes these operators.
+
+    `into_float32` are those of the model in float32, where they differ.
 
     In float32 results and gradients are the model's own to rounding. In bfloat16 their errors against
     float32 are at most twice the model's own.
     """
     wide, narrow = model(jnp.float32), model(jnp.bfloat16)
-    for f in (wide, narrow):
+    for f, operators in ((wide, into if into_float32 is None else into_float32), (narrow, into)):
         with report.recorded() as reports:
             jax.eval_shape(jaxfused.fuse(f), params, *args)
-        assert reports[0].counts() == into, str(reports[0])
+        assert reports[0].counts() == operators, str(reports[0])
     truth = results(wide, params, *args)
     assert_near(results(jaxfused.fuse(wide), params, *args), truth, truth, 2e-5)
     plain = results(narrow, params, *args)

@@ -1,4 +1,4 @@
-"""A Transformer and a Vision Transformer of Equinox's layers."""
+"""A Transformer, a Vision Transformer and a U-Net's block of Equinox's layers."""
 
 import equinox as eqx
 import jax
@@ -91,3 +91,34 @@ def test_a_model_of_equinox(model):
 
     patches = {"linear": 1} if model is ViT else {}
     assert_adopts(of_dtype, arrays, x, into=INTO | patches)
+
+
+class ImageBlock(eqx.Module):
+    norms: list[eqx.nn.GroupNorm]
+    convs: list[eqx.nn.Conv2d]
+    embed: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.norms = [eqx.nn.GroupNorm(4, WIDTH) for _ in range(2)]
+        self.convs = [eqx.nn.Conv2d(WIDTH, WIDTH, 3, padding=1, key=key) for key in keys[:2]]
+        self.embed = eqx.nn.Linear(WIDTH, WIDTH, key=keys[2])
+
+    def __call__(self, x):
+        y = self.convs[0](jax.nn.silu(self.norms[0](x)))
+        y = y + self.embed(x.mean((1, 2)))[:, None, None]
+        return x + self.convs[1](jax.nn.silu(self.norms[1](y)))
+
+
+def test_images_of_equinox_are_transposed_in_16_bits_only():
+    arrays, rest = eqx.partition(ImageBlock(jax.random.key(0)), eqx.is_array)
+    x = jax.random.normal(jax.random.key(1), (3, WIDTH, 8, 6))
+
+    def of_dtype(dtype):
+        def f(arrays, x):
+            narrow = jax.tree.map(lambda a: a.astype(dtype), arrays)
+            return jax.vmap(eqx.combine(narrow, rest))(x.astype(dtype))
+
+        return f
+
+    assert_adopts(of_dtype, arrays, x, into={"group_norm": 2, "conv": 2}, into_float32={})

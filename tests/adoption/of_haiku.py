@@ -1,8 +1,9 @@
-"""A Transformer of Haiku's layers."""
+"""A Transformer of Haiku's layers, and its ResNet."""
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.adoption.compare import assert_adopts
 
@@ -43,3 +44,34 @@ def test_a_transformer_of_haiku():
         "mlp": LAYERS,
     }
     assert_adopts(model, params, x, into=into)
+
+
+def resnet(x, training):
+    norm = {"decay_rate": 0.9, "create_scale": True, "create_offset": True}
+    return hk.nets.ResNet(
+        (1, 1, 1, 1),
+        10,
+        norm,
+        bottleneck=True,
+        channels_per_group=(16, 16, 32, 32),
+        use_projection=(True, True, True, True),
+    )(x, training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_resnet_of_haiku(training):
+    f = hk.without_apply_rng(hk.transform_with_state(lambda x: resnet(x, training)))
+    x = jax.random.normal(jax.random.key(1), (4, 32, 32, 3))
+    params, state = hk.without_apply_rng(hk.transform_with_state(lambda x: resnet(x, True))).init(
+        jax.random.key(0), x
+    )
+
+    def model(dtype):
+        def apply(params, x):
+            narrow = jax.tree.map(lambda a: a.astype(dtype), params)
+            return f.apply(narrow, state, x.astype(dtype))[0]
+
+        return apply
+
+    # Each of the 17 convolutions has a norm after it.
+    assert_adopts(model, params, x, into={"conv": 17})

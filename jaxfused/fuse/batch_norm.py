@@ -1,0 +1,89 @@
+"""Finds batch_norm in training, with the residual sum and the activation after it.
+
+The statistics of the batch are results too, of which the program makes its running averages. Inference
+by running averages is arithmetic of single values, which XLA fuses by itself; after a convolution it is
+that site's (`conv`).
+"""
+
+from typing import Any
+
+import jax
+
+from jaxfused.fuse.channels import arrangements
+from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.image_norm import Match, add, match
+from jaxfused.fuse.moments import is_root, statistics
+from jaxfused.fuse.site import Book, Site
+from jaxfused.ops.batch_norm import batch_norm
+from jaxfused.ops.conv import Statistics
+
+
+def find(book: Book) -> None:
+    """Adds all batch norms of the graph that take statistics."""
+    for root in book.graph.nodes:
+        if not is_root(root) or not root.out.uses or root in book.owner:
+            continue
+        moments = statistics(root)
+        if moments is None:
+            continue
+        readings = arrangements(moments, moments.frame.source.layout)
+        if not any(a.is_of_batch for a in readings):
+            continue
+        found = match(moments, root, of_batch=True)
+        if isinstance(found, Match):
+            add(book, root, found, _site)
+        elif found:
+            book.miss("batch_norm", root, found)
+
+
+def _site(root: Node, found: Match) -> Site:
+    names = list(found.operands)
+    covered = found.covered()
+    means, variances = _statistics(found, covered)
+
+    def call(*arrays: jax.Array, statistics: Statistics | None = None) -> list[jax.Array]:
+        operands: dict[str, Any] = {
+            name: found.operand(name, array)
+            for name, array in zip(["x", *names], arrays, strict=True)
+        }
+        y, mean, variance = batch_norm(
+            operands.pop("x"),
+            epsilon=found.epsilon,
+            activation=found.activation,
+            statistics=statistics,
+            **operands,
+        )
+        beside = [(value, mean) for value in means] + [(value, variance) for value in variances]
+        return [
+            found.result(y),
+            *(array.reshape(value.shape).astype(value.dtype) for value, array in beside),
+        ]
+
+    return Site(
+        "batch_norm",
+        root,
+        [found.x.value, *found.operands.values()],
+        [found.value, *means, *variances],
+        call,
+        covered,
+        f"batch_norm{found.words()}",
+        facts=found,
+    )
+
+
+def _statistics(found: Match, covered: set[Node]) -> tuple[list[Value], list[Value]]:
+    """The means and the variances among the values that are used outside of the site."""
+    moments, channels = found.moments, found.arrangement.channels
+    means, variances = [], []
+    for node in sorted(covered, key=lambda node: node.order):
+        value = node.out
+        is_read = value.is_output or any(reader not in covered for reader in value.uses)
+        layout = moments.frame.of_parts(channels, value.shape)
+        if value is found.value or not is_read or layout is None:
+            continue
+        seen = moments.frame.look(value, layout)
+        if moments.is_mean(seen):
+            means.append(value)
+        elif moments.epsilon(seen) == 0.0:
+            variances.append(value)
+    return means, variances

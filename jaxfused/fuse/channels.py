@@ -1,0 +1,96 @@
+"""Which axes of an array are its images, its pixels and its channels."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxfused.fuse.algebra import View
+from jaxfused.fuse.frame import Layout
+from jaxfused.fuse.graph import Value
+from jaxfused.fuse.moments import Moments
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The axes of an array by what they are to a norm of images."""
+
+    layout: Layout
+    images: tuple[int, ...]
+    """The parts along which every image has moments of its own."""
+    pixels: Layout
+    """The axes that are averaged over."""
+    channels: tuple[int, ...]
+    """The parts of the axis of channels: groups first, then the channels of a group."""
+    groups: tuple[int, ...]
+
+    @property
+    def operand(self) -> Layout:
+        """The layout of an operator's operand: [B, *pixels, C]."""
+        return (self.images, *self.pixels, self.channels)
+
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether each channel has moments of its own, over all of several images."""
+        return (
+            not self.images
+            and self.groups == self.channels
+            and self.layout[0]
+            not in (
+                (),
+                self.channels,
+            )
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the channels are the last axis, so that nothing has to be transposed."""
+        parts = tuple(part for axis in self.operand for part in axis)
+        return parts == tuple(part for axis in self.layout for part in axis)
+
+    def of_channels(self, seen: View) -> Value | None:
+        """The array of one number for each channel that a view shows, or None."""
+        return _along(seen, self.channels)
+
+    def of_images(self, seen: View) -> Value | None:
+        """The array [B, C] that a view shows, or None."""
+        return _along(seen, (*self.images, *self.channels)) if self.images else None
+
+
+def _along(seen: View, parts: tuple[int, ...]) -> Value | None:
+    found = tuple(part for axis in seen.axes for part in axis)
+    return seen.base if found == parts and seen.base.is_floating else None
+
+
+def arrangements(moments: Moments, layout: Layout) -> Iterator[Arrangement]:
+    """The ways to read the axes of an array, the one with the channels last first."""
+    axes = [parts for parts in layout if parts]
+    for last in reversed(range(len(axes))):
+        channels = axes[last]
+        groups = tuple(part for part in channels if part not in moments.reduced)
+        if channels[: len(groups)] != groups:
+            continue
+        others = axes[:last] + axes[last + 1 :]
+        images: tuple[int, ...] = ()
+        while others and not moments.reduced & set(others[0]):
+            images += others.pop(0)
+        if all(moments.reduced >= set(parts) for parts in others):
+            yield Arrangement(layout, images, tuple(others), channels, groups)
+
+
+def is_of_rows(moments: Moments) -> bool:
+    """Whether the moments are those of the last axis, of each row by itself."""
+    last = next((parts for parts in reversed(moments.frame.source.layout) if parts), ())
+    return moments.reduced == set(last)
+
+
+def why_no_channels_first(value: Value, axes: int) -> str:
+    """Why images [B, C, H, W] are not transposed for an operator, or "".
+
+    XLA's convolutions of 16-bit pictures have the channels last in memory, whatever the order of the
+    axes is: the transposition is a view then.
+    """
+    if value.dtype.itemsize == 2 and axes == 2:
+        return ""
+    return (
+        f"the channels come first in {value.aval.str_short()}, and only 16-bit images of two axes are"
+        " channels-last in memory"
+    )

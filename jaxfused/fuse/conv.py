@@ -1,0 +1,259 @@
+"""Finds conv: a convolution with what follows each channel, the residual sum and the activation.
+
+Bias and the inference form of BatchNorm multiply each channel by a number and add one. The factor is
+folded into the weights, the rest is the bias of the operator. A BatchNorm in training gets its
+statistics from the convolution, where a kernel takes them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfused.fuse.activation import activation_of, why_no_activation
+from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, view
+from jaxfused.fuse.channels import why_no_channels_first
+from jaxfused.fuse.constants import scalar
+from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.image_norm import Match
+from jaxfused.fuse.product import residual_of
+from jaxfused.fuse.site import Book, Site, leaking
+from jaxfused.ops.conv import conv
+from jaxfused.reference.promotion import accumulator_dtype
+
+
+def find(book: Book) -> None:
+    """Adds all convolutions that no other site has taken."""
+    for node in book.graph.nodes:
+        if node.name == "conv_general_dilated" and node not in book.owner and _is_dense(node):
+            why = _why_not(node)
+            if why:
+                book.miss("conv", node, why)
+            else:
+                _find_at(book, node)
+
+
+def _is_dense(node: Node) -> bool:
+    """Whether the operation is the convolution of images with one kernel, in one floating dtype."""
+    x, w = node.ins
+    return x.is_floating and x.ndim >= 3 and x.dtype == w.dtype == node.out.dtype
+
+
+def _why_not(node: Node) -> str:
+    numbers, axes = node.params["dimension_numbers"], node.out.ndim - 2
+    if node.params["batch_group_count"] != 1:
+        return "its images are convolved with kernels of their own (batch_group_count)"
+    channels_last = numbers.lhs_spec[1] == numbers.out_spec[1] == axes + 1
+    return "" if channels_last else why_no_channels_first(node.out, axes)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation that does the same to all numbers of a channel."""
+
+    name: str
+    operand: Value
+    """One number, or one for each channel."""
+    dtype: Any
+    """In which the program computes it."""
+    is_reversed: bool
+    """Whether the operand comes first."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A convolution's result after some steps."""
+
+    value: Value
+    steps: tuple[Step, ...] = ()
+    covered: frozenset[Node] = frozenset()
+
+
+def _steps(book: Book, node: Node) -> Followed:
+    """The last value of the convolution's dtype that differs from it by steps alone."""
+    first: int = node.params["dimension_numbers"].out_spec[1]
+    channel: int | None = first
+    channels = node.out.shape[first]
+    current = best = Followed(node.out)
+    while current.value.used_once:
+        reader = current.value.uses[0]
+        if reader in book.owner:
+            break
+        steps, covered = current.steps, current.covered | {reader}
+        if reader.name in ("add", "sub", "mul", "div"):
+            is_reversed = reader.ins[1] is current.value and reader.name in ("sub", "div")
+            other = reader.ins[0] if reader.ins[1] is current.value else reader.ins[1]
+            operand = None if channel is None else _of_channels(other, channel, channels)
+            if operand is None or reader.out.shape != current.value.shape:
+                break
+            if is_reversed and reader.name == "div":
+                break
+            steps += (Step(reader.name, operand, reader.out.dtype, is_reversed),)
+            covered |= between(other, {operand})
+        elif is_reshape(reader):
+            channel = _moved(channel, reader)
+        elif not is_transparent(reader):
+            break
+        current = Followed(reader.out, steps, covered)
+        if current.value.dtype == node.out.dtype and not is_reshape(reader):
+            best = current
+    return best
+
+
+def _moved(axis: int | None, node: Node) -> int | None:
+    """Where an axis is after axes of length 1 came or went, or None where more has changed."""
+    before, after = node.ins[0].shape, node.out.shape
+    if axis is None or [size for size in before if size != 1] != [n for n in after if n != 1]:
+        return None
+    if before[axis] == 1:
+        return None
+    position = sum(size != 1 for size in before[:axis])
+    return [i for i, size in enumerate(after) if size != 1][position]
+
+
+def _of_channels(value: Value, channel: int, channels: int) -> Value | None:
+    """The numbers, one for each channel or one for all, that an operand repeats, or None."""
+    seen = view(value)
+    axes = [axis for axis in seen.axes if axis is not None]
+    is_vector = axes == ([channel] if channels != 1 else [])
+    is_number = not axes and scalar(value) is not None
+    return seen.base if seen.base.is_floating and (is_vector or is_number) else None
+
+
+def _find_at(book: Book, node: Node) -> None:
+    followed = _steps(book, node)
+    value, covered = followed.value, followed.covered | {node}
+    added = residual_of(book, value)
+    if added is not None and added.value.dtype == node.out.dtype:
+        value, covered = added.value, covered | {added.node}
+    else:
+        added = None
+    activation = None
+    activated = activation_of(value)
+    if activated is None:
+        why = why_no_activation(value)
+        if why:
+            book.miss("conv", node, why)
+    elif book.is_free(activated.covered) and activated.result.dtype == node.out.dtype:
+        activation, value = activated.name, activated.result
+        covered |= activated.covered
+    residual = None if added is None else added.residual
+    site = _site(node, followed.steps, residual, activation, value, set(covered))
+    if book.add(site) and residual is None and activation is None:
+        _join_batch_norm(book, site)
+
+
+def _join_batch_norm(book: Book, site: Site) -> None:
+    """Adds the batch norm in training that follows, whose statistics the convolution may take."""
+    node, (y,) = site.anchor, site.outputs
+    norm = next((s for s in book.sites if s.operator == "batch_norm" and s.inputs[0] is y), None)
+    if norm is None:
+        return
+    found: Match = norm.facts
+    channel = node.params["dimension_numbers"].out_spec[1]
+    if y.shape != node.out.shape or found.x.layout[channel] != found.arrangement.channels:
+        return
+    count = len(site.inputs)
+
+    def call(*arrays: jax.Array) -> Sequence[jax.Array]:
+        y, statistics = site.call(*arrays[:count], statistics=True)
+        return norm.call(y, *arrays[count:], statistics=statistics)
+
+    joined = Site(
+        "conv",
+        node,
+        [*site.inputs, *norm.inputs[1:]],
+        norm.outputs,
+        call,
+        site.covered | norm.covered | found.covered(),
+        f"{site.detail}, {norm.detail}",
+        parts=(site, norm),
+    )
+    if leaking(joined) is None:
+        book.add(joined)
+
+
+def _site(
+    node: Node,
+    steps: Sequence[Step],
+    residual: Value | None,
+    activation: str | None,
+    value: Value,
+    covered: set[Node],
+) -> Site:
+    x, w = node.ins[0], core(node.ins[1])
+    numbers = node.params["dimension_numbers"]
+    last = [numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1]]
+    shape = value.shape
+
+    def call(
+        x: jax.Array, w: jax.Array, *arrays: jax.Array, statistics: bool = False
+    ) -> Sequence[Any]:
+        w = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
+        w, bias = _folded(w, steps, arrays, accumulator_dtype(x.dtype))
+        results: Any = conv(
+            x.transpose(numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]),
+            w,
+            bias,
+            activation=activation,
+            residual=None
+            if residual is None
+            else arrays[-1].reshape(node.out.shape).transpose(last),
+            strides=node.params["window_strides"],
+            padding=node.params["padding"],
+            input_dilation=node.params["lhs_dilation"],
+            kernel_dilation=node.params["rhs_dilation"],
+            feature_group_count=node.params["feature_group_count"],
+            precision=node.params["precision"],
+            statistics=statistics,
+        )
+        y, *taken = results if statistics else (results,)
+        return y.transpose([last.index(axis) for axis in range(y.ndim)]).reshape(shape), *taken
+
+    words = _words(steps)
+    words += ([] if residual is None else ["residual"]) + ([activation] if activation else [])
+    return Site(
+        "conv",
+        node,
+        [x, w, *(step.operand for step in steps), *([] if residual is None else [residual])],
+        [value],
+        call,
+        covered | between(node.ins[1], {w}),
+        f"conv({', '.join(words)}) of {x.aval.str_short()} and {list(w.shape)}",
+    )
+
+
+def _words(steps: Sequence[Step]) -> list[str]:
+    """What the steps are to the operator."""
+    is_scaled = any(step.name in ("mul", "div") or step.is_reversed for step in steps)
+    is_added = any(step.name in ("add", "sub") for step in steps)
+    return ["scaled weights"] * is_scaled + ["bias"] * is_added
+
+
+def _folded(
+    w: jax.Array, steps: Sequence[Step], arrays: Sequence[jax.Array], dtype: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Weights [..., C] and bias [C] of a convolution that does what the steps do."""
+    channels = w.shape[-1:]
+    vectors = [array.reshape(-1) for array in arrays[: len(steps)]]
+    if [step.name for step in steps] == ["add"]:
+        return w, jax.numpy.broadcast_to(vectors[0].astype(steps[0].dtype), channels)
+    factor: jax.Array | None = None
+    bias: jax.Array | None = None
+    for step, vector in zip(steps, vectors, strict=True):
+        operand = vector.astype(dtype)
+        if step.name in ("mul", "div"):
+            operand = operand if step.name == "mul" else 1.0 / operand
+            factor = operand if factor is None else factor * operand
+            bias = None if bias is None else bias * operand
+            continue
+        if step.name == "sub" and step.is_reversed:
+            factor = -jax.numpy.ones((), dtype) if factor is None else -factor
+            bias = None if bias is None else -bias
+        elif step.name == "sub":
+            operand = -operand
+        bias = operand if bias is None else bias + operand
+    if factor is not None:
+        w = w.astype(dtype) * factor
+    return w, None if bias is None else jax.numpy.broadcast_to(bias, channels)

@@ -1,0 +1,177 @@
+"""A norm of images with what follows it, as group_norm and batch_norm both have it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from jaxfused.fuse.activation import activation_of, why_no_activation
+from jaxfused.fuse.algebra import between, view
+from jaxfused.fuse.channels import Arrangement, arrangements, why_no_channels_first
+from jaxfused.fuse.frame import Layout, Stage
+from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled
+from jaxfused.fuse.product import residual_of
+from jaxfused.fuse.site import Book, Site, leaking
+
+
+@dataclass(frozen=True)
+class Match:
+    """A value that is a norm's result."""
+
+    moments: Moments
+    arrangement: Arrangement
+    epsilon: float
+    value: Value
+    operands: dict[str, Value] = field(default_factory=dict)
+    """By name: scale, bias, image_scale (with the 1 that the operator adds), image_shift, residual."""
+    activation: str | None = None
+
+    @property
+    def x(self) -> Stage:
+        """What is normalised, in the dtype of the result, and in its layout where that is at hand."""
+        stages = [s for s in self.moments.frame.stages if s.value.dtype == self.value.dtype]
+        alike = [stage for stage in stages if stage.layout == self.arrangement.layout]
+        return (alike or stages)[-1]
+
+    def covered(self) -> set[Node]:
+        """The operations that make the value of x and the operands."""
+        stages = self.moments.frame.stages
+        earlier = stages[stages.index(self.x) :]
+        leaves = {stage.value for stage in earlier} | set(self.operands.values())
+        return between(self.value, leaves)
+
+    def operand(self, name: str, array: jax.Array) -> jax.Array:
+        """An operand as the operator takes it: channels last."""
+        frame, arrangement = self.moments.frame, self.arrangement
+        if name == "x":
+            return frame.arranged(array, self.x.layout, arrangement.operand)
+        if name == "residual":
+            return frame.arranged(array, arrangement.layout, arrangement.operand)
+        if name in ("scale", "bias"):
+            return array.reshape(-1)
+        return array.reshape(frame.length(arrangement.images), -1)
+
+    def result(self, y: jax.Array) -> jax.Array:
+        """The operator's result as the program has it."""
+        arrangement = self.arrangement
+        y = self.moments.frame.arranged(y, arrangement.operand, arrangement.layout)
+        return y.reshape(self.value.shape)
+
+    def words(self) -> str:
+        """The call without the operator's name."""
+        names = [*self.operands, *([self.activation] if self.activation else [])]
+        return f"({', '.join(names)}) of {self.x.value.aval.str_short()}"
+
+
+def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:
+    """The last value that is a norm's result and no more, or why there is none.
+
+    The reason is "" where the root does not look like a norm's.
+    """
+    found: Match | None = None
+    modulated: Match | None = None
+    # A root of the variance alone is a standard deviation, of weights for example.
+    is_norms = view(root.ins[0]).base.made_by == "add"
+    reason = "nothing is multiplied by it and by the normalised array" if is_norms else ""
+    for value in made_of(root.out):
+        for layout in moments.frame.layouts(value.shape):
+            affine = normalised(moments, value, layout)
+            if affine is None:
+                if found is not None and not of_batch:
+                    modulated = _modulated(found, value, layout) or modulated
+                continue
+            read = [
+                _read(affine, a, moments, value)
+                for a in arrangements(moments, layout)
+                if a.is_of_batch == of_batch
+            ]
+            whole = next((m for m in read if isinstance(m, Match)), None)
+            found = whole or found
+            if whole is None and read:
+                reason = str(read[0])
+    found = modulated or found
+    return found or reason
+
+
+def _read(affine: Affine, arrangement: Arrangement, moments: Moments, value: Value) -> Match | str:
+    """The norm of an arrangement that a value is, or why it is none."""
+    operands = _operands(affine, arrangement)
+    if isinstance(operands, str):
+        return operands
+    assert affine.epsilon is not None
+    if {"image_scale", "bias"} <= operands.keys() or {"bias", "image_shift"} <= operands.keys():
+        return "it is scaled by more than one array"
+    return Match(moments, arrangement, affine.epsilon, value, operands)
+
+
+def _operands(affine: Affine, arrangement: Arrangement) -> dict[str, Value] | str:
+    """Scale and bias, of channels or of images, that factors and summands are."""
+    operands: dict[str, Value] = {}
+    names = {"scale": "image_scale", "bias": "image_shift"}
+    for name, views in (("scale", affine.factors), ("bias", affine.summands)):
+        for seen in views:
+            shared, of_images = arrangement.of_channels(seen), arrangement.of_images(seen)
+            key = name if shared is not None else names[name]
+            operand = shared if shared is not None else of_images
+            if operand is None:
+                return "it is scaled by, or added to, an array that differs from pixel to pixel"
+            if key in operands:
+                return "it is scaled by more than one array"
+            operands[key] = operand
+    return operands
+
+
+def _modulated(found: Match, value: Value, layout: Layout) -> Match | None:
+    """A match and the scale and shift of each image that follow it, or None."""
+    if {"image_scale", "image_shift"} & found.operands.keys():
+        return None
+    before = found.arrangement
+    affine = scaled(found.moments, found.value, before.layout, value, layout)
+    if affine is None:
+        return None
+    arrangement = replace(before, layout=layout)
+    operands = _operands(affine, arrangement)
+    if isinstance(operands, str) or not operands.keys() <= {"image_scale", "image_shift"}:
+        return None
+    return replace(found, arrangement=arrangement, value=value, operands=found.operands | operands)
+
+
+def why_not(found: Match) -> str:
+    """Why the operator is no better than the program, or ""."""
+    frame, value = found.moments.frame, found.value
+    x = frame.source.value
+    narrow = any(stage.value.dtype == value.dtype for stage in frame.stages)
+    if not narrow or value.dtype.itemsize > x.dtype.itemsize:
+        return f"its result stays in {value.dtype}, and what is normalised is {x.dtype}"
+    if not found.arrangement.is_last:
+        return why_no_channels_first(value, len(found.arrangement.pixels))
+    return ""
+
+
+def add(book: Book, root: Node, found: Match, make: Callable[[Node, Match], Site]) -> None:
+    """Adds the site of a match, with as much of what follows it as the operator can do."""
+    operator = "batch_norm" if found.arrangement.is_of_batch else "group_norm"
+    longer = [found, *_followed_by(book, found, operator)]
+    whys = [why_not(each) for each in longer]
+    sites = [make(root, each) for each, why in zip(longer, whys, strict=True) if not why]
+    if not sites:
+        book.miss(operator, root, whys[0])
+        return
+    book.add(next((site for site in reversed(sites) if leaking(site) is None), sites[0]))
+
+
+def _followed_by(book: Book, found: Match, operator: str) -> Iterator[Match]:
+    """What the match is with the residual sum and with the activation after it."""
+    added = residual_of(book, found.value)
+    if added is not None and added.value.dtype == found.value.dtype:
+        operands = found.operands | {"residual": added.residual}
+        found = replace(found, value=added.value, operands=operands)
+        yield found
+    activated = activation_of(found.value)
+    if activated is not None and book.is_free(activated.covered):
+        yield replace(found, value=activated.result, activation=activated.name)
+    elif activated is None:
+        why = why_no_activation(found.value)
+        if why and found.value.node is not None:
+            book.miss(operator, found.value.node, why)
