@@ -35,6 +35,7 @@ ACTIVATIONS = {
     "gelu_erf": partial(jax.nn.gelu, approximate=False),
     "gpt2": gelu_of_gpt2,
     "by_erf": gelu_by_erf,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,
     "x_over_1_plus_exp": lambda x: x / (1 + jnp.exp(-x)),
     "relu": jax.nn.relu,
@@ -200,7 +201,7 @@ def test_a_product_alone_is_left_alone():
 @pytest.mark.parametrize(
     "activation",
     [
-        lambda x: x * jax.nn.sigmoid(1.702 * x),
+        lambda x: x * jax.nn.sigmoid(1.6 * x),
         lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
         jnp.tanh,
         jax.nn.relu6,
