@@ -328,12 +328,12 @@ def half_rotation(x, cos, sin):
 def rotate_half(x, cos, sin):
     """Hugging Face's, with tables for both halves."""
     cos, sin = (jnp.concatenate([t, t], -1) for t in (cos, sin))
-    x1, x2 = x[..., : H // 2], x[..., H // 2 :]
+    x1, x2 = jnp.split(x, 2, axis=-1)
     return (wide(x) * cos + wide(jnp.concatenate([-x2, x1], -1)) * sin).astype(x.dtype)
 
 
-def tables(x):
-    frequencies = 10000.0 ** (-jnp.arange(0, H, 2) / H).astype(x.dtype)
+def tables(x, features=H):
+    frequencies = 10000.0 ** (-jnp.arange(0, features, 2) / features).astype(x.dtype)
     angles = jnp.arange(T, dtype=x.dtype)[:, None] * frequencies
     return jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
 
@@ -402,21 +402,102 @@ def test_projections_of_two_arrays_stay_apart():
     assert_fuses(f, x, x[::-1], *weights, into={"dot_product_attention": 1})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rotation_of_neighbours(dtype):
-    def by_strides(x, cos, sin):
-        a, b = wide(x)[..., ::2], wide(x)[..., 1::2]
-        return (
-            jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape).astype(x.dtype)
-        )
+# --- rotations ------------------------------------------------------------------------------------
 
-    def by_pairs(x, cos, sin):
-        pairs = wide(x).reshape(*x.shape[:-1], -1, 2)
-        a, b = pairs[..., 0], pairs[..., 1]
-        return (
-            jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape).astype(x.dtype)
-        )
+
+def every_two(x):
+    return jnp.stack((-x[..., 1::2], x[..., ::2]), axis=-1).reshape(x.shape)
+
+
+def by_strides(x, cos, sin):
+    a, b = x[..., ::2], x[..., 1::2]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
+
+
+def by_pairs(x, cos, sin):
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
+
+
+def gpt_j(x, cos, sin):
+    return x * cos.repeat(2, 3) + every_two(x) * sin.repeat(2, 3)
+
+
+def easy_lm(x, cos, sin):
+    """Complex numbers."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    y = jax.lax.complex(pairs[..., 0], pairs[..., 1]) * (cos + 1j * sin)
+    return jnp.stack((jnp.real(y), jnp.imag(y)), axis=-1).reshape(x.shape)
+
+
+def wan(x, cos, sin):
+    """Real and imaginary parts of complex tables."""
+    turns = jnp.exp(1j * jnp.arctan2(sin, cos))
+    return by_pairs(x, jnp.real(turns), jnp.imag(turns))
+
+
+def maxtext_pairs(x, cos, sin):
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    cos, sin = cos[..., None], sin[..., None]
+    return (pairs * cos + jnp.flip(pairs, -1) * sin * jnp.asarray([-1.0, 1.0])).reshape(x.shape)
+
+
+def maxtext_shifts(x, cos, sin):
+    left, right = jnp.roll(x, -1, -1), jnp.roll(x, 1, -1)
+    odd = jnp.tile(jnp.mod(jnp.arange(x.shape[-1]), 2), (*x.shape[:-1], 1))
+    sin = jnp.stack([-sin, sin], -1).reshape(*sin.shape[:-1], -1)
+    return x * jnp.repeat(cos, 2, -1) + jax.lax.select(odd == 1, right, left) * sin
+
+
+def flux(x, cos, sin):
+    """A matrix of 2 x 2 for each pair, the parts of which are of three axes of an image."""
+    turns = jnp.stack([cos, -sin, sin, cos], -1)
+    turns = jnp.concatenate([turns[..., :1, :], turns[..., 1:, :]], axis=-2)
+    turns = turns.reshape(*cos.shape, 2, 2)
+    pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
+    y = turns[..., 0] * pairs[..., 0] + turns[..., 1] * pairs[..., 1]
+    return y.reshape(x.shape)
+
+
+NEIGHBOURS = (by_strides, by_pairs, gpt_j, easy_lm, wan, maxtext_pairs, maxtext_shifts, flux)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotate", NEIGHBOURS)
+def test_a_rotation_of_neighbours(rotate, dtype):
+    def f(x):
+        return rotate(wide(x), *tables(wide(x))).astype(x.dtype)
 
     x = normal(0, B, T, N, H, dtype=dtype)
-    for rotation in (by_strides, by_pairs):
-        assert_fuses(lambda x, r=rotation: r(x, *tables(wide(x))), x, into={"rope": 1})
+    assert_fuses(f, x, into={"rope": 1})
+    assert "rope(interleaved)" in str(fusion(f, x))
+
+
+@pytest.mark.parametrize("rotate", [half_rotation, rotate_half, gpt_j])
+def test_a_rotation_of_a_part_of_the_features(rotate):
+    def f(x):
+        rotated = rotate(x[..., : H // 2], *tables(x, H // 2))
+        return jnp.concatenate([rotated, x[..., H // 2 :]], -1)
+
+    x = normal(0, B, T, N, H)
+    assert_fuses(f, x, into={"rope": 1})
+    assert f"{H // 2} features" in str(fusion(f, x))
+
+
+@pytest.mark.parametrize(
+    "rotate",
+    [
+        # The tables differ between the two of a pair.
+        lambda x, cos, sin: x * jnp.concatenate([cos, cos], -1) + every_two(x) * sin.repeat(2, 3),
+        # Both of a pair are turned the same way.
+        lambda x, cos, sin: x * cos.repeat(2, 3) + jnp.abs(every_two(x)) * sin.repeat(2, 3),
+        # What comes in as neighbours goes out as halves.
+        lambda x, cos, sin: jnp.concatenate(
+            [x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1
+        ),
+    ],
+)
+def test_what_is_no_rotation_of_neighbours(rotate):
+    x = normal(0, B, T, N, H)
+    assert counts(lambda x: rotate(x, *tables(x)), x) == {}

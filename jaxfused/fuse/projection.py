@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxfused.fuse.algebra import between, is_reshape, is_transparent, same
+from jaxfused.fuse.algebra import between, is_reshape, is_transparent
+from jaxfused.fuse.columns import Columns
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
 from jaxfused.fuse.norm import Norm
@@ -47,9 +48,10 @@ def find(book: Book) -> None:
         for p in projections(book):
             affine = biased(book, p)
             by_result[affine.value] = (p, affine)
+    columns = Columns()
     by_output = {s.outputs[0]: s for s in book.sites if s.operator == "rms_norm"}
     for site in attentions:
-        branches = [_branch(book, v, by_result, by_output) for v in site.inputs[:3]]
+        branches = [_branch(book, v, by_result, by_output, columns) for v in site.inputs[:3]]
         if any(b is None for b in branches):
             continue
         _add(book, [b for b in branches if b is not None])
@@ -60,6 +62,7 @@ def _branch(
     operand: Value,
     by_result: dict[Value, tuple[Projection, Biased]],
     norms: dict[Value, Site],
+    columns: Columns,
 ) -> _Branch | None:
     """The way back from an operand to a product, or None where something else is on it."""
     value = operand
@@ -82,7 +85,7 @@ def _branch(
             result = value if result is None else result
             value = norm.inputs[0]
             continue
-        found = rotation(value) if turned is None and norm is None else None
+        found = rotation(value, columns) if turned is None and norm is None else None
         if found is not None and book.is_free(found.covered) and not found.interleaved:
             turned = found
             result = value
@@ -218,10 +221,7 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
     if q.rotation is not None and k.rotation is not None:
         of_q, of_k = q.rotation, k.rotation
         if not all(
-            one.seen.axes == other.seen.axes
-            and one.is_doubled == other.is_doubled
-            and same(one.seen.base, other.seen.base)
-            for one, other in ((of_q.cos, of_k.cos), (of_q.sin, of_k.sin))
+            one.is_the_same(other) for one, other in ((of_q.cos, of_k.cos), (of_q.sin, of_k.sin))
         ):
             return "queries and keys are rotated by different angles"
         for b, found in ((q, q.rotation), (k, k.rotation)):
