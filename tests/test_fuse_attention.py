@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import jaxfused
+from jaxfused import dispatch
+from jaxfused.ops.qkv_projection import NEIGHBOURS as ROTATED_NEIGHBOURS
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
 pytestmark = pytest.mark.exhaustive
@@ -400,6 +402,94 @@ def test_projections_of_two_arrays_stay_apart():
 
     x, *weights = projections("float32")
     assert_fuses(f, x, x[::-1], *weights, into={"dot_product_attention": 1})
+
+
+def with_rotation(q, k, v):
+    q, k = (half_rotation(y, *tables(wide(y))) for y in (q, k))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def gemma_qkv(x, w, b):
+    return with_rotation(*jnp.einsum("BTD,SNDH->SBTNH", x, w))
+
+
+def gemma_kv(x, w, b):
+    q = jnp.einsum("BTD,NDH->BTNH", x, w[0])
+    return with_rotation(q, *jnp.einsum("BSD,CKDH->CBSKH", x, w[1:, :2]))
+
+
+def columns_of(w):
+    return w.transpose(2, 0, 1, 3).reshape(32, 3 * N * H)
+
+
+def gpt_2(x, w, b):
+    parts = jnp.split(x @ columns_of(w) + b, 3, axis=-1)
+    return with_rotation(*(y.reshape(B, T, N, H) for y in parts))
+
+
+def in_another_order(x, w, b):
+    k, v, q = (y.reshape(B, T, N, H) for y in jnp.split(x @ columns_of(w) + b, 3, axis=-1))
+    return with_rotation(q, k, v)
+
+
+def nano_gpt(x, w, b):
+    y = (x @ columns_of(w)).reshape(B, T, 3, N, H) + b.reshape(3, N, H)
+    return with_rotation(y[:, :, 0], y[:, :, 1], y[:, :, 2])
+
+
+def timm(x, w, b):
+    """Heads before positions."""
+    q, k, v = (x @ columns_of(w) + b).reshape(B, T, 3, N, H).transpose(2, 0, 3, 1, 4)
+    p = jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3)
+    return (p @ v).swapaxes(1, 2)
+
+
+def neox(x, w, b):
+    """Each head's query, key and value side by side."""
+    return with_rotation(*jnp.split((x @ columns_of(w) + b).reshape(B, T, N, 3 * H), 3, -1))
+
+
+STACKED = {
+    gemma_qkv: "heads 4 and 4, one matrix, rope",
+    gemma_kv: "heads 4 and 2, rope",
+    gpt_2: "one matrix, bias, rope",
+    in_another_order: "heads 4 and 4, bias, rope",
+    nano_gpt: "one matrix, bias, rope",
+    timm: "one matrix, bias",
+    neox: "heads 4 and 4, bias, rope",
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("f", STACKED)
+def test_queries_keys_and_values_of_one_product(f, dtype):
+    args = (
+        normal(0, B, T, 32, dtype=dtype),
+        normal(1, 3, N, 32, H, dtype=dtype, scale=0.2),
+        normal(2, 3 * N * H, dtype=dtype),
+    )
+    assert_fuses(f, *args, into={"dot_product_attention": 1, "qkv_projection": 1})
+    assert STACKED[f] in str(fusion(f, *args))
+
+
+def test_a_part_of_a_product_that_is_used_elsewhere():
+    def f(x, w):
+        q, k, v, more = jnp.split(x @ w, 4, axis=-1)
+        q, k, v = (y.reshape(B, T, N, H) for y in (q, k, v))
+        return jax.nn.dot_product_attention(q, k, v).reshape(B, T, -1) * more
+
+    args = (normal(0, B, T, 32), normal(1, 32, 4 * N * H, scale=0.2))
+    assert_fuses(f, *args, into={"dot_product_attention": 1})
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_projections_whose_neighbours_are_rotated(measured, monkeypatch):
+    """Until a GPU has timed the kernels that rotate neighbours, rotations are operators of their own."""
+    unmeasured = () if measured else (ROTATED_NEIGHBOURS,)
+    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset(unmeasured))
+    into = {"dot_product_attention": 1, "qkv_projection": 1} | ({} if measured else {"rope": 2})
+    f = partial(self_attention, rotation=gpt_j)
+    assert_fuses(f, *projections("float32"), into=into)
 
 
 # --- rotations ------------------------------------------------------------------------------------

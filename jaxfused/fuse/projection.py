@@ -5,12 +5,15 @@ changes of shape, to their products. Where those are of one array, they become o
 and rotation in it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxfused import dispatch
 from jaxfused.fuse.algebra import between, is_reshape, is_transparent
 from jaxfused.fuse.columns import Columns
 from jaxfused.fuse.constants import scalar
@@ -19,7 +22,8 @@ from jaxfused.fuse.norm import Norm
 from jaxfused.fuse.product import Biased, Projection, biased, projections
 from jaxfused.fuse.rotation import Rotation, rotation, rows_of_tables, tables_of_rows
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.qkv_projection import qkv_projection
+from jaxfused.fuse.stacked import Part, parts
+from jaxfused.ops.qkv_projection import NEIGHBOURS, qkv_projection
 
 
 @dataclass
@@ -48,6 +52,8 @@ def find(book: Book) -> None:
         for p in projections(book):
             affine = biased(book, p)
             by_result[affine.value] = (p, affine)
+        for part, affine in parts(book):
+            by_result[affine.value] = (part, affine)
     columns = Columns()
     by_output = {s.outputs[0]: s for s in book.sites if s.operator == "rms_norm"}
     for site in attentions:
@@ -86,7 +92,10 @@ def _branch(
             value = norm.inputs[0]
             continue
         found = rotation(value, columns) if turned is None and norm is None else None
-        if found is not None and book.is_free(found.covered) and not found.interleaved:
+        if found is not None and found.interleaved and dispatch.why_unmeasured(NEIGHBOURS):
+            value = found.x
+            continue
+        if found is not None and book.is_free(found.covered):
             turned = found
             result = value
             value = found.x
@@ -125,8 +134,10 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         return
     facts = q.norm.facts if q.norm is not None else None
     tables = q.rotation
-    biases = [b.affine.bias for b in branches]
-    inputs: list[Value] = [x, *(b.product.w for b in branches)]
+    is_one = _are_one_matrix(branches)
+    products = [_whole(q.product)] if is_one else [b.product for b in branches]
+    biases = [b.affine.bias for b in (branches[:1] if is_one else branches)]
+    inputs: list[Value] = [x, *(p.w for p in products)]
     inputs += [bias for bias in biases if bias is not None]
     inputs += [b.norm.inputs[1] for b in (q, k) if b.norm is not None]
     if tables is not None:
@@ -135,21 +146,21 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
 
     def call(x: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
         rest = iter(arrays)
-        weights = [b.product.matrix(next(rest)) for b in branches]
+        weights = [p.matrix(next(rest)) for p in products]
         bias = None
         if any(bias is not None for bias in biases):
-            parts = [
-                jnp.zeros(w.shape[1], x.dtype) if bias is None else b.product.bias(next(rest))
-                for b, w, bias in zip(branches, weights, biases, strict=True)
+            in_parts = [
+                jnp.zeros(w.shape[1], x.dtype) if bias is None else p.bias(next(rest))
+                for p, w, bias in zip(products, weights, biases, strict=True)
             ]
-            bias = jnp.concatenate(parts)
+            bias = in_parts[0] if is_one else jnp.concatenate(in_parts)
         scales = [next(rest).reshape(-1) if b.norm is not None else None for b in (q, k)]
         cos, sin = None, None
         if tables is not None:
             cos, sin = tables_of_rows(tables, next(rest), next(rest), rows)
         projected = qkv_projection(
             x,
-            jnp.concatenate(weights, axis=1),
+            weights[0] if is_one else jnp.concatenate(weights, axis=1),
             bias,
             heads=heads,
             key_heads=key_heads,
@@ -159,6 +170,7 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
             scale_offset=0.0 if facts is None else facts.scale_offset,
             cos=cos,
             sin=sin,
+            interleaved=tables is not None and tables.interleaved,
             precision=q.product.precision,
         )
         return [_shaped(b, y) for b, y in zip(branches, projected, strict=True)]
@@ -172,7 +184,11 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         if b.norm is not None:
             leaves.add(b.norm.inputs[1])
         covered |= between(b.result, leaves)
-    words = ["bias"] * (biases != [None] * 3) + ["norm"] * (q.norm is not None)
+    words = (
+        ["one matrix"] * is_one
+        + ["bias"] * any(bias is not None for bias in biases)
+        + ["norm"] * (q.norm is not None)
+    )
     words += ["rope"] * (tables is not None)
     book.add(
         Site(
@@ -187,6 +203,22 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
             parts=tuple(b.norm for b in (q, k) if b.norm is not None),
         )
     )
+
+
+def _whole(product: Projection) -> Projection:
+    """The product that another one is a part of, or the product itself."""
+    return product.whole if isinstance(product, Part) else product
+
+
+def _are_one_matrix(branches: Sequence[_Branch]) -> bool:
+    """Whether queries, keys and values are, in this order, the columns of one matrix as it is."""
+    of_parts = [b.product for b in branches if isinstance(b.product, Part)]
+    if len(of_parts) < len(branches) or len({p.whole.node for p in of_parts}) > 1:
+        return False
+    if len({b.affine.bias for b in branches}) > 1:
+        return False
+    columns = np.concatenate([p.columns.ravel() for p in of_parts])
+    return np.array_equal(columns, np.arange(math.prod(of_parts[0].whole.features)))
 
 
 def _columns(branch: _Branch) -> int:
@@ -220,7 +252,7 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
         return "the norms of queries and keys differ in epsilon"
     if q.rotation is not None and k.rotation is not None:
         of_q, of_k = q.rotation, k.rotation
-        if not all(
+        if of_q.interleaved != of_k.interleaved or not all(
             one.is_the_same(other) for one, other in ((of_q.cos, of_k.cos), (of_q.sin, of_k.sin))
         ):
             return "queries and keys are rotated by different angles"
@@ -234,7 +266,8 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
 
 def _shaped(branch: _Branch, y: jax.Array) -> jax.Array:
     """What the operator returned [..., T, N, H], as the program goes on with it."""
-    y = y.reshape(branch.affine.value.shape)
+    product, shape = branch.product, branch.affine.value.shape
+    y = product.shaped(y) if isinstance(product, Part) else y.reshape(shape)
     for node in branch.views:
         (y,) = bind(node.eqn, [y, *()])
     return y
