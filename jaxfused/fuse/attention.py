@@ -345,27 +345,26 @@ def _as_mask(
     """The mask that a bias of zeros and large negative numbers is, or None."""
     seen = view(value, axes)
     node = seen.base.node
+    if node is not None and node.name == "select_n" and len(node.ins) == 3:
+        of_false, of_true = scalar(node.ins[1]), scalar(node.ins[2])
+        if of_false is not None and of_true is not None and 0.0 in (of_false, of_true):
+            number = of_false if of_true == 0.0 else of_true
+            if number > mask.BIG:
+                return None
+            parts = mask.parts_of(node.ins[0], seen.axes, logits, negated=of_true != 0.0)
+            return [(part, number) for part in parts]
     array = evaluate(seen.base)
-    if array is not None:
-        allowed = array == 0
-        lowest = float(array.max(where=~allowed, initial=-np.inf))
-        if not (allowed | (array <= mask.BIG)).all() or allowed.all():
-            return None
-        shape = [1] * len(logits)
-        for axis, size in zip(seen.axes, array.shape, strict=True):
-            if axis is not None:
-                shape[axis] = size
-        return [(mask.Part(seen, logits, allowed.reshape(shape), False), lowest)]
-    if node is None or node.name != "select_n" or len(node.ins) != 3:
+    if array is None:
         return None
-    of_false, of_true = scalar(node.ins[1]), scalar(node.ins[2])
-    if of_false is None or of_true is None or {0.0} != {of_false, of_true} & {0.0}:
+    allowed = array == 0
+    lowest = float(array.max(where=~allowed, initial=-np.inf))
+    if not (allowed | (array <= mask.BIG)).all() or allowed.all():
         return None
-    number = of_false if of_true == 0.0 else of_true
-    if number > mask.BIG:
-        return None
-    parts = mask.parts_of(node.ins[0], seen.axes, logits, negated=of_true != 0.0)
-    return [(part, number) for part in parts]
+    shape = [1] * len(logits)
+    for axis, size in zip(seen.axes, array.shape, strict=True):
+        if axis is not None:
+            shape[axis] = size
+    return [(mask.Part(seen, logits, allowed.reshape(shape), False), lowest)]
 
 
 def _mask(found: _Logits, step: Node, value: Value) -> None:

@@ -48,6 +48,7 @@ class Columns:
         return self._numbers.setdefault(made_of, len(self._numbers) + 1)
 
     def _made(self, value: Value, axes: Axes, leading: int, depth: int) -> np.ndarray:
+        value = value.twin or value
         columns = [i for i, axis in enumerate(axes) if _is_column(axis, leading)]
         shape = [value.shape[i] for i in columns]
         found = self._of_constant(value, axes, columns)

@@ -105,9 +105,10 @@ def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
     """
     if not value.is_constant:
         return None
-    if scalars_only not in value.evaluated:
-        value.evaluated[scalars_only] = _evaluate(value, scalars_only)
-    return value.evaluated[scalars_only]
+    value = value.twin or value
+    if scalars_only not in value.facts:
+        value.facts[scalars_only] = _evaluate(value, scalars_only)
+    return value.facts[scalars_only]
 
 
 def _evaluate(value: Value, scalars_only: bool) -> np.ndarray | None:
