@@ -254,7 +254,7 @@ def _split(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
 
 
 def _reverse(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
-    axes = [int(axis) - reader.leading for axis in node.params["dimensions"]]
+    axes = tuple(int(axis) - reader.leading for axis in node.params["dimensions"])
     return None if min(axes) < 0 else [[t.moved(lambda a: np.flip(a, axes)) for t in sums]]
 
 

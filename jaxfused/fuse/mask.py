@@ -184,6 +184,9 @@ def _known(layout: Layout, parts: Sequence[Part]) -> Known:
         together = together & layout.spread(part.constant, axes, part.logits)
     if together.all():
         return Known(False, None, None, True)
+    for axis in (0, 1):
+        first = together.take([0], axis)
+        together = first if (together == first).all() else together
     full = np.broadcast_to(together, (*together.shape[:2], queries, keys))
     has_key = bool(full.any(axis=-1).all())
     if full.shape[:2] == (1, 1):

@@ -101,12 +101,16 @@ def _parts_of(book: Book, node: Node) -> list[tuple[Part, Biased]]:
         whole = Projection(node, x, earliest, contracted, node.out, covered)
         first = 0 if side == 0 else node.out.ndim - rows
         columns = np.arange(math.prod(whole.features)).reshape(whole.features)
-        move: Move = lambda a, shape=whole.features: a.reshape(a.shape[0], *shape)  # noqa: E731
-        state = _State(node.out, tuple(range(first, first + rows)), columns, (move,))
+        rows_at = tuple(range(first, first + rows))
+        state = _State(node.out, rows_at, columns, (_with_axes(whole.features),))
         found = _cut(book, state, x.dtype)
         if found:
             return [_part(whole, state) for state in found]
     return []
+
+
+def _with_axes(shape: tuple[int, ...]) -> Move:
+    return lambda array: array.reshape(array.shape[0], *shape)
 
 
 def _part(whole: Projection, state: _State) -> tuple[Part, Biased]:
@@ -221,7 +225,8 @@ def _pieces(state: _State, node: Node) -> list[_State]:
         cuts = list(zip(node.params["start_indices"], node.params["limit_indices"], strict=True))
         axes = [axis for axis, cut in enumerate(cuts) if cut != (0, shape[axis])]
         if len(axes) == 1 and axes[0] in features:
-            return [piece(axes[0], *map(int, cuts[axes[0]]), 0)]
+            first, last = cuts[axes[0]]
+            return [piece(axes[0], int(first), int(last), 0)]
     if node.name == "split" and node.params["axis"] in features:
         ends = np.cumsum(node.params["sizes"])
         sizes: Sequence[int] = node.params["sizes"]
