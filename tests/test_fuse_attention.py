@@ -107,10 +107,22 @@ def repeated(q, k, v):
     return bthd(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2), causal())
 
 
+def tiled(q, k, v):
+    """einops.repeat's."""
+    k, v = (jnp.tile(x[:, :, :, None], (1, 1, 1, 2, 1)).reshape(B, S, N, H) for x in (k, v))
+    return bthd(q, k, v, causal())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "attention",
-    [grouped_by_einsum, gemma, repeated, partial(jax.nn.dot_product_attention, is_causal=True)],
+    [
+        grouped_by_einsum,
+        gemma,
+        repeated,
+        tiled,
+        partial(jax.nn.dot_product_attention, is_causal=True),
+    ],
 )
 def test_heads_that_share_keys(attention, dtype):
     args = qkv(dtype, heads=2)

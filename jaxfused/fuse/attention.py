@@ -739,7 +739,9 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
     if merged is None or merged.name != "reshape":
         return None
     repeated = merged.ins[0].node
-    if repeated is None or repeated.name != "broadcast_in_dim" or len(repeated.ins) != 1:
+    if repeated is None or repeated.name not in ("broadcast_in_dim", "tile"):
+        return None
+    if len(repeated.ins) != 1:
         return None
     shape, whole = repeated.out.shape, merged.out.shape
     before = repeated.ins[0]
@@ -747,7 +749,12 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
         return None
     if shape[axis + 2 :] != whole[axis + 1 :]:
         return None
-    placed = [int(target) for target in repeated.params["broadcast_dimensions"]]
+    if repeated.name == "tile":
+        if any(r != 1 for i, r in enumerate(repeated.params["reps"]) if i != axis + 1):
+            return None
+        placed = list(range(before.ndim))
+    else:
+        placed = [int(target) for target in repeated.params["broadcast_dimensions"]]
     if before.ndim == len(shape) and before.shape[axis + 1] == 1 and before.node is not None:
         added = before.node
         if added.name not in ("reshape", "broadcast_in_dim"):
