@@ -452,6 +452,8 @@ def nano_gpt(x, w, b):
 def timm(x, w, b):
     """Heads before positions."""
     q, k, v = (x @ columns_of(w) + b).reshape(B, T, 3, N, H).transpose(2, 0, 3, 1, 4)
+    cos, sin = (table.swapaxes(1, 2) for table in tables(wide(x)))
+    q, k = (half_rotation(y, cos, sin) for y in (q, k))
     p = jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3)
     return (p @ v).swapaxes(1, 2)
 
@@ -461,13 +463,25 @@ def neox(x, w, b):
     return with_rotation(*jnp.split((x @ columns_of(w) + b).reshape(B, T, N, 3 * H), 3, -1))
 
 
+def transposed(x, w, b):
+    """The same of three products."""
+    bias = b.reshape(3, 1, N * H)
+    w = w.transpose(0, 2, 1, 3).reshape(3, 32, N * H)
+    q, k, v = ((x @ w[i] + bias[i]).reshape(B, T, N, H).swapaxes(1, 2) for i in range(3))
+    cos, sin = (table.swapaxes(1, 2) for table in tables(wide(x)))
+    q, k = (half_rotation(y, cos, sin) for y in (q, k))
+    p = jax.nn.softmax(q @ k.swapaxes(-1, -2) * 0.3)
+    return (p @ v).swapaxes(1, 2)
+
+
 STACKED = {
     gemma_qkv: "heads 4 and 4, one matrix, rope",
     gemma_kv: "heads 4 and 2, rope",
     gpt_2: "one matrix, bias, rope",
     in_another_order: "heads 4 and 4, bias, rope",
     nano_gpt: "one matrix, bias, rope",
-    timm: "one matrix, bias",
+    timm: "one matrix, bias, rope",
+    transposed: "heads 4 and 4, bias, rope",
     neox: "heads 4 and 4, bias, rope",
 }
 
@@ -552,17 +566,20 @@ def maxtext_shifts(x, cos, sin):
     return x * jnp.repeat(cos, 2, -1) + jax.lax.select(odd == 1, right, left) * sin
 
 
-def flux(x, cos, sin):
-    """A matrix of 2 x 2 for each pair, the parts of which are of three axes of an image."""
+def flux_turns(cos, sin):
+    """A matrix of 2 x 2 for each pair, of several axes of an image."""
     turns = jnp.stack([cos, -sin, sin, cos], -1)
     turns = jnp.concatenate([turns[..., :1, :], turns[..., 1:, :]], axis=-2)
-    turns = turns.reshape(*cos.shape, 2, 2)
+    return turns.reshape(*cos.shape, 2, 2)
+
+
+def flux(x, turns):
     pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
     y = turns[..., 0] * pairs[..., 0] + turns[..., 1] * pairs[..., 1]
     return y.reshape(x.shape)
 
 
-NEIGHBOURS = (by_strides, by_pairs, gpt_j, easy_lm, wan, maxtext_pairs, maxtext_shifts, flux)
+NEIGHBOURS = (by_strides, by_pairs, gpt_j, easy_lm, wan, maxtext_pairs, maxtext_shifts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -574,6 +591,15 @@ def test_a_rotation_of_neighbours(rotate, dtype):
     x = normal(0, B, T, N, H, dtype=dtype)
     assert_fuses(f, x, into={"rope": 1})
     assert "rope(interleaved)" in str(fusion(f, x))
+
+
+def test_a_rotation_of_heads_before_positions():
+    def f(q, k):
+        cos, sin = (table.swapaxes(1, 2) for table in tables(q))
+        turns = flux_turns(cos, sin)
+        return flux(q, turns), flux(k, turns)
+
+    assert_fuses(f, normal(0, B, N, T, H), normal(1, B, N, T, H), into={"rope": 2})
 
 
 @pytest.mark.parametrize("rotate", [half_rotation, rotate_half, gpt_j])

@@ -20,7 +20,7 @@ from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
 from jaxfused.fuse.norm import Norm
 from jaxfused.fuse.product import Biased, Projection, biased, projections
-from jaxfused.fuse.rotation import Rotation, rotation, rows_of_tables, tables_of_rows
+from jaxfused.fuse.rotation import Rotation, differs_along, rotation, tables_of_rows
 from jaxfused.fuse.site import Book, Site
 from jaxfused.fuse.stacked import Part, parts
 from jaxfused.ops.qkv_projection import NEIGHBOURS, qkv_projection
@@ -134,6 +134,7 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         return
     facts = q.norm.facts if q.norm is not None else None
     tables = q.rotation
+    heads_axis = 0 if tables is None else _heads_axis(q, tables) or 0
     is_one = _are_one_matrix(branches)
     products = [_whole(q.product)] if is_one else [b.product for b in branches]
     biases = [b.affine.bias for b in (branches[:1] if is_one else branches)]
@@ -157,7 +158,7 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         scales = [next(rest).reshape(-1) if b.norm is not None else None for b in (q, k)]
         cos, sin = None, None
         if tables is not None:
-            cos, sin = tables_of_rows(tables, next(rest), next(rest), rows)
+            cos, sin = tables_of_rows(tables, next(rest), next(rest), rows, heads_axis)
         projected = qkv_projection(
             x,
             weights[0] if is_one else jnp.concatenate(weights, axis=1),
@@ -180,7 +181,7 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         covered |= b.product.covered | b.affine.covered | set(b.views)
         leaves = {b.affine.value}
         if b.rotation is not None:
-            leaves |= {b.rotation.cos.seen.base, b.rotation.sin.seen.base}
+            leaves |= b.rotation.tables
         if b.norm is not None:
             leaves.add(b.norm.inputs[1])
         covered |= between(b.result, leaves)
@@ -257,11 +258,27 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
         ):
             return "queries and keys are rotated by different angles"
         for b, found in ((q, q.rotation), (k, k.rotation)):
-            if found.x.shape[:-2] != b.product.rows or not rows_of_tables(found, found.x.ndim):
-                return "heads are not the last axis but one of what is rotated"
+            axis = _heads_axis(b, found)
+            if axis is None or axis != _heads_axis(q, of_q) or differs_along(found, axis):
+                return "what is rotated has not one axis of heads, before the features or the positions"
     if (q.norm or q.rotation) and q.head_size != k.head_size:
         return "queries and keys differ in their head size"
     return ""
+
+
+def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
+    """Which axis of what is rotated has the heads: the one before the features, or before positions."""
+    rows, shape, rank = branch.product.rows, found.x.shape, found.x.ndim
+    turned = [node for node in branch.views if node.name == "transpose"]
+    in_front = not isinstance(branch.product, Part) or branch.product.rows_at[-1] == len(rows) - 1
+    if not turned and in_front:
+        return rank - 2 if shape[:-2] == rows else None
+    swapped = (*range(rank - 3), rank - 2, rank - 3, rank - 1)
+    permutations = [tuple(map(int, node.params["permutation"])) for node in turned]
+    is_swapped = permutations == ([swapped] if in_front else [])
+    if not is_swapped or rank != len(rows) + 2 or (*shape[:-3], shape[-2]) != rows:
+        return None
+    return rank - 3
 
 
 def _shaped(branch: _Branch, y: jax.Array) -> jax.Array:

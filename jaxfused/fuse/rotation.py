@@ -70,6 +70,8 @@ class Rotation:
     cos: Table
     sin: Table
     interleaved: bool
+    tables: frozenset[Value]
+    """All arrays that the program multiplies by."""
     covered: frozenset[Node]
 
     @property
@@ -95,8 +97,9 @@ def rotation(value: Value, columns: Columns) -> Rotation | None:
         if at is None or core(x).dtype.itemsize < at.dtype.itemsize:
             return None
         cos, sin, interleaved = found
-        leaves = {*stages(at), cos.seen.base, sin.seen.base}
-        return Rotation(at, value, cos, sin, interleaved, frozenset(between(value, leaves)))
+        tables = frozenset(table.seen.base for table in reader.tables)
+        covered = frozenset(between(value, {*stages(at), *tables}))
+        return Rotation(at, value, cos, sin, interleaved, tables, covered)
     return None
 
 
@@ -152,12 +155,13 @@ def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
 
 def _whole(forked: Value, result: Value) -> Value | None:
     """What is rotated, before its features were cut into pairs."""
-    value = core(forked)
+    value = forked
     while value.shape != result.shape:
-        if value.made_by != "reshape" or value.node is None:
+        cut = core(value).node
+        if cut is None or cut.name != "reshape":
             return None
-        value = core(value.node.ins[0])
-    return forked if forked.shape == result.shape else value
+        value = cut.ins[0]
+    return value
 
 
 def _pairs(reader: Reader, sums: Sums, columns: Columns) -> tuple[Table, Table, bool] | None:
@@ -236,21 +240,22 @@ def find(book: Book) -> None:
                 book.add(site)
 
 
-def rows_of_tables(found: Rotation, rank: int) -> bool:
-    """Whether the tables differ by position and not by head: x is [..., length, heads, features]."""
-    heads = rank - 2
-    return all(heads not in table.seen.axes for table in (found.cos, found.sin))
+def differs_along(found: Rotation, axis: int) -> bool:
+    """Whether the tables differ along an axis of what is rotated."""
+    return any(axis in table.seen.axes for table in (found.cos, found.sin))
 
 
 def tables_of_rows(
-    found: Rotation, cos: jax.Array, sin: jax.Array, rows: tuple[int, ...]
+    found: Rotation, cos: jax.Array, sin: jax.Array, rows: tuple[int, ...], heads: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables as [T, R/2], or with all axes of the rows where they differ beyond the position."""
+    """The tables as [T, R/2], or with all axes of the rows where they differ beyond the position.
+
+    The axis `heads` of what is rotated has the heads, for which they are the same.
+    """
     rank = len(rows) + 2
 
     def of_rows(table: Table, array: jax.Array) -> jax.Array:
-        array = table.array(array, rank)
-        array = array.reshape(*array.shape[:-2], array.shape[-1])
+        array = table.array(array, rank).squeeze(heads)
         if all(size == 1 for size in array.shape[:-2]):
             array = array.reshape(array.shape[-2:])
             return jnp.broadcast_to(array, (rows[-1], array.shape[-1]))
@@ -263,17 +268,22 @@ def tables_of_rows(
 
 
 def _site(node: Node, found: Rotation) -> Site | None:
+    """Of x [..., length, heads, features], or with the heads before the positions."""
     rank = found.x.ndim
-    if rank < 3 or not rows_of_tables(found, rank):
+    heads = next((i for i in (rank - 2, rank - 3) if i >= 1 and not differs_along(found, i)), None)
+    if rank < 3 or heads is None:
         return None
-    rows = found.x.shape[:-2]
+    length = found.x.shape[2 * rank - 5 - heads]
+    rows = (*found.x.shape[: rank - 3], length)
     words = ["interleaved"] * found.interleaved
     if not found.is_whole:
         words.append(f"{2 * len(found.cos.columns)} features")
 
     def call(x: jax.Array, cos: jax.Array, sin: jax.Array):
-        cos, sin = tables_of_rows(found, cos, sin, rows)
-        return (rope(x, cos=cos, sin=sin, interleaved=found.interleaved),)
+        cos, sin = tables_of_rows(found, cos, sin, rows, heads)
+        turned = x if heads == rank - 2 else x.swapaxes(-2, -3)
+        y = rope(turned, cos=cos, sin=sin, interleaved=found.interleaved)
+        return (y if heads == rank - 2 else y.swapaxes(-2, -3),)
 
     return Site(
         "rope",
