@@ -167,6 +167,19 @@ def test_gated_mlp_of_one_product_with_its_biases(dtype):
     assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
 
 
+@pytest.mark.parametrize("kernel", ["NDF", "NFD", "DNF"])
+def test_gated_mlp_of_one_product_with_an_axis_of_two(kernel):
+    """Gemma's gating_einsum."""
+
+    def f(x, w, w_down):
+        gate = jnp.einsum(f"...D,{kernel}->...NF", x, w)
+        return (jax.nn.gelu(gate[..., 0, :]) * gate[..., 1, :]) @ w_down
+
+    shape = [{"N": 2, "D": 16, "F": 24}[axis] for axis in kernel]
+    args = (x_of("float32"), weights(*shape), weights(24, 16, seed=2))
+    assert_fuses(f, *args, into={"gated_mlp": 1})
+
+
 def test_gated_mlp_of_stacked_kernels():
     def f(x, w, w_down):
         return (jax.nn.gelu(jnp.dot(x, w[0])) * jnp.dot(x, w[1])) @ w_down

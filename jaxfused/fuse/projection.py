@@ -5,13 +5,11 @@ changes of shape, to their products. Where those are of one array, they become o
 and rotation in it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfused import dispatch
 from jaxfused.fuse.algebra import between, is_reshape, is_transparent
@@ -22,7 +20,7 @@ from jaxfused.fuse.norm import Norm
 from jaxfused.fuse.product import Biased, Projection, biased, projections
 from jaxfused.fuse.rotation import Rotation, differs_along, rotation, tables_of_rows
 from jaxfused.fuse.site import Book, Site
-from jaxfused.fuse.stacked import Part, parts
+from jaxfused.fuse.stacked import Part, parts, whole_of
 from jaxfused.ops.qkv_projection import NEIGHBOURS, qkv_projection
 
 
@@ -135,8 +133,9 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
     facts = q.norm.facts if q.norm is not None else None
     tables = q.rotation
     heads_axis = 0 if tables is None else _heads_axis(q, tables) or 0
-    is_one = _are_one_matrix(branches)
-    products = [_whole(q.product)] if is_one else [b.product for b in branches]
+    whole = whole_of([b.product for b in branches])
+    is_one = whole is not None and len({b.affine.bias for b in branches}) == 1
+    products = [whole] if whole is not None and is_one else [b.product for b in branches]
     biases = [b.affine.bias for b in (branches[:1] if is_one else branches)]
     inputs: list[Value] = [x, *(p.w for p in products)]
     inputs += [bias for bias in biases if bias is not None]
@@ -206,22 +205,6 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
     )
 
 
-def _whole(product: Projection) -> Projection:
-    """The product that another one is a part of, or the product itself."""
-    return product.whole if isinstance(product, Part) else product
-
-
-def _are_one_matrix(branches: Sequence[_Branch]) -> bool:
-    """Whether queries, keys and values are, in this order, the columns of one matrix as it is."""
-    of_parts = [b.product for b in branches if isinstance(b.product, Part)]
-    if len(of_parts) < len(branches) or len({p.whole.node for p in of_parts}) > 1:
-        return False
-    if len({b.affine.bias for b in branches}) > 1:
-        return False
-    columns = np.concatenate([p.columns.ravel() for p in of_parts])
-    return np.array_equal(columns, np.arange(math.prod(of_parts[0].whole.features)))
-
-
 def _columns(branch: _Branch) -> int:
     count = 1
     for size in branch.product.features:
@@ -270,7 +253,7 @@ def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
     """Which axis of what is rotated has the heads: the one before the features, or before positions."""
     rows, shape, rank = branch.product.rows, found.x.shape, found.x.ndim
     turned = [node for node in branch.views if node.name == "transpose"]
-    in_front = not isinstance(branch.product, Part) or branch.product.rows_at[-1] == len(rows) - 1
+    in_front = not isinstance(branch.product, Part) or branch.product.has_rows_in_front
     if not turned and in_front:
         return rank - 2 if shape[:-2] == rows else None
     swapped = (*range(rank - 3), rank - 2, rank - 3, rank - 1)

@@ -36,6 +36,10 @@ class Part(Projection):
     def features(self) -> tuple[int, ...]:
         return self.columns.shape
 
+    @property
+    def has_rows_in_front(self) -> bool:
+        return self.rows_at == tuple(range(len(self.rows_at)))
+
     def matrix(self, w: jax.Array) -> jax.Array:
         return self._cut(self.whole.matrix(w))
 
@@ -53,6 +57,16 @@ class Part(Projection):
         y = y.reshape(*self.rows, *self.features)
         features = [axis for axis in range(y.ndim) if axis not in self.rows_at]
         return y.transpose(np.argsort([*self.rows_at, *features]))
+
+
+def whole_of(products: Sequence[Projection]) -> Projection | None:
+    """The product of which these are all parts, with their columns one after the other, or None."""
+    cut = [p for p in products if isinstance(p, Part)]
+    if len(cut) < len(products) or len({p.whole.node for p in cut}) > 1:
+        return None
+    whole = cut[0].whole
+    columns = np.concatenate([p.columns.ravel() for p in cut])
+    return whole if np.array_equal(columns, np.arange(math.prod(whole.features))) else None
 
 
 @dataclass(frozen=True)
