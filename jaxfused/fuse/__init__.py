@@ -10,7 +10,7 @@
 5. `product`: a product with its bias, activation and residual.
 6. `cross_entropy`: the loss of a product.
 7. `patches`: a convolution whose windows do not overlap.
-8. `rotation`: a rotation of neighbours that no projection has taken in.
+8. `rotation`: a rotation of neighbours, or of a part of the features, that no projection has taken in.
 
 A recogniser starts at an operation that its operator cannot do without (the root of a norm, the
 softmax of an attention), and asks for the algebra around it (`algebra`), not for a spelling: a product
