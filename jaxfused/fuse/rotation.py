@@ -283,6 +283,7 @@ def _site(node: Node, found: Rotation) -> Site | None:
         cos, sin = tables_of_rows(found, cos, sin, rows, heads)
         turned = x if heads == rank - 2 else x.swapaxes(-2, -3)
         y = rope(turned, cos=cos, sin=sin, interleaved=found.interleaved)
+        assert isinstance(y, jax.Array)
         return (y if heads == rank - 2 else y.swapaxes(-2, -3),)
 
     return Site(
