@@ -563,7 +563,7 @@ def maxtext_shifts(x, cos, sin):
     left, right = jnp.roll(x, -1, -1), jnp.roll(x, 1, -1)
     odd = jnp.tile(jnp.mod(jnp.arange(x.shape[-1]), 2), (*x.shape[:-1], 1))
     sin = jnp.stack([-sin, sin], -1).reshape(*sin.shape[:-1], -1)
-    return x * jnp.repeat(cos, 2, -1) + jax.lax.select(odd == 1, right, left) * sin
+    return x * jnp.repeat(cos, 2, -1) + jax.lax.select(odd, right, left) * sin
 
 
 def flux_turns(cos, sin):

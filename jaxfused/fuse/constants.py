@@ -85,7 +85,7 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
         if kind is None and not np.issubdtype(node.out.dtype, np.integer):
             return None
         return lambda x: np.asarray(x).astype(kind or node.out.dtype)
-    if node.name == "select_n" and (len(node.ins) != 3 or node.ins[0].dtype != np.bool_):
+    if node.name == "select_n" and len(node.ins) != 3:
         return None
     return ELEMENTWISE.get(node.name)
 
