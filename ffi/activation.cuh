@@ -3,11 +3,12 @@
 
 #include <string_view>
 
-enum class Activation : int { kNone, kRelu, kRelu2, kGeluTanh, kGeluErf, kSilu };
+enum class Activation : int { kNone, kRelu, kRelu2, kGeluTanh, kGeluErf, kQuickGelu, kSilu };
 
 inline bool parse_activation(std::string_view name, Activation* activation) {
-  constexpr std::string_view kNames[] = {"none", "relu", "relu2", "gelu_tanh", "gelu_erf", "silu"};
-  for (int i = 0; i < 6; ++i) {
+  constexpr std::string_view kNames[] = {"none",     "relu",       "relu2", "gelu_tanh",
+                                         "gelu_erf", "quick_gelu", "silu"};
+  for (int i = 0; i < 7; ++i) {
     if (name == kNames[i]) {
       *activation = static_cast<Activation>(i);
       return true;
@@ -24,6 +25,7 @@ constexpr float kInvSqrtTwoPi = 0.39894228040143268f;
 // This form takes one exponential, and nothing cancels for negative x.
 constexpr float kGeluTwo = 1.5957691216057308f;
 constexpr float kGeluCubic = 0.044715f;
+constexpr float kQuickGelu = 1.702f;
 
 // Computes 2^power with one instruction of the special function unit, as quick_reciprocal does 1 /
 // x. expf and __fdividef also handle subnormal numbers, which costs more than all the rest of an
@@ -96,6 +98,10 @@ __device__ __forceinline__ void activate(Activation activation, float (&values)[
 #pragma unroll
       for (float& x : values) x *= 0.5f * erfcf(-kSqrtHalf * x);
       break;
+    case Activation::kQuickGelu:
+#pragma unroll
+      for (float& x : values) x *= sigmoid(kQuickGelu * x);
+      break;
     case Activation::kSilu:
 #pragma unroll
       for (float& x : values) x *= sigmoid(x);
@@ -136,6 +142,14 @@ __device__ __forceinline__ void multiply_derivative(Activation activation,
         gradient[i] *= 0.5f * erfcf(-kSqrtHalf * x) + x * kInvSqrtTwoPi * expf(-0.5f * x * x);
       }
       break;
+    case Activation::kQuickGelu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = kQuickGelu * inputs[i];
+        const Gate logistic(x);
+        gradient[i] *= logistic.gate * (1.0f + x * logistic.rest);
+      }
+      break;
     case Activation::kSilu:
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
@@ -163,6 +177,15 @@ __device__ __forceinline__ void activate_with_derivative(Activation activation,
         const float slope = kGeluTwo * (1.0f + 3.0f * kGeluCubic * x * x);
         values[i] = x * logistic.gate;
         gradient[i] *= logistic.gate * (1.0f + x * logistic.rest * slope);
+      }
+      break;
+    case Activation::kQuickGelu:
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) {
+        const float x = kQuickGelu * inputs[i];
+        const Gate logistic(x);
+        values[i] = inputs[i] * logistic.gate;
+        gradient[i] *= logistic.gate * (1.0f + x * logistic.rest);
       }
       break;
     case Activation::kSilu:

@@ -241,6 +241,8 @@ __device__ __forceinline__ void with_constants(Activation activation, bool has_r
         return f(std::integral_constant<Activation, Activation::kGeluTanh>{}, residual);
       case Activation::kGeluErf:
         return f(std::integral_constant<Activation, Activation::kGeluErf>{}, residual);
+      case Activation::kQuickGelu:
+        return f(std::integral_constant<Activation, Activation::kQuickGelu>{}, residual);
       case Activation::kSilu:
         return f(std::integral_constant<Activation, Activation::kSilu>{}, residual);
     }

@@ -233,14 +233,17 @@ __device__ __forceinline__ void activate_with_slope(Activation activation, float
       }
       break;
     }
-    case Activation::kSilu:
+    case Activation::kQuickGelu:
+    case Activation::kSilu: {
+      const float rate = activation == Activation::kSilu ? 1.0f : kQuickGelu;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const float x = values[i], gate = sigmoid(x);
+        const float x = values[i], z = rate * x, gate = sigmoid(z);
         values[i] = x * gate;
-        slope[i] = fmaf(fmaf(-gate, gate, gate), x, gate);
+        slope[i] = fmaf(fmaf(-gate, gate, gate), z, gate);
       }
       break;
+    }
     case Activation::kGeluErf:
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {

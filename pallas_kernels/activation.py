@@ -2,7 +2,7 @@
 
 `jax.nn`'s own forms need tanh, erf or erfc, which Mosaic GPU lowers slowly or not at all.
 
-gelu and silu are x S(x) with S(x) + S(-x) = 1. With the tail T(|x|) = S(-|x|) that is
+The gelus and silu are x S(x) with S(x) + S(-x) = 1. With the tail T(|x|) = S(-|x|) that is
 
     relu(x) - |x| T(|x|),
 
@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-NAMES = ("relu", "relu2", "gelu_tanh", "gelu_erf", "silu")
+NAMES = ("relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
 
 _GELU_TANH_RATE = 2.0 * math.sqrt(2.0 / math.pi)
 """0.5 (1 + tanh(z)) is the logistic function of 2 z."""
 _GELU_CUBIC = 0.044715
+_QUICK_GELU_RATE = 1.702
 _LOG2_E = math.log2(math.e)
 
 
@@ -38,7 +39,7 @@ def activation(name: str | None, x: jax.Array, dtype: Any = jnp.float32) -> jax.
         case "relu2":
             positive = jnp.maximum(x, 0.0)
             return positive * positive
-        case "gelu_tanh" | "gelu_erf" | "silu":
+        case "gelu_tanh" | "gelu_erf" | "quick_gelu" | "silu":
             distance = _distance(x)
             return jnp.maximum(x, 0.0) - distance * _tail(name, distance, dtype)
     raise ValueError(f"activation must be None or one of {NAMES}, but {name!r} was passed")
@@ -61,7 +62,7 @@ def activation_and_derivative(
         case "relu2":
             positive = jnp.maximum(x, 0.0)
             return positive * positive, 2.0 * positive
-        case "gelu_tanh" | "gelu_erf" | "silu":
+        case "gelu_tanh" | "gelu_erf" | "quick_gelu" | "silu":
             distance = _distance(x)
             tail = _tail(name, distance, dtype)
             slope = tail - distance * _tail_decrease(name, distance, tail)
@@ -84,6 +85,8 @@ def _tail(name: str, distance: jax.Array, dtype: Any) -> jax.Array:
             return _normal_tail(distance, dtype)
         case "gelu_tanh":
             return _logistic_tail(distance, _LOG2_E * _GELU_TANH_RATE, _GELU_CUBIC)
+        case "quick_gelu":
+            return _logistic_tail(distance, _LOG2_E * _QUICK_GELU_RATE)
     return _logistic_tail(distance, _LOG2_E)
 
 
@@ -96,6 +99,8 @@ def _tail_decrease(name: str, distance: jax.Array, tail: jax.Array) -> jax.Array
     if name == "gelu_tanh":
         squared = distance * distance
         decrease *= _GELU_TANH_RATE + 3.0 * _GELU_TANH_RATE * _GELU_CUBIC * squared
+    elif name == "quick_gelu":
+        decrease *= _QUICK_GELU_RATE
     return decrease
 
 

@@ -9,7 +9,7 @@ from jaxfused.semantics.activation import ACTIVATIONS
 from pallas_kernels.activation import NAMES, activation, activation_and_derivative, derivative
 
 X = np.concatenate([np.linspace(-150.0, 150.0, 6001), np.linspace(-9.0, 9.0, 6000)])
-TAILED = ("gelu_erf", "gelu_tanh", "silu")
+TAILED = ("gelu_erf", "gelu_tanh", "quick_gelu", "silu")
 
 
 def truth(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -951,6 +951,7 @@ def test_gated_mlp_lowers_for_cuda(loadable, monkeypatch, packed, bias, save):
         ("gelu_tanh", False, False),
         ("gelu_erf", False, True),
         ("relu2", True, False),
+        ("quick_gelu", False, False),
         ("silu", True, False),
         (None, False, True),
     ],

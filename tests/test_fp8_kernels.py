@@ -268,7 +268,7 @@ def test_quantised_bits_on_a_gpu(rows, widths, dtype, out):
 
 
 @pytest.mark.gpu
-@parametrize("activation", ["gelu_tanh", "gelu_erf", "silu", "relu"], quick=())
+@parametrize("activation", ["gelu_tanh", "gelu_erf", "quick_gelu", "silu", "relu"], quick=())
 @parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], quick=())
 @parametrize(("rows", "width"), [(144, 208), (1040, 1024)], quick=())
 def test_quantised_slope_on_a_gpu(rows, width, dtype, activation):

@@ -163,7 +163,7 @@ def test_what_a_gradient_launches(gate, hopper, monkeypatch):
 
 @pytest.mark.gpu
 @parametrize("rows", [128, 1040, 4096], quick=())
-@parametrize("activation", ["gelu_tanh", "gelu_erf", "silu", "relu"], quick=())
+@parametrize("activation", ["gelu_tanh", "gelu_erf", "quick_gelu", "silu", "relu"], quick=())
 def test_gradients_by_slope_on_a_gpu(rows, activation, monkeypatch):
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
     arrays = fp8_judge.operands(rows)

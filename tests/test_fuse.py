@@ -193,6 +193,22 @@ def test_it_looks_into_programs_whose_types_are_sharded():
             assert counts(f, *of_kernels) == {"mlp": 1}
 
 
+def test_an_operator_runs_under_the_mesh_of_its_place():
+    """Inside of `auto_axes` the operations of a program have types without shardings."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def f(q, k, v):
+        attend = jax.sharding.auto_axes(
+            lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v, out_sharding=P("data")
+        )
+        return attend(q, k, v)
+
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(normal(i, 2, 5, 8), P("data")) for i in range(3)]
+        assert counts(f, *args) == {"dot_product_attention": 1}
+        np.testing.assert_allclose(jaxfused.fuse(f)(*args), f(*args), rtol=1e-5, atol=1e-5)
+
+
 def test_bodies_with_shardings_of_their_own_are_reported():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     everywhere = NamedSharding(mesh, P())

@@ -118,6 +118,12 @@ def test_rms_norm_in_its_spellings(norm, dtype):
     assert_fuses(norm, x, scale, into={"rms_norm": 1})
 
 
+def test_a_norm_of_what_an_axis_was_taken_off():
+    """A part of the queries, keys and values of one product."""
+    x, scale, _ = inputs("float32", 3, 5, 1, 4, 16)
+    assert_fuses(lambda x, s: times_rsqrt(x[:, :, 0], s), x, scale, into={"rms_norm": 1})
+
+
 def test_one_plus_scale_is_the_operators_offset():
     x, scale, _ = inputs("bfloat16")
     assert "scale_offset=1" in str(fusion(gemma, x, scale))

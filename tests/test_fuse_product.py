@@ -35,6 +35,7 @@ ACTIVATIONS = {
     "gelu_erf": partial(jax.nn.gelu, approximate=False),
     "gpt2": gelu_of_gpt2,
     "by_erf": gelu_by_erf,
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "silu": jax.nn.silu,
     "x_over_1_plus_exp": lambda x: x / (1 + jnp.exp(-x)),
     "relu": jax.nn.relu,
@@ -166,6 +167,19 @@ def test_gated_mlp_of_one_product_with_its_biases(dtype):
     assert_fuses(partial(f, first=False), *args, into={"gated_mlp": 1})
 
 
+@pytest.mark.parametrize("kernel", ["NDF", "NFD", "DNF"])
+def test_gated_mlp_of_one_product_with_an_axis_of_two(kernel):
+    """Gemma's gating_einsum."""
+
+    def f(x, w, w_down):
+        gate = jnp.einsum(f"...D,{kernel}->...NF", x, w)
+        return (jax.nn.gelu(gate[..., 0, :]) * gate[..., 1, :]) @ w_down
+
+    shape = [{"N": 2, "D": 16, "F": 24}[axis] for axis in kernel]
+    args = (x_of("float32"), weights(*shape), weights(24, 16, seed=2))
+    assert_fuses(f, *args, into={"gated_mlp": 1})
+
+
 def test_gated_mlp_of_stacked_kernels():
     def f(x, w, w_down):
         return (jax.nn.gelu(jnp.dot(x, w[0])) * jnp.dot(x, w[1])) @ w_down
@@ -200,7 +214,7 @@ def test_a_product_alone_is_left_alone():
 @pytest.mark.parametrize(
     "activation",
     [
-        lambda x: x * jax.nn.sigmoid(1.702 * x),
+        lambda x: x * jax.nn.sigmoid(1.6 * x),
         lambda x: 0.5 * x * (1 + jnp.tanh(0.8 * (x + 0.05 * x**3))),
         jnp.tanh,
         jax.nn.relu6,

@@ -89,6 +89,7 @@ def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
         "relu2": lambda x: np.maximum(x, 0) ** 2,
         "gelu_tanh": lambda x: x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
         "gelu_erf": lambda x: x * (1 + erf(x / 2**0.5)) / 2,
+        "quick_gelu": lambda x: x / (1 + np.exp(-1.702 * x)),
         "silu": lambda x: x / (1 + np.exp(-x)),
     }
     h = sum(a for a in (x, residual, pre_bias) if a is not None)

@@ -66,6 +66,7 @@ def test_activations_are_those_of_jax_nn(activation):
         "relu2": lambda x: jnp.where(x > 0, x * x, 0),
         "gelu_tanh": jax.nn.gelu,
         "gelu_erf": lambda x: jax.nn.gelu(x, approximate=False),
+        "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
         "silu": jax.nn.silu,
     }[activation]
     y = jaxfused.linear(x, jnp.ones((1, 1)), activation=activation)

@@ -14,7 +14,7 @@ Options = dict[str, Any]
 """What was drawn: sizes and options by name, of JSON's types."""
 
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
-ACTIVATIONS = ("relu", "relu2", "gelu_tanh", "gelu_erf", "silu")
+ACTIVATIONS = ("relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
 RELU = "relu"
 
 

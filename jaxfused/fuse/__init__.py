@@ -17,7 +17,7 @@
     and the activation.
 11. `max_pool`: the largest value of each window of an image.
 12. `upsample`: `jax.image.resize`, bilinear by 2.
-13. `rotation`: a rotation of neighbours that no projection has taken in.
+13. `rotation`: a rotation of neighbours, or of a part of the features, that no projection has taken in.
 
 A recogniser starts at an operation that its operator cannot do without (the root of a norm, the
 softmax of an attention), and asks for the algebra around it (`algebra`), not for a spelling: a product

@@ -177,6 +177,7 @@ def _name(z: Value, result: Value, covered: set[Node]) -> str | None:
 _MADE_OF: dict[str, set[str]] = {
     "gelu_tanh": {"tanh"},
     "gelu_erf": {"erf", "erfc"},
+    "quick_gelu": {"logistic", "exp"},
     "silu": {"logistic", "exp"},
     "relu": {"custom_jvp_call"},
     "relu2": {"custom_jvp_call"},

@@ -97,9 +97,13 @@ def view(value: Value, axes: tuple[int | None, ...] | None = None) -> View:
 
 def _moved_axes(node: Node, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
     """The axes of a view's operand, or None where the operation is no view."""
-    if node.name not in ("broadcast_in_dim", "reshape", "squeeze") or len(node.ins) != 1:
+    if node.name not in ("broadcast_in_dim", "reshape", "squeeze", "tile") or len(node.ins) != 1:
         return None
     shape = node.ins[0].shape
+    if node.name == "tile":
+        if any(size != 1 != reps for size, reps in zip(shape, node.params["reps"], strict=True)):
+            return None
+        return tuple(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True))
     if node.name == "broadcast_in_dim":
         targets = [int(target) for target in node.params["broadcast_dimensions"]]
         return tuple(

@@ -345,27 +345,26 @@ def _as_mask(
     """The mask that a bias of zeros and large negative numbers is, or None."""
     seen = view(value, axes)
     node = seen.base.node
+    if node is not None and node.name == "select_n" and len(node.ins) == 3:
+        of_false, of_true = scalar(node.ins[1]), scalar(node.ins[2])
+        if of_false is not None and of_true is not None and 0.0 in (of_false, of_true):
+            number = of_false if of_true == 0.0 else of_true
+            if number > mask.BIG:
+                return None
+            parts = mask.parts_of(node.ins[0], seen.axes, logits, negated=of_true != 0.0)
+            return [(part, number) for part in parts]
     array = evaluate(seen.base)
-    if array is not None:
-        allowed = array == 0
-        lowest = float(array.max(where=~allowed, initial=-np.inf))
-        if not (allowed | (array <= mask.BIG)).all() or allowed.all():
-            return None
-        shape = [1] * len(logits)
-        for axis, size in zip(seen.axes, array.shape, strict=True):
-            if axis is not None:
-                shape[axis] = size
-        return [(mask.Part(seen, logits, allowed.reshape(shape), False), lowest)]
-    if node is None or node.name != "select_n" or len(node.ins) != 3:
+    if array is None:
         return None
-    of_false, of_true = scalar(node.ins[1]), scalar(node.ins[2])
-    if of_false is None or of_true is None or {0.0} != {of_false, of_true} & {0.0}:
+    allowed = array == 0
+    lowest = float(array.max(where=~allowed, initial=-np.inf))
+    if not (allowed | (array <= mask.BIG)).all() or allowed.all():
         return None
-    number = of_false if of_true == 0.0 else of_true
-    if number > mask.BIG:
-        return None
-    parts = mask.parts_of(node.ins[0], seen.axes, logits, negated=of_true != 0.0)
-    return [(part, number) for part in parts]
+    shape = [1] * len(logits)
+    for axis, size in zip(seen.axes, array.shape, strict=True):
+        if axis is not None:
+            shape[axis] = size
+    return [(mask.Part(seen, logits, allowed.reshape(shape), False), lowest)]
 
 
 def _mask(found: _Logits, step: Node, value: Value) -> None:
@@ -740,7 +739,9 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
     if merged is None or merged.name != "reshape":
         return None
     repeated = merged.ins[0].node
-    if repeated is None or repeated.name != "broadcast_in_dim" or len(repeated.ins) != 1:
+    if repeated is None or repeated.name not in ("broadcast_in_dim", "tile"):
+        return None
+    if len(repeated.ins) != 1:
         return None
     shape, whole = repeated.out.shape, merged.out.shape
     before = repeated.ins[0]
@@ -748,7 +749,12 @@ def _before_repeat(value: Value, axis: int) -> Value | None:
         return None
     if shape[axis + 2 :] != whole[axis + 1 :]:
         return None
-    placed = [int(target) for target in repeated.params["broadcast_dimensions"]]
+    if repeated.name == "tile":
+        if any(r != 1 for i, r in enumerate(repeated.params["reps"]) if i != axis + 1):
+            return None
+        placed = list(range(before.ndim))
+    else:
+        placed = [int(target) for target in repeated.params["broadcast_dimensions"]]
     if before.ndim == len(shape) and before.shape[axis + 1] == 1 and before.node is not None:
         added = before.node
         if added.name not in ("reshape", "broadcast_in_dim"):

@@ -51,6 +51,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "ne": np.not_equal,
     "neg": np.negative,
     "not": np.logical_not,
+    "rem": np.fmod,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]),
     "sharding_constraint": lambda x: x,
@@ -84,7 +85,7 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
         if kind is None and not np.issubdtype(node.out.dtype, np.integer):
             return None
         return lambda x: np.asarray(x).astype(kind or node.out.dtype)
-    if node.name == "select_n" and (len(node.ins) != 3 or node.ins[0].dtype != np.bool_):
+    if node.name == "select_n" and len(node.ins) != 3:
         return None
     return ELEMENTWISE.get(node.name)
 
@@ -92,7 +93,9 @@ def elementwise(node: Node) -> Callable[..., Any] | None:
 def scalar(value: Value) -> float | None:
     """The number that all elements of the value are, in float64 and not rounded on the way."""
     array = evaluate(value, scalars_only=True)
-    return None if array is None or array.size != 1 else float(array.reshape(()))
+    if array is None or array.size != 1 or array.dtype.kind == "c":
+        return None
+    return float(array.reshape(()))
 
 
 def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
@@ -102,9 +105,10 @@ def evaluate(value: Value, *, scalars_only: bool = False) -> np.ndarray | None:
     """
     if not value.is_constant:
         return None
-    if scalars_only not in value.evaluated:
-        value.evaluated[scalars_only] = _evaluate(value, scalars_only)
-    return value.evaluated[scalars_only]
+    value = value.twin or value
+    if scalars_only not in value.facts:
+        value.facts[scalars_only] = _evaluate(value, scalars_only)
+    return value.facts[scalars_only]
 
 
 def _evaluate(value: Value, scalars_only: bool) -> np.ndarray | None:
@@ -189,6 +193,13 @@ def _reduce_sum(node: Node, x: np.ndarray) -> np.ndarray:
     return x.sum(axes) * repeats
 
 
+def _tile(node: Node, x: np.ndarray) -> np.ndarray:
+    # An axis of length 1 repeats, here as in the program.
+    return np.tile(
+        x, [1 if size == 1 else r for size, r in zip(x.shape, node.params["reps"], strict=True)]
+    )
+
+
 _SHAPES: dict[str, Callable[..., np.ndarray | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
@@ -197,5 +208,6 @@ _SHAPES: dict[str, Callable[..., np.ndarray | None]] = {
     "reshape": _reshape,
     "slice": _slice,
     "squeeze": _squeeze,
+    "tile": _tile,
     "transpose": lambda node, x: x.transpose(node.params["permutation"]),
 }

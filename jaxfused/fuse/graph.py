@@ -27,12 +27,13 @@ class Value:
     __slots__ = (
         "aval",
         "constant",
-        "evaluated",
+        "facts",
         "index",
         "is_constant",
         "is_output",
         "node",
         "origin",
+        "twin",
         "uses",
     )
 
@@ -51,8 +52,10 @@ class Value:
         """The value of the outer graph that an input of a body always is."""
         self.is_constant = False
         """Whether it does not depend on the arguments, so that it might be evaluated now."""
-        self.evaluated: dict[bool, np.ndarray | None] = {}
-        """What `constants.evaluate` found."""
+        self.facts: dict[Any, Any] = {}
+        """What was found of a constant, by who asked, such as its array by `constants.evaluate`."""
+        self.twin: Value | None = None
+        """An earlier constant that is made by the same operations, as each layer's mask."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -176,12 +179,23 @@ class _Builder:
         graph.outputs = [self._atom(v, names) for v in jaxpr.outvars]
         for value in graph.outputs:
             value.is_output = True
+        self._pair_constants()
         for node in reversed(graph.nodes):
             # What nothing reads uses nothing.
             if node.eqn.effects or any(value.is_output or value.uses for value in node.outs):
                 for value in node.ins:
                     value.uses.append(node)
         return graph
+
+    def _pair_constants(self) -> None:
+        """Finds constants that are made twice: what is known of one is known of the other."""
+        first: dict[Any, Value] = {}
+        for node in self.graph.nodes:
+            if len(node.outs) == 1 and node.out.is_constant:
+                made_of = tuple(_identity(value) for value in node.ins)
+                key = (node.name, repr(node.params), *made_of)
+                twin = first.setdefault(key, node.out)
+                node.out.twin = None if twin is node.out else twin
 
     def _captured(self, jaxpr: Jaxpr, constants: Sequence[Any]) -> list[Value]:
         values = []
@@ -239,6 +253,15 @@ class _Builder:
                 value.is_constant = all(operand.is_constant for operand in ins)
         self.graph.nodes.append(node)
         return node
+
+
+def _identity(value: Value) -> Any:
+    """What a constant is told by: its twin, its number or its array."""
+    if value.node is None and value.constant is not None:
+        array = value.constant
+        is_number = not isinstance(array, jax.Array) and np.ndim(array) == 0
+        return (str(value.aval), np.asarray(array).item()) if is_number else id(array)
+    return value.twin or value
 
 
 def build(jaxpr: Jaxpr) -> Graph:

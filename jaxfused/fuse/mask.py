@@ -161,34 +161,57 @@ class Known:
 
 
 def known(layout: Layout, parts: Sequence[Part]) -> Known:
-    """What the constant parts of a mask are together."""
+    """What the constant parts of a mask are together, which all layers ask of the same ones."""
+    constants = [part for part in parts if part.constant is not None]
+    if not constants:
+        return Known(False, None, None, True)
+    bases = [part.seen.base.twin or part.seen.base for part in constants]
+    made_of = [(p.seen.axes, p.logits, p.negated) for p in constants]
+    sizes = tuple(layout.sizes.items())
+    places = (layout.batch, layout.heads, layout.query, layout.key, sizes)
+    key = ("mask", *bases, *made_of, *places)
+    if key not in bases[0].facts:
+        bases[0].facts[key] = _known(layout, constants)
+    return bases[0].facts[key]
+
+
+def _known(layout: Layout, parts: Sequence[Part]) -> Known:
     queries, keys = layout.sizes[layout.query], layout.sizes[layout.key]
     together = np.ones((1, 1, 1, 1), bool)
     for part in parts:
-        if part.constant is not None:
-            axes = tuple(i if size != 1 else None for i, size in enumerate(part.constant.shape))
-            together = together & layout.spread(part.constant, axes, part.logits)
+        assert part.constant is not None
+        axes = tuple(i if size != 1 else None for i, size in enumerate(part.constant.shape))
+        together = together & layout.spread(part.constant, axes, part.logits)
     if together.all():
         return Known(False, None, None, True)
+    for axis in (0, 1):
+        first = together.take([0], axis)
+        together = first if (together == first).all() else together
     full = np.broadcast_to(together, (*together.shape[:2], queries, keys))
     has_key = bool(full.any(axis=-1).all())
     if full.shape[:2] == (1, 1):
-        distance = np.arange(queries)[:, None] - np.arange(keys)[None]
         allowed = full[0, 0]
-        if np.array_equal(allowed, distance >= 0):
+        if np.array_equal(allowed, np.tri(queries, keys, dtype=bool)):
             return Known(True, None, None, has_key)
-        some = distance[allowed]
-        if some.size:
-            left, right = int(some.max()), int(-some.min())
-            if (
-                left >= 0
-                and right >= 0
-                and np.array_equal(allowed, (distance <= left) & (distance >= -right))
-            ):
-                if right == 0:
-                    return Known(True, (left, 0), None, has_key)
-                return Known(False, (left, right), None, has_key)
+        window = _window(allowed)
+        if window is not None:
+            return Known(window[1] == 0, window, None, has_key)
     return Known(False, None, full, has_key)
+
+
+def _window(allowed: np.ndarray) -> tuple[int, int] | None:
+    """How far before and behind a query [T, S] its keys are, where all of those between are keys."""
+    queries, keys = allowed.shape
+    rows = np.flatnonzero(allowed.any(axis=1))
+    if not rows.size:
+        return None
+    first = allowed.argmax(axis=1)[rows]
+    last = keys - 1 - allowed[:, ::-1].argmax(axis=1)[rows]
+    left, right = int((rows - first).max()), int((last - rows).max())
+    if left < 0 or right < 0:
+        return None
+    band = np.tri(queries, keys, right, bool) & ~np.tri(queries, keys, -left - 1, bool)
+    return (left, right) if np.array_equal(allowed, band) else None
 
 
 def has_key(explicit: jax.Array, known: Known, queries: int, keys: int) -> jax.Array:

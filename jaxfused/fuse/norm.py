@@ -296,7 +296,8 @@ _NORMALISED = Value(None)
 
 def _as_normalised(seen: View, found: Statistics) -> View | None:
     if found.operator == "rms_norm":
-        is_normalised = core(seen.base) is found.x
+        # Taking off an axis of length 1 is a view, which a product is seen through.
+        is_normalised = core(seen.base) is found.x or seen == view(found.x)
     else:
         moment = _deviation(seen.base)
         is_normalised = moment is not None and core(moment.argument) is found.x

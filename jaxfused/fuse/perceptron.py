@@ -19,6 +19,7 @@ from jaxfused.fuse.product import (
     residual_of,
 )
 from jaxfused.fuse.site import Book, Site
+from jaxfused.fuse.stacked import parts, whole_of
 from jaxfused.ops.mlp import gated_mlp, mlp
 
 
@@ -29,7 +30,9 @@ def find(book: Book) -> None:
     by_input: dict[Value, Projection] = {}
     for p in found:
         by_input.setdefault(_input(p), p)
-    for p in found:
+    cut = [p for p, affine in parts(book) if affine.bias is None and p.has_rows_in_front]
+    by_result |= {p.result: p for p in cut}
+    for p in (*found, *cut):
         if book.is_free(p.covered):
             _find_at(book, p, by_result, by_input)
 
@@ -70,7 +73,13 @@ def _find_at(
         return
     if up[0].features == first.features and _fits(first, _last(node.out), last):
         covered = activated.covered | {node} | _stages_between(node.out, last)
-        _add_gated(book, [(first, affine), up], activated.name, set(covered), last)
+        branches = [(first, affine), up]
+        whole = whole_of([first, up[0]])
+        if whole is not None and affine.bias is None and up[1].bias is None:
+            # The matrix has the gate's columns and then the others, as the operator takes them.
+            covered |= first.covered | affine.covered | up[0].covered | up[1].covered
+            branches = [(whole, Biased(whole.result, None, frozenset()))]
+        _add_gated(book, branches, activated.name, set(covered), last)
 
 
 def _product_with(value: Value) -> tuple[Node, Value] | None:

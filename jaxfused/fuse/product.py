@@ -108,10 +108,7 @@ def _oriented(
     contracted = tuple(int(b) for _, b in pairs)
     if result.ndim != x.ndim - len(pairs) + w.ndim - len(pairs):
         return None
-    # Its gradient leaves the product in the dtype of the matrix that the operator gets. Where it is then
-    # transposed, that is the narrow one, as it is in the program.
-    in_order = contracted == tuple(range(len(contracted))) and core(w).made_by != "transpose"
-    earliest = core(w) if in_order else w
+    earliest = earliest_matrix(w, contracted)
     return Projection(
         node,
         x,
@@ -120,6 +117,16 @@ def _oriented(
         result,
         frozenset({node, *after, *between(w, {earliest})}),
     )
+
+
+def earliest_matrix(w: Value, contracted: tuple[int, ...]) -> Value:
+    """A matrix before converts, unless it has to be transposed.
+
+    Its gradient leaves the product in the dtype of the matrix that the operator gets. Where it is then
+    transposed, that is the narrow one, as it is in the program.
+    """
+    in_order = contracted == tuple(range(len(contracted))) and core(w).made_by != "transpose"
+    return core(w) if in_order else w
 
 
 @dataclass(frozen=True)

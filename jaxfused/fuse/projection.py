@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxfused.fuse.algebra import between, is_reshape, is_transparent, same
+from jaxfused import dispatch
+from jaxfused.fuse.algebra import between, is_reshape, is_transparent
+from jaxfused.fuse.columns import Columns
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
 from jaxfused.fuse.norm import Norm
 from jaxfused.fuse.product import Biased, Projection, biased, projections
-from jaxfused.fuse.rotation import Rotation, rotation, rows_of_tables, tables_of_rows
+from jaxfused.fuse.rotation import Rotation, differs_along, rotation, tables_of_rows
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.qkv_projection import qkv_projection
+from jaxfused.fuse.stacked import Part, parts, whole_of
+from jaxfused.ops.qkv_projection import NEIGHBOURS, qkv_projection
 
 
 @dataclass
@@ -47,9 +50,12 @@ def find(book: Book) -> None:
         for p in projections(book):
             affine = biased(book, p)
             by_result[affine.value] = (p, affine)
+        for part, affine in parts(book):
+            by_result[affine.value] = (part, affine)
+    columns = Columns()
     by_output = {s.outputs[0]: s for s in book.sites if s.operator == "rms_norm"}
     for site in attentions:
-        branches = [_branch(book, v, by_result, by_output) for v in site.inputs[:3]]
+        branches = [_branch(book, v, by_result, by_output, columns) for v in site.inputs[:3]]
         if any(b is None for b in branches):
             continue
         _add(book, [b for b in branches if b is not None])
@@ -60,6 +66,7 @@ def _branch(
     operand: Value,
     by_result: dict[Value, tuple[Projection, Biased]],
     norms: dict[Value, Site],
+    columns: Columns,
 ) -> _Branch | None:
     """The way back from an operand to a product, or None where something else is on it."""
     value = operand
@@ -82,8 +89,11 @@ def _branch(
             result = value if result is None else result
             value = norm.inputs[0]
             continue
-        found = rotation(value) if turned is None and norm is None else None
-        if found is not None and book.is_free(found.covered) and not found.interleaved:
+        found = rotation(value, columns) if turned is None and norm is None else None
+        if found is not None and found.interleaved and dispatch.why_unmeasured(NEIGHBOURS):
+            value = found.x
+            continue
+        if found is not None and book.is_free(found.covered):
             turned = found
             result = value
             value = found.x
@@ -122,8 +132,12 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         return
     facts = q.norm.facts if q.norm is not None else None
     tables = q.rotation
-    biases = [b.affine.bias for b in branches]
-    inputs: list[Value] = [x, *(b.product.w for b in branches)]
+    heads_axis = 0 if tables is None else _heads_axis(q, tables) or 0
+    whole = whole_of([b.product for b in branches])
+    is_one = whole is not None and len({b.affine.bias for b in branches}) == 1
+    products = [whole] if whole is not None and is_one else [b.product for b in branches]
+    biases = [b.affine.bias for b in (branches[:1] if is_one else branches)]
+    inputs: list[Value] = [x, *(p.w for p in products)]
     inputs += [bias for bias in biases if bias is not None]
     inputs += [b.norm.inputs[1] for b in (q, k) if b.norm is not None]
     if tables is not None:
@@ -132,21 +146,21 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
 
     def call(x: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
         rest = iter(arrays)
-        weights = [b.product.matrix(next(rest)) for b in branches]
+        weights = [p.matrix(next(rest)) for p in products]
         bias = None
         if any(bias is not None for bias in biases):
-            parts = [
-                jnp.zeros(w.shape[1], x.dtype) if bias is None else b.product.bias(next(rest))
-                for b, w, bias in zip(branches, weights, biases, strict=True)
+            in_parts = [
+                jnp.zeros(w.shape[1], x.dtype) if bias is None else p.bias(next(rest))
+                for p, w, bias in zip(products, weights, biases, strict=True)
             ]
-            bias = jnp.concatenate(parts)
+            bias = in_parts[0] if is_one else jnp.concatenate(in_parts)
         scales = [next(rest).reshape(-1) if b.norm is not None else None for b in (q, k)]
         cos, sin = None, None
         if tables is not None:
-            cos, sin = tables_of_rows(tables, next(rest), next(rest), rows)
+            cos, sin = tables_of_rows(tables, next(rest), next(rest), rows, heads_axis)
         projected = qkv_projection(
             x,
-            jnp.concatenate(weights, axis=1),
+            weights[0] if is_one else jnp.concatenate(weights, axis=1),
             bias,
             heads=heads,
             key_heads=key_heads,
@@ -156,6 +170,7 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
             scale_offset=0.0 if facts is None else facts.scale_offset,
             cos=cos,
             sin=sin,
+            interleaved=tables is not None and tables.interleaved,
             precision=q.product.precision,
         )
         return [_shaped(b, y) for b, y in zip(branches, projected, strict=True)]
@@ -165,11 +180,15 @@ def _add(book: Book, branches: Sequence[_Branch]) -> None:
         covered |= b.product.covered | b.affine.covered | set(b.views)
         leaves = {b.affine.value}
         if b.rotation is not None:
-            leaves |= {b.rotation.cos.seen.base, b.rotation.sin.seen.base}
+            leaves |= b.rotation.tables
         if b.norm is not None:
             leaves.add(b.norm.inputs[1])
         covered |= between(b.result, leaves)
-    words = ["bias"] * (biases != [None] * 3) + ["norm"] * (q.norm is not None)
+    words = (
+        ["one matrix"] * is_one
+        + ["bias"] * any(bias is not None for bias in biases)
+        + ["norm"] * (q.norm is not None)
+    )
     words += ["rope"] * (tables is not None)
     book.add(
         Site(
@@ -217,24 +236,38 @@ def _why_not(q: _Branch, k: _Branch, v: _Branch) -> str:
         return "the norms of queries and keys differ in epsilon"
     if q.rotation is not None and k.rotation is not None:
         of_q, of_k = q.rotation, k.rotation
-        if not all(
-            one.seen.axes == other.seen.axes
-            and one.is_doubled == other.is_doubled
-            and same(one.seen.base, other.seen.base)
-            for one, other in ((of_q.cos, of_k.cos), (of_q.sin, of_k.sin))
+        if of_q.interleaved != of_k.interleaved or not all(
+            one.is_the_same(other) for one, other in ((of_q.cos, of_k.cos), (of_q.sin, of_k.sin))
         ):
             return "queries and keys are rotated by different angles"
         for b, found in ((q, q.rotation), (k, k.rotation)):
-            if found.x.shape[:-2] != b.product.rows or not rows_of_tables(found, found.x.ndim):
-                return "heads are not the last axis but one of what is rotated"
+            axis = _heads_axis(b, found)
+            if axis is None or axis != _heads_axis(q, of_q) or differs_along(found, axis):
+                return "what is rotated has not one axis of heads, before the features or the positions"
     if (q.norm or q.rotation) and q.head_size != k.head_size:
         return "queries and keys differ in their head size"
     return ""
 
 
+def _heads_axis(branch: _Branch, found: Rotation) -> int | None:
+    """Which axis of what is rotated has the heads: the one before the features, or before positions."""
+    rows, shape, rank = branch.product.rows, found.x.shape, found.x.ndim
+    turned = [node for node in branch.views if node.name == "transpose"]
+    in_front = not isinstance(branch.product, Part) or branch.product.has_rows_in_front
+    if not turned and in_front:
+        return rank - 2 if shape[:-2] == rows else None
+    swapped = (*range(rank - 3), rank - 2, rank - 3, rank - 1)
+    permutations = [tuple(map(int, node.params["permutation"])) for node in turned]
+    is_swapped = permutations == ([swapped] if in_front else [])
+    if not is_swapped or rank != len(rows) + 2 or (*shape[:-3], shape[-2]) != rows:
+        return None
+    return rank - 3
+
+
 def _shaped(branch: _Branch, y: jax.Array) -> jax.Array:
     """What the operator returned [..., T, N, H], as the program goes on with it."""
-    y = y.reshape(branch.affine.value.shape)
+    product, shape = branch.product, branch.affine.value.shape
+    y = product.shaped(y) if isinstance(product, Part) else y.reshape(shape)
     for node in branch.views:
         (y,) = bind(node.eqn, [y, *()])
     return y

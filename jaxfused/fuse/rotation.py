@@ -1,29 +1,23 @@
 """Recognises rotations of queries and keys by their position, in halves and in neighbours.
 
-They are read from their result back: halves as a concatenation of two sums, or as x * cos + rotated(x)
-* sin; neighbours as two interleaved sums. A rotation of halves alone is XLA's to run; `projection`
-takes it in with the product before it.
+They are read from their result back to the value that all its features are made of, as sums of its
+features times tables (`features`): cos x_a - sin x_b and sin x_a + cos x_b for each pair, and the
+features behind the rotated ones as they are. A rotation of whole halves alone is XLA's to run;
+`projection` takes it in with the product before it.
 """
 
-import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.fuse.algebra import (
-    View,
-    at_dtype,
-    between,
-    core,
-    is_transparent,
-    product,
-    stages,
-    total,
-    view,
-)
-from jaxfused.fuse.constants import elementwise, evaluate, scalar
+from jaxfused.fuse.algebra import View, at_dtype, between, core, is_transparent, same, stages
+from jaxfused.fuse.columns import Columns
+from jaxfused.fuse.features import NO_TABLE, PARTS, STEPS, Reader, Sums, Terms
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.rope import rope
@@ -34,17 +28,37 @@ class Table:
     """Cosines or sines and where their axes are among those of what is rotated."""
 
     seen: View
-    is_doubled: bool
-    """Whether they are written twice, once for each half."""
+    part: str
+    """One of PARTS: of complex numbers, "real" or "imag"."""
+    columns: np.ndarray
+    """Which columns have the numbers of the pairs."""
+    sign: int
 
     def array(self, table: jax.Array, rank: int) -> jax.Array:
         """The table with `rank` axes, of length 1 where it repeats, and the pairs last."""
-        shape = [1] * rank
+        shape = [1] * (rank - 1)
         for axis, size in zip(self.seen.axes, table.shape, strict=True):
-            if axis is not None:
+            if axis is not None and axis < rank - 1:
                 shape[axis] = size
-        table = table.reshape(shape)
-        return table[..., : table.shape[-1] // 2] if self.is_doubled else table
+        if self.part:
+            table = jnp.real(table) if self.part == "real" else jnp.imag(table)
+        table = _columns_of(table.reshape(*shape, -1), self.columns)
+        return table if self.sign > 0 else -table
+
+    def is_the_same(self, other: "Table") -> bool:
+        """Whether another table has provably the same numbers."""
+        return (
+            (self.seen.axes, self.part, self.sign) == (other.seen.axes, other.part, other.sign)
+            and np.array_equal(self.columns, other.columns)
+            and same(self.seen.base, other.seen.base)
+        )
+
+
+def _columns_of(table: jax.Array, columns: np.ndarray) -> jax.Array:
+    step = int(columns[1] - columns[0]) if len(columns) > 1 else 1
+    if step < 1 or (np.diff(columns) != step).any():
+        return table[..., columns]
+    return table[..., int(columns[0]) : int(columns[-1]) + 1 : step]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,299 +70,192 @@ class Rotation:
     cos: Table
     sin: Table
     interleaved: bool
+    tables: frozenset[Value]
+    """All arrays that the program multiplies by."""
     covered: frozenset[Node]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no features stay as they are."""
+        return 2 * len(self.cos.columns) == self.x.shape[-1]
 
-def rotation(value: Value) -> Rotation | None:
+
+def rotation(value: Value, columns: Columns) -> Rotation | None:
     """The rotation that a value is, or None."""
     whole = core(value)
-    node = whole.node
-    if node is None:
+    if not whole.is_floating or whole.ndim < 2 or not _may_rotate(whole):
         return None
-    if node.name == "concatenate" and len(node.ins) == 2:
-        found = _of_concatenation(whole, node)
-    elif node.name in ("add", "sub"):
-        found = _of_sum(whole)
-    elif node.name == "reshape":
-        found = _of_neighbours(whole, node)
-    else:
-        return None
-    if found is None:
-        return None
-    x, cos, sin, interleaved = found
-    at = at_dtype(x, value.dtype)
-    if at is None or x.shape != value.shape or core(x).dtype.itemsize < at.dtype.itemsize:
-        return None
-    leaves = {*stages(at), cos.seen.base, sin.seen.base}
-    return Rotation(at, value, cos, sin, interleaved, frozenset(between(value, leaves)))
-
-
-_Found = tuple[Value, Table, Table, bool]
-
-
-def _of_concatenation(value: Value, node: Node) -> _Found | None:
-    """concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin])."""
-    if node.params["dimension"] != value.ndim - 1 or node.ins[0].shape != node.ins[1].shape:
-        return None
-    return _of_pair(node.ins[0], node.ins[1], value.ndim, _half, interleaved=False)
-
-
-def _of_neighbours(value: Value, node: Node) -> _Found | None:
-    """The same with x1 and x2 from even and odd places, and the sums stacked in the last axis."""
-    stacked = core(node.ins[0])
-    both = stacked.node
-    if both is None or both.name not in ("concatenate", "stack") or len(both.ins) != 2:
-        return None
-    axis = both.params["axis" if both.name == "stack" else "dimension"]
-    if axis != stacked.ndim - 1 or stacked.shape[-1] != 2:
-        return None
-    if stacked.shape[:-2] != value.shape[:-1]:
-        return None
-    pair = [v if both.name == "stack" else _without_last(v) for v in both.ins]
-    if pair[0] is None or pair[1] is None:
-        return None
-    return _of_pair(pair[0], pair[1], value.ndim, _neighbour, interleaved=True)
-
-
-def _without_last(value: Value) -> Value | None:
-    """The value before a last axis of length 1 was added."""
-    value = core(value)
-    node = value.node
-    if node is None or node.name not in ("broadcast_in_dim", "reshape"):
-        return None
-    inner = node.ins[0]
-    return inner if inner.shape == value.shape[:-1] and value.shape[-1] == 1 else None
-
-
-def _of_pair(first: Value, second: Value, rank: int, part, *, interleaved: bool) -> _Found | None:
-    found: dict[tuple[int, int], tuple[float, Value, View]] = {}
-    for row, value in enumerate((first, second)):
-        parts = total(value)
-        if parts.constant != 0.0 or len(parts.terms) != 2:
-            return None
-        for factor, seen in parts.terms:
-            read = _times_table(seen, part)
-            if read is None:
-                return None
-            index, x, table = read
-            found[row, index] = (factor, x, table)
-    if len(found) != 4 or len({core(x) for _, x, _ in found.values()}) != 1:
-        return None
-    signs = [found[key][0] for key in ((0, 0), (0, 1), (1, 1), (1, 0))]
-    tables = [found[key][2] for key in ((0, 0), (1, 1), (0, 1), (1, 0))]
-    if signs != [1.0, -1.0, 1.0, 1.0] or tables[0] != tables[1] or tables[2] != tables[3]:
-        return None
-    x = found[0, 0][1]
-    return x, Table(tables[0], False), Table(tables[2], False), interleaved
-
-
-def _times_table(seen: View, part) -> tuple[int, Value, View] | None:
-    """A part of x times a table: which part, x, and the table."""
-    node = seen.base.node
-    if node is None or node.name != "mul":
-        return None
-    for x, table in (node.ins, node.ins[::-1]):
-        read = part(core(x))
-        if read is not None and x.shape == node.out.shape:
-            axes = tuple(i if size != 1 else None for i, size in enumerate(table.shape))
-            return (*read, _table(table, axes))
-    return None
-
-
-def _table(value: Value, axes: tuple[int | None, ...]) -> View:
-    return view(value, axes)
-
-
-def _half(value: Value) -> tuple[int, Value] | None:
-    """Which half of the last axis of which array a value is."""
-    node = value.node
-    if node is None or not node.ins:
-        return None
-    whole = node.ins[0]
-    if not whole.shape or whole.shape[-1] != 2 * value.shape[-1]:
-        return None
-    if node.name == "split" and node.params["axis"] == whole.ndim - 1:
-        return value.index, whole
-    if node.name == "slice" and node.params["strides"] is None:
-        starts = node.params["start_indices"]
-        if whole.shape[:-1] == value.shape[:-1]:
-            return int(starts[-1] > 0), whole
-    return None
-
-
-def _neighbour(value: Value) -> tuple[int, Value] | None:
-    """Whether a value has the even or the odd places of the last axis of which array."""
-    node = value.node
-    if node is None or not node.ins:
-        return None
-    whole = node.ins[0]
-    if node.name == "slice" and whole.shape and whole.shape[-1] == 2 * value.shape[-1]:
-        strides = node.params["strides"]
-        if strides is not None and tuple(strides) == (*[1] * (whole.ndim - 1), 2):
-            return int(node.params["start_indices"][-1]), whole
-    if node.name in ("squeeze", "reshape") and whole.shape == (*value.shape, 1):
-        cut = core(whole).node
-        if cut is None or cut.name not in ("slice", "split"):
-            return None
-        pairs = core(cut.ins[0])
-        if pairs.node is None or pairs.node.name != "reshape" or pairs.shape[-1] != 2:
-            return None
-        x = pairs.node.ins[0]
-        if x.shape != (*value.shape[:-1], 2 * value.shape[-1]):
-            return None
-        if cut.name == "split":
-            return core(whole).index, x
-        return int(cut.params["start_indices"][-1]), x
-    return None
-
-
-def _of_sum(value: Value) -> _Found | None:
-    """X * cos + concatenate([-x2, x1]) * sin, with tables for both halves."""
-    parts = total(value)
-    if parts.constant != 0.0 or len(parts.terms) != 2:
-        return None
-    for plain, turned in (parts.terms, parts.terms[::-1]):
-        read = _times_table(turned.view, _turned)
-        if read is None or plain.factor != 1.0 or turned.factor != 1.0:
+    nodes = _steps_to(whole)
+    for forked in _forks(nodes, whole):
+        reader = Reader(forked, whole.ndim - 1)
+        sums = reader.read(nodes, whole)
+        found = None if sums is None else _pairs(reader, sums, columns)
+        x = _whole(forked, whole)
+        if found is None or x is None:
             continue
-        _, x, sin = read
-        of_x = _times_table(plain.view, functools.partial(_whole, core(x)))
-        if of_x is None:
-            continue
-        tables = (of_x[2], sin)
-        if all(_halves_are_equal(t.base) for t in tables):
-            return x, Table(tables[0], True), Table(tables[1], True), False
+        at = at_dtype(x, value.dtype)
+        if at is None or core(x).dtype.itemsize < at.dtype.itemsize:
+            return None
+        cos, sin, interleaved = found
+        tables = frozenset(table.seen.base for table in reader.tables)
+        covered = frozenset(between(value, {*stages(at), *tables}))
+        return Rotation(at, value, cos, sin, interleaved, tables, covered)
     return None
 
 
-def _whole(x: Value, value: Value) -> tuple[int, Value] | None:
-    """A value that is x itself."""
-    return (0, value) if value is x else None
-
-
-def _turned(value: Value) -> tuple[int, Value] | None:
-    """concatenate([-x2, x1])."""
-    node = value.node
-    if node is None or node.name != "concatenate" or len(node.ins) != 2:
-        return None
-    if node.params["dimension"] != value.ndim - 1:
-        return None
-    negative, first = node.ins
-    parts = product(negative, stop=lambda seen: seen if _half(seen.base) is not None else None)
-    if parts.constant != -1.0 or len(parts.powers) != 1:
-        return None
-    ((seen, power),) = parts.powers.items()
-    upper, lower = _half(seen.base), _half(core(first))
-    if power != 1.0 or upper is None or lower is None or core(upper[1]) is not core(lower[1]):
-        return None
-    return (0, lower[1]) if (lower[0], upper[0]) == (0, 1) else None
-
-
-def _halves_are_equal(value: Value) -> bool:
-    """Whether the two halves of the last axis are provably the same numbers."""
-    columns = _columns(value)
-    if columns is not None:
-        half = columns.shape[-1] // 2
-        return 2 * half == columns.shape[-1] and np.array_equal(
-            columns[..., :half], columns[..., half:]
-        )
-    value = core(value)
+def _may_rotate(value: Value) -> bool:
+    """Whether the last operation is one with which a rotation ends."""
     node = value.node
     if node is None:
         return False
-    if node.name == "concatenate" and node.params["dimension"] == value.ndim - 1:
-        return len(node.ins) == 2 and core(node.ins[0]) is core(node.ins[1])
-    if node.name in ("broadcast_in_dim", "reshape") and _keeps_last_axis(node):
-        return _halves_are_equal(node.ins[0])
-    if node.name in ("cos", "sin") or is_transparent(node):
-        return _halves_are_equal(node.ins[0])
-    if elementwise(node) is not None:
-        return all(
-            scalar(v) is not None or v.shape[-1:] == (1,) or _halves_are_equal(v) for v in node.ins
-        )
-    return False
-
-
-def _keeps_last_axis(node: Node) -> bool:
-    if node.ins[0].shape[-1:] != node.out.shape[-1:]:
+    if node.name not in _ENDS:
         return False
-    if node.name == "reshape":
-        return True
-    return int(node.params["broadcast_dimensions"][-1]) == node.out.ndim - 1
+    if node.name in ("add", "sub"):
+        return all(core(v).made_by == "mul" for v in node.ins)
+    if node.name == "concatenate":
+        return node.params["dimension"] == value.ndim - 1
+    return node.ins[0].ndim > value.ndim and core(node.ins[0]).made_by in _PAIRED
 
 
-def _columns(value: Value) -> np.ndarray | None:
-    """Constant rows of which each row of the value is one, or None."""
-    value = core(value)
-    node = value.node
-    if value.is_constant and value.ndim:
-        array = evaluate(value)
-        if array is not None:
-            return np.broadcast_to(array, (*array.shape[:-1], value.shape[-1]))
-    if node is None or not node.ins:
+_ENDS = ("add", "concatenate", "reshape", "sub")
+_PAIRED = ("add", "concatenate", "stack", "sub")
+"""What makes pairs, which a reshape then lays side by side."""
+_MOST_STEPS = 64
+_MOST_FORKS = 4
+
+
+def _steps_to(value: Value) -> list[Node]:
+    """The operations before a value that a rotation may be made of, in their order."""
+    found: dict[Node, None] = {}
+    pending = [value]
+    while pending and len(found) < _MOST_STEPS:
+        node = pending.pop(0).node
+        if node is not None and node.name in STEPS and node not in found:
+            found[node] = None
+            pending += node.ins
+    return sorted(found, key=lambda node: node.order)
+
+
+def _forks(nodes: list[Node], result: Value) -> Iterator[Value]:
+    """Values that have all features of the result, and from which several ways lead to it."""
+    readers = Counter(value for node in nodes for value in set(node.ins))
+    split = {node.ins[0] for node in nodes if node.name == "split"}
+    rows = result.ndim - 1
+    forks = [
+        value
+        for value, count in readers.items()
+        if (count > 1 or value in split)
+        and value.is_floating
+        and value.shape[:rows] == result.shape[:rows]
+        and math.prod(value.shape[rows:]) == result.shape[-1]
+    ]
+    forks.sort(key=lambda value: -1 if value.node is None else value.node.order)
+    yield from forks[: -_MOST_FORKS - 1 : -1]
+
+
+def _whole(forked: Value, result: Value) -> Value | None:
+    """What is rotated, before its features were cut into pairs."""
+    value = forked
+    while value.shape != result.shape:
+        cut = core(value).node
+        if cut is None or cut.name != "reshape":
+            return None
+        value = cut.ins[0]
+    return value
+
+
+def _pairs(reader: Reader, sums: Sums, columns: Columns) -> tuple[Table, Table, bool] | None:
+    """The tables of a rotation and whether its pairs are neighbours, or None."""
+    terms = [np.stack(arrays) for arrays in zip(*sums, strict=True)]
+    counts = (terms[0] != 0).sum(axis=0)
+    rotated, features = int((counts == 2).sum()), np.arange(len(counts))
+    if rotated < 2 or rotated % 2 or (counts != np.where(features < rotated, 2, 1)).any():
         return None
-    if node.name == "gather":
-        numbers = node.params["dimension_numbers"]
-        operand = node.ins[0]
-        last = operand.ndim - 1
-        whole = node.params["slice_sizes"][last] == operand.shape[last]
-        if (
-            whole
-            and last not in numbers.collapsed_slice_dims
-            and value.ndim - 1 in numbers.offset_dims
-        ):
-            return _columns(operand)
+    order = np.argsort(terms[0] == 0, axis=0, kind="stable")
+    one, two = (Terms(*(t[order[i], features] for t in terms)) for i in (0, 1))
+    straight = (one.factor == 1) & (one.source == features) & (one.table == NO_TABLE)
+    turned = (one.table != NO_TABLE) & (two.table != NO_TABLE)
+    if not np.where(features < rotated, turned, straight).all():
         return None
-    if (
-        node.name in ("broadcast_in_dim", "reshape", "squeeze")
-        and node.ins[0].shape[-1:] == (value.shape[-1:])
-    ):
-        return _columns(node.ins[0])
-    if node.name == "split" and node.params["axis"] == node.ins[0].ndim - 1:
-        columns = _columns(node.ins[0])
-        first = int(sum(node.params["sizes"][: value.index]))
-        return None if columns is None else columns[..., first : first + value.shape[-1]]
-    if node.name == "slice" and node.params["strides"] is None:
-        columns = _columns(node.ins[0])
-        first = node.params["start_indices"][-1]
-        return None if columns is None else columns[..., first : first + value.shape[-1]]
-    return None
+    is_own = one.source == features
+    own, other = (
+        Terms(*(np.where(is_own == flag, a, b)[:rotated] for a, b in zip(one, two, strict=True)))
+        for flag in (True, False)
+    )
+    features, half = features[:rotated], rotated // 2
+    interleaved = bool((other.source != (features + half) % rotated).any())
+    if (own.source != features).any() or (own.factor != 1).any():
+        return None
+    if interleaved and (other.source != features ^ 1).any():
+        return None
+    first = features[::2] if interleaved else features[:half]
+    second = other.source[first]
+    cosines, sines = _numbers(reader, own, columns), _numbers(reader, other, columns)
+    if (cosines[first] != cosines[second]).any() or (sines[first] != -sines[second]).any():
+        return None
+    cos, sin = (_table(reader, t, at) for t, at in ((own, first), (other, second)))
+    return None if cos is None or sin is None else (cos, sin, interleaved)
+
+
+def _numbers(reader: Reader, terms: Terms, columns: Columns) -> np.ndarray:
+    """A number for each feature: equal ones, or opposite ones, where it is multiplied by equal ones."""
+    numbers = np.zeros(terms.table.shape, int)
+    for index in np.unique(terms.table):
+        seen, part = reader.tables[index]
+        of_columns = len(PARTS) * columns.of(seen, reader.leading).reshape(-1)
+        of_columns += np.sign(of_columns) * PARTS.index(part)
+        numbers = np.where(terms.table == index, of_columns.take(terms.entry, mode="clip"), numbers)
+    return numbers * terms.factor.real.astype(int)
+
+
+def _table(reader: Reader, terms: Terms, at: np.ndarray) -> Table | None:
+    """The table whose columns features are multiplied by, where it is one."""
+    index, sign = np.unique(terms.table[at]), np.unique(terms.factor[at])
+    if len(index) != 1 or len(sign) != 1:
+        return None
+    seen, part = reader.tables[int(index[0])]
+    return Table(seen, part, terms.entry[at], int(sign[0].real))
 
 
 # --- a site of its own ----------------------------------------------------------------------------
 
 
 def find(book: Book) -> None:
-    """Adds the rotations of neighbours that no product has taken in."""
-    for node in book.graph.nodes:
-        if node.name != "reshape" or node in book.owner:
+    """Adds the rotations of neighbours, or of a part of the features, that no product has taken in."""
+    columns = Columns()
+    for node in reversed(book.graph.nodes):
+        if node.name not in _ENDS or node in book.owner or not _may_rotate(node.out):
             continue
         results = [node.out]
         while results[-1].used_once and is_transparent(results[-1].uses[0]):
             results.append(results[-1].uses[0].out)
-        found = next((r for r in map(rotation, reversed(results)) if r is not None), None)
-        if found is None or not found.interleaved or not book.is_free(found.covered):
+        found = next(
+            (r for r in (rotation(v, columns) for v in reversed(results)) if r is not None), None
+        )
+        if found is None or not book.is_free(found.covered):
             continue
-        site = _site(node, found)
-        if site is not None:
-            book.add(site)
+        if found.interleaved or not found.is_whole:
+            site = _site(node, found)
+            if site is not None:
+                book.add(site)
 
 
-def rows_of_tables(found: Rotation, rank: int) -> bool:
-    """Whether the tables differ by position and not by head: x is [..., length, heads, features]."""
-    heads = rank - 2
-    return all(heads not in table.seen.axes for table in (found.cos, found.sin))
+def differs_along(found: Rotation, axis: int) -> bool:
+    """Whether the tables differ along an axis of what is rotated."""
+    return any(axis in table.seen.axes for table in (found.cos, found.sin))
 
 
 def tables_of_rows(
-    found: Rotation, cos: jax.Array, sin: jax.Array, rows: tuple[int, ...]
+    found: Rotation, cos: jax.Array, sin: jax.Array, rows: tuple[int, ...], heads: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The tables as [T, R/2], or with all axes of the rows where they differ beyond the position."""
+    """The tables as [T, R/2], or with all axes of the rows where they differ beyond the position.
+
+    The axis `heads` of what is rotated has the heads, for which they are the same.
+    """
     rank = len(rows) + 2
 
     def of_rows(table: Table, array: jax.Array) -> jax.Array:
-        array = table.array(array, rank)
-        array = array.reshape(*array.shape[:-2], array.shape[-1])
+        array = table.array(array, rank).squeeze(heads)
         if all(size == 1 for size in array.shape[:-2]):
             array = array.reshape(array.shape[-2:])
             return jnp.broadcast_to(array, (rows[-1], array.shape[-1]))
@@ -361,14 +268,23 @@ def tables_of_rows(
 
 
 def _site(node: Node, found: Rotation) -> Site | None:
+    """Of x [..., length, heads, features], or with the heads before the positions."""
     rank = found.x.ndim
-    if rank < 3 or not rows_of_tables(found, rank):
+    heads = next((i for i in (rank - 2, rank - 3) if i >= 1 and not differs_along(found, i)), None)
+    if rank < 3 or heads is None:
         return None
-    rows = found.x.shape[:-2]
+    length = found.x.shape[2 * rank - 5 - heads]
+    rows = (*found.x.shape[: rank - 3], length)
+    words = ["interleaved"] * found.interleaved
+    if not found.is_whole:
+        words.append(f"{2 * len(found.cos.columns)} features")
 
     def call(x: jax.Array, cos: jax.Array, sin: jax.Array):
-        cos, sin = tables_of_rows(found, cos, sin, rows)
-        return (rope(x, cos=cos, sin=sin, interleaved=found.interleaved),)
+        cos, sin = tables_of_rows(found, cos, sin, rows, heads)
+        turned = x if heads == rank - 2 else x.swapaxes(-2, -3)
+        y = rope(turned, cos=cos, sin=sin, interleaved=found.interleaved)
+        assert isinstance(y, jax.Array)
+        return (y if heads == rank - 2 else y.swapaxes(-2, -3),)
 
     return Site(
         "rope",
@@ -377,5 +293,5 @@ def _site(node: Node, found: Rotation) -> Site | None:
         [found.result],
         call,
         set(found.covered),
-        f"rope(interleaved) of {found.x.aval.str_short()}",
+        f"rope({', '.join(words)}) of {found.x.aval.str_short()}",
     )

@@ -90,6 +90,7 @@ class Book:
             return False
         self.counts[site.operator] = self.counts.get(site.operator, 0) + 1
         site.label = label
+        site.call = _where(site.anchor, site.call)
         for part in site.parts:
             self._remove(part)
         self.sites.append(site)
@@ -116,6 +117,16 @@ class Book:
     def miss(self, operator: str, node: Node, reason: str) -> None:
         """Notes why a place is left alone."""
         self.misses.append(Miss(operator, line_of(node), reason))
+
+
+def _where(anchor: Node, call: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:
+    """The call under the mesh of the program there, as inside of `jax.sharding.auto_axes`."""
+
+    def called(*operands: jax.Array) -> Sequence[jax.Array]:
+        with anchor.eqn.ctx.manager:
+            return call(*operands)
+
+    return called
 
 
 def leaking(site: Site) -> Value | None:

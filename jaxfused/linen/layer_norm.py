@@ -33,7 +33,7 @@ class LayerNorm(linen.LayerNorm):
       with `residual`, `pre_bias` or a named kernel such a call raises an error.
 
     Attributes:
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.LayerNorm`.
@@ -134,7 +134,7 @@ class RMSNorm(linen.RMSNorm):
     Attributes:
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
         `scale_init` is ones, as in Flax, whatever the offset.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     The other attributes are those of `flax.linen.RMSNorm`.

@@ -54,7 +54,7 @@ class LayerNorm(nnx.LayerNorm):
       rngs: gives the initialisers their keys.
       bias_metadata: of the bias's `nnx.Param`.
       scale_metadata: of the scale's `nnx.Param`.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:
@@ -201,7 +201,7 @@ class RMSNorm(nnx.RMSNorm):
       rngs: gives the initialiser its key.
       scale_metadata: of the scale's `nnx.Param`.
       scale_offset: is added to the scale; 1.0 for checkpoints that store scale - 1, as Gemma's do.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 
     Example:

@@ -39,7 +39,7 @@ class QuantizedLinear(nnx.Module):
       kernel_init: initialises the kernel [D, F].
       bias_init: initialises the bias.
       rngs: gives the initialisers their keys.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
       kernel: a `jaxfused.QuantizedKernel` in place of one that is initialised and then quantised;
         kernel_dtype, group_size, symmetric, layout, input_dtype and kernel_init say nothing then.

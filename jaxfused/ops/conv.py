@@ -64,7 +64,8 @@ def conv(
       feature_group_count: into how many groups the input and the output channels are split, each
         convolved apart; I is depthwise convolution, which has kernels of its own for windows of
         3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis.
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu", after everything else.
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", after
+        everything else.
       residual: of the result's shape, is added before the activation.
       hand_on: whether x is returned too, for whoever else reads it, such as a shortcut around the
         convolution. What comes back as its gradient is then added by the kernel that computes the

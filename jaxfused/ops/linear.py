@@ -60,7 +60,7 @@ def linear(
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
       w: [D, F], of any float dtype, as are bias and residual.
       bias: [F].
-      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf" or "silu".
+      activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu".
       residual: [..., F], is added after the activation.
       precision: of the product, as in `jax.numpy.matmul`; or "fp8": the product and its gradients are
         taken of float8, each operand with one scale, as docs/quantisation.md says.
@@ -659,7 +659,7 @@ def product_reasons(
     }
 
 
-CHEAP_ACTIVATIONS = ("relu", "relu2", "silu")
+CHEAP_ACTIVATIONS = ("relu", "relu2", "quick_gelu", "silu")
 """Those that XLA evaluates faster than it reads their argument."""
 
 

@@ -18,7 +18,7 @@ from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
 from jaxfused.semantics.checkpoint_names import named
 
-SLOPES = ("relu", "gelu_tanh", "gelu_erf", "silu")
+SLOPES = ("relu", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
 """Activations whose derivative a byte can hold. That of relu2 has no bound, and takes little to find."""
 
 

@@ -128,7 +128,7 @@ def largest_activation(activation: str | None, maxima: jax.Array) -> jax.Array:
     return jnp.maximum(activate(activation, largest), LEAST.get(str(activation), 0.0))
 
 
-LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "silu": 0.2785}
+LEAST = {"gelu_tanh": 0.1701, "gelu_erf": 0.17, "quick_gelu": 0.1637, "silu": 0.2785}
 """The magnitudes of the activations' minima, rounded up."""
 
 

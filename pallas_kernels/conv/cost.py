@@ -98,7 +98,7 @@ def cudnn_epilogue(
         return moved * H200.xla_pass_byte
     streams = 3 if residual else 2
     slow = activation == "gelu_erf"
-    evaluations = int(activation not in ("relu2", "silu"))
+    evaluations = int(activation not in ("relu2", "quick_gelu", "silu"))
     return xla_pass(elements, streams * itemsize, evaluations, slow_activation=slow)
 
 

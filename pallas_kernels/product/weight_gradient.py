@@ -122,8 +122,12 @@ _PARTS_TRIED = 2
 """Numbers of parts of each tile and cluster that are worth measuring."""
 
 
-def fitting(work: WeightWork, multiprocessors: int) -> list[WeightGradientConfig]:
-    """Configs that fit into shared memory, predicted fastest first."""
+@functools.lru_cache(maxsize=1024)
+def fitting(work: WeightWork, multiprocessors: int) -> tuple[WeightGradientConfig, ...]:
+    """Configs that fit into shared memory, predicted fastest first.
+
+    A model asks for those of the same product in every layer.
+    """
 
     def time(config: WeightGradientConfig) -> float:
         return predicted_time(work, config, multiprocessors)
@@ -144,7 +148,7 @@ def fitting(work: WeightWork, multiprocessors: int) -> list[WeightGradientConfig
             for parts in range(cluster, max(most, cluster) + 1, cluster)
         ]
         configs += sorted(several, key=time)[:_PARTS_TRIED]
-    return sorted(configs, key=time)
+    return tuple(sorted(configs, key=time))
 
 
 _MOST_ROUNDS = 4

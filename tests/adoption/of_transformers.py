@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 from transformers import (
     BertConfig,
+    CLIPTextConfig,
     FlaxBertModel,
+    FlaxCLIPTextModel,
     FlaxGPT2Model,
     FlaxLlamaModel,
     FlaxViTModel,
@@ -64,10 +66,24 @@ def test_bert(padding):
 
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
 def test_gpt2(padding):
-    """Its queries, keys and values are one product already."""
+    """Its queries, keys and values are parts of one product."""
     config = GPT2Config(vocab_size=50, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=16)
-    into = {"dot_product_attention": LAYERS, "layer_norm": 2 * LAYERS + 1, "mlp": LAYERS}
+    into = BLOCK | {"layer_norm": 2 * LAYERS + 1, "mlp": LAYERS}
     assert_language_model_adopts(FlaxGPT2Model, config, into, padding)
+
+
+def test_clip():
+    """Its activation is quick_gelu."""
+    config = CLIPTextConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+    )
+    into = BLOCK | {"layer_norm": 2 * LAYERS + 1, "mlp": LAYERS}
+    assert_language_model_adopts(FlaxCLIPTextModel, config, into, PADDING)
 
 
 def test_vit():
