@@ -16,6 +16,8 @@ Options = dict[str, Any]
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 ACTIVATIONS = ("relu", "relu2", "gelu_tanh", "gelu_erf", "silu")
 RELU = "relu"
+ROW_FORMATS = ("int8", "int8", "float8_e4m3fn", "float8_e5m2")
+"""What rows are quantised to."""
 
 
 class How(NamedTuple):
