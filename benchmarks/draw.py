@@ -43,10 +43,13 @@ class Draw:
 
     def size(self, low: int, high: int) -> int:
         """From low to high, both included, with every factor of two equally likely."""
-        if self._largest is not None:
-            high = max(low, min(high, self._largest))
+        high = max(low, self.bounded(high))
         exponent = self._rng.uniform(np.log(low), np.log(high + 1))
         return min(high, max(low, int(np.exp(exponent))))
+
+    def bounded(self, size: int) -> int:
+        """The size, or the largest that this stream draws."""
+        return size if self._largest is None else min(size, self._largest)
 
     def rounded(self, low: int, high: int) -> int:
         """A `size` that people would choose: often a power of two or a multiple of 8 or 128."""

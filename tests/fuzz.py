@@ -57,7 +57,7 @@ def _assume_hopper() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-_WAYS = {"emulated": (emulated, "cuda", 200), "interpreted": (interpreted, "pallas", 70)}
+_WAYS = {"emulated": (emulated, "cuda", 100), "interpreted": (interpreted, "pallas", 50)}
 """By name: the judge, the implementation that it can run, and what bounds sizes by default."""
 _QUICK_COMPILES = (
     "--xla_cpu_parallel_codegen_split_count=1"

@@ -71,6 +71,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--largest", type=int, metavar="N", help="bounds most sizes of the cases")
     parser.add_argument("--implementation", metavar="NAME", help="for all cases, not one for each")
     parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later")
+    # The longest compile for tens of seconds where all cores are busy.
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds that a case may take")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="0: no processes")
     parser.add_argument("--case", action="append", default=[], help="a line that the fuzz printed")
     parser.add_argument("--verbose", action="store_true", help="print cases that are right too")
@@ -99,7 +101,7 @@ def _verdicts(
         return time.monotonic() - begin > options.seconds
 
     if options.jobs:
-        yield from processes.run(cases, judged, options.jobs, spent)
+        yield from processes.run(cases, judged, options.jobs, options.limit, spent)
         return
     for case in cases:
         if spent():

@@ -134,6 +134,7 @@ def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) ->
 
 def length(draw: Draw, most: int) -> int:
     """A size from 0 up; 0, 1 and the neighbours of multiples of 8 come often."""
+    most = draw.bounded(most)
     kind = draw.pick(("any", "any", "any", "tiny", "near"))
     if kind == "any":
         return draw.size(1, most)

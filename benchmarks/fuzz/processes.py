@@ -14,8 +14,6 @@ from benchmarks.fuzz import judge
 from benchmarks.fuzz.problem import Options
 
 HUNG, CRASHED = "hung", "crashed"
-CASE_SECONDS = 180.0
-"""How long a case may take; the longest compile for tens of seconds where all cores are busy."""
 
 
 Judge = Callable[[Options], judge.Verdict]
@@ -52,9 +50,9 @@ class _Worker:
 
 
 def run(
-    cases: Iterable[Options], judged: Judge, count: int, stop: Callable[[], bool]
+    cases: Iterable[Options], judged: Judge, count: int, limit: float, stop: Callable[[], bool]
 ) -> Iterator[tuple[Options, judge.Verdict, float]]:
-    """(case, verdict, seconds) as they come; after `stop()` no further case begins."""
+    """(case, verdict, seconds) as they come, each within `limit` seconds; none begins after `stop()`."""
     remaining = iter(cases)
     workers: list[_Worker] = []
 
@@ -66,7 +64,7 @@ def run(
             workers.append(_Worker(judged))
             workers[-1].take(options)
         while workers:
-            for worker, verdict in _answers(workers):
+            for worker, verdict in _answers(workers, limit):
                 assert worker.options is not None
                 yield worker.options, verdict, time.monotonic() - worker.since
                 options_left = next_case()
@@ -85,7 +83,7 @@ def run(
             worker.stop()
 
 
-def _answers(workers: list[_Worker]) -> list[tuple[_Worker, judge.Verdict]]:
+def _answers(workers: list[_Worker], limit: float) -> list[tuple[_Worker, judge.Verdict]]:
     """Waits for some: verdicts, and what became of workers that are dead or too slow."""
     ready = connection.wait([worker.pipe for worker in workers], timeout=1.0)
     answers = []
@@ -95,7 +93,7 @@ def _answers(workers: list[_Worker]) -> list[tuple[_Worker, judge.Verdict]]:
                 answers.append((worker, worker.pipe.recv()))
             except (EOFError, OSError):
                 answers.append((worker, judge.Verdict(CRASHED, "the process died")))
-        elif time.monotonic() - worker.since > CASE_SECONDS:
-            why = f"no answer within {CASE_SECONDS:.0f} s"
+        elif time.monotonic() - worker.since > limit:
+            why = f"no answer within {limit:.0f} s"
             answers.append((worker, judge.Verdict(HUNG, why)))
     return answers

@@ -13,7 +13,6 @@ from benchmarks.fuzz.problem import How, Options
 from benchmarks.fuzz.programs import Programs, is_refusal
 from benchmarks.without_gpu import target
 
-
 _MOSAIC = "mosaic_gpu"
 """Is in a program that calls a kernel of Mosaic GPU."""
 
