@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     judged, implementation, largest = _WAYS[arguments[0]]
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_COMPILES}"
-    defaults = ["--implementation", implementation, "--largest", str(largest)]
+    defaults = ["--implementation", implementation, "--largest", str(largest), "--limit", "600"]
     return command.run(command.parsed([*defaults, *arguments[1:]]), judged)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.fuzz import judge, operators, processes
 from benchmarks.fuzz.problem import Options
-from benchmarks.fuzz.without_gpu import judge_without_gpu
+from benchmarks.fuzz.without_gpu import WITHOUT_GPU
 from benchmarks.without_gpu import target
 
 NAME = "fuzz"
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         if reason := target.why_unavailable():
             print(reason)
             return 2
-        return run(options, judge_without_gpu)
+        return run(options, WITHOUT_GPU[options.without_gpu])
     _prepare(options.jobs)
     return run(options, judge.judge)
 
@@ -78,8 +78,10 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="print cases that are right too")
     parser.add_argument(
         "--without-gpu",
-        action="store_true",
-        help="only compile the cases, for an H200 that is not there",
+        nargs="?",
+        const="compiled",
+        choices=[*WITHOUT_GPU],
+        help="only lower the cases, or compile them too, for an H200 that is not there",
     )
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.operators) - set(operators.OPERATORS)):

@@ -36,7 +36,7 @@ def _draw_window(draw: Draw) -> Options:
     axes, after = draw.pick((1, 2, 2, 2, 3)), activation(draw, 0.4)
     sides = [draw.size(4, 40 if axes < 3 else 8) for _ in range(axes)]
     windows = (1, 2, 3, 3, 5)
-    if draw.chance(0.3):
+    if draw.chance(0.4):
         # Depthwise, for which kernels have windows of their own.
         windows = draw.pick(((3,), (5,), (7,), (3, 4, 7)))
         channels = groups = features(draw, 300)

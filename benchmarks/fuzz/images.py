@@ -45,10 +45,10 @@ def max_pool(options: Options) -> Problem:
 
 
 def draw_upsample(draw: Draw) -> Options:
-    axes = draw.pick((1, 2, 2, 2, 2, 3))
+    axes = draw.pick((1, *(2,) * 8, 3))
     return _draw_image(draw, axes) | dict(
-        factor=draw.pick((2, 2, 2, [draw.between(1, 3) for _ in range(axes)])),
-        method=draw.pick(("bilinear", "bilinear", "bilinear", "nearest")),
+        factor=draw.pick((2, 2, 2, 2, 2, [draw.between(1, 3) for _ in range(axes)])),
+        method=draw.pick((*("bilinear",) * 5, "nearest")),
     )
 
 

@@ -50,10 +50,12 @@ def _precision(draw: Draw, with_fp8: bool) -> str | None:
     return "highest" if draw.chance(0.1) else None
 
 
-def _without_kinks(options: Options) -> Options:
-    """In float8 too much of what a relu reads is within rounding of its kink."""
-    is_fp8 = options["precision"] == "fp8" and options["activation"] == RELU
-    return options | (dict(activation="gelu_tanh") if is_fp8 else {})
+def _as_float8_has_it(options: Options) -> Options:
+    """In float8 too much of what a relu reads is within rounding of its kink, and nothing is dropped."""
+    if options["precision"] != "fp8":
+        return options
+    is_relu = options["activation"] == RELU
+    return options | dict(dropout=0.0) | (dict(activation="gelu_tanh") if is_relu else {})
 
 
 def _x(o: Options) -> Operand:
@@ -84,7 +86,7 @@ def _shared(o: Options, operands: Any, how: How) -> dict[str, Any]:
 def draw_linear(draw: Draw) -> Options:
     after = activation(draw)
     has_bias = after == RELU or draw.chance(0.6)
-    return _without_kinks(_draw_product(draw, True) | dict(activation=after, bias=has_bias))
+    return _as_float8_has_it(_draw_product(draw, True) | dict(activation=after, bias=has_bias))
 
 
 def linear(options: Options) -> Problem:
@@ -119,7 +121,7 @@ def draw_mlp(draw: Draw) -> Options:
         stacked=draw.chance(0.3),
         dropout=draw.pick((0.1, 0.5)) if draw.chance(0.15) else 0.0,
     )
-    return _without_kinks(options)
+    return _as_float8_has_it(options)
 
 
 def _dropout(o: Options) -> dict[str, Any]:
@@ -197,9 +199,17 @@ def draw_quantized_matmul(draw: Draw) -> Options:
         weights=dtype,
         group_size=group,
         symmetric=dtype.startswith("float8") or draw.chance(0.6),
-        quantized_x=draw.pick(("int8", "float8_e4m3fn")) if draw.chance(0.3) else None,
+        layout=draw.pick(("rows", "columns")),
+        quantized_x=_format_of_x(draw, dtype) if draw.chance(0.4) else None,
     )
     return options | dict(width=max(1, width // unit) * unit)
+
+
+def _format_of_x(draw: Draw, weights: str) -> str:
+    """Mostly one that there are kernels for."""
+    if draw.chance(0.2):
+        return draw.pick(("int8", "float8_e4m3fn"))
+    return weights if weights.startswith("float8") else "int8"
 
 
 def quantized_matmul(options: Options) -> Problem:
@@ -210,11 +220,12 @@ def quantized_matmul(options: Options) -> Problem:
         o["weights"],
         group_size=o["group_size"],
         symmetric=o["symmetric"],
+        layout=o.get("layout", "rows"),
     )
     constants: dict[str, Any] = {"w": w}
     if o["quantized_x"]:
         x = jnp.asarray(rng.normal(size=(*o["rows"], o["width"])), jnp.float32)
-        constants["x"] = jaxfused.quantize_rows(x, o["quantized_x"])
+        constants["x"] = jaxfused.quantize_rows(x, o["quantized_x"], implementation="xla")
     operands = present(
         x=None if o["quantized_x"] else _x(o),
         bias=parameter(o["out"], "float32" if o["bias"] else None),
