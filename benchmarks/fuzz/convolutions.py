@@ -32,34 +32,45 @@ def draw_conv(draw: Draw) -> Options:
     )
 
 
+def draw_depthwise_conv(draw: Draw) -> Options:
+    """What there are kernels for, mostly: windows of their own, and each channel apart."""
+    channels = features(draw, 300)
+    window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
+    dilated = draw.chance(0.1)
+    return draw_conv(draw) | dict(
+        sides=[draw.size(4, 40) for _ in window],
+        window=list(window),
+        channels=channels,
+        out=channels * draw.pick((*(1,) * 8, 2)),
+        groups=channels,
+        strides=draw.pick((1, 1, 1, 1, 2)),
+        input_dilation=1,
+        kernel_dilation=2 if dilated else 1,
+        padding=draw.pick(("SAME", "SAME", "SAME", "VALID", 1)),
+    )
+
+
 def _draw_window(draw: Draw) -> Options:
     axes, after = draw.pick((1, 2, 2, 2, 3)), activation(draw, 0.4)
     sides = [draw.size(4, 40 if axes < 3 else 8) for _ in range(axes)]
-    windows = (1, 2, 3, 3, 5)
-    if draw.chance(0.4):
-        # Depthwise, for which kernels have windows of their own.
-        windows = draw.pick(((3,), (5,), (7,), (3, 4, 7)))
-        channels = groups = features(draw, 300)
-        out = channels * draw.pick((1, 1, 1, 1, 2))
-    else:
-        groups = draw.pick((1, 1, 1, 2, 4))
-        channels, out = (
-            groups * draw.pick((1, 3, 4, 8, 64, 72, features(draw, 200))) for _ in range(2)
-        )
+    groups = draw.pick((1, 1, 1, 2, 4))
+    channels, out = (
+        groups * draw.pick((1, 3, 4, 8, 64, 72, features(draw, 200))) for _ in range(2)
+    )
     input_dilation = draw.pick((1, 1, 1, 1, 1, 2))
     # Names do not say how a transposed convolution is padded.
-    named = ("SAME", "SAME", "VALID", "CIRCULAR", 1) if input_dilation == 1 else (0, 1, 2)
+    paddings = ("SAME", "SAME", "VALID", "CIRCULAR", 1) if input_dilation == 1 else (0, 1, 2)
     return dict(
         batch=draw.size(1, min(512, max(1, _MOST_PIXELS // math.prod(sides)))),
         sides=sides,
-        window=[draw.pick(windows) for _ in range(axes)],
+        window=[draw.pick((1, 2, 3, 3, 5)) for _ in range(axes)],
         channels=channels,
         out=out,
         groups=groups,
         strides=draw.pick((1, 1, 1, 2, 2, 3)),
         input_dilation=input_dilation,
         kernel_dilation=draw.pick((1, 1, 1, 2)),
-        padding=draw.pick(named),
+        padding=draw.pick(paddings),
         dtype=draw.pick(DTYPES),
         param_dtype=draw.pick(("float32", "bfloat16")),
         bias=after == RELU or draw.chance(0.6),

@@ -164,7 +164,7 @@ def draw_segmentation(draw: Draw) -> Options:
     sides = [draw.size(1, 60) for _ in range(draw.pick((1, 2, 2, 3)))]
     return dict(
         shape=[length(draw, max(1, min(40, 2**14 // math.prod(sides)))), *sides],
-        classes=draw.pick((None, 2, 3, 4, 8, 19, 21, draw.size(1, 150))),
+        classes=draw.pick((None, 2, 3, 4, 8, 19, 21, draw.size(2, 150))),
         dtype=draw.pick(DTYPES),
         soft=draw.chance(0.3),
         cross_entropy_weight=draw.pick((1.0, 1.0, 0.0)),

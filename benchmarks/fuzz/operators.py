@@ -31,6 +31,7 @@ OPERATORS = {
     "batch_norm": Operator(norms.draw_batch_norm, norms.batch_norm, 1),
     "quantized_matmul": Operator(products.draw_quantized_matmul, products.quantized_matmul, 1),
     "conv": Operator(convolutions.draw_conv, convolutions.conv, 2),
+    "depthwise_conv": Operator(convolutions.draw_depthwise_conv, convolutions.conv, 1),
     "quantized_conv": Operator(convolutions.draw_quantized_conv, convolutions.quantized_conv, 1),
     "quantize_rows": Operator(products.draw_quantize_rows, products.quantize_rows, 1),
     "max_pool": Operator(images.draw_max_pool, images.max_pool, 1),

@@ -202,7 +202,10 @@ def draw_quantized_matmul(draw: Draw) -> Options:
         layout=draw.pick(("rows", "columns")),
         quantized_x=_format_of_x(draw, dtype) if draw.chance(0.4) else None,
     )
-    return options | dict(width=max(1, width // unit) * unit)
+    width = max(1, width // unit) * unit
+    # int4 lie in columns in blocks of 128.
+    in_rows = dtype == "int4" and width % 128
+    return options | dict(width=width) | (dict(layout="rows") if in_rows else {})
 
 
 def _format_of_x(draw: Draw, weights: str) -> str:
