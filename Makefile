@@ -86,8 +86,9 @@ test-emulated: ffi-emulated
 	$(PYTEST_ON_CPU) --emulated-cuda -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
 
 # Of the operators that have CUDA C kernels, each case computed twice and held against float32. Compiling
-# the emulator takes longer than these cases do.
-FUZZED := attention batch_norm depthwise_conv group_norm layer_norm linear_softmax_cross_entropy max_pool mlp \
+# the emulator takes longer than these cases do. Not attention, whose float32 is rounded to tf32 here and by
+# XLA on a GPU, but not by XLA on a CPU.
+FUZZED := batch_norm depthwise_conv group_norm layer_norm linear_softmax_cross_entropy max_pool mlp \
   optimizer quantize_rows quantized_matmul rope segmentation_loss softmax_cross_entropy upsample
 fuzz-emulated: ffi-emulated
 	$(PYTHON) -m tests.fuzz emulated $(FUZZED) --seed 1 --cases 100 --largest 40 --seconds 3600 --jobs $(JOBS)
