@@ -1,7 +1,7 @@
 """Lowers or compiles one case for an H200 that is not there; nothing is computed.
 
 Tracing and lowering find most errors of a kernel, layouts and shared memory among them; Mosaic's passes
-and ptxas, which come with compiling and take twice as long, what only they refuse.
+and ptxas, which come with compiling, find what only they refuse.
 """
 
 import functools
