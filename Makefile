@@ -3,6 +3,7 @@
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
 # make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow, and of small inputs
+# make fuzz-emulated  random small cases of what the CUDA C kernels compute, on the CPU
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
 # make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
 # make test-gpu    the tests that need an NVIDIA GPU
@@ -46,7 +47,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
 .PHONY: vit unet test test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
-  lint ffi ffi-quick ffi-emulated wheel clean
+  lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train
@@ -83,6 +84,14 @@ EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense 
   not (depthwise and float32)
 test-emulated: ffi-emulated
 	$(PYTEST_ON_CPU) --emulated-cuda -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
+
+# Of the operators that have CUDA C kernels, each case computed twice and held against float32. Compiling
+# the emulator takes longer than these cases do. Not attention, whose float32 is rounded to tf32 here and by
+# XLA on a GPU, but not by XLA on a CPU.
+FUZZED := batch_norm depthwise_conv group_norm layer_norm linear_softmax_cross_entropy max_pool mlp \
+  optimizer quantize_rows quantized_matmul rope segmentation_loss softmax_cross_entropy upsample
+fuzz-emulated: ffi-emulated
+	$(PYTHON) -m tests.fuzz emulated $(FUZZED) --seed 1 --cases 100 --largest 40 --seconds 3600 --jobs $(JOBS)
 
 # On the GPU where JAX sees one.
 test-peers: $(INSTALLED)

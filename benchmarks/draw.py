@@ -25,9 +25,10 @@ MOST_FLOPS = 1.5e12
 
 
 class Draw:
-    """A stream of random choices that depends on a seed and a name alone."""
+    """A stream of random choices that depends on a seed and a name alone; no size is above `largest`."""
 
-    def __init__(self, seed: int, name: str):
+    def __init__(self, seed: int, name: str, largest: int | None = None):
+        self._largest = largest
         self._rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
 
     def pick[T](self, options: Sequence[T]) -> T:
@@ -42,8 +43,13 @@ class Draw:
 
     def size(self, low: int, high: int) -> int:
         """From low to high, both included, with every factor of two equally likely."""
+        high = max(low, self.bounded(high))
         exponent = self._rng.uniform(np.log(low), np.log(high + 1))
         return min(high, max(low, int(np.exp(exponent))))
+
+    def bounded(self, size: int) -> int:
+        """The size, or the largest that this stream draws."""
+        return size if self._largest is None else min(size, self._largest)
 
     def rounded(self, low: int, high: int) -> int:
         """A `size` that people would choose: often a power of two or a multiple of 8 or 128."""

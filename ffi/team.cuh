@@ -73,6 +73,9 @@ class TeamSum {
   __device__ __forceinline__ void operator()(float (&values)[kValues]) {
     static_assert(kValues <= 2);
     add_over_lanes(team_.size, values);
+    // Before a sum memory is read that one lane may have written again after it; teams of one lane
+    // exchange nothing, and so the lanes of a warp would not have met.
+    if (team_.size == 1) __syncwarp();
     if (team_.size <= kWarpSize) return;
     // Turns alternate between two buffers, so that one barrier for each sum suffices: a warp that
     // writes a place again has passed the barrier of the sum in between, and so has every reader of

@@ -122,11 +122,7 @@ def emulated_hopper(hopper, monkeypatch):
 @pytest.fixture
 def interpreted_hopper(hopper, monkeypatch):
     """Like `hopper`, and Pallas kernels run in Mosaic's interpreter on the CPU."""
-    mosaic_interpreter.share_unions(monkeypatch)
-    mosaic_interpreter.align_copies(monkeypatch)
-    mosaic_interpreter.fill_before_the_start(monkeypatch)
-    mosaic_interpreter.reach_into_clusters(monkeypatch)
-    mosaic_interpreter.turn_neighbours(monkeypatch)
+    mosaic_interpreter.prepare(monkeypatch)
     with plgpu.force_gpu_interpret_mode():
         yield hopper
 
@@ -134,11 +130,7 @@ def interpreted_hopper(hopper, monkeypatch):
 @pytest.fixture
 def race_detector(hopper, capfd, monkeypatch):
     """Like `interpreted_hopper`, and the test fails if threads of a kernel race."""
-    mosaic_interpreter.share_unions(monkeypatch)
-    mosaic_interpreter.align_copies(monkeypatch)
-    mosaic_interpreter.fill_before_the_start(monkeypatch)
-    mosaic_interpreter.reach_into_clusters(monkeypatch)
-    mosaic_interpreter.turn_neighbours(monkeypatch)
+    mosaic_interpreter.prepare(monkeypatch)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield hopper
     # The interpreter reports races on its standard output and nowhere else that is public.

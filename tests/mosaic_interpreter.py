@@ -21,6 +21,15 @@ from jax._src.state.types import AbstractRef
 from pallas_kernels.product import neighbours, quantized_weights
 
 
+def prepare(monkeypatch) -> None:
+    """Adds what is missing for all kernels, for one test."""
+    share_unions(monkeypatch)
+    align_copies(monkeypatch)
+    fill_before_the_start(monkeypatch)
+    reach_into_clusters(monkeypatch)
+    turn_neighbours(monkeypatch)
+
+
 def share_unions(monkeypatch) -> None:
     """Lets members of a `RefUnion` be the same memory, for one test.
 

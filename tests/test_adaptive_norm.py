@@ -279,3 +279,14 @@ def test_few_rows_of_an_image_leave_pallas(hopper):
         jax.eval_shape(
             lambda x, s: jaxfused.layer_norm(x, image_scale=s, implementation="pallas"), x, scale
         )
+
+
+def test_gradients_without_images(hopper):
+    x, image_scale, scale = jnp.ones((0, 3, 8)), jnp.ones((0, 8)), jnp.ones(8)
+    y, pullback = jax.vjp(
+        lambda *args: jaxfused.layer_norm(args[0], args[1], image_scale=args[2]),
+        x,
+        scale,
+        image_scale,
+    )
+    assert [gradient.shape for gradient in pullback(y)] == [x.shape, scale.shape, image_scale.shape]

@@ -196,6 +196,10 @@ def test_derivatives_of_both_orders_and_modes():
         ({"padding": "FULL"}, "padding='FULL' is not known"),
         ({"padding": (1, 2)}, r"padding is \(1, 2\), but x has 1 spatial axes"),
         ({"x": jnp.ones((2, 5, 5, 4)), "w": jnp.ones((3, 3, 4, 6)), "padding": "CAUSAL"}, "CAUSAL"),
+        (
+            {"input_dilation": 2},
+            r"padding is 'SAME' and input_dilation is \(2,\), .* pass \(low, high\)",
+        ),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
         ({"implementation": "cuda"}, "the CUDA kernels of conv are depthwise, and x has"),
         ({"implementation": "pallas"}, "it needs a Hopper GPU"),

@@ -222,6 +222,10 @@ def test_no_elements(shape):
     y, vjp = jax.vjp(lambda x, w: jaxfused.linear(x, w, precision="fp8"), x, w)
     chex.assert_trees_all_equal(y, jnp.zeros((shape[0], 8)))
     assert all(bool((g == 0).all()) for g in vjp(y))
+    q, k, v = jaxfused.qkv_projection(
+        x, jnp.ones((shape[1], 16)), heads=2, key_heads=1, precision="fp8"
+    )
+    chex.assert_trees_all_equal((q, k, v), tuple(jnp.zeros((shape[0], n, 4)) for n in (2, 1, 1)))
 
 
 # --- transformations ------------------------------------------------------------------------------

@@ -293,6 +293,7 @@ GOOD = dict(
         (dict(compute_capability=(7, 0)), "this GPU has 7.0"),
         (dict(dtype=jnp.dtype("int8")), "x has dtype int8"),
         (dict(residual_dtype=jnp.float32), "x has bfloat16, residual float32"),
+        (dict(residual_dtype=jnp.bfloat16, pixels=1, groups=64), "4 values, and these have 2"),
         (dict(groups=3), "3 do not divide 128"),
         (dict(channels=4104, groups=1), "at most 4096 such channels, and x has 4104"),
         (dict(channels=2050, groups=1), "at most 2048 such channels, and x has 2050"),
@@ -312,7 +313,7 @@ def test_limits(with_library, change, reason):
         dict(channels=4096),
         dict(dtype=jnp.float32, channels=511, groups=7),
         dict(compute_capability=(7, 5), channels=4096, groups=4096),
-        dict(residual_dtype=jnp.dtype("bfloat16"), pixels=1, groups=128),
+        dict(residual_dtype=jnp.dtype("bfloat16"), pixels=4, groups=128),
     ],
 )
 def test_within_the_limits(with_library, change):

@@ -17,6 +17,7 @@ import jaxfused
 from jaxfused import dispatch
 from jaxfused.ops import (
     attention,
+    batching,
     kernel_call,
     layer_norm,
     linear,
@@ -445,3 +446,10 @@ def test_empty_operands_give_empty_results_and_zero_gradients(h200, call):
     results, vjp = jax.vjp(f, *arguments)
     for x, dx in zip(arguments, vjp(results), strict=True):
         assert dx.shape == x.shape and not np.any(np.float32(dx))
+
+
+def test_images_without_pixels_in_a_batch():
+    (images,) = batching.merged_images(2, [False], [jnp.ones((3, 0, 5))])
+    assert images.shape == (6, 0, 5)
+    (results,) = batching.unmerged_images(2, [images])
+    assert results.shape == (2, 3, 0, 5)

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxfused
 from benchmarks import __main__, compile_time, timing
 from benchmarks.draw import Draw
 from benchmarks.fuzz import judge as fuzz_judge
 from benchmarks.fuzz import operators as fuzz_operators
+from benchmarks.fuzz import programs as fuzz_programs
 from benchmarks.fuzz.problem import Operand, Problem
 from benchmarks.sweep import configs, judge, lowering, programs, report
 from examples.vit.model import ViTSize
+from jaxfused.__main__ import EXAMPLES
 from jaxfused.tuning.timing import split_at_markers
 
 # --- the sweep: what is drawn ---------------------------------------------------------------------
@@ -237,6 +240,8 @@ def test_fuzz_of_a_few_cases(monkeypatch, capsys):
     for name in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     run = ["fuzz", "rms_norm", "rope", "--cases", "3", "--jobs", "0", "--verbose"]
+    # What is named otherwise is refused without a GPU.
+    run += ["--implementation", "xla"]
     assert __main__.main(run) == 0
     printed = capsys.readouterr().out
     assert "3 cases, 0 wrong, 0 raised, 0 different between runs" in printed
@@ -247,6 +252,8 @@ def test_fuzz_of_a_few_cases(monkeypatch, capsys):
 
 def test_fuzz_draws_every_operator_and_traces_it():
     names = [*fuzz_operators.OPERATORS]
+    known = {*EXAMPLES} - {"dot_product_attention"} | {"attention", "depthwise_conv", "optimizer"}
+    assert {*names} == known
     seen = {}
     for index in range(250):
         options = fuzz_operators.drawn(1, index, names)
@@ -254,11 +261,24 @@ def test_fuzz_draws_every_operator_and_traces_it():
         seen.setdefault(options["operator"], []).append(options)
     assert set(seen) == set(names)
     for options in (of_one[0] for of_one in seen.values()):
-        made = fuzz_judge._Programs(fuzz_operators.problem_of(options), options)
+        made = fuzz_judge.Programs(fuzz_operators.problem_of(options), options)
         assert made.results
-        ours = made.problem.whole(fuzz_judge._OURS, made._batched, False)
-        results = jax.eval_shape(ours, made._shapes, made.problem.constants, None)
+        default = fuzz_programs.How(None, False)
+        ours = made.problem.whole(default, made.batched, False)
+        results = jax.eval_shape(ours, made.shapes, made.problem.constants, None)
         assert [r.shape for r in results] == [r.shape for r in made.results]
+
+
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_fuzz_knows_the_words_of_a_refusal(precision):
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError) as refused:
+        jaxfused.linear(x, x.T, precision=precision, implementation="cuda")
+    assert fuzz_programs.is_refusal(refused.value, "cuda")
+    assert not fuzz_programs.is_refusal(refused.value, "pallas")
+    with pytest.raises(ValueError) as invalid:
+        jaxfused.linear(x, x, precision=precision, implementation="cuda")
+    assert not fuzz_programs.is_refusal(invalid.value, "cuda")
 
 
 OPTIONS = {"operator": "relu", "data": 3, "vmap": None, "vmap_size": 1, "gradient": True}

@@ -26,16 +26,22 @@ def draw_attention(draw: Draw) -> Options:
     most = draw.pick((16, 64, 300, 1100))
     queries = length(draw, most)
     keys = queries if draw.chance(0.6) else length(draw, most)
-    key_heads, group = draw.pick((1, 1, 2, 3, 4)), draw.pick((1, 1, 1, 2, 3, 4))
+    if draw.chance(0.1):
+        # One token or a few of a text, with all that came before.
+        queries, keys = draw.pick((1, 1, 1, 2, 8, 64)), length(draw, 32768)
+    key_heads, group = draw.pick((1, 1, 2, 3, 4, 8)), draw.pick((1, 1, 1, 2, 3, 4, 7, 8))
     # Where logits would be many there are fewer heads and examples.
     while key_heads * group * queries * keys > _MOST_LOGITS:
         key_heads, group = 1, max(1, group // 2)
-        queries, keys = min(queries, 700), min(keys, 700)
+        queries = min(queries, max(700, _MOST_LOGITS // 32768))
+        keys = min(keys, max(700, _MOST_LOGITS // (group * queries)))
     most_batch = max(1, _MOST_LOGITS // max(1, key_heads * group * queries * keys))
     head_size = draw.pick(HEAD_SIZES) if draw.chance(0.8) else draw.size(1, 256)
     broadcast = ("1111", "b111", "1n11", "11ts", "1nts", "b1ts", "bnts", "ts", "111s", "b11s")
     options: Options = dict(
-        batch=draw.pick((None, 0)) if draw.chance(0.08) else draw.size(1, min(9, most_batch)),
+        batch=draw.pick((None, 0))
+        if draw.chance(0.08)
+        else draw.size(1, min(draw.pick((9, 9, 9, 64)), most_batch)),
         queries=queries,
         keys=keys,
         key_heads=key_heads,

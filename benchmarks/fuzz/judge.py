@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks import peers
 from benchmarks.fuzz import operators
-from benchmarks.fuzz.problem import How, Operand, Options, Problem
+from benchmarks.fuzz.problem import How, Options, Problem
+from benchmarks.fuzz.programs import PLAIN, TRUTH, Arrays, Programs, is_refusal
 
 OK, WRONG, RAISED, DIFFERENT, REFUSED = "ok", "wrong", "raised", "different", "refused"
 
@@ -24,7 +25,7 @@ _DRAWS = 4
 _FACTOR, _UNITS = 2.0, 2.0
 _TRUTH_ROUNDING = 2.0**-18
 """The truth is in float32 itself: so much of its largest value its sums may be off."""
-_SHAKE, _UNSURE = 2.0**-22, 4.0
+_UNSURE = 4.0
 """And so much of what it changes by where all operands are off by their last bits: the difference of
 two nearly equal numbers, say the gradient of a norm over two features, is no more certain than that."""
 _TF32_BITS = 10
@@ -32,10 +33,7 @@ _KINK_STEPS = 6
 _HUGE = 1e30
 """What stands for minus infinity in a log-sum-exp over nothing; it says nothing about a scale."""
 
-_OURS, _PLAIN, _TRUTH = How(None, False), How("xla", False), How("xla", True)
 _AS_WRITTEN = {"xla_allow_excess_precision": False}
-
-Arrays = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,120 +49,54 @@ class Verdict:
 def judge(options: Options) -> Verdict:
     """Everything about one case; whatever goes wrong is in the verdict."""
     try:
-        problem = operators.problem_of(options)
-        programs = _Programs(problem, options)
+        programs = Programs(operators.problem_of(options), options)
     except Exception as error:
         return Verdict(RAISED, f"the case itself: {peers.describe(error)}")
     try:
-        ours = programs.compiled(_OURS)
-        plain, truth = programs.compiled(_PLAIN), programs.compiled(_TRUTH)
+        ours = _compiled(programs, programs.ours)
+        plain, truth = _compiled(programs, PLAIN), _compiled(programs, TRUTH)
     except Exception as error:
-        status = REFUSED if _is_refused(programs, error) else RAISED
-        return Verdict(status, peers.describe(error))
+        return Verdict(REFUSED if is_refused(programs, error) else RAISED, peers.describe(error))
     try:
         return _compare(programs, ours, plain, truth)
     except Exception as error:
         return Verdict(RAISED, f"when it ran: {peers.describe(error)}")
 
 
-def _is_refused(programs: "_Programs", error: Exception) -> bool:
-    """Whether it is the operator's validation, which says the same of implementation="xla"."""
+def is_refused(programs: Programs, error: Exception) -> bool:
+    """Whether the error says that what was named cannot run this, or is the operator's validation.
+
+    Validation says the same of implementation="xla".
+    """
     if not isinstance(error, ValueError | TypeError):
         return False
+    if is_refusal(error, programs.ours.implementation):
+        return True
     try:
-        programs.compiled(_PLAIN)
+        whole, arguments = programs.traced(PLAIN)
+        jax.eval_shape(whole, *arguments)
     except (ValueError, TypeError) as other:
         return str(other) == str(error)
     return False
 
 
-class _Programs:
-    """A problem with its options: random inputs, and the three ways to compute it."""
-
-    def __init__(self, problem: Problem, options: Options):
-        self.problem, self._options = problem, options
-        names = tuple(problem.operands)
-        self._batched = {None: (), "all": names, "first": names[:1]}[options["vmap"]]
-        self._gradient = options["gradient"] and problem.with_gradient
-        self._rng = np.random.default_rng(options["data"])
-        shapes = {n: jax.ShapeDtypeStruct(self._shape(n), o.dtype) for n, o in _items(problem)}
-        forward = problem.whole(_PLAIN, self._batched, False)
-        self.results = jax.eval_shape(forward, shapes, problem.constants, None)
-        self._shapes = shapes
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        shape = self.problem.operands[name].shape
-        return (self._options["vmap_size"], *shape) if name in self._batched else shape
-
-    def compiled(self, how: How) -> Any:
-        whole = self.problem.whole(how, self._batched, self._gradient)
-        operands, cotangents = self._cast(how, self._shapes, self.results)
-        lowered = jax.jit(whole).lower(operands, self.problem.constants, cotangents)
-        return lowered.compile(compiler_options=None if how == _OURS else _AS_WRITTEN)
-
-    def draw(self) -> tuple[Arrays, list[Any]]:
-        """Operands and cotangents, in the dtypes that ours gets."""
-        operands = {
-            name: jnp.asarray(self._normal(self._shape(name), operand), operand.dtype)
-            for name, operand in _items(self.problem)
-        }
-        cotangents = [
-            jnp.asarray(self._normal(r.shape, Operand(r.shape, "float32")), r.dtype)
-            for r in self.results
-        ]
-        return operands, cotangents
-
-    def _normal(self, shape: tuple[int, ...], operand: Operand) -> np.ndarray:
-        values = self._rng.standard_normal(shape, np.float32)
-        return operand.mean + operand.deviation * values
-
-    def run(self, how: How, compiled: Any, operands: Arrays, cotangents: list[Any]) -> list[Any]:
-        operands, cotangents = self._cast(how, operands, cotangents)
-        results = compiled(operands, self.problem.constants, cotangents)
-        return [np.asarray(result) for result in results]
-
-    def shaken(self, operands: Arrays) -> Arrays:
-        """Operands in float32, each value off by about its last bits there."""
-        return {
-            name: jnp.asarray(
-                np.asarray(a, np.float32)
-                * (1 + _SHAKE * self._rng.standard_normal(a.shape, np.float32))
-            )
-            for name, a in operands.items()
-        }
-
-    def _cast(self, how: How, operands: Arrays, cotangents: Any) -> tuple[Any, Any]:
-        if not how.exact:
-            return operands, cotangents
-        wide = jax.tree.map(_as_float32, (operands, list(cotangents)))
-        return wide[0], wide[1]
-
-    def result_names(self) -> list[str]:
-        names = [f"result {index}" for index in range(len(self.results))]
-        return names + [f"gradient of {n}" for n in self.problem.operands] * self._gradient
-
-
-def _items(problem: Problem) -> Any:
-    return problem.operands.items()
-
-
-def _as_float32(a: Any) -> Any:
-    if isinstance(a, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(a.shape, jnp.float32)
-    return a.astype(jnp.float32)
+def _compiled(programs: Programs, how: How) -> Any:
+    whole, arguments = programs.traced(how)
+    options = None if how == programs.ours else _AS_WRITTEN
+    return jax.jit(whole).lower(*arguments).compile(compiler_options=options)
 
 
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def _compare(programs: _Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
+def _compare(programs: Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
     errors: list[dict[str, Any]] = [{} for _ in programs.result_names()]
     for _ in range(_DRAWS):
         operands, cotangents = programs.draw()
-        first = programs.run(_OURS, ours, operands, cotangents)
-        low = programs.run(_PLAIN, plain, operands, cotangents)
-        true = programs.run(_TRUTH, truth, operands, cotangents)
-        again = programs.run(_OURS, ours, operands, cotangents)
+        first = programs.run(programs.ours, ours, operands, cotangents)
+        low = programs.run(PLAIN, plain, operands, cotangents)
+        true = programs.run(TRUTH, truth, operands, cotangents)
+        again = programs.run(programs.ours, ours, operands, cotangents)
         for name, a, b in zip(programs.result_names(), first, again, strict=True):
             if a.tobytes() != b.tobytes():
                 return Verdict(DIFFERENT, f"{name} is not bitwise the same in a second run")
@@ -172,7 +104,7 @@ def _compare(programs: _Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
         slack = _slack(programs, truth, operands, cotangents, true)
         for index, of_one in enumerate(noise):
             slack[index] = slack[index] + of_one
-        shaken = programs.run(_TRUTH, truth, programs.shaken(operands), cotangents)
+        shaken = programs.run(TRUTH, truth, programs.shaken(operands), cotangents)
         for seen, *arrays in zip(
             errors, first, low, true, slack, shaken[: len(errors)], strict=True
         ):
@@ -188,7 +120,7 @@ def _compare(programs: _Programs, ours: Any, plain: Any, truth: Any) -> Verdict:
 
 
 def _slack(
-    programs: _Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
+    programs: Programs, truth: Any, operands: Arrays, cotangents: list[Any], true: list[Any]
 ) -> list[Any]:
     """How far each value moves while what a relu reads is moved by its rounding, up and down.
 
@@ -204,7 +136,7 @@ def _slack(
             for step in range(1, _KINK_STEPS + 1):
                 shift = sign * farthest * step / _KINK_STEPS
                 shifted = operands | {name: operands[name].astype(jnp.float32) + shift}
-                moved = programs.run(_TRUTH, truth, shifted, cotangents)
+                moved = programs.run(TRUTH, truth, shifted, cotangents)
                 moved = moved[: len(true)]
                 slack = [s + np.abs(m - t) for s, m, t in zip(slack, moved, before, strict=True)]
                 before = moved

@@ -12,6 +12,7 @@ from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     RELU,
+    ROW_FORMATS,
     How,
     Operand,
     Options,
@@ -28,15 +29,19 @@ from benchmarks.fuzz.problem import (
 
 _MOST = 2**19
 """Elements of x."""
+_MOST_PIXELS = 2**14
+"""Of all images together."""
 
 
 def draw_norm(draw: Draw) -> Options:
     width = features(draw, 9000)
     before = activation(draw, 0.2)
     after = activation(draw, 0.25)
+    shape = [*rows(draw, max(1, _MOST // width)), width]
+    residual = draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None
     # A relu reads a sum with a bias, whose shift shows what its kink does.
-    return dict(
-        shape=[*rows(draw, max(1, _MOST // width)), width],
+    return _draw_images(draw, len(shape), residual is not None) | dict(
+        shape=shape,
         dtype=draw.pick(DTYPES),
         scale=maybe_dtype(draw, 0.85),
         scale_offset=draw.pick((0.0, 0.0, 1.0)),
@@ -44,8 +49,21 @@ def draw_norm(draw: Draw) -> Options:
         pre_bias="float32" if before == RELU else maybe_dtype(draw, 0.25),
         pre_activation=before,
         activation=after,
-        residual=draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.35) else None,
+        residual=residual,
         epsilon=draw.pick((1e-6, 1e-5, 1e-3)),
+        quantized=draw.pick(ROW_FORMATS) if draw.chance(0.1) else None,
+    )
+
+
+def _draw_images(draw: Draw, rank: int, has_residual: bool) -> Options:
+    """Parameters of each image: how many axes it has, None for no images, and which there are."""
+    adaptive = rank > 2 and draw.chance(0.2)
+    gates = ("all images", "each image") if adaptive else ("all images",)
+    return dict(
+        image_axes=draw.between(1, rank - 2) if adaptive else None,
+        image_scale=adaptive and draw.chance(0.8),
+        image_shift=adaptive,
+        gate=draw.pick(gates) if has_residual and draw.chance(0.3) else None,
     )
 
 
@@ -65,11 +83,14 @@ def _norm(o: Options, norm: Any, more: dict[str, Any]) -> Problem:
         bias=parameter(width, o["bias"]),
         pre_bias=parameter(width, o["pre_bias"]),
         residual=Operand(shape, o["residual"]) if o["residual"] else None,
+        **_images(o),
     )
+    quantized = o.get("quantized")
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        return norm(
+        # The truth is of what the quantised numbers stand for.
+        results = norm(
             operands["x"],
             operands.get("scale"),
             operands.get("bias"),
@@ -78,13 +99,34 @@ def _norm(o: Options, norm: Any, more: dict[str, Any]) -> Problem:
             pre_activation=o["pre_activation"],
             activation=o["activation"],
             epsilon=o["epsilon"],
+            image_scale=operands.get("image_scale"),
+            image_shift=operands.get("image_shift"),
+            gate=operands.get("gate"),
+            quantize_rows=None if how.exact else quantized,
             implementation=how.implementation,
             **more,
         )
+        if quantized is None or how.exact:
+            return results
+        y, *h = results if isinstance(results, tuple) else (results,)
+        return y.dequantize(), *h
 
     kinks = ["pre_bias"] if o["pre_activation"] == RELU else []
-    kinks += ["bias"] if o["activation"] == RELU else []
-    return Problem(run, operands, {}, tuple(kinks))
+    shifted = "image_shift" if "image_shift" in operands else "bias"
+    kinks += [shifted] if o["activation"] == RELU else []
+    return Problem(run, operands, {}, tuple(kinks), with_gradient=quantized is None)
+
+
+def _images(o: Options) -> dict[str, Operand]:
+    """What differs from image to image, and the gate."""
+    width, axes = o["shape"][-1], o.get("image_axes")
+    of_each = (*o["shape"][: axes or 0], width)
+    gate = {None: None, "all images": (width,), "each image": of_each}[o.get("gate")]
+    return present(
+        image_scale=Operand(of_each, o["dtype"], 0.0, 0.5) if o.get("image_scale") else None,
+        image_shift=Operand(of_each, "float32", 0.0, 0.5) if o.get("image_shift") else None,
+        gate=None if gate is None else Operand(gate, o["dtype"]),
+    )
 
 
 # --- of images ------------------------------------------------------------------------------------
@@ -93,7 +135,9 @@ def _norm(o: Options, norm: Any, more: dict[str, Any]) -> Problem:
 def draw_group_norm(draw: Draw) -> Options:
     groups, size = draw.pick((1, 2, 4, 8, 32)), draw.pick((1, 2, 3, 4, 8, 16))
     options = _draw_image(draw, groups * size)
-    return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)))
+    # Where each image has a shift, a relu reads it.
+    modulated = options["activation"] != RELU and draw.chance(0.2)
+    return options | dict(num_groups=groups, epsilon=draw.pick((1e-6, 1e-5)), modulated=modulated)
 
 
 def draw_batch_norm(draw: Draw) -> Options:
@@ -104,9 +148,10 @@ def draw_batch_norm(draw: Draw) -> Options:
 def _draw_image(draw: Draw, channels: int) -> Options:
     sides = [draw.size(1, 20) for _ in range(draw.pick((0, 1, 2, 2, 3)))]
     after = activation(draw, 0.4)
+    most = min(512, max(1, _MOST_PIXELS // math.prod(sides)))
     return dict(
         # At least one example: the statistics of none are not defined.
-        shape=[max(1, length(draw, 24)), *sides, channels],
+        shape=[max(1, length(draw, most)), *sides, channels],
         dtype=draw.pick(DTYPES),
         scale=maybe_dtype(draw, 0.8),
         bias="float32" if after == RELU else maybe_dtype(draw, 0.8),
@@ -126,7 +171,13 @@ def _image_operands(o: Options) -> dict[str, Operand]:
 
 
 def group_norm(options: Options) -> Problem:
-    o = options
+    o, operands = options, _image_operands(options)
+    if o.get("modulated"):
+        of_each = (o["shape"][0], o["shape"][-1])
+        operands |= {
+            "image_scale": Operand(of_each, o["dtype"], 0.0, 0.5),
+            "image_shift": Operand(of_each, o["dtype"], 0.0, 0.5),
+        }
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
@@ -136,6 +187,8 @@ def group_norm(options: Options) -> Problem:
             operands.get("bias"),
             num_groups=o["num_groups"],
             epsilon=o["epsilon"],
+            image_scale=operands.get("image_scale"),
+            image_shift=operands.get("image_shift"),
             activation=o["activation"],
             residual=operands.get("residual"),
             implementation=how.implementation,
@@ -149,6 +202,9 @@ def group_norm(options: Options) -> Problem:
         x, dy = operands["x"], cotangents[0]
         if "scale" in operands:
             dy = dy * operands["scale"]
+        if "image_scale" in operands:
+            of_each = (x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
+            dy = dy * (1 + operands["image_scale"]).reshape(of_each)
         groups = (x.shape[0], math.prod(x.shape[1:-1]), o["num_groups"], -1)
         rstd = jax.lax.rsqrt(jnp.var(x.reshape(groups), (1, 3), keepdims=True) + o["epsilon"])
         largest = jnp.max(jnp.abs(dy.reshape(groups)), (1, 3), keepdims=True)
@@ -159,7 +215,7 @@ def group_norm(options: Options) -> Problem:
         }
 
     kinks = ("bias",) if o["activation"] == RELU else ()
-    return Problem(run, _image_operands(o), {}, kinks, noise=noise)
+    return Problem(run, operands, {}, kinks, noise=noise)
 
 
 _FLOAT32_NOISE = 2.0**-22

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from benchmarks.draw import Draw
-from benchmarks.fuzz import attention, norms, others, products
+from benchmarks.fuzz import attention, convolutions, images, losses, norms, others, products
 from benchmarks.fuzz.problem import Options, Problem
 
 
@@ -30,21 +30,30 @@ OPERATORS = {
     "group_norm": Operator(norms.draw_group_norm, norms.group_norm, 1),
     "batch_norm": Operator(norms.draw_batch_norm, norms.batch_norm, 1),
     "quantized_matmul": Operator(products.draw_quantized_matmul, products.quantized_matmul, 1),
-    "conv": Operator(products.draw_conv, products.conv, 1),
-    "quantized_conv": Operator(products.draw_quantized_conv, products.quantized_conv, 1),
-    "softmax_cross_entropy": Operator(others.draw_cross_entropy, others.softmax_cross_entropy, 1),
+    "conv": Operator(convolutions.draw_conv, convolutions.conv, 2),
+    "depthwise_conv": Operator(convolutions.draw_depthwise_conv, convolutions.conv, 1),
+    "quantized_conv": Operator(convolutions.draw_quantized_conv, convolutions.quantized_conv, 1),
+    "quantize_rows": Operator(products.draw_quantize_rows, products.quantize_rows, 1),
+    "max_pool": Operator(images.draw_max_pool, images.max_pool, 1),
+    "upsample": Operator(images.draw_upsample, images.upsample, 1),
+    "softmax_cross_entropy": Operator(losses.draw_cross_entropy, losses.softmax_cross_entropy, 1),
     "linear_softmax_cross_entropy": Operator(
-        others.draw_cross_entropy, others.linear_softmax_cross_entropy, 1
+        losses.draw_cross_entropy, losses.linear_softmax_cross_entropy, 1
     ),
+    "sigmoid_cross_entropy": Operator(losses.draw_sigmoid, losses.sigmoid_cross_entropy, 1),
+    "segmentation_loss": Operator(losses.draw_segmentation, losses.segmentation_loss, 1),
     "optimizer": Operator(others.draw_optimizer, others.optimizer_step, 1),
 }
 
 
-def drawn(seed: int, index: int, names: list[str]) -> Options:
-    """The case with that number of a seed, among the operators `names`."""
-    draw = Draw(seed, f"fuzz {index}")
+def drawn(seed: int, index: int, names: list[str], largest: int | None = None) -> Options:
+    """The case with that number of a seed, among the operators `names`; `largest` bounds its sizes."""
+    draw = Draw(seed, f"fuzz {index}", largest)
     name = draw.pick([name for name in names for _ in range(OPERATORS[name].share)])
-    options = {"operator": name, "data": draw.between(0, 2**31 - 1)} | OPERATORS[name].draw(draw)
+    options = {"operator": name, "data": draw.between(0, 2**31 - 1)}
+    # The tuner may take any implementation, wherever it can run.
+    options |= dict(implementation=draw.pick((None, None, None, None, "pallas", "cuda")))
+    options |= OPERATORS[name].draw(draw)
     # Under vmap either all operands have the axis or the first alone.
     vmap = draw.pick(("all", "first")) if draw.chance(0.2) else None
     return options | dict(vmap=vmap, vmap_size=draw.pick((1, 2, 3)), gradient=draw.chance(0.75))

@@ -1,9 +1,7 @@
-"""rope, qkv_projection, the losses and the optimizers with any combination of their options."""
+"""rope, qkv_projection and the optimizers with any combination of their options."""
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -105,6 +103,7 @@ def draw_qkv_projection(draw: Draw) -> Options:
         scale_offset=draw.pick((0.0, 0.0, 1.0)),
         rope=draw.chance(0.6),
         interleaved=draw.chance(0.3),
+        precision="fp8" if draw.chance(0.15) else None,
     )
 
 
@@ -136,126 +135,12 @@ def qkv_projection(options: Options) -> Problem:
             k_scale=operands.get("k_scale"),
             scale_offset=o["scale_offset"],
             interleaved=o["interleaved"],
-            precision="highest" if how.exact else None,
+            precision="highest" if how.exact else o.get("precision"),
             implementation=how.implementation,
             **constants,
         )
 
     return Problem(run, operands, constants, tf32=o["dtype"] == "float32")
-
-
-# --- losses ---------------------------------------------------------------------------------------
-
-
-def draw_cross_entropy(draw: Draw) -> Options:
-    return dict(
-        rows=rows(draw, 300),
-        width=features(draw, 300),
-        classes=features(draw, 3000),
-        dtype=draw.pick(DTYPES),
-        soft=draw.chance(0.2),
-        label_smoothing=draw.pick((0.0, 0.0, 0.1)),
-        z_loss=draw.pick((0.0, 0.0, 1e-3)),
-        ignore=draw.chance(0.3),
-        weights=draw.chance(0.25),
-        reduction=draw.pick(("mean", "sum", "none")),
-        chunk_size=draw.pick((None, 1, 7, 64)),
-        bias=draw.chance(0.4),
-        soft_cap=draw.pick((None, None, 5.0)),
-        cotangent=draw.pick((None, "any", 0.5)),
-    )
-
-
-def softmax_cross_entropy(options: Options) -> Problem:
-    shape = (*options["rows"], options["classes"])
-    operands = {"logits": Operand(shape, options["dtype"], 0.0, 3.0)}
-    return _loss(options, operands, jaxfused.softmax_cross_entropy, ("logits",), {})
-
-
-def linear_softmax_cross_entropy(options: Options) -> Problem:
-    o = options
-    operands = present(
-        x=Operand((*o["rows"], o["width"]), o["dtype"]),
-        w=weight((o["width"], o["classes"]), o["dtype"]),
-        bias=parameter(o["classes"], "float32" if o["bias"] else None),
-    )
-    more = dict(chunk_size=o["chunk_size"])
-    return _loss(o, operands, jaxfused.linear_softmax_cross_entropy, ("x", "w"), more)
-
-
-def _loss(
-    o: Options, operands: dict[str, Operand], loss: Any, first: tuple[str, ...], more: Any
-) -> Problem:
-    rng, constants = rng_of(o), {}
-    if o["soft"]:
-        labels = rng.dirichlet(np.ones(o["classes"]), tuple(o["rows"]))
-        constants["labels"] = labels.astype(np.float32)
-    else:
-        labels = rng.integers(0, o["classes"], tuple(o["rows"]))
-        if o["ignore"]:
-            labels = np.where(rng.random(labels.shape) < 0.3, -1, labels)
-        constants["labels"] = np.asarray(labels, np.int32)
-    if o["weights"]:
-        constants["weights"] = rng.uniform(0, 2, tuple(o["rows"])).astype(np.float32)
-
-    common: Any = dict(
-        label_smoothing=o["label_smoothing"],
-        z_loss=o["z_loss"],
-        ignore_index=-1 if o["ignore"] and not o["soft"] else None,
-        logits_soft_cap=o["soft_cap"],
-        reduction=o["reduction"],
-        cotangent=o["cotangent"],
-    )
-    # By default small logits are XLA's, and it is the kernels that are to be tried.
-    on_gpu = jax.default_backend() == "gpu"
-    # Soft labels of a linear layer have none.
-    kernels = "cuda" if on_gpu and not (o["soft"] and "w" in operands) else None
-
-    def run(operands: Any, constants: Any, how: How) -> Any:
-        given = dict(constants)
-        bias = {"bias": operands["bias"]} if "bias" in operands else {}
-        # A product has no precision of its own here.
-        with jax.default_matmul_precision("highest" if how.exact else "default"):
-            return loss(
-                *(operands[name] for name in first),
-                given.pop("labels"),
-                implementation=how.implementation or kernels,
-                **given,
-                **bias,
-                **more,
-                **common,
-            )
-
-    eps = float(jnp.finfo(o["dtype"]).eps)
-
-    def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, Any]:
-        """Logits and their gradients are kept in x's dtype."""
-        del results
-        x, w, bias = operands["x"], operands["w"], operands.get("bias")
-        logits = (x @ w).astype(jnp.float32)
-        logits = logits if bias is None else logits + bias
-        # A row's loss has the errors of its label's logit and of the largest ones.
-        of_rows = eps * jnp.max(jnp.abs(logits), axis=-1, initial=0.0)
-        if o["reduction"] != "none":
-            of_rows = jnp.sqrt(jnp.sum(of_rows**2))
-        if o["reduction"] == "mean":
-            of_rows = of_rows / max(1, logits[..., 0].size)
-        found = {"result 0": of_rows}
-        if bias is None or cotangents is None:
-            return found
-
-        def of_logits(logits: jax.Array) -> jax.Array:
-            return jaxfused.softmax_cross_entropy(
-                logits, **constants, **common, implementation="xla"
-            )
-
-        # The bias's gradient is the sum over rows of the logits'.
-        (dlogits,) = jax.vjp(of_logits, logits)[1](cotangents[0])
-        rows = dlogits.reshape(-1, dlogits.shape[-1])
-        return found | {"bias": eps * jnp.sqrt(jnp.sum(rows**2, axis=0))}
-
-    rounds = "w" in operands and o["dtype"] != "float32"
-    return Problem(run, operands, constants, tf32="w" in operands, noise=noise if rounds else None)
 
 
 # --- optimizers -----------------------------------------------------------------------------------
@@ -292,11 +177,13 @@ def optimizer_step(options: Options) -> Problem:
         params, *gradients = (
             [operands[f"{name}{index}"] for index in range(len(o["shapes"]))] for name in "pgh"
         )
-        optimizer = (ours if how.implementation is None else theirs)(1e-2, **arguments)
+        plain = how.implementation == "xla"
+        optimizer = (theirs if plain else ours)(1e-2, **arguments)
         state = optimizer.init(params)
         for gradient in gradients:
-            if how.implementation is None:
-                params, state = optimizer.step(gradient, state, params, max_norm=o["max_norm"])
+            if not plain:
+                more = dict(max_norm=o["max_norm"], implementation=how.implementation)
+                params, state = optimizer.step(gradient, state, params, **more)
                 continue
             if o["max_norm"] is not None:
                 gradient, _ = optax.clip_by_global_norm(o["max_norm"]).update(gradient, None)

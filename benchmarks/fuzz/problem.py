@@ -16,6 +16,8 @@ Options = dict[str, Any]
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
 ACTIVATIONS = ("relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu", "silu")
 RELU = "relu"
+ROW_FORMATS = ("int8", "int8", "float8_e4m3fn", "float8_e5m2")
+"""What rows are quantised to."""
 
 
 class How(NamedTuple):
@@ -132,6 +134,7 @@ def _mapped(f: Function, batched: tuple[str, ...], operands: Any, *axes: int) ->
 
 def length(draw: Draw, most: int) -> int:
     """A size from 0 up; 0, 1 and the neighbours of multiples of 8 come often."""
+    most = draw.bounded(most)
     kind = draw.pick(("any", "any", "any", "tiny", "near"))
     if kind == "any":
         return draw.size(1, most)

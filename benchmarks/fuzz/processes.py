@@ -1,4 +1,4 @@
-"""Cases in as many processes as there are cores, all on one GPU.
+"""Cases in as many processes as there are cores, where there is a GPU all on that one.
 
 A process that raises is replaced, because an error of the GPU stays with a process for good; one that
 does not answer is stopped, and its case has hung.
@@ -14,24 +14,26 @@ from benchmarks.fuzz import judge
 from benchmarks.fuzz.problem import Options
 
 HUNG, CRASHED = "hung", "crashed"
-CASE_SECONDS = 180.0
-"""How long a case may take; the longest compile for tens of seconds where all cores are busy."""
 
 
-def _work(pipe: Any) -> None:
+Judge = Callable[[Options], judge.Verdict]
+"""What becomes of a case; a function of a module, so that a process can be given it."""
+
+
+def _work(pipe: Any, judged: Judge) -> None:
     """A process: options in, verdicts out, until there are none or the parent is gone."""
     try:
         while (options := pipe.recv()) is not None:
-            pipe.send(judge.judge(options))
+            pipe.send(judged(options))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, judged: Judge) -> None:
         context = get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, judged), daemon=True)
         self._process.start()
         theirs.close()
         self.options: Options | None = None
@@ -48,9 +50,9 @@ class _Worker:
 
 
 def run(
-    cases: Iterable[Options], count: int, stop: Callable[[], bool]
+    cases: Iterable[Options], judged: Judge, count: int, limit: float, stop: Callable[[], bool]
 ) -> Iterator[tuple[Options, judge.Verdict, float]]:
-    """(case, verdict, seconds) as they come; after `stop()` no further case begins."""
+    """(case, verdict, seconds) as they come, each within `limit` seconds; none begins after `stop()`."""
     remaining = iter(cases)
     workers: list[_Worker] = []
 
@@ -59,10 +61,10 @@ def run(
 
     try:
         for options in itertools.islice(remaining, count):
-            workers.append(_Worker())
+            workers.append(_Worker(judged))
             workers[-1].take(options)
         while workers:
-            for worker, verdict in _answers(workers):
+            for worker, verdict in _answers(workers, limit):
                 assert worker.options is not None
                 yield worker.options, verdict, time.monotonic() - worker.since
                 options_left = next_case()
@@ -70,7 +72,7 @@ def run(
                     worker.stop()
                     workers.remove(worker)
                     if options_left is not None:
-                        workers.append(worker := _Worker())
+                        workers.append(worker := _Worker(judged))
                 if options_left is not None:
                     worker.take(options_left)
                 elif worker in workers:
@@ -81,7 +83,7 @@ def run(
             worker.stop()
 
 
-def _answers(workers: list[_Worker]) -> list[tuple[_Worker, judge.Verdict]]:
+def _answers(workers: list[_Worker], limit: float) -> list[tuple[_Worker, judge.Verdict]]:
     """Waits for some: verdicts, and what became of workers that are dead or too slow."""
     ready = connection.wait([worker.pipe for worker in workers], timeout=1.0)
     answers = []
@@ -91,7 +93,7 @@ def _answers(workers: list[_Worker]) -> list[tuple[_Worker, judge.Verdict]]:
                 answers.append((worker, worker.pipe.recv()))
             except (EOFError, OSError):
                 answers.append((worker, judge.Verdict(CRASHED, "the process died")))
-        elif time.monotonic() - worker.since > CASE_SECONDS:
-            why = f"no answer within {CASE_SECONDS:.0f} s"
+        elif time.monotonic() - worker.since > limit:
+            why = f"no answer within {limit:.0f} s"
             answers.append((worker, judge.Verdict(HUNG, why)))
     return answers

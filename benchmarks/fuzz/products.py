@@ -1,16 +1,17 @@
-"""linear, mlp, gated_mlp, quantized_matmul and conv with any combination of their options."""
+"""linear, mlp, gated_mlp and quantized_matmul with any combination of their options."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxfused
 from benchmarks.draw import Draw
 from benchmarks.fuzz.problem import (
     DTYPES,
     RELU,
+    ROW_FORMATS,
     How,
     Operand,
     Options,
@@ -28,7 +29,7 @@ _MOST_ROWS = 2500
 _MOST_FEATURES = 1300
 
 
-def _draw_product(draw: Draw) -> Options:
+def _draw_product(draw: Draw, with_fp8: bool = False) -> Options:
     """What products share: rows, dtypes, the residual."""
     dtype = draw.pick(DTYPES)
     return dict(
@@ -39,8 +40,22 @@ def _draw_product(draw: Draw) -> Options:
         param_dtype=draw.pick((dtype, dtype, "float32")),
         residual=draw.pick((dtype, "float32", "bfloat16")) if draw.chance(0.35) else None,
         out_dtype=draw.pick(("float32", "bfloat16", "float16")) if draw.chance(0.15) else None,
-        precision="highest" if draw.chance(0.1) else None,
+        precision=_precision(draw, with_fp8),
     )
+
+
+def _precision(draw: Draw, with_fp8: bool) -> str | None:
+    if with_fp8 and draw.chance(0.15):
+        return "fp8"
+    return "highest" if draw.chance(0.1) else None
+
+
+def _as_float8_has_it(options: Options) -> Options:
+    """In float8 too much of what a relu reads is within rounding of its kink, and nothing is dropped."""
+    if options["precision"] != "fp8":
+        return options
+    is_relu = options["activation"] == RELU
+    return options | dict(dropout=0.0) | (dict(activation="gelu_tanh") if is_relu else {})
 
 
 def _x(o: Options) -> Operand:
@@ -71,7 +86,7 @@ def _shared(o: Options, operands: Any, how: How) -> dict[str, Any]:
 def draw_linear(draw: Draw) -> Options:
     after = activation(draw)
     has_bias = after == RELU or draw.chance(0.6)
-    return _draw_product(draw) | dict(activation=after, bias=has_bias)
+    return _as_float8_has_it(_draw_product(draw, True) | dict(activation=after, bias=has_bias))
 
 
 def linear(options: Options) -> Problem:
@@ -97,14 +112,27 @@ def linear(options: Options) -> Problem:
 
 def draw_mlp(draw: Draw) -> Options:
     after = activation(draw, 0.95)
-    return _draw_product(draw) | dict(
+    options = _draw_product(draw, True) | dict(
         hidden=features(draw, _MOST_FEATURES),
         activation=after,
         bias=after == RELU or draw.chance(0.6),
         out_bias=draw.chance(0.6),
         save=draw.pick(("preactivation", "inputs", "hidden")),
         stacked=draw.chance(0.3),
+        dropout=draw.pick((0.1, 0.5)) if draw.chance(0.15) else 0.0,
     )
+    return _as_float8_has_it(options)
+
+
+def _dropout(o: Options) -> dict[str, Any]:
+    """The key as constants have it."""
+    return {"key": np.asarray([7, o["data"]], np.uint32)} if o.get("dropout") else {}
+
+
+def _dropped(o: Options, constants: Any) -> dict[str, Any]:
+    if not constants:
+        return {}
+    return dict(dropout_rate=o["dropout"], dropout_key=jax.random.wrap_key_data(constants["key"]))
 
 
 def mlp(options: Options) -> Problem:
@@ -120,13 +148,13 @@ def mlp(options: Options) -> Problem:
     )
 
     def run(operands: Any, constants: Any, how: How) -> Any:
-        del constants
         names = ("x", "w1", "b1", "w2", "b2")
         layers = [operands.get(name) for name in names]
-        return jaxfused.mlp(*layers, save=o["save"], **_shared(o, operands, how))
+        more = _shared(o, operands, how) | _dropped(o, constants)
+        return jaxfused.mlp(*layers, save=o["save"], **more)
 
     kinks = ("b1",) if o["activation"] == RELU else ()
-    return Problem(run, operands, {}, kinks, tf32=_may_be_tf32(o))
+    return Problem(run, operands, _dropout(o), kinks, tf32=_may_be_tf32(o))
 
 
 def gated_mlp(options: Options) -> Problem:
@@ -146,14 +174,14 @@ def gated_mlp(options: Options) -> Problem:
     )
 
     def run(operands: Any, constants: Any, how: How) -> Any:
-        del constants
         weights = [operands.get(name) for name in ("x", "w_gate", "w_up", "w_down")]
         biases = {name: operands.get(name) for name in ("b_gate", "b_up", "b_down")}
-        return jaxfused.gated_mlp(*weights, **biases, save=o["save"], **_shared(o, operands, how))
+        more = _shared(o, operands, how) | _dropped(o, constants)
+        return jaxfused.gated_mlp(*weights, **biases, save=o["save"], **more)
 
     # Of a stacked bias the part of w_up is shifted too, which changes little and nothing's kinks.
     kinks = ("b_gate",) if o["activation"] == RELU else ()
-    return Problem(run, operands, {}, kinks, tf32=_may_be_tf32(o))
+    return Problem(run, operands, _dropout(o), kinks, tf32=_may_be_tf32(o))
 
 
 # --- quantised weights ----------------------------------------------------------------------------
@@ -171,9 +199,20 @@ def draw_quantized_matmul(draw: Draw) -> Options:
         weights=dtype,
         group_size=group,
         symmetric=dtype.startswith("float8") or draw.chance(0.6),
-        quantized_x=draw.pick(("int8", "float8_e4m3fn")) if draw.chance(0.3) else None,
+        layout=draw.pick(("rows", "columns")),
+        quantized_x=_format_of_x(draw, dtype) if draw.chance(0.4) else None,
     )
-    return options | dict(width=max(1, width // unit) * unit)
+    width = max(1, width // unit) * unit
+    # int4 lie in columns in blocks of 128.
+    in_rows = dtype == "int4" and width % 128
+    return options | dict(width=width) | (dict(layout="rows") if in_rows else {})
+
+
+def _format_of_x(draw: Draw, weights: str) -> str:
+    """Mostly one that there are kernels for."""
+    if draw.chance(0.2):
+        return draw.pick(("int8", "float8_e4m3fn"))
+    return weights if weights.startswith("float8") else "int8"
 
 
 def quantized_matmul(options: Options) -> Problem:
@@ -184,11 +223,12 @@ def quantized_matmul(options: Options) -> Problem:
         o["weights"],
         group_size=o["group_size"],
         symmetric=o["symmetric"],
+        layout=o.get("layout", "rows"),
     )
     constants: dict[str, Any] = {"w": w}
     if o["quantized_x"]:
         x = jnp.asarray(rng.normal(size=(*o["rows"], o["width"])), jnp.float32)
-        constants["x"] = jaxfused.quantize_rows(x, o["quantized_x"])
+        constants["x"] = jaxfused.quantize_rows(x, o["quantized_x"], implementation="xla")
     operands = present(
         x=None if o["quantized_x"] else _x(o),
         bias=parameter(o["out"], "float32" if o["bias"] else None),
@@ -209,142 +249,24 @@ def quantized_matmul(options: Options) -> Problem:
     return Problem(run, operands, constants, kinks, tf32=True, with_gradient=bool(operands))
 
 
-# --- convolutions ---------------------------------------------------------------------------------
-
-
-def draw_conv(draw: Draw) -> Options:
-    return _draw_window(draw) | dict(hand_on=draw.chance(0.3), rectified=draw.chance(0.3))
-
-
-def _draw_window(draw: Draw) -> Options:
-    axes, after = draw.pick((1, 2, 2, 2, 3)), activation(draw, 0.4)
-    groups = draw.pick((1, 1, 1, 2, 4))
+def draw_quantize_rows(draw: Draw) -> Options:
+    width = features(draw, 4 * _MOST_FEATURES)
     return dict(
-        batch=draw.size(1, 5),
-        sides=[draw.size(4, 20 if axes < 3 else 8) for _ in range(axes)],
-        window=[draw.pick((1, 2, 3, 3, 5)) for _ in range(axes)],
-        channels=groups * draw.pick((1, 3, 4, 8, 8, 32, 64, 72)),
-        out=groups * draw.pick((1, 4, 8, 8, 16, 32, 64, 72)),
-        groups=groups,
-        strides=draw.pick((1, 1, 2)),
-        kernel_dilation=draw.pick((1, 1, 1, 2)),
-        padding=draw.pick(("SAME", "SAME", "VALID", "CIRCULAR", 1)),
+        shape=[*rows(draw, _MOST_ROWS), width],
         dtype=draw.pick(DTYPES),
-        param_dtype=draw.pick(("float32", "bfloat16")),
-        bias=after == RELU or draw.chance(0.6),
-        activation=after,
-        residual=draw.chance(0.3),
+        quantized=draw.pick(ROW_FORMATS),
     )
 
 
-def conv(options: Options) -> Problem:
+def quantize_rows(options: Options) -> Problem:
     o = options
-    inner = o["channels"] // o["groups"]
-    taps = inner
-    for size in o["window"]:
-        taps *= size
-    x = Operand((o["batch"], *o["sides"], o["channels"]), o["dtype"])
-    w = Operand((*o["window"], inner, o["out"]), o["param_dtype"], 0.0, taps**-0.5)
 
     def run(operands: Any, constants: Any, how: How) -> Any:
         del constants
-        # Convolutions have no argument for it.
-        with jax.default_matmul_precision("highest" if how.exact else "default"):
-            return jaxfused.conv(
-                jaxfused.Rectified(operands["x"]) if o["rectified"] else operands["x"],
-                operands["w"],
-                operands.get("bias"),
-                strides=o["strides"],
-                kernel_dilation=o["kernel_dilation"],
-                padding=o["padding"],
-                feature_group_count=o["groups"],
-                activation=o["activation"],
-                residual=operands.get("residual"),
-                hand_on=o["hand_on"],
-                implementation=how.implementation,
-            )
+        # The truth is what the numbers are to stand for.
+        x, implementation = operands["x"], how.implementation
+        if how.exact:
+            return x
+        return jaxfused.quantize_rows(x, o["quantized"], implementation=implementation).dequantize()
 
-    def without_rest(x: Any, w: Any) -> Any:
-        return jaxfused.conv(
-            x,
-            w,
-            strides=o["strides"],
-            kernel_dilation=o["kernel_dilation"],
-            padding=o["padding"],
-            feature_group_count=o["groups"],
-        )
-
-    y = jax.eval_shape(without_rest, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)))
-    operands = present(
-        x=x,
-        w=w,
-        bias=parameter(o["out"], "float32" if o["bias"] else None),
-        residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
-    )
-    kinks = ("bias",) if o["activation"] == RELU else ()
-    return Problem(run, operands, {}, kinks, tf32=o["dtype"] == "float32")
-
-
-def draw_quantized_conv(draw: Draw) -> Options:
-    options = _draw_window(draw)
-    weights = draw.pick(("int8", "int8", "int8", "int4", "float8_e4m3fn"))
-    return options | dict(
-        # int4 come in pairs.
-        channels=options["channels"] * (2 if weights == "int4" else 1),
-        weights=weights,
-        quantized_x=draw.pick(("int8", "int8", "int8", "float8_e4m3fn", None)),
-        scale_of_image=draw.chance(0.3),
-    )
-
-
-def quantized_conv(options: Options) -> Problem:
-    o, rng = options, rng_of(options)
-    shape = (*o["window"], o["channels"] // o["groups"], o["out"])
-    taps = math.prod(shape[:-1])
-    w = jaxfused.quantize(
-        jnp.asarray(taps**-0.5 * rng.normal(size=(taps, o["out"])), jnp.float32), o["weights"]
-    )
-    geometry = dict(
-        strides=o["strides"],
-        kernel_dilation=o["kernel_dilation"],
-        padding=o["padding"],
-        feature_group_count=o["groups"],
-    )
-    x = Operand((o["batch"], *o["sides"], o["channels"]), o["dtype"])
-    constants: dict[str, Any] = {"w": w}
-    if o["quantized_x"]:
-        values = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-        axes = tuple(range(1, values.ndim)) if o["scale_of_image"] else None
-        largest = jnp.abs(values).max(axis=axes, keepdims=True)
-        scale = largest / (127.0 if o["quantized_x"] == "int8" else 448.0)
-        constants["x"] = jaxfused.quantize(values, o["quantized_x"], axis=-1, scale=scale)
-
-    def run(operands: Any, constants: Any, how: How) -> Any:
-        x, w, bias = operands.get("x", constants.get("x")), constants["w"], operands.get("bias")
-        rest = dict(
-            activation=o["activation"],
-            residual=operands.get("residual"),
-            implementation=how.implementation,
-            **geometry,
-        )
-        if not how.exact:
-            return jaxfused.quantized_conv(
-                x, w, bias, kernel_size=o["window"], out_dtype=o["dtype"], **rest
-            )
-        # The truth convolves what the numbers stand for.
-        x = x.dequantize() if o["quantized_x"] else x
-        with jax.default_matmul_precision("highest"):
-            return jaxfused.conv(x, w.dequantize().reshape(shape), bias, **rest)
-
-    y = jax.eval_shape(
-        lambda x, w: jaxfused.conv(x, w, **geometry),
-        jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
-    )
-    operands = present(
-        x=None if o["quantized_x"] else x,
-        bias=parameter(o["out"], "float32" if o["bias"] else None),
-        residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
-    )
-    kinks = ("bias",) if o["activation"] == RELU else ()
-    return Problem(run, operands, constants, kinks, tf32=True, with_gradient=bool(operands))
+    return Problem(run, {"x": Operand(tuple(o["shape"]), o["dtype"])}, {}, with_gradient=False)

@@ -63,7 +63,8 @@ def _show(device: Any, config: configs.Config, direction: str, triton: bool, fol
         whole = written.whole(form, direction == WHOLE)
         dump = folder / re.sub(r"\W+", "_", f"{name}_{direction}")
         try:
-            program = target.compile_for(device, whole, shapes, triton_products=triton, dump=dump)
+            lowered = target.lower_for(device, whole, shapes)
+            program = target.compile(lowered, triton_products=triton, dump=dump)
         except Exception as error:
             print(f"\n  {name}: cannot be compiled without a GPU: {peers.describe(error)}")
             continue

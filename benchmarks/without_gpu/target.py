@@ -53,22 +53,19 @@ def prepare() -> Any:
     return topology.devices[0]
 
 
-def compile_for(
-    device: Any,
-    f: Callable[..., Any],
-    shapes: Sequence[Any],
-    *,
-    triton_products: bool,
-    dump: Path,
-) -> Any:
-    """The program of `f`, made of what operators take on an H200; `dump` is a folder for its texts."""
+def lower_for(device: Any, f: Callable[..., Any], shapes: Sequence[Any]) -> Any:
+    """`f` lowered, made of what operators take on an H200; `shapes` are trees of arrays or shapes."""
     sharding = jax.sharding.SingleDeviceSharding(device)
-    operands = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in shapes]
+    operands = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tuple(shapes)
+    )
     with dispatch.assume(H200):
-        lowered = jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
-    options = _WITHOUT_GPU | {
-        "xla_gpu_enable_triton_gemm": triton_products,
-        "xla_dump_to": str(dump),
-        "xla_dump_emitter_re": ".*",
-    }
+        return jax.jit(f).trace(*operands).lower(lowering_platforms=("cuda",))
+
+
+def compile(lowered: Any, *, triton_products: bool = False, dump: Path | None = None) -> Any:
+    """The program of what was lowered; `dump` is a folder for its texts."""
+    options = _WITHOUT_GPU | {"xla_gpu_enable_triton_gemm": triton_products}
+    if dump is not None:
+        options |= {"xla_dump_to": str(dump), "xla_dump_emitter_re": ".*"}
     return lowered.compile(compiler_options=options)

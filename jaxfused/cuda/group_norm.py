@@ -41,6 +41,11 @@ def vector_size(channels: int, itemsize: int) -> int:
     return 4 if channels * itemsize % 16 == 0 else 4 // itemsize
 
 
+_FEWEST_VALUES = 4
+"""Of a group with a residual: dx is made of the residual's gradient, which is rounded, and of sums of
+what it was before. Of up to three values they cancel each other, and what rounding changed is left."""
+
+
 def why_unsupported(
     *,
     compute_capability: tuple[int, int] | None,
@@ -65,6 +70,12 @@ def why_unsupported(
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize == 2 and channels % 2:
         return f"it takes an even number of channels in 16 bits, and x has {channels}"
+    values = pixels * (channels // groups)
+    if itemsize == 2 and residual_dtype is not None and values < _FEWEST_VALUES:
+        return (
+            f"with a residual in 16 bits it takes groups of at least {_FEWEST_VALUES} values, and"
+            f" these have {values}"
+        )
     most = _MAX_THREADS * vector_size(channels, itemsize)
     if channels > most:
         return f"it takes at most {most} such channels, and x has {channels}"

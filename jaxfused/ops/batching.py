@@ -47,12 +47,17 @@ class OneByOne:
         del call, axis_size, in_batched, operands
 
 
+def merged_batch(array: jax.Array) -> jax.Array:
+    """Returns [N, B, ...] as [N * B, ...], of which other axes may be empty."""
+    return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+
+
 def merged_images(
     axis_size: int, in_batched: Sequence[Any], images: Sequence[jax.Array | None]
 ) -> list[Any]:
     """Returns arrays [B, ...] of images with the batch of a `jax.vmap` merged into theirs."""
     return [
-        None if array is None else array.reshape(-1, *array.shape[2:])
+        None if array is None else merged_batch(array)
         for array in batch_all(axis_size, in_batched, images)
     ]
 
@@ -62,6 +67,8 @@ def unmerged_images(
 ) -> tuple[jax.Array | None, ...]:
     """Returns results over merged images with the batch of the `jax.vmap` as first axis."""
     return tuple(
-        None if array is None else array.reshape(axis_size, -1, *array.shape[1:])
+        None
+        if array is None
+        else array.reshape(axis_size, len(array) // axis_size, *array.shape[1:])
         for array in results
     )

@@ -205,10 +205,17 @@ def geometry(
 ) -> dict[str, Any]:
     """The options that say which values a convolution of x takes, with one number for each axis."""
     spatial = x.ndim - 2
+    padding = _normalise_padding(padding, spatial)
+    dilation = _for_each_axis("input_dilation", input_dilation, spatial)
+    if set(dilation) != {1} and isinstance(padding, str) and padding != "CAUSAL":
+        raise ValueError(
+            f"conv: padding is {padding!r} and input_dilation is {dilation}, but of a transposed"
+            " convolution no name but 'CAUSAL' says how much; pass (low, high) pairs."
+        )
     return dict(
         strides=_for_each_axis("strides", strides, spatial),
-        padding=_normalise_padding(padding, spatial),
-        input_dilation=_for_each_axis("input_dilation", input_dilation, spatial),
+        padding=padding,
+        input_dilation=dilation,
         kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
         feature_group_count=feature_group_count,
     )

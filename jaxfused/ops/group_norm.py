@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops.batching import batch_all, is_batched
+from jaxfused.ops.batching import (
+    batch_all,
+    is_batched,
+    merged_batch,
+    merged_images,
+    unmerged_images,
+)
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner, takes_reference
 from jaxfused.ops.rectified import check_mask, masked_gradient
 from jaxfused.ops.validation import (
@@ -362,7 +368,7 @@ class Forward:
     def batched(self, call, axis_size, in_batched, x, residual, scale, bias) -> Results:
         images = x.shape[1 if is_batched(in_batched[0]) else 0]
         merged = _merged(axis_size, images, in_batched, (x, residual), (scale, bias))
-        return _unmerged(axis_size, call(self, *merged))
+        return unmerged_images(axis_size, call(self, *merged))
 
 
 @dataclass(frozen=True)
@@ -461,7 +467,7 @@ class Backward:
         images = rows[0].shape[1 if is_batched(in_batched[0]) else 0]
         merged = _merged(axis_size, images, in_batched, rows, (scale, bias))
         results = call(replace(self, per_image=True), *merged)
-        dx, dresidual, *parameters = _unmerged(axis_size, results)
+        dx, dresidual, *parameters = unmerged_images(axis_size, results)
 
         def of_parameter(gradient, parameter, batched):
             if gradient is None:
@@ -496,24 +502,19 @@ def _merged(
 
     A parameter that the images share stays as it is where all entries of the batch share it too.
     """
-    with_batch = batch_all(axis_size, in_batched[: len(rows)], rows)
-    merged = [None if a is None else a.reshape(-1, *a.shape[2:]) for a in with_batch]
+    operands = merged_images(axis_size, in_batched[: len(rows)], rows)
     for parameter, batched in zip(parameters, in_batched[len(rows) :], strict=True):
         if parameter is not None and is_batched(batched):
             if parameter.ndim == 3:
                 parameter = jnp.broadcast_to(
                     parameter[:, None], (axis_size, images, *parameter.shape[1:])
                 )
-            parameter = parameter.reshape(-1, *parameter.shape[2:])
+            parameter = merged_batch(parameter)
         elif parameter is not None and parameter.ndim == 3:
             (parameter,) = batch_all(axis_size, [False], [parameter])
-            parameter = parameter.reshape(-1, *parameter.shape[2:])
-        merged.append(parameter)
-    return merged
-
-
-def _unmerged(axis_size: int, results: Results) -> Results:
-    return tuple(None if a is None else a.reshape(axis_size, -1, *a.shape[1:]) for a in results)
+            parameter = merged_batch(parameter)
+        operands.append(parameter)
+    return operands
 
 
 # --- choice ---------------------------------------------------------------------------------------

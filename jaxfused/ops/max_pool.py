@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.cuda.max_pool import Window
+from jaxfused.ops.batching import merged_batch, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_floating
 
@@ -176,7 +177,7 @@ class _Forward:
         return reference.max_pool.pool(x, **options), None
 
     def batched(self, call, axis_size, in_batched, x) -> Results:
-        return _unmerged(axis_size, call(self, x.reshape(-1, *x.shape[2:])))
+        return unmerged_images(axis_size, call(self, merged_batch(x)))
 
 
 @dataclass(frozen=True)
@@ -206,13 +207,8 @@ class _Backward:
         return (dx,)
 
     def batched(self, call, axis_size, in_batched, dy, places) -> Results:
-        merged = (
-            (a if batched else jnp.broadcast_to(a, (axis_size, *a.shape))).reshape(
-                -1, *a.shape[-3:]
-            )
-            for a, batched in zip((dy, places), in_batched, strict=True)
-        )
-        return _unmerged(axis_size, call(self, *merged))
+        images = merged_images(axis_size, in_batched, (dy, places))
+        return unmerged_images(axis_size, call(self, *images))
 
 
 def _options(window: Window) -> dict[str, tuple]:
@@ -224,7 +220,3 @@ def _reasons(device, window, shape, dtype) -> dict[str, str | None]:
         compute_capability=device.compute_capability, shape=shape, window=window, dtype=dtype
     )
     return {"cuda": reason, "pallas": NO_PALLAS, "xla": None}
-
-
-def _unmerged(axis_size: int, results: Results) -> Results:
-    return tuple(None if a is None else a.reshape(axis_size, -1, *a.shape[1:]) for a in results)

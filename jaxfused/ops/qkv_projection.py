@@ -266,7 +266,7 @@ def _in_fp8(
     projected = qkv_projection_fp8.projections(
         run, options, x, tuple(parameters[:-3]), tuple(parameters[-3:]), state
     )
-    q, k, v = (y.reshape(*y.shape[:-1], -1, head_size) for y in projected)
+    q, k, v = (y.reshape(*y.shape[:-1], y.shape[-1] // head_size, head_size) for y in projected)
     return q, k, v
 
 

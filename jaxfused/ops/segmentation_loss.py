@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
-from jaxfused.ops.batching import batch_all
+from jaxfused.ops.batching import merged_images, unmerged_images
 from jaxfused.ops.cross_entropy import Reduction, check_reduction, refuse_pallas
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
@@ -419,10 +419,4 @@ def _batched_images(
     kernel: Any, call: Any, axis_size: int, in_batched: Any, operands: Any
 ) -> Results:
     """The rule for `jax.vmap`: the entries of the batch are more images."""
-    merged = [
-        None if a is None else a.reshape(axis_size * a.shape[1], *a.shape[2:])
-        for a in batch_all(axis_size, in_batched, operands)
-    ]
-    return tuple(
-        result.reshape(axis_size, -1, *result.shape[1:]) for result in call(kernel, *merged)
-    )
+    return unmerged_images(axis_size, call(kernel, *merged_images(axis_size, in_batched, operands)))

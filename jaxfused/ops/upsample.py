@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused.ops.batching import merged_batch, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.validation import check_floating
 from jaxfused.reference.promotion import accumulator_dtype
@@ -135,8 +136,7 @@ class _Stage:
         return (dx.astype(x.dtype),)
 
     def batched(self, call, axis_size, in_batched, x) -> Results:
-        (y,) = call(self, x.reshape(-1, *x.shape[2:]))
-        return (y.reshape(axis_size, -1, *y.shape[1:]),)
+        return unmerged_images(axis_size, call(self, merged_batch(x)))
 
     def _small(self, x) -> tuple[int, int, int, int]:
         images, height, width, channels = x.shape

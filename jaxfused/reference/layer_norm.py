@@ -204,7 +204,7 @@ def gradients(
     """
     del epsilon
     wide = accumulator_dtype(h.dtype)
-    runs = (segments, len(h) // segments)
+    runs = (segments, len(h) // max(1, segments))
 
     def in_runs(array):
         return None if array is None else array.reshape(*runs, *array.shape[1:]).astype(wide)

@@ -29,6 +29,7 @@ def as_cpp(source: str) -> str:
     source = source.replace("__CUDA_ARCH__", "EMULATED_CUDA_ARCH")
     source = source.replace("cudaLaunchKernelEx(", "cuda_emulator::launch(")
     source = source.replace("ffi::PlatformStream<cudaStream_t>", "cuda_emulator::Stream")
+    source = source.replace("ffi::ScratchAllocator", "cuda_emulator::Scratch")
     source = _BUILT_IN.sub(
         lambda name: f"cuda_emulator::{name[1]}_{dict(Dim='dim', Idx='index')[name[2]]}()", source
     )

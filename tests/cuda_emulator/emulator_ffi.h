@@ -1,11 +1,32 @@
-// The emulator for sources that have handlers of the XLA FFI too: on a CPU no stream is passed to them.
+// The emulator for sources that have handlers of the XLA FFI too: on a CPU neither a stream nor scratch
+// memory is passed to them.
 #pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
 
 #include "emulator.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace cuda_emulator {
 struct Stream {};
+
+// In place of ffi::ScratchAllocator. What nobody has written yet is not a number.
+class Scratch {
+ public:
+  std::optional<void*> Allocate(size_t size, size_t alignment) {
+    void* data = std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+    if (data == nullptr) return std::nullopt;
+    allocations_.emplace_back(std::memset(data, 0xFF, size), std::free);
+    return data;
+  }
+
+ private:
+  std::vector<std::unique_ptr<void, void (*)(void*)>> allocations_;
+};
 }  // namespace cuda_emulator
 
 template <>
@@ -14,5 +35,14 @@ struct xla::ffi::CtxDecoding<cuda_emulator::Stream> {
   static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*,
                                     DiagnosticEngine&) {
     return nullptr;
+  }
+};
+
+template <>
+struct xla::ffi::CtxDecoding<cuda_emulator::Scratch> {
+  using Type = cuda_emulator::Scratch;
+  static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*,
+                                    DiagnosticEngine&) {
+    return Type();
   }
 };

@@ -1,0 +1,198 @@
+"""conv and quantized_conv with any combination of their options."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxfused
+from benchmarks.draw import Draw
+from benchmarks.fuzz.problem import (
+    DTYPES,
+    RELU,
+    How,
+    Operand,
+    Options,
+    Problem,
+    activation,
+    features,
+    parameter,
+    present,
+    rng_of,
+)
+
+_MOST_PIXELS = 2**12
+"""Of all images together."""
+
+
+def draw_conv(draw: Draw) -> Options:
+    return _draw_window(draw) | dict(
+        hand_on=draw.chance(0.3), rectified=draw.chance(0.3), statistics=draw.chance(0.2)
+    )
+
+
+def draw_depthwise_conv(draw: Draw) -> Options:
+    """What there are kernels for, mostly: windows of their own, and each channel apart."""
+    channels = features(draw, 300)
+    window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
+    dilated = draw.chance(0.1)
+    return draw_conv(draw) | dict(
+        sides=[draw.size(4, 40) for _ in window],
+        window=list(window),
+        channels=channels,
+        out=channels * draw.pick((*(1,) * 8, 2)),
+        groups=channels,
+        strides=draw.pick((1, 1, 1, 1, 2)),
+        input_dilation=1,
+        kernel_dilation=2 if dilated else 1,
+        padding=draw.pick(("SAME", "SAME", "SAME", "VALID", 1)),
+    )
+
+
+def _draw_window(draw: Draw) -> Options:
+    axes, after = draw.pick((1, 2, 2, 2, 3)), activation(draw, 0.4)
+    sides = [draw.size(4, 40 if axes < 3 else 8) for _ in range(axes)]
+    groups = draw.pick((1, 1, 1, 2, 4))
+    channels, out = (
+        groups * draw.pick((1, 3, 4, 8, 64, 72, features(draw, 200))) for _ in range(2)
+    )
+    input_dilation = draw.pick((1, 1, 1, 1, 1, 2))
+    # Names do not say how a transposed convolution is padded.
+    paddings = ("SAME", "SAME", "VALID", "CIRCULAR", 1) if input_dilation == 1 else (0, 1, 2)
+    return dict(
+        batch=draw.size(1, min(512, max(1, _MOST_PIXELS // math.prod(sides)))),
+        sides=sides,
+        window=[draw.pick((1, 2, 3, 3, 5)) for _ in range(axes)],
+        channels=channels,
+        out=out,
+        groups=groups,
+        strides=draw.pick((1, 1, 1, 2, 2, 3)),
+        input_dilation=input_dilation,
+        kernel_dilation=draw.pick((1, 1, 1, 2)),
+        padding=draw.pick(paddings),
+        dtype=draw.pick(DTYPES),
+        param_dtype=draw.pick(("float32", "bfloat16")),
+        bias=after == RELU or draw.chance(0.6),
+        activation=after,
+        residual=draw.chance(0.3),
+    )
+
+
+def _geometry(o: Options) -> dict[str, Any]:
+    return dict(
+        strides=o["strides"],
+        input_dilation=o.get("input_dilation", 1),
+        kernel_dilation=o["kernel_dilation"],
+        padding=o["padding"],
+        feature_group_count=o["groups"],
+    )
+
+
+def conv(options: Options) -> Problem:
+    o, geometry = options, _geometry(options)
+    inner = o["channels"] // o["groups"]
+    taps = inner
+    for size in o["window"]:
+        taps *= size
+    x = Operand((o["batch"], *o["sides"], o["channels"]), o["dtype"])
+    w = Operand((*o["window"], inner, o["out"]), o["param_dtype"], 0.0, taps**-0.5)
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        del constants
+        # Convolutions have no argument for it.
+        with jax.default_matmul_precision("highest" if how.exact else "default"):
+            y = jaxfused.conv(
+                jaxfused.Rectified(operands["x"]) if o["rectified"] else operands["x"],
+                operands["w"],
+                operands.get("bias"),
+                activation=o["activation"],
+                residual=operands.get("residual"),
+                hand_on=o["hand_on"],
+                statistics=o.get("statistics", False),
+                implementation=how.implementation,
+                **geometry,
+            )
+        return _with_statistics(y) if o.get("statistics") else y
+
+    y = jax.eval_shape(
+        lambda x, w: jaxfused.conv(x, w, **geometry),
+        *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)),
+    )
+    operands = present(
+        x=x,
+        w=w,
+        bias=parameter(o["out"], "float32" if o["bias"] else None),
+        residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
+    )
+    kinks = ("bias",) if o["activation"] == RELU else ()
+    return Problem(run, operands, {}, kinks, tf32=o["dtype"] == "float32")
+
+
+def _with_statistics(results: Any) -> tuple[jax.Array, ...]:
+    """The results, with statistics of y where the kernel has taken none; they have no gradient."""
+    y, statistics, *handed_on = results
+    if statistics is None:
+        values, axes = y.astype(jnp.float32), tuple(range(y.ndim - 1))
+        statistics = values.mean(axes), values.var(axes)
+    return (y, *handed_on, *jax.lax.stop_gradient(statistics))
+
+
+def draw_quantized_conv(draw: Draw) -> Options:
+    options = _draw_window(draw)
+    weights = draw.pick(("int8", "int8", "int8", "int4", "float8_e4m3fn"))
+    return options | dict(
+        # int4 come in pairs.
+        channels=options["channels"] * (2 if weights == "int4" else 1),
+        weights=weights,
+        quantized_x=draw.pick(("int8", "int8", "int8", "float8_e4m3fn", None)),
+        scale_of_image=draw.chance(0.3),
+    )
+
+
+def quantized_conv(options: Options) -> Problem:
+    o, rng = options, rng_of(options)
+    shape = (*o["window"], o["channels"] // o["groups"], o["out"])
+    taps = math.prod(shape[:-1])
+    w = jaxfused.quantize(
+        jnp.asarray(taps**-0.5 * rng.normal(size=(taps, o["out"])), jnp.float32), o["weights"]
+    )
+    geometry = _geometry(o)
+    x = Operand((o["batch"], *o["sides"], o["channels"]), o["dtype"])
+    constants: dict[str, Any] = {"w": w}
+    if o["quantized_x"]:
+        values = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+        axes = tuple(range(1, values.ndim)) if o["scale_of_image"] else None
+        largest = jnp.abs(values).max(axis=axes, keepdims=True)
+        scale = largest / (127.0 if o["quantized_x"] == "int8" else 448.0)
+        constants["x"] = jaxfused.quantize(values, o["quantized_x"], axis=-1, scale=scale)
+
+    def run(operands: Any, constants: Any, how: How) -> Any:
+        x, w, bias = operands.get("x", constants.get("x")), constants["w"], operands.get("bias")
+        rest = dict(
+            activation=o["activation"],
+            residual=operands.get("residual"),
+            implementation=how.implementation,
+            **geometry,
+        )
+        if not how.exact:
+            return jaxfused.quantized_conv(
+                x, w, bias, kernel_size=o["window"], out_dtype=o["dtype"], **rest
+            )
+        # The truth convolves what the numbers stand for.
+        x = x.dequantize() if o["quantized_x"] else x
+        with jax.default_matmul_precision("highest"):
+            return jaxfused.conv(x, w.dequantize().reshape(shape), bias, **rest)
+
+    y = jax.eval_shape(
+        lambda x, w: jaxfused.conv(x, w, **geometry),
+        jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+    )
+    operands = present(
+        x=None if o["quantized_x"] else x,
+        bias=parameter(o["out"], "float32" if o["bias"] else None),
+        residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
+    )
+    kinks = ("bias",) if o["activation"] == RELU else ()
+    return Problem(run, operands, constants, kinks, tf32=True, with_gradient=bool(operands))

@@ -1,0 +1,102 @@
+"""The programs of one case: ours and what it is judged by, and random inputs for them."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.fuzz.problem import How, Operand, Options, Problem
+
+PLAIN, TRUTH = How("xla", False), How("xla", True)
+
+_SHAKE = 2.0**-22
+"""By how much of itself a value of float32 is off in its last bits."""
+
+Arrays = dict[str, Any]
+
+
+def is_refusal(error: Exception, implementation: str | None) -> bool:
+    """Whether the error says that the implementation that was named cannot run the case."""
+    if implementation is None or not isinstance(error, ValueError):
+        return False
+    named = rf"implementation=['\"]{implementation}['\"]|but '{implementation}' was passed"
+    return re.search(named, str(error)) is not None
+
+
+class Programs:
+    """A problem with its options: random inputs, and the three ways to compute it."""
+
+    def __init__(self, problem: Problem, options: Options):
+        self.problem, self._options = problem, options
+        self.ours = How(options.get("implementation"), False)
+        names = tuple(problem.operands)
+        self.batched = {None: (), "all": names, "first": names[:1]}[options["vmap"]]
+        self._gradient = options["gradient"] and problem.with_gradient
+        self._rng = np.random.default_rng(options["data"])
+        shapes = {n: jax.ShapeDtypeStruct(self._shape(n), o.dtype) for n, o in _items(problem)}
+        forward = problem.whole(PLAIN, self.batched, False)
+        self.results = jax.eval_shape(forward, shapes, problem.constants, None)
+        self.shapes = shapes
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self.problem.operands[name].shape
+        return (self._options["vmap_size"], *shape) if name in self.batched else shape
+
+    def traced(self, how: How) -> tuple[Any, tuple[Any, ...]]:
+        """The function to compile, and the shapes of its arguments."""
+        whole = self.problem.whole(how, self.batched, self._gradient)
+        operands, cotangents = self._cast(how, self.shapes, self.results)
+        return whole, (operands, self.problem.constants, cotangents)
+
+    def draw(self) -> tuple[Arrays, list[Any]]:
+        """Operands and cotangents, in the dtypes that ours gets."""
+        operands = {
+            name: jnp.asarray(self._normal(self._shape(name), operand), operand.dtype)
+            for name, operand in _items(self.problem)
+        }
+        cotangents = [
+            jnp.asarray(self._normal(r.shape, Operand(r.shape, "float32")), r.dtype)
+            for r in self.results
+        ]
+        return operands, cotangents
+
+    def _normal(self, shape: tuple[int, ...], operand: Operand) -> np.ndarray:
+        values = self._rng.standard_normal(shape, np.float32)
+        return operand.mean + operand.deviation * values
+
+    def run(self, how: How, compiled: Any, operands: Arrays, cotangents: list[Any]) -> list[Any]:
+        operands, cotangents = self._cast(how, operands, cotangents)
+        results = compiled(operands, self.problem.constants, cotangents)
+        return [np.asarray(result) for result in results]
+
+    def shaken(self, operands: Arrays) -> Arrays:
+        """Operands in float32, each value off by about its last bits there."""
+        return {
+            name: jnp.asarray(
+                np.asarray(a, np.float32)
+                * (1 + _SHAKE * self._rng.standard_normal(a.shape, np.float32))
+            )
+            for name, a in operands.items()
+        }
+
+    def _cast(self, how: How, operands: Arrays, cotangents: Any) -> tuple[Any, Any]:
+        if not how.exact:
+            return operands, cotangents
+        wide = jax.tree.map(_as_float32, (operands, list(cotangents)))
+        return wide[0], wide[1]
+
+    def result_names(self) -> list[str]:
+        names = [f"result {index}" for index in range(len(self.results))]
+        return names + [f"gradient of {n}" for n in self.problem.operands] * self._gradient
+
+
+def _items(problem: Problem) -> Any:
+    return problem.operands.items()
+
+
+def _as_float32(a: Any) -> Any:
+    if isinstance(a, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(a.shape, jnp.float32)
+    return a.astype(jnp.float32)

@@ -1,0 +1,68 @@
+"""Lowers or compiles one case for an H200 that is not there; nothing is computed.
+
+Tracing and lowering find most errors of a kernel, layouts and shared memory among them; Mosaic's passes
+and ptxas, which come with compiling, find what only they refuse.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import peers
+from benchmarks.fuzz import judge, operators
+from benchmarks.fuzz.problem import How, Options
+from benchmarks.fuzz.processes import Judge
+from benchmarks.fuzz.programs import Programs, is_refusal
+from benchmarks.without_gpu import target
+
+_MOSAIC = "mosaic_gpu"
+"""Is in a program that calls a kernel of Mosaic GPU."""
+
+
+def lowered(options: Options) -> judge.Verdict:
+    """Whether a case lowers by the choice without a name, and by the implementation that was drawn."""
+    return _judge(options, lambda text, program: None)
+
+
+def compiled(options: Options) -> judge.Verdict:
+    """Whether a case compiles by the choice without a name, and by the implementation that was drawn."""
+    seen = set()
+
+    def compile_new(text: str, program: Any) -> None:
+        # XLA's own kernels compile as anybody's do.
+        if _MOSAIC in text and text not in seen:
+            target.compile(program)
+        seen.add(text)
+
+    return _judge(options, compile_new)
+
+
+WITHOUT_GPU: dict[str, Judge] = {"lowered": lowered, "compiled": compiled}
+
+
+def _judge(options: Options, finish: Callable[[str, Any], None]) -> judge.Verdict:
+    """The verdict on a case; `finish` takes the text of each of its programs, and the program."""
+    device = _device()
+    try:
+        programs = Programs(operators.problem_of(options), options)
+    except Exception as error:
+        return judge.Verdict(judge.RAISED, f"the case itself: {peers.describe(error)}")
+    for implementation in dict.fromkeys((None, programs.ours.implementation)):
+        try:
+            whole, arguments = programs.traced(How(implementation, False))
+            program = target.lower_for(device, whole, arguments)
+            finish(program.as_text(), program)
+        except Exception as error:
+            if is_refusal(error, implementation):
+                continue
+            if implementation is None and judge.is_refused(programs, error):
+                return judge.Verdict(judge.REFUSED, peers.describe(error))
+            name = "" if implementation is None else f"implementation={implementation!r}: "
+            return judge.Verdict(judge.RAISED, name + peers.describe(error))
+    return judge.Verdict(judge.OK)
+
+
+@functools.cache
+def _device() -> Any:
+    """The H200 of this process."""
+    return target.prepare()

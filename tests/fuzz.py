@@ -1,0 +1,82 @@
+"""`python -m tests.fuzz emulated|interpreted`: the fuzz on the CPU, in the kernels' own arithmetic.
+
+`emulated` computes each case by the CUDA C kernels, as tests/cuda_emulator runs them, and `interpreted`
+by the Pallas kernels, in Mosaic's interpreter. What follows are options of `python -m benchmarks fuzz`;
+sizes are bounded, as both are slow.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+
+import jax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks.fuzz import command, judge
+from benchmarks.fuzz.problem import Options
+from jaxfused import dispatch
+from jaxfused.cuda import library
+from tests import mosaic_interpreter
+from tests.conftest import HOPPER
+from tests.cuda_emulator import build
+
+
+def emulated(options: Options) -> judge.Verdict:
+    """The verdict on a case of CUDA C kernels."""
+    _emulate()
+    return judge.judge(options)
+
+
+def interpreted(options: Options) -> judge.Verdict:
+    """The verdict on a case of Pallas kernels."""
+    _interpret()
+    with plgpu.force_gpu_interpret_mode():
+        return judge.judge(options)
+
+
+@functools.cache
+def _emulate() -> None:
+    _assume_hopper()
+    library.PATH, library.PLATFORM = build.LIBRARY, "cpu"
+
+
+@functools.cache
+def _interpret() -> None:
+    _assume_hopper()
+    for_good = pytest.MonkeyPatch()
+    mosaic_interpreter.prepare(for_good)
+    mosaic_interpreter.complete(for_good)
+    mosaic_interpreter.join_words(for_good)
+
+
+def _assume_hopper() -> None:
+    dispatch.current_device = lambda *arrays: HOPPER
+    # As in other tests, kernels need not have run on a GPU.
+    dispatch.UNMEASURED = frozenset()
+    # A kernel runs once, and need not be fast.
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+_WAYS = {"emulated": (emulated, "cuda", 100), "interpreted": (interpreted, "pallas", 50)}
+"""By name: the judge, the implementation that it can run, and what bounds sizes by default."""
+_QUICK_COMPILES = (
+    "--xla_cpu_parallel_codegen_split_count=1"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] not in _WAYS:
+        print(f"usage: python -m tests.fuzz {'|'.join(_WAYS)} [options of the fuzz]")
+        return 2
+    judged, implementation, largest = _WAYS[arguments[0]]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_COMPILES}"
+    defaults = ["--implementation", implementation, "--largest", str(largest), "--limit", "600"]
+    return command.run(command.parsed([*defaults, *arguments[1:]]), judged)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
