@@ -2,7 +2,7 @@
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
-# make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow, and of small inputs
+# make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow; EMULATED_ARCHITECTURE
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
 # make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
 # make test-gpu    the tests that need an NVIDIA GPU
@@ -27,6 +27,8 @@ JOBS ?= $(shell nproc)
 CASES ?= 3000
 SECONDS ?= 540
 SEED ?= 1
+# Of `make test-emulated`: 75, 80, 89 or 90, whose paths through the kernels are taken.
+EMULATED_ARCHITECTURE ?= 90
 # Of `make test-peers`: the folder tests/ of a checkout of JAX, whose tests of attention then run too.
 JAX_TESTS ?=
 NVCC ?= $(shell command -v nvcc)
@@ -81,8 +83,12 @@ EMULATED_FILES := attention_cuda batch_norm conv group_norm max_pool optimizer_k
   rope upsample
 EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
   not (depthwise and float32)
+ifeq ($(EMULATED_ARCHITECTURE),75)
+# Turing multiplies neither.
+EMULATED += and not bfloat16 and not float8 and not zero_and_nan
+endif
 test-emulated: ffi-emulated
-	$(PYTEST_ON_CPU) --emulated-cuda -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
+	$(PYTEST_ON_CPU) --emulated-cuda=$(EMULATED_ARCHITECTURE) -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
 
 # On the GPU where JAX sees one.
 test-peers: $(INSTALLED)
@@ -136,7 +142,7 @@ ffi-quick: $(INSTALLED)
 	$(TOOLS) cmake --build build/ffi-quick
 
 ffi-emulated: $(INSTALLED)
-	$(PYTHON) -m tests.cuda_emulator.build -j $(JOBS)
+	$(PYTHON) -m tests.cuda_emulator.build --architecture $(EMULATED_ARCHITECTURE) -j $(JOBS)
 
 # All architectures take nvcc about ten minutes on two cores; -v lets pip show what is compiled.
 wheel: $(INSTALLED)
