@@ -2,8 +2,8 @@
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
-# make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow, and of small inputs
-# make fuzz-emulated  random small cases of what the CUDA C kernels compute, on the CPU
+# make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow; EMULATED_ARCHITECTURE
+# make fuzz-emulated  random small cases of what the CUDA C kernels compute there; EMULATED_ARCHITECTURE
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
 # make test-adoption  models that others wrote, under jaxfused.fuse, in an environment of their own
 # make test-gpu    the tests that need an NVIDIA GPU
@@ -28,6 +28,8 @@ JOBS ?= $(shell nproc)
 CASES ?= 3000
 SECONDS ?= 540
 SEED ?= 1
+# Of `make test-emulated`, `fuzz-emulated`: 75, 80, 89 or 90, whose paths the kernels take.
+EMULATED_ARCHITECTURE ?= 90
 # Of `make test-peers`: the folder tests/ of a checkout of JAX, whose tests of attention then run too.
 JAX_TESTS ?=
 NVCC ?= $(shell command -v nvcc)
@@ -82,8 +84,12 @@ EMULATED_FILES := attention_cuda batch_norm conv group_norm max_pool optimizer_k
   rope upsample
 EMULATED := not pallas and not 112 and not 300 and not float32_is and not dense and \
   not (depthwise and float32)
+ifeq ($(EMULATED_ARCHITECTURE),75)
+# Turing multiplies neither.
+EMULATED += and not bfloat16 and not float8 and not zero_and_nan
+endif
 test-emulated: ffi-emulated
-	$(PYTEST_ON_CPU) --emulated-cuda -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
+	$(PYTEST_ON_CPU) --emulated-cuda=$(EMULATED_ARCHITECTURE) -m gpu -k '$(EMULATED)' $(EMULATED_FILES:%=tests/test_%.py)
 
 # Of the operators that have CUDA C kernels, each case computed twice and held against float32. Compiling
 # the emulator takes longer than these cases do. Not attention, whose float32 is rounded to tf32 here and by
@@ -91,7 +97,7 @@ test-emulated: ffi-emulated
 FUZZED := batch_norm depthwise_conv group_norm layer_norm linear_softmax_cross_entropy max_pool mlp \
   optimizer quantize_rows quantized_matmul rope segmentation_loss softmax_cross_entropy upsample
 fuzz-emulated: ffi-emulated
-	$(PYTHON) -m tests.fuzz emulated $(FUZZED) --seed 1 --cases 100 --largest 40 --seconds 3600 --jobs $(JOBS)
+	EMULATED_ARCHITECTURE=$(EMULATED_ARCHITECTURE) $(PYTHON) -m tests.fuzz emulated $(FUZZED) --seed 1 --cases 100 --largest 40 --seconds 3600 --jobs $(JOBS)
 
 # On the GPU where JAX sees one.
 test-peers: $(INSTALLED)
@@ -145,7 +151,7 @@ ffi-quick: $(INSTALLED)
 	$(TOOLS) cmake --build build/ffi-quick
 
 ffi-emulated: $(INSTALLED)
-	$(PYTHON) -m tests.cuda_emulator.build -j $(JOBS)
+	$(PYTHON) -m tests.cuda_emulator.build --architecture $(EMULATED_ARCHITECTURE) -j $(JOBS)
 
 # All architectures take nvcc about ten minutes on two cores; -v lets pip show what is compiled.
 wheel: $(INSTALLED)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -60,15 +61,17 @@ def pytest_collection_finish():
 def pytest_addoption(parser):
     parser.addoption(
         "--emulated-cuda",
-        action="store_true",
-        help="run the CUDA C kernels on the CPU, in the emulator",
+        nargs="?",
+        const="90",
+        metavar="ARCHITECTURE",
+        help="run the CUDA C kernels on the CPU, in the emulator, as on a GPU of this architecture",
     )
 
 
 @pytest.fixture(autouse=True)
 def _gpu_where_marked(request):
     if request.config.getoption("--emulated-cuda"):
-        request.getfixturevalue("emulated_hopper")
+        request.getfixturevalue("emulated_gpu")
     elif request.node.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.fail("this test needs an NVIDIA GPU and a JAX that sees it")
 
@@ -108,15 +111,26 @@ def hopper(monkeypatch):
     return HOPPER
 
 
+EMULATED = {
+    "75": replace(HOPPER, name="Tesla T4", compute_capability=(7, 5)),
+    "80": replace(HOPPER, name="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0)),
+    "89": replace(HOPPER, name="NVIDIA L4", compute_capability=(8, 9)),
+    "90": HOPPER,
+}
+
+
 @pytest.fixture
-def emulated_hopper(hopper, monkeypatch):
-    """Like `hopper`, and CUDA C kernels run on the CPU: see tests/cuda_emulator."""
+def emulated_gpu(request, monkeypatch):
+    """Operators assume an emulated GPU, whose CUDA C kernels run on the CPU: see tests/cuda_emulator."""
     # Imported here: nothing else needs what compiles it.
     from tests.cuda_emulator import build
 
-    monkeypatch.setattr(library, "PATH", build.LIBRARY)
+    architecture = request.config.getoption("--emulated-cuda")
+    device = EMULATED[architecture]
+    monkeypatch.setattr(dispatch, "current_device", lambda *arrays: device)
+    monkeypatch.setattr(library, "PATH", build.library(architecture))
     monkeypatch.setattr(library, "PLATFORM", "cpu")
-    return hopper
+    return device
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 `emulated` computes each case by the CUDA C kernels, as tests/cuda_emulator runs them, and `interpreted`
 by the Pallas kernels, in Mosaic's interpreter. What follows are options of `python -m benchmarks fuzz`;
-sizes are bounded, as both are slow.
+sizes are bounded, as both are slow. The environment's EMULATED_ARCHITECTURE, 90 by default, says whose
+paths the CUDA C kernels take.
 """
 
 import functools
@@ -19,7 +20,7 @@ from benchmarks.fuzz.problem import Options
 from jaxfused import dispatch
 from jaxfused.cuda import library
 from tests import mosaic_interpreter
-from tests.conftest import HOPPER
+from tests.conftest import EMULATED, HOPPER
 from tests.cuda_emulator import build
 
 
@@ -38,21 +39,22 @@ def interpreted(options: Options) -> judge.Verdict:
 
 @functools.cache
 def _emulate() -> None:
-    _assume_hopper()
-    library.PATH, library.PLATFORM = build.LIBRARY, "cpu"
+    architecture = os.environ.get("EMULATED_ARCHITECTURE", "90")
+    _assume(EMULATED[architecture])
+    library.PATH, library.PLATFORM = build.library(architecture), "cpu"
 
 
 @functools.cache
 def _interpret() -> None:
-    _assume_hopper()
+    _assume(HOPPER)
     for_good = pytest.MonkeyPatch()
     mosaic_interpreter.prepare(for_good)
     mosaic_interpreter.complete(for_good)
     mosaic_interpreter.join_words(for_good)
 
 
-def _assume_hopper() -> None:
-    dispatch.current_device = lambda *arrays: HOPPER
+def _assume(device: dispatch.Device) -> None:
+    dispatch.current_device = lambda *arrays: device
     # As in other tests, kernels need not have run on a GPU.
     dispatch.UNMEASURED = frozenset()
     # A kernel runs once, and need not be fast.

@@ -90,8 +90,9 @@ class Case:
             for a in (q.scale, q.zero_point)
         )
         w = kernel.Weights(q.values, scale, zero_point)
+        capability = dispatch.current_device().compute_capability
         configs = kernel.candidates(
-            x.shape, w, products=1, compute_capability=(8, 0), multiprocessors=108
+            x.shape, w, products=1, compute_capability=capability, multiprocessors=108
         )
         config = next(c for c in configs if self.parts in (None, c.parts))
         y, z = kernel.forward(

@@ -1,9 +1,10 @@
-"""Compiles the CUDA C kernels for this CPU: `python -m tests.cuda_emulator.build`.
+"""Compiles the CUDA C kernels for this CPU: `python -m tests.cuda_emulator.build [--architecture 75]`.
 
 The library has the handlers of libjaxfused.so, which run on JAX's CPU backend: see emulator.h. CUDA's
 headers are needed, a GPU is not.
 """
 
+import argparse
 import re
 import subprocess
 import sys
@@ -13,8 +14,8 @@ import jax
 
 HERE = Path(__file__).parent
 FFI = HERE.parents[1] / "ffi"
-OUT = HERE.parents[1] / "build/ffi-emulated"
-LIBRARY = OUT / "libjaxfused.so"
+ARCHITECTURES = ("75", "80", "89", "90")
+"""Whose paths through the kernels are taken: of Turing, Ampere, Ada and Hopper."""
 
 _DECLARATION = re.compile(r"(?<!extern )__shared__ ([\w:]+(?:<[^;>]*>)?) ([^;]+);")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];")
@@ -22,6 +23,11 @@ _LAUNCH = re.compile(r"(\w+)<<<(.*?)>>>\(", re.DOTALL)
 _ASM = re.compile(r"\basm( volatile)?\s*\(")
 _BUILT_IN = re.compile(r"(?<![.\w])(grid|block|thread)(Dim|Idx)\b")
 _OPERAND = re.compile(r'\s*"([=+]?)(\w)"\s*\(')
+
+
+def library(architecture: str) -> Path:
+    """Where the library is whose kernels take an architecture's paths."""
+    return HERE.parents[1] / "build/ffi-emulated" / architecture / "libjaxfused.so"
 
 
 def as_cpp(source: str) -> str:
@@ -92,7 +98,11 @@ def _call(statement: str) -> str:
 
 def main() -> int:
     """Writes the sources and compiles what has changed."""
-    generated = OUT / "src"
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_emulator.build")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="90")
+    options, for_ninja = parser.parse_known_args()
+    out = library(options.architecture).parent
+    generated = out / "src"
     generated.mkdir(parents=True, exist_ok=True)
     for path in sorted(
         [*FFI.glob("*.cu"), *FFI.glob("*.cuh"), *FFI.glob("*.h"), *FFI.glob("*.cc")]
@@ -101,8 +111,8 @@ def main() -> int:
             generated / path.with_suffix(".cc" if path.suffix == ".cu" else path.suffix).name,
             as_cpp(path.read_text()),
         )
-    _write_rules(generated)
-    return subprocess.run([sys.executable, "-m", "ninja", "-C", str(OUT), *sys.argv[1:]]).returncode
+    _write_rules(out, options.architecture)
+    return subprocess.run([sys.executable, "-m", "ninja", "-C", str(out), *for_ninja]).returncode
 
 
 def _write(path: Path, text: str) -> None:
@@ -111,10 +121,11 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def _write_rules(generated: Path) -> None:
+def _write_rules(out: Path, architecture: str) -> None:
     # Imported here: who only runs what has been compiled, or only translates, need not have it.
     from ninja.ninja_syntax import Writer
 
+    generated = out / "src"
     includes = [generated, HERE, jax.ffi.include_dir(), _cuda_headers()]
     flags = [
         "-std=c++20",
@@ -126,8 +137,12 @@ def _write_rules(generated: Path) -> None:
         "-fvisibility=hidden",
     ]
     flags += [f"-I{folder}" for folder in includes]
-    flags += ['-DJAXFUSED_ARCHITECTURES=\\"90\\"', "-include emulator_ffi.h"]
-    with (OUT / "build.ninja").open("w") as file:
+    flags += [
+        f"-DEMULATED_CUDA_ARCH={architecture}0",
+        f'-DJAXFUSED_ARCHITECTURES=\\"{architecture}\\"',
+    ]
+    flags.append("-include emulator_ffi.h")
+    with (out / "build.ninja").open("w") as file:
         ninja = Writer(file)
         ninja.rule(
             "compile",
@@ -141,7 +156,7 @@ def _write_rules(generated: Path) -> None:
             ninja.build(f"{path.stem}.o", "compile", str(path), variables=_level(path))[0]
             for path in sources
         ]
-        ninja.build(LIBRARY.name, "link", objects)
+        ninja.build(library(architecture).name, "link", objects)
 
 
 def _level(path: Path) -> dict[str, str]:

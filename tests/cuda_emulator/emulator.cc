@@ -46,7 +46,11 @@ namespace cuda_emulator {
 namespace {
 
 constexpr int kMaxCluster = 16;
-constexpr size_t kSharedOptin = 227 * 1024;
+// What a block may take of shared memory, by architecture.
+constexpr size_t kSharedOptin = 1024 * (EMULATED_CUDA_ARCH >= 900   ? 227
+                                        : EMULATED_CUDA_ARCH >= 860 ? 99
+                                        : EMULATED_CUDA_ARCH >= 800 ? 163
+                                                                    : 64);
 constexpr size_t kStatic = 64 * 1024;
 constexpr size_t kGuard = 1024;  // bytes behind the dynamic shared memory that nobody may write
 constexpr size_t kArena = 320 * 1024;
@@ -433,9 +437,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMultiProcessorCount: *value = 4; break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kSharedOptin; break;
     case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
-    case cudaDevAttrClusterLaunch: *value = 1; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrClusterLaunch: *value = EMULATED_CUDA_ARCH >= 900; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = EMULATED_CUDA_ARCH / 100; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = EMULATED_CUDA_ARCH / 10 % 10; break;
     default: return cudaErrorInvalidValue;
   }
   return cudaSuccess;
@@ -445,7 +449,8 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return c
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads,
                                                           size_t shared_bytes) {
-  *blocks = std::max<int>(1, std::min<size_t>(2048 / threads, (228 << 10) / (shared_bytes + 1024)));
+  const size_t fitting = (kSharedOptin + 1024) / (shared_bytes + 1024);
+  *blocks = std::max<int>(1, std::min<size_t>(2048 / threads, fitting));
   return cudaSuccess;
 }
 

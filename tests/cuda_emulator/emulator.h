@@ -6,8 +6,8 @@
 // different instructions, an access beyond the dynamic shared memory that was asked for. Copies to
 // shared memory arrive no earlier than they are waited for, and shared memory starts as NaN.
 //
-// The instructions of PTX that the kernels use are in ptx.cc. This machine has 4 multiprocessors and
-// compute capability 9.0, so that the paths of Hopper GPUs are taken.
+// The instructions of PTX that the kernels use are in ptx.cc. This machine has 4 multiprocessors and the
+// compute capability for which it is compiled, so that the paths of those GPUs are taken.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,9 @@
 #include <type_traits>
 #include <utility>
 
-#define EMULATED_CUDA_ARCH 900
+#ifndef EMULATED_CUDA_ARCH
+#error "build.py says which architecture this is: 750, 800, 890 or 900"
+#endif
 
 namespace cuda_emulator {
 

@@ -322,6 +322,9 @@ const Entry kEntries[] = {
     {"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32", mma<Float8<__NV_E4M3>, float>},
     {"mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32", mma<Float8<__NV_E5M2>, float>},
+    // Turing's, by parts of the same operands.
+    {"{\nmma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32", mma<Half, float>},
+    {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
     {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
     {"ld.shared.v2.b32", load_shared<2>},
