@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfused
 from jaxfused import dispatch
-from jaxfused.fuse import norm as norms
 from jaxfused.fuse import report
+from jaxfused.fuse.recognisers import norm as norms
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal
 
 D, F = 16, 32

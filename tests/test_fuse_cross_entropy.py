@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxfused
-from jaxfused.fuse import cross_entropy
+from jaxfused.fuse.recognisers import cross_entropy
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
 LABELS = jnp.array([[3, 0, 19], [7, -1, 25]])

@@ -1,7 +1,7 @@
 """fuse: a model as it is written, with this package's operators in the places of its own operations.
 
 `fuse(f)` traces f to a jaxpr (`trace`), makes a graph of it that looks through calls of `jax.jit`
-(`graph`), and asks one recogniser after the other what it finds there:
+(`graph`), and asks one recogniser after the other, in `recognisers`, what it finds there:
 
 1. `attention`: two products with a softmax between them.
 2. `group_norm`: GroupNorm, InstanceNorm and the norm of whole images, with the scale and shift of each

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxfused.fuse import (
+from jaxfused.fuse import kernels
+from jaxfused.fuse.evaluate import Cyclic, Plan, plan
+from jaxfused.fuse.graph import Graph, Node
+from jaxfused.fuse.recognisers import (
     attention,
     batch_norm,
     conv,
     cross_entropy,
     group_norm,
-    kernels,
     max_pool,
     norm,
     patches,
@@ -19,8 +21,6 @@ from jaxfused.fuse import (
     rotation,
     upsample,
 )
-from jaxfused.fuse.evaluate import Cyclic, Plan, plan
-from jaxfused.fuse.graph import Graph, Node
 from jaxfused.fuse.report import Found, Report
 from jaxfused.fuse.site import Book, Miss
 from jaxfused.fuse.source import line_of

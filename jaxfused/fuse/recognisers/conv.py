@@ -16,8 +16,8 @@ from jaxfused.fuse.algebra import between, core, is_reshape, is_transparent, vie
 from jaxfused.fuse.channels import why_no_channels_first
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.image_norm import Match
-from jaxfused.fuse.product import residual_of
+from jaxfused.fuse.recognisers.image_norm import Match
+from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
 from jaxfused.ops.conv import conv
 from jaxfused.reference.promotion import accumulator_dtype

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxfused.fuse.activation import Activated, activation_of
 from jaxfused.fuse.algebra import core, is_transparent
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.product import (
+from jaxfused.fuse.recognisers.product import (
     Biased,
     Projection,
     biased,
     projections,
     residual_of,
 )
+from jaxfused.fuse.recognisers.stacked import parts, whole_of
 from jaxfused.fuse.site import Book, Site
-from jaxfused.fuse.stacked import parts, whole_of
 from jaxfused.ops.mlp import gated_mlp, mlp
 
 

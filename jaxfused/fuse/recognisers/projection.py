@@ -16,11 +16,11 @@ from jaxfused.fuse.algebra import between, is_reshape, is_transparent
 from jaxfused.fuse.columns import Columns
 from jaxfused.fuse.constants import scalar
 from jaxfused.fuse.graph import Node, Value, bind
-from jaxfused.fuse.norm import Norm
-from jaxfused.fuse.product import Biased, Projection, biased, projections
-from jaxfused.fuse.rotation import Rotation, differs_along, rotation, tables_of_rows
+from jaxfused.fuse.recognisers.norm import Norm
+from jaxfused.fuse.recognisers.product import Biased, Projection, biased, projections
+from jaxfused.fuse.recognisers.rotation import Rotation, differs_along, rotation, tables_of_rows
+from jaxfused.fuse.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fuse.site import Book, Site
-from jaxfused.fuse.stacked import Part, parts, whole_of
 from jaxfused.ops.qkv_projection import NEIGHBOURS, qkv_projection
 
 

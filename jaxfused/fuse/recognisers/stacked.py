@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxfused.fuse.algebra import between, is_transparent, trailing
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.product import Biased, Projection, earliest_matrix
+from jaxfused.fuse.recognisers.product import Biased, Projection, earliest_matrix
 from jaxfused.fuse.site import Book
 
 Move = Callable[[jax.Array], jax.Array]

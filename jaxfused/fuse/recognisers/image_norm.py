@@ -11,7 +11,7 @@ from jaxfused.fuse.channels import Arrangement, arrangements, why_no_channels_fi
 from jaxfused.fuse.frame import Layout, Stage
 from jaxfused.fuse.graph import Node, Value
 from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled
-from jaxfused.fuse.product import residual_of
+from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
 
 

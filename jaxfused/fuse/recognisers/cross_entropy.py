@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.fuse.algebra import View, between, core, view
-from jaxfused.fuse.attention import is_maximum
 from jaxfused.fuse.constants import evaluate
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.product import Biased, Projection, biased, projections
+from jaxfused.fuse.recognisers.attention import is_maximum
+from jaxfused.fuse.recognisers.product import Biased, Projection, biased, projections
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.linear_cross_entropy import linear_softmax_cross_entropy
 

@@ -11,8 +11,8 @@ import jax
 
 from jaxfused.fuse.channels import arrangements
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.image_norm import Match, add, match
 from jaxfused.fuse.moments import is_root, statistics
+from jaxfused.fuse.recognisers.image_norm import Match, add, match
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.batch_norm import batch_norm
 from jaxfused.ops.conv import Statistics

@@ -10,8 +10,8 @@ import jax
 
 from jaxfused.fuse.channels import arrangements, is_of_rows
 from jaxfused.fuse.graph import Node
-from jaxfused.fuse.image_norm import Match, add, match
 from jaxfused.fuse.moments import is_root, statistics
+from jaxfused.fuse.recognisers.image_norm import Match, add, match
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.group_norm import group_norm
 from jaxfused.reference.promotion import accumulator_dtype
