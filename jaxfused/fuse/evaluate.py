@@ -176,7 +176,7 @@ def run(plan: Plan, arguments: Sequence[Any], captured: Sequence[Any] | None = N
 
 def _call(site: Site, operands: Sequence[Any]) -> Sequence[Any]:
     try:
-        return site.call(*operands)
+        return site.run(*operands)
     except (TypeError, ValueError) as error:
         raise Refused(site, str(error).split("\n", 1)[0]) from error
 

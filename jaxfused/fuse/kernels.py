@@ -40,7 +40,7 @@ def _has_kernel(site: Site) -> bool:
             merged = list(operands)
             for i, array in zip(floating, arrays, strict=True):
                 merged[i] = array
-            return tuple(site.call(*merged))
+            return tuple(site.run(*merged))
 
         y, vjp = jax.vjp(f, *(operands[i] for i in floating))
         return vjp(y)

@@ -33,6 +33,11 @@ class Site:
     facts: Any = None
     """What later recognisers want to know of it."""
 
+    def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """Calls it under the mesh of its place, as inside of `jax.sharding.auto_axes`."""
+        with self.anchor.eqn.ctx.manager:
+            return self.call(*operands)
+
 
 @dataclass(frozen=True)
 class Miss:
@@ -90,7 +95,6 @@ class Book:
             return False
         self.counts[site.operator] = self.counts.get(site.operator, 0) + 1
         site.label = label
-        site.call = _where(site.anchor, site.call)
         for part in site.parts:
             self._remove(part)
         self.sites.append(site)
@@ -117,16 +121,6 @@ class Book:
     def miss(self, operator: str, node: Node, reason: str) -> None:
         """Notes why a place is left alone."""
         self.misses.append(Miss(operator, line_of(node), reason))
-
-
-def _where(anchor: Node, call: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:
-    """The call under the mesh of the program there, as inside of `jax.sharding.auto_axes`."""
-
-    def called(*operands: jax.Array) -> Sequence[jax.Array]:
-        with anchor.eqn.ctx.manager:
-            return call(*operands)
-
-    return called
 
 
 def leaking(site: Site) -> Value | None:
