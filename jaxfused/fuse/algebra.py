@@ -252,6 +252,12 @@ def exponent(node: Node) -> float | None:
     return _POWERS.get(node.name)
 
 
+def is_root(node: Node) -> bool:
+    """Whether the operation takes a square root, or the reciprocal of one."""
+    power = exponent(node) if node.name in ("rsqrt", "sqrt", "pow") else None
+    return power in (0.5, -0.5) and node.out.is_floating
+
+
 class Mean(NamedTuple):
     """A mean over axes of an array."""
 

@@ -30,15 +30,9 @@ class Arrangement:
     @property
     def is_of_batch(self) -> bool:
         """Whether each channel has moments of its own, over all of several images."""
-        return (
-            not self.images
-            and self.groups == self.channels
-            and self.layout[0]
-            not in (
-                (),
-                self.channels,
-            )
-        )
+        if self.images or self.groups != self.channels:
+            return False
+        return self.layout[0] not in ((), self.channels)
 
     @property
     def is_last(self) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxfused.fuse.algebra import View, view
 from jaxfused.fuse.constants import elementwise, evaluate
-from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.graph import Node, Value, cuts
 
 Axes = tuple[int | None, ...]
 """For each axis of an array the one that it is of what is multiplied; None for an axis of length 1."""
@@ -117,18 +117,18 @@ class Columns:
     ) -> np.ndarray:
         """The numbers of a part of a table, of which an axis may be cut to length 1."""
         assert value.node is not None
-        whole, cuts = value.node.ins[0], _cuts(value)
+        whole, taken = value.node.ins[0], cuts(value)
         inner = tuple(
             leading + value.ndim + i if axis is None and size != 1 else axis
             for i, (axis, size) in enumerate(zip(axes, whole.shape, strict=True))
         )
         inner_columns = [i for i, axis in enumerate(inner) if _is_column(axis, leading)]
         numbers = self.of(View(whole, inner), leading, depth)
-        numbers = numbers[tuple(cuts[i] for i in inner_columns)]
+        numbers = numbers[tuple(taken[i] for i in inner_columns)]
         numbers = numbers.reshape([value.shape[i] for i in columns])
         of_rows = [
             (i, cut.start, cut.stop, cut.step)
-            for i, cut in enumerate(cuts)
+            for i, cut in enumerate(taken)
             if i not in inner_columns and cut != slice(0, whole.shape[i], 1)
         ]
         return self._one_by_one(tuple(of_rows), [numbers]) if of_rows else numbers
@@ -142,22 +142,6 @@ class Columns:
 
 def _is_column(axis: int | None, leading: int) -> bool:
     return axis is not None and axis >= leading
-
-
-def _cuts(value: Value) -> list[slice]:
-    """Which part of its operand the result of a slice or a split is, for each axis."""
-    node = value.node
-    assert node is not None
-    shape = node.ins[0].shape
-    if node.name == "split":
-        axis, sizes = node.params["axis"], node.params["sizes"]
-        first = int(sum(sizes[: value.index]))
-        cuts = [slice(0, size, 1) for size in shape]
-        cuts[axis] = slice(first, first + value.shape[axis], 1)
-        return cuts
-    starts, stops = node.params["start_indices"], node.params["limit_indices"]
-    strides = node.params["strides"] or [1] * len(starts)
-    return [slice(*map(int, cut)) for cut in zip(starts, stops, strides, strict=True)]
 
 
 def _picks_rows(node: Node, columns: list[int]) -> bool:

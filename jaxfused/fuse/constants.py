@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfused.fuse.graph import Node, Value, known_array
+from jaxfused.fuse.graph import Node, Value, cuts, known_array
 
 LARGEST = 1 << 26
 """The most elements of an array that is evaluated: a mask of 8192 queries and keys."""
@@ -166,14 +166,8 @@ def _reshape(node: Node, x: np.ndarray, *_: np.ndarray) -> np.ndarray | None:
 
 
 def _slice(node: Node, x: np.ndarray) -> np.ndarray:
-    starts, stops = node.params["start_indices"], node.params["limit_indices"]
-    strides = node.params["strides"] or [1] * len(starts)
-    return x[
-        tuple(
-            slice(None) if size == 1 else slice(int(a), int(b), int(c))
-            for size, a, b, c in zip(x.shape, starts, stops, strides, strict=True)
-        )
-    ]
+    taken = zip(x.shape, cuts(node.out), strict=True)
+    return x[tuple(slice(None) if size == 1 else cut for size, cut in taken)]
 
 
 def _concatenate(node: Node, *parts: np.ndarray) -> np.ndarray | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxfused.fuse.algebra import View, is_transparent, passed_on, view
 from jaxfused.fuse.constants import evaluate
-from jaxfused.fuse.graph import Node, Value
+from jaxfused.fuse.graph import Node, Value, cuts
 
 NO_TABLE = -1
 PARTS = ("", "real", "imag")
@@ -232,25 +232,15 @@ def _broadcast(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
     return [[t.moved(lambda a: np.broadcast_to(a.reshape(ones), shape)) for t in sums]]
 
 
-def _slice(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
-    starts, stops = node.params["start_indices"], node.params["limit_indices"]
-    strides = node.params["strides"] or [1] * len(starts)
-    cuts = [slice(*map(int, cut)) for cut in zip(starts, stops, strides, strict=True)]
-    return [[t.moved(lambda a: a[tuple(cuts[reader.leading :])]) for t in sums]]
-
-
-def _split(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
-    axis = node.params["axis"] - reader.leading
-    if axis < 0:
+def _cut(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
+    if node.name == "split" and node.params["axis"] < reader.leading:
         return None
-    ends = np.cumsum(node.params["sizes"])
-    pieces = [slice(end - size, end) for end, size in zip(ends, node.params["sizes"], strict=True)]
-    before = (slice(None),) * axis
 
-    def of(piece: slice) -> Sums:
-        return [t.moved(lambda a: a[(*before, piece)]) for t in sums]
+    def of(out: Value) -> Sums:
+        part = tuple(cuts(out)[reader.leading :])
+        return [t.moved(lambda a: a[part]) for t in sums]
 
-    return [of(piece) for piece in pieces]
+    return [of(out) for out in node.outs]
 
 
 def _reverse(reader: Reader, node: Node, sums: Sums) -> list[Sums] | None:
@@ -262,7 +252,7 @@ _MOVES: dict[str, Callable[[Reader, Node, Sums], list[Sums] | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "rev": _reverse,
-    "slice": _slice,
-    "split": _split,
+    "slice": _cut,
+    "split": _cut,
     "squeeze": _reshape,
 }

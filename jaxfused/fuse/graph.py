@@ -264,6 +264,21 @@ def _identity(value: Value) -> Any:
     return value.twin or value
 
 
+def cuts(value: Value) -> list[slice]:
+    """Which part of its operand the result of a slice or a split is, for each axis."""
+    node = value.node
+    assert node is not None
+    if node.name == "split":
+        axis, sizes = node.params["axis"], node.params["sizes"]
+        first = int(sum(sizes[: value.index]))
+        whole = [slice(0, size, 1) for size in node.ins[0].shape]
+        whole[axis] = slice(first, first + value.shape[axis], 1)
+        return whole
+    starts, stops = node.params["start_indices"], node.params["limit_indices"]
+    strides = node.params["strides"] or [1] * len(starts)
+    return [slice(*map(int, cut)) for cut in zip(starts, stops, strides, strict=True)]
+
+
 def build(jaxpr: Jaxpr) -> Graph:
     """Returns the graph of a jaxpr."""
     return _Builder().build(jaxpr)

@@ -25,12 +25,6 @@ from jaxfused.fuse.frame import Frame, Layout, frame
 from jaxfused.fuse.graph import Node, Value
 
 
-def is_root(node: Node) -> bool:
-    """Whether the operation takes a square root, or the reciprocal of one."""
-    power = exponent(node) if node.name in ("rsqrt", "sqrt", "pow") else None
-    return power in (0.5, -0.5) and node.out.is_floating
-
-
 @dataclass(frozen=True)
 class Moments:
     """An array, and over which of its parts its mean and variance are taken."""

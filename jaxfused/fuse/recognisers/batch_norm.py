@@ -5,14 +5,11 @@ by running averages is arithmetic of single values, which XLA fuses by itself; a
 that site's (`conv`).
 """
 
-from typing import Any
-
 import jax
 
-from jaxfused.fuse.channels import arrangements
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.moments import is_root, statistics
-from jaxfused.fuse.recognisers.image_norm import Match, add, match
+from jaxfused.fuse.recognisers import image_norm
+from jaxfused.fuse.recognisers.image_norm import Match
 from jaxfused.fuse.site import Book, Site
 from jaxfused.ops.batch_norm import batch_norm
 from jaxfused.ops.conv import Statistics
@@ -20,32 +17,15 @@ from jaxfused.ops.conv import Statistics
 
 def find(book: Book) -> None:
     """Adds all batch norms of the graph that take statistics."""
-    for root in book.graph.nodes:
-        if not is_root(root) or not root.out.uses or root in book.owner:
-            continue
-        moments = statistics(root)
-        if moments is None:
-            continue
-        readings = arrangements(moments, moments.frame.source.layout)
-        if not any(a.is_of_batch for a in readings):
-            continue
-        found = match(moments, root, of_batch=True)
-        if isinstance(found, Match):
-            add(book, root, found, _site)
-        elif found:
-            book.miss("batch_norm", root, found)
+    image_norm.find(book, _site, of_batch=True)
 
 
 def _site(root: Node, found: Match) -> Site:
-    names = list(found.operands)
     covered = found.covered()
     means, variances = _statistics(found, covered)
 
     def call(*arrays: jax.Array, statistics: Statistics | None = None) -> list[jax.Array]:
-        operands: dict[str, Any] = {
-            name: found.operand(name, array)
-            for name, array in zip(["x", *names], arrays, strict=True)
-        }
+        operands = found.operands_of(arrays)
         y, mean, variance = batch_norm(
             operands.pop("x"),
             epsilon=found.epsilon,

@@ -1,16 +1,17 @@
 """A norm of images with what follows it, as group_norm and batch_norm both have it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
 from jaxfused.fuse.activation import activation_of, why_no_activation
-from jaxfused.fuse.algebra import between, view
-from jaxfused.fuse.channels import Arrangement, arrangements, why_no_channels_first
+from jaxfused.fuse.algebra import between, is_root, view
+from jaxfused.fuse.channels import Arrangement, arrangements, is_of_rows, why_no_channels_first
 from jaxfused.fuse.frame import Layout, Stage
 from jaxfused.fuse.graph import Node, Value
-from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled
+from jaxfused.fuse.moments import Affine, Moments, made_of, normalised, scaled, statistics
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
 
@@ -52,6 +53,11 @@ class Match:
             return array.reshape(-1)
         return array.reshape(frame.length(arrangement.images), -1)
 
+    def operands_of(self, arrays: Sequence[jax.Array]) -> dict[str, Any]:
+        """All operands as the operator takes them, of the arrays of x and the others in their order."""
+        names = ["x", *self.operands]
+        return {name: self.operand(name, a) for name, a in zip(names, arrays, strict=True)}
+
     def result(self, y: jax.Array) -> jax.Array:
         """The operator's result as the program has it."""
         arrangement = self.arrangement
@@ -62,6 +68,25 @@ class Match:
         """The call without the operator's name."""
         names = [*self.operands, *([self.activation] if self.activation else [])]
         return f"({', '.join(names)}) of {self.x.value.aval.str_short()}"
+
+
+def find(book: Book, make: Callable[[Node, Match], Site], *, of_batch: bool) -> None:
+    """Adds a site of `make` for each norm of the graph over groups of channels, or over the batch."""
+    operator = "batch_norm" if of_batch else "group_norm"
+    for root in book.graph.nodes:
+        if not is_root(root) or not root.out.uses or root in book.owner:
+            continue
+        moments = statistics(root)
+        if moments is None or is_of_rows(moments):
+            continue
+        readings = list(arrangements(moments, moments.frame.source.layout))
+        if not readings or any(a.is_of_batch for a in readings) != of_batch:
+            continue
+        found = match(moments, root, of_batch=of_batch)
+        if isinstance(found, Match):
+            add(book, root, found, make)
+        elif found:
+            book.miss(operator, root, found)
 
 
 def match(moments: Moments, root: Node, *, of_batch: bool) -> Match | str:

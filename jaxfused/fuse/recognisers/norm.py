@@ -21,6 +21,7 @@ from jaxfused.fuse.algebra import (
     between,
     core,
     exponent,
+    is_root,
     mean,
     passed_on,
     per_image,
@@ -54,13 +55,8 @@ class Statistics:
 def find(book: Book) -> None:
     """Adds all norms of the graph."""
     for node in book.graph.nodes:
-        if _is_root(node) and node.out.uses and node not in book.owner:
+        if is_root(node) and node.out.uses and node not in book.owner:
             _find_at(book, node)
-
-
-def _is_root(node: Node) -> bool:
-    power = exponent(node) if node.name in ("rsqrt", "sqrt", "pow") else None
-    return power in (0.5, -0.5) and node.out.is_floating
 
 
 def _find_at(book: Book, root: Node) -> None:
