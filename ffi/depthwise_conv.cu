@@ -287,6 +287,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
       input.load(step * K::kStride + s - shape.top, next[s]);
     }
   };
+  // One sum of all 49 products of a 7 x 7 kernel loses more of float32 than one for each row does.
+  constexpr bool kRowsApart = std::is_same_v<T, float>;
   // sums[j] belongs to the row of the output that began j steps ago; the oldest one gets complete.
   float sums[K::kOlder + 1][K::kColumns][2] = {}, complete[K::kColumns][2];
   const auto advance = [&](int step, auto guarded) {
@@ -301,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
       float row[K::kColumns][2];
 #pragma unroll
       for (int i = 0; i < K::kColumns; ++i) {
-        row[i][0] = j == 0 ? bias[0] : sums[j][i][0];
-        row[i][1] = j == 0 ? bias[1] : sums[j][i][1];
+        row[i][0] = j == 0 ? bias[0] : kRowsApart ? 0.0f : sums[j][i][0];
+        row[i][1] = j == 0 ? bias[1] : kRowsApart ? 0.0f : sums[j][i][1];
       }
 #pragma unroll
       for (int s = 0; s < K::kStride; ++s) {
@@ -322,8 +324,8 @@ __global__ void __launch_bounds__(kThreads, kResident<T, K>)
       float (&next_row)[K::kColumns][2] = j == K::kOlder ? complete : sums[j + 1];
 #pragma unroll
       for (int i = 0; i < K::kColumns; ++i) {
-        next_row[i][0] = row[i][0];
-        next_row[i][1] = row[i][1];
+        next_row[i][0] = kRowsApart && j > 0 ? sums[j][i][0] + row[i][0] : row[i][0];
+        next_row[i][1] = kRowsApart && j > 0 ? sums[j][i][1] + row[i][1] : row[i][1];
       }
     }
   };

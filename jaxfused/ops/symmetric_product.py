@@ -24,6 +24,7 @@ def symmetric_product(
     *,
     matrix: jax.Array | None = None,
     coefficients: jax.Array | None = None,
+    is_factor: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     r"""Returns products of matrices that are known to be symmetric, or more of them.
@@ -36,6 +37,8 @@ def symmetric_product(
         both are polynomials of one symmetric matrix. None for x.
       matrix: S, [B, M, M] of x's dtype, each of them symmetric. With None the result is X Y^T.
       coefficients: (a, b, c), [3], with `matrix`.
+      is_factor: whether the result is for further products alone, so that the kernel may round float32 to
+        the 10 bits of tf32 that these take.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
     Returns:
@@ -50,7 +53,7 @@ def symmetric_product(
         return _by_reference(x, y, matrix, coefficients)
     if coefficients is not None:
         coefficients = coefficients.astype(jnp.float32)
-    return _run(Runner(implementation, device), x, y, matrix, coefficients)
+    return _run(Runner(implementation, device), is_factor, x, y, matrix, coefficients)
 
 
 def _by_reference(
@@ -68,18 +71,18 @@ def _by_reference(
     return result.astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(run: Runner, *operands):
-    [result] = run(_Symmetric(), *operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(run: Runner, is_factor: bool, *operands):
+    [result] = run(_Symmetric(is_factor), *operands)
     return result
 
 
-def _run_fwd(run, *operands):
-    return _run(run, *operands), operands
+def _run_fwd(run, is_factor, *operands):
+    return _run(run, is_factor, *operands), operands
 
 
-def _run_bwd(run, operands, dy):
-    del run
+def _run_bwd(run, is_factor, operands, dy):
+    del run, is_factor
     _, pull_back = jax.vjp(_by_reference, *operands)
     return pull_back(dy)
 
@@ -90,6 +93,8 @@ _run.defvjp(_run_fwd, _run_bwd)
 @dataclass(frozen=True)
 class _Symmetric:
     """(Z [B, M, M],) of x, y [B, M, K], S [B, M, M] and the coefficients [3]; all but x may be None."""
+
+    is_factor: bool
 
     @property
     def name(self) -> str:
@@ -120,7 +125,10 @@ class _Symmetric:
         if implementation == "pallas":
             multiprocessors = device.multiprocessors
             run = functools.partial(
-                symmetric.symmetric_product, multiprocessors=multiprocessors, config=config
+                symmetric.symmetric_product,
+                is_factor=self.is_factor,
+                multiprocessors=multiprocessors,
+                config=config,
             )
             return (run(*operands),)
         return (_by_reference(*operands),)

@@ -9,6 +9,7 @@ with the matrices themselves, which are larger than their Gram matrices: wide on
 for several iterations.
 """
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ _MOST_ELEMENTS = 2**27
 _MOST_AT_ONCE = 3
 """Iterations between two products with matrices that are at least twice as wide as they are high. Small
 singular values grow up to 40-fold in three; in five, rounding turns them around."""
+
+_product = functools.partial(symmetric_product, is_factor=True)
 
 
 def orthogonalize(
@@ -114,7 +117,7 @@ def _iterations(
     With P the polynomial of an iteration, the next Gram matrix is P G P, and all of these commute and
     are symmetric: only the product of the polynomials is multiplied by x.
     """
-    gram = symmetric_product(x)
+    gram = _product(x)
     if preconditioning:
         wide = gram.astype(accumulator_dtype(gram.dtype))
         scale = _scale(wide, preconditioning)
@@ -122,9 +125,9 @@ def _iterations(
     polynomial = _polynomial(gram, coefficients[0])
     total = polynomial
     for abc in coefficients[1:]:
-        gram = symmetric_product(symmetric_product(polynomial, gram), polynomial)
+        gram = _product(_product(polynomial, gram), polynomial)
         polynomial = _polynomial(gram, abc)
-        total = symmetric_product(polynomial, total)
+        total = _product(polynomial, total)
     return product("bij,bjk->bik", total, x, out_dtype=x.dtype)
 
 
@@ -134,7 +137,7 @@ def _polynomial(gram: jax.Array, abc: Sequence[Any]) -> jax.Array:
     With a on the diagonal, that product needs no sum with x, which would be one more pass.
     """
     coefficients = jnp.stack([jnp.asarray(value) for value in abc])
-    return symmetric_product(gram, matrix=gram, coefficients=coefficients)
+    return _product(gram, matrix=gram, coefficients=coefficients)
 
 
 def _scale(gram: jax.Array, preconditioning: str) -> jax.Array:

@@ -94,6 +94,7 @@ def symmetric_product(
     matrix: jax.Array | None = None,
     coefficients: jax.Array | None = None,
     *,
+    is_factor: bool = False,
     multiprocessors: int,
     config: MatmulConfig | None = None,
 ) -> jax.Array:
@@ -104,12 +105,15 @@ def symmetric_product(
       y: [B, M, K] of x's dtype, such that X Y^T is symmetric; None for x.
       matrix: S, [B, M, M] of x's dtype, each of them symmetric, or None.
       coefficients: (a, b, c), float32 [3], with `matrix`.
+      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product takes. What is
+        not rounded here loses the others there, and becomes smaller on average.
       multiprocessors: of the device.
       config: one of `candidates`; None for the first.
     """
     config = candidates(x.dtype)[0] if config is None else config
     batch, rows, _ = x.shape
-    launch = _launch(x.shape, x.dtype, config, multiprocessors, matrix is not None)
+    rounds = is_factor and x.dtype == jnp.float32
+    launch = _launch(x.shape, x.dtype, config, multiprocessors, matrix is not None, rounds)
     others = () if matrix is None else (matrix, coefficients)
     [result] = launch.product.launch(
         (x,),
@@ -124,7 +128,12 @@ def symmetric_product(
 
 
 def _launch(
-    shape: tuple[int, int, int], dtype: Any, config: MatmulConfig, multiprocessors: int, adds: bool
+    shape: tuple[int, int, int],
+    dtype: Any,
+    config: MatmulConfig,
+    multiprocessors: int,
+    adds: bool,
+    rounds: bool = False,
 ) -> "_Launch":
     batch, rows, columns = shape
     product = _SymmetricProduct(
@@ -138,7 +147,7 @@ def _launch(
         b_transposed=True,
         batch=batch,
     )
-    return _Launch(product, adds)
+    return _Launch(product, adds, rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +225,8 @@ class _Launch:
     product: _SymmetricProduct
     adds: bool
     """Whether a I and b S are added."""
+    rounds: bool
+    """Whether the result is rounded to tf32."""
 
     @property
     def fits(self) -> bool:
@@ -292,6 +303,8 @@ class _EpilogueOfTile:
             value = acc[:, chunk * width : (chunk + 1) * width]
             if self.launch.adds:
                 value = self._added(value, chunk)
+            if self.launch.rounds:
+                value = _rounded_to_tf32(value)
             self._store(value.astype(self.launch.product.dtype), chunk)
 
     def _added(self, value: jax.Array, chunk: int) -> jax.Array:
@@ -337,3 +350,13 @@ class _EpilogueOfTile:
             plgpu.copy_smem_to_gmem(turned, mirrored, commit_group=False)
 
         plgpu.commit_smem_to_gmem_group()
+
+
+_DROPPED = (1 << 13) - 1
+"""The bits of a float32 that are not in tf32, which has 10 of 23 behind the point."""
+
+
+def _rounded_to_tf32(value: jax.Array) -> jax.Array:
+    """Rounds to the nearest, and from the middle away from zero."""
+    bits = lax.bitcast_convert_type(value, jnp.int32) + (_DROPPED + 1) // 2
+    return lax.bitcast_convert_type(bits & ~_DROPPED, jnp.float32)
