@@ -74,12 +74,8 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
 
 UNMEASURED: frozenset[str] = frozenset(
     {
-        "attention float32 soft cap",
-        "conv depthwise tiles",
         "fp8 quantize",
         "fp8 slope",
-        "qkv_projection neighbours",
-        "symmetric_product",
     }
 )
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""
