@@ -72,12 +72,7 @@ def preferring(first: str, reasons: Mapping[str, str | None]) -> dict[str, str |
     return {first: reasons[first], **reasons}
 
 
-UNMEASURED: frozenset[str] = frozenset(
-    {
-        "fp8 quantize",
-        "fp8 slope",
-    }
-)
+UNMEASURED: frozenset[str] = frozenset()
 """Operators whose kernels no GPU has run in their present form. They run only where they are named."""
 
 

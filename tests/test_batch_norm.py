@@ -31,22 +31,28 @@ def plain_normalise(x, scale, bias, residual, mean, var, activation):
 
 
 @pytest.mark.parametrize("rows", [1, 63, 65, 50_000])
-@pytest.mark.parametrize("first", ["like the others", "zeros", "far off"])
+@pytest.mark.parametrize("first", ["like the others", "zeros", "far off", "two of three far off"])
 @pytest.mark.parametrize("mean", [0.0, 1000.0])
-def test_moments_in_one_pass_are_accurate_whatever_the_first_rows_are(rows, first, mean):
+def test_moments_in_one_pass_are_accurate_whatever_some_rows_are(rows, first, mean):
     random = np.random.default_rng(0)
     x = (mean + random.normal(size=(rows, 7))).astype(np.float32)
     x[:, 0] = mean
-    if first != "like the others":
+    if first in ("zeros", "far off"):
         x[: -(-rows // 64)] = 0.0 if first == "zeros" else -1e4
+    elif first != "like the others":
+        x[[rows // 6, rows // 2]] = -1e4
     found = reference.batch_norm.shifted_moments(jnp.asarray(x))
     truth = x.mean(0, dtype=np.float64), x.var(0, dtype=np.float64)
     spread = np.sqrt(truth[1])
+    of_far_off = 1e-7 * np.abs(x).max(0) if first == "two of three far off" else 0.0
     np.testing.assert_array_less(
-        np.abs(found[0] - truth[0]), 1e-6 * (np.abs(truth[0]) + 8 * spread) + 1e-12
+        np.abs(found[0] - truth[0]), 1e-6 * (np.abs(truth[0]) + 8 * spread) + of_far_off + 1e-12
     )
-    # Both terms of the difference may be 64 times as large, with some roundings of float32 each.
-    np.testing.assert_array_less(np.abs(found[1] - truth[1]), 64 * 5e-7 * truth[1] + 1e-12)
+    # Both terms of the difference may be so many times as large, with some roundings of float32 each.
+    times = rows / 2 if first == "two of three far off" else 4
+    np.testing.assert_array_less(
+        np.abs(found[1] - truth[1]), max(4, times) * 5e-7 * truth[1] + 1e-12
+    )
 
 
 @pytest.mark.parametrize(

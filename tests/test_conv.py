@@ -513,6 +513,8 @@ def test_depthwise_kernels_are_launched(with_library):
         (7, 1, "bfloat16", [TILES]),
         (7, 1, "float32", [CONV]),
         (7, 2, "bfloat16", []),
+        (5, 1, "bfloat16", [TILES]),
+        (5, 1, "float32", []),
         (3, 1, "bfloat16", []),
     ],
 )

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import dispatch
-from jaxfused.ops import dense_conv
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.conv import ConvConfig, forward_and_statistics
 from pallas_kernels.conv.window import Window
 from pallas_kernels.product.matmul import MatmulConfig
 from tests.against_float64 import assert_values_and_gradients
 from tests.grids import parametrize
-from tests.lowering import kernels
 from tests.test_conv import dense_stand_ins, plain_conv
 from tests.test_group_norm import stand_ins, with_library
 
@@ -176,19 +173,6 @@ def test_who_has_none_says_so():
     chex.assert_trees_all_equal(
         jaxfused.batch_norm(y, scale, statistics=taken), jaxfused.batch_norm(y, scale)
     )
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_until_they_are_measured_kernels_have_to_be_named(size, hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({dense_conv.STATISTICS}))
-    x = jax.ShapeDtypeStruct((64, 56, 56, 64), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((size, size, 64, 256), jnp.bfloat16)
-
-    def taken(x, w, implementation=None):
-        return jaxfused.conv(x, w, statistics=True, implementation=implementation)[1]
-
-    assert jax.eval_shape(taken, x, w) is None
-    assert kernels(lambda x, w: taken(x, w, "pallas"), x, w) == ["conv_and_statistics"]
 
 
 @pytest.mark.parametrize(

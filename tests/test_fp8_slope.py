@@ -1,5 +1,7 @@
 """The derivative of an activation, kept in a byte in place of what the activation is of."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import dispatch, reference
+from jaxfused import reference
 from jaxfused.ops import fp8_copies, mlp_fp8
 from pallas_kernels.product import fp8 as pallas_fp8
 from pallas_kernels.product.mainloop import MatmulConfig
@@ -53,7 +55,7 @@ def relative(ours, truth):
 def test_the_slope_makes_no_difference_that_float8_does_not(activation, monkeypatch):
     """Nearer to the gradient that reads z than that is to float32."""
     by_slope = everything(gradients("fp8", activation))
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"fp8 slope"}))
+    monkeypatch.setattr(mlp_fp8, "SLOPES", ())
     by_z = everything(gradients("fp8", activation))
     exact = everything(gradients(None, activation))
     chex.assert_trees_all_close(by_slope[0], by_z[0], rtol=2e-2)
@@ -142,8 +144,8 @@ def test_scales_of_a_layer_in_the_interpreter(interpreted_hopper):
     np.testing.assert_allclose(np.float32(ours), np.float32(xla), rtol=1e-2, atol=1e-4)
 
 
-def gradient_of_mlp(x, w1, b1, w2):
-    y = jaxfused.mlp(x, w1, b1, w2, save="hidden", precision="fp8")
+def gradient_of_mlp(save, x, w1, b1, w2):
+    y = jaxfused.mlp(x, w1, b1, w2, save=save, precision="fp8")
     return jnp.sum(y.astype(jnp.float32))
 
 
@@ -151,21 +153,21 @@ SHAPES = [((256, 128), jnp.bfloat16), ((128, 256), jnp.bfloat16), ((256,), jnp.b
 SHAPES += [((256, 128), jnp.bfloat16)]
 
 
-@pytest.mark.parametrize("gate", [(), ("fp8 slope",)])
-def test_what_a_gradient_launches(gate, hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset(gate))
+@pytest.mark.parametrize("save", ["hidden", "preactivation", "inputs"])
+def test_what_a_gradient_launches(save, hopper):
     shapes = [jax.ShapeDtypeStruct(*shape) for shape in SHAPES]
-    launched = set(lowering.kernels(jax.grad(gradient_of_mlp, (0, 1, 2, 3)), *shapes))
+    launched = set(
+        lowering.kernels(jax.grad(partial(gradient_of_mlp, save), (0, 1, 2, 3)), *shapes)
+    )
     common = {"jaxfused_largest", "jaxfused_quantize", "fp8_layer", "fp8_weight_gradient"}
-    by_slope = "fp8_hidden_gradient" if gate == ("fp8 slope",) else "fp8_hidden_gradient_by_slope"
+    by_slope = "fp8_hidden_gradient" if save == "inputs" else "fp8_hidden_gradient_by_slope"
     assert launched == common | {by_slope}
 
 
 @pytest.mark.gpu
 @parametrize("rows", [128, 1040, 4096], quick=())
 @parametrize("activation", ["gelu_tanh", "gelu_erf", "quick_gelu", "silu", "relu"], quick=())
-def test_gradients_by_slope_on_a_gpu(rows, activation, monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
+def test_gradients_by_slope_on_a_gpu(rows, activation):
     arrays = fp8_judge.operands(rows)
     ours, again, xla = (
         jax.jit(fp8_judge.mlp_and_gradients(activation, implementation))(*arrays)

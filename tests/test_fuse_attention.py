@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 import jaxfused
-from jaxfused import dispatch
-from jaxfused.ops.qkv_projection import NEIGHBOURS as ROTATED_NEIGHBOURS
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
 pytestmark = pytest.mark.exhaustive
@@ -508,13 +506,9 @@ def test_a_part_of_a_product_that_is_used_elsewhere():
     assert_fuses(f, *args, into={"dot_product_attention": 1})
 
 
-@pytest.mark.parametrize("measured", [False, True])
-def test_projections_whose_neighbours_are_rotated(measured, monkeypatch):
-    """Until a GPU has timed the kernels that rotate neighbours, rotations are operators of their own."""
-    unmeasured = () if measured else (ROTATED_NEIGHBOURS,)
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset(unmeasured))
-    into = {"dot_product_attention": 1, "qkv_projection": 1} | ({} if measured else {"rope": 2})
+def test_projections_whose_neighbours_are_rotated():
     f = partial(self_attention, rotation=gpt_j)
+    into = {"dot_product_attention": 1, "qkv_projection": 1}
     assert_fuses(f, *projections("float32"), into=into)
 
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfused
-from jaxfused import dispatch
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
 pytestmark = pytest.mark.exhaustive
@@ -316,11 +315,3 @@ def test_gate_before_the_sum(dtype):
     found = fusion(block, x, w, *images(dtype, 5))
     assert_fuses(block, x, w, *images(dtype, 5), into={"layer_norm": 2})
     assert "gate" in str(found)
-
-
-def test_modulation_waits_for_its_kernels(monkeypatch):
-    """As long as no GPU has measured them, the program's own modulation stays."""
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"adaptive_norm"}))
-    x, _, _ = inputs("float32")
-    found = str(fusion(modulated, x, *images("float32", 2)))
-    assert "layer_norm" in found and "image_shift" not in found

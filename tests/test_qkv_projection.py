@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import dispatch, ops
+from jaxfused import dispatch
 from pallas_kernels.product import qkv_projection
 from pallas_kernels.product.few_rows import FewRowsConfig
 from tests.against_float64 import assert_values_and_gradients
@@ -292,10 +292,6 @@ def test_until_they_are_measured_kernels_of_neighbours_have_to_be_named(hopper, 
         return choice.implementation
 
     assert forward(case) == "pallas"
-    gate = frozenset({ops.qkv_projection.NEIGHBOURS})
-    monkeypatch.setattr(dispatch, "UNMEASURED", gate)
-    assert forward(case) == "xla"
-    assert forward(case, "pallas") == "pallas"
     assert forward(replace(case, interleaved=False)) == "pallas"
 
 

@@ -157,20 +157,6 @@ def test_one_kernel_adds_and_masks(hopper):
     assert kernels(gradient, x, w) == ["conv", "conv_input_gradient"]
 
 
-def test_until_it_is_measured_the_kernel_has_to_be_named(hopper, monkeypatch):
-    monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({dense_conv.JOINED}))
-    stage = dense_conv._JoinedInputGradient(
-        dense_conv._InputGradient(
-            dense_conv.Window((1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1)), (56, 56), None
-        )
-    )
-    image = jax.ShapeDtypeStruct((64, 56, 56, 64), jnp.bfloat16)
-    reasons = stage.reasons(
-        hopper, image, jax.ShapeDtypeStruct((1, 1, 64, 64), "bfloat16"), image, image
-    )
-    assert reasons == {"xla": None, "pallas": None} and next(iter(reasons)) == "xla"
-
-
 # --- norms ----------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,6 @@ def run(
         implementation,
         device,
         x,
-        why_xla=dispatch.why_unmeasured("adaptive_norm"),
         missing={"cuda": "the CUDA kernels have no parameters of each image and no gate"},
     )
     if takes_xla:

@@ -325,8 +325,6 @@ def _broadcastable(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.A
 # --- kernels and their gradient -------------------------------------------------------------------
 
 
-_CAPPED_IN_FLOAT32 = "attention float32 soft cap"
-"""The name by which `dispatch.UNMEASURED` has CUDA's gradients in float32 under a soft cap."""
 _FEW_QUERIES = 64
 """Up to so many queries XLA may be faster; with more, its logits take too much memory."""
 
@@ -378,8 +376,6 @@ class _Options:
         if device.multiprocessors == 0:
             return False
         if arrays.query.dtype == jnp.float32:
-            if self.soft_cap is not None and dispatch.why_unmeasured(_CAPPED_IN_FLOAT32):
-                return True
             work = self._work_of_float32(device, arrays)
             return work.xla_backward() < work.backward()
         if queries > _FEW_QUERIES:

@@ -150,7 +150,7 @@ def conv(
             why_xla = dense_conv.why_xla(window, values, w)
     else:
         missing["pallas"] = depthwise_conv.NO_PALLAS
-        why_xla = None if explicit else depthwise_conv.why_xla(depthwise)
+        why_xla = None if explicit else depthwise_conv.why_xla(device, values, depthwise)
     takes_xla = takes_reference(
         op, implementation, device, values, missing=missing, why_xla=why_xla
     )

@@ -445,10 +445,6 @@ class _Forward:
         return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
 
 
-STATISTICS = "conv statistics"
-"""The name by which `dispatch.UNMEASURED` has the kernels that take the statistics of their result."""
-
-
 def _takes_statistics(
     run: Runner, options: _Options, request: Request, x, w, bias, residual
 ) -> bool:
@@ -457,8 +453,6 @@ def _takes_statistics(
     That has to be known where the call is traced, before it is on the devices.
     """
     if options.keeps_preactivation or not sharding.is_in_one_piece(x, w):
-        return False
-    if run.implementation is None and dispatch.why_unmeasured(STATISTICS) is not None:
         return False
     like_x, like_w = jax.eval_shape(request.simplify, x, w)
     stage = _ForwardWithStatistics(options)
@@ -694,13 +688,8 @@ class _JoinedInputGradient:
                 found = fastest_first(found, {"pallas": ours, "xla": theirs})
             else:
                 found = dispatch.preferring("xla", found)
-        else:
-            found = _in_order(
-                device, call, reason, after=cost.xla_pass(elements, moved, 0), **streams
-            )
-        if dispatch.why_unmeasured(JOINED) is not None:
-            return dispatch.preferring("xla", found)
-        return found
+            return found
+        return _in_order(device, call, reason, after=cost.xla_pass(elements, moved, 0), **streams)
 
     def _streams(self, dz, other, y) -> dict[str, int]:
         read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
@@ -735,10 +724,6 @@ class _JoinedInputGradient:
             return None
         merged = merged_images(axis_size, (in_batched[0], *in_batched[2:]), (dz, other, y))
         return unmerged_images(axis_size, call(self, merged[0], w, *merged[1:]))
-
-
-JOINED = "conv joined input gradient"
-"""The name by which `dispatch.UNMEASURED` has the kernels with what is added to a gradient of x."""
 
 
 def joined_gradient(dx: jax.Array, other: jax.Array | None, y: jax.Array | None) -> jax.Array:

@@ -21,18 +21,22 @@ from jaxfused.semantics.activation import value_and_slope
 NO_PALLAS = "there is no Pallas kernel of a depthwise conv"
 
 
-def why_xla(window: Window) -> str | None:
+def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
     """Returns why a call that names no implementation is XLA's, or None where kernels are faster."""
-    if window.stride == 1 and min(window.kernel) >= _LARGE:
+    smallest = min(window.kernel) if window.stride == 1 else 1
+    if smallest >= _LARGE:
+        return None
+    if smallest >= _LARGE_FOR_TILES and isinstance(_default(device, x, window), Tile):
         return None
     return (
-        f"depthwise kernels are known to be faster from {_LARGE} x {_LARGE} at stride 1, and this one"
-        f" is {window.kernel[0]} x {window.kernel[1]} at stride {window.stride}"
+        f"depthwise kernels are known to be faster from {_LARGE} x {_LARGE} at stride 1 and on tensor"
+        f" cores from {_LARGE_FOR_TILES} x {_LARGE_FOR_TILES}, and this one is {window.kernel[0]} x"
+        f" {window.kernel[1]} at stride {window.stride}"
     )
 
 
-_LARGE = 7
-"""Rows and columns of a window that were measured to be worth a kernel."""
+_LARGE, _LARGE_FOR_TILES = 7, 5
+"""Rows and columns of a window that were measured to be worth a kernel of either sort."""
 
 
 def window_of(
@@ -342,10 +346,6 @@ def _rows(window: Window, images: jax.Array) -> jax.Array:
     return images.reshape(1, images.shape[0], *images.shape[2:])
 
 
-TILES = "conv depthwise tiles"
-"""The name by which `dispatch.UNMEASURED` has the kernels on tensor cores."""
-
-
 def _configs(
     implementation: str, device: dispatch.Device, x: Any, window: Window, **sums: bool
 ) -> list[Strips | Tile]:
@@ -369,9 +369,7 @@ def _configs(
         **sums,
     )
     fastest = tiles and tiles[0].useful(images, *window.result(height, width)) >= _USEFUL
-    if not fastest or dispatch.why_unmeasured(TILES):
-        return [Strips(), *tiles]
-    return [*tiles, Strips()]
+    return [*tiles, Strips()] if fastest else [Strips(), *tiles]
 
 
 _USEFUL = 0.6

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused import cuda, dispatch, reference, sharding
+from jaxfused import cuda, reference, sharding
 from jaxfused.ops.batching import OneByOne
 from jaxfused.ops.fp8 import Fp8State
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
@@ -174,7 +174,7 @@ class _Largest(OneByOne):
         reason = reason or cuda.library.why_dtype_unfit(operands[0].dtype)
         if len({operand.dtype for operand in operands if operand is not None}) > 1:
             reason = reason or "it takes arrays of one dtype"
-        return _measured_first({"cuda": reason or cuda.library.why_unavailable(), "xla": None})
+        return {"cuda": reason or cuda.library.why_unavailable(), "xla": None}
 
     def run(self, implementation, device, *operands) -> Results:
         arrays = [operand for operand in operands if operand is not None]
@@ -243,7 +243,7 @@ class _Quantize(OneByOne):
             widths=[matrix.shape[1] for matrix in matrices],
             transposes=self.transposes,
         )
-        return _measured_first({"cuda": reason, "xla": None})
+        return {"cuda": reason, "xla": None}
 
     def run(self, implementation, device, *operands) -> Results:
         del device
@@ -274,8 +274,3 @@ class _Quantize(OneByOne):
         columns = sum(matrix.shape[1] for matrix in matrices)
         tiles = cuda.quantize.tiles(matrices[0].shape[0], columns)
         return jnp.full((tiles,), reference.fp8.largest_magnitude(*matrices))
-
-
-def _measured_first(reasons: dict[str, str | None]) -> dict[str, str | None]:
-    unmeasured = dispatch.why_unmeasured("fp8 quantize") is not None
-    return dispatch.preferring("xla", reasons) if unmeasured else reasons

@@ -90,8 +90,9 @@ def mlp(
         the row and the feature alone, by `jaxfused.semantics.dropout.keep_rows`, and is not saved for
         the backward.
       precision: of the products, as in `jax.numpy.matmul`; or "fp8": they and their gradients are taken
-        of float8, each operand with one scale, as docs/quantisation.md says. "hidden" then keeps x w1
-        + b1 in x's dtype and the hidden layer in float8; nothing is dropped.
+        of float8, each operand with one scale, as docs/quantisation.md says. "preactivation"
+        and "hidden" then keep the hidden layer and the activation's derivative, in a byte each;
+        nothing is dropped.
       out_dtype: of y; by default the residual's dtype, or x's where there is no residual.
       implementation: None for the fastest that can run, or "pallas", "cuda", "xla".
 

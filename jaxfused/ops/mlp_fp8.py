@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch
 from jaxfused.ops import fp8, fp8_copies, fp8_products
 from jaxfused.ops.kernel_call import Runner
 from jaxfused.semantics.checkpoint_names import named
@@ -37,8 +36,8 @@ class Options:
     @classmethod
     def of_mlp(cls, activation: str | None, save: str, out_dtype: Any, dtypes: Any) -> "Options":
         """Those of `mlp`, in the form that has been measured."""
-        fits = save == "hidden" and activation in SLOPES
-        keeps_slope = fits and dispatch.why_unmeasured("fp8 slope") is None
+        # In bytes slope and hidden layer take what the preactivation does, whose gradient takes longer.
+        keeps_slope = save != "inputs" and activation in SLOPES
         return cls(activation, save, out_dtype, dtypes, keeps_slope)
 
 
@@ -106,12 +105,15 @@ def _mlp_fwd(run: Runner, options: Options, x, w1, b1, w2, b2, residual, state):
         z,
         activation=options.activation,
         largest=largest,
-        transposes=options.save == "hidden",
+        transposes=options.keeps_slope or options.save == "hidden",
         slope=options.keeps_slope,
     )
-    slope = None if hs.slope is None else named(hs.slope, "mlp", "hidden")
     y = _last_layer(run, "mlp", options, hs, w2s, b2, residual)
+    slope = hs.slope
     hs, w2s = hs.kept("transposed"), w2s.kept("values")
+    if options.keeps_slope:
+        what: Any = options.save
+        slope, hs = named((slope, hs), "mlp", what)
     if options.save == "inputs" or options.keeps_slope:
         # Of the inputs the product is taken again, of the very operands.
         z = None

@@ -482,9 +482,6 @@ def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) 
 
 # --- kernels --------------------------------------------------------------------------------------
 
-NEIGHBOURS = "qkv_projection neighbours"
-"""The name by which `dispatch.UNMEASURED` has the kernels that rotate neighbours."""
-
 
 @dataclass(frozen=True)
 class _Forward:
@@ -532,8 +529,6 @@ class _Forward:
             rotary_dim=rotary_dim,
             interleaved=self.options.interleaved,
         )
-        if rotary_dim and self.options.interleaved and dispatch.why_unmeasured(NEIGHBOURS):
-            return dispatch.preferring("xla", reasons)
         return _forward_first(
             device,
             x,
@@ -711,23 +706,34 @@ def _forward_first(
     if not _is_modelled(device, x):
         return _where_large(device, work, reasons)
     # XLA cuts the product into three, norms two of them, and turns the pairs of heads.
-    kernels = len(widths) * (1 + int(norm and rotary_dim > 0))
-    moved = 2 * x.dtype.itemsize * work.m * work.n
-    passes = kernels * cost.xla_pass(moved // len(widths), 1)
+    moved = 2 * x.dtype.itemsize
+    rotated = moved * (_OF_NEIGHBOURS if rotary_dim and interleaved else 1.0)
+    passes = sum(
+        cost.xla_pass(work.m * width, of_one)
+        for width, of_one in zip(widths, (rotated, rotated, moved), strict=True)
+    )
+    passes *= 1 + int(norm and rotary_dim > 0)
     times = {"xla": xla_time(device, work, Passes()) + passes}
     if reasons["pallas"] is None:
-        copies = _weight_copies(weights, x.dtype)
+        # Both put weights of their own side by side; one of them may want another order of columns.
+        head_size = weights[0].shape[-1]
+        turns = pallas_qkv_projection.orders_columns(head_size, norm, rotary_dim, interleaved)
+        copies = cost.xla_pass(work.k * work.n, moved) if turns else 0.0
         times["pallas"] = copies + pallas_qkv_projection.predicted_time(
             work.m,
             work.k,
             widths,
-            head_size=weights[0].shape[-1],
+            head_size=head_size,
             norm=norm,
             rotary_dim=rotary_dim,
             interleaved=interleaved,
             multiprocessors=device.multiprocessors,
         )
     return fastest_first(reasons, times)
+
+
+_OF_NEIGHBOURS = 2.4
+"""The time of XLA's rotation of neighbours, which it reads one by one, of that of halves (an H200)."""
 
 
 def _gradient_first(device, x, weights, reasons) -> Mapping[str, str | None]:

@@ -28,9 +28,7 @@ def is_one_pass(implementation: str | None, device: dispatch.Device, x, residual
     """Whether one kernel normalises and quantises; else one follows the other."""
     if implementation == "pallas":
         return True
-    if implementation is not None or dispatch.why_unmeasured("quantized norm") is not None:
-        return False
-    return _why_unsupported(device, x, residual) is None
+    return implementation is None and _why_unsupported(device, x, residual) is None
 
 
 def of_output(output: Output, dtype: str, implementation: str | None) -> QuantizedOutput:

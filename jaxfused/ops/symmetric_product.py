@@ -37,8 +37,8 @@ def symmetric_product(
         both are polynomials of one symmetric matrix. None for x.
       matrix: S, [B, M, M] of x's dtype, each of them symmetric. With None the result is X Y^T.
       coefficients: (a, b, c), [3], with `matrix`.
-      is_factor: whether the result is for further products alone, so that the kernel may round float32 to
-        the 10 bits of tf32 that these take.
+      is_factor: whether the result is for further products alone, so that the kernel may round float32
+        to the 10 bits of tf32 that these take.
       implementation: None for the fastest that can run, or "pallas", "xla".
 
     Returns:

@@ -98,8 +98,8 @@ def muon(
     Arguments, state and, up to rounding, numbers are those of `optax.contrib.muon`. Matrices of one
     shape are multiplied as one batch, those of stacked layers included. Of matrices that are at least
     twice as long as wide, three iterations take one product with X, since the Gram matrices of all three
-    follow from the first one's. `step` runs in jax.numpy; a Pallas kernel (Hopper) that multiplies half
-    of each symmetric product waits until a GPU has timed it.
+    follow from the first one's. Of each symmetric product a Pallas kernel (Hopper) multiplies half;
+    the rest of `step` is jax.numpy.
 
     Args:
       learning_rate: alpha, a constant or a schedule (step count -> value).

@@ -1,5 +1,6 @@
 """batch_norm in plain jax.numpy, and its folding into the weights of the layer before it."""
 
+import math
 from collections.abc import Hashable, Sequence
 
 import jax
@@ -50,36 +51,39 @@ def norm_and_statistics(
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(y, mean, rstd, variance) of [M, C]; the statistics are [C]."""
-    moments = shifted_moments if len(x) > SPLIT_ROWS else centered_moments
-    mean, variance = moments(x)
+    mean, variance = shifted_moments(x)
     y = norm(x, scale, bias, residual, mean, variance, epsilon=epsilon, activation=activation)
     return y, mean, jax.lax.rsqrt(variance + epsilon), variance
 
 
-SPLIT_ROWS = 4096
-"""XLA sums columns of more rows in parts. Of fewer it writes all deviations in float32, to sum them."""
-
-
-def centered_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [C] of [M, C], in two passes over x."""
-    wide = x.astype(accumulator_dtype(x.dtype))
-    mean = jnp.mean(wide, 0)
-    return mean, jnp.mean(jnp.square(wide - mean), 0)
-
-
 def shifted_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [C] of [M, C], in one pass over x after a look at the first rows of it.
+    """Mean and variance [C] of [M, C], in one pass over x.
 
-    With the deviations d from the mean s of the first 1/64 of the rows, the variance is mean(d^2) -
-    mean(d)^2. These rows alone deviate from the mean so far that mean(d)^2 is at most 64 times the
-    variance, whatever x is: cancellation costs at most 6 of 24 bits, and none where the first rows are
-    like the others.
+    With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. That number
+    is the median of three rows. Cancellation costs nothing to speak of, unless two of them lie many
+    standard deviations to one side; they themselves add to the variance, so that mean(d)^2 is at most
+    M / 2 times the variance, whatever x is.
     """
     wide = x.astype(accumulator_dtype(x.dtype))
-    first = jnp.mean(wide[: -(-len(x) // 64)], 0)
-    deviations = wide - first
-    mean = jnp.mean(deviations, 0)
-    return first + mean, jnp.maximum(jnp.mean(jnp.square(deviations), 0) - jnp.square(mean), 0.0)
+    a, b, c = (wide[len(x) * place // 6] for place in (1, 3, 5))
+    near = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
+    deviations = wide - near
+    mean = _mean_of_rows(deviations)
+    square = _mean_of_rows(jnp.square(deviations))
+    return near + mean, jnp.maximum(square - jnp.square(mean), 0.0)
+
+
+_FEW_ROWS = 4096
+"""XLA sums columns of more rows in parts by itself."""
+
+
+def _mean_of_rows(values: jax.Array) -> jax.Array:
+    """[C] of [M, C]; few rows in parts too, of which XLA would keep few multiprocessors busy."""
+    rows = len(values)
+    if rows > _FEW_ROWS:
+        return jnp.mean(values, 0)
+    parts = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
+    return jnp.mean(jnp.mean(values.reshape(parts, rows // parts, -1), 1), 0)
 
 
 def norm(

@@ -578,7 +578,7 @@ _XLA_TILES = [
 
 
 def xla_pass(
-    elements: int, bytes_of_element: int, activations: int = 0, *, slow_activation: bool = False
+    elements: int, bytes_of_element: float, activations: int = 0, *, slow_activation: bool = False
 ) -> float:
     """Microseconds of a kernel of XLA's that reads and writes matrices of so many elements."""
     speeds = H200

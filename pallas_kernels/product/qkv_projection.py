@@ -231,6 +231,11 @@ def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
     return not norm and head_size == rotary_dim > unit and head_size % unit == 0
 
 
+def orders_columns(head_size: int, norm: bool, rotary_dim: int, interleaved: bool) -> bool:
+    """Whether `forward` brings the columns of the weights into another order."""
+    return _splits_heads(head_size, norm, rotary_dim) and not interleaved
+
+
 def _in_strips(columns: jax.Array, head_size: int) -> jax.Array:
     """[..., heads * H] with the strips of each head's halves in turn: those of a unit together."""
     halves = columns.reshape(*columns.shape[:-1], -1, 2, head_size // (2 * _STRIP), _STRIP)
@@ -299,7 +304,7 @@ def forward(
         )
         return (q, k, v, *(projections or (None, None)))
     splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
-    if splits_heads and not interleaved:
+    if orders_columns(head_size, any(has_norms), rotary_dim, interleaved):
         w = _in_strips(w, head_size)
         bias = None if bias is None else _in_strips(bias, head_size)
     n = w.shape[1]

@@ -105,8 +105,8 @@ def symmetric_product(
       y: [B, M, K] of x's dtype, such that X Y^T is symmetric; None for x.
       matrix: S, [B, M, M] of x's dtype, each of them symmetric, or None.
       coefficients: (a, b, c), float32 [3], with `matrix`.
-      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product takes. What is
-        not rounded here loses the others there, and becomes smaller on average.
+      is_factor: whether a float32 result is rounded to tf32, the bits of it that a product takes. What
+        is not rounded here loses the others there, and becomes smaller on average.
       multiprocessors: of the device.
       config: one of `candidates`; None for the first.
     """

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jaxfused import dispatch
 from jaxfused.fuse.algebra import (
     Mean,
     Product,
@@ -219,7 +218,6 @@ def _match(value: Value, found: Statistics) -> _Match | str:
     normalised: Product | None = None
     bias: list[Value] = []
     shifts: list[Value] = []
-    takes_images = dispatch.why_unmeasured("adaptive_norm") is None
     parts = total(value)
     if parts.constant != 0.0:
         return ""
@@ -232,7 +230,7 @@ def _match(value: Value, found: Statistics) -> _Match | str:
             normalised = powers
             continue
         summand = vector(term.view, value.ndim)
-        shift = per_image(term.view, value.ndim) if takes_images else None
+        shift = per_image(term.view, value.ndim)
         if (summand is None and shift is None) or term.factor != 1.0:
             return ""
         if summand is not None:
@@ -252,7 +250,7 @@ def _match(value: Value, found: Statistics) -> _Match | str:
                 return ""
         else:
             factor = vector(seen, value.ndim)
-            of_images = per_image(seen, value.ndim) if takes_images else None
+            of_images = per_image(seen, value.ndim)
             if (factor is None and of_images is None) or power != 1.0:
                 return "it is scaled by an array that differs from row to row"
             if factor is not None:
@@ -397,7 +395,7 @@ def _branch(book: Book, value: Value) -> tuple[Value, Value | None, set[Node]] |
 def _gated(book: Book, value: Value) -> tuple[Value, Value, Value | None, set[Node]] | None:
     """A branch times a gate of each image: the gate, the branch and its bias, and what multiplies."""
     node = value.node
-    if dispatch.why_unmeasured("adaptive_norm") is not None or node is None:
+    if node is None:
         return None
     if node.name != "mul" or not value.used_once or node in book.owner:
         return None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from jaxfused import dispatch
 from jaxfused.fuse.algebra import between, is_reshape, is_transparent
 from jaxfused.fuse.columns import Columns
 from jaxfused.fuse.constants import scalar
@@ -21,7 +20,7 @@ from jaxfused.fuse.recognisers.product import Biased, Projection, biased, projec
 from jaxfused.fuse.recognisers.rotation import Rotation, differs_along, rotation, tables_of_rows
 from jaxfused.fuse.recognisers.stacked import Part, parts, whole_of
 from jaxfused.fuse.site import Book, Site
-from jaxfused.ops.qkv_projection import NEIGHBOURS, qkv_projection
+from jaxfused.ops.qkv_projection import qkv_projection
 
 
 @dataclass
@@ -90,9 +89,6 @@ def _branch(
             value = norm.inputs[0]
             continue
         found = rotation(value, columns) if turned is None and norm is None else None
-        if found is not None and found.interleaved and dispatch.why_unmeasured(NEIGHBOURS):
-            value = found.x
-            continue
         if found is not None and book.is_free(found.covered):
             turned = found
             result = value
