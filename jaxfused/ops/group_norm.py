@@ -561,6 +561,8 @@ def _fastest_first(
     reasons = {"cuda": reason, "pallas": why_no_pallas(options.op), "xla": None}
     if reason is not None:
         return reasons
+    if options.op == "batch_norm" and pixels <= _SUMMED_IN_A_LOOP:
+        return dispatch.preferring("xla", reasons)
     shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
     run = dict(groups=groups, multiprocessors=device.multiprocessors)
     config = cuda.group_norm.candidates(*shape, **run)[0]
@@ -573,6 +575,8 @@ def _fastest_first(
     return reasons if ours <= _GAIN * theirs else dispatch.preferring("xla", reasons)
 
 
+_SUMMED_IN_A_LOOP = 32
+"""Rows of a batch that a thread of XLA's sums by itself, all passes of a gradient in 6 us."""
 _OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
 """Microseconds to read or write a megabyte."""
 _GAIN = 0.85

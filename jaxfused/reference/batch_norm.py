@@ -73,14 +73,14 @@ def shifted_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return near + mean, jnp.maximum(square - jnp.square(mean), 0.0)
 
 
-_FEW_ROWS = 4096
-"""XLA sums columns of more rows in parts by itself."""
+_FEW_ROWS = 512, 4096
+"""XLA sums columns of more rows in parts by itself, and of fewer a part is not worth a kernel."""
 
 
 def _mean_of_rows(values: jax.Array) -> jax.Array:
     """[C] of [M, C]; few rows in parts too, of which XLA would keep few multiprocessors busy."""
     rows = len(values)
-    if rows > _FEW_ROWS:
+    if not _FEW_ROWS[0] <= rows <= _FEW_ROWS[1]:
         return jnp.mean(values, 0)
     parts = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
     return jnp.mean(jnp.mean(values.reshape(parts, rows // parts, -1), 1), 0)
