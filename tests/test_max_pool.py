@@ -174,6 +174,19 @@ def test_the_forward_is_a_kernel_where_there_is_a_backward(with_library):
     assert kernels(jax.grad(f), x) == [FORWARD, BACKWARD]
 
 
+def test_windows_that_no_kernel_takes(with_library):
+    """A place in them does not fit in a byte."""
+
+    def f(x):
+        return jaxfused.max_pool(x, 16).sum()
+
+    x = with_ties(2, 20, 18, 3)
+    assert kernels(jax.grad(f), x) == []
+    np.testing.assert_array_equal(
+        jax.grad(f)(x), jax.grad(lambda x: jaxfused.max_pool(x, 16, implementation="xla").sum())(x)
+    )
+
+
 GOOD = dict(
     compute_capability=(8, 0),
     shape=(2, 8, 8, 4),

@@ -77,8 +77,11 @@ def max_pool(
                 " smaller; pass a smaller window or more padding."
             )
     device = dispatch.current_device(x)
-    why_xla = None if spatial <= 2 else f"x has {spatial} spatial axes, and the kernels take 1 or 2"
-    missing = {"pallas": NO_PALLAS} | ({} if why_xla is None else {"cuda": why_xla})
+    missing = {"pallas": NO_PALLAS}
+    if spatial > 2:
+        missing["cuda"] = f"x has {spatial} spatial axes, and the kernels take 1 or 2"
+    elif why_window := cuda.max_pool.why_window_unfit(sizes):
+        missing["cuda"] = why_window
     if takes_reference(op, implementation, device, x, missing=missing):
         return reference.max_pool.pool(x, window=sizes, strides=steps, padding=pairs)
     images = x if spatial == 2 else x[:, None]
