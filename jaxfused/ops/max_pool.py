@@ -28,8 +28,8 @@ def max_pool(
 
     .. math:: y_{b, i, c} = \max_{j} x_{b, \text{strides} \cdot i + j - \text{low}, c}
 
-    where j runs over the window. The gradient of y goes to the first of equal values. Padding is never
-    the largest value, and a NaN is larger than every number.
+    where j runs over the window. The gradient of y goes to the first of equal values, and is summed in a
+    fixed order. Padding is never the largest value, and a NaN is larger than every number.
 
     Args:
       x: [B, *spatial, C] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
