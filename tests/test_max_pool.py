@@ -25,6 +25,8 @@ CASES = (
     ((1, 7, 5, 3), dict(window=(3, 2))),
     ((2, 11, 11, 8), dict(window=2, strides=3)),
 )
+OTHER_CASE = ((2, 6, 6, 3, 8), dict(window=(3, 3, 2), strides=(2, 2, 1), padding="SAME"))
+"""The kernels do not take three axes."""
 
 
 def with_ties(*shape, seed=0):
@@ -54,35 +56,128 @@ def test_is_flax_max_pool(shape, options):
     np.testing.assert_array_equal(jaxfused.max_pool(x, **options), stock)
 
 
-@pytest.mark.exhaustive
+def axes(least, most):
+    """A number for each spatial axis."""
+    return st.tuples(*[st.integers(least, most)] * 3)
+
+
+def stock(x, *, window, strides, padding):
+    """What XLA makes of it, select-and-scatter in the gradient."""
+    return jax.lax.reduce_window(
+        x,
+        -jnp.inf,
+        jax.lax.max,
+        (1, *window, 1),
+        (1, *strides, 1),
+        ((0, 0), *padding, (0, 0)),
+    )
+
+
+def of_integers(y, seed):
+    """A cotangent whose sums are exact."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, size=y.shape), y.dtype)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
-    size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    window=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    strides=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    low=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    high=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    spatial=st.integers(1, 3),
+    size=axes(1, 9),
+    window=axes(1, 9),
+    strides=axes(1, 4),
+    low=axes(0, 3),
+    high=axes(0, 3),
     seed=st.integers(0, 9),
 )
-def test_the_stages_of_the_reference_are_the_whole(size, window, strides, low, high, seed):
-    low = tuple(min(a, w - 1) for a, w in zip(low, window, strict=True))
-    if any(n + a + b < w for n, a, b, w in zip(size, low, high, window, strict=True)):
-        return
-    x = with_ties(2, *size, 3, seed=seed).at[0, 0, 0, 0].set(-jnp.inf)
-    options = dict(window=window, strides=strides, padding=tuple(zip(low, high, strict=True)))
+def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides, low, high, seed):
+    size, strides = size[:spatial], strides[:spatial]
+    padding = tuple(zip(low, high, strict=True))[:spatial]
+    # Padding may be wider than the window, which is then in the padding alone.
+    window = tuple(min(w, n + a + b) for w, n, (a, b) in zip(window, size, padding, strict=False))
+    options = dict(window=window, strides=strides, padding=padding)
+    x = with_ties(2, *size, 3, seed=seed)
+    minus_infinity, nan = jnp.asarray(np.random.default_rng(seed).random((2, *x.shape)) < 0.1)
+    x = jnp.where(minus_infinity, -jnp.inf, x)
+    y, vjp = jax.vjp(lambda x: reference.max_pool.pool(x, **options), x)
+    expected, expected_vjp = jax.vjp(lambda x: stock(x, **options), x)
+    np.testing.assert_array_equal(y, expected)
+    # Where all of a window is minus infinity, XLA may take the padding.
+    dy = jnp.where(jnp.isfinite(y), of_integers(y, seed), 0.0)
+    np.testing.assert_array_equal(vjp(dy)[0], expected_vjp(dy)[0])
+
+    # XLA takes what comes after a NaN. Here and in the kernels the first NaN is the largest.
+    x = jnp.where(nan, jnp.nan, x)
     y, places = reference.max_pool.pool_and_places(x, **options)
     whole, vjp = jax.vjp(lambda x: reference.max_pool.pool(x, **options), x)
     np.testing.assert_array_equal(y, whole)
-    # Where all of a window is minus infinity, its padding included, any place will do, or none.
-    dy = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
-    dy = jnp.where(jnp.isfinite(whole), dy, 0.0)
+    dy = of_integers(y, seed)
     dx = reference.max_pool.gradient(dy, places, size=size, **options)
-    np.testing.assert_allclose(dx, vjp(dy)[0], atol=1e-6)
+    np.testing.assert_array_equal(dx, vjp(dy)[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "strides"),
+    [((1, 64, 64, 2), (64, 64), (1, 1)), ((1, 90, 2), (37,), (2,))],
+    ids=str,
+)
+def test_large_windows(shape, window, strides):
+    x = with_ties(*shape)
+    options = dict(window=window, strides=strides, padding=((0, 0),) * len(window))
+    y, vjp = jax.vjp(lambda x: jaxfused.max_pool(x, window, strides=strides), x)
+    dy = of_integers(y, 0)
+    np.testing.assert_array_equal(vjp(dy)[0], jax.vjp(lambda x: stock(x, **options), x)[1](dy)[0])
+    text = jax.jit(vjp).lower(dy).as_text()
+    assert 0 < text.count("stablehlo.pad") < 50
+
+
+@pytest.mark.parametrize(("shape", "options"), [*CASES, OTHER_CASE], ids=str)
+def test_nothing_is_scattered(shape, options):
+    def gradient(x):
+        return jax.grad(lambda x: jaxfused.max_pool(x, **options, implementation="xla").sum())(x)
+
+    text = jax.jit(gradient).lower(with_ties(*shape)).as_text()
+    assert "stablehlo.pad" in text and "scatter" not in text
+
+
+def test_the_gradient_is_rounded_once():
+    x = with_ties(2, 9, 9, 3).astype(jnp.bfloat16)
+    y, vjp = jax.vjp(lambda x: jaxfused.max_pool(x, 3), x)
+    dy = jax.random.normal(jax.random.key(0), y.shape, y.dtype)
+    wide = jax.vjp(lambda x: jaxfused.max_pool(x, 3), x.astype(jnp.float32))[1](
+        dy.astype(jnp.float32)
+    )
+    np.testing.assert_array_equal(vjp(dy)[0], wide[0].astype(jnp.bfloat16))
+
+
+def test_the_first_nan_is_the_largest():
+    x = jnp.array([3.0, jnp.nan, 4.0, jnp.nan, 5.0]).reshape(1, 5, 1)
+    dx = jax.grad(lambda x: jaxfused.max_pool(x, 5).sum())(x)
+    np.testing.assert_array_equal(dx[0, :, 0], [0, 1, 0, 0, 0])
+
+
+def test_pixels_between_windows_have_no_gradient():
+    dx = jax.grad(lambda x: jaxfused.max_pool(x, 2, strides=3).sum())(jnp.ones((1, 8, 1)))
+    np.testing.assert_array_equal(dx[0, :, 0], [1, 0, 0, 1, 0, 0, 1, 0])
+
+
+def test_only_x_is_saved():
+    x = with_ties(2, 9, 9, 3)
+    _, vjp = jax.vjp(lambda x: jaxfused.max_pool(x, 3, strides=2), x)
+    assert [leaf.shape for leaf in jax.tree.leaves(vjp)] == [x.shape]
 
 
 def test_derivatives():
     x = jax.random.permutation(jax.random.key(0), 2 * 6 * 7 * 3).reshape(2, 6, 7, 3) * 0.1
-    check_grads(lambda x: jaxfused.max_pool(x, 3, strides=2), (x,), order=1, atol=0.05, rtol=0.05)
+
+    def f(x):
+        return jnp.sin(jaxfused.max_pool(x, 3, strides=2))
+
+    check_grads(f, (x,), order=2, atol=0.05, rtol=0.05)
+
+
+def test_transforms_of_three_axes():
+    shape, options = OTHER_CASE
+    x = jax.random.normal(jax.random.key(0), shape)
+    assert_transforms(lambda x: jaxfused.max_pool(x, **options), x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -174,6 +269,19 @@ def test_the_forward_is_a_kernel_where_there_is_a_backward(with_library):
     assert kernels(jax.grad(f), x) == [FORWARD, BACKWARD]
 
 
+def test_windows_that_no_kernel_takes(with_library):
+    """A place in them does not fit in a byte."""
+
+    def f(x):
+        return jaxfused.max_pool(x, 16).sum()
+
+    x = with_ties(2, 20, 18, 3)
+    assert kernels(jax.grad(f), x) == []
+    np.testing.assert_array_equal(
+        jax.grad(f)(x), jax.grad(lambda x: jaxfused.max_pool(x, 16, implementation="xla").sum())(x)
+    )
+
+
 GOOD = dict(
     compute_capability=(8, 0),
     shape=(2, 8, 8, 4),
@@ -212,3 +320,29 @@ def test_kernels(shape, options, dtype):
     np.testing.assert_array_equal(y.astype(jnp.float32), expected)
     unit = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(dx.astype(jnp.float32), wide, rtol=4 * unit, atol=4 * unit)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "options", "dtype"),
+    [
+        (
+            (18, 6, 6, 2, 128),
+            dict(window=(3, 3, 2), strides=(2, 2, 1), padding="SAME"),
+            "float32",
+        ),
+        (
+            (3, 6, 2, 1, 32),
+            dict(window=(3, 2, 1), strides=(2, 1, 2), padding=((1, 2), (1, 1), (0, 0))),
+            "bfloat16",
+        ),
+        ((4, 56, 56, 64), dict(window=3, strides=2, padding=1), "float32"),
+    ],
+    ids=str,
+)
+def test_the_same_bits_without_a_kernel(shape, options, dtype):
+    x = with_ties(*shape).astype(dtype)
+    run = jax.jit(lambda x: results(x, options, "xla"))
+    first = run(x)
+    for _ in range(20):
+        chex.assert_trees_all_equal(run(x), first)

@@ -1,6 +1,7 @@
 """max_pool and its gradient by the CUDA kernels of ffi/resample.cu."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,13 @@ class Window:
         return sizes[0], sizes[1]
 
 
+def why_window_unfit(size: Sequence[int]) -> str | None:
+    """None where a place in a window of this size fits in the byte that holds it, else the reason."""
+    if math.prod(size) > 255:
+        return f"it takes windows of at most 255 values, and the window is {tuple(size)}"
+    return None
+
+
 def why_unsupported(
     *,
     compute_capability: tuple[int, int] | None,
@@ -46,8 +54,8 @@ def why_unsupported(
         return reason
     if reason := library.why_dtype_unfit(dtype):
         return reason
-    if math.prod(window.size) > 255:
-        return f"it takes windows of at most 255 values, and the window is {window.size}"
+    if reason := why_window_unfit(window.size):
+        return reason
     images, height, width, channels = shape
     out = window.result(height, width)
     if min(out) < 1:

@@ -28,8 +28,8 @@ def max_pool(
 
     .. math:: y_{b, i, c} = \max_{j} x_{b, \text{strides} \cdot i + j - \text{low}, c}
 
-    where j runs over the window. The gradient of y goes to the first of equal values. Padding is never
-    the largest value, and a NaN is larger than every number.
+    where j runs over the window. The gradient of y goes to the first of equal values, and is summed in a
+    fixed order. Padding is never the largest value, and a NaN is larger than every number.
 
     Args:
       x: [B, *spatial, C] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
@@ -77,8 +77,11 @@ def max_pool(
                 " smaller; pass a smaller window or more padding."
             )
     device = dispatch.current_device(x)
-    why_xla = None if spatial <= 2 else f"x has {spatial} spatial axes, and the kernels take 1 or 2"
-    missing = {"pallas": NO_PALLAS} | ({} if why_xla is None else {"cuda": why_xla})
+    missing = {"pallas": NO_PALLAS}
+    if spatial > 2:
+        missing["cuda"] = f"x has {spatial} spatial axes, and the kernels take 1 or 2"
+    elif why_window := cuda.max_pool.why_window_unfit(sizes):
+        missing["cuda"] = why_window
     if takes_reference(op, implementation, device, x, missing=missing):
         return reference.max_pool.pool(x, window=sizes, strides=steps, padding=pairs)
     images = x if spatial == 2 else x[:, None]
