@@ -126,7 +126,23 @@ def conv(options: Options) -> Problem:
         residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
     )
     kinks = ("bias",) if o["activation"] == RELU else ()
-    return Problem(run, operands, {}, kinks, tf32=o["dtype"] == "float32")
+    eps = float(jnp.finfo(o["dtype"]).eps)
+
+    def noise(operands: Any, constants: Any, results: Any, cotangents: Any) -> dict[str, jax.Array]:
+        """The gradient before the activation is kept in x's dtype, of which the bias's is a sum."""
+        if "bias" not in operands or cotangents is None:
+            return {}
+        before = jnp.zeros(results[0].shape, operands["x"].dtype)
+
+        def shifted(before: jax.Array) -> jax.Array:
+            moved = operands | {"residual": operands.get("residual", 0.0) + before}
+            y = run(moved, constants, How("xla", exact=True))
+            return y[0] if isinstance(y, tuple) else y
+
+        (dz,) = jax.vjp(shifted, before)[1](cotangents[0])
+        return {"bias": eps * jnp.sqrt(jnp.sum(dz**2, tuple(range(dz.ndim - 1))))}
+
+    return Problem(run, operands, {}, kinks, tf32=o["dtype"] == "float32", noise=noise)
 
 
 def _with_statistics(results: Any) -> tuple[jax.Array, ...]:

@@ -119,6 +119,12 @@ def _loss(
         if o["reduction"] == "mean":
             of_rows = of_rows / max(1, logits[..., 0].size)
         found = {"result 0": of_rows}
+        if cotangents is not None and not is_product:
+            # A difference of two numbers up to 1, of which nothing is left where there is one class.
+            of_row = jnp.max(jnp.abs(cotangents[0]), initial=0.0) * constants.get("weights", 1.0)
+            of_row = of_row / (max(1, logits[..., 0].size) if o["reduction"] == "mean" else 1)
+            of_row = jnp.broadcast_to(of_row, logits.shape[:-1])[..., None]
+            found["logits"] = jnp.broadcast_to(2 * eps * of_row, logits.shape)
         if bias is None or cotangents is None:
             return found
 
