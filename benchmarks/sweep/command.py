@@ -13,6 +13,7 @@ import jax
 from benchmarks import peers, results
 from benchmarks.sweep import configs, judge, report
 from benchmarks.sweep.lowering import DIRECTIONS, Workers
+from benchmarks.without_gpu import beside_stock
 from jaxfused.cuda import cublaslt, library
 
 NAME = "sweep"
@@ -31,9 +32,14 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{run['date']} {run['device']}, {run['commit'][:12]}{mark}: {run['arguments']}")
         print(report.text(entries))
         return 0
+    if options.without_gpu:
+        return beside_stock.run(_cases(options), options.gradient, options.workers, options.budget)
     on_gpu = jax.default_backend() == "gpu"
     if not on_gpu and not options.dry_run:
-        print("The sweep needs an NVIDIA GPU; --dry-run tries tiny shapes on whatever is here.")
+        print(
+            "The sweep needs an NVIDIA GPU; --dry-run tries tiny shapes on whatever is here, and"
+            " --without-gpu compares programs for an H200."
+        )
         return 2
     run = results.run_tags(arguments) | {"device": jax.devices()[0].device_kind}
     mark = " with changes" if run["dirty"] else ""
@@ -60,6 +66,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--case", action="append", default=[], help="a line that a sweep printed")
     parser.add_argument("--out", type=Path, help="a JSON file, rewritten as cases are done")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="add up and print")
+    parser.add_argument(
+        "--without-gpu", action="store_true", help="XLA's programs beside stock's, for an H200"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, the host's clock")
     parser.add_argument(
         "--seconds", type=float, default=0.12, help="of timing a case and direction (default 0.12)"

@@ -26,7 +26,7 @@ from jaxfused.ops.weight_gradient import (
     weight_and_bias_gradients,
     weight_gradient,
 )
-from jaxfused.reference.product import product, sum_evaluated_rows
+from jaxfused.reference.product import product, sum_written_rows
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows
 from pallas_kernels.product import linear as pallas_linear
@@ -563,9 +563,10 @@ class ActivationGradient:
             )
         dz = reference.linear.activation_gradient(self.activation, dy, z)
         narrow = dz.astype(z.dtype)
-        return narrow, sum_evaluated_rows(dz, narrow) if self.has_bias else None
+        return narrow, sum_written_rows(narrow) if self.has_bias else None
 
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)

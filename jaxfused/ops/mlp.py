@@ -663,6 +663,7 @@ class _HiddenGradientBySlope:
 
     configs = product_configs
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)
@@ -709,6 +710,7 @@ class _HiddenGradient:
 
     configs = product_configs
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)
@@ -854,6 +856,7 @@ class _GatedHiddenGradient:
 
     configs = product_configs
     batched = batched_rows
+    xla_takes_rows = True
 
 
 @dataclass(frozen=True)

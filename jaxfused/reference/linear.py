@@ -1,5 +1,6 @@
 """linear in plain jax.numpy: the truth for the kernels, and `implementation="xla"`."""
 
+import string
 from typing import Any
 
 import jax
@@ -63,11 +64,16 @@ def _product_of_rows(
     x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any, of_weights: bool = False
 ) -> jax.Array:
     """The product of x [..., D] and w [D, F], rounded once to `out_dtype`."""
-    rows = "abcefghijklmnopqrstuvwxyz"[: x.ndim - 1]
-    subscripts = f"{rows}d,dF->{rows}F"
+    rows = letters_of_rows(x)
+    subscripts = f"{rows}D,DF->{rows}F"
     return product(
         subscripts, x, w, out_dtype=out_dtype, precision=precision, of_weights=of_weights
     )
+
+
+def letters_of_rows(x: jax.Array) -> str:
+    """A letter for each axis of x [..., D] but the last, for `product`."""
+    return string.ascii_lowercase[: x.ndim - 1]
 
 
 def preactivation(

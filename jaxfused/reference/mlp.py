@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxfused.reference.linear import (
     add_residual,
     affine,
+    letters_of_rows,
     narrow_preactivation,
     preactivation,
     save_preactivation,
 )
-from jaxfused.reference.product import product, sum_evaluated_rows, unshared
+from jaxfused.reference.product import product, sum_written_rows, unshared
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
 from jaxfused.semantics.dropout import keep_probability, keep_rows
@@ -102,7 +103,9 @@ def dropped(h: jax.Array, words: jax.Array | None, rate: float) -> jax.Array:
 
 # --- the stages of the gradient, where XLA takes them beside kernels ------------------------------
 #
-# The shapes are: rows x [M, D], dy [M, E], z, gate and up [M, F]; weights w1 [D, F] and w2 [F, E].
+# The shapes are: rows x [..., D], dy [..., E], z, gate and up [..., F]; weights w1 [D, F] and w2 [F, E].
+# Rows stay in the caller's axes: XLA computes no value twice, and writes values that are read alike in
+# one pass, where shapes are the same in forward and backward.
 
 
 def hidden_and_slope(
@@ -117,10 +120,10 @@ def hidden_and_slope(
 def hidden_gradient_by_slope(
     dy: jax.Array, w2: jax.Array, slope: jax.Array, *, sum_rows: bool, precision: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns dz from the activation's derivative [M, F], and the sum of dz over the rows."""
+    """Returns dz from the activation's derivative [..., F], and the sum of dz over the rows."""
     dz = _gradient_of_hidden(dy, w2, precision) * slope.astype(jnp.float32)
     narrow = dz.astype(slope.dtype)
-    return narrow, sum_evaluated_rows(dz, narrow) if sum_rows else None
+    return narrow, sum_written_rows(narrow) if sum_rows else None
 
 
 def hidden_gradient(
@@ -136,7 +139,7 @@ def hidden_gradient(
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     narrow = dz.astype(z.dtype)
-    return narrow, h.astype(z.dtype), sum_evaluated_rows(dz, narrow) if sum_rows else None
+    return narrow, h.astype(z.dtype), sum_written_rows(narrow) if sum_rows else None
 
 
 def gated_unit(
@@ -180,8 +183,7 @@ def gated_hidden_gradient(
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
     narrow = (dgate.astype(gate.dtype), dup.astype(gate.dtype))
     db_gate, db_up = (
-        sum_evaluated_rows(d, n) if wanted else None
-        for d, n, wanted in zip((dgate, dup), narrow, sum_rows, strict=True)
+        sum_written_rows(d) if wanted else None for d, wanted in zip(narrow, sum_rows, strict=True)
     )
     return *narrow, h, db_gate, db_up
 
@@ -209,5 +211,7 @@ def gated_input_gradient(
 
 def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:
     """Returns dy @ w2^T, rounded to dy's dtype, as float32 for the arithmetic that follows."""
-    dh = product("me,fe->mf", dy, w2, out_dtype=dy.dtype, precision=precision)
+    rows = letters_of_rows(dy)
+    subscripts = f"{rows}E,FE->{rows}F"
+    dh = product(subscripts, dy, w2, out_dtype=dy.dtype, precision=precision)
     return dh.astype(jnp.float32)

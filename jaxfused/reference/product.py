@@ -135,20 +135,15 @@ def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.A
     return joined.reshape(*joined.shape[:-2], joined.shape[-2] * piece)
 
 
-def sum_evaluated_rows(values: jax.Array, narrow: jax.Array) -> jax.Array:
-    """Sums float32 values [M, F], which are written as `narrow` too, over the rows.
+def sum_written_rows(values: jax.Array) -> jax.Array:
+    """Sums values [..., F], which are written for others too, over the rows, in float32.
 
-    XLA gives a sum over the rows of few columns few threads. There it sums what it has written, for
-    these threads are not to evaluate the values too.
+    XLA would sum them before they are rounded. It then evaluates them twice, with few threads where
+    there are few columns, or writes them in float32 first.
     """
-    rows, columns = values.shape
-    if columns < _FEW_COLUMNS and rows >= _MANY_ROWS:
-        values = jax.lax.optimization_barrier(narrow)
-    return jnp.sum(values, axis=0, dtype=jnp.float32)
+    values = jax.lax.optimization_barrier(values)
+    return jnp.sum(values, axis=tuple(range(values.ndim - 1)), dtype=jnp.float32)
 
-
-_FEW_COLUMNS = 1024
-_MANY_ROWS = 1024
 
 _FEW_ROWS = 128
 """Up to it a product takes as long as reading its weights, and two merged ones start only once."""
