@@ -108,7 +108,7 @@ KEPT_AND_LATE = KeyGradientConfig(keeps_keys=True, multiplies_early=False)
             KeyGradientConfig(2, 64, 2, 2, splits_roles=True, tile_stages=1),
         ),
     ],
-    quick=(3, 8),
+    quick=(8,),
 )
 def test_other_configs_lower(size, query_config, key_config):
     mask = BlockMask(500, 700, is_causal=True)

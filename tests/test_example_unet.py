@@ -231,21 +231,19 @@ def model_of(run_directory):
 
 
 @pytest.mark.long
-def test_a_short_training_learns(short_run):
+def test_a_short_training_learns_and_draws_its_pictures(short_run):
     losses = [r["loss"] for r in metrics(short_run) if "loss" in r]
     assert len(losses) == 4 * (80 // 8)
     assert np.mean(losses[-10:]) < 0.6 * losses[0]
     dice, iou = result(short_run)["test_dice"], result(short_run)["test_iou"]
     assert dice > 0.8  # everything foreground would have 0.29
     assert iou == pytest.approx(dice / (2 - dice))
-
-
-def test_a_training_draws_its_pictures(short_run):
     for name in ("curve.png", "predictions.png"):
         with Image.open(short_run / name) as image:
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 def test_same_seed_same_result_also_when_interrupted(short_run, tmp_path, monkeypatch):
     """Data order, augmentation, optimizer and schedule continue; a directory may be relative."""

@@ -1,8 +1,13 @@
 """What `python -m benchmarks kernels` reads from a program; compiling one needs JAX's CUDA plugin."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from benchmarks.without_gpu import command, hlo, ptx
+from benchmarks.sweep import command as sweep
+from benchmarks.sweep import configs
+from benchmarks.without_gpu import beside_stock, command, hlo, ptx, target
 
 PROGRAM = """HloModule jit_run, is_scheduled=true
 
@@ -99,3 +104,38 @@ def test_instructions_are_counted_by_kernel(tmp_path):
     )
     counted = "6 instructions, 1 ld.global.nc.v4.b16, 2 st.global.b16"
     assert ptx.instructions(tmp_path) == {"loop_pad_fusion": counted}
+
+
+# --- beside stock ---------------------------------------------------------------------------------
+
+LINE = configs.to_line(configs.drawn("linear", 21, 0))
+
+
+def test_what_a_kernel_counts_as():
+    kernels = [hlo.Kernel("a.1", "loop", ("f32[500000]",), ("f32[500000]",), "")] * 2
+    assert beside_stock.microseconds(kernels) == pytest.approx(2 * (0.8 + 4 / 4))
+
+
+@pytest.mark.parametrize(("status", "returned"), [("like stock", 0), ("more", 1)])
+def test_what_does_more_than_stock_is_printed(status, returned, monkeypatch, capsys):
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, jobs, context, initializer):
+            super().__init__(jobs)
+
+    def compare(line, directions):
+        return [beside_stock.Found("linear", directions, line, status, ", 3 kernels")]
+
+    monkeypatch.setattr(target, "why_unavailable", lambda: None)
+    monkeypatch.setattr(beside_stock, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(beside_stock, "compare", compare)
+    case = configs.from_line(LINE)
+    assert beside_stock.run([case, case], "forward", 1, 60.0) == returned
+    printed = capsys.readouterr().out
+    assert (LINE in printed) == (status == "more")
+    assert re.search(r"^linear .*\b2\b", printed, re.MULTILINE)
+
+
+def test_without_the_plugin_nothing_is_compared(monkeypatch, capsys):
+    monkeypatch.setattr(target, "why_unavailable", lambda: "there is no plugin")
+    assert sweep.main(["linear", "--without-gpu", "--count", "1"]) == 2
+    assert "there is no plugin" in capsys.readouterr().out

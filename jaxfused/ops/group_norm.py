@@ -361,7 +361,7 @@ class Forward:
             )
             return (y, *(a[None] for a in found))
         flat = [_channels_last(a) for a in (x, residual, scale, bias)]
-        return reference.group_norm.norm_and_statistics(
+        return reference.group_norm.norm_in_one_pass(
             flat[0], flat[1], *map(_dropped, flat[2:]), num_groups=x.shape[-2], **keywords
         )
 

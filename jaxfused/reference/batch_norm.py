@@ -1,6 +1,5 @@
 """batch_norm in plain jax.numpy, and its folding into the weights of the layer before it."""
 
-import math
 from collections.abc import Hashable, Sequence
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.group_norm import STATISTICS, save_statistics
+from jaxfused.reference.moments import PLACES, parts_of, shifted_moments
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
 
@@ -51,38 +51,24 @@ def norm_and_statistics(
     activation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(y, mean, rstd, variance) of [M, C]; the statistics are [C]."""
-    mean, variance = shifted_moments(x)
+    mean, variance = row_moments(x)
     y = norm(x, scale, bias, residual, mean, variance, epsilon=epsilon, activation=activation)
     return y, mean, jax.lax.rsqrt(variance + epsilon), variance
 
 
-def shifted_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance [C] of [M, C], in one pass over x.
-
-    With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. That number
-    is the median of three rows. Cancellation costs nothing to speak of, unless two of them lie many
-    standard deviations to one side; they themselves add to the variance, so that mean(d)^2 is at most
-    M / 2 times the variance, whatever x is.
-    """
+def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance [C] of [M, C], in one pass over x."""
     wide = x.astype(accumulator_dtype(x.dtype))
-    a, b, c = (wide[len(x) * place // 6] for place in (1, 3, 5))
-    near = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
-    deviations = wide - near
-    mean = _mean_of_rows(deviations)
-    square = _mean_of_rows(jnp.square(deviations))
-    return near + mean, jnp.maximum(square - jnp.square(mean), 0.0)
-
-
-_FEW_ROWS = 512, 4096
-"""XLA sums columns of more rows in parts by itself, and of fewer a part is not worth a kernel."""
+    three = tuple(wide[len(x) * place // 6] for place in PLACES)
+    return shifted_moments(wide, three, _mean_of_rows)
 
 
 def _mean_of_rows(values: jax.Array) -> jax.Array:
-    """[C] of [M, C]; few rows in parts too, of which XLA would keep few multiprocessors busy."""
+    """[C] of [M, C]; few rows in parts, of which XLA would keep few multiprocessors busy."""
     rows = len(values)
-    if not _FEW_ROWS[0] <= rows <= _FEW_ROWS[1]:
+    parts = parts_of(rows)
+    if parts == 1:
         return jnp.mean(values, 0)
-    parts = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
     return jnp.mean(jnp.mean(values.reshape(parts, rows // parts, -1), 1), 0)
 
 

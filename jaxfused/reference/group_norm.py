@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxfused.reference.moments import PLACES, parts_of, shifted_moments
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
 
@@ -64,9 +65,42 @@ def norm_and_statistics(
     mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
     centered = groups - mean
     variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
+    return _normalised(x, residual, scale, bias, mean, variance, epsilon, activation)
+
+
+def norm_in_one_pass(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    num_groups: int,
+    epsilon: float,
+    activation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The same of [B, P, C], with one pass over x for both statistics; it is not differentiated."""
+    groups = _groups(x, num_groups)
+    images, pixels, _, size = groups.shape
+    # Few images have too few groups to keep a GPU busy.
+    parts = parts_of(pixels) if images <= _FEW_IMAGES else 1
+    three = tuple(groups[:, pixels * at // 6, :, size * at // 6] for at in PLACES)
+    mean, variance = shifted_moments(
+        groups.reshape(images, parts, -1, num_groups, size),
+        tuple(value.reshape(images, 1, 1, num_groups, 1) for value in three),
+        lambda values: jnp.mean(jnp.mean(values, (2, 4), keepdims=True), 1, keepdims=True),
+    )
+    mean, variance = mean[:, 0], variance[:, 0]
+    return _normalised(x, residual, scale, bias, mean, variance, epsilon, activation)
+
+
+_FEW_IMAGES = 8
+
+
+def _normalised(x, residual, scale, bias, mean, variance, epsilon, activation):
+    centered = _groups(x, mean.shape[-2]) - mean
     rstd = jax.lax.rsqrt(variance + epsilon)
     y = _affine((centered * rstd).reshape(x.shape), residual, scale, bias)
-    statistics = (x.shape[0], num_groups)
+    statistics = (x.shape[0], mean.shape[-2])
     return (
         activate(activation, y).astype(x.dtype),
         mean.reshape(statistics),
