@@ -151,7 +151,7 @@ def test_arguments_are_those_of_flax(shape, kernel, options):
 def test_bias_residual_and_activation_are_applied_before_the_rounding():
     x = jnp.ones((1, 1, 1), jnp.bfloat16)
     # 256 + 1 - 256 is 0 where each sum is rounded to bfloat16, which has 8 bits.
-    y = jaxfused.conv(x, 256 * x, jnp.ones(1), residual=-256 * x)
+    y = jaxfused.conv(x, 256 * x, jnp.ones(1), residual=-256 * x, activation="relu2")
     assert y.dtype == jnp.bfloat16
     assert y.item() == 1.0
 

@@ -44,7 +44,9 @@ def conv(
         y = \text{activation}(\operatorname{conv}(x, w) + \text{bias} + \text{residual})
 
     As in every deep-learning library the kernel is not flipped. Sums are float32 (float64 for
-    float64 inputs); bias, residual and activation are applied in float32.
+    float64 inputs); bias, residual and activation are applied in float32. XLA's own convolution adds
+    in x's dtype where there is no activation or relu, as Flax's does: on a GPU cuDNN then adds before it
+    rounds.
 
     Args:
       x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with

@@ -563,7 +563,9 @@ class ActivationGradient:
             )
         dz = reference.linear.activation_gradient(self.activation, dy, z)
         narrow = dz.astype(z.dtype)
-        return narrow, sum_written_rows(narrow) if self.has_bias else None
+        return narrow, sum_written_rows(
+            narrow, of_relu=self.activation == "relu"
+        ) if self.has_bias else None
 
     batched = batched_rows
     xla_takes_rows = True

@@ -60,27 +60,48 @@ def adds_in_convolution(
 ) -> bool:
     """Whether XLA has cuDNN's kernel do what follows a convolution, before the one rounding.
 
-    It adds numbers of the result's dtype and evaluates relu, and needs no pass over the result.
+    It adds numbers of the result's dtype and evaluates relu, and needs no pass over the result. A bias
+    is rounded for it, as Flax rounds it.
     """
-    return activation in (None, "relu") and all(
-        array is None or array.dtype == dtype for array in (bias, residual)
-    )
+    del bias
+    return activation in (None, "relu") and (residual is None or residual.dtype == dtype)
 
 
 @jax.custom_jvp
 def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """The sum in y's dtype, of which the gradient to the bias is summed in float32 all the same."""
-    y = y if bias is None else y + along_last_axis(bias, y)
+    y = y if bias is None else y + along_last_axis(bias.astype(y.dtype), y)
     return y if residual is None else y + residual
 
 
 @_sum.defjvp
 def _sum_jvp(primals, tangents):
     y = _sum(*primals)
-    return y, _wide_sum(*tangents).astype(y.dtype)
+    return y, _in_float32(*tangents).astype(y.dtype)
 
 
+@jax.custom_jvp
 def _wide_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """The sum in float32, of which the gradient to the bias is a sum of what is rounded to y's dtype.
+
+    XLA writes that in any case, and in float32 as well if the sum is of values before they are rounded.
+    """
+    return _in_float32(y, bias, residual)
+
+
+@_wide_sum.defjvp
+def _wide_sum_jvp(primals, tangents):
+    y, bias, residual = tangents
+    narrow = y
+    if bias is not None:
+        # The transpose of this rounds, waits until that is written, and sums in float32.
+        wide = bias.astype(accumulator_dtype(y.dtype))
+        along = jnp.broadcast_to(wide, y.shape).astype(y.dtype)
+        narrow = y + jax.lax.optimization_barrier(along)
+    return _wide_sum(*primals), _in_float32(narrow, None, residual)
+
+
+def _in_float32(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """The sum in float32."""
     y = y.astype(accumulator_dtype(y.dtype))
     if bias is not None:

@@ -139,7 +139,11 @@ def hidden_gradient(
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     narrow = dz.astype(z.dtype)
-    return narrow, h.astype(z.dtype), sum_written_rows(narrow) if sum_rows else None
+    return (
+        narrow,
+        h.astype(z.dtype),
+        sum_written_rows(narrow, of_relu=activation == "relu") if sum_rows else None,
+    )
 
 
 def gated_unit(

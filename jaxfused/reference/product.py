@@ -135,13 +135,14 @@ def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.A
     return joined.reshape(*joined.shape[:-2], joined.shape[-2] * piece)
 
 
-def sum_written_rows(values: jax.Array) -> jax.Array:
+def sum_written_rows(values: jax.Array, *, of_relu: bool = False) -> jax.Array:
     """Sums values [..., F], which are written for others too, over the rows, in float32.
 
-    XLA would sum them before they are rounded. It then evaluates them twice, with few threads where
-    there are few columns, or writes them in float32 first.
+    XLA would sum them before they are rounded. It then evaluates them twice, or writes them in float32
+    first. It does both in one kernel where they are a gradient `of_relu`.
     """
-    values = jax.lax.optimization_barrier(values)
+    if not of_relu:
+        values = jax.lax.optimization_barrier(values)
     return jnp.sum(values, axis=tuple(range(values.ndim - 1)), dtype=jnp.float32)
 
 
