@@ -1,7 +1,8 @@
 # make vit         train a Vision Transformer on real handwritten digits
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
-# make test        lint, then the tests that need no GPU (level 1, and level 2 where nvcc is)
-# make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, and races
+# make test        lint, then the tests that need neither a GPU nor the CUDA library
+# make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, races, and
+#                  the CUDA library where nvcc is
 # make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow; EMULATED_ARCHITECTURE
 # make fuzz-emulated  random small cases of what the CUDA C kernels compute there; EMULATED_ARCHITECTURE
 # make test-peers  Flax's own tests, of its released sources, on the modules of this package; JAX_TESTS
@@ -62,8 +63,8 @@ unet: $(INSTALLED)
 # a compiled program's name there. XLA's older emitter of fusions, into one LLVM module a program,
 # compiles in less than half of the time of the newer one, which makes an MLIR context for each program.
 # A test that waits for ever ends its process, which prints the stacks of its threads; the others go on.
-# Without a GPU no kernel runs: then the CUDA library is compiled in less than half of the time, and stays
-# out of the checkout.
+# Without a GPU no kernel of the CUDA library runs: then it is compiled in less than half of the time, by
+# `make test-all`, and stays out of the checkout.
 TESTED_LIBRARY := $(if $(NVCC),$(if $(shell command -v nvidia-smi),ffi,ffi-quick))
 PYTEST_ON_CPU = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
   XLA_FLAGS='--xla_cpu_parallel_codegen_split_count=1 \
@@ -72,7 +73,7 @@ PYTEST_ON_CPU = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
   $(PYTHON) -m pytest -n $(JOBS) --dist worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
-test: lint $(TESTED_LIBRARY)
+test: lint
 	$(PYTEST_ON_CPU)
 
 # After `make test`, which has run what is not exhaustive.

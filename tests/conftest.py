@@ -20,7 +20,7 @@ from tests import mosaic_interpreter
 os.environ["NPROC"] = "64"
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# Where there is no GPU, `make test` compiles the library quickly, and it is not the checkout's.
+# Where there is no GPU, `make test-all` compiles the library quickly, and it is not the checkout's.
 QUICK_LIBRARY = Path(__file__).parents[1] / "build/ffi-quick/libjaxfused.so"
 if QUICK_LIBRARY.exists() and (
     not library.PATH.exists() or library.PATH.stat().st_mtime < QUICK_LIBRARY.stat().st_mtime
@@ -31,8 +31,19 @@ HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
 
 
+OF_LIBRARY = {"library_path", "loadable"}
+"""Fixtures of tests that load the CUDA library, which takes minutes to compile."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests that take long start first, so that at the end no process waits for another's last test."""
+    """Tests that take long start first, so that at the end no process waits for another's last test.
+
+    Those of the CUDA library itself are left to `make test-all`, which compiles it.
+    """
+    for item in items:
+        if OF_LIBRARY & set(item.fixturenames):
+            item.add_marker(pytest.mark.exhaustive)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 

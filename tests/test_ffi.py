@@ -31,7 +31,7 @@ NO_MEAN = dict(
 
 @pytest.fixture(scope="session")
 def library_path(tmp_path_factory) -> Path:
-    """Returns the library that `make test` has built, else builds one for one architecture."""
+    """Returns the library that `make test-all` has built, else builds one for one architecture."""
     if library.PATH.exists():
         return library.PATH
     if shutil.which("nvcc") is None:
