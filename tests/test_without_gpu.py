@@ -106,6 +106,31 @@ def test_instructions_are_counted_by_kernel(tmp_path):
     assert ptx.instructions(tmp_path) == {"loop_pad_fusion": counted}
 
 
+def test_of_slices_a_kernel_reads_no_more():
+    text = """HloModule jit_run, is_scheduled=true
+
+%fused (p: bf16[64,8], q: bf16[64,8]) -> bf16[8] {
+  %p = bf16[64,8]{1,0} parameter(0)
+  %q = bf16[64,8]{1,0} parameter(1)
+  %flat = bf16[512]{0} bitcast(%p)
+  %wide = f32[512]{0} convert(%flat)
+  %a = f32[8]{0} slice(%wide), slice={[0:8]}
+  %b = bf16[8]{0} slice(%flat), slice={[64:72]}
+  %sums = bf16[8]{0} reduce(%q, %a), dimensions={0}, to_apply=%add
+  ROOT %y = bf16[8]{0} add(%b, %sums)
+}
+
+ENTRY %main (x: bf16[64,8], z: bf16[64,8]) -> bf16[8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %z = bf16[64,8]{1,0} parameter(1)
+  ROOT %loop_add_fusion = bf16[8]{0} fusion(%x, %z), kind=kLoop, calls=%fused
+}
+
+"""
+    [kernel] = hlo.kernels(text)
+    assert kernel.operands == ("f32[8]", "bf16[8]", "bf16[64,8]")
+
+
 # --- beside stock ---------------------------------------------------------------------------------
 
 LINE = configs.to_line(configs.drawn("linear", 21, 0))

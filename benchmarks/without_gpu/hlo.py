@@ -34,6 +34,7 @@ class Kernel:
     """Who generated it, or which library is called, and with which epilogue."""
     results: tuple[str, ...]
     operands: tuple[str, ...]
+    """Of an operand of which it reads slices, these."""
     source: str
     """The operation of the traced program that it was named after."""
     function: str = ""
@@ -52,6 +53,7 @@ class _Instruction(NamedTuple):
     shapes: tuple[str, ...]
     opcode: str
     operands: tuple[str, ...]
+    """Names; of a parameter its number."""
     attributes: str
 
 
@@ -86,9 +88,8 @@ def _instruction(line: str) -> _Instruction | None:
     opcode, _, rest = rest.lstrip().partition("(")
     operands, attributes = _balanced("(" + rest)
     shapes = tuple(re.findall(r"\w+\[[\d,]*\]", shape))
-    return _Instruction(
-        match.group(1), shapes, opcode, tuple(re.findall(r"%([\w.\-]+)", operands)), attributes
-    )
+    names = re.findall(r"\d+" if opcode == "parameter" else r"%([\w.\-]+)", operands)
+    return _Instruction(match.group(1), shapes, opcode, tuple(names), attributes)
 
 
 def _balanced(text: str) -> tuple[str, str]:
@@ -112,7 +113,7 @@ def _kernels(
             for body in _bodies(instruction):
                 yield from _kernels(computations, body, depth + 1)
             continue
-        yield replace(_kernel(instruction, instructions), depth=depth)
+        yield replace(_kernel(instruction, instructions, computations), depth=depth)
 
 
 def _bodies(instruction: _Instruction) -> list[str]:
@@ -121,12 +122,21 @@ def _bodies(instruction: _Instruction) -> list[str]:
     return [name for group in found for name in re.findall(r"%([\w.\-]+)", group)]
 
 
-def _kernel(instruction: _Instruction, instructions: Mapping[str, _Instruction]) -> Kernel:
+def _kernel(
+    instruction: _Instruction,
+    instructions: Mapping[str, _Instruction],
+    computations: Mapping[str, Mapping[str, _Instruction]],
+) -> Kernel:
     attributes, results = instruction.attributes, instruction.shapes
     what = _what(instruction)
     if what.startswith(_WORKSPACE) and len(results) > 1:
         results = results[:-1]
-    operands = [instructions[o].shapes for o in dict.fromkeys(instruction.operands)]
+    called = re.search(r"calls=%([\w.\-]+)", attributes)
+    body = computations.get(called.group(1), {}) if called else {}
+    places = {operand: place for place, operand in enumerate(instruction.operands)}
+    operands = [
+        _slices(body, place) or instructions[operand].shapes for operand, place in places.items()
+    ]
     source = re.search(r'metadata=\{op_name="([^"]*)"', attributes)
     shared = re.search(r'deduplicated_name="([^"]*)"', attributes)
     return Kernel(
@@ -137,6 +147,23 @@ def _kernel(instruction: _Instruction, instructions: Mapping[str, _Instruction])
         source.group(1) if source else "",
         re.sub(r"\W", "_", shared.group(1) if shared else instruction.name),
     )
+
+
+def _slices(body: Mapping[str, _Instruction], place: int) -> tuple[str, ...]:
+    """What a fusion reads of an operand if it reads nothing but slices of it."""
+    parameters = (i for i in body.values() if i.opcode == "parameter")
+    names = {i.name for i in parameters if i.operands == (str(place),)}
+    shapes: list[str] = []
+    for instruction in body.values():
+        if names.isdisjoint(instruction.operands):
+            continue
+        if instruction.opcode in ("bitcast", "convert", "reshape"):
+            names.add(instruction.name)
+        elif instruction.opcode in ("slice", "dynamic-slice"):
+            shapes += instruction.shapes
+        else:
+            return ()
+    return tuple(shapes)
 
 
 def _what(instruction: _Instruction) -> str:

@@ -1,9 +1,9 @@
 """Mean and variance in one pass over the values, as XLA's stages of norms over images take them.
 
 With the deviations d from a number near the mean, the variance is mean(d^2) - mean(d)^2. That number is
-the median of three of the values. Cancellation costs nothing to speak of, unless two of them lie many
-standard deviations to one side; they themselves add to the variance, so that mean(d)^2 is at most half
-as many times the variance as there are values, whatever these are.
+one of the values, which XLA reads in the same kernel. If it lies k standard deviations off, cancellation
+costs the logarithm of k^2 of float32's 24 bits; it adds to the variance itself, so that k^2 is at most
+the number of values, whatever these are.
 """
 
 import math
@@ -12,23 +12,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-PLACES = (1, 3, 5)
-"""Sixths of an axis, at which the three values are."""
-
 
 def shifted_moments(
-    values: jax.Array, three: tuple[jax.Array, ...], mean_of: Callable[[jax.Array], jax.Array]
+    values: jax.Array, near: jax.Array, mean_of: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance of values, by `mean_of`.
 
     Args:
       values: in the dtype of the sums.
-      three: three of those over which each mean is; each in the means' shape, which is broadcast against
-        the values.
+      near: of each mean one of its values, in the means' shape, which is broadcast against the values.
       mean_of: values to means.
     """
-    a, b, c = three
-    near = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
     deviations = values - near
     mean = mean_of(deviations)
     variance = mean_of(jnp.square(deviations)) - jnp.square(mean)
