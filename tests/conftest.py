@@ -31,8 +31,15 @@ HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
 
 
-OF_LIBRARY = {"library_path", "loadable"}
-"""Fixtures of tests that load the CUDA library, which takes minutes to compile."""
+OF_LIBRARY = {"library_path", "loadable", "built_library"}
+"""Fixtures of tests that need the CUDA library, which takes minutes to compile."""
+
+
+@pytest.fixture
+def built_library():
+    """The test needs the CUDA library, if only to be told that its kernels can be taken."""
+    if reason := library.why_unavailable():
+        pytest.skip(reason)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -163,6 +163,7 @@ def gradient_of_mlp(precision):
 SHAPES = [(256, 128), (128, 256), (256,), (256, 128)]
 
 
+@pytest.mark.usefixtures("built_library")
 def test_what_a_gradient_launches(hopper):
     launched = lowering.kernels(gradient_of_mlp("fp8"), *arrays(0, *SHAPES))
     assert set(launched) == {
@@ -174,6 +175,7 @@ def test_what_a_gradient_launches(hopper):
     }
 
 
+@pytest.mark.usefixtures("built_library")
 def test_delayed_scaling_reads_nothing_for_a_scale(hopper):
     state = jaxfused.Fp8State.zeros("mlp")
     launched = lowering.kernels(gradient_of_mlp(state), *arrays(0, *SHAPES))

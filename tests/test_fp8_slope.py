@@ -153,6 +153,7 @@ SHAPES = [((256, 128), jnp.bfloat16), ((128, 256), jnp.bfloat16), ((256,), jnp.b
 SHAPES += [((256, 128), jnp.bfloat16)]
 
 
+@pytest.mark.usefixtures("built_library")
 @pytest.mark.parametrize("save", ["hidden", "preactivation", "inputs"])
 def test_what_a_gradient_launches(save, hopper):
     shapes = [jax.ShapeDtypeStruct(*shape) for shape in SHAPES]

@@ -629,6 +629,7 @@ def test_expected_times_of_all_that_can_run(rows, features, dtype, residual):
         assert all(0 < a < b < math.inf for a, b in zip(few[name], many[name], strict=True))
 
 
+@pytest.mark.usefixtures("built_library")
 @pytest.mark.parametrize("segments", [1, 3])
 def test_pallas_takes_no_rows(segments):
     x, d = jnp.ones((0, 64)), jnp.ones(64)

@@ -246,6 +246,7 @@ def choice_of(f, *args):
     return choice
 
 
+@pytest.mark.usefixtures("built_library")
 def test_a_choice_follows_the_table(device):
     kernel, operands = norm(4096)
     *_, config = kernel_call.configs(kernel, "cuda", device, operands)
@@ -498,6 +499,7 @@ def test_tune_keeps_the_default_where_another_is_hardly_faster(device):
         table.load.cache_clear()
 
 
+@pytest.mark.usefixtures("built_library")
 def test_tune_drops_what_fails_and_says_so(device):
     def microseconds(work, candidate):
         if candidate.implementation == "cuda":
