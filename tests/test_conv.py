@@ -527,6 +527,21 @@ def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, d
     assert kernels(conv, x, w) == launched
 
 
+@pytest.mark.parametrize("shape", [(0, 28, 28, 64), (2, 0, 28, 64), (2, 3, 3, 64)])
+@pytest.mark.parametrize("size", [5, 7])
+def test_depthwise_results_without_pixels(with_library, shape, size):
+    x, w = jnp.ones(shape, jnp.bfloat16), jnp.ones((size, size, 1, 64), jnp.bfloat16)
+    for padding in ("SAME", "VALID") if shape[0] == 0 else ("VALID",):
+        y = jax.eval_shape(
+            lambda x, w, padding=padding: jaxfused.conv(
+                x, w, feature_group_count=64, padding=padding
+            ),
+            x,
+            w,
+        )
+        assert y.size == 0
+
+
 def test_depthwise_kernels_on_tensor_cores_are_launched(with_library):
     x, w, bias, residual = TILED_CASES[-1].arguments(jnp.bfloat16)
     ours, _ = depthwise(TILED_CASES[-1], "cuda")

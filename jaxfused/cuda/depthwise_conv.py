@@ -113,7 +113,9 @@ class Tile:
         )
 
     def useful(self, images: int, height: int, width: int) -> float:
-        """The share of an output of these sizes in what its tiles compute."""
+        """The share of an output of these sizes in what its tiles compute; 0 of an empty one."""
+        if min(images, height, width) < 1:
+            return 0.0
         computed = self.count(images, height, width) * _BLOCKS * self.block_rows * _BLOCK_COLUMNS
         return images * height * width / computed
 
