@@ -377,7 +377,7 @@ class _Forward:
         after = cost.cudnn_epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
         )
-        if reference.conv.adds_in_convolution(x.dtype, bias, residual, self.options.activation):
+        if reference.conv.adds_in_convolution(x.dtype, residual, self.options.activation):
             after *= _EPILOGUE_IN_CUDNN
         return _in_order(device, call, reason, after=after, **self._streams(x, residual))
 

@@ -361,8 +361,13 @@ class Forward:
             )
             return (y, *(a[None] for a in found))
         flat = [_channels_last(a) for a in (x, residual, scale, bias)]
-        return reference.group_norm.norm_in_one_pass(
-            flat[0], flat[1], *map(_dropped, flat[2:]), num_groups=x.shape[-2], **keywords
+        return reference.group_norm.norm_and_statistics(
+            flat[0],
+            flat[1],
+            *map(_dropped, flat[2:]),
+            num_groups=x.shape[-2],
+            moments=reference.group_norm.moments_in_one_pass,
+            **keywords,
         )
 
     def batched(self, call, axis_size, in_batched, x, residual, scale, bias) -> Results:

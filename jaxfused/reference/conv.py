@@ -50,27 +50,24 @@ def finish(
     y: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, activation: str | None
 ) -> jax.Array:
     """Applies what follows a convolution, and rounds to its dtype again."""
-    if adds_in_convolution(y.dtype, bias, residual, activation):
+    if adds_in_convolution(y.dtype, residual, activation):
         return activate(activation, _sum(y, bias, residual))
     return activate(activation, _wide_sum(y, bias, residual)).astype(y.dtype)
 
 
-def adds_in_convolution(
-    dtype: Any, bias: jax.Array | None, residual: jax.Array | None, activation: str | None
-) -> bool:
+def adds_in_convolution(dtype: Any, residual: jax.Array | None, activation: str | None) -> bool:
     """Whether XLA has cuDNN's kernel do what follows a convolution, before the one rounding.
 
     It adds numbers of the result's dtype and evaluates relu, and needs no pass over the result. A bias
     is rounded for it, as Flax rounds it.
     """
-    del bias
     return activation in (None, "relu") and (residual is None or residual.dtype == dtype)
 
 
 @jax.custom_jvp
 def _sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
     """The sum in y's dtype, of which the gradient to the bias is summed in float32 all the same."""
-    y = y if bias is None else y + along_last_axis(bias.astype(y.dtype), y)
+    y = y if bias is None else y + along_last_axis(bias, y)
     return y if residual is None else y + residual
 
 

@@ -1,6 +1,7 @@
 """group_norm in plain jax.numpy: the truth against which the kernels are tested."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,32 @@ def norm(
     return apply(x, scale, bias, residual)
 
 
+def centered_moments(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance of [B, ..., groups, S] over all but images and groups, in two passes."""
+    axes = (*range(1, groups.ndim - 2), groups.ndim - 1)
+    mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
+    centered = groups - mean
+    variance = jnp.mean(centered * centered, axes, keepdims=True)
+    return mean, checkpoint_name(variance, STATISTICS)
+
+
+def moments_in_one_pass(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same of [B, P, groups, S] in one pass over the values; it is not differentiated."""
+    images, pixels, num_groups, size = groups.shape
+    # Few images have too few groups to keep a GPU busy.
+    parts = parts_of(pixels) if images <= _FEW_IMAGES else 1
+    near = groups[:, pixels // 2, :, size // 2]
+    mean, variance = shifted_moments(
+        groups.reshape(images, parts, -1, num_groups, size),
+        near.reshape(images, 1, 1, num_groups, 1),
+        lambda values: jnp.mean(jnp.mean(values, (2, 4), keepdims=True), 1, keepdims=True),
+    )
+    return mean[:, 0], variance[:, 0]
+
+
+_FEW_IMAGES = 8
+
+
 def norm_and_statistics(
     x: jax.Array,
     residual: jax.Array | None,
@@ -58,49 +85,14 @@ def norm_and_statistics(
     num_groups: int,
     epsilon: float,
     activation: str | None,
+    moments: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = centered_moments,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(y, mean, rstd, variance); the statistics are [B, num_groups]."""
+    """(y, mean, rstd, variance); the statistics are [B, num_groups], found by `moments`."""
     groups = _groups(x, num_groups)
-    axes = (*range(1, x.ndim - 1), x.ndim)
-    mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
-    centered = groups - mean
-    variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
-    return _normalised(x, residual, scale, bias, mean, variance, epsilon, activation)
-
-
-def norm_in_one_pass(
-    x: jax.Array,
-    residual: jax.Array | None,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    *,
-    num_groups: int,
-    epsilon: float,
-    activation: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The same of [B, P, C], with one pass over x for both statistics; it is not differentiated."""
-    groups = _groups(x, num_groups)
-    images, pixels, _, size = groups.shape
-    # Few images have too few groups to keep a GPU busy.
-    parts = parts_of(pixels) if images <= _FEW_IMAGES else 1
-    near = groups[:, pixels // 2, :, size // 2]
-    mean, variance = shifted_moments(
-        groups.reshape(images, parts, -1, num_groups, size),
-        near.reshape(images, 1, 1, num_groups, 1),
-        lambda values: jnp.mean(jnp.mean(values, (2, 4), keepdims=True), 1, keepdims=True),
-    )
-    mean, variance = mean[:, 0], variance[:, 0]
-    return _normalised(x, residual, scale, bias, mean, variance, epsilon, activation)
-
-
-_FEW_IMAGES = 8
-
-
-def _normalised(x, residual, scale, bias, mean, variance, epsilon, activation):
-    centered = _groups(x, mean.shape[-2]) - mean
+    mean, variance = moments(groups)
     rstd = jax.lax.rsqrt(variance + epsilon)
-    y = _affine((centered * rstd).reshape(x.shape), residual, scale, bias)
-    statistics = (x.shape[0], mean.shape[-2])
+    y = _affine(((groups - mean) * rstd).reshape(x.shape), residual, scale, bias)
+    statistics = (x.shape[0], num_groups)
     return (
         activate(activation, y).astype(x.dtype),
         mean.reshape(statistics),
