@@ -169,10 +169,14 @@ def _rounded_output_noise(o: Options) -> Any:
             "...tkgs,...tkgh->...skh", grouped**2, q.reshape(*by_group, q.shape[-1]) ** 2
         )
         found = {"q": scale * of_keys.reshape(q.shape), "k": scale * jnp.sqrt(squares)}
+        left = (1.0 - weights.sum(-1)) * row
         if "bias" in operands:
-            found["bias"] = _over_broadcast(moved, operands["bias"].shape)
+            # Where all keys of a row share it, its gradient is a sum over them, or that of the sink
+            # with the other sign.
+            shape = operands["bias"].shape
+            shared = jnp.maximum(left[..., None], moved.sum(-1, keepdims=True))
+            found["bias"] = _over_broadcast(shared if shape[-1:] == (1,) else moved, shape)
         if "sinks" in operands:
-            left = (1.0 - weights.sum(-1)) * row
             found["sinks"] = jnp.sqrt(jnp.sum(left**2, axis=tuple(range(left.ndim - 1))))
         return found
 
@@ -184,7 +188,5 @@ def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     moved = jnp.moveaxis(moved, -2, -3)
     whole = (1,) * (4 - len(shape)) + shape
     moved = moved.reshape((1,) * (4 - moved.ndim) + moved.shape)
-    if whole[-1] == 1:
-        moved = moved.sum(-1, keepdims=True)
     broadcast = tuple(axis for axis in range(4) if whole[axis] == 1)
     return jnp.sqrt(jnp.sum(moved**2, axis=broadcast, keepdims=True)).reshape(shape)

@@ -81,6 +81,11 @@ class Programs:
             for name, a in operands.items()
         }
 
+    def as_tf32(self, operands: Arrays, cotangents: list[Any]) -> tuple[Arrays, list[Any]]:
+        """What tensor cores read of float32: its first 11 bits. Other dtypes stay as they are."""
+        cut = jax.tree.map(_as_tf32, (operands, list(cotangents)))
+        return cut[0], cut[1]
+
     def _cast(self, how: How, operands: Arrays, cotangents: Any) -> tuple[Any, Any]:
         if not how.exact:
             return operands, cotangents
@@ -94,6 +99,13 @@ class Programs:
 
 def _items(problem: Problem) -> Any:
     return problem.operands.items()
+
+
+def _as_tf32(a: jax.Array) -> jax.Array:
+    if a.dtype != jnp.float32:
+        return a
+    bits = jax.lax.bitcast_convert_type(a, jnp.uint32) & jnp.uint32(0xFFFFE000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _as_float32(a: Any) -> Any:

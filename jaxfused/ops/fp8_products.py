@@ -307,8 +307,9 @@ class _HiddenGradientBySlope(OneByOne):
         )
 
     def reasons(self, device, dy, w, *others) -> Mapping[str, str | None]:
-        del others
-        return _product_reasons(device, dy, w, {"dz": self.dtype})
+        reasons = _product_reasons(device, dy, w, {"dz": self.dtype})
+        slope = pallas_fp8.why_slope_unsupported(columns=others[-1].shape[1])
+        return reasons | {"pallas": reasons["pallas"] or slope}
 
     def work(self, dy, w, slope) -> cost.Work:
         read, written = slope.dtype.itemsize, _bytes(self.dtype)

@@ -61,6 +61,13 @@ def why_unsupported(
     return None
 
 
+def why_slope_unsupported(*, columns: int) -> str | None:
+    """None where the kernel can read a slope of so many columns, one byte each, else why not."""
+    if columns % 16:
+        return f"it copies rows of whole multiples of 16 bytes, and the slope has {columns}"
+    return None
+
+
 def work(
     x: jax.Array, w: jax.Array, *, read_bytes: int, written_bytes: int, activations: int = 0
 ) -> Work:
