@@ -54,6 +54,8 @@ TORCH = {
 """What `benchmarks.end_to_end_torch` is asked for: timm's name of a network, and its flags."""
 
 _KERNELS_KEPT = 40
+_BY_NAME = ("ours-copies", "fused")
+"""Variants that are measured where --variants names them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +138,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     steps = [name for name, workload in models.items() if not workload.answers]
     for flag, known, default in (
         ("--models", list(models), steps),
-        ("--variants", list(LABELS), [name for name in LABELS if name != "ours-copies"]),
+        ("--variants", list(LABELS), [v for v in LABELS if v not in _BY_NAME]),
     ):
         parser.add_argument(
             flag, type=names(known), default=default, metavar="NAME,...", help=", ".join(known)

@@ -125,9 +125,12 @@ def vit(
 
         return _with_jaxfused(build, jaxfused.softmax_cross_entropy, copies=copies)
 
-    def stock(attention: Callable[..., jax.Array] = nn.dot_product_attention) -> Program:
+    def stock(
+        attention: Callable[..., jax.Array] = nn.dot_product_attention,
+        make: Callable[..., Program] = _with_optax,
+    ) -> Program:
         model = StockViT(size, classes, attention)
-        return _with_optax(model, make_batch, _softmax_cross_entropy)
+        return make(model, make_batch, _softmax_cross_entropy)
 
     return Workload(
         name,
@@ -137,6 +140,7 @@ def vit(
             "ours-copies": functools.partial(ours, copies=True),
             "ours-fp8": functools.partial(ours, precision="fp8"),
             "ours-cudnn": functools.partial(ours, padded_cudnn_attention),
+            "fused": functools.partial(stock, make=_with_fuse),
             "stock": stock,
             "cudnn": functools.partial(stock, padded_cudnn_attention),
         },
@@ -243,10 +247,13 @@ def _workload(
             return _answers_of_flax(stock, make_batch)
         return _with_optax(stock, make_batch, losses[1])
 
+    programs = {"ours": ours, "stock": flax}
+    if not answers:
+        programs["fused"] = functools.partial(_with_fuse, stock, make_batch, losses[1])
     return Workload(
         name,
         make_batch,
-        {"ours": ours, "stock": flax},
+        programs,
         lambda: _forward_flops(stock, jax.eval_shape(make_batch, _KEY)[0]),
         answers,
     )
@@ -314,25 +321,55 @@ def _with_optax(
     loss: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Program:
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(**OPTIMIZER))
+    of_loss = jax.value_and_grad(_loss_of_flax(model, loss), has_aux=True)
 
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        params, opt_state, averages = state
+        (value, averages), gradients = of_loss(params, averages, batch)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, averages), value
+
+    return Program(_init_of_flax(model, make_batch, optimizer), step)
+
+
+def _with_fuse(
+    model: nn.Module,
+    make_batch: Callable[[jax.Array], Batch],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Program:
+    """`_with_optax` after two lines of it changed: fuse around the loss, and this package's AdamW."""
+    optimizer = jaxfused.optim.adamw(**OPTIMIZER)
+    of_loss = jax.value_and_grad(jaxfused.fuse(_loss_of_flax(model, loss)), has_aux=True)
+
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        params, opt_state, averages = state
+        (value, averages), gradients = of_loss(params, averages, batch)
+        params, opt_state = optimizer.step(gradients, opt_state, params, max_norm=MAX_NORM)
+        return (params, opt_state, averages), value
+
+    return Program(_init_of_flax(model, make_batch, optimizer), step)
+
+
+def _init_of_flax(
+    model: nn.Module, make_batch: Callable[[jax.Array], Batch], optimizer: Any
+) -> Callable[[jax.Array], State]:
     def init(key: jax.Array) -> State:
         averages, params = flax.core.pop(model.init(key, make_batch(key)[0]), "params")
         return params, optimizer.init(params), averages
 
+    return init
+
+
+def _loss_of_flax(
+    model: nn.Module, loss: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Callable[[Any, Any, Batch], tuple[jax.Array, Any]]:
     def loss_of(params: Any, averages: Any, batch: Batch) -> tuple[jax.Array, Any]:
         images, labels = batch
         variables = {"params": params, **averages}
         logits, averages = model.apply(variables, images, mutable=["batch_stats"])
         return loss(logits, labels), averages
 
-    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        params, opt_state, averages = state
-        of_loss = jax.value_and_grad(loss_of, has_aux=True)
-        (value, averages), gradients = of_loss(params, averages, batch)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, averages), value
-
-    return Program(init, step)
+    return loss_of
 
 
 def _answers_of_jaxfused(build: Callable[[], nnx.Module]) -> Program:

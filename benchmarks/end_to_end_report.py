@@ -14,6 +14,7 @@ LABELS = {
     "ours-copies": "jaxfused, bfloat16 copies of kernels",
     "ours-fp8": "jaxfused, fp8",
     "ours-cudnn": "jaxfused, padded cuDNN attention",
+    "fused": "Flax under jaxfused.fuse, jaxfused.optim",
     "stock": "Flax + Optax",
     "cudnn": "Flax + Optax, padded cuDNN attention",
     "torch": "timm + torch.compile",

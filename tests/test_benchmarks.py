@@ -521,6 +521,20 @@ def test_a_step_that_reads_copies_of_the_kernels_is_the_same_step():
     chex.assert_trees_all_close(params, others, atol=4e-3)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workload", [TINY_VIT, TINY_UNET, TINY_CONVNEXT], ids=lambda w: w.name)
+def test_a_fused_step_is_that_of_stock(workload):
+    """Its forward is the same but for rounding; both have float32 parameters and bfloat16 values."""
+    losses = []
+    for variant in ("stock", "fused"):
+        program = workload.programs[variant]()
+        state, step = program.init(jax.random.key(0)), jax.jit(program.step)
+        for _ in range(3):
+            state, loss = step(state, workload.make_batch(jax.random.key(1)))
+            losses.append(float(loss))
+    assert losses[3:] == pytest.approx(losses[:3], rel=2e-2)
+
+
 def test_flops_are_those_of_the_formula():
     size, batch, tokens = MODELS["vit-b16"], 3, 197
     block = tokens * (4 * size.width**2 + 2 * size.width * size.hidden)
