@@ -331,7 +331,7 @@ def tree_of(count, shape=(8, 4)):
     ],
 )
 def test_few_kernels(lowerable, name, how, kernels):
-    tx, params = getattr(optim, name)(1e-3), tree_of(148)
+    tx, params = getattr(optim, name)(1e-3), tree_of(optimizer_step.LEAVES_A_CALL)
     text = lowered(
         functools.partial(tx.step, **how), params, jax.eval_shape(tx.init, params), params
     )
@@ -343,7 +343,7 @@ def test_few_kernels(lowerable, name, how, kernels):
 def test_trees_of_any_size(lowerable, count):
     tx, params = optim.adamw(1e-3), tree_of(count)
     text = lowered(tx.step, params, jax.eval_shape(tx.init, params), params)
-    assert len(kernels_in(text)) == -(-count // optimizer_step.MAX_LEAVES)
+    assert len(kernels_in(text)) == -(-count // optimizer_step.LEAVES_A_CALL)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused.cuda import library
-from jaxfused.cuda.optimizer_step import MAX_LEAVES
 
+_MAX_LEAVES = 256
+"""Gradients of one launch."""
 _MOST_BLOCKS = 2048
 
 
@@ -27,7 +28,7 @@ def sum_of_squares(factor: jax.Array, gradients: Sequence[jax.Array]) -> jax.Arr
         ),
     )
     total = jnp.zeros(2, jnp.float32)
-    for first in range(0, len(gradients), MAX_LEAVES):
-        stats, _ = call(factor.reshape(1), *gradients[first : first + MAX_LEAVES])
+    for first in range(0, len(gradients), _MAX_LEAVES):
+        stats, _ = call(factor.reshape(1), *gradients[first : first + _MAX_LEAVES])
         total = stats if first == 0 else total + stats
     return total

@@ -9,8 +9,10 @@ import numpy as np
 
 from jaxfused.cuda import library
 
-MAX_LEAVES = 256
-"""Leaves of one launch; further ones are handed to another."""
+LEAVES_A_CALL = 32
+"""Further leaves are handed to another launch. One launch could take all of a large tree, but XLA's
+search for copies between operands and results that share a buffer takes longer than in proportion to
+their number: with 256 leaves a call, ViT-L/16's step compiles for minutes."""
 _WARPS = 8
 _TILE = 1024
 """Values of a tile in which each thread has one vector."""
@@ -141,8 +143,8 @@ def step(
     tile = _TILE * vectors
     new_leaves: list[Leaf] = []
     new_norms = []
-    for first in range(0, len(leaves), MAX_LEAVES):
-        part = slice(first, first + MAX_LEAVES)
+    for first in range(0, len(leaves), LEAVES_A_CALL):
+        part = slice(first, first + LEAVES_A_CALL)
         operands = [getattr(leaf, name) for leaf in leaves[part] for name in streams]
         results = [getattr(leaf, name) for leaf in leaves[part] for name in written]
         places = [
