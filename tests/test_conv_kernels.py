@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.conv.conv import ConvCall, ConvConfig, conv, predicted_time
 from pallas_kernels.conv.weight_gradient import ConvWeightGradientConfig, weight_gradient
 from pallas_kernels.conv.weight_gradient import predicted_time as weights_time
-from pallas_kernels.conv.window import Window
+from pallas_kernels.conv.window import Boxes, Window
 from tests.grids import parametrize
 
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
@@ -179,6 +179,32 @@ WEIGHTS = (
 )
 
 
+@pytest.mark.parametrize(
+    ("sizes", "box"), [((3, 9, 20), (1, 8, 8)), ((1, 9, 20), (1, 8, 8)), ((1, 1, 70), (1, 1, 64))]
+)
+def test_boxes_beyond_the_last_begin_beyond_an_axis_that_copies_have(sizes, box):
+    """A copy leaves out axes of one element, and would not notice that it begins beyond them."""
+    boxes = Boxes(sizes, box)
+    for index in range(2 * boxes.count):
+        beyond = [
+            int(start) >= size
+            for start, size, b in zip(boxes.start(index), sizes, box, strict=True)
+            if size > 1 or b > 1
+        ]
+        assert any(beyond) == (index >= boxes.count)
+
+
+def test_axes_of_one_element_are_not_padded():
+    plain = Window((3, 3), ((0, 0), (1, 1)), (1, 1), (1, 1))
+    assert plain.why_unfit((1, 5)) is None
+    assert "an axis of 1," in plain.why_unfit((5, 1))
+    # The gradient of x pads what a valid convolution has left of it.
+    assert "an axis of 1," in plain.transposed().why_unfit((1, 5))
+    strided = replace(plain, padding=((0, 1), (0, 1)), strides=(2, 2))
+    assert strided.why_unfit((3, 3)) is None
+    assert "an axis of 2, which a stride of 2 spans" in strided.why_unfit((2, 4))
+
+
 @parametrize("case", WEIGHTS, quick=(1,))
 def test_weight_gradient_in_the_interpreter(case, interpreted_hopper):
     case.check(4)
@@ -223,6 +249,15 @@ LARGE = (
     Case((2, 9, 20, 21, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE, config=ROWS),
     WeightsCase((5, 57, 61, 64), config=ConvWeightGradientConfig(64, 64, 8)),
     WeightsCase((2, 64, 64, 320), 320, config=ConvWeightGradientConfig(64, 128, 4)),
+    # Parts that do not go into the steps of the only image: the last one goes on beyond its end.
+    WeightsCase((1, 128, 128, 128), 256, config=ConvWeightGradientConfig(128, 64, 4, parts=5)),
+    WeightsCase(
+        (1, 1, 900, 64),
+        64,
+        (1, 3),
+        ((0, 0), (1, 1)),
+        config=ConvWeightGradientConfig(64, 64, 4, parts=4),
+    ),
 )
 """With as many tiles as keep all multiprocessors busy."""
 

@@ -123,7 +123,7 @@ def why_unsupported(
         compute_capability=device.compute_capability,
         dtypes={"x": x.dtype, "residual": None if residual is None else residual.dtype},
         channels={"x": w.shape[-2], "the result": w.shape[-1]},
-        pixels=math.prod(x.shape[:-1]),
+        sizes=x.shape[:-1],
         window=window,
     )
 
@@ -559,7 +559,7 @@ class _InputGradient:
         if self.window.is_strided:
             # With zeros between the values of dz, most products are for nothing.
             return {"xla": None}
-        reason = why_unsupported(device, self.window, dz, w)
+        reason = why_unsupported(device, self.window.transposed(), dz, w)
         if self.window.is_pointwise:
             return {"xla": None, "pallas": reason}
         return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
@@ -673,7 +673,7 @@ class _JoinedInputGradient:
         window = self.gradient.window
         if window.is_strided:
             return {"xla": None}
-        reason = why_unsupported(device, window, dz, w, other)
+        reason = why_unsupported(device, window.transposed(), dz, w, other)
         call = self.gradient._call(device, dz, w)
         streams = self._streams(dz, other, y)
         elements = math.prod(call.result) * call.features

@@ -266,7 +266,7 @@ def _why_unsupported(
             "residual": None if residual is None else residual.dtype,
         },
         channels={"x": channels, "the result": features},
-        pixels=math.prod(x.shape[:-1]),
+        sizes=x.shape[:-1],
         window=window,
     )
 
@@ -373,7 +373,7 @@ class _Forward:
                 "residual": None if residual is None else residual.dtype,
             },
             channels={"x": w.shape[-2], "the result": w.shape[-1]},
-            pixels=math.prod(x.shape[:-1]),
+            sizes=x.shape[:-1],
             window=self.options.window,
         )
         reasons = {"pallas": reason, "xla": None}

@@ -489,7 +489,7 @@ def why_unsupported(
     compute_capability: tuple[int, int] | None,
     dtypes: Mapping[str, Any],
     channels: Mapping[str, int],
-    pixels: int,
+    sizes: tuple[int, ...],
     window: Window,
 ) -> str | None:
     """None where the convolution can run, else why not.
@@ -497,7 +497,7 @@ def why_unsupported(
     Args:
       dtypes: of the operands, by name, None for an absent one.
       channels: of x, "x", and of the result.
-      pixels: of all images of x.
+      sizes: of x: images, then each axis of the picture.
     """
     reason = hopper.why_unfit(compute_capability)
     if reason is not None:
@@ -508,14 +508,14 @@ def why_unsupported(
     for name, count in channels.items():
         if count % GROUP:
             return f"it takes multiples of {GROUP} channels, and {name} has {count}"
-    if pixels > MAX_PIXELS:
+    if (pixels := math.prod(sizes)) > MAX_PIXELS:
         return f"it takes at most {MAX_PIXELS} pixels, and x has {pixels}"
     if window.is_strided:
         if len(window.kernel) > 2:
             return "it takes strides of pictures with rows and columns only"
         if channels["x"] % 64:
             return f"with strides it takes multiples of 64 channels, and x has {channels['x']}"
-    return None
+    return window.why_unfit(sizes[1:])
 
 
 def conv(
@@ -718,7 +718,7 @@ def why_quantized_unsupported(
     dtypes: Mapping[str, Any],
     out_dtypes: Mapping[str, Any],
     channels: Mapping[str, int],
-    pixels: int,
+    sizes: tuple[int, ...],
     window: Window,
 ) -> str | None:
     """None where a convolution of int8 can run, else why not.
@@ -727,7 +727,7 @@ def why_quantized_unsupported(
       dtypes: of x and the weights, by name.
       out_dtypes: of the result and the residual, by name, None for an absent one.
       channels: of x, "x", and of the result.
-      pixels: of all images of x.
+      sizes: of x: images, then each axis of the picture.
     """
     for name, dtype in dtypes.items():
         if dtype != jnp.int8:
@@ -745,7 +745,7 @@ def why_quantized_unsupported(
         compute_capability=compute_capability,
         dtypes={},
         channels=channels,
-        pixels=pixels,
+        sizes=sizes,
         window=window,
     )
 

@@ -62,6 +62,18 @@ class Window:
             )
         )
 
+    def why_unfit(self, sizes: tuple[int, ...]) -> str | None:
+        """None where boxes of a picture of these sizes can be copied with their padding, else why not.
+
+        A copy leaves out an axis of one element, and would find its one element where zeros should be.
+        A picture with one axis is one with a row, which nothing pads.
+        """
+        row = (1,) * (len(self.kernel) - len(sizes))
+        for size, stride, pads in zip(row + sizes, self.strides, self.padding, strict=True):
+            if size <= stride and any(pads):
+                return f"it takes no padding of an axis of {size}, which a stride of {stride} spans"
+        return None
+
     def transposed(self) -> "Window":
         """The window of the gradient of x, whose weights are turned around; only with strides of 1."""
         assert not self.is_strided
@@ -106,12 +118,18 @@ class Boxes:
         return math.prod(self.counts)
 
     def start(self, box_idx: Any) -> tuple[Any, ...]:
-        """Where a box begins; beyond the last one they begin beyond the last image."""
+        """Where a box begins; beyond the last one they begin beyond the end of the first axis.
+
+        An axis where all there is is one element does not count as one: a copy leaves it out, and with
+        it where the copy was to begin.
+        """
+        is_axis = [size > 1 or box > 1 for size, box in zip(self.sizes, self.box, strict=True)]
+        first = is_axis.index(True)
         starts = []
-        for count, size in zip(self.counts[:0:-1], self.box[:0:-1], strict=True):
+        for count, size in zip(self.counts[:first:-1], self.box[:first:-1], strict=True):
             starts.append(lax.rem(box_idx, jnp.int32(count)) * size)
             box_idx = lax.div(box_idx, jnp.int32(count))
-        return (box_idx * self.box[0], *reversed(starts))
+        return (*[jnp.int32(0)] * first, box_idx * self.box[first], *reversed(starts))
 
 
 @functools.cache
