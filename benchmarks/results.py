@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxfused.cuda import cublaslt
+
 DIRECTORY = Path(__file__).parent / "results"
 
 _PACKAGES = (
@@ -49,13 +51,18 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that bear on the numbers, those that are installed."""
+    """Of the packages that bear on the numbers, those that are installed.
+
+    Where the kernels do without cuBLASLt, which a library may be built without, it says so.
+    """
     installed = {}
     for package in _PACKAGES:
         try:
             installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if (reason := cublaslt.why_unavailable()) is not None:
+        installed["cuBLASLt"] = f"none: {reason}"
     return installed
 
 

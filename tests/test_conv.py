@@ -392,7 +392,9 @@ def test_large_windows_lower(hopper, kernel, dilation):
     assert launched == ["conv_input_gradient", *["conv_weight_gradient"] * small]
 
 
-@parametrize("spatial", [(8, 56, 56), (4, 16, 28, 28), (64, 400)], quick=(0,))
+@parametrize(
+    "spatial", [(8, 56, 56), (4, 16, 28, 28), (64, 400), (1, 128, 128), (1, 3, 500)], quick=(0, 3)
+)
 @parametrize("channels", [64, 320], quick=(0,))
 @parametrize("kernel", [1, 3], quick=(0, 1))
 def test_dense_kernels_lower(hopper, spatial, channels, kernel):

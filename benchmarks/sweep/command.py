@@ -43,7 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     run = results.run_tags(arguments) | {"device": jax.devices()[0].device_kind}
     mark = " with changes" if run["dirty"] else ""
-    print(f"{run['device']}, commit {run['commit'][:12]}{mark}", flush=True)
+    without = f", cuBLASLt {run['versions']['cuBLASLt']}" if "cuBLASLt" in run["versions"] else ""
+    print(f"{run['device']}, commit {run['commit'][:12]}{mark}{without}", flush=True)
     sweep = _Sweep(options, run, on_gpu=on_gpu)
     try:
         sweep.run(_cases(options))

@@ -45,6 +45,11 @@ class Norm:
         """Whether each row starts at a multiple of 16 bytes."""
         return self.features * self.itemsize % 16 == 0
 
+    @property
+    def is_coalesced(self) -> bool:
+        """Whether XLA's threads, a value each, read memory as fast as vectors do."""
+        return self.aligned or self.itemsize >= 4
+
 
 @dataclass(frozen=True)
 class _Kernel:
@@ -129,11 +134,12 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     if implementation == "xla" and norm.is_small_for_xla:
         return _FORWARD["xla, small"].microseconds(megabytes, norm.rows)
     if implementation == "xla":
-        if norm.aligned:
+        shares = saves_statistics and norm.is_coalesced and not norm.subtract_mean
+        if shares and _backward_is_xla(norm):
+            # Its two halves share what they read.
+            name = f"xla, {'sum ' if norm.residual else ''}before its gradient"
+        elif norm.aligned:
             name = "xla, with statistics" if saves_statistics else "xla"
-            if saves_statistics and not norm.subtract_mean and _backward_is_xla(norm):
-                # Its two halves share what they read.
-                name = f"xla, {'sum ' if norm.residual else ''}before its gradient"
         else:
             name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
             if saves_statistics and norm.rows * norm.features <= _FEW_VALUES:
@@ -172,7 +178,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         name = "xla"
         if norm.is_small_for_xla:
             name = "xla, small"
-        elif norm.aligned and not norm.subtract_mean:
+        elif norm.is_coalesced and not norm.subtract_mean:
             # With many rows the sums over them are made by the kernel of the gradient of x.
             many = norm.rows >= _MANY_ROWS or (norm.features <= 128 and norm.rows >= 1024)
             name = "xla, mean square" if many else "xla, mean square of fewer rows"

@@ -129,7 +129,7 @@ class Boxes:
         for count, size in zip(self.counts[:first:-1], self.box[:first:-1], strict=True):
             starts.append(lax.rem(box_idx, jnp.int32(count)) * size)
             box_idx = lax.div(box_idx, jnp.int32(count))
-        return (*[jnp.int32(0)] * first, box_idx * self.box[first], *reversed(starts))
+        return (*[box_idx * 0] * first, box_idx * self.box[first], *reversed(starts))
 
 
 @functools.cache

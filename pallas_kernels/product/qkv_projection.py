@@ -196,9 +196,14 @@ def predicted_time(
     norm: bool,
     rotary_dim: int,
     interleaved: bool,
+    w_itemsize: int,
     multiprocessors: int,
 ) -> float:
-    """Microseconds of `forward` with the config that it takes by default."""
+    """Microseconds of `forward` with the config that it takes by default.
+
+    With what XLA takes to convert the weights, whose numbers have `w_itemsize` bytes, or to bring them
+    into the order that the kernel reads. That they lie side by side already is assumed.
+    """
     work = _work(rows, features, widths, norm=norm, rotary_dim=rotary_dim)
     config = fitting(
         rows=rows,
@@ -210,7 +215,15 @@ def predicted_time(
         interleaved=interleaved,
         multiprocessors=multiprocessors,
     )[0]
-    return cost.time(work, config, multiprocessors)
+    time = cost.time(work, config, multiprocessors)
+    if isinstance(config, FewRowsConfig):
+        return time
+    columns = SWIZZLE_BYTES // 2
+    reorders = config.tile_n % columns > 0 or sum(widths) % columns > 0
+    reorders = reorders or _orders_columns(head_size, norm, rotary_dim, interleaved)
+    if reorders or w_itemsize != 2:
+        time += cost.xla_pass(features * sum(widths), w_itemsize + 2)
+    return time
 
 
 def _work(
@@ -231,7 +244,7 @@ def _splits_heads(head_size: int, norm: bool, rotary_dim: int) -> bool:
     return not norm and head_size == rotary_dim > unit and head_size % unit == 0
 
 
-def orders_columns(head_size: int, norm: bool, rotary_dim: int, interleaved: bool) -> bool:
+def _orders_columns(head_size: int, norm: bool, rotary_dim: int, interleaved: bool) -> bool:
     """Whether `forward` brings the columns of the weights into another order."""
     return _splits_heads(head_size, norm, rotary_dim) and not interleaved
 
@@ -304,14 +317,13 @@ def forward(
         )
         return (q, k, v, *(projections or (None, None)))
     splits_heads = _splits_heads(head_size, any(has_norms), rotary_dim)
-    if orders_columns(head_size, any(has_norms), rotary_dim, interleaved):
+    if _orders_columns(head_size, any(has_norms), rotary_dim, interleaved):
         w = _in_strips(w, head_size)
         bias = None if bias is None else _in_strips(bias, head_size)
     n = w.shape[1]
     columns = swizzled_columns(x.dtype)
 
     def epilogue_of(config: MatmulConfig) -> _Epilogue:
-        # The weights are copied in any case, to lie side by side.
         b_transposed = config.tile_n % columns != 0
         return _Epilogue(
             product=Product(
