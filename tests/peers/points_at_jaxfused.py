@@ -59,7 +59,7 @@ if jax.default_backend() == "gpu":
             "compares bits of float32, which a kernel sums in another order than XLA's passes"
         )
         # Those of float32.
-        for norm, count in (("batchnorm", 16), ("layernorm", 8), ("rmsnorm", 8))
+        for norm, count in (("batchnorm", 16), ("groupnorm", 8), ("layernorm", 8), ("rmsnorm", 8))
         for i in range(0, count, 2)
     }
 
