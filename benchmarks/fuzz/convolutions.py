@@ -38,7 +38,7 @@ def draw_depthwise_conv(draw: Draw) -> Options:
     window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
     dilated = draw.chance(0.1)
     return draw_conv(draw) | dict(
-        sides=[draw.size(4, 40) for _ in window],
+        sides=_sides(draw, len(window)),
         window=list(window),
         channels=channels,
         out=channels * draw.pick((*(1,) * 8, 2)),
@@ -52,7 +52,7 @@ def draw_depthwise_conv(draw: Draw) -> Options:
 
 def _draw_window(draw: Draw) -> Options:
     axes, after = draw.pick((1, 2, 2, 2, 3)), activation(draw, 0.4)
-    sides = [draw.size(4, 40 if axes < 3 else 8) for _ in range(axes)]
+    sides = _sides(draw, axes)
     groups = draw.pick((1, 1, 1, 2, 4))
     channels, out = (
         groups * draw.pick((1, 3, 4, 8, 64, 72, features(draw, 200))) for _ in range(2)
@@ -77,6 +77,14 @@ def _draw_window(draw: Draw) -> Options:
         activation=after,
         residual=draw.chance(0.3),
     )
+
+
+def _sides(draw: Draw, axes: int) -> list[int]:
+    """Of an image; now and then an axis of one pixel, or an image that is taken in many parts."""
+    if axes == 2 and draw.chance(0.1):
+        return [draw.size(40, 160) for _ in range(2)]
+    least = 1 if draw.chance(0.2) else 4
+    return [draw.size(least, 40 if axes < 3 else 8) for _ in range(axes)]
 
 
 def _geometry(o: Options) -> dict[str, Any]:
