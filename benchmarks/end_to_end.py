@@ -2,7 +2,8 @@
 
 ViT-B/16, ViT-L/16, a U-Net, ConvNeXt-T and ResNet-50 on random images, in bfloat16 with float32
 parameters, AdamW and clipping by the global norm: time, memory and every kernel of a step. Models with
-"answers" and a batch in their names only answer; they are measured where --models names them.
+"answers" and a batch in their names only answer; they, and the networks of other libraries, are measured
+where --models names them.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import jax
 
 from benchmarks import (
     ceilings,
+    end_to_end_adopted,
     end_to_end_jax,
     end_to_end_report,
     end_to_end_torch,
@@ -75,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - begin:5.0f} s] {text}", flush=True)
 
     gpu = jax.devices()[0].device_kind
-    chosen = [w for name, w in end_to_end_jax.workloads().items() if name in options.models]
+    known = end_to_end_jax.workloads() | end_to_end_adopted.workloads()
+    chosen = [workload for name, workload in known.items() if name in options.models]
     section: dict[str, Any] = {
         "date": results.now(),
         "machine": {"versions": results.versions(), "gpu_before": results.gpu_state()},
@@ -137,7 +140,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     models = end_to_end_jax.workloads()
     steps = [name for name, workload in models.items() if not workload.answers]
     for flag, known, default in (
-        ("--models", list(models), steps),
+        ("--models", [*models, *end_to_end_adopted.workloads()], steps),
         ("--variants", list(LABELS), [v for v in LABELS if v not in _BY_NAME]),
     ):
         parser.add_argument(

@@ -127,10 +127,10 @@ def vit(
 
     def stock(
         attention: Callable[..., jax.Array] = nn.dot_product_attention,
-        make: Callable[..., Program] = _with_optax,
+        make: Callable[[Network], Program] = with_optax,
     ) -> Program:
         model = StockViT(size, classes, attention)
-        return make(model, make_batch, _softmax_cross_entropy)
+        return make(_of_flax(model, make_batch, _softmax_cross_entropy))
 
     return Workload(
         name,
@@ -140,7 +140,7 @@ def vit(
             "ours-copies": functools.partial(ours, copies=True),
             "ours-fp8": functools.partial(ours, precision="fp8"),
             "ours-cudnn": functools.partial(ours, padded_cudnn_attention),
-            "fused": functools.partial(stock, make=_with_fuse),
+            "fused": functools.partial(stock, make=with_fuse),
             "stock": stock,
             "cudnn": functools.partial(stock, padded_cudnn_attention),
         },
@@ -245,11 +245,11 @@ def _workload(
     def flax() -> Program:
         if answers:
             return _answers_of_flax(stock, make_batch)
-        return _with_optax(stock, make_batch, losses[1])
+        return with_optax(_of_flax(stock, make_batch, losses[1]))
 
     programs = {"ours": ours, "stock": flax}
     if not answers:
-        programs["fused"] = functools.partial(_with_fuse, stock, make_batch, losses[1])
+        programs["fused"] = lambda: with_fuse(_of_flax(stock, make_batch, losses[1]))
     return Workload(
         name,
         make_batch,
@@ -315,13 +315,24 @@ def _with_jaxfused(
     return Program(init, step)
 
 
-def _with_optax(
-    model: nn.Module,
-    make_batch: Callable[[jax.Array], Batch],
-    loss: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Program:
+@dataclass(frozen=True)
+class Network:
+    """A network and its loss as a user of some library writes them."""
+
+    init: Callable[[jax.Array], tuple[Any, Any]]
+    """Of a key, (parameters, running averages of batch norms)."""
+    loss: Callable[[Any, Any, Batch], tuple[jax.Array, Any]]
+    """(parameters, averages, batch) to (loss, averages)."""
+
+    def forward_flops(self, make_batch: Callable[[jax.Array], Batch]) -> int:
+        shapes = jax.eval_shape(self.init, _KEY), jax.eval_shape(make_batch, _KEY)
+        return product_flops(jax.make_jaxpr(self.loss)(*shapes[0], shapes[1]).jaxpr)
+
+
+def with_optax(network: Network) -> Program:
+    """The step as users of Optax write it."""
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(**OPTIMIZER))
-    of_loss = jax.value_and_grad(_loss_of_flax(model, loss), has_aux=True)
+    of_loss = jax.value_and_grad(network.loss, has_aux=True)
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         params, opt_state, averages = state
@@ -329,17 +340,13 @@ def _with_optax(
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, averages), value
 
-    return Program(_init_of_flax(model, make_batch, optimizer), step)
+    return Program(_init_with(network, optimizer), step)
 
 
-def _with_fuse(
-    model: nn.Module,
-    make_batch: Callable[[jax.Array], Batch],
-    loss: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Program:
-    """`_with_optax` after two lines of it changed: fuse around the loss, and this package's AdamW."""
+def with_fuse(network: Network) -> Program:
+    """`with_optax` after two lines of it changed: fuse around the loss, and this package's AdamW."""
     optimizer = jaxfused.optim.adamw(**OPTIMIZER)
-    of_loss = jax.value_and_grad(jaxfused.fuse(_loss_of_flax(model, loss)), has_aux=True)
+    of_loss = jax.value_and_grad(jaxfused.fuse(network.loss), has_aux=True)
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         params, opt_state, averages = state
@@ -347,29 +354,33 @@ def _with_fuse(
         params, opt_state = optimizer.step(gradients, opt_state, params, max_norm=MAX_NORM)
         return (params, opt_state, averages), value
 
-    return Program(_init_of_flax(model, make_batch, optimizer), step)
+    return Program(_init_with(network, optimizer), step)
 
 
-def _init_of_flax(
-    model: nn.Module, make_batch: Callable[[jax.Array], Batch], optimizer: Any
-) -> Callable[[jax.Array], State]:
+def _init_with(network: Network, optimizer: Any) -> Callable[[jax.Array], State]:
     def init(key: jax.Array) -> State:
-        averages, params = flax.core.pop(model.init(key, make_batch(key)[0]), "params")
+        params, averages = network.init(key)
         return params, optimizer.init(params), averages
 
     return init
 
 
-def _loss_of_flax(
-    model: nn.Module, loss: Callable[[jax.Array, jax.Array], jax.Array]
-) -> Callable[[Any, Any, Batch], tuple[jax.Array, Any]]:
+def _of_flax(
+    model: nn.Module,
+    make_batch: Callable[[jax.Array], Batch],
+    loss: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Network:
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        averages, params = flax.core.pop(model.init(key, make_batch(key)[0]), "params")
+        return params, averages
+
     def loss_of(params: Any, averages: Any, batch: Batch) -> tuple[jax.Array, Any]:
         images, labels = batch
         variables = {"params": params, **averages}
         logits, averages = model.apply(variables, images, mutable=["batch_stats"])
         return loss(logits, labels), averages
 
-    return loss_of
+    return Network(init, loss_of)
 
 
 def _answers_of_jaxfused(build: Callable[[], nnx.Module]) -> Program:
