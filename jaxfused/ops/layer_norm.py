@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -291,6 +291,8 @@ class _Forward:
     options: NormOptions
     save_statistics: bool
 
+    xla_takes_rows: ClassVar[bool] = True
+
     @property
     def name(self) -> str:
         return f"{self.options.op} forward"
@@ -343,8 +345,7 @@ class _Forward:
         operands = (x, scale, bias, residual, pre_bias)
         keywords: dict[str, Any] = self.options.keywords()
         if implementation == "xla":
-            results = reference.layer_norm.norm_and_statistics(*operands, **keywords)
-            return results if self.save_statistics else (*results[:2], None, None)
+            return self._by_xla(*operands)
         keywords |= dict(save_statistics=self.save_statistics, config=config)
         if implementation == "cuda":
             return cuda.layer_norm.forward(*operands, **keywords)
@@ -352,7 +353,36 @@ class _Forward:
             *operands, **keywords, multiprocessors=device.multiprocessors
         )
 
+    def _by_xla(self, x, scale, bias, residual, pre_bias) -> Results:
+        """Of rows in any axes, which become those of a matrix."""
+        tiled = not self.save_statistics
+        matrices = [None if a is None else _matrix(a, tiled) for a in (x, residual)]
+        y, next_residual, mean, rstd = reference.layer_norm.norm_and_statistics(
+            matrices[0], scale, bias, matrices[1], pre_bias, **self.options.keywords()
+        )
+        statistics = (mean, rstd) if self.save_statistics else (None, None)
+        return *(None if a is None else a.reshape(x.shape) for a in (y, next_residual)), *(
+            None if a is None else a.reshape(x.shape[:-1]) for a in statistics
+        )
+
     batched = batched_rows
+
+
+def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
+    """[M, D] of [..., D].
+
+    XLA's kernel of a norm without statistics is `tiled`: it takes several rows at a time where their
+    number divides the last axis of rows in the array that it reads, and single rows of 197, which takes
+    it three times as long. Behind a barrier it reads the matrix.
+    """
+    matrix = array.reshape(-1, array.shape[-1])
+    if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:
+        return matrix
+    return jax.lax.optimization_barrier(matrix)
+
+
+_ROWS_OF_A_TILE = 16
+"""The most that XLA takes at a time, of narrow rows."""
 
 
 @dataclass(frozen=True)

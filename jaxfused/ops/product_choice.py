@@ -52,14 +52,18 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
     few = work.m <= few_rows.MAX_ROWS
     side_by_side = work.products if few else 1
     fused_conversion = work.m <= cost.CONVERTED_ROWS and not work.k_last
-    product = cost.xla_product(
-        work.m,
-        side_by_side * work.n,
-        work.k,
-        work.itemsize,
-        device.multiprocessors,
-        work.b_bytes if fused_conversion else 0,
-    )
+    n = side_by_side * work.n
+    if work.m == 1 and fused_conversion and work.b_bytes != work.itemsize:
+        product = cost.xla_single_row(n, work.k, work.itemsize, work.b_bytes)
+    else:
+        product = cost.xla_product(
+            work.m,
+            n,
+            work.k,
+            work.itemsize,
+            device.multiprocessors,
+            work.b_bytes if fused_conversion else 0,
+        )
     converted = 0.0 if fused_conversion else cost.conversion(work)
     if few and work.k_last:
         converted *= _CONVERTED_ANEW

@@ -23,8 +23,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
-        whole = rotary_dim == x.shape[-1] and rotary_dim.bit_count() == 1
-        if whole and not _SMALL < x.size * x.dtype.itemsize < _LARGE:
+        size = x.size * x.dtype.itemsize
+        of_power = rotary_dim.bit_count() == 1 and not _SMALL < size < _LARGE
+        single_head = x.shape[-2] == 1 and size <= 2 * _SMALL
+        if rotary_dim == x.shape[-1] and (of_power or single_head):
             # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so,
             # for which it makes tables of the heads' size, and rotates two small arrays in one kernel.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))

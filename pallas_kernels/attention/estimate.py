@@ -54,10 +54,11 @@ def _split_forward(
     by_tasks = -(-tasks // places) * (1.5 + blocks * per_block)
     read = _bytes_of_keys(shape, keys)
     by_memory = max(read / _BYTES, read * tiles / _CACHED_BYTES)
-    # Each part writes its output in float32, and the kernel that merges the parts reads it.
+    # Each part writes its output in float32, and what merges the parts reads it: XLA a single one.
     parts = 8 * tasks * min(WGMMA_ROWS, Packing.of(shape).rows) * shape.value_size
     merged = shape.batch * shape.heads * -(-shape.query_count // 4)
-    by_merging = _LAUNCH + merged / (16 * max(1, multiprocessors))
+    merging = merged / (16 * max(1, multiprocessors)) if config.splits > 1 else 0.0
+    by_merging = _LAUNCH + merging
     return _LAUNCH + max(by_tasks, by_memory) + parts / _CACHED_BYTES + by_merging
 
 

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Operands, saved_length
 from pallas_kernels.attention.memory import ceil_to
+from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.hopper import LANES, WARPS
 from pallas_kernels.store import store_unoptimized
@@ -62,6 +63,32 @@ def merge(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(outs, lses, *optional.values())
     return out, lse
+
+
+def only_part(
+    outs: jax.Array, lses: jax.Array, operands: Operands, shape: Shape, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `merge` returns, of a single part: XLA has little more to do than to round."""
+    batch, query_count, _, heads, key_heads, _, value_size = shape
+    packing = Packing.of(shape)
+    out = packing.unpacked(outs.reshape(batch, key_heads, packing.rows, value_size))
+    lse2 = lses[:, 0, : packing.rows].reshape(batch, heads, query_count)
+    empty = lse2 <= EMPTY_LSE
+    if operands.sinks is not None:
+        sinks = jnp.broadcast_to(operands.sinks[None, :, None] * LOG2E, lse2.shape)
+        with_sink = jnp.logaddexp2(lse2, sinks)
+        share = jnp.where(empty, 0.0, jnp.exp2(lse2 - with_sink))
+        out = out * share.transpose(0, 2, 1)[..., None]
+        lse2, empty = with_sink, with_sink <= EMPTY_LSE
+    if operands.query_lengths is not None:
+        positions = jnp.arange(query_count, dtype=jnp.int32)[None, None]
+        beyond = positions >= operands.query_lengths[:, None, None]
+        out = jnp.where(beyond.transpose(0, 2, 1)[..., None], 0.0, out)
+        empty = empty | beyond
+    lse = jnp.where(empty, EMPTY_LSE, lse2 * (1 / LOG2E))
+    missing = saved_length(query_count) - query_count
+    lse = jnp.pad(lse, ((0, 0), (0, 0), (0, missing)), constant_values=EMPTY_LSE)
+    return out.astype(dtype), lse
 
 
 @dataclass(frozen=True)

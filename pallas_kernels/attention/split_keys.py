@@ -23,7 +23,7 @@ from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import EMPTY_LSE, Logits, Operands
 from pallas_kernels.attention.mask import Index
 from pallas_kernels.attention.memory import WGMMA_ROWS, Columns, Heads, Matrix, ceil_to
-from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge
+from pallas_kernels.attention.merge_splits import MOST_SPLITS, merge, only_part
 from pallas_kernels.attention.packing import PackedTile, Packing
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.softmax import Softmax, Weighing, across
@@ -167,6 +167,8 @@ def forward(
     )(packing.queries(query), key, value, *optional.values())
     outs, lses = parts
     outs = outs.reshape(*lses.shape[:2], packing.rows, shape.value_size)
+    if config.splits == 1:
+        return only_part(outs, lses, operands, shape, query.dtype)
     return merge(outs, lses, operands, shape, query.dtype)
 
 

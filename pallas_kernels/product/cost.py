@@ -104,6 +104,8 @@ class Speeds:
     """What a product of few rows takes it more: tiles as flat as that fill its ring no faster."""
     xla_fewest_rows_byte: float = 1 / 4.55e6
     """Of memory traffic in a product of half of them."""
+    xla_single_row_byte: float = 1 / 1.25e6
+    """Of the factors of a single row's sums, which XLA writes first and then adds up."""
     xla_step: float = 0.035
     xla_step_element: float = 1.76e-5
     xla_tile_element: float = 8e-5
@@ -473,6 +475,16 @@ def xla_product(
     ragged = any(size % (_STEP_BYTES // itemsize) for size in (n, k))
     launch = speeds.xla_launch + (speeds.xla_few_rows if m <= MAX_ROWS else 0.0)
     return launch + best * (speeds.xla_ragged if ragged else 1.0)
+
+
+def xla_single_row(n: int, k: int, itemsize: int, b_itemsize: float) -> float:
+    """Microseconds of XLA's product of one row with weights of another dtype, no product to XLA.
+
+    One kernel writes all factors in the dtype of the row, and another one adds them up.
+    """
+    factors = n * k
+    summed = factors * itemsize * H200.xla_single_row_byte
+    return xla_pass(factors, b_itemsize + itemsize) + H200.xla_pass + summed
 
 
 def _xla_splits(work: Work, multiprocessors: int) -> int:
