@@ -85,8 +85,8 @@ frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 def input_gradient(w: QuantizedArray, dy: jax.Array) -> jax.Array:
     """The gradient dy @ w^T of x, in dy's dtype, which is x's."""
     rows = linear.letters_of_rows(dy)
-    w, dy = dequantized_again(w, dy)
-    return product(f"{rows}F,DF->{rows}D", dy, w, out_dtype=dy.dtype)
+    wide, dy = dequantized_again(w, dy)
+    return product(f"{rows}F,DF->{rows}D", dy, wide, out_dtype=dy.dtype)
 
 
 def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
