@@ -205,14 +205,16 @@ def _multiply(
 def join_words(monkeypatch) -> None:
     """States in jax.numpy what a kernel with weights of 4 bits does to registers, for one test."""
 
-    def pairs_as_operand(*pairs, dtype):
-        n, words = pairs[0].shape
+    def from_words(words, dtype):
+        exponent = 0x43004300 if dtype == jnp.bfloat16 else 0x64006400
+        pairs = [((words >> (4 * pair)) & 0x000F000F) | exponent for pair in range(4)]
+        n, count = words.shape
         # The axes: run of a word, half of the run, row, thread, word of the thread, odd.
         both = jnp.stack([jax.lax.bitcast_convert_type(pair, dtype) for pair in pairs])
-        both = both.reshape(2, 2, n, words // 4, 4, 2)
-        return both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * words)
+        both = both.reshape(2, 2, n, count // 4, 4, 2)
+        return both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count)
 
-    monkeypatch.setattr(quantized_weights, "pairs_as_operand", pairs_as_operand)
+    monkeypatch.setattr(quantized_weights, "from_words", from_words)
 
 
 def turn_neighbours(monkeypatch) -> None:

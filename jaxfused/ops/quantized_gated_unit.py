@@ -77,8 +77,8 @@ def _gated_unit_fwd(run: Runner, unit: "_Unit", x, *weights_and_biases):
 
 
 def _gated_unit_bwd(run: Runner, unit: "_Unit", saved, dh):
-    """The preactivations are computed again, by XLA."""
-    x, (*weights, b_gate, b_up) = saved
+    """The preactivations are computed again, by XLA, which would keep those of its own forward."""
+    (x, (*weights, b_gate, b_up)), dh = jax.lax.optimization_barrier((saved, dh))
     gate, up = unit.arrays(*weights)
     _, vjp = jax.vjp(
         lambda x, b_gate, b_up: unit.by_reference(x, gate, up, b_gate, b_up), x, b_gate, b_up

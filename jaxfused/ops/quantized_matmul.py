@@ -309,7 +309,8 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
     ):
         (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
         return dx
-    return linear.input_gradient(run, dz, w.dequantize(dz.dtype), dz.dtype, None)
+    wide, dz = reference.quantized_matmul.dequantized_again(w, dz)
+    return linear.input_gradient(run, dz, wide, dz.dtype, None)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -592,7 +593,7 @@ class _InputGradient:
             )
         else:
             w = self.options.weights(values, scale, zero_point)
-            dx = reference.quantized_matmul.input_gradient(dz.dtype, w, dz)
+            dx = reference.quantized_matmul.input_gradient(w, dz)
         return (dx,)
 
     batched = batched_rows

@@ -9,7 +9,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.quantization.quantized_array import WORD_BLOCK, QuantizedArray
+from jaxfused.reference import linear
 from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
+from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
 
@@ -28,9 +30,17 @@ def matmul(
 
     @functools.partial(jax.checkpoint, policy=save_preactivation)
     def run(x, w, bias, residual):
-        z, dtype = _product(x, w, scale_gradient)
+        narrow = None if isinstance(x, QuantizedArray) else x.dtype
+        if narrow is None:
+            z = quantized_product(x, w)
+        else:
+            # As of `linear`: the product leaves in x's dtype where its sums are rounded to it anyway.
+            rounds = activation is not None or out_dtype == narrow
+            z = frozen_product(narrow if rounds else None, scale_gradient, x, w)
+            z = z.astype(accumulator_dtype(narrow))
         z = z if bias is None else z + along_last_axis(bias, z)
         if activation is not None:
+            dtype = narrow or z.dtype
             z = checkpoint_name(z.astype(dtype), PREACTIVATION)
             z = activate(activation, z.astype(accumulator_dtype(dtype)))
         return add_residual(z, residual, out_dtype)
@@ -38,46 +48,54 @@ def matmul(
     return run(x, w, bias, residual)
 
 
-def _product(
-    x: jax.Array | QuantizedArray, w: QuantizedArray, scale_gradient: bool = False
-) -> tuple[jax.Array, Any]:
-    """The product in float32, and the dtype in which an activation reads it: that of float x."""
-    if isinstance(x, QuantizedArray):
-        z = quantized_product(x, w)
-        return z, z.dtype
-    return frozen_product(x.dtype, scale_gradient, x, w), x.dtype
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def frozen_product(dtype: Any, scale_gradient: bool, x: jax.Array, w: QuantizedArray) -> jax.Array:
-    """Returns x @ w in float32, with w dequantised to `dtype`, which is x's.
+def frozen_product(
+    out_dtype: Any, scale_gradient: bool, x: jax.Array, w: QuantizedArray
+) -> jax.Array:
+    """Returns x @ w in `out_dtype`, or if it is None in float32, with w dequantised to x's dtype.
 
     Only x gets a gradient, and the scale of w where it is wanted. The backward dequantises w again: to
     keep the dequantised weights for it would take the memory that quantisation has saved.
     """
-    return _wide_matmul(x, w.dequantize(dtype))
+    del scale_gradient
+    rows = linear.letters_of_rows(x)
+    return product(f"{rows}D,DF->{rows}F", x, w.dequantize(x.dtype), out_dtype=out_dtype)
 
 
-def _frozen_product_fwd(dtype, scale_gradient, x, w):
-    return frozen_product(dtype, scale_gradient, x, w), (x if scale_gradient else None, w)
+def _frozen_product_fwd(out_dtype, scale_gradient, x, w):
+    y = frozen_product(out_dtype, scale_gradient, x, w)
+    no_x = jnp.zeros((0,), x.dtype)
+    return y, (x if scale_gradient else no_x, w)
 
 
-def _frozen_product_bwd(dtype, scale_gradient, saved, dy):
+def _frozen_product_bwd(out_dtype, scale_gradient, saved, dy):
+    del out_dtype
     x, w = saved
-    dy = dy.astype(dtype)
+    dy = dy.astype(x.dtype)
     dw = None
     if scale_gradient:
         values: Any = None
         dw = QuantizedArray(values, gradient_of_scale(x, w, dy), None, w.axis, w.layout)
-    return input_gradient(dtype, w, dy), dw
+    return input_gradient(w, dy), dw
 
 
 frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 
 
-def input_gradient(dtype: Any, w: QuantizedArray, dy: jax.Array) -> jax.Array:
-    """The gradient dy @ w^T of x, in x's dtype, of dy in it."""
-    return _wide_matmul(dy, w.dequantize(dtype).T).astype(dtype)
+def input_gradient(w: QuantizedArray, dy: jax.Array) -> jax.Array:
+    """The gradient dy @ w^T of x, in dy's dtype, which is x's."""
+    rows = linear.letters_of_rows(dy)
+    wide, dy = dequantized_again(w, dy)
+    return product(f"{rows}F,DF->{rows}D", dy, wide, out_dtype=dy.dtype)
+
+
+def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weights in the dtype of dy, for a backward; and dy.
+
+    XLA sees that a forward has dequantised them too, and would keep that copy for the backward.
+    """
+    w, dy = jax.lax.optimization_barrier((w, dy))
+    return w.dequantize(dy.dtype), dy
 
 
 _MOST_FEATURES = 512
@@ -145,16 +163,22 @@ def layer(
     out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(y, z): y as `matmul` returns it, and if it is saved what the activation reads."""
-    z, dtype = _product(x, w)
+    if not isinstance(x, QuantizedArray):
+        return linear.layer(
+            x,
+            w.dequantize(x.dtype),
+            bias,
+            residual,
+            activation=activation,
+            out_dtype=out_dtype,
+            save_preactivation=save_preactivation,
+            precision=None,
+        )
+    z = quantized_product(x, w)
     z = z if bias is None else z + along_last_axis(bias, z)
-    narrow = z.astype(dtype)
-    if activation is not None:
-        z = activate(activation, narrow.astype(accumulator_dtype(dtype)))
-    return add_residual(z, residual, out_dtype), narrow if save_preactivation else None
-
-
-def _wide_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, preferred_element_type=accumulator_dtype(a.dtype))
+    kept = z if save_preactivation else None
+    y = z if activation is None else activate(activation, z)
+    return add_residual(y, residual, out_dtype), kept
 
 
 def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.product.operands import bits_of, block
 
@@ -259,44 +259,46 @@ def _word_base(dtype: Any) -> float:
 def from_words(words: jax.Array, dtype: Any) -> jax.Array:
     """Of words [N, 16] the numbers [N, 128], to each of which 8 and `_word_base` are added.
 
-    Four bits under the exponent of a power of two are a float without a conversion.
+    Four bits under the exponent of a power of two are a float without a conversion. Nothing is moved:
+    what becomes of a thread's words are the very registers of its operand.
     """
-    exponent = 0x43004300 if dtype == jnp.bfloat16 else 0x64006400
-    pairs = [((words >> (4 * pair)) & 0x000F000F) | exponent for pair in range(4)]
-    return pairs_as_operand(*pairs, dtype=dtype)
-
-
-def pairs_as_operand(*pairs: jax.Array, dtype: Any) -> jax.Array:
-    """Four arrays of words [N, 16], each with two numbers of 16 bits, as an operand [N, 128].
-
-    Nothing is moved: these are the very registers of the operand.
-    """
-    layout = plgpu.Layout.WGMMA_8BIT
-    n = pairs[0].shape[0]
+    layout, shape = plgpu.Layout.WGMMA_8BIT, (words.shape[0], BLOCK)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,) * 4,
-        return_type=plgpu.ShapeDtypeStruct((n, BLOCK), dtype, layout=plgpu.Layout.WGMMA),
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
     )
-    def relabel(ctx, *arrays):
+    def convert(ctx, words):
         del ctx
-        return _registers_as_operand(arrays, (n, BLOCK), dtype)
+        return _operand_of_words(words, shape, dtype)
 
-    return relabel(*pairs)
+    return convert(words)
 
 
-def _registers_as_operand(arrays: Sequence[Any], shape: tuple[int, int], dtype: Any) -> Any:
-    """The registers of `pairs_as_operand`, when a kernel is lowered."""
+def _operand_of_words(words: Any, shape: tuple[int, int], dtype: Any) -> Any:
+    """The registers of `from_words`, when a kernel is lowered."""
     target = mgpu.WGMMA_LAYOUT
     registers = np.empty(target.registers_shape(shape), dtype=object)
     narrow = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
-    for pair, words in enumerate(arrays):
-        # Of each register: which 64 rows, and which 8 rows of 16.
-        for (tile, _, _, _, half, *ones), register in np.ndenumerate(words.registers):
-            for word in range(4):
+    i32 = ir.IntegerType.get_signless(32)
+    exponent = mgpu.utils.c(0x43004300 if dtype == jnp.bfloat16 else 0x64006400, i32)
+    mask = mgpu.utils.c(0x000F000F, i32)
+    # Of each register: which 64 rows, and which 8 rows of 16.
+    for (tile, _, _, _, half, *ones), register in np.ndenumerate(words.registers):
+        for word in range(4):
+            element = vector.extract(register, [], [word])
+            for pair in range(4):
+                shifted = arith.shrui(element, mgpu.utils.c(4 * pair, i32)) if pair else element
+                # One instruction, of which the compiler makes two where both are constants.
+                numbers = llvm.inline_asm(
+                    i32,
+                    [shifted, mask, exponent],
+                    "lop3.b32 $0, $1, $2, $3, 0xea;",
+                    "=r,r,r,r",
+                    has_side_effects=False,
+                )
                 place = (tile, 4 * word + pair, 0, 0, half, *(0 for _ in ones))
-                element = vector.extract(register, [], [word])
-                registers[place] = mgpu.utils.bitcast(element, narrow)
+                registers[place] = mgpu.utils.bitcast(numbers, narrow)
     return mgpu.FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
 
 

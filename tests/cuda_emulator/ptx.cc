@@ -168,6 +168,12 @@ void load_shared(Operand* operands) {
   for (int i = 0; i < kWords; ++i) write(operands[i], from[i]);
 }
 
+void load_once(Operand* operands) {
+  const auto* from = read<const uint32_t*>(operands[4]);
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a load of 16 bytes is not aligned");
+  for (int i = 0; i < 4; ++i) write(operands[i], from[i]);
+}
+
 template <int kWords>
 void store_shared(Operand* operands) {
   const auto address = read<uint32_t>(operands[0]);
@@ -316,6 +322,10 @@ const Entry kEntries[] = {
      [](Operand* o) { write(o[0], rounded_to_tf32(read<uint32_t>(o[1]))); }},
     {"{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32", four_bytes<__NV_E4M3>},
     {"{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32", four_bytes<__NV_E5M2>},
+    {"lop3.b32 %0, %1, %2, %3, 0xea",
+     [](Operand* o) {
+       write(o[0], (read<uint32_t>(o[1]) & read<uint32_t>(o[2])) | read<uint32_t>(o[3]));
+     }},
     {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", mma<Half, float>},
     {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", mma<Bfloat16, float>},
     {"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", mma<Tf32, float>},
@@ -327,6 +337,7 @@ const Entry kEntries[] = {
     {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
     {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
+    {"ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4]", load_once},
     {"ld.shared.v2.b32", load_shared<2>},
     {"ld.shared.v4.b32", load_shared<4>},
     {"st.shared.b32", store_shared<1>},
