@@ -86,7 +86,7 @@ def linear_softmax_cross_entropy(
       sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, in which the sums
         take no memory beside the gradient, for one more rounding a chunk. By default it is w's dtype
         where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
-        `weights`: with others the sums of chunks may cancel, and what their rounding has left not.
+        `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
 
     The other arguments, the result and the errors are those of `softmax_cross_entropy`.
 
