@@ -31,17 +31,16 @@ constexpr int kElsewhere = -2;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr int kMaxClusterBlocks = 8;
 constexpr int kMaxThreads = 512;
-#if __CUDA_ARCH__ == 750
-constexpr int kMostBlocks = 2;  // of kMaxThreads that find place on a multiprocessor
-#else
-constexpr int kMostBlocks = 3;
-#endif
+constexpr int kMaxKeepingThreads = 256;  // of a block that keeps its part of a row
+// A row in shared memory leaves room for other rows beside it, so that some are on their way to and
+// from memory while others are added up.
+constexpr int kRowsInFlight = 3;
 constexpr int kWarpRowThreads = 256;  // of a block whose warps have rows of their own
 constexpr int kPlaces = kMaxClusterBlocks * kMaxThreads / kWarpSize;
 // Vectors of a thread whose loads are in flight together, where a row is not in shared memory.
 constexpr int kUnroll = 4;
 // Parts of a row in shared memory, of which the first is used while the others are on their way.
-constexpr int kParts = 3;
+constexpr int kParts = 4;
 
 // The numbers of a row, in the order of memory. `picked` is the sum of target * (logit - maximum),
 // with the labels as they are given; `mean` is that of (logit - maximum).
@@ -88,18 +87,23 @@ struct RowVectors {
   int64_t first;
   int shift;
   int count;
+  int inner;        // the first vector that holds nothing else
+  unsigned inners;  // how many there are of these
 
   __device__ RowVectors(int64_t row, int features) {
     const int64_t start = row * features;
     first = start / kVec;
     shift = static_cast<int>(start - first * kVec);
     count = (shift + features - 1) / kVec + 1;
+    inner = shift == 0 ? 0 : 1;
+    inners = max((shift + features) / kVec - inner, 0);
   }
 
   __device__ __forceinline__ int column(int j) const { return j * kVec - shift; }
 
-  __device__ __forceinline__ bool is_inner(int j, int features) const {
-    return kVec == 1 || (column(j) >= 0 && column(j) + kVec <= features);
+  // Whether all values of vector `j` are of the row.
+  __device__ __forceinline__ bool is_inner(int j) const {
+    return static_cast<unsigned>(j - inner) < inners;
   }
 };
 
@@ -182,17 +186,20 @@ class RowAdder {
  public:
   __device__ RowAdder() : exponent_(sums_.maximum) {}
 
-  // Adds logits, of which `most` is the largest; those that `owns(i)` denies are not of the row,
-  // and -inf.
+  // Makes the sums relative to `most` if it is larger; to be called before logits up to `most` are
+  // added.
+  __device__ __forceinline__ void raise(float most) {
+    if (!(most > sums_.maximum)) return;  // NaN raises nothing
+    take_out_slip();
+    sums_.raise(most);
+    exponent_ = Exponent(most);
+    put_in_slip();
+  }
+
+  // Adds logits; those that `owns(i)` denies are not of the row, and -inf.
   template <int kSize, typename Owns>
-  __device__ __forceinline__ void add(float most, const float (&logits)[kSize], bool owns_all,
+  __device__ __forceinline__ void add(const float (&logits)[kSize], bool owns_all,
                                       const Owns& owns) {
-    if (most > sums_.maximum) {
-      take_out_slip();
-      sums_.raise(most);
-      exponent_ = Exponent(most);
-      put_in_slip();
-    }
     float powers[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) powers[i] = exponent_.power(logits[i]);
@@ -263,10 +270,18 @@ class WarpJoin {
 
  public:
   static constexpr int kFloats = 2 * kValues * kPlaces;
+  static constexpr int kBarriers = 2;
 
-  __device__ WarpJoin(float* places, int cluster) : places_(places), cluster_(cluster) {
+  __device__ WarpJoin(float* places, uint64_t* barriers, int cluster)
+      : places_(places), barriers_(barriers), cluster_(cluster) {
+    if (cluster == 1) return;
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < kBarriers; ++i) mbarrier_init(barriers + i);
+      mbarrier_init_fence();
+    }
     // A block of a cluster must have started before others store into its memory.
-    if (cluster > 1) cluster_sync();
+    cluster_sync();
   }
 
   __device__ __forceinline__ void operator()(RowSums<kForm>& row) {
@@ -278,23 +293,29 @@ class WarpJoin {
     // Turns alternate between two halves, so that one barrier suffices: whoever writes a place
     // again has passed the barrier of the turn in between, and so has every reader of that place.
     float* own = places_ + turn_ * kValues * kPlaces;
-    turn_ ^= 1;
+    const int used = cluster_ * warps;
     if (cluster_ == 1) {
       if (lane == 0) write(own + place, row);
       __syncthreads();
     } else {
+      // A barrier of the cluster would also wait for the stores of the last row's gradient, which
+      // take long. These barriers count what other blocks store here and nothing else.
+      uint64_t* const barrier = barriers_ + turn_;
+      if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, used * kValues * sizeof(float));
       if (lane < cluster_) {
         const uint32_t address = cluster_address(own + place, lane);
-        cluster_write(address, row.maximum);
+        const uint32_t report = cluster_address(barrier, lane);
+        cluster_store(address, row.maximum, report);
 #pragma unroll
         for (int i = 0; i < kValues - 1; ++i) {
-          cluster_write(address + (i + 1) * kPlaces * sizeof(float), row.sums[i]);
+          cluster_store(address + (i + 1) * kPlaces * sizeof(float), row.sums[i], report);
         }
       }
       __syncwarp();
-      cluster_sync();
+      mbarrier_wait(barrier, phase_);
     }
-    const int used = cluster_ * warps;
+    turn_ ^= 1;
+    if (turn_ == 0) phase_ ^= 1;
     row = read(own, lane, used);
     for (int other = lane + kWarpSize; other < used; other += kWarpSize) {
       RowSums<kForm> more = read(own, other, used);
@@ -324,8 +345,10 @@ class WarpJoin {
   }
 
   float* places_;
+  uint64_t* barriers_;
   int cluster_;
   int turn_ = 0;
+  uint32_t phase_ = 0;
 };
 
 // --- vectors of a row ----------------------------------------------------------------------------
@@ -338,15 +361,16 @@ __device__ __forceinline__ float largest_of(const float (&values)[kVec]) {
   return most;
 }
 
-// The largest value of a vector; values of 16 bits are compared in pairs.
-template <typename T, int kVec>
-__device__ __forceinline__ float largest_of(const Vector<T, kVec>& packed) {
+// The largest value of some vectors; values of 16 bits are compared in pairs.
+template <typename T, int kVec, int kGroup>
+__device__ __forceinline__ float largest_of(const Vector<T, kVec> (&packed)[kGroup]) {
   if constexpr (sizeof(T) == 2 && kVec > 1) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-    Pair most = reinterpret_cast<const Pair&>(packed.values[0]);
+    Pair most = reinterpret_cast<const Pair&>(packed[0].values[0]);
 #pragma unroll
-    for (int i = 1; i < kVec / 2; ++i) {
-      most = __hmax2(most, reinterpret_cast<const Pair&>(packed.values[i]));
+    for (int i = 1; i < kGroup * kVec / 2; ++i) {
+      const uint32_t& pair = packed[i / (kVec / 2)].values[i % (kVec / 2)];
+      most = __hmax2(most, reinterpret_cast<const Pair&>(pair));
     }
     Vector<T, 2> pair;
     pair.values[0] = reinterpret_cast<const uint32_t&>(most);
@@ -354,9 +378,14 @@ __device__ __forceinline__ float largest_of(const Vector<T, kVec>& packed) {
     unpack(pair, values);
     return fmaxf(values[0], values[1]);
   } else {
-    float values[kVec];
-    unpack(packed, values);
-    return largest_of(values);
+    float most[kGroup];
+#pragma unroll
+    for (int u = 0; u < kGroup; ++u) {
+      float values[kVec];
+      unpack(packed[u], values);
+      most[u] = largest_of(values);
+    }
+    return largest_of(most);
   }
 }
 
@@ -366,15 +395,22 @@ class RowReader {
  public:
   __device__ RowReader(const Labels& labels, const LossOptions& options, int features,
                        const RowVectors<kVec>& vectors)
-      : labels_(labels),
-        options_(options),
-        features_(features),
-        is_whole_(kVec == 1 || features % kVec == 0),
-        vectors_(vectors) {}
+      : labels_(labels), options_(options), features_(features), vectors_(vectors) {}
 
-  // Whether all values of vector `j` are of the row.
-  __device__ __forceinline__ bool is_inner(int j) const {
-    return is_whole_ || vectors_.is_inner(j, features_);
+  __device__ __forceinline__ bool is_inner(int j) const { return vectors_.is_inner(j); }
+
+  // Adds vectors whose values are all of the row, and no soft labels.
+  template <int kGroup>
+  __device__ __forceinline__ void add_inner(const Vector<T, kVec> (&packed)[kGroup],
+                                            RowAdder<kForm>& adder) const {
+    static_assert(kForm != Form::kGeneral);
+    adder.raise(largest_of(packed));
+#pragma unroll
+    for (int u = 0; u < kGroup; ++u) {
+      float logits[kVec];
+      unpack(packed[u], logits);
+      adder.add(logits, true, [](int) { return true; });
+    }
   }
 
   // Adds vector `j` to the sums.
@@ -393,9 +429,11 @@ class RowReader {
     } else if (kForm == Form::kGeneral) {
       most = largest_of(logits);
     } else {
-      most = largest_of(packed);
+      const Vector<T, kVec> one[1] = {packed};
+      most = largest_of(one);
     }
-    adder.add(most, logits, inner, owns);
+    adder.raise(most);
+    adder.add(logits, inner, owns);
     if constexpr (kForm == Form::kGeneral) {
       if (labels_.soft.data == nullptr) return;
       float labels[kVec];
@@ -450,7 +488,6 @@ class RowReader {
   Labels labels_;
   LossOptions options_;
   int features_;
-  bool is_whole_;
   RowVectors<kVec> vectors_;
 };
 
@@ -481,6 +518,11 @@ struct RowGradient {
     pull = cotangents[0];
     if (pull != 0.0f) pull *= exp2_fast(-fmaf(statistics[kLogSum], kLog2e, slip));
   }
+
+  // The gradient of a (capped) logit, but for what pushes its class.
+  __device__ __forceinline__ float before_push(float logit) const {
+    return fmaf(exp2_fast(exponent.power(logit)), pull, -spread);
+  }
 };
 
 // Stores the values of vector `j` that belong to the row; `out` is where the row's first vector is.
@@ -506,38 +548,46 @@ __device__ __forceinline__ void store_row_vector(const RowReader<T, kVec, kForm>
   }
 }
 
-// Writes vector `j` of a row's gradient.
+// Computes vector `j` of a row's gradient, without what pushes the class of a label.
+template <typename T, int kVec, Form kForm>
+__device__ __forceinline__ void compute_gradient(const RowReader<T, kVec, kForm>& reader,
+                                                 const LossArgs& args, const RowGradient& row,
+                                                 int j, const Vector<T, kVec>& packed,
+                                                 float (&values)[kVec]) {
+  reader.read(packed, values);
+#pragma unroll
+  for (float& value : values) value = row.before_push(value);
+  if constexpr (kForm == Form::kGeneral) {
+    if (args.labels.soft.data == nullptr) return;
+    float shares[kVec];
+    reader.shares(j, shares);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] -= row.push * shares[i];
+  }
+}
+
+// Writes vector `j` of a row's gradient, where it belongs to the row.
 template <typename T, int kVec, Form kForm>
 __device__ __forceinline__ void write_gradient(const RowReader<T, kVec, kForm>& reader,
                                                const RowVectors<kVec>& vectors,
                                                const LossArgs& args, const RowGradient& row,
                                                int label, int j, const Vector<T, kVec>& packed,
                                                T* row_start) {
-  constexpr bool kGeneral = kForm == Form::kGeneral;
-  const bool caps = kGeneral && args.options.cap != 0.0f;
-  float values[kVec], derivatives[kVec];
-  reader.read(packed, values);
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    if (caps) {
-      const float share = values[i] * args.options.inverse_cap;
-      derivatives[i] = fmaf(-share, share, 1.0f);
-    }
-    values[i] = fmaf(exp2_fast(row.exponent.power(values[i])), row.pull, -row.spread);
-  }
+  float values[kVec];
+  compute_gradient(reader, args, row, j, packed, values);
   const int column = vectors.column(j);
-  if (kGeneral && args.labels.soft.data != nullptr) {
-    float shares[kVec];
-    reader.shares(j, shares);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] -= row.push * shares[i];
-  } else if (static_cast<unsigned>(label - column) < static_cast<unsigned>(kVec)) {
+  if (static_cast<unsigned>(label - column) < static_cast<unsigned>(kVec)) {
 #pragma unroll
     for (int i = 0; i < kVec; ++i) values[i] -= column + i == label ? row.push : 0.0f;
   }
-  if (caps) {
+  if (kForm == Form::kGeneral && args.options.cap != 0.0f) {
+    float logits[kVec];
+    reader.read(packed, logits);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] *= derivatives[i];
+    for (int i = 0; i < kVec; ++i) {
+      const float share = logits[i] * args.options.inverse_cap;
+      values[i] *= fmaf(-share, share, 1.0f);
+    }
   }
   store_row_vector(reader, vectors, args.features, j, values, row_start);
 }
@@ -585,31 +635,119 @@ __device__ __forceinline__ void write_statistics(const RowSums<kForm>& sums, boo
   out[kTotal] = ignored ? 0.0f : total;
 }
 
+// The vectors of a row that a warp keeps in shared memory, `turns` for each lane. They are
+// neighbours in the row, so that one lane can copy a part of them at once. A warp alone uses its
+// slots, and meets no other warp over them.
+template <typename T, int kVec>
+class WarpSlots {
+ public:
+  using Pack = Vector<T, kVec>;
+  // Of a block; aligned like a vector.
+  static constexpr int kBarrierBytes = kMaxKeepingThreads / kWarpSize * kParts * sizeof(uint64_t);
+
+  // Each part but the last ones is of whole groups of turns.
+  __device__ WarpSlots(Pack* slots, uint64_t* barriers, int turns, int group)
+      : slots_(slots),
+        own_(shared_address(slots) + lane() * sizeof(Pack)),
+        barriers_(barriers),
+        turns_(turns),
+        part_turns_(round_up(divide_up(turns, kParts), group)) {}
+
+  // To be called once before the first copy.
+  __device__ __forceinline__ void start() const {
+    if constexpr (kHasBulkCopies) {
+      if (lane() == 0) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) mbarrier_init(barriers_ + part);
+        mbarrier_init_fence();
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ int begin(int part) const { return min(part * part_turns_, turns_); }
+  __device__ __forceinline__ int end(int part) const { return begin(part + 1); }
+
+  // Begins to copy a part of the `count` vectors at `source`, after the lanes have read what it
+  // replaces.
+  __device__ __forceinline__ void fetch(int part, const T* source, int count) {
+    if constexpr (kHasBulkCopies) {
+      __syncwarp();
+      if (lane() != 0) return;
+      const int first = begin(part) * kWarpSize;
+      const int size = max(min(count, end(part) * kWarpSize) - first, 0) * int{sizeof(Pack)};
+      mbarrier_arrive_expect(barriers_ + part, size);
+      if (size > 0) bulk_copy(slots_ + first, source + first * kVec, size, barriers_ + part);
+    } else {
+      for (int turn = begin(part); turn < end(part); ++turn) {
+        const int i = turn * kWarpSize + lane();
+        if (i < count) async_copy<sizeof(Pack)>(slots_ + i, source + i * kVec);
+      }
+      async_copies_commit();
+    }
+  }
+
+  // Waits for a part; the parts of a row are waited for one after the other.
+  __device__ __forceinline__ void wait(int part) {
+    if constexpr (kHasBulkCopies) {
+      mbarrier_wait(barriers_ + part, phase_);
+      if (part == kParts - 1) phase_ ^= 1;
+    } else {
+      async_copies_wait(min(kParts - 1 - part, 2));
+    }
+  }
+
+  __device__ __forceinline__ Pack load(int turn) const {
+    Pack packed;
+    reinterpret_cast<uint4&>(packed) =
+        load_shared_16(own_ + turn * kWarpSize * static_cast<int>(sizeof(Pack)));
+    return packed;
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+
+  Pack* slots_;
+  uint32_t own_;
+  uint64_t* barriers_;
+  int turns_;
+  int part_turns_;
+  uint32_t phase_ = 0;
+};
+
 enum class Mode {
   kStatistics,  // no gradient
   kTwice,       // reads a row again for its gradient
   kResident,    // keeps it in shared memory
 };
 
-// Blocks that have to find registers on a multiprocessor.
-constexpr int row_blocks(Form form, bool warp, Mode mode) {
-  if (form == Form::kGeneral) return 2;
-  if (warp) return 4;
-  return mode == Mode::kResident ? kMostBlocks : 2;
+// The threads of a block, and the blocks that have to find registers on a multiprocessor.
+constexpr int row_threads(bool warp, Mode mode) {
+  if (warp) return kWarpRowThreads;
+  return mode == Mode::kResident ? kMaxKeepingThreads : kMaxThreads;
 }
 
-// Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. A
-// thread owns the same places of shared memory for every row, and only it copies to and reads from
-// them, so that no barrier is needed for it. When it has written the gradient of a vector, the copy
-// of the next row's vector to its place begins.
+constexpr int row_blocks(Form form, bool warp, Mode mode) {
+  if (form == Form::kGeneral) return 2;
+  if (warp) return mode == Mode::kTwice ? 2 : 4;
+  return mode == Mode::kResident ? kRowsInFlight : 2;
+}
+
+// Each team of threads takes rows in turns: a warp (kWarp), a block or a cluster of blocks. Where
+// it keeps the row, the copy of a part of the next row begins when the gradient of this part has
+// been written.
 template <typename T, int kVec, Form kForm, bool kWarp, Mode kMode>
-__global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
-                                  row_blocks(kForm, kWarp, kMode))
+__global__ void __launch_bounds__(row_threads(kWarp, kMode), row_blocks(kForm, kWarp, kMode))
     forward_rows(const __grid_constant__ LossArgs args) {
   constexpr bool kGradient = kMode != Mode::kStatistics;
   constexpr bool resident = kMode == Mode::kResident;
+  // The vectors of a lane that are read from shared memory together: one look at their maximum, and
+  // one at whether all are of the row, serves them all.
+  constexpr int kGroup = kForm == Form::kGeneral || kWarp ? 1 : kForm == Form::kSmooth ? 2 : 4;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   using Pack = Vector<T, kVec>;
+  using Join = WarpJoin<kForm>;
+  using Slots = WarpSlots<T, kVec>;
   const T* const logits = static_cast<const T*>(args.logits);
   const int threads = kWarp ? kWarpSize : blockDim.x;
   const int thread = kWarp ? threadIdx.x % kWarpSize : threadIdx.x;
@@ -621,35 +759,35 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
                                 ? static_cast<int64_t>(blockIdx.x) * teams + threadIdx.x / kWarpSize
                                 : blockIdx.x / cluster;
 
-  float* const places = reinterpret_cast<float*>(shared_memory);
-  WarpJoin<kForm> join_warps(places, cluster);
-  unsigned char* slots = shared_memory + (kWarp ? 0 : WarpJoin<kForm>::kFloats * sizeof(float));
+  const int warp = threadIdx.x / kWarpSize;
   const int turns = divide_up(args.slice, threads);  // vectors of a thread
-  if (kWarp) slots += static_cast<size_t>(threadIdx.x / kWarpSize) * turns * threads * sizeof(Pack);
-  Pack* const own = reinterpret_cast<Pack*>(slots) + thread;
+  unsigned char* shared = shared_memory;
+  uint64_t* const slot_barriers = reinterpret_cast<uint64_t*>(shared) + warp * kParts;
+  if (resident) shared += Slots::kBarrierBytes;
+  uint64_t* const join_barriers = reinterpret_cast<uint64_t*>(shared);
+  if (!kWarp) shared += Join::kBarriers * sizeof(uint64_t);
+  Join join_warps(reinterpret_cast<float*>(shared), join_barriers, cluster);
+  if (!kWarp) shared += Join::kFloats * sizeof(float);
 
-  // The thread has the vectors first_j + turn * threads below the end that `ends_at` returns.
+  // The vectors that the team's warp keeps, from `warp_j` on, or the vectors that the thread reads,
+  // from `first_j` on in steps of `threads`, end where `ends_at` says.
+  const int warp_j = rank * args.slice + (kWarp ? 0 : warp * turns * kWarpSize);
+  const int lane_j = warp_j + threadIdx.x % kWarpSize;
   const int first_j = rank * args.slice + thread;
   const auto ends_at = [&](const RowVectors<kVec>& vectors) {
     return min((rank + 1) * args.slice, vectors.count);
   };
-  const auto fetch = [&](const RowVectors<kVec>& vectors, int end, int turn) {
-    if constexpr (sizeof(Pack) == 16) {
-      const int j = first_j + turn * threads;
-      if (j >= end) return;
-      async_copy<16>(own + turn * threads, logits + (vectors.first + j) * kVec);
-    }
+  Slots slots(reinterpret_cast<Pack*>(shared) + warp * turns * kWarpSize, slot_barriers, turns,
+              kGroup);
+  if (resident) slots.start();
+  const auto fetch = [&](int part, const RowVectors<kVec>& vectors, int end) {
+    slots.fetch(part, logits + (vectors.first + warp_j) * kVec, end - warp_j);
   };
-  const auto part_end = [&](int part) { return (part + 1) * turns / kParts; };
 
   RowRequest request(args, first_row);
   if (resident && first_row < args.rows) {
     const RowVectors<kVec> vectors(first_row, args.features);
-    const int end = ends_at(vectors);
-    for (int part = 0, turn = 0; part < kParts; ++part) {
-      for (; turn < part_end(part); ++turn) fetch(vectors, end, turn);
-      async_copies_commit();
-    }
+    for (int part = 0; part < kParts; ++part) fetch(part, vectors, ends_at(vectors));
   }
 
   for (int64_t row = first_row; row < args.rows; row += step) {
@@ -662,6 +800,28 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
     const float coefficient = request.coefficient;
     const RowRequest next_request(args, row + step);
     const bool ignored = label == kIgnored;
+    // Calls `use_group` with vectors of the thread that are of the row alone, and `use` with
+    // others.
+    const int inner_end = min(end, vectors.inner + static_cast<int>(vectors.inners));
+    const auto for_each_group = [&](int part, const auto& use_group, const auto& use) {
+      const int part_end = slots.end(part);
+      for (int turn = slots.begin(part); turn < part_end; turn += kGroup) {
+        const int j = lane_j + turn * kWarpSize;
+        if (kGroup > 1 && turn + kGroup <= part_end && j >= vectors.inner &&
+            j + (kGroup - 1) * kWarpSize < inner_end) {
+          Pack packed[kGroup];
+#pragma unroll
+          for (int u = 0; u < kGroup; ++u) packed[u] = slots.load(turn + u);
+          use_group(j, packed);
+          continue;
+        }
+#pragma unroll 1
+        for (int t = turn; t < min(turn + kGroup, part_end); ++t) {
+          const int j = lane_j + t * kWarpSize;
+          if (j < end) use(j, slots.load(t));
+        }
+      }
+    };
 
     RowSums<kForm> sums;
     float label_logit = 0.0f;
@@ -674,12 +834,15 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
       }
       RowAdder<kForm> adder;
       if constexpr (resident) {
-        for (int part = 0, turn = 0; part < kParts; ++part) {
-          async_copies_wait(kParts - 1 - part);
-          for (; turn < part_end(part); ++turn) {
-            const int j = first_j + turn * threads;
-            if (j < end) reader.add(j, load_vector<T, kVec>(own + turn * threads), adder);
-          }
+#pragma unroll 1
+        for (int part = 0; part < kParts; ++part) {
+          slots.wait(part);
+          for_each_group(
+              part,
+              [&](int, const Pack(&packed)[kGroup]) {
+                if constexpr (kForm != Form::kGeneral) reader.add_inner(packed, adder);
+              },
+              [&](int j, const Pack& packed) { reader.add(j, packed, adder); });
         }
       } else {
         for (int turn = 0; turn < turns; turn += kUnroll) {
@@ -703,7 +866,7 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
         join_warps(sums);
       }
     } else if (resident) {
-      async_copies_wait(0);
+      for (int part = 0; part < kParts; ++part) slots.wait(part);
     }
     if (thread == 0 && rank == 0) {
       write_statistics(sums, args.labels.soft.data != nullptr, label, label_logit, args.features,
@@ -729,14 +892,34 @@ __global__ void __launch_bounds__(kWarp ? kWarpRowThreads : kMaxThreads,
         }
       };
       if constexpr (resident) {
-        for (int part = 0, turn = 0; part < kParts; ++part) {
-          for (; turn < part_end(part); ++turn) {
-            const int j = first_j + turn * threads;
-            if (j < end) write(j, load_vector<T, kVec>(own + turn * threads));
-            // After the store, which has waited for the place to be read.
-            fetch(next_vectors, next_end, turn);
+        const auto write_group = [&](int j, const Pack(&packed)[kGroup]) {
+          T* const place = row_dlogits + int64_t{j} * kVec;
+#pragma unroll
+          for (int u = 0; u < kGroup; ++u) {
+            Pack rounded = {};
+            if (!ignored) {
+              float values[kVec];
+              compute_gradient(reader, args, gradient, j, packed[u], values);
+              pack(values, rounded);
+            }
+            store_streaming<T, kVec>(place + u * kWarpSize * kVec, rounded);
           }
-          async_copies_commit();
+        };
+#pragma unroll 1
+        for (int part = 0; part < kParts; ++part) {
+          for_each_group(part, write_group, write);
+          if (row + step < args.rows) fetch(part, next_vectors, next_end);
+        }
+        // A group leaves the label's class to the thread that has just stored its vector, instead
+        // of looking for it in each.
+        if (kGroup > 1 && label >= 0 && label < args.features) {
+          const int ahead = (vectors.shift + label) / kVec - lane_j;
+          if (ahead >= 0 && ahead < turns * kWarpSize && ahead % kWarpSize == 0) {
+            const float value[1] = {gradient.before_push(label_logit) - gradient.push};
+            Vector<T, 1> rounded;
+            pack(value, rounded);
+            store_vector(row_dlogits + vectors.shift + label, rounded);
+          }
         }
       } else {
         for (int turn = 0; turn < turns; turn += kUnroll) {
@@ -890,20 +1073,20 @@ struct ForwardConfig {
   int threads;  // of a block, at most
 };
 
-// A row in shared memory leaves room for other rows beside it, so that some are on their way to and
-// from memory while others are added up.
-constexpr int kRowsInFlight = 3;
-
 // The vectors of a thread whose warp has a row of its own, at most, and those of a thread of a
 // block that keeps a row, where the block can have so many threads.
 constexpr int kWarpVectors = 8;
-constexpr int kKeptVectors = 8;
+constexpr int kKeptVectors = 16;
 
-// The shared memory of a block, which has `slice` vectors of a row.
+// The shared memory of a block, which has `slice` vectors of a row and keeps them where `keeps`.
 template <typename T, int kVec, Form kForm>
-int row_bytes(bool keeps, int slice) {
-  constexpr int kFixedBytes = WarpJoin<kForm>::kFloats * sizeof(float);
-  return kFixedBytes + (keeps ? slice * kVec * static_cast<int>(sizeof(T)) : 0);
+int row_bytes(bool keeps, int slice, int threads) {
+  using Join = WarpJoin<kForm>;
+  constexpr int kJoinBytes = Join::kBarriers * sizeof(uint64_t) + Join::kFloats * sizeof(float);
+  if (!keeps) return kJoinBytes;
+  using Slots = WarpSlots<T, kVec>;
+  const int vectors = divide_up(slice, threads) * threads;
+  return Slots::kBarrierBytes + kJoinBytes + vectors * int{sizeof(typename Slots::Pack)};
 }
 
 // Chooses the blocks that share a row, which take `bytes(blocks)` each: 0 where it is read twice.
@@ -922,12 +1105,19 @@ int choose_threads(int vectors, int of_thread, int most) {
   return std::clamp(round_up(divide_up(vectors, of_thread), kWarpSize), 2 * kWarpSize, most);
 }
 
+// The threads of a block that keeps `slice` vectors.
+int keeping_threads(int slice, int most) {
+  return choose_threads(slice, kKeptVectors, std::min(most, kMaxKeepingThreads));
+}
+
 // Launches the kernel in which each warp has rows of its own.
 template <typename T, int kVec, Form kForm, Mode kMode>
 ffi::Error launch_warp_rows(LossArgs args, const Device& device, cudaStream_t stream) {
   constexpr int kWarps = kWarpRowThreads / kWarpSize;
-  const int warp_bytes = divide_up(args.slice, kWarpSize) * kWarpSize * kVec * sizeof(T);
-  Launch launch = {dim3(1), kWarpRowThreads, kMode == Mode::kResident ? kWarps * warp_bytes : 0};
+  using Slots = WarpSlots<T, kVec>;
+  const int warp_bytes = round_up(args.slice, kWarpSize) * int{sizeof(typename Slots::Pack)};
+  const int kept_bytes = Slots::kBarrierBytes + kWarps * warp_bytes;
+  Launch launch = {dim3(1), kWarpRowThreads, kMode == Mode::kResident ? kept_bytes : 0};
   const auto kernel = forward_rows<T, kVec, kForm, true, kMode>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   int resident = 0;
@@ -942,9 +1132,10 @@ template <typename T, int kVec, Form kForm, Mode kMode>
 ffi::Error launch_block_rows(const LossArgs& args, int most_threads, const Device& device,
                              cudaStream_t stream) {
   constexpr bool kKeeps = kMode == Mode::kResident;
-  const int threads = choose_threads(args.slice, kKeeps ? kKeptVectors : kUnroll, most_threads);
-  Launch launch = {dim3(args.cluster), threads, row_bytes<T, kVec, kForm>(kKeeps, args.slice),
-                   args.cluster};
+  const int threads = kKeeps ? keeping_threads(args.slice, most_threads)
+                             : choose_threads(args.slice, kUnroll, most_threads);
+  Launch launch = {dim3(args.cluster), threads,
+                   row_bytes<T, kVec, kForm>(kKeeps, args.slice, threads), args.cluster};
   const auto kernel = forward_rows<T, kVec, kForm, false, kMode>;
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   int resident = 0;
@@ -969,13 +1160,14 @@ ffi::Error launch_forward(LossArgs args, const ForwardConfig& config, const Devi
   args.cluster = 1;
   args.slice = vectors;
   const bool in_warps = vectors <= kWarpVectors * kWarpSize && config.cluster <= 0;
-  if constexpr (kVec * sizeof(T) == 16) {
+  if constexpr (kVec * sizeof(T) == 16) {  // as the copies to shared memory are
     if (gradient && in_warps && config.cluster == 0) {
       return launch_warp_rows<T, kVec, kOtherForm, Mode::kResident>(args, device, stream);
     }
     if (gradient && config.cluster >= 0) {
       const auto bytes = [&](int cluster) {
-        return row_bytes<T, kVec, kForm>(true, divide_up(vectors, cluster));
+        const int slice = divide_up(vectors, cluster);
+        return row_bytes<T, kVec, kForm>(true, slice, keeping_threads(slice, config.threads));
       };
       const int cluster = config.cluster > 0 ? config.cluster : choose_cluster(bytes, device);
       if (cluster > 0) {

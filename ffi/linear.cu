@@ -1,5 +1,5 @@
 // y = activation(x w + bias), plus a residual if there is no activation, by cuBLASLt, whose kernels
-// apply all of it in the epilogue of the product.
+// apply all of it in the epilogue of the product. The residual may lie where y does.
 //
 // cuBLASLt's epilogues for the backward are not used, because a separate pass (bias_activation.cu)
 // is faster than gelu's derivative with the bias gradient, and a separate sum is faster than the
@@ -8,6 +8,7 @@
 // cuBLASLt stores matrices by columns and XLA by rows, so the call computes the transposed product
 // y^T = w^T x^T, in which every matrix lies in memory as XLA has it.
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
@@ -48,10 +49,13 @@ constexpr float kManyWaves = 16.0f;
 struct Product {
   int64_t rows, features, hidden;  // rows and features of x, and columns of w
   bool transpose_w;                // w is [hidden, features]
+  bool transpose_x;                // x is [features, rows]
   const void *x, *w, *bias, *residual;
   void *y, *preactivation;
-  cudaDataType_t type;  // of all matrices
+  cudaDataType_t type;    // of x, w and the preactivation
+  cudaDataType_t y_type;  // of y and the residual
   bool gelu;
+  int64_t proposal;  // which algorithm of the heuristic's, or -1 for the choice made here
   void* workspace;
   size_t workspace_bytes;
 
@@ -85,7 +89,7 @@ class Algorithms {
     return ffi::Error::Success();
   }
 
-  using Key = std::array<int64_t, 14>;
+  using Key = std::array<int64_t, 17>;
 
   template <typename Choose>
   ffi::Error find(const Key& key, cublasLtMatmulAlgo_t* algorithm, Choose choose) {
@@ -124,6 +128,8 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
   };
   const int32_t operation = product.transpose_w ? CUBLAS_OP_T : CUBLAS_OP_N;
   RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_TRANSA, operation));
+  const int32_t x_operation = product.transpose_x ? CUBLAS_OP_T : CUBLAS_OP_N;
+  RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_TRANSB, x_operation));
   RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE, product.epilogue()));
   if (product.bias != nullptr) {
     RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, product.bias));
@@ -146,8 +152,9 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
   };
   RETURN_IF_ERROR(product.transpose_w ? create(w, product.type, product.hidden, product.features)
                                       : create(w, product.type, product.features, product.hidden));
-  RETURN_IF_ERROR(create(x, product.type, product.rows, product.features));
-  RETURN_IF_ERROR(create(y, product.type, product.rows, product.hidden));
+  RETURN_IF_ERROR(product.transpose_x ? create(x, product.type, product.features, product.rows)
+                                      : create(x, product.type, product.rows, product.features));
+  RETURN_IF_ERROR(create(y, product.y_type, product.rows, product.hidden));
 
   const void* residual = product.residual == nullptr ? product.y : product.residual;
   const uint32_t alignments[] = {alignment(product.w), alignment(product.x), alignment(residual),
@@ -180,6 +187,10 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                                proposals.data(), &found),
                      "cublasLtMatmulAlgoGetHeuristic"));
     if (found == 0) return ffi::Error::Internal("cuBLASLt has no algorithm for this product");
+    if (product.proposal >= 0) {
+      *algorithm = proposals[std::min<int64_t>(product.proposal, found - 1)].algo;
+      return ffi::Error::Success();
+    }
     // The heuristic ignores the cost of an epilogue. With tiles of 128x128, each of two warpgroups
     // has a tile of its own, and one computes while the other finishes its epilogue, which is
     // faster. The exceptions are products of few tiles, and products that also write the
@@ -205,7 +216,10 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                product.features,
                                product.hidden,
                                product.transpose_w,
+                               product.transpose_x,
                                product.type,
+                               product.y_type,
+                               product.proposal,
                                product.epilogue(),
                                product.residual != nullptr,
                                static_cast<int64_t>(product.workspace_bytes),
@@ -234,7 +248,8 @@ ffi::Error check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataT
 ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer bias,
                   ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y,
                   ffi::Result<ffi::AnyBuffer> preactivation, ffi::Result<ffi::AnyBuffer> workspace,
-                  std::string_view activation, bool transpose_w) {
+                  std::string_view activation, bool transpose_w, bool transpose_x,
+                  int64_t proposal) {
   if (activation != "none" && activation != "gelu_tanh") {
     return ffi::Error::InvalidArgument("activation must be none or gelu_tanh, but is " +
                                        std::string(activation));
@@ -245,10 +260,12 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   }
   if (w.dimensions().size() != 2) return ffi::Error::InvalidArgument("w must be a matrix");
   Product product = {};
-  product.rows = x.dimensions()[0];
-  product.features = x.dimensions()[1];
+  product.rows = x.dimensions()[transpose_x ? 1 : 0];
+  product.features = x.dimensions()[transpose_x ? 0 : 1];
   product.hidden = w.dimensions()[transpose_w ? 0 : 1];
   product.transpose_w = transpose_w;
+  product.transpose_x = transpose_x;
+  product.proposal = proposal;
   product.gelu = activation == "gelu_tanh";
   if (product.rows < 1 || product.features < 8 || product.hidden < 8 || product.features % 8 != 0 ||
       product.hidden % 8 != 0) {
@@ -257,13 +274,18 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   }
   RETURN_IF_ERROR(transpose_w ? check("w", w, type, {product.hidden, product.features})
                               : check("w", w, type, {product.features, product.hidden}));
-  RETURN_IF_ERROR(check("y", *y, type, {product.rows, product.hidden}));
+  const bool bare = !product.gelu && is_absent(bias);
+  const ffi::DataType y_type = bare ? y->element_type() : type;
+  if (y_type != type && y_type != ffi::DataType::F32) {
+    return ffi::Error::InvalidArgument("y must be of the type of x or float32");
+  }
+  RETURN_IF_ERROR(check("y", *y, y_type, {product.rows, product.hidden}));
   if (!is_absent(bias)) RETURN_IF_ERROR(check("bias", bias, type, {product.hidden}));
   if (!is_absent(residual)) {
     if (product.gelu) {
       return ffi::Error::InvalidArgument("a residual goes with activation none alone");
     }
-    RETURN_IF_ERROR(check("residual", residual, type, {product.rows, product.hidden}));
+    RETURN_IF_ERROR(check("residual", residual, y_type, {product.rows, product.hidden}));
   }
   if (!is_absent(*preactivation)) {
     if (!product.gelu) {
@@ -278,6 +300,7 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   product.y = y->untyped_data();
   product.preactivation = data_or_null(*preactivation);
   product.type = type == ffi::DataType::BF16 ? CUDA_R_16BF : CUDA_R_16F;
+  product.y_type = y_type == type ? product.type : CUDA_R_32F;
   product.workspace = data_or_null(*workspace);
   product.workspace_bytes = workspace->size_bytes();
   std::string error;
@@ -290,7 +313,7 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
 
 ffi::Error linear(cudaStream_t, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
                   ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>,
-                  ffi::Result<ffi::AnyBuffer>, std::string_view, bool) {
+                  ffi::Result<ffi::AnyBuffer>, std::string_view, bool, bool, int64_t) {
   return ffi::Error::Internal("jaxfused was built without cublasLt.h");
 }
 
@@ -309,4 +332,6 @@ DEFINE_HANDLER(jaxfused_linear, linear,
                    .Ret<ffi::AnyBuffer>()  // preactivation
                    .Ret<ffi::AnyBuffer>()  // workspace
                    .Attr<std::string_view>("activation")
-                   .Attr<bool>("transpose_w"));
+                   .Attr<bool>("transpose_w")
+                   .Attr<bool>("transpose_x")
+                   .Attr<int64_t>("proposal"));

@@ -125,6 +125,14 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
       "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory"));
 }
 
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
+  JAXFUSED_SM90(asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory"));
+}
+
 // --- sm_90 and later: clusters of blocks
 // -----------------------------------------------------------
 
@@ -166,12 +174,6 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float value, uin
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
           address),
       "f"(value), "r"(barrier) : "memory"));
-}
-
-// Stores a float to a cluster address; a barrier of the cluster makes it visible.
-__device__ __forceinline__ void cluster_write(uint32_t address, float value) {
-  JAXFUSED_SM90(
-      asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory"));
 }
 
 // Loads the float at a cluster address.

@@ -280,6 +280,43 @@ def test_what_a_linear_loss_launches(loadable, monkeypatch, options, launched):
     assert sorted(found) == sorted(launched)
 
 
+@pytest.mark.parametrize(
+    ("options", "narrow"),
+    [
+        (dict(), True),
+        (dict(sum_dtype=jnp.float32), False),
+        (dict(weights=jnp.ones(30)), False),
+        (dict(weights=jnp.ones(30), sum_dtype=jnp.bfloat16), True),
+        (dict(cotangent="any"), False),
+        (dict(chunk_size=7), False),
+        (dict(chunk_size=30, sum_dtype=jnp.float32), True),
+    ],
+    ids=str,
+)
+def test_sums_of_the_gradient_of_w_are_float32_where_terms_may_cancel(loadable, options, narrow):
+    """Of one chunk there are no sums, and so none in float32."""
+    x = jax.ShapeDtypeStruct((30, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 1000), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((30,), jnp.int32)
+    loss = functools.partial(jaxfused.linear_softmax_cross_entropy, **dict(chunk_size=10) | options)
+    text = lowered(jax.grad(loss, (0, 1)), x, w, labels)
+    assert ("tensor<16x1000xf32>" not in text) == narrow
+
+
+def test_sums_in_16_bits_are_as_accurate_as_jax_numpy(stand_ins):
+    case = Case((96,), 32, 40)
+    labels = case.labels(jnp.bfloat16)
+    x, w, _ = case.linear_layer(jnp.bfloat16)
+
+    def ours(x, w):
+        return jaxfused.linear_softmax_cross_entropy(x, w, labels, chunk_size=32)
+
+    def plain(x, w):
+        return plain_cross_entropy(x @ w, labels, None)
+
+    assert_values_and_gradients(ours, plain, x, w)
+
+
 def test_gradients_take_the_place_of_logits(loadable):
     """The kernels of a linear loss write in place, and so does the one that scales."""
     x = jax.ShapeDtypeStruct((30, 16), jnp.bfloat16)

@@ -77,6 +77,23 @@ def add_input_gradient(dx: jax.Array, dy: jax.Array, w: jax.Array, *, precision:
     return dx + product(dy, w, "mf,df->md", dx.dtype, precision)
 
 
+def add_weight_gradient(dw: jax.Array, x: jax.Array, dy: jax.Array) -> jax.Array:
+    """Returns dw [D, F] + x^T dy for x [M, D] and dy [M, F], rounded once, in dw's place in memory.
+
+    XLA leaves the sum to a pass of its own where dw is another product's result.
+    """
+    sizes = (*dw.shape, len(x))
+    if (
+        x.dtype in (jnp.bfloat16, jnp.float16)
+        and dw.dtype in (x.dtype, jnp.float32)
+        and all(size % 8 == 0 for size in sizes)
+        and min(sizes) > 0
+        and cublaslt.why_unavailable() is None
+    ):
+        return _cublaslt(x, dy, None, dw, transpose_x=True, in_place=True)[0]
+    return dw + product(x, dy, "md,mf->df", dw.dtype, None)
+
+
 def activation_gradient(
     dy: jax.Array, z: jax.Array, *, activation: str, sum_rows: bool
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -129,10 +146,20 @@ def _cublaslt(
     activation: str | None = None,
     saves: bool = False,
     transpose_w: bool = False,
+    transpose_x: bool = False,
+    in_place: bool = False,
+    proposal: int = -1,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (y, preactivation), the second if `saves`; with `transpose_w`, w is [F, D]."""
+    """Returns (y, preactivation), the second if `saves`.
+
+    With `transpose_w`, w is [F, D], and with `transpose_x`, x is [D, M]. With `in_place`, y takes the
+    residual's place. `proposal` is that of cuBLASLt's heuristic which is taken, -1 for a choice.
+    """
     cublaslt.library.register()
-    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0 if transpose_w else 1]), x.dtype)
+    result = jax.ShapeDtypeStruct(
+        (x.shape[1 if transpose_x else 0], w.shape[0 if transpose_w else 1]),
+        residual.dtype if residual is not None else x.dtype,
+    )
     absent = jnp.zeros_like(x, shape=(0,))
     call = jax.ffi.ffi_call(
         "jaxfused_linear",
@@ -141,6 +168,7 @@ def _cublaslt(
             result if saves else jax.ShapeDtypeStruct((0,), x.dtype),
             jax.ShapeDtypeStruct((WORKSPACE_BYTES,), jnp.uint8),
         ),
+        input_output_aliases={3: 0} if in_place else None,
     )
     y, preactivation, _ = call(
         x,
@@ -150,5 +178,7 @@ def _cublaslt(
         absent if residual is None else residual,
         activation=activation or "none",
         transpose_w=np.bool_(transpose_w),
+        transpose_x=np.bool_(transpose_x),
+        proposal=np.int64(proposal),
     )
     return y, preactivation if saves else None

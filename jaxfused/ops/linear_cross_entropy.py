@@ -58,7 +58,7 @@ def linear_softmax_cross_entropy(
     reduction: Reduction = "mean",
     cotangent: jax.Array | float | Literal["any"] | None = None,
     chunk_size: int | None = None,
-    sum_dtype: Any = jnp.float32,
+    sum_dtype: Any = None,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""`softmax_cross_entropy(x @ w + bias, labels)` that never holds the logits of all tokens.
@@ -74,16 +74,19 @@ def linear_softmax_cross_entropy(
     Args:
       x: [..., D], float32, bfloat16 or float16 (float64 with implementation "xla").
       w: [D, V], of any float dtype; it is rounded to x's for the product, which accumulates in
-        float32. The gradient of w is summed over a device's tokens in float32.
+        float32.
       labels: [...] or [..., V], as for `softmax_cross_entropy`. Soft labels are left to XLA.
       bias: [V].
       cotangent: as for `softmax_cross_entropy`, a scalar: with reduction "none" it is not known.
       chunk_size: tokens whose logits exist at once. It changes memory and time, not the result but
         for rounding. By default as many as have logits, which the kernels keep in x's dtype, of the
-        size of float32 sums of w's gradient: with one chunk there are no such sums. XLA's program
-        holds 64 MiB of float32 logits by default.
-      sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, which with a small
-        `chunk_size` saves most of the memory, for one more rounding a chunk.
+        size of float32 sums of w's gradient: with one chunk there are no such sums. Where w's dtype
+        serves for the sums, about a third of a device's tokens. XLA's program holds 64 MiB of float32
+        logits by default.
+      sum_dtype: of the sums of w's gradient over chunks: float32, or w's dtype, in which the sums
+        take no memory beside the gradient, for one more rounding a chunk. By default it is w's dtype
+        where three chunks suffice and all tokens have the same cotangent, known beforehand, and no
+        `weights`: with others the sums of chunks may cancel, but not the errors of their rounding.
 
     The other arguments, the result and the errors are those of `softmax_cross_entropy`.
 
@@ -114,7 +117,7 @@ def linear_softmax_cross_entropy(
     leading = x.shape[:-1]
     labels = check_labels(op, labels, (*leading, features), options)
     check_options(op, options, weights, leading, reduction)
-    if jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
+    if sum_dtype is not None and jnp.dtype(sum_dtype) not in (jnp.float32, w.dtype):
         raise ValueError(
             f"{op}: sum_dtype is {jnp.dtype(sum_dtype)}, but w's gradient is added up in float32 or"
             f" in w's dtype; pass jnp.float32 or jnp.{w.dtype}."
@@ -136,12 +139,13 @@ def linear_softmax_cross_entropy(
         losses = _reference_losses(options, chunk_size, x, w, bias, labels)
         return reduce_losses(losses, counts, weights, reduction)
 
-    run, constants = (
-        Runner(implementation, device),
-        _Constants(options, chunk_size, jnp.dtype(sum_dtype)),
-    )
+    ahead = expected is not None and reduction != "none"
+    if sum_dtype is None and (weights is not None or not ahead):
+        sum_dtype = jnp.float32
+    run = Runner(implementation, device)
+    constants = _Constants(options, chunk_size, None if sum_dtype is None else jnp.dtype(sum_dtype))
     classes = classes_of(labels, features, options)
-    if expected is not None and reduction != "none":
+    if ahead:
         shares, total = shares_of(counts, weights, reduction)
         scalars = [jnp.asarray(scalar, jnp.float32) for scalar in (total, expected)]
         return _loss_ahead(run, constants, *_aligned(x, w, bias, classes, shares, *scalars))
@@ -156,6 +160,7 @@ class _Constants:
     options: Options
     chunk_size: int | None
     sum_dtype: Any
+    """None for w's dtype where it serves, see `_NARROW_CHUNKS`."""
 
 
 def _aligned(x, w, bias, classes, shares=None, *scalars):
@@ -304,9 +309,15 @@ _linear_token_losses.defvjp(_linear_token_losses_fwd, _linear_token_losses_bwd)
 # --- kernels --------------------------------------------------------------------------------------
 
 _CHUNK_ROWS = 4096
-"""The fewest rows of a chunk by default: with less, the sums of w's gradient would be read and written
-more often, beside products that are too short to hide it."""
-_TILE_ROWS = 128
+"""The fewest rows of a chunk by default where w's gradient is summed in float32: with less, the sums
+would be read and written more often, beside products that are too short to hide it."""
+_NARROW_ROWS = 2048
+"""The same where w's gradient is summed in w's dtype of 16 bits."""
+_NARROW_CHUNKS = 3
+"""With so few roundings of the sums they stay well within the error that tests/tolerances.py grants,
+where the terms of different chunks do not cancel."""
+_TILE_ROWS, _TILE_COLUMNS = 128, 256
+"""Of a product in cuBLAS."""
 _UNROLLED_CHUNKS = 8
 """Up to so many chunks the program has a copy of the step for each, and needs no loop."""
 
@@ -371,7 +382,7 @@ class _Forward:
             dx, sums = layer.gradients(x, dlogits.astype(logits.dtype), sums)
             return sums, (packed, dx)
 
-        layer = _Layer(w, bias, self.constants, len(x))
+        layer = _Layer(w, bias, self.constants, len(x), x.dtype, device, implementation)
         steps = step if implementation == "cuda" else reference_step
         sums, (statistics, dx) = layer.over_chunks(steps, (x, classes, coefficients))
         dw, dbias = (None, None) if sums is None else layer.finished(sums)
@@ -422,7 +433,7 @@ class _Backward:
             dx, sums = layer.gradients(x, dlogits, sums)
             return sums, (dx,)
 
-        layer = _Layer(w, bias, self.constants, len(x))
+        layer = _Layer(w, bias, self.constants, len(x), x.dtype, device, implementation)
         sums, (dx,) = layer.over_chunks(step, (x, classes, statistics, pulls))
         return dx, *layer.finished(sums)
 
@@ -455,6 +466,10 @@ class _Layer:
     bias: jax.Array | None
     constants: _Constants
     rows: int
+    dtype: Any
+    """Of x and of the products."""
+    device: dispatch.Device
+    implementation: str
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns x @ w + bias in x's dtype. So written, XLA has its product add the bias."""
@@ -468,15 +483,22 @@ class _Layer:
         """Returns dx and the sums with those of this chunk; `sums` are None before the first."""
         w = self.w.astype(x.dtype)
         dx = jnp.einsum("nv,dv->nd", dlogits, w, preferred_element_type=x.dtype)
-        # Where there is nothing to add, the product rounds its sums itself.
-        narrow = self.constants.sum_dtype == x.dtype or self._chunk_rows(x.dtype) >= self.rows
-        dw_dtype = x.dtype if narrow and self.w.dtype == x.dtype else jnp.float32
-        dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dw_dtype)
         dbias = None
         if self.bias is not None:
             dbias = jnp.sum(dlogits.astype(jnp.float32), axis=0)
-        own = _Sums(dw, dbias)
-        return dx, own if sums is None else jax.tree.map(jnp.add, sums, own)
+        if sums is None:
+            # Where there is nothing to add, the product rounds its sums itself.
+            rounds = self._is_narrow() or self._chunk_rows() >= self.rows
+            dtype = x.dtype if rounds and self.w.dtype == x.dtype else jnp.float32
+            dw = jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=dtype)
+            return dx, _Sums(dw, dbias)
+        if self.implementation == "cuda":
+            dw = cuda.linear.add_weight_gradient(sums.dw, x, dlogits)
+        else:
+            dw = sums.dw + jnp.einsum("nd,nv->dv", x, dlogits, preferred_element_type=sums.dw.dtype)
+        if dbias is not None and sums.dbias is not None:
+            dbias = sums.dbias + dbias
+        return dx, _Sums(dw, dbias)
 
     def finished(self, sums: _Sums) -> tuple[jax.Array, jax.Array | None]:
         """Returns dw in w's dtype and dbias in float32."""
@@ -484,7 +506,7 @@ class _Layer:
 
     def over_chunks(self, step: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
         """Returns the sums and the rows' results of `step(layer, chunk, sums)` over all chunks."""
-        size = self._chunk_rows(rows[0].dtype)
+        size = self._chunk_rows()
         whole = self.rows // size
 
         def chunk_at(start: int) -> Any:
@@ -506,12 +528,39 @@ class _Layer:
             parts.append(part)
         return sums, jax.tree.map(lambda *a: a[0] if len(a) == 1 else jnp.concatenate(a), *parts)
 
-    def _chunk_rows(self, dtype: Any) -> int:
-        """Returns the rows of a chunk, equal but for the last and in whole tiles of products."""
+    def _chunk_rows(self) -> int:
+        """Returns the rows of a chunk, of which the last one may have fewer."""
         if self.rows == 0:
             return 1
         if self.constants.chunk_size is not None:
             return min(self.constants.chunk_size, self.rows)
-        most = max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(dtype).itemsize)
-        even = math.ceil(self.rows / math.ceil(self.rows / most))
-        return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
+        most = self._most_rows()
+        if not self._is_narrow():
+            even = math.ceil(self.rows / math.ceil(self.rows / most))
+            return min(self.rows, math.ceil(even / _TILE_ROWS) * _TILE_ROWS)
+        wanted = min(max(math.ceil(self.rows / _NARROW_CHUNKS), _NARROW_ROWS), most)
+        fewest = math.ceil(wanted / _TILE_ROWS) * _TILE_ROWS
+        # A third more rows at most, where that fills the multiprocessors better.
+        sizes = range(fewest, min(self.rows, 4 * wanted // 3 + 1), _TILE_ROWS)
+        return min(sizes, key=self._waves, default=min(fewest, self.rows))
+
+    def _is_narrow(self) -> bool:
+        """Whether w's gradient is summed over chunks in the dtype of 16 bits that it has."""
+        if not self.w.dtype == self.dtype != jnp.float32:
+            return False
+        if self.constants.sum_dtype is not None:
+            return self.constants.sum_dtype == self.dtype
+        return self.rows <= _NARROW_CHUNKS * (self.constants.chunk_size or self._most_rows())
+
+    def _most_rows(self) -> int:
+        """Returns the rows whose logits take the memory of float32 sums of w's gradient."""
+        return max(_CHUNK_ROWS, 4 * self.w.shape[0] // jnp.dtype(self.dtype).itemsize)
+
+    def _waves(self, size: int) -> int:
+        """How often all multiprocessors take a tile for x's gradient, the product with few tiles."""
+
+        def waves(rows: int) -> int:
+            tiles = math.ceil(rows / _TILE_ROWS) * math.ceil(self.w.shape[0] / _TILE_COLUMNS)
+            return math.ceil(tiles / (self.device.multiprocessors or 1))
+
+        return self.rows // size * waves(size) + waves(self.rows % size)

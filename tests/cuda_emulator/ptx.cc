@@ -365,10 +365,6 @@ const Entry kEntries[] = {
     {"barrier.cluster.arrive", [](Operand*) { cluster_arrive(); }},
     {"barrier.cluster.wait", [](Operand*) { cluster_wait(); }},
     {"st.async.weak.shared::cluster", store_reporting},
-    {"st.shared::cluster.f32",
-     [](Operand* o) {
-       *static_cast<float*>(shared_pointer(read<uint32_t>(o[0]))) = read<float>(o[1]);
-     }},
     {"ld.shared::cluster.f32",
      [](Operand* o) {
        write(o[0], *static_cast<const float*>(shared_pointer(read<uint32_t>(o[1]))));
