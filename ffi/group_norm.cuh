@@ -166,8 +166,7 @@ __device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums
   const int shift = __ffs(lanes) - 1;
   const int lane = thread & (lanes - 1);
   const int last_of_warp = (thread & 31) >> shift;  // sums before this thread's in its warp
-  for (int sum = thread >> shift; sum - last_of_warp < sums;
-       sum += crew.threads >> shift) {
+  for (int sum = thread >> shift; sum - last_of_warp < sums; sum += crew.threads >> shift) {
     Sums own = {};
     if (sum < sums) {
       const auto load = of(sum);

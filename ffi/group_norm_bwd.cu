@@ -43,7 +43,9 @@ struct BackwardArgs {
                              // images are read once
   const float2* parts;       // [images, plan.parts, groups], which the second pass merges
   Activation activation;
-  bool shares;  // whether the images share parameters
+  bool shares;    // whether the images share parameters
+  float* dscale;  // of such parameters where images are read once, or nullptr
+  float* dbias;
 };
 
 __device__ __forceinline__ Sums sums_at(const float2* address) {
@@ -300,7 +302,36 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 using BackwardCrews = Crews<384, 96, 384, 2, 8 * 1024>;
 // The slices' sums of a group that a thread has on the way at once.
-constexpr int kSumsTogether = 17;
+constexpr int kSumsTogether = 22;
+
+// Adds up the channels' sums of all blocks, each block for some of the channels, while the third
+// crews still write.
+__device__ __forceinline__ void merge_parameters_once(const BackwardArgs& args,
+                                                      const Crew<kSumsBarrier>& crew) {
+  if (args.dscale == nullptr && args.dbias == nullptr) return;
+  const int channels = args.images.channels;
+  const int blocks = static_cast<int>(gridDim.x);
+  unsigned* counter = args.ring.counters + args.images.count;
+  crew.sync();
+  if (crew.thread == 0) {
+    count_up(counter);
+    wait_for_count(counter, blocks);
+  }
+  crew.sync();
+  const int columns = (channels + blocks - 1) / blocks;
+  const int first = static_cast<int>(blockIdx.x) * columns;
+  merge_parts<8>(
+      crew, min(columns, channels - first), blocks, 32,
+      [&](int column) {
+        return [own = args.channel_partials + first + column, channels](int part) {
+          return sums_at(own + static_cast<int64_t>(part) * channels);
+        };
+      },
+      [&](int column, const Sums& sums) {
+        if (args.dscale != nullptr) args.dscale[first + column] = sums.first;
+        if (args.dbias != nullptr) args.dbias[first + column] = sums.second;
+      });
+}
 
 template <typename T, int kVec>
 __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
@@ -343,9 +374,8 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
     const bool is_last = image + args.ring.teams >= images.count;
     const int64_t part = args.shares ? static_cast<int64_t>(blockIdx.x)
                                      : static_cast<int64_t>(image) * plan.slices + slice.rank;
-    float2* group_partials =
-        args.group_partials + static_cast<int64_t>(image) * images.groups * plan.slices +
-        slice.rank;
+    float2* group_partials = args.group_partials +
+                             static_cast<int64_t>(image) * images.groups * plan.slices + slice.rank;
     merge_sums(
         crew, args, image, row, channel, dot, total, true, block.items(),
         [&](int of, float2 sums) {
@@ -365,6 +395,7 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
         });
     block.publish(crew, image);
   }
+  if (args.shares) merge_parameters_once(args, crew);
 }
 
 template <typename T, int kVec>
@@ -432,8 +463,7 @@ __device__ __forceinline__ void write_once(const BackwardArgs& args,
         const T* gradient = arrays[1] + own_at;
         int64_t at = start + static_cast<int64_t>(pixel) * images.channels;
 #pragma unroll 2
-        for (int p = first; p < pixels;
-             p += rows, x += stride, gradient += stride, at += stride) {
+        for (int p = first; p < pixels; p += rows, x += stride, gradient += stride, at += stride) {
           float values[kVec], dz[kVec];
           unpack(load_vector<T, kVec>(x), values);
           unpack(load_vector<T, kVec>(gradient), dz);
@@ -604,6 +634,8 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   gradients.dbias = data_or_null<float>(*dbias);
   if (once) {
     args.ring.counters = data_or_null<unsigned>(*counters);
+    args.dscale = gradients.dscale;
+    args.dbias = gradients.dbias;
     const auto launch = [&](auto type, auto vec) {
       using T = decltype(type);
       constexpr int kVec = decltype(vec)::value;
@@ -612,9 +644,7 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
           images.channels * static_cast<int>(sizeof(float2)), sizeof(T), stream);
     };
     RETURN_IF_ERROR(with_whole_vectors<4>(*dtype_of(x), whole, images.channels, launch));
-    if (rows == 0) return ffi::Error::Success();
-    if (args.shares) gradients.parts *= static_cast<int>(teams);
-    return launch_merge(gradients, rows, stream);
+    return args.shares ? ffi::Error::Success() : launch_merge(gradients, rows, stream);
   }
 
   // Where each channel is a group, one merge serves dx and the gradients of an image.

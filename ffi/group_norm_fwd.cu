@@ -206,18 +206,17 @@ __device__ void take_moments(const ForwardArgs& args, const Place& place, float2
   float2* partials =
       args.partials +
       (static_cast<int64_t>(place.image) * plan.slices + place.index) * images.groups;
-  merge_differences(
-      whole_block(), images, plan, place.row, place.channel, place.steps, place.extra, place.count,
-      differences, items, [&](int group, float2 moments) { __stcg(partials + group, moments); });
+  merge_differences(whole_block(), images, plan, place.row, place.channel, place.steps, place.extra,
+                    place.count, differences, items,
+                    [&](int group, float2 moments) { __stcg(partials + group, moments); });
 }
 
 // Merges the moments of an image to mean and rstd in `stats`, of each group. Results that are
 // asked for too are written by one caller of several.
 template <int kLoads, int kBarrier>
-__device__ __forceinline__ void take_statistics(const ForwardArgs& args,
-                                                const Crew<kBarrier>& crew, const Moments& moments,
-                                                int image, int pixels, int longer, bool writes,
-                                                float2* stats) {
+__device__ __forceinline__ void take_statistics(const ForwardArgs& args, const Crew<kBarrier>& crew,
+                                                const Moments& moments, int image, int pixels,
+                                                int longer, bool writes, float2* stats) {
   const Images& images = args.images;
   merge_slices<kLoads>(crew, images, moments, 0, images.groups, args.plan.slice_lanes, pixels,
                        longer, [&](int group, float2 merged) {
@@ -544,10 +543,9 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
     const auto launch = [&](auto type, auto vec) {
       using T = decltype(type);
       constexpr int kVec = decltype(vec)::value;
-      return launch_once<kVec, ForwardCrews>(group_norm_forward_once_kernel<T, kVec>, args, config,
-                                             device, images.groups,
-                                             images.group_size / width_of(kVec), 0, sizeof(T),
-                                             stream);
+      return launch_once<kVec, ForwardCrews>(
+          group_norm_forward_once_kernel<T, kVec>, args, config, device, images.groups,
+          images.group_size / width_of(kVec), 0, sizeof(T), stream);
     };
     return with_whole_vectors<8>(*dtype_of(x), whole, images.channels, launch);
   }

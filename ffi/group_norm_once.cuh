@@ -43,8 +43,10 @@ struct Ring {
   int kept_at;     // what a block keeps over all of its images,
   int barriers_at;
   int sum_threads, write_threads;
-  int write_rows;      // pixels that the third crew takes together
-  unsigned* counters;  // [images], of the blocks whose sums are there
+  int write_rows;  // pixels that the third crew takes together
+  // [images + 1], of the blocks whose sums of an image are there, and of those that have taken all
+  // of their sums.
+  unsigned* counters;
 };
 
 // A crew's turn in the ring.
@@ -97,7 +99,9 @@ class Block {
     __syncthreads();
   }
 
-  __device__ __forceinline__ float2* items() const { return reinterpret_cast<float2*>(shared_ + ring.items_at); }
+  __device__ __forceinline__ float2* items() const {
+    return reinterpret_cast<float2*>(shared_ + ring.items_at);
+  }
   __device__ __forceinline__ float2* merged(int turn) const {
     return reinterpret_cast<float2*>(shared_ + ring.merged_at) + turn * images.groups;
   }
@@ -204,7 +208,7 @@ __device__ __forceinline__ void divide_work(const Ring& ring, const Load& load, 
 // --- the host's part -----------------------------------------------------------------------------
 
 inline ffi::Error check_counters(const ffi::AnyBuffer& counters, const Images& images) {
-  RETURN_IF_ERROR(check_shape("counters", counters, {images.count}));
+  RETURN_IF_ERROR(check_shape("counters", counters, {images.count + 1}));
   return check_dtype("counters", counters, ffi::DataType::S32);
 }
 
@@ -251,9 +255,9 @@ ffi::Error launch_once(void (*kernel)(Args), Args args, const Config& config, co
   ring.barriers_at = ring.kept_at + kept_bytes;
   const int shared_bytes = ring.barriers_at + ring.slots * barrier_bytes;
 
-  RETURN_IF_ERROR(check_cuda(
-      cudaMemsetAsync(ring.counters, 0, images.count * sizeof(unsigned), stream),
-      "cudaMemsetAsync"));
+  RETURN_IF_ERROR(
+      check_cuda(cudaMemsetAsync(ring.counters, 0, (images.count + 1) * sizeof(unsigned), stream),
+                 "cudaMemsetAsync"));
   RETURN_IF_ERROR(allow_shared_memory(kernel, device));
   Launch launch = {dim3(ring.teams * plan.slices),
                    Crews::kLoader + Crews::kMerge + ring.sum_threads + ring.write_threads,

@@ -63,7 +63,7 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;  // blocks in a cluster
+  int cluster = 1;           // blocks in a cluster
   bool cooperative = false;  // whether all blocks must run at the same time, or none
 };
 

@@ -78,7 +78,8 @@ __device__ __forceinline__ void wait_for_count(const unsigned* counter, unsigned
       "setp.ge.u32 done, seen, %1;\n"
       "@!done bra again;\n"
       "}\n" ::"l"(counter),
-      "r"(count) : "memory");
+      "r"(count)
+      : "memory");
 }
 
 // --- sm_90 and later: bulk copies ----------------------------------------------------------------
@@ -103,9 +104,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
 // Initialises a barrier whose phase ends when so many threads have arrived and the bytes that they
 // announced have been copied.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 1) {
-  JAXFUSED_SM90(asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-      "r"(arrivals) : "memory"));
+  JAXFUSED_SM90(
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+                   "r"(arrivals) : "memory"));
 }
 
 // Makes the barriers that this thread has initialised visible to the copies.

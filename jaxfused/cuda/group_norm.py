@@ -123,7 +123,11 @@ _ONCE_SUMS = 8192
 
 def reads_once(compute_capability: tuple[int, int] | None) -> bool:
     """Whether a GPU has bulk copies, and the shared memory for images that are read once."""
-    return compute_capability is not None and compute_capability[0] in (9, 10)
+    return (
+        compute_capability is not None
+        and compute_capability[0] in (9, 10)
+        and library.why_not_built_from((9, 0), compute_capability) is None
+    )
 
 
 def _configs_once(
@@ -436,7 +440,7 @@ def _scratch(
     return [
         jax.ShapeDtypeStruct(partials if has_partials else (0,), jnp.float32),
         jax.ShapeDtypeStruct((0,) if config.once else (images, groups, 2), jnp.float32),
-        jax.ShapeDtypeStruct((images,) if config.once else (0,), jnp.int32),
+        jax.ShapeDtypeStruct((images + 1,) if config.once else (0,), jnp.int32),
     ]
 
 
