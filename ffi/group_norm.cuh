@@ -21,6 +21,7 @@
 #include "activation.cuh"
 #include "handler.h"
 #include "operands.h"
+#include "ptx.cuh"
 #include "rows.cuh"
 #include "vector.cuh"
 
@@ -125,6 +126,25 @@ struct Place {
   }
 };
 
+// Whole warps of a block that do one job together; barrier 0 is that of all its threads.
+template <int kBarrier>
+struct Crew {
+  int thread;  // of the crew's
+  int threads;
+
+  __device__ __forceinline__ void sync() const {
+    if constexpr (kBarrier == 0) {
+      __syncthreads();
+    } else {
+      barrier_sync(kBarrier, threads);
+    }
+  }
+};
+
+__device__ __forceinline__ Crew<0> whole_block() {
+  return {static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
+}
+
 struct Sums {
   float first;
   float second;
@@ -137,16 +157,16 @@ struct Sums {
 
 // Adds up, for each of `sums` sums, what of(sum)(part) returns for all parts, and hands the result
 // to store(sum, merged) of one thread. A sum's parts spread over `lanes` neighbouring threads, a
-// power of two up to a warp; the order of adding depends on the sizes alone. Whole warps call it.
-template <int kLoads = 4, typename Of, typename Store>
-__device__ __forceinline__ void merge_parts(int sums, int parts, int lanes, const Of& of,
-                                            const Store& store) {
-  const int thread = threadIdx.x;
+// power of two up to a warp; the order of adding depends on the sizes alone. All threads of the
+// crew call it.
+template <int kLoads = 4, int kBarrier, typename Of, typename Store>
+__device__ __forceinline__ void merge_parts(const Crew<kBarrier>& crew, int sums, int parts,
+                                            int lanes, const Of& of, const Store& store) {
+  const int thread = crew.thread;
   const int shift = __ffs(lanes) - 1;
   const int lane = thread & (lanes - 1);
   const int last_of_warp = (thread & 31) >> shift;  // sums before this thread's in its warp
-  for (int sum = thread >> shift; sum - last_of_warp < sums;
-       sum += static_cast<int>(blockDim.x) >> shift) {
+  for (int sum = thread >> shift; sum - last_of_warp < sums; sum += crew.threads >> shift) {
     Sums own = {};
     if (sum < sums) {
       const auto load = of(sum);
@@ -280,7 +300,8 @@ __device__ __forceinline__ void store_result(const Plan& plan, T* address,
 
 struct Config {
   int64_t slices;  // of an image
-  int64_t chunk;   // images of a pass
+  int64_t chunk;   // images of a pass, or at a time where they are read once
+  bool once;       // whether images are read once: see group_norm_once.cuh
 };
 
 inline ffi::Error check_config(const Config& config) {
@@ -350,38 +371,50 @@ inline int lanes_of(int threads, int sums, int parts) {
   return lanes;
 }
 
-// Launches both passes of `kernel` over all images. `args` has the members images and plan; the
-// threads of a block leave `item_sums` sums in shared memory, of which a row has `row_parts` parts.
-// merge(first image, images) launches what lies between the passes.
+// Spreads a slice over at most `most` threads, unless a pixel alone has more vectors, which then is
+// an error beyond `limit`. The threads leave `item_sums` sums in shared memory, of which a row has
+// `row_parts` parts.
+template <int kVec>
+ffi::Error spread(const Images& images, int most, int limit, int item_sums, int row_parts,
+                  Plan* plan, int* threads) {
+  plan->columns = images.channels / kVec;
+  if (plan->columns > limit) {
+    return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
+                                       " channels are more than " + std::to_string(limit) +
+                                       " threads hold in vectors of " + std::to_string(kVec));
+  }
+  plan->pixels = images.pixels / plan->slices;
+  plan->longer = images.pixels % plan->slices;
+  const int longest = plan->pixels + (plan->longer > 0 ? 1 : 0);
+  plan->rows = std::max(1, std::min(most / plan->columns, longest));
+  plan->full = plan->pixels / plan->rows;
+  plan->extra = plan->pixels % plan->rows;
+  plan->stride = static_cast<int64_t>(plan->rows) * images.channels;
+  plan->by_columns.set(plan->columns);
+  plan->by_group.set(images.group_size);
+  *threads = (plan->rows * plan->columns + 31) / 32 * 32;
+  plan->item_parts = plan->rows * row_parts;
+  plan->item_pitch = plan->item_parts | 1;
+  plan->item_lanes = lanes_of(*threads, item_sums, plan->item_parts);
+  plan->channel_lanes = lanes_of(*threads, images.groups, images.group_size);
+  return ffi::Error::Success();
+}
+
+// Launches both passes of `kernel` over all images. `args` has the members images and plan; for
+// `item_sums` and `row_parts` see `spread`. merge(first image, images) launches what lies between
+// the passes.
 template <int kVec, typename Args, typename Merge>
 ffi::Error launch_passes(void (*kernel)(Args), Args args, const Config& config, int item_sums,
                          int row_parts, const Merge& merge, cudaStream_t stream) {
   const Images& images = args.images;
   Plan& plan = args.plan;
-  plan.columns = images.channels / kVec;
-  if (plan.columns > kMaxThreads) {
-    return ffi::Error::InvalidArgument("group_norm: " + std::to_string(images.channels) +
-                                       " channels are more than " + std::to_string(kMaxThreads) +
-                                       " threads hold in vectors of " + std::to_string(kVec));
-  }
   if (2 * std::min<int64_t>(config.chunk, images.count) * config.slices > INT32_MAX) {
     return ffi::Error::InvalidArgument(
         "group_norm: the slices of a chunk are more than a grid has");
   }
-  plan.pixels = images.pixels / plan.slices;
-  plan.longer = images.pixels % plan.slices;
-  const int longest = plan.pixels + (plan.longer > 0 ? 1 : 0);
-  plan.rows = std::max(1, std::min(kThreads / plan.columns, longest));
-  plan.full = plan.pixels / plan.rows;
-  plan.extra = plan.pixels % plan.rows;
-  plan.stride = static_cast<int64_t>(plan.rows) * images.channels;
-  plan.by_columns.set(plan.columns);
-  plan.by_group.set(images.group_size);
-  const int threads = (plan.rows * plan.columns + 31) / 32 * 32;
-  plan.item_parts = plan.rows * row_parts;
-  plan.item_pitch = plan.item_parts | 1;
-  plan.item_lanes = lanes_of(threads, item_sums, plan.item_parts);
-  plan.channel_lanes = lanes_of(threads, images.groups, images.group_size);
+  int threads = 0;
+  RETURN_IF_ERROR(
+      spread<kVec>(images, kThreads, kMaxThreads, item_sums, row_parts, &plan, &threads));
   plan.slice_lanes = lanes_of(threads, images.groups, plan.parts);
   const int shared_bytes =
       static_cast<int>(std::max(item_sums * plan.item_pitch, images.groups) * sizeof(float2));

@@ -15,6 +15,7 @@
 // place of dy and the residual.
 
 #include "group_norm.cuh"
+#include "group_norm_once.cuh"
 
 namespace {
 
@@ -23,6 +24,7 @@ using namespace group_norm;
 struct BackwardArgs {
   Images images;
   Plan plan;
+  Ring ring;  // where images are read once
   const void* x;
   const void* dy;
   const void* residual;  // or nullptr where the activation's derivative does not depend on it
@@ -34,11 +36,16 @@ struct BackwardArgs {
   const float* dvariance;
   Parameter scale, bias;
   int scale_rows, bias_rows;
-  float2* channel_partials;  // [images, slices, channels]: dscale and dbias
+  float2* channel_partials;  // [images, slices, channels]: dscale and dbias; or [blocks, channels],
+                             // where images are read once and share parameters
   float2* group_partials;    // [images, slices, groups]: sums of these times scale, or nullptr
-                             // where each channel is a group
+                             // where each channel is a group; [images, groups, slices] where
+                             // images are read once
   const float2* parts;       // [images, plan.parts, groups], which the second pass merges
   Activation activation;
+  bool shares;    // whether the images share parameters
+  float* dscale;  // of such parameters where images are read once, or nullptr
+  float* dbias;
 };
 
 __device__ __forceinline__ Sums sums_at(const float2* address) {
@@ -51,17 +58,32 @@ template <int kVec>
 struct Channels {
   float mean[kVec], factor[kVec], bias[kVec];
 
-  __device__ Channels(const BackwardArgs& args, const Place& place) {
+  __device__ __forceinline__ Channels(const BackwardArgs& args, int image, int channel) {
     const Images& images = args.images;
-    load_channels(args.scale, args.scale_rows, place.image, images.channels, place.channel, 1.0f,
-                  factor);
-    load_channels(args.bias, args.bias_rows, place.image, images.channels, place.channel, 0.0f,
-                  bias);
+    load_channels(args.scale, args.scale_rows, image, images.channels, channel, 1.0f, factor);
+    load_channels(args.bias, args.bias_rows, image, images.channels, channel, 0.0f, bias);
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      const int at = place.image * images.groups + args.plan.by_group.quotient(place.channel + c);
+      const int at = image * images.groups + args.plan.by_group.quotient(channel + c);
       mean[c] = args.mean[at];
       factor[c] *= args.rstd[at];
+    }
+  }
+
+  // Of x makes x - mean, and of the gradient dz, its product with the activation's derivative. Both
+  // passes subtract the mean from x, and not from the constants: of nearly equal values, which rstd
+  // makes large, dz would not be the same in both. add(z) adds a residual.
+  template <Activation kActivation, typename Add>
+  __device__ __forceinline__ void take(float (&centred)[kVec], float (&dz)[kVec],
+                                       const Add& add) const {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) centred[c] -= mean[c];
+    if constexpr (kActivation != Activation::kNone) {
+      float z[kVec];
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) z[c] = centred[c] * factor[c] + bias[c];
+      add(z);
+      multiply_derivative(kActivation, z, dz);
     }
   }
 };
@@ -76,9 +98,7 @@ class Steps {
         at_(place.offset(args.images) - (kSecond ? (place.steps - 1) * stride_ : 0)),
         stream_(place.steps, at_, stride_, load_) {}
 
-  // Calls f(offset, x - mean, dz, whether there is a residual) for each step, with the gradient
-  // times the activation's derivative as dz. Both passes subtract the mean from x, and not from the
-  // constants: of nearly equal values, which rstd makes large, dz would not be the same in both.
+  // Calls f(offset, x - mean, dz, whether there is a residual) for each step.
   template <typename F>
   __device__ __forceinline__ void for_each(const Channels<kVec>& own, Activation activation,
                                            const void* residual, const F& f) {
@@ -90,20 +110,14 @@ class Steps {
         unpack(pair.x, centred);
         unpack(pair.gradient, dz);
         reload();
-#pragma unroll
-        for (int c = 0; c < kVec; ++c) centred[c] -= own.mean[c];
-        if constexpr (kActivation != Activation::kNone) {
-          float z[kVec];
-#pragma unroll
-          for (int c = 0; c < kVec; ++c) z[c] = centred[c] * own.factor[c] + own.bias[c];
+        own.template take<kActivation>(centred, dz, [&](float (&z)[kVec]) {
           if constexpr (kResidual) {
             float added[kVec];
             unpack(load_vector<T, kVec>(static_cast<const T*>(residual) + at_), added);
 #pragma unroll
             for (int c = 0; c < kVec; ++c) z[c] += added[c];
           }
-          multiply_derivative(kActivation, z, dz);
-        }
+        });
         f(at_, centred, dz, has_residual);
         advance(at_, stride_);
       });
@@ -129,15 +143,64 @@ class Steps {
   Stream<Pair> stream_;
 };
 
+// Merges what a crew has taken of a slice. dscale and dbias of each channel go to
+// store_channel(channel, sums), and what dx needs of each group to store_group(group, sums), of one
+// thread, where `has_groups`. The thread has the channels from `channel` on in row `row`.
+template <int kVec, int kBarrier, typename StoreChannel, typename StoreGroup>
+__device__ __forceinline__ void merge_sums(const Crew<kBarrier>& crew, const BackwardArgs& args,
+                                           int image, int row, int channel,
+                                           const float (&dot)[kVec], const float (&total)[kVec],
+                                           bool has_groups, float2* items,
+                                           const StoreChannel& store_channel,
+                                           const StoreGroup& store_group) {
+  const Images& images = args.images;
+  const Plan& plan = args.plan;
+  if (row < plan.rows) {
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      items[(channel + c) * plan.item_pitch + row] = make_float2(dot[c], total[c]);
+    }
+  }
+  crew.sync();
+  merge_parts(
+      crew, images.channels, plan.item_parts, plan.item_lanes,
+      [&](int of) {
+        const float2* own = items + of * plan.item_pitch;
+        return [own](int part) -> Sums { return {own[part].x, own[part].y}; };
+      },
+      [&](int of, const Sums& merged) {
+        const int group = image * images.groups + plan.by_group.quotient(of);
+        const float2 sums = make_float2(merged.first * args.rstd[group], merged.second);
+        store_channel(of, sums);
+        float scale[1];
+        load_channels(args.scale, args.scale_rows, image, images.channels, of, 1.0f, scale);
+        // The threads that merge this channel have read its items.
+        items[of * plan.item_pitch] = make_float2(sums.x * scale[0], sums.y * scale[0]);
+      });
+  if (!has_groups) return;
+  crew.sync();
+  merge_parts(
+      crew, images.groups, images.group_size, plan.channel_lanes,
+      [&](int group) {
+        const float2* own = items + group * images.group_size * plan.item_pitch;
+        return [own, &plan](int part) -> Sums {
+          const float2 item = own[part * plan.item_pitch];
+          return {item.x, item.y};
+        };
+      },
+      [&](int group, const Sums& merged) {
+        store_group(group, make_float2(merged.first, merged.second));
+      });
+}
+
 // The first pass.
 template <typename T, int kVec>
 __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* items) {
   const Images& images = args.images;
-  const Plan& plan = args.plan;
   float dot[kVec] = {}, total[kVec] = {};
   if (place.steps > 0) {
     Steps<T, kVec, false> steps(args, place, args.dy);
-    const Channels<kVec> own(args, place);
+    const Channels<kVec> own(args, place.image, place.channel);
     steps.for_each(
         own, args.activation, args.residual,
         [&](int64_t at, const float (&centred)[kVec], const float (&dz)[kVec], auto has_residual) {
@@ -153,45 +216,30 @@ __device__ void take_sums(const BackwardArgs& args, const Place& place, float2* 
           }
         });
   }
-  if (place.row < plan.rows) {
-#pragma unroll
-    for (int c = 0; c < kVec; ++c) {
-      items[(place.channel + c) * plan.item_pitch + place.row] = make_float2(dot[c], total[c]);
-    }
-  }
-  __syncthreads();
-  const int64_t slice = static_cast<int64_t>(place.image) * plan.slices + place.index;
-  merge_parts(
-      images.channels, plan.item_parts, plan.item_lanes,
-      [&](int channel) {
-        const float2* own = items + channel * plan.item_pitch;
-        return [own](int row) -> Sums { return {own[row].x, own[row].y}; };
-      },
-      [&](int channel, const Sums& merged) {
-        const int group = place.image * images.groups + plan.by_group.quotient(channel);
-        const float2 sums = make_float2(merged.first * args.rstd[group], merged.second);
+  const int64_t slice = static_cast<int64_t>(place.image) * args.plan.slices + place.index;
+  merge_sums(
+      whole_block(), args, place.image, place.row, place.channel, dot, total,
+      args.group_partials != nullptr, items,
+      [&](int channel, float2 sums) {
         __stcg(args.channel_partials + slice * images.channels + channel, sums);
-        float scale[1];
-        load_channels(args.scale, args.scale_rows, place.image, images.channels, channel, 1.0f,
-                      scale);
-        // The threads that merge this channel have read its items.
-        items[channel * plan.item_pitch] = make_float2(sums.x * scale[0], sums.y * scale[0]);
-      });
-  if (args.group_partials == nullptr) return;
-  __syncthreads();
-  merge_parts(
-      images.groups, images.group_size, plan.channel_lanes,
-      [&](int group) {
-        const float2* own = items + group * images.group_size * plan.item_pitch;
-        return [own, &plan](int part) -> Sums {
-          const float2 item = own[part * plan.item_pitch];
-          return {item.x, item.y};
-        };
       },
-      [&](int group, const Sums& merged) {
-        __stcg(args.group_partials + slice * images.groups + group,
-               make_float2(merged.first, merged.second));
+      [&](int group, float2 sums) {
+        __stcg(args.group_partials + slice * images.groups + group, sums);
       });
+}
+
+// Of a group's sums makes dx's slope and constant in x - mean: dx = dz factor + slope (x - mean) +
+// constant. `weight` is what the sums lack: rstd, or rstd scale.
+__device__ __forceinline__ float2 line_of(const BackwardArgs& args, int image, int group,
+                                          float weight, float2 sums) {
+  const Images& images = args.images;
+  const float inverse = 1.0f / (static_cast<float>(images.pixels) * images.group_size);
+  const int at = image * images.groups + group;
+  float slope = -inverse * weight * args.rstd[at] * sums.x;
+  float constant = -inverse * weight * sums.y;
+  if (args.dvariance != nullptr) slope += 2.0f * args.dvariance[at] * inverse;
+  if (args.dmean != nullptr) constant += args.dmean[at] * inverse;
+  return make_float2(slope, constant);
 }
 
 // The second pass.
@@ -204,7 +252,7 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
   Steps<T, kVec, true> steps(args, place, has_dz ? args.dresidual : args.dy);
   const float2* parts = args.parts + static_cast<int64_t>(place.image) * plan.parts * images.groups;
   merge_parts(
-      images.groups, plan.parts, plan.slice_lanes,
+      whole_block(), images.groups, plan.parts, plan.slice_lanes,
       [&](int group) {
         return [own = parts + group, &images](int part) {
           return sums_at(own + static_cast<int64_t>(part) * images.groups);
@@ -216,19 +264,17 @@ __device__ void write(const BackwardArgs& args, const Place& place, float2* grou
   __syncthreads();
   if (place.steps == 0) return;
 
-  const Channels<kVec> own(args, place);
+  const Channels<kVec> own(args, place.image, place.channel);
   float slope[kVec], constant[kVec];
-  const float inverse = 1.0f / (static_cast<float>(images.pixels) * images.group_size);
 #pragma unroll
   for (int c = 0; c < kVec; ++c) {
     const int group = plan.by_group.quotient(place.channel + c);
-    const int at = place.image * images.groups + group;
-    const float rstd = args.rstd[at];
-    const float weight = -inverse * (args.group_partials == nullptr ? own.factor[c] : rstd);
-    slope[c] = weight * rstd * groups[group].x;
-    constant[c] = weight * groups[group].y;
-    if (args.dvariance != nullptr) slope[c] += 2.0f * args.dvariance[at] * inverse;
-    if (args.dmean != nullptr) constant[c] += args.dmean[at] * inverse;
+    const float weight = args.group_partials == nullptr
+                             ? own.factor[c]
+                             : args.rstd[place.image * images.groups + group];
+    const float2 line = line_of(args, place.image, group, weight, groups[group]);
+    slope[c] = line.x;
+    constant[c] = line.y;
   }
   T* dx = static_cast<T*>(args.dx);
   steps.for_each(own, has_dz ? Activation::kNone : args.activation, nullptr,
@@ -252,6 +298,209 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (place.writes) write<T, kVec>(args, place, items);
 }
 
+// --- images that are read once -------------------------------------------------------------------
+
+using BackwardCrews = Crews<384, 96, 384, 2, 8 * 1024>;
+// The slices' sums of a group that a thread has on the way at once.
+constexpr int kSumsTogether = 22;
+
+// Adds up the channels' sums of all blocks, each block for some of the channels, while the third
+// crews still write.
+__device__ __forceinline__ void merge_parameters_once(const BackwardArgs& args,
+                                                      const Crew<kSumsBarrier>& crew) {
+  if (args.dscale == nullptr && args.dbias == nullptr) return;
+  const int channels = args.images.channels;
+  const int blocks = static_cast<int>(gridDim.x);
+  unsigned* counter = args.ring.counters + args.images.count;
+  crew.sync();
+  if (crew.thread == 0) {
+    count_up(counter);
+    wait_for_count(counter, blocks);
+  }
+  crew.sync();
+  const int columns = (channels + blocks - 1) / blocks;
+  const int first = static_cast<int>(blockIdx.x) * columns;
+  merge_parts<8>(
+      crew, min(columns, channels - first), blocks, 32,
+      [&](int column) {
+        return [own = args.channel_partials + first + column, channels](int part) {
+          return sums_at(own + static_cast<int64_t>(part) * channels);
+        };
+      },
+      [&](int column, const Sums& sums) {
+        if (args.dscale != nullptr) args.dscale[first + column] = sums.first;
+        if (args.dbias != nullptr) args.dbias[first + column] = sums.second;
+      });
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
+                                               const Block<T, BackwardCrews>& block,
+                                               const Crew<kSumsBarrier>& crew) {
+  const Images& images = args.images;
+  const Plan& plan = args.plan;
+  const Slice& slice = block.slice;
+  const int row = plan.by_columns.quotient(crew.thread);
+  const int channel = (crew.thread - row * plan.columns) * kVec;
+  const int first = row < plan.rows ? row : INT32_MAX / 2;  // a thread without a column has none
+  const int own_at = row * images.channels + channel;
+  const int stride = plan.rows * images.channels;
+  float2* kept = block.kept();
+  Turn turn;
+#pragma unroll 1
+  for (int image = slice.first_image; image < images.count; image += args.ring.teams) {
+    const Channels<kVec> own(args, image, channel);
+    float dot[kVec] = {}, total[kVec] = {};
+    with_constants(args.activation, false, [&](auto activation, auto) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      block.for_each_chunk(turn, [&](const auto& arrays, int, int pixels) {
+        const T* x = arrays[0] + own_at;
+        const T* gradient = arrays[1] + own_at;
+#pragma unroll 2
+        for (int p = first; p < pixels; p += plan.rows, x += stride, gradient += stride) {
+          float centred[kVec], dz[kVec];
+          unpack(load_vector<T, kVec>(x), centred);
+          unpack(load_vector<T, kVec>(gradient), dz);
+          own.template take<kActivation>(centred, dz, [](float (&)[kVec]) {});
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) {
+            dot[c] += dz[c] * centred[c];
+            total[c] += dz[c];
+          }
+        }
+      });
+    });
+    const bool is_first = image == slice.first_image;
+    const bool is_last = image + args.ring.teams >= images.count;
+    const int64_t part = args.shares ? static_cast<int64_t>(blockIdx.x)
+                                     : static_cast<int64_t>(image) * plan.slices + slice.rank;
+    float2* group_partials = args.group_partials +
+                             static_cast<int64_t>(image) * images.groups * plan.slices + slice.rank;
+    merge_sums(
+        crew, args, image, row, channel, dot, total, true, block.items(),
+        [&](int of, float2 sums) {
+          // The same thread merges a channel in every image.
+          if (args.shares && !is_first) {
+            sums.x += kept[of].x;
+            sums.y += kept[of].y;
+          }
+          if (args.shares && !is_last) {
+            kept[of] = sums;
+          } else {
+            __stcg(args.channel_partials + part * images.channels + of, sums);
+          }
+        },
+        [&](int group, float2 sums) {
+          __stcg(group_partials + static_cast<int64_t>(group) * plan.slices, sums);
+        });
+    block.publish(crew, image);
+  }
+  if (args.shares) merge_parameters_once(args, crew);
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void merge_sums_once(const BackwardArgs& args,
+                                                const Block<T, BackwardCrews>& block,
+                                                const Crew<kMergeBarrier>& crew) {
+  const Images& images = args.images;
+  const Plan& plan = args.plan;
+  int turn = 0;
+#pragma unroll 1
+  for (int image = block.slice.first_image; image < images.count; image += args.ring.teams) {
+    block.await_sums(crew, image);
+    const float2* parts =
+        args.group_partials + static_cast<int64_t>(image) * images.groups * plan.slices;
+    float2* lines = block.merged(turn);
+    merge_parts<kSumsTogether>(
+        crew, images.groups, plan.slices, plan.slice_lanes,
+        [&](int group) {
+          return [own = parts + static_cast<int64_t>(group) * plan.slices](int part) {
+            return sums_at(own + part);
+          };
+        },
+        [&](int group, const Sums& merged) {
+          lines[group] = line_of(args, image, group, args.rstd[image * images.groups + group],
+                                 make_float2(merged.first, merged.second));
+        });
+    block.meet();
+    turn ^= 1;
+  }
+}
+
+template <typename T, int kVec>
+__device__ __forceinline__ void write_once(const BackwardArgs& args,
+                                           const Block<T, BackwardCrews>& block, int thread) {
+  const Images& images = args.images;
+  const Plan& plan = args.plan;
+  const Slice& slice = block.slice;
+  const int rows = args.ring.write_rows;
+  const int row = plan.by_columns.quotient(thread);
+  const int channel = (thread - row * plan.columns) * kVec;
+  const int first = row < rows ? row : INT32_MAX / 2;
+  const int own_at = row * images.channels + channel;
+  const int stride = rows * images.channels;
+  T* dx = static_cast<T*>(args.dx);
+  Turn turn;
+  int merged = 0;
+#pragma unroll 1
+  for (int image = slice.first_image; image < images.count; image += args.ring.teams) {
+    const Channels<kVec> own(args, image, channel);
+    block.meet();
+    float slope[kVec], constant[kVec];
+#pragma unroll
+    for (int c = 0; c < kVec; ++c) {
+      const float2 line = block.merged(merged)[plan.by_group.quotient(channel + c)];
+      slope[c] = line.x;
+      constant[c] = line.y;
+    }
+    merged ^= 1;
+    const int64_t start =
+        (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + own_at;
+    with_constants(args.activation, false, [&](auto activation, auto) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      block.for_each_chunk(turn, [&](const auto& arrays, int pixel, int pixels) {
+        const T* x = arrays[0] + own_at;
+        const T* gradient = arrays[1] + own_at;
+        int64_t at = start + static_cast<int64_t>(pixel) * images.channels;
+#pragma unroll 2
+        for (int p = first; p < pixels; p += rows, x += stride, gradient += stride, at += stride) {
+          float values[kVec], dz[kVec];
+          unpack(load_vector<T, kVec>(x), values);
+          unpack(load_vector<T, kVec>(gradient), dz);
+          own.template take<kActivation>(values, dz, [](float (&)[kVec]) {});
+#pragma unroll
+          for (int c = 0; c < kVec; ++c) {
+            values[c] = dz[c] * own.factor[c] + (values[c] * slope[c] + constant[c]);
+          }
+          store_result(plan, dx + at, values);
+        }
+        block.release(turn);
+      });
+    });
+  }
+}
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(BackwardCrews::kThreads, 1)
+    group_norm_backward_once_kernel(const __grid_constant__ BackwardArgs args) {
+  if constexpr (kHasBulkCopies) {
+    extern __shared__ __align__(128) unsigned char ring[];
+    const Block<T, BackwardCrews> block(args.images, args.plan, args.ring, ring);
+    block.begin();
+    divide_work<BackwardCrews>(
+        args.ring,
+        [&] {
+          const void* sources[] = {args.x, args.dy};
+          block.load(sources);
+        },
+        [&](const auto& crew) { take_sums_once<T, kVec>(args, block, crew); },
+        [&](const auto& crew) { merge_sums_once<T, kVec>(args, block, crew); },
+        [&](int thread) { write_once<T, kVec>(args, block, thread); });
+  }
+}
+
+// --- sums merged by launches of their own --------------------------------------------------------
+
 // Adds up parts [count, parts, columns] over the parts: to `merged` [count, columns], and to dscale
 // and dbias, each where it is not nullptr.
 struct MergeArgs {
@@ -270,7 +519,7 @@ __global__ void __launch_bounds__(32 * kMergedColumns)
   const int64_t index = args.first + static_cast<int>(blockIdx.x) / blocks;
   const int first = static_cast<int>(blockIdx.x) % blocks * kMergedColumns;
   merge_parts<8>(
-      min(kMergedColumns, args.columns - first), args.parts, 32,
+      whole_block(), min(kMergedColumns, args.columns - first), args.parts, 32,
       [&](int column) {
         const float2* own = args.partials + index * args.parts * args.columns + first + column;
         return [own, &args](int part) {
@@ -306,9 +555,10 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
                     ffi::Result<ffi::AnyBuffer> dresidual, ffi::Result<ffi::AnyBuffer> dscale,
                     ffi::Result<ffi::AnyBuffer> dbias, ffi::Result<ffi::AnyBuffer> channel_partials,
                     ffi::Result<ffi::AnyBuffer> group_partials, ffi::Result<ffi::AnyBuffer> merged,
-                    int64_t groups, std::string_view activation, int64_t slices, int64_t chunk) {
+                    ffi::Result<ffi::AnyBuffer> counters, int64_t groups,
+                    std::string_view activation, int64_t slices, int64_t chunk, bool once) {
   BackwardArgs args = {};
-  const Config config = {slices, chunk};
+  const Config config = {slices, chunk, once};
   RETURN_IF_ERROR(check_config(config));
   RETURN_IF_ERROR(parse_images(x, groups, &args.images));
   RETURN_IF_ERROR(check_like_images("dy", dy, x));
@@ -330,13 +580,25 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   int rows = 0;
   RETURN_IF_ERROR(check_gradient("dscale", *dscale, images, &rows));
   RETURN_IF_ERROR(check_gradient("dbias", *dbias, images, &rows));
+  args.shares = rows <= 1;
+  // Blocks that read images once keep the sums of parameters that these share.
+  const int64_t teams = std::min(chunk, count);
+  const int64_t parts_of = once && args.shares ? teams : count;
   RETURN_IF_ERROR(
-      check_float32("channel_partials", *channel_partials, {count, slices, images.channels, 2}));
-  if (groups < images.channels) {
-    RETURN_IF_ERROR(check_float32("group_partials", *group_partials, {count, slices, groups, 2}));
-    args.group_partials = data_or_null<float2>(*group_partials);
+      check_float32("channel_partials", *channel_partials, {parts_of, slices, images.channels, 2}));
+  if (once) {
+    if (!is_absent(residual)) {
+      return ffi::Error::InvalidArgument("group_norm: a residual is not read once");
+    }
+    RETURN_IF_ERROR(check_float32("group_partials", *group_partials, {count, groups, slices, 2}));
+    RETURN_IF_ERROR(check_counters(*counters, images));
+  } else {
+    if (groups < images.channels) {
+      RETURN_IF_ERROR(check_float32("group_partials", *group_partials, {count, slices, groups, 2}));
+    }
+    RETURN_IF_ERROR(check_float32("merged", *merged, {count, groups, 2}));
   }
-  RETURN_IF_ERROR(check_float32("merged", *merged, {count, groups, 2}));
+  args.group_partials = data_or_null<float2>(*group_partials);
   if (!parse_activation(activation, &args.activation)) {
     return ffi::Error::InvalidArgument("group_norm: an activation is not known: " +
                                        std::string(activation));
@@ -370,6 +632,21 @@ ffi::Error backward(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x,
   gradients.partials = args.channel_partials;
   gradients.dscale = data_or_null<float>(*dscale);
   gradients.dbias = data_or_null<float>(*dbias);
+  if (once) {
+    args.ring.counters = data_or_null<unsigned>(*counters);
+    args.dscale = gradients.dscale;
+    args.dbias = gradients.dbias;
+    const auto launch = [&](auto type, auto vec) {
+      using T = decltype(type);
+      constexpr int kVec = decltype(vec)::value;
+      return launch_once<kVec, BackwardCrews>(
+          group_norm_backward_once_kernel<T, kVec>, args, config, device, images.channels, 1,
+          images.channels * static_cast<int>(sizeof(float2)), sizeof(T), stream);
+    };
+    RETURN_IF_ERROR(with_whole_vectors<4>(*dtype_of(x), whole, images.channels, launch));
+    return args.shares ? ffi::Error::Success() : launch_merge(gradients, rows, stream);
+  }
+
   // Where each channel is a group, one merge serves dx and the gradients of an image.
   const bool merges_once = apart && args.group_partials == nullptr && rows == images.count;
   const auto merge = [&](int first, int images_of_launch) {
@@ -416,7 +693,9 @@ DEFINE_HANDLER(jaxfused_group_norm_backward, backward,
                    .Ret<ffi::AnyBuffer>()  // channel_partials
                    .Ret<ffi::AnyBuffer>()  // group_partials
                    .Ret<ffi::AnyBuffer>()  // merged
+                   .Ret<ffi::AnyBuffer>()  // counters
                    .Attr<int64_t>("groups")
                    .Attr<std::string_view>("activation")
                    .Attr<int64_t>("slices")
-                   .Attr<int64_t>("chunk"));
+                   .Attr<int64_t>("chunk")
+                   .Attr<bool>("once"));

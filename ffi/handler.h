@@ -63,7 +63,8 @@ struct Launch {
   dim3 grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;  // blocks in a cluster
+  int cluster = 1;           // blocks in a cluster
+  bool cooperative = false;  // whether all blocks must run at the same time, or none
 };
 
 // What a launch is to the CUDA runtime; valid as long as the object that holds it.
@@ -80,6 +81,11 @@ class LaunchConfig {
       cluster.id = cudaLaunchAttributeClusterDimension;
       cluster.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
     }
+    if (launch.cooperative) {
+      cudaLaunchAttribute& cooperative = attributes_[config_.numAttrs++];
+      cooperative.id = cudaLaunchAttributeCooperative;
+      cooperative.val.cooperative = 1;
+    }
   }
   LaunchConfig(const LaunchConfig&) = delete;
 
@@ -87,7 +93,7 @@ class LaunchConfig {
 
  private:
   cudaLaunchConfig_t config_ = {};
-  cudaLaunchAttribute attributes_[1] = {};
+  cudaLaunchAttribute attributes_[2] = {};
 };
 
 // Launches `kernel` with `args`.

@@ -59,6 +59,29 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// --- blocks that wait for each other -------------------------------------------------------------
+
+// Counts this block at a counter in global memory. What its threads wrote before the barrier that
+// the caller has behind it is seen by whoever waits for the count.
+__device__ __forceinline__ void count_up(unsigned* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// Waits until the counter has come to `count`. All blocks that count must be running.
+__device__ __forceinline__ void wait_for_count(const unsigned* counter, unsigned count) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      ".reg .u32 seen;\n"
+      "again:\n"
+      "ld.acquire.gpu.global.u32 seen, [%0];\n"
+      "setp.ge.u32 done, seen, %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"l"(counter),
+      "r"(count)
+      : "memory");
+}
+
 // --- sm_90 and later: bulk copies ----------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
@@ -78,17 +101,23 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Initialises a barrier whose phase ends when one thread has arrived and the bytes it announced
-// have been copied.
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
-  JAXFUSED_SM90(asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory"));
+// Initialises a barrier whose phase ends when so many threads have arrived and the bytes that they
+// announced have been copied.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 1) {
+  JAXFUSED_SM90(
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+                   "r"(arrivals) : "memory"));
 }
 
 // Makes the barriers that this thread has initialised visible to the copies.
 __device__ __forceinline__ void mbarrier_init_fence() {
   JAXFUSED_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory");
                 asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  JAXFUSED_SM90(asm volatile(
+      "mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory"));
 }
 
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {

@@ -1,3 +1,6 @@
+import functools
+from dataclasses import dataclass
+
 import chex
 import flax.linen
 import jax
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, reference
+from jaxfused import cuda, dispatch, reference
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.group_norm import CASES, KERNEL_CASES, Case
@@ -176,10 +179,38 @@ def test_errors(change, message):
 FORWARD, BACKWARD = "jaxfused_group_norm_forward", "jaxfused_group_norm_backward"
 
 
+@dataclass(frozen=True)
+class Once:
+    """A case whose images are read once, in so many slices each, and so many images at a time."""
+
+    case: Case
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    dtype: str = "bfloat16"
+
+    def config(self, sizes):
+        return cuda.group_norm.Config(*sizes, once=True)
+
+
+_SILU = dict(activation="silu", parameter_dtype="float32")
+ONCE = (
+    Once(Case((1, 30, 64), 32, **_SILU), (2, 1), (3, 1)),
+    Once(Case((3, 7, 43, 64), 32, **_SILU), (4, 1), (3, 1)),
+    Once(Case((5, 137, 320), 32, residual=True, **_SILU), (2, 2), (2, 2)),
+    Once(Case((5, 137, 320), 32, modulated=True, **_SILU), (2, 2), (2, 2)),
+    Once(Case((2, 65, 512), 512, activation="relu2"), (3, 7), (4, 1)),
+    Once(Case((7, 95, 128), 32, activation="gelu_tanh"), (1, 4), (1, 3), "float32"),
+    Once(Case((3, 331, 64), 1, scale=False, bias=False), (2, 2), (4, 1), "float16"),
+    Once(Case((3, 5, 8), 4, activation="quick_gelu"), (4, 1), (1, 3)),
+)
+"""Slices that differ in length, rows that do not fill a crew, more images than teams and fewer."""
+
+
 @pytest.fixture
 def with_library(hopper, monkeypatch):
     """The operator is lowered as if the CUDA library were there, which tests/test_ffi.py looks at."""
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
     monkeypatch.setattr(cuda.library, "register", lambda: None)
     return hopper
 
@@ -338,11 +369,14 @@ def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, mu
         arrays,
         groups=8 * vectors if groups_of_all else 8,
         multiprocessors=multiprocessors,
+        kept=min(arrays, 2),
     )
     assert configs and len(set(configs)) == len(configs)
     for config in configs:
         assert config.slices <= pixels
         assert config.chunk <= images
+        if config.once:
+            assert config.slices * config.chunk <= multiprocessors
 
 
 @pytest.mark.parametrize("wrong", [dict(slices=0), dict(slices=65537), dict(chunk=0)])
@@ -364,15 +398,11 @@ def test_kernels_are_as_accurate_as_jax_numpy(case, dtype):
     chex.assert_trees_all_equal(results(*args), results(*args))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("slices", [1, 2, 7, 200])
-@pytest.mark.parametrize("chunk", [1, 2, 5, 10**6])
-def test_every_config_computes_the_same(slices, chunk):
+def assert_config_computes_the_reference(config):
     case = Case((5, 37, 29, 96), 32, activation="silu")
     x, scale, bias, *_ = case.arguments(jnp.float32)
     x, scale, bias = x.reshape(5, -1, 96), scale[None], bias[None]
     options = dict(groups=32, activation="silu")
-    config = cuda.group_norm.Config(slices, chunk)
 
     @jax.jit
     def results(x, scale, bias):
@@ -412,3 +442,64 @@ def test_every_config_computes_the_same(slices, chunk):
     chex.assert_trees_all_close(
         results(x, scale, bias), expected(x, scale, bias), rtol=2e-4, atol=2e-4
     )
+
+
+@pytest.fixture
+def read_once(request, monkeypatch):
+    """The operator takes the configs of a case of ONCE."""
+    if not cuda.group_norm.reads_once(dispatch.current_device().compute_capability):
+        pytest.skip("this GPU does not read images once")
+    once = request.param
+    forward, backward = cuda.group_norm.forward, cuda.group_norm.backward
+    monkeypatch.setattr(
+        cuda.group_norm, "forward", functools.partial(forward, config=once.config(once.forward))
+    )
+    if not once.case.residual:
+        monkeypatch.setattr(
+            cuda.group_norm,
+            "backward",
+            functools.partial(backward, config=once.config(once.backward)),
+        )
+    return once
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("read_once", ONCE, indirect=True, ids=str)
+def test_images_that_are_read_once(read_once):
+    ours, plain = ours_and_plain(read_once.case, "cuda")
+    args = read_once.case.arguments(jnp.dtype(read_once.dtype))
+    assert_values_and_gradients(ours, plain, *args, cotangents=2)
+    results = jax.jit(lambda *args: jax.vjp(ours, *args)[1](ours(*args)))
+    chex.assert_trees_all_equal(results(*args), results(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("read_once", ONCE[1:2], indirect=True, ids=str)
+def test_vmap_of_images_that_are_read_once(read_once):
+    x, scale, bias, *_ = read_once.case.arguments(jnp.float32)
+    xs = jnp.stack([x, 2 * x - 1])
+    options = dict(num_groups=read_once.case.num_groups, activation="silu")
+
+    def gradients(implementation):
+        def loss(x, scale):
+            y = jaxfused.group_norm(x, scale, bias, implementation=implementation, **options)
+            return jnp.sum(jnp.sin(y))
+
+        return jax.jit(jax.vmap(jax.grad(loss, (0, 1)), in_axes=(0, None)))(xs, scale)
+
+    chex.assert_trees_all_close(gradients("cuda"), gradients("xla"), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slices", [1, 2, 7, 200])
+@pytest.mark.parametrize("chunk", [1, 2, 5, 10**6])
+def test_every_config_computes_the_same(slices, chunk):
+    assert_config_computes_the_reference(cuda.group_norm.Config(slices, chunk))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (3, 1)], ids=str)
+def test_every_config_that_reads_once_computes_the_same(sizes):
+    if not cuda.group_norm.reads_once(dispatch.current_device().compute_capability):
+        pytest.skip("this GPU does not read images once")
+    assert_config_computes_the_reference(cuda.group_norm.Config(*sizes, once=True))

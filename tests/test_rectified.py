@@ -164,6 +164,7 @@ def test_one_kernel_adds_and_masks(hopper):
 def test_a_norm_takes_the_gradient_as_masked(name, hopper, monkeypatch):
     """By XLA's stages on the way to the kernels."""
     monkeypatch.setattr(jaxfused.cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(jaxfused.cuda.library, "architectures", lambda: ("90",))
     monkeypatch.setattr(jaxfused.ops.group_norm, "_GAIN", 0.0)
     x, residual, dy = (normal(i, 4, 3, 3, 8) for i in range(3))
     groups = {} if name == "batch_norm" else {"num_groups": 2}

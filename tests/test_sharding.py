@@ -1343,6 +1343,7 @@ def group_norm_stand_ins(hopper, monkeypatch):
         return dx, None, dscale, dbias
 
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
     monkeypatch.setattr(cuda.group_norm, "forward", forward)
     monkeypatch.setattr(cuda.group_norm, "backward", backward)
 

@@ -2,6 +2,7 @@
 
 Two passes take the sums of slices of an image and then write. They may go over chunks of images that
 a second read finds in L2; a launch has the second pass over a chunk and the first over the next one.
+Where images fit into the shared memory of a Hopper GPU, one launch does both passes and reads them once.
 """
 
 import math
@@ -27,7 +28,9 @@ class Config:
     slices: int
     """Of an image, each of which a block takes."""
     chunk: int
-    """Images of a pass."""
+    """Images of a pass, or at a time where they are read once."""
+    once: bool = False
+    """Whether a slice stays in shared memory between the passes: see ffi/group_norm_once.cuh."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slices <= 65536:
@@ -104,6 +107,58 @@ _BLOCK_TERABYTES_A_SECOND = 0.024
 _CHUNK_GAIN = 0.9
 """Chunks are taken where they are expected to need this part of the time of a single one, at most."""
 
+_ONCE_LAUNCH = 8.0
+"""Microseconds, with a launch's start, the first loads, and what the last image waits for its sums."""
+_ONCE_TERABYTES_A_SECOND = 3.8
+_ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
+_ONCE_MERGE, _ONCE_MERGED = 1.5, 2000
+"""Microseconds in which a block merges so many sums of an image, while it works on other images."""
+_ONCE_BYTES = 140 * 1024
+"""Of a slice, which leaves room in shared memory for the sums and for what is on the way."""
+_ONCE_CHANNELS = 1024
+_ONCE_GROUPS = 512
+_ONCE_SUMS = 8192
+"""Of all slices of an image, which every block merges."""
+
+
+def reads_once(compute_capability: tuple[int, int] | None) -> bool:
+    """Whether a GPU has bulk copies, and the shared memory for images that are read once."""
+    return (
+        compute_capability is not None
+        and compute_capability[0] in (9, 10)
+        and library.why_not_built_from((9, 0), compute_capability) is None
+    )
+
+
+def _configs_once(
+    images: int,
+    pixels: int,
+    channels: int,
+    itemsize: int,
+    arrays: int,
+    *,
+    groups: int,
+    multiprocessors: int,
+) -> list[Config]:
+    """Those that read images once and keep `arrays` of them on chip."""
+    if (
+        not images
+        or not arrays
+        or channels * itemsize % 16
+        or channels > _ONCE_CHANNELS
+        or groups > _ONCE_GROUPS
+    ):
+        return []
+    found = []
+    for rounds in range(1, images + 1):
+        teams = math.ceil(images / rounds)
+        slices = min(pixels, multiprocessors // teams, _ONCE_SUMS // groups)
+        if slices < 1 or (found and found[-1].chunk == teams):
+            continue
+        if arrays * math.ceil(pixels / slices) * channels * itemsize <= _ONCE_BYTES:
+            found.append(Config(slices, teams, once=True))
+    return found
+
 
 def candidates(
     images: int,
@@ -114,10 +169,12 @@ def candidates(
     *,
     groups: int,
     multiprocessors: int,
+    kept: int = 0,
 ) -> list[Config]:
     """Configs for x [images, pixels, channels], the best guess first.
 
-    `arrays` of that shape are read by either pass: x, the residual, and dy in the backward.
+    `arrays` of that shape are read by either pass: x, the residual, and dy in the backward. `kept` of
+    them stay on chip where images are read once, or 0 where they cannot be.
     """
     shape = (images, pixels, channels, itemsize, arrays)
     image_bytes = arrays * pixels * channels * itemsize
@@ -130,10 +187,19 @@ def candidates(
             slices = min(math.ceil(pixels / rows), max(1, int(waves * blocks / chunk)))
             if slices > 1 and (config := Config(slices, chunk)) not in found:
                 found.append(config)
+    found += _configs_once(
+        images,
+        pixels,
+        channels,
+        itemsize,
+        kept,
+        groups=groups,
+        multiprocessors=multiprocessors,
+    )
 
     def expected(config: Config) -> float:
         time = microseconds(config, *shape, groups=groups, multiprocessors=multiprocessors)
-        return time if config.chunk >= images else time / _CHUNK_GAIN
+        return time if config.once or config.chunk >= images else time / _CHUNK_GAIN
 
     return sorted(found, key=expected)
 
@@ -150,6 +216,8 @@ def microseconds(
     multiprocessors: int,
 ) -> float:
     """The expected time of the passes, which read `arrays` of x's shape and write one."""
+    if config.once:
+        return _microseconds_once(config, images, pixels, channels * itemsize, arrays, groups)
     _, blocks = _block(pixels, channels, itemsize, multiprocessors)
     chunk = max(1, min(config.chunk, images))
     chunks = math.ceil(images / chunk)
@@ -187,6 +255,17 @@ def microseconds(
     return time + chunks * _MERGE_LAUNCH if apart else time
 
 
+def _microseconds_once(
+    config: Config, images: int, pixels: int, pixel_bytes: int, arrays: int, groups: int
+) -> float:
+    teams = max(1, min(config.chunk, images))
+    blocks = config.slices * teams
+    moved = (arrays + 1) * blocks * math.ceil(pixels / config.slices) * pixel_bytes
+    rate = min(_ONCE_TERABYTES_A_SECOND, blocks * _ONCE_BLOCK_TERABYTES_A_SECOND)
+    merge = _ONCE_MERGE * math.ceil(config.slices * groups / _ONCE_MERGED)
+    return _ONCE_LAUNCH + math.ceil(images / teams) * max(moved / rate / 1e6, merge)
+
+
 def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:
     """The pixels that a block takes together, and the blocks that the GPU runs at the same time."""
     columns = channels // vector_size(channels, itemsize)
@@ -210,11 +289,13 @@ def forward(
     save_statistics: bool,
     save_variance: bool = False,
     multiprocessors: int,
+    once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C].
 
-    The statistics are float32 [B, groups], and None where they are not wanted.
+    The statistics are float32 [B, groups], and None where they are not wanted. `once` is what
+    `reads_once` says of the GPU.
     """
     library.register()
     images, pixels, channels = x.shape
@@ -228,6 +309,7 @@ def forward(
             1 if residual is None else 2,
             groups=groups,
             multiprocessors=multiprocessors,
+            kept=1 if once else 0,
         )[0]
     )
     statistics = (images, groups) if save_statistics else (0,)
@@ -238,11 +320,10 @@ def forward(
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct(statistics, jnp.float32),
             jax.ShapeDtypeStruct((images, groups) if save_variance else (0,), jnp.float32),
-            jax.ShapeDtypeStruct((images, config.slices, groups, 2), jnp.float32),
-            jax.ShapeDtypeStruct((images, groups, 2), jnp.float32),
+            *_scratch(config, images, groups),
         ),
     )
-    y, mean, rstd, variance, _, _ = call(
+    y, mean, rstd, variance, *_ = call(
         x,
         *_operands(x, residual, scale, bias),
         groups=np.int64(groups),
@@ -250,6 +331,7 @@ def forward(
         activation=activation or "none",
         slices=np.int64(config.slices),
         chunk=np.int64(config.chunk),
+        once=np.bool_(config.once),
     )
     return (
         y,
@@ -274,6 +356,7 @@ def backward(
     activation: str | None,
     per_image: bool,
     multiprocessors: int,
+    once: bool = False,
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(dx, dresidual, dscale, dbias) of x [B, P, C]; None for what is None.
@@ -294,6 +377,7 @@ def backward(
             3 if reads_residual else 2,
             groups=groups,
             multiprocessors=multiprocessors,
+            kept=2 if once and not reads_residual else 0,
         )[0]
     )
 
@@ -302,6 +386,8 @@ def backward(
 
     shared = all(a is None or a.shape[0] == 1 for a in (scale, bias))
     rows = 1 if shared and not per_image else images
+    # Blocks that read images once keep the sums of parameters that these share.
+    keeps_sums = config.once and (rows == 1 or (scale is None and bias is None))
     call = jax.ffi.ffi_call(
         "jaxfused_group_norm_backward",
         (
@@ -309,9 +395,16 @@ def backward(
             result(x.shape, reads_residual, x.dtype),
             result((rows, channels), scale is not None),
             result((rows, channels), bias is not None),
-            result((images, config.slices, channels, 2), True),
-            result((images, config.slices, groups, 2), groups < channels),
-            result((images, groups, 2), True),
+            result(
+                (
+                    min(config.chunk, images) if keeps_sums else images,
+                    config.slices,
+                    channels,
+                    2,
+                ),
+                True,
+            ),
+            *_scratch(config, images, groups, has_partials=config.once or groups < channels),
         ),
     )
     dx, dresidual, dscale, dbias, *_ = call(
@@ -325,6 +418,7 @@ def backward(
         activation=activation or "none",
         slices=np.int64(config.slices),
         chunk=np.int64(config.chunk),
+        once=np.bool_(config.once),
     )
     if residual is not None and not reads_residual:
         dresidual = dy
@@ -334,6 +428,20 @@ def backward(
         None if scale is None else dscale,
         None if bias is None else dbias,
     )
+
+
+def _scratch(
+    config: Config, images: int, groups: int, has_partials: bool = True
+) -> list[jax.ShapeDtypeStruct]:
+    """The sums of slices, those merged, and counters of blocks; what is not needed has no elements."""
+    partials = (images, config.slices, groups, 2)
+    if config.once:
+        partials = (images, groups, config.slices, 2)
+    return [
+        jax.ShapeDtypeStruct(partials if has_partials else (0,), jnp.float32),
+        jax.ShapeDtypeStruct((0,) if config.once else (images, groups, 2), jnp.float32),
+        jax.ShapeDtypeStruct((images + 1,) if config.once else (0,), jnp.int32),
+    ]
 
 
 def _operands(x: jax.Array, *arrays: jax.Array | None) -> list[jax.Array]:

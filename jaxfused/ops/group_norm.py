@@ -324,7 +324,7 @@ class Forward:
 
     def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
         del scale, bias
-        moved = _Moved(in_both=1, in_one=int(residual is not None))
+        moved = _Moved(in_both=1, in_one=int(residual is not None), kept=1)
         return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD)
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
@@ -341,6 +341,7 @@ class Forward:
                 save_statistics=self.save_statistics,
                 save_variance=self.save_variance,
                 multiprocessors=device.multiprocessors,
+                once=cuda.group_norm.reads_once(device.compute_capability),
             )
         saved = (self.save_statistics, self.save_statistics, self.save_variance)
         return y.reshape(x.shape), *(
@@ -412,7 +413,9 @@ class Backward:
         del dy, others
         # Without an activation the gradient of the residual is dy.
         further = int(residual is not None and self.options.activation is not None)
-        moved = _Moved(in_both=2 + further, in_one=further, more_in_both=further)
+        moved = _Moved(
+            in_both=2 + further, in_one=further, more_in_both=further, kept=0 if further else 2
+        )
         return _fastest_first(self.options, device, x, residual, moved, _XLA_BACKWARD)
 
     def run(
@@ -451,6 +454,7 @@ class Backward:
                 activation=self.options.activation,
                 per_image=self.per_image,
                 multiprocessors=device.multiprocessors,
+                once=cuda.group_norm.reads_once(device.compute_capability),
             )
         dx, dresidual, *parameters = gradients
 
@@ -543,6 +547,8 @@ class _Moved:
     """Read or written by one of them."""
     more_in_both: int = 0
     """Of those in both, how many there are because of a residual."""
+    kept: int = 0
+    """Of those in both, how many stay on chip where images are read once."""
 
 
 _XLA_FORWARD = {"group_norm": (_Cost(8.0, 1.1),), "batch_norm": (_Cost(8.0, 1.05),)}
@@ -575,7 +581,8 @@ def _fastest_first(
         return dispatch.preferring("xla", reasons)
     shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
     run = dict(groups=groups, multiprocessors=device.multiprocessors)
-    config = cuda.group_norm.candidates(*shape, **run)[0]
+    kept = moved.kept if cuda.group_norm.reads_once(device.compute_capability) else 0
+    config = cuda.group_norm.candidates(*shape, **run, kept=kept)[0]
     ours = cuda.group_norm.microseconds(config, *shape, **run)
     megabytes = x.size * x.dtype.itemsize / 1e6
     ours += moved.in_one * _OUR_MEGABYTE * megabytes

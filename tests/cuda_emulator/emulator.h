@@ -59,6 +59,8 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
       cluster = config->attrs[i].val.clusterDim.x;
     }
+    // All blocks are there at the same time, as those of a cluster are.
+    if (config->attrs[i].id == cudaLaunchAttributeCooperative) cluster = config->gridDim.x;
   }
   auto body = [&] { kernel(static_cast<Parameters>(arguments)...); };
   using Body = decltype(body);

@@ -241,7 +241,18 @@ void end_phase(Mbarrier& barrier) {
   barrier.pending = static_cast<uint8_t>(barrier.arrivals);
 }
 
-void init_barrier(Operand* operands) { barrier_at(read<uint32_t>(operands[0])) = {0, 1, 1, 0}; }
+void init_barrier(Operand* operands) {
+  const auto arrivals = read<uint32_t>(operands[1]);
+  barrier_at(read<uint32_t>(operands[0])) = {0, static_cast<uint8_t>(arrivals),
+                                             static_cast<uint16_t>(arrivals), 0};
+}
+
+void arrive(Operand* operands) {
+  Mbarrier& barrier = barrier_at(read<uint32_t>(operands[0]));
+  if (barrier.pending == 0) fail("more threads arrive at a barrier than it waits for");
+  barrier.pending--;
+  end_phase(barrier);
+}
 
 void arrive_expect(Operand* operands) {
   Mbarrier& barrier = barrier_at(read<uint32_t>(operands[0]));
@@ -283,6 +294,18 @@ void bulk_copy(Operand* operands) {
     fail("a bulk copy is not aligned");
   }
   thread().block->bulk_copies.push_back({copy, read<uint32_t>(operands[3])});
+}
+
+// --- counters of blocks ---------------------------------------------------------------------------
+
+void count_up(Operand* operands) { ++*read<uint32_t*>(operands[0]); }
+
+void wait_for_count(Operand* operands) {
+  const auto done = [](void* argument) {
+    const auto* operands = static_cast<const Operand*>(argument);
+    return *read<const uint32_t*>(operands[0]) >= read<uint32_t>(operands[1]);
+  };
+  wait_until("a counter of other blocks", done, operands);
 }
 
 // --- clusters ------------------------------------------------------------------------------------
@@ -353,12 +376,15 @@ const Entry kEntries[] = {
     {"cp.async.wait_all", [](Operand*) { copy_all(fiber()); }},
     {"bar.sync %0, %1",
      [](Operand* o) { barrier(read<int>(o[0]), read<int>(o[1])); }},
-    {"mbarrier.init.shared::cta.b64 [%0], 1", init_barrier},
+    {"mbarrier.init.shared::cta.b64 [%0], %1", init_barrier},
+    {"mbarrier.arrive.shared::cta.b64 _, [%0]", arrive},
     {"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1", arrive_expect},
     {"{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity", wait_parity},
     {"cp.async.bulk.shared::cluster.global", bulk_copy},
     // The order of memory accesses is that of the program here, and there is no cache.
     {"fence.", [](Operand*) {}},
+    {"red.release.gpu.global.add.u32 [%0], 1", count_up},
+    {"{\n.reg .pred done;\n.reg .u32 seen;\nagain:\nld.acquire.gpu.global.u32", wait_for_count},
     {"createpolicy.", [](Operand* o) { write(o[0], uint64_t{0}); }},
     {"mov.u32 %0, %%cluster_ctarank", cluster_rank},
     {"mapa.shared::cluster.u32", map_address},
