@@ -149,7 +149,7 @@ def _configs_once(
         or groups > _ONCE_GROUPS
     ):
         return []
-    found = []
+    found: list[Config] = []
     for rounds in range(1, images + 1):
         teams = math.ceil(images / rounds)
         slices = min(pixels, multiprocessors // teams, _ONCE_SUMS // groups)
