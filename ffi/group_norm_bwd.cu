@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // --- images that are read once -------------------------------------------------------------------
 
-using BackwardCrews = Crews<384, 96, 384, 2, 8 * 1024>;
+using BackwardCrews = Crews<320, 256, 320, 2, 8 * 1024>;
 // The slices' sums of a group that a thread has on the way at once.
 constexpr int kSumsTogether = 22;
 

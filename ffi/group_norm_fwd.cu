@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // --- images that are read once -------------------------------------------------------------------
 
-using ForwardCrews = Crews<256, 128, 512, 1, 16 * 1024>;
+using ForwardCrews = Crews<128, 256, 512, 1, 16 * 1024>;
 // The slices' moments of a group that a thread has on the way at once: those of 132 slices, spread
 // over 4 threads, in two rounds.
 constexpr int kMomentsTogether = 17;

@@ -14,8 +14,6 @@
 #include "handler.h"
 #include "operands.h"
 #include "quantized_epilogue.cuh"
-#include "quantized_place.cuh"
-#include "quantized_stream.cuh"
 #include "quantized_weights.cuh"
 
 namespace {
@@ -26,6 +24,24 @@ constexpr int kMaxStages = 4;
 constexpr int kChunks = kStep / kChunk;
 constexpr int kMaxParts = 64;
 constexpr int kReservedBytes = 1024;  // of shared memory, for a block
+
+struct LinearArgs {
+  const void* x;                           // [rows, features]
+  const uint8_t* values[kMaxProducts];     // [columns, row_bytes]
+  const float* scale[kMaxProducts];        // [groups, columns], where there are groups
+  const int8_t* zero_point[kMaxProducts];  // [groups or 1, columns], or nullptr
+  float* parts;  // sums of a part of the features [parts, products, rows, columns], or nullptr
+  int features;
+  int row_bytes;
+  int group;  // features that share a scale; 0 where all of a column do
+  int groups;
+  int column_warps;  // warps side by side, those of two products alternating
+  int sum_warps;     // warps that share the features
+  int steps_of_part;
+  int stages;
+  Float8Code code;
+  QuantizedEpilogue epilogue;
+};
 
 // The shared memory of a stage, in bytes.
 template <Weights kWeights, int kRowTiles>
@@ -44,16 +60,35 @@ struct Stage {
   }
 };
 
-// The same of a block whose operands pass through shared memory.
+// What a block and a warp have of the product, and a thread of its memory.
 template <Weights kWeights, int kRowTiles>
-struct Place : BlockPlace {
+struct Place {
   using Layout = Stage<kWeights, kRowTiles>;
 
   __device__ explicit Place(const LinearArgs& args)
-      : BlockPlace(args, Layout::kRows, kWarpRows),
+      : lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        sum_warp(warp / args.column_warps),
+        products(args.epilogue.products),
+        columns(args.epilogue.columns),
+        second(warp % args.column_warps % products != 0),
+        tile_columns(kWarpRows * args.column_warps / products),
+        block_column(blockIdx.y * tile_columns),
+        column_in_tile(warp % args.column_warps / products * kWarpRows),
+        warp_column(block_column + column_in_tile),
+        existing(max(0, min(kWarpRows, columns - warp_column))),
+        row_start(blockIdx.x * Layout::kRows),
+        rows(min(Layout::kRows, args.epilogue.rows - row_start)),
         stage_bytes(Layout::bytes(args.sum_warps)),
         scale_place(Layout::kWeightBytes + args.sum_warps * Layout::kSliceBytes) {}
 
+  int lane, warp, sum_warp;
+  int products, columns;
+  bool second;  // whether the warp has columns of the second product
+  int tile_columns, block_column;
+  int column_in_tile, warp_column;
+  int existing;  // columns of the warp
+  int row_start, rows;
   int stage_bytes, scale_place;  // in shared memory
 
   // Where the scales of the warp's columns, and their zero points, lie in a stage: a line of 16 for
@@ -211,15 +246,18 @@ class Sums {
     }
   }
 
-  // Writes the sums to shared memory.
+  // Writes the sums to shared memory as [sum warp, product, row, column].
   __device__ __forceinline__ void store(const LinearArgs& args, const OfPlace& place,
                                         float* found) {
+    const int matrix = Layout::kRows * place.tile_columns;
+    const int index = place.sum_warp * place.products + (place.second ? 1 : 0);
+    float* own = found + index * matrix + place.column_in_tile + place.lane / 4;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = tile * 8 + 2 * (place.lane % 4) + i % 2;
-        found[place.place_of_sum(row, place.lane / 4 + i / 2 * 8)] =
+        own[row * place.tile_columns + i / 2 * 8] =
             args.group == 0 ? of_group_[tile][i] : sums_[tile][i];
       }
     }
@@ -253,9 +291,11 @@ class Sums {
 };
 
 // Adds up what the block's warps have found, and finishes it or hands it on as sums of a part.
-__device__ __forceinline__ void finish_block(const LinearArgs& args, const BlockPlace& place,
+template <Weights kWeights, int kRowTiles>
+__device__ __forceinline__ void finish_block(const LinearArgs& args,
+                                             const Place<kWeights, kRowTiles>& place,
                                              const float* found) {
-  const int matrix = place.tile_rows * place.tile_columns;
+  const int matrix = Stage<kWeights, kRowTiles>::kRows * place.tile_columns;
   const int vectors = place.tile_columns / kEpilogueVec;
   for (int i = threadIdx.x; i < place.rows * vectors; i += kThreads) {
     const int row = i / vectors, in_tile = i % vectors * kEpilogueVec;
@@ -338,21 +378,6 @@ __global__ void __launch_bounds__(kThreads, kRowTiles == 8 ? 1 : 2)
   }
 }
 
-template <typename T, Weights kWeights, bool kGroups, int kRowTiles, int kColumnTiles>
-__global__ void __launch_bounds__(kThreads, kRowTiles <= 2 && kColumnTiles <= 2 ? 2 : 1)
-    quantized_stream_kernel(LinearArgs args) {
-  if constexpr (kHasProducts<T>) {
-    extern __shared__ __align__(128) uint8_t memory[];
-    const BlockPlace place(args, 8 * kRowTiles, kWarpRows * kColumnTiles);
-    Stream<T, kWeights, kGroups, kRowTiles, kColumnTiles> stream(args, place);
-    stream.run();
-    float* found = reinterpret_cast<float*>(memory);
-    stream.store(place, found);
-    __syncthreads();
-    finish_block(args, place, found);
-  }
-}
-
 struct MergeArgs {
   const float* sums;  // [parts, products, rows, columns]
   int parts;
@@ -389,65 +414,39 @@ using Kernel = void (*)(LinearArgs);
 
 struct Choice {
   Kernel kernel;
-  int stage_bytes;  // 0 where nothing passes through shared memory
-  int rows;         // of a block
+  int stage_bytes;
+  int rows;  // of a block
 };
-
-// How a product is spread over warps and blocks.
-struct Spread {
-  Weights weights;
-  bool groups;
-  int row_tiles, column_tiles, sum_warps;
-};
-
-template <typename T, Weights kWeights, int kRowTiles, int kColumnTiles>
-Choice streaming(bool groups) {
-  return {groups ? quantized_stream_kernel<T, kWeights, true, kRowTiles, kColumnTiles>
-                 : quantized_stream_kernel<T, kWeights, false, kRowTiles, kColumnTiles>,
-          0, 8 * kRowTiles};
-}
 
 template <typename T, Weights kWeights, int kRowTiles>
-Choice choice(const Spread& spread) {
-  if constexpr (kWeights != Weights::kFloat8) {
-    if (spread.column_tiles > 0) {
-      if constexpr (kRowTiles <= 2) {
-        if (spread.column_tiles == 4) return streaming<T, kWeights, kRowTiles, 4>(spread.groups);
-      }
-      if constexpr (kRowTiles == 1 || kRowTiles == 8) {
-        if (spread.column_tiles == 1) return streaming<T, kWeights, kRowTiles, 1>(spread.groups);
-      }
-      return streaming<T, kWeights, kRowTiles, 2>(spread.groups);
-    }
-  }
+Choice choice(int sum_warps) {
   using Layout = Stage<kWeights, kRowTiles>;
-  return {quantized_linear_kernel<T, kWeights, kRowTiles>, Layout::bytes(spread.sum_warps),
-          Layout::kRows};
+  return {quantized_linear_kernel<T, kWeights, kRowTiles>, Layout::bytes(sum_warps), Layout::kRows};
 }
 
 template <typename T, Weights kWeights>
-Choice choose(const Spread& spread) {
-  switch (spread.row_tiles) {
+Choice choose(int row_tiles, int sum_warps) {
+  switch (row_tiles) {
     case 1:
-      return choice<T, kWeights, 1>(spread);
+      return choice<T, kWeights, 1>(sum_warps);
     case 2:
-      return choice<T, kWeights, 2>(spread);
+      return choice<T, kWeights, 2>(sum_warps);
     case 4:
-      return choice<T, kWeights, 4>(spread);
+      return choice<T, kWeights, 4>(sum_warps);
     default:
-      return choice<T, kWeights, 8>(spread);
+      return choice<T, kWeights, 8>(sum_warps);
   }
 }
 
 template <typename T>
-Choice choose(const Spread& spread) {
-  switch (spread.weights) {
+Choice choose(Weights weights, int row_tiles, int sum_warps) {
+  switch (weights) {
     case Weights::kInt8:
-      return choose<T, Weights::kInt8>(spread);
+      return choose<T, Weights::kInt8>(row_tiles, sum_warps);
     case Weights::kInt4:
-      return choose<T, Weights::kInt4>(spread);
+      return choose<T, Weights::kInt4>(row_tiles, sum_warps);
     default:
-      return choose<T, Weights::kFloat8>(spread);
+      return choose<T, Weights::kFloat8>(row_tiles, sum_warps);
   }
 }
 
@@ -490,7 +489,7 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
                             ffi::Result<ffi::AnyBuffer> y,
                             ffi::Result<ffi::AnyBuffer> preactivation,
                             ffi::Result<ffi::AnyBuffer> workspace, std::string_view activation,
-                            int64_t row_tiles, int64_t sum_warps, int64_t column_tiles) {
+                            int64_t row_tiles, int64_t sum_warps) {
   LinearArgs args = {};
   QuantizedEpilogue& epilogue = args.epilogue;
   if (!parse_activation(activation, &epilogue.activation)) {
@@ -540,18 +539,6 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   if (!tiles_fit || !warps_fit || kWarps / sum_warps < epilogue.products) {
     return ffi::Error::InvalidArgument("row_tiles or sum_warps is not one of 1, 2, 4, 8 that fits");
   }
-  const bool streams = column_tiles > 0;
-  if (streams) {
-    const int64_t piece = kPieceBytes * (weights == Weights::kInt4 ? 2 : 1);
-    const bool columns_fit = column_tiles == 2 || (column_tiles == 4 && row_tiles <= 2) ||
-                             (column_tiles == 1 && (row_tiles == 1 || row_tiles == 8));
-    if (!columns_fit || weights == Weights::kFloat8 || group % piece != 0 ||
-        !is_absent(zero_point) || !is_absent(*workspace)) {
-      return ffi::Error::InvalidArgument(
-          "column_tiles is for int8 and int4 in whole pieces without zero points and parts, and is"
-          " 2, up to 16 rows 4, up to 8 rows 1");
-    }
-  }
   epilogue.rows = static_cast<int>(rows);
   epilogue.columns = static_cast<int>(columns);
   RETURN_IF_ERROR(parse_weights({values, scale, zero_point}, 0, columns, groups, values, &args));
@@ -599,32 +586,29 @@ ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffe
   args.code =
       float8_code(values.element_type() == ffi::DataType::F8E4M3FN, *dtype == Dtype::kFloat16);
 
-  const Spread spread = {weights, group != 0, static_cast<int>(row_tiles),
-                         static_cast<int>(column_tiles), args.sum_warps};
   const Choice chosen =
-      *dtype == Dtype::kFloat16 ? choose<__half>(spread) : choose<__nv_bfloat16>(spread);
+      *dtype == Dtype::kFloat16
+          ? choose<__half>(weights, static_cast<int>(row_tiles), args.sum_warps)
+          : choose<__nv_bfloat16>(weights, static_cast<int>(row_tiles), args.sum_warps);
   Device device = {};
   RETURN_IF_ERROR(current_device(&device));
-  if (!streams) {
-    // Two blocks share a multiprocessor where two stages of both fit, beside what it keeps of each
-    // for itself. The registers of blocks with the most rows leave no room for a second one.
-    const int half = device.shared_bytes / 2 - kReservedBytes;
-    const bool are_two = row_tiles < 8 && half / chosen.stage_bytes >= 2;
-    const int shared = are_two ? half : device.shared_bytes;
-    args.stages = std::min(kMaxStages, shared / chosen.stage_bytes);
-    if (args.stages < 2) {
-      return ffi::Error::InvalidArgument("a block of this GPU has too little shared memory for it");
-    }
+  // Two blocks share a multiprocessor where two stages of both fit, beside what it keeps of each
+  // for itself. The registers of blocks with the most rows leave no room for a second one.
+  const int half = device.shared_bytes / 2 - kReservedBytes;
+  const bool are_two = row_tiles < 8 && half / chosen.stage_bytes >= 2;
+  const int shared = are_two ? half : device.shared_bytes;
+  args.stages = std::min(kMaxStages, shared / chosen.stage_bytes);
+  if (args.stages < 2) {
+    return ffi::Error::InvalidArgument("a block of this GPU has too little shared memory for it");
   }
-  const int warp_columns = kWarpRows * std::max(1, static_cast<int>(column_tiles));
-  const int tile_columns = warp_columns * args.column_warps / epilogue.products;
-  const int64_t tiles = (columns + tile_columns - 1) / tile_columns;
-  if (tiles > 65535 || (args.parts != nullptr && rows > 65535)) {
+  const int tile_columns = kWarpRows * args.column_warps / epilogue.products;
+  const int64_t column_tiles = (columns + tile_columns - 1) / tile_columns;
+  if (column_tiles > 65535 || (args.parts != nullptr && rows > 65535)) {
     return ffi::Error::InvalidArgument("there are too many columns, or rows of parts");
   }
-  const int results = kWarps * 8 * static_cast<int>(row_tiles) * warp_columns * 4;
+  const int results = kWarps * 8 * static_cast<int>(row_tiles) * kWarpRows * 4;
   const Launch launch = {dim3(static_cast<unsigned>((rows + chosen.rows - 1) / chosen.rows),
-                              static_cast<unsigned>(tiles), static_cast<unsigned>(parts)),
+                              static_cast<unsigned>(column_tiles), static_cast<unsigned>(parts)),
                          kThreads, std::max(args.stages * chosen.stage_bytes, results)};
   RETURN_IF_ERROR(allow_shared_memory(chosen.kernel, device));
   RETURN_IF_ERROR(launch_kernel(chosen.kernel, args, launch, stream));
@@ -657,6 +641,5 @@ DEFINE_HANDLER(jaxfused_quantized_matmul, quantized_matmul,
                    .Ret<ffi::AnyBuffer>()  // workspace
                    .Attr<std::string_view>("activation")
                    .Attr<int64_t>("row_tiles")
-                   .Attr<int64_t>("sum_warps")
-                   .Attr<int64_t>("column_tiles"),
+                   .Attr<int64_t>("sum_warps"),
                {ffi::Traits::kCmdBufferCompatible});

@@ -48,13 +48,6 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// Returns (a & mask) | bits in one instruction, of which nvcc makes two where both are constants.
-__device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t mask, uint32_t bits) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
-  return result;
-}
-
 // Makes numbers of T, which holds each of them exactly, of the 8 weights of a thread in a chunk.
 //
 // `Offset` is what has to be subtracted from them once they are numbers: the zero point, and what
@@ -80,7 +73,7 @@ struct Converter<T, Weights::kInt4> {
     constexpr uint32_t kExponent = kIsHalf ? 0x64006400u : 0x43004300u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      out[i] = subtract_pair<T>(masked_or(words[0] >> 4 * i, 0x000f000fu, kExponent), offset);
+      out[i] = subtract_pair<T>(((words[0] >> 4 * i) & 0x000f000fu) | kExponent, offset);
     }
   }
 };
@@ -106,32 +99,30 @@ struct Converter<__half, Weights::kInt8> {
   }
 };
 
-// The mantissa of a bfloat16 has room for the lower seven bits of a byte under the exponent of 128;
-// the sign makes 256 of another 128, which is subtracted.
+// The mantissa of a bfloat16 is too short for a byte under an exponent; that of a float32 is not,
+// and the upper half of a float32 that is an integer up to 256 is the bfloat16.
 template <>
 struct Converter<__nv_bfloat16, Weights::kInt8> {
   static constexpr int kWords = 2;
-  using Offset = uint32_t;
+  using Offset = float;
 
   static __device__ __forceinline__ Offset offset(int zero_point) {
-    const auto value = static_cast<float>(zero_point);
-    return rounded_pair<__nv_bfloat16>(value, value);
+    return static_cast<float>(8388608 + 128 + zero_point);
   }
 
   static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], Offset offset,
-                                                 const Float8Code& code, uint32_t (&out)[4]) {
-    convert(words, code, out);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = subtract_pair<__nv_bfloat16>(out[i], offset);
-  }
-
-  // The same where 0 stands for 0.
-  static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], const Float8Code&,
-                                                 uint32_t (&out)[4]) {
+                                                 const Float8Code&, uint32_t (&out)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t pair = __byte_perm(words[i / 2], 0x43434343u, i % 2 == 0 ? 0x4140u : 0x4342u);
-      out[i] = subtract_pair<__nv_bfloat16>(pair & 0xff7fff7fu, pair & 0xff80ff80u);
+      const uint32_t bytes = words[i / 2] ^ 0x80808080u;
+      uint32_t numbers[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint32_t order = 0x7440u + static_cast<uint32_t>(2 * (i % 2) + j);
+        const float number = __uint_as_float(__byte_perm(bytes, 0x4b000000u, order)) - offset;
+        numbers[j] = __float_as_uint(number);
+      }
+      out[i] = __byte_perm(numbers[0], numbers[1], 0x7632u);
     }
   }
 };

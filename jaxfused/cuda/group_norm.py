@@ -104,15 +104,18 @@ _TERABYTES_A_SECOND = 4.1
 _CACHE_TERABYTES_A_SECOND = 10.0
 """Of what the second pass reads from the L2, beside what it writes."""
 _BLOCK_TERABYTES_A_SECOND = 0.024
+_TWO_PASSES = {1: 1.07, 2: 1.16}
+"""By the arrays that are read: what instructions take longer than memory."""
 _CHUNK_GAIN = 0.9
 """Chunks are taken where they are expected to need this part of the time of a single one, at most."""
 
 _ONCE_LAUNCH = 8.0
 """Microseconds, with a launch's start, the first loads, and what the last image waits for its sums."""
-_ONCE_TERABYTES_A_SECOND = 3.8
+_ONCE_TERABYTES_A_SECOND = {1: 3.0, 2: 2.2}
+"""By the arrays that are read. Two take more instructions than memory leaves time for."""
 _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
-_ONCE_MERGE, _ONCE_MERGED = 1.5, 2000
-"""Microseconds in which a block merges so many sums of an image, while it works on other images."""
+_ONCE_SUM = 1.2e-3
+"""Microseconds in which a block merges a sum of an image, while it works on other images."""
 _ONCE_BYTES = 140 * 1024
 """Of a slice, which leaves room in shared memory for the sums and for what is on the way."""
 _ONCE_CHANNELS = 1024
@@ -245,6 +248,7 @@ def microseconds(
     second = at(_TERABYTES_A_SECOND, arrays * (1.0 - again) + 1.0)
     second += at(_CACHE_TERABYTES_A_SECOND, arrays * again)
     time = chunks * (first + second + 2.0 * (rounds - 1) * _ROUND)
+    time *= _TWO_PASSES[min(arrays, 2)]
     if whole:
         return time + _LAUNCH
     # Sums are written by the first pass, and read by a merge or by every block of the second pass.
@@ -261,8 +265,9 @@ def _microseconds_once(
     teams = max(1, min(config.chunk, images))
     blocks = config.slices * teams
     moved = (arrays + 1) * blocks * math.ceil(pixels / config.slices) * pixel_bytes
-    rate = min(_ONCE_TERABYTES_A_SECOND, blocks * _ONCE_BLOCK_TERABYTES_A_SECOND)
-    merge = _ONCE_MERGE * math.ceil(config.slices * groups / _ONCE_MERGED)
+    of_memory = _ONCE_TERABYTES_A_SECOND[min(arrays, 2)]
+    rate = min(of_memory, blocks * _ONCE_BLOCK_TERABYTES_A_SECOND)
+    merge = _ONCE_SUM * config.slices * groups
     return _ONCE_LAUNCH + math.ceil(images / teams) * max(moved / rate / 1e6, merge)
 
 

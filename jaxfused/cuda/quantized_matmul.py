@@ -58,9 +58,6 @@ class Config:
     """Of a block's 8 warps, how many share the sums of a column; the others have other columns."""
     parts: int
     """Blocks that share the sums of a column."""
-    column_tiles: int = 0
-    """Of 16 columns, that a warp multiplies as they come from memory: 2, or 4 up to 16 rows, or 1 with 8
-    or 64. With 0 all operands pass through shared memory."""
 
 
 # --- what can run ---------------------------------------------------------------------------------
@@ -288,7 +285,6 @@ def _call(
         activation=activation or "none",
         row_tiles=np.int64(config.row_tiles),
         sum_warps=np.int64(config.sum_warps),
-        column_tiles=np.int64(config.column_tiles),
     )
     return y, None if saved_dtype is None else preactivation
 

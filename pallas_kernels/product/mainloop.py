@@ -31,9 +31,6 @@ CONSUMERS = 2
 ACCUMULATOR_ELEMENTS = 128 * 192
 """Of a warpgroup's tile: 192 of a thread's 232 registers. With 256 they spill."""
 
-SCALED_PARTS = 2
-"""Of a tile's columns, where the sums of each step are scaled."""
-
 RAW_STEP = 128
 """Numbers along the sums of quantised weights that are converted at a time."""
 RAW_STAGES = 2
@@ -721,52 +718,33 @@ class _Consumer:
     def _accumulate_scaled(self, sequence_idx) -> jax.Array:
         """The sums of a tile, those of each step scaled.
 
-        The columns are taken in parts: while one part is scaled, the tensor cores have the next one.
+        While a warpgroup scales, the other one has the tensor cores: they share a tile without turns.
         """
         product, ring, c = self.product, self.ring, self.product.config
-        width = c.tile_n // SCALED_PARTS
-        shape = (c.tile_m, width)
-        share, shares = (jnp.int32(0), 1) if c.ping_pong else (self.wg_idx, CONSUMERS)
-        accumulator = plgpu.ACC(shape, product.accumulator_dtype)
+        shape = (c.tile_m, c.tile_n)
 
         def step(k_idx, carry):
-            slot, totals = carry
-            # Only accumulators that begin after this wait need not be set to zero.
-            plgpu.barrier_wait(ring.full.at[product.full_idx(sequence_idx, slot)])
-            a = list(product.a_tile.operands(ring.a_smem, slot, share, shares))
-            [(_, b)] = product.b_tile.operands(ring.b_smem[0], slot)
+            slot, total = carry
 
-            def multiply(*accumulators):
-                for index, acc in enumerate(accumulators):
-                    columns = b if SCALED_PARTS == 1 else b.at[pl.ds(index * width, width)]
-                    for rows, of_rows in a:
-                        whole = slice(0, width)
-                        plgpu.wgmma(part(acc, rows, whole), of_rows, columns.transpose((1, 0)))
-                rows = pl.ds(share * c.tile_m, c.tile_m)
-                of_rows = plgpu.load(
-                    ring.a_scale.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1)
-                )
-                of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
-                sums = []
-                for index, (acc, total) in enumerate(zip(accumulators, totals, strict=True)):
-                    of_columns = plgpu.load(
-                        ring.b_scale.at[slot, pl.ds(index * width, width)],
-                        layout=plgpu.Layout.WGMMA.reduce(0),
-                    )
-                    of_columns = lax.broadcast_in_dim(of_columns, shape, (1,))
-                    later = (SCALED_PARTS - 1 - index) * len(a)
-                    of_step = plgpu.wgmma_accumulator_load(acc, wait_n=later)
-                    sums.append(total + of_step.astype(jnp.float32) * of_columns * of_rows)
-                return tuple(sums)
+            def multiply(acc_ref):
+                self._multiply(acc_ref, sequence_idx, k_idx, slot)
+                plgpu.wgmma_wait(0)
+                return acc_ref[...]
 
-            totals = pl.run_scoped(multiply, *[accumulator] * SCALED_PARTS)
+            sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
+            first = jnp.int32(0) if c.ping_pong else self.wg_idx * c.tile_m
+            of_rows = plgpu.load(
+                ring.a_scale.at[slot, pl.ds(first, c.tile_m)], layout=plgpu.Layout.WGMMA.reduce(1)
+            )
+            of_columns = plgpu.load(ring.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
             plgpu.barrier_arrive(ring.free.at[slot])
-            return product.next_slot(slot), totals
+            of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
+            of_columns = lax.broadcast_in_dim(of_columns, shape, (1,))
+            return product.next_slot(slot), total + sums * of_columns * of_rows
 
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
         zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        totals = lax.fori_loop(0, product.k_steps, step, (slot, (zeros,) * SCALED_PARTS))[1]
-        return totals[0] if SCALED_PARTS == 1 else lax.concatenate(totals, 1)
+        return lax.fori_loop(0, product.k_steps, step, (slot, zeros))[1]
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
         """The sums of a tile, of which those of some steps at a time are taken by the tensor cores."""

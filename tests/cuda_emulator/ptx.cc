@@ -168,12 +168,6 @@ void load_shared(Operand* operands) {
   for (int i = 0; i < kWords; ++i) write(operands[i], from[i]);
 }
 
-void load_once(Operand* operands) {
-  const auto* from = read<const uint32_t*>(operands[4]);
-  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) fail("a load of 16 bytes is not aligned");
-  for (int i = 0; i < 4; ++i) write(operands[i], from[i]);
-}
-
 template <int kWords>
 void store_shared(Operand* operands) {
   const auto address = read<uint32_t>(operands[0]);
@@ -360,7 +354,6 @@ const Entry kEntries[] = {
     {"{\nmma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32", mma<Int8, int32_t>},
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", load_matrices<false>},
     {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", load_matrices<true>},
-    {"ld.global.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4]", load_once},
     {"ld.shared.v2.b32", load_shared<2>},
     {"ld.shared.v4.b32", load_shared<4>},
     {"st.shared.b32", store_shared<1>},
