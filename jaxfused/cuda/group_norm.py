@@ -118,7 +118,8 @@ _ONCE_SUM = 1.2e-3
 """Microseconds in which a block merges a sum of an image, while it works on other images."""
 _ONCE_BYTES = 140 * 1024
 """Of a slice, which leaves room in shared memory for the sums and for what is on the way."""
-_ONCE_CHANNELS = 1024
+_ONCE_PIXEL_BYTES = 2048
+"""Of all channels, which the crew of the forward's sums reads 16 bytes a thread."""
 _ONCE_GROUPS = 512
 _ONCE_SUMS = 8192
 """Of all slices of an image, which every block merges."""
@@ -148,7 +149,7 @@ def _configs_once(
         not images
         or not arrays
         or channels * itemsize % 16
-        or channels > _ONCE_CHANNELS
+        or channels * itemsize > _ONCE_PIXEL_BYTES
         or groups > _ONCE_GROUPS
     ):
         return []
