@@ -14,9 +14,9 @@ LABELS = {
     "ours-copies": "jaxfused, bfloat16 copies of kernels",
     "ours-fp8": "jaxfused, fp8",
     "ours-cudnn": "jaxfused, padded cuDNN attention",
-    "fused": "Flax under jaxfused.fuse, jaxfused.optim",
-    "stock": "Flax + Optax",
-    "cudnn": "Flax + Optax, padded cuDNN attention",
+    "fused": "stock under jaxfused.fuse, jaxfused.optim",
+    "stock": "stock (Flax or Equinox) + Optax",
+    "cudnn": "stock, padded cuDNN attention",
     "torch": "timm + torch.compile",
 }
 """By variant, in the order of tables and charts."""

@@ -647,7 +647,7 @@ def test_steps_are_reported_from_the_file_alone(steps_section, tmp_path, capsys)
     rows = [line for line in readme.read_text().splitlines() if line.startswith("| tiny, batch 4")]
     assert [line.split(":")[1].split("|")[0].strip() for line in rows] == [
         "jaxfused",
-        "Flax + Optax",
+        "stock (Flax or Equinox) + Optax",
     ]
 
     # Its figures are rounded.

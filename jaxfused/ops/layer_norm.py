@@ -356,9 +356,9 @@ class _Forward:
     def _by_xla(self, x, scale, bias, residual, pre_bias) -> Results:
         """Of rows in any axes, which become those of a matrix."""
         tiled = not self.save_statistics
-        matrices = [None if a is None else _matrix(a, tiled) for a in (x, residual)]
+        residual = None if residual is None else _matrix(residual, tiled)
         y, next_residual, mean, rstd = reference.layer_norm.norm_and_statistics(
-            matrices[0], scale, bias, matrices[1], pre_bias, **self.options.keywords()
+            _matrix(x, tiled), scale, bias, residual, pre_bias, **self.options.keywords()
         )
         statistics = (mean, rstd) if self.save_statistics else (None, None)
         return *(None if a is None else a.reshape(x.shape) for a in (y, next_residual)), *(
