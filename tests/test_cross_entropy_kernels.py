@@ -1,6 +1,7 @@
 """The paths of the cross-entropies over kernels, which jax.numpy stands in for where there is no GPU."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -56,6 +57,7 @@ def take_kernels_for_all_sizes(monkeypatch):
 def stand_ins(hopper, monkeypatch):
     """Kernels are called for rows of any length, and jax.numpy computes what they would."""
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
+    monkeypatch.setattr(cuda.cublaslt, "why_unavailable", lambda: "jax.numpy adds")
     take_kernels_for_all_sizes(monkeypatch)
     monkeypatch.setattr(cuda.cross_entropy, "forward", stand_in_forward)
     monkeypatch.setattr(cuda.cross_entropy, "backward", stand_in_backward)
@@ -300,7 +302,9 @@ def test_sums_of_the_gradient_of_w_are_float32_where_terms_may_cancel(loadable, 
     labels = jax.ShapeDtypeStruct((30,), jnp.int32)
     loss = functools.partial(jaxfused.linear_softmax_cross_entropy, **dict(chunk_size=10) | options)
     text = lowered(jax.grad(loss, (0, 1)), x, w, labels)
-    assert ("tensor<16x1000xf32>" not in text) == narrow
+    # What scales the gradient afterwards does so in float32 too.
+    sums = re.search(r"(add|dot_general|custom_call).*tensor<16x1000xf32>", text)
+    assert (sums is None) == narrow
 
 
 def test_sums_in_16_bits_are_as_accurate_as_jax_numpy(stand_ins):
