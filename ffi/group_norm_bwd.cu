@@ -340,24 +340,21 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
   const Images& images = args.images;
   const Plan& plan = args.plan;
   const Slice& slice = block.slice;
-  const int row = plan.by_columns.quotient(crew.thread);
-  const int channel = (crew.thread - row * plan.columns) * kVec;
-  const int first = row < plan.rows ? row : INT32_MAX / 2;  // a thread without a column has none
-  const int own_at = row * images.channels + channel;
-  const int stride = plan.rows * images.channels;
+  const Visits visits(images, plan, plan.rows, crew.thread, kVec);
   float2* kept = block.kept();
   Turn turn;
 #pragma unroll 1
   for (int image = slice.first_image; image < images.count; image += args.ring.teams) {
-    const Channels<kVec> own(args, image, channel);
+    const Channels<kVec> own(args, image, visits.channel);
     float dot[kVec] = {}, total[kVec] = {};
     with_constants(args.activation, false, [&](auto activation, auto) {
       constexpr Activation kActivation = decltype(activation)::value;
       block.for_each_chunk(turn, [&](const auto& arrays, int, int pixels) {
-        const T* x = arrays[0] + own_at;
-        const T* gradient = arrays[1] + own_at;
+        const T* x = arrays[0] + visits.own;
+        const T* gradient = arrays[1] + visits.own;
 #pragma unroll 2
-        for (int p = first; p < pixels; p += plan.rows, x += stride, gradient += stride) {
+        for (int p = visits.first; p < pixels;
+             p += plan.rows, x += visits.stride, gradient += visits.stride) {
           float centred[kVec], dz[kVec];
           unpack(load_vector<T, kVec>(x), centred);
           unpack(load_vector<T, kVec>(gradient), dz);
@@ -377,7 +374,7 @@ __device__ __forceinline__ void take_sums_once(const BackwardArgs& args,
     float2* group_partials = args.group_partials +
                              static_cast<int64_t>(image) * images.groups * plan.slices + slice.rank;
     merge_sums(
-        crew, args, image, row, channel, dot, total, true, block.items(),
+        crew, args, image, visits.row, visits.channel, dot, total, true, block.items(),
         [&](int of, float2 sums) {
           // The same thread merges a channel in every image.
           if (args.shares && !is_first) {
@@ -434,36 +431,33 @@ __device__ __forceinline__ void write_once(const BackwardArgs& args,
   const Plan& plan = args.plan;
   const Slice& slice = block.slice;
   const int rows = args.ring.write_rows;
-  const int row = plan.by_columns.quotient(thread);
-  const int channel = (thread - row * plan.columns) * kVec;
-  const int first = row < rows ? row : INT32_MAX / 2;
-  const int own_at = row * images.channels + channel;
-  const int stride = rows * images.channels;
+  const Visits visits(images, plan, rows, thread, kVec);
   T* dx = static_cast<T*>(args.dx);
   Turn turn;
   int merged = 0;
 #pragma unroll 1
   for (int image = slice.first_image; image < images.count; image += args.ring.teams) {
-    const Channels<kVec> own(args, image, channel);
+    const Channels<kVec> own(args, image, visits.channel);
     block.meet();
     float slope[kVec], constant[kVec];
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      const float2 line = block.merged(merged)[plan.by_group.quotient(channel + c)];
+      const float2 line = block.merged(merged)[plan.by_group.quotient(visits.channel + c)];
       slope[c] = line.x;
       constant[c] = line.y;
     }
     merged ^= 1;
     const int64_t start =
-        (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + own_at;
+        (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + visits.own;
     with_constants(args.activation, false, [&](auto activation, auto) {
       constexpr Activation kActivation = decltype(activation)::value;
       block.for_each_chunk(turn, [&](const auto& arrays, int pixel, int pixels) {
-        const T* x = arrays[0] + own_at;
-        const T* gradient = arrays[1] + own_at;
+        const T* x = arrays[0] + visits.own;
+        const T* gradient = arrays[1] + visits.own;
         int64_t at = start + static_cast<int64_t>(pixel) * images.channels;
 #pragma unroll 2
-        for (int p = first; p < pixels; p += rows, x += stride, gradient += stride, at += stride) {
+        for (int p = visits.first; p < pixels;
+             p += rows, x += visits.stride, gradient += visits.stride, at += visits.stride) {
           float values[kVec], dz[kVec];
           unpack(load_vector<T, kVec>(x), values);
           unpack(load_vector<T, kVec>(gradient), dz);

@@ -336,21 +336,17 @@ __device__ __forceinline__ void take_moments_once(const ForwardArgs& args,
   const Images& images = args.images;
   const Plan& plan = args.plan;
   const Slice& slice = block.slice;
-  const int row = plan.by_columns.quotient(crew.thread);
-  const int channel = (crew.thread - row * plan.columns) * kVec;
-  const int first = row < plan.rows ? row : INT32_MAX / 2;  // a thread without a column has none
-  const int own = row * images.channels + channel;
-  const int stride = plan.rows * images.channels;
-  const int steps = row < plan.rows ? plan.full + (row < slice.extra ? 1 : 0) : 0;
+  const Visits visits(images, plan, plan.rows, crew.thread, kVec);
+  const int steps = visits.row < plan.rows ? plan.full + (visits.row < slice.extra ? 1 : 0) : 0;
   Turn turn;
 #pragma unroll 1
   for (int image = slice.first_image; image < images.count; image += args.ring.teams) {
     Differences<kVec> differences;
     block.for_each_chunk(turn, [&](const auto& arrays, int pixel, int pixels) {
-      const T* x = arrays[0] + own;
-      if (pixel == 0 && first < pixels) differences.begin(load_vector<T, kVec>(x));
+      const T* x = arrays[0] + visits.own;
+      if (pixel == 0 && visits.first < pixels) differences.begin(load_vector<T, kVec>(x));
 #pragma unroll 4
-      for (int p = first; p < pixels; p += plan.rows, x += stride) {
+      for (int p = visits.first; p < pixels; p += plan.rows, x += visits.stride) {
         float values[kVec];
         unpack(load_vector<T, kVec>(x), values);
         differences.add(values);
@@ -358,8 +354,8 @@ __device__ __forceinline__ void take_moments_once(const ForwardArgs& args,
     });
     float2* partials =
         args.partials + static_cast<int64_t>(image) * images.groups * plan.slices + slice.rank;
-    merge_differences(crew, images, plan, row, channel, steps, slice.extra, slice.count,
-                      differences, block.items(), [&](int group, float2 moments) {
+    merge_differences(crew, images, plan, visits.row, visits.channel, steps, slice.extra,
+                      slice.count, differences, block.items(), [&](int group, float2 moments) {
                         __stcg(partials + static_cast<int64_t>(group) * plan.slices, moments);
                       });
     block.publish(crew, image);
@@ -393,11 +389,7 @@ __device__ __forceinline__ void write_once(const ForwardArgs& args,
   const Plan& plan = args.plan;
   const Slice& slice = block.slice;
   const int rows = args.ring.write_rows;
-  const int row = plan.by_columns.quotient(thread);
-  const int channel = (thread - row * plan.columns) * kVec;
-  const int first = row < rows ? row : INT32_MAX / 2;
-  const int own = row * images.channels + channel;
-  const int stride = rows * images.channels;
+  const Visits visits(images, plan, rows, thread, kVec);
   const T* residual = static_cast<const T*>(args.residual);
   T* y = static_cast<T*>(args.y);
   Turn turn;
@@ -405,20 +397,20 @@ __device__ __forceinline__ void write_once(const ForwardArgs& args,
 #pragma unroll 1
   for (int image = slice.first_image; image < images.count; image += args.ring.teams) {
     Line<T, kVec> line;
-    line.begin(args, image, channel);
+    line.begin(args, image, visits.channel);
     block.meet();
-    line.normalise(plan, block.merged(merged), channel);
+    line.normalise(plan, block.merged(merged), visits.channel);
     merged ^= 1;
     const int64_t start =
-        (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + own;
+        (static_cast<int64_t>(image) * images.pixels + slice.start) * images.channels + visits.own;
     with_constants(args.activation, residual != nullptr, [&](auto activation, auto has_residual) {
       constexpr Activation kActivation = decltype(activation)::value;
       constexpr bool kResidual = decltype(has_residual)::value;
       block.for_each_chunk(turn, [&](const auto& arrays, int pixel, int pixels) {
-        const T* x = arrays[0] + own;
+        const T* x = arrays[0] + visits.own;
         int64_t at = start + static_cast<int64_t>(pixel) * images.channels;
 #pragma unroll 2
-        for (int p = first; p < pixels; p += rows, x += stride, at += stride) {
+        for (int p = visits.first; p < pixels; p += rows, x += visits.stride, at += visits.stride) {
           [[maybe_unused]] Vector<T, kVec> from_memory;
           if constexpr (kResidual) from_memory = load_streaming<T, kVec>(residual + at);
           float values[kVec];

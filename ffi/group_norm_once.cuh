@@ -80,6 +80,23 @@ struct Slice {
   }
 };
 
+// What a thread of a crew reads of a chunk: a vector of every `rows`-th pixel.
+struct Visits {
+  int row;
+  int channel;  // the first of the vector
+  int first;    // the first pixel; a thread without a column has none
+  int own;      // values before its first vector
+  int stride;   // values from a vector to the next
+
+  __device__ Visits(const Images& images, const Plan& plan, int rows, int thread, int vec) {
+    row = plan.by_columns.quotient(thread);
+    channel = (thread - row * plan.columns) * vec;
+    first = row < rows ? row : INT32_MAX / 2;
+    own = row * images.channels + channel;
+    stride = rows * images.channels;
+  }
+};
+
 template <typename T, typename Crews>
 class Block {
  public:

@@ -8,7 +8,6 @@
 // cuBLASLt stores matrices by columns and XLA by rows, so the call computes the transposed product
 // y^T = w^T x^T, in which every matrix lies in memory as XLA has it.
 
-#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
@@ -55,7 +54,6 @@ struct Product {
   cudaDataType_t type;    // of x, w and the preactivation
   cudaDataType_t y_type;  // of y and the residual
   bool gelu;
-  int64_t proposal;  // which algorithm of the heuristic's, or -1 for the choice made here
   void* workspace;
   size_t workspace_bytes;
 
@@ -89,7 +87,7 @@ class Algorithms {
     return ffi::Error::Success();
   }
 
-  using Key = std::array<int64_t, 17>;
+  using Key = std::array<int64_t, 16>;
 
   template <typename Choose>
   ffi::Error find(const Key& key, cublasLtMatmulAlgo_t* algorithm, Choose choose) {
@@ -187,10 +185,6 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                                proposals.data(), &found),
                      "cublasLtMatmulAlgoGetHeuristic"));
     if (found == 0) return ffi::Error::Internal("cuBLASLt has no algorithm for this product");
-    if (product.proposal >= 0) {
-      *algorithm = proposals[std::min<int64_t>(product.proposal, found - 1)].algo;
-      return ffi::Error::Success();
-    }
     // The heuristic ignores the cost of an epilogue. With tiles of 128x128, each of two warpgroups
     // has a tile of its own, and one computes while the other finishes its epilogue, which is
     // faster. The exceptions are products of few tiles, and products that also write the
@@ -219,7 +213,6 @@ ffi::Error run_product(const CublasLt& lt, const Product& product, cudaStream_t 
                                product.transpose_x,
                                product.type,
                                product.y_type,
-                               product.proposal,
                                product.epilogue(),
                                product.residual != nullptr,
                                static_cast<int64_t>(product.workspace_bytes),
@@ -248,8 +241,7 @@ ffi::Error check(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataT
 ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer bias,
                   ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y,
                   ffi::Result<ffi::AnyBuffer> preactivation, ffi::Result<ffi::AnyBuffer> workspace,
-                  std::string_view activation, bool transpose_w, bool transpose_x,
-                  int64_t proposal) {
+                  std::string_view activation, bool transpose_w, bool transpose_x) {
   if (activation != "none" && activation != "gelu_tanh") {
     return ffi::Error::InvalidArgument("activation must be none or gelu_tanh, but is " +
                                        std::string(activation));
@@ -265,7 +257,6 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
   product.hidden = w.dimensions()[transpose_w ? 0 : 1];
   product.transpose_w = transpose_w;
   product.transpose_x = transpose_x;
-  product.proposal = proposal;
   product.gelu = activation == "gelu_tanh";
   if (product.rows < 1 || product.features < 8 || product.hidden < 8 || product.features % 8 != 0 ||
       product.hidden % 8 != 0) {
@@ -313,7 +304,7 @@ ffi::Error linear(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::
 
 ffi::Error linear(cudaStream_t, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
                   ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer>,
-                  ffi::Result<ffi::AnyBuffer>, std::string_view, bool, bool, int64_t) {
+                  ffi::Result<ffi::AnyBuffer>, std::string_view, bool, bool) {
   return ffi::Error::Internal("jaxfused was built without cublasLt.h");
 }
 
@@ -333,5 +324,4 @@ DEFINE_HANDLER(jaxfused_linear, linear,
                    .Ret<ffi::AnyBuffer>()  // workspace
                    .Attr<std::string_view>("activation")
                    .Attr<bool>("transpose_w")
-                   .Attr<bool>("transpose_x")
-                   .Attr<int64_t>("proposal"));
+                   .Attr<bool>("transpose_x"));

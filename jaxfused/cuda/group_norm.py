@@ -135,23 +135,11 @@ def reads_once(compute_capability: tuple[int, int] | None) -> bool:
 
 
 def _configs_once(
-    images: int,
-    pixels: int,
-    channels: int,
-    itemsize: int,
-    arrays: int,
-    *,
-    groups: int,
-    multiprocessors: int,
+    images: int, pixels: int, pixel_bytes: int, kept: int, groups: int, multiprocessors: int
 ) -> list[Config]:
-    """Those that read images once and keep `arrays` of them on chip."""
-    if (
-        not images
-        or not arrays
-        or channels * itemsize % 16
-        or channels * itemsize > _ONCE_PIXEL_BYTES
-        or groups > _ONCE_GROUPS
-    ):
+    """Those that read images once and keep as many arrays of them on chip, none where that is 0."""
+    fits = pixel_bytes % 16 == 0 and pixel_bytes <= _ONCE_PIXEL_BYTES and groups <= _ONCE_GROUPS
+    if not kept or not fits:
         return []
     found: list[Config] = []
     for rounds in range(1, images + 1):
@@ -159,7 +147,7 @@ def _configs_once(
         slices = min(pixels, multiprocessors // teams, _ONCE_SUMS // groups)
         if slices < 1 or (found and found[-1].chunk == teams):
             continue
-        if arrays * math.ceil(pixels / slices) * channels * itemsize <= _ONCE_BYTES:
+        if kept * math.ceil(pixels / slices) * pixel_bytes <= _ONCE_BYTES:
             found.append(Config(slices, teams, once=True))
     return found
 
@@ -191,15 +179,7 @@ def candidates(
             slices = min(math.ceil(pixels / rows), max(1, int(waves * blocks / chunk)))
             if slices > 1 and (config := Config(slices, chunk)) not in found:
                 found.append(config)
-    found += _configs_once(
-        images,
-        pixels,
-        channels,
-        itemsize,
-        kept,
-        groups=groups,
-        multiprocessors=multiprocessors,
-    )
+    found += _configs_once(images, pixels, channels * itemsize, kept, groups, multiprocessors)
 
     def expected(config: Config) -> float:
         time = microseconds(config, *shape, groups=groups, multiprocessors=multiprocessors)

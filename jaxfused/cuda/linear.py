@@ -148,12 +148,11 @@ def _cublaslt(
     transpose_w: bool = False,
     transpose_x: bool = False,
     in_place: bool = False,
-    proposal: int = -1,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns (y, preactivation), the second if `saves`.
 
     With `transpose_w`, w is [F, D], and with `transpose_x`, x is [D, M]. With `in_place`, y takes the
-    residual's place. `proposal` is that of cuBLASLt's heuristic which is taken, -1 for a choice.
+    residual's place.
     """
     cublaslt.library.register()
     result = jax.ShapeDtypeStruct(
@@ -179,6 +178,5 @@ def _cublaslt(
         activation=activation or "none",
         transpose_w=np.bool_(transpose_w),
         transpose_x=np.bool_(transpose_x),
-        proposal=np.int64(proposal),
     )
     return y, preactivation if saves else None

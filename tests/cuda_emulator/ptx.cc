@@ -339,10 +339,6 @@ const Entry kEntries[] = {
      [](Operand* o) { write(o[0], rounded_to_tf32(read<uint32_t>(o[1]))); }},
     {"{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32", four_bytes<__NV_E4M3>},
     {"{\n.reg .b16 low, high;\ncvt.rn.satfinite.e5m2x2.f32", four_bytes<__NV_E5M2>},
-    {"lop3.b32 %0, %1, %2, %3, 0xea",
-     [](Operand* o) {
-       write(o[0], (read<uint32_t>(o[1]) & read<uint32_t>(o[2])) | read<uint32_t>(o[3]));
-     }},
     {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", mma<Half, float>},
     {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", mma<Bfloat16, float>},
     {"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", mma<Tf32, float>},
