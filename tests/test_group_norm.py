@@ -379,6 +379,18 @@ def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, mu
             assert config.slices * config.chunk <= multiprocessors
 
 
+@pytest.mark.parametrize(("channels", "itemsize"), [(1024, 2), (512, 4)])
+def test_only_pixels_that_a_crew_can_take_are_read_once(channels, itemsize):
+    """The crew of the forward's sums has 128 threads, of which each takes 16 bytes of a pixel."""
+
+    def reads_once(channels):
+        size = (4, 1024, channels, itemsize, 1)
+        configs = cuda.group_norm.candidates(*size, groups=8, multiprocessors=132, kept=1)
+        return any(config.once for config in configs)
+
+    assert reads_once(channels) and not reads_once(channels + 8)
+
+
 @pytest.mark.parametrize("wrong", [dict(slices=0), dict(slices=65537), dict(chunk=0)])
 def test_a_config_says_what_is_wrong(wrong):
     with pytest.raises(ValueError, match=f"group_norm.Config: {next(iter(wrong))} must be"):
