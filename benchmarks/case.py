@@ -138,7 +138,9 @@ def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> 
     """Forward and backward as one function: (*operands, *dys) to (*outputs, *gradients).
 
     The gradients are those of the first `differentiable` operands. All are returned, so that XLA
-    has nothing to leave out.
+    has nothing to leave out. The cotangents wait for the outputs, as in a network, whose loss is
+    computed in between: else XLA merges an activation with its own gradient into one pass over its
+    operand, which no training step can.
     """
 
     def run(*args: jax.Array) -> Arrays:
@@ -147,6 +149,7 @@ def gradient_in_jax(forward: Function, differentiable: int, cotangents: int) -> 
             lambda *moving: forward(*moving, *operands[differentiable:]),
             *operands[:differentiable],
         )
+        outputs, dys = jax.lax.optimization_barrier((outputs, dys))
         gradients = pullback(dys if isinstance(outputs, tuple) else dys[0])
         return (*_as_tuple(outputs), *gradients)
 

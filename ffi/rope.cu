@@ -144,25 +144,32 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
   }
 }
 
-template <typename T>
+template <typename T, int kVec>
 ffi::Error launch_rope(RopeArgs args, bool interleaved, cudaStream_t stream) {
-  constexpr int kFullVec = 16 / sizeof(T);
-  const bool whole =
-      args.pairs % kFullVec == 0 && args.head_size % kFullVec == 0 &&
-      are_aligned({args.q.in, args.q.out, args.k.in, args.k.out, args.cos, args.sin});
-  const int vec = whole ? kFullVec : 1;
-  const int slot_pairs = interleaved && whole ? vec / 2 : vec;
-  args.slots = args.pairs / slot_pairs + (args.head_size - 2 * args.pairs) / vec;
+  const int slot_pairs = interleaved && kVec > 1 ? kVec / 2 : kVec;
+  args.slots = args.pairs / slot_pairs + (args.head_size - 2 * args.pairs) / kVec;
   const int thread_heads = interleaved ? kHeadsOfThread<true> : kHeadsOfThread<false>;
   args.groups = divide_up(args.q.count + args.k.count, thread_heads);
   const uint64_t threads = uint64_t{args.rows} * args.groups * args.slots;
   if (threads > UINT32_MAX - kThreads) {
     return ffi::Error::InvalidArgument("q and k have too many elements for one launch");
   }
-  const auto kernel =
-      whole ? (interleaved ? rope_rows<T, kFullVec, true> : rope_rows<T, kFullVec, false>)
-            : (interleaved ? rope_rows<T, 1, true> : rope_rows<T, 1, false>);
+  const auto kernel = interleaved ? rope_rows<T, kVec, true> : rope_rows<T, kVec, false>;
   return launch_kernel(kernel, args, {dim3(divide_up(threads, kThreads)), kThreads, 0}, stream);
+}
+
+// Moves vectors of kVec values, or of half as many until whole ones make up a head's halves and
+// what does not rotate.
+template <typename T, int kVec = 16 / sizeof(T)>
+ffi::Error launch_widest(const RopeArgs& args, bool interleaved, cudaStream_t stream) {
+  if constexpr (kVec > 1) {
+    const int rotating = interleaved ? 2 * args.pairs : args.pairs;
+    if (rotating % kVec != 0 || args.head_size % kVec != 0 ||
+        !are_aligned({args.q.in, args.q.out, args.k.in, args.k.out, args.cos, args.sin})) {
+      return launch_widest<T, kVec / 2>(args, interleaved, stream);
+    }
+  }
+  return launch_rope<T, kVec>(args, interleaved, stream);
 }
 
 ffi::Error check_heads(std::string_view name, const ffi::AnyBuffer& x, const ffi::AnyBuffer& q) {
@@ -220,11 +227,11 @@ ffi::Error rope(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::An
   args.sine_sign = inverse ? -1.0f : 1.0f;
   switch (*dtype_of(q)) {
     case Dtype::kFloat32:
-      return launch_rope<float>(args, interleaved, stream);
+      return launch_widest<float>(args, interleaved, stream);
     case Dtype::kBfloat16:
-      return launch_rope<__nv_bfloat16>(args, interleaved, stream);
+      return launch_widest<__nv_bfloat16>(args, interleaved, stream);
     default:
-      return launch_rope<__half>(args, interleaved, stream);
+      return launch_widest<__half>(args, interleaved, stream);
   }
 }
 

@@ -1,9 +1,10 @@
 """rope by the CUDA kernel of ffi/rope.cu: q and k in one launch.
 
-The kernel moves 16 bytes at a time where heads and rotating halves are whole vectors, and value by value
+The kernel moves the widest vectors that heads and rotating halves are whole numbers of, and single values
 elsewhere, so it refuses no shape for its divisibility.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -47,9 +48,13 @@ def why_unsupported(
     return library.why_unavailable()
 
 
-def moves_vectors(head_size: int, rotary_dim: int, itemsize: int) -> bool:
-    """Whether the kernel moves 16 bytes at a time, not value by value."""
-    return head_size * itemsize % 16 == 0 and rotary_dim // 2 * itemsize % 16 == 0
+def access_bytes(head_size: int, rotary_dim: int, itemsize: int, *, interleaved: bool) -> int:
+    """The bytes that a thread moves at a time, 16 at best and one value at least."""
+    rotating = rotary_dim if interleaved else rotary_dim // 2
+    return math.gcd(math.gcd(head_size, rotating) * itemsize, _VECTOR_BYTES)
+
+
+_VECTOR_BYTES = 16
 
 
 def rotate(

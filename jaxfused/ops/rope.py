@@ -281,18 +281,15 @@ class _Rotation:
             "cuda": cuda.rope.why_unsupported(**limits),
             "xla": None,
         }
-        head = (limits["head_size"], limits["rotary_dim"])
-        itemsize = q.dtype.itemsize
-        # Both kernels only move data: whichever does so in larger pieces is the faster.
-        narrow = (
-            pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head, itemsize) < 16
-        )
-        moves_vectors = cuda.rope.moves_vectors(*head, itemsize)
-        few = q.size * itemsize <= _FEW_BYTES
-        if not moves_vectors and (few or not self.interleaved):
-            # Value by value halves take CUDA longer than XLA, and little data takes it no less.
+        head = (limits["head_size"], limits["rotary_dim"], q.dtype.itemsize)
+        in_pallas = pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head)
+        in_cuda = cuda.rope.access_bytes(*head, interleaved=self.interleaved)
+        few = q.size * q.dtype.itemsize <= _FEW_BYTES
+        if in_cuda < _XLA_BYTES and (few or not self.interleaved):
+            # Single values of 16 bits take CUDA longer than XLA, and little data takes it no less.
             return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
-        return dispatch.preferring("cuda", reasons) if narrow and moves_vectors else reasons
+        # Both kernels only move data: whichever does so in larger pieces is the faster.
+        return dispatch.preferring("cuda", reasons) if in_pallas < in_cuda else reasons
 
     def run(self, implementation, device, q, k, cos, sin) -> Results:
         del device
@@ -329,6 +326,8 @@ class _Rotation:
         return call(self, q, k, *batch_tables(axis_size, in_batched[2:], (cos, sin), rows))
 
 
+_XLA_BYTES = 4
+"""What XLA moves at a time, where it reads a head's halves."""
 _FEW_BYTES = 2**16
 """Of the queries, which no kernel reads faster than it starts."""
 

@@ -138,12 +138,9 @@ def hidden_gradient(
     """Returns dz, activation(z), and dz summed over the rows."""
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
-    narrow = dz.astype(z.dtype)
-    return (
-        narrow,
-        h.astype(z.dtype),
-        sum_written_rows(narrow, of_relu=activation == "relu") if sum_rows else None,
-    )
+    narrow, h = _written_first(activation, dz.astype(z.dtype), h.astype(z.dtype))
+    sums = sum_written_rows(narrow, of_relu=activation == "relu") if sum_rows else None
+    return narrow, h, sums
 
 
 def gated_unit(
@@ -185,11 +182,12 @@ def gated_hidden_gradient(
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
-    narrow = (dgate.astype(gate.dtype), dup.astype(gate.dtype))
+    dgate, dup, h = _written_first(activation, dgate.astype(gate.dtype), dup.astype(gate.dtype), h)
     db_gate, db_up = (
-        sum_written_rows(d) if wanted else None for d, wanted in zip(narrow, sum_rows, strict=True)
+        sum_written_rows(d) if wanted else None
+        for d, wanted in zip((dgate, dup), sum_rows, strict=True)
     )
-    return *narrow, h, db_gate, db_up
+    return dgate, dup, h, db_gate, db_up
 
 
 def gated_input_gradient(
@@ -211,6 +209,14 @@ def gated_input_gradient(
         for d, w in ((dgate, w_gate), (dup, w_up))
     )
     return (of_gate + of_up,)
+
+
+def _written_first(activation: str | None, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays, which XLA writes before products read them where they are made of gelu_erf.
+
+    Else it evaluates a part of it in each of these products, and writes the other parts for them.
+    """
+    return jax.lax.optimization_barrier(arrays) if activation == "gelu_erf" else arrays
 
 
 def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:
