@@ -2,8 +2,8 @@
 //
 // A head is cut into slots. A rotating slot is the same vector of kVec values in both halves of the
 // rotating features, which are kVec pairs; or one vector, of kVec / 2 pairs, where pairs are
-// interleaved. What does not rotate follows, a vector a slot. A thread keeps its slot's cosines and
-// sines and uses them for several heads, all of whose loads are in flight together.
+// interleaved. What does not rotate follows, as many vectors a slot. A thread keeps its slot's
+// cosines and sines and uses them for several heads, all of whose loads are in flight together.
 
 #include "handler.h"
 #include "vector.cuh"
@@ -92,7 +92,11 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
     first = 2 * slot;
     second = first + 1;
   }
-  if (!rotates) first = 2 * args.pairs + (slot - rotating) * kVec;
+  if (!rotates) {
+    first = 2 * args.pairs + (slot - rotating) * kVec;
+    second = first + static_cast<int>(args.slots - rotating) * kVec;
+  }
+  const bool has_second = !kOneVector && (rotates || second < args.head_size);
 
   const auto address = [&](int head, auto* q, auto* k) {
     const bool is_q = head < args.q.count;
@@ -108,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
     if (head >= heads) break;
     const T* in = address(head, static_cast<const T*>(args.q.in), static_cast<const T*>(args.k.in));
     a[j] = load_streaming<T, kVec>(in + first);
-    if (!kOneVector && rotates) b[j] = load_streaming<T, kVec>(in + second);
+    if (has_second) b[j] = load_streaming<T, kVec>(in + second);
   }
 
   float cos[kVec], sin[kVec];  // of kPairs of them
@@ -137,17 +141,19 @@ __global__ void __launch_bounds__(kThreads) rope_rows(const __grid_constant__ Ro
         rotate_neighbours(cos, sin, a[j]);
       } else {
         rotate_halves(cos, sin, a[j], b[j]);
-        store_streaming(out + second, b[j]);
       }
     }
     store_streaming(out + first, a[j]);
+    if (has_second) store_streaming(out + second, b[j]);
   }
 }
 
 template <typename T, int kVec>
 ffi::Error launch_rope(RopeArgs args, bool interleaved, cudaStream_t stream) {
-  const int slot_pairs = interleaved && kVec > 1 ? kVec / 2 : kVec;
-  args.slots = args.pairs / slot_pairs + (args.head_size - 2 * args.pairs) / kVec;
+  const bool one_vector = interleaved && kVec > 1;
+  const int slot_pairs = one_vector ? kVec / 2 : kVec;
+  const int passed_on = (args.head_size - 2 * args.pairs) / kVec;
+  args.slots = args.pairs / slot_pairs + divide_up(passed_on, one_vector ? 1 : 2);
   const int thread_heads = interleaved ? kHeadsOfThread<true> : kHeadsOfThread<false>;
   args.groups = divide_up(args.q.count + args.k.count, thread_heads);
   const uint64_t threads = uint64_t{args.rows} * args.groups * args.slots;

@@ -1,7 +1,7 @@
 """rope by the CUDA kernel of ffi/rope.cu: q and k in one launch.
 
-The kernel moves the widest vectors that heads and rotating halves are whole numbers of, and single values
-elsewhere, so it refuses no shape for its divisibility.
+The kernel moves the widest vectors of which heads and rotating halves are whole numbers, and single
+values elsewhere, so it refuses no shape for its divisibility.
 """
 
 import math

@@ -536,7 +536,9 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     dw_gate, dw_up = dws[0], None
     if w_up is None:
         if b_gate is not None:
-            db_gate, db_up = jnp.concatenate([db_gate, db_up]), None
+            # Else XLA computes a sum within the copy, a thread for all rows of a column.
+            sums = jax.lax.optimization_barrier([db_gate, db_up])
+            db_gate, db_up = jnp.concatenate(sums), None
     else:
         dw_gate, dw_up = dws[0].astype(w_gate.dtype), dws[1].astype(w_up.dtype)
     dw_down, db_down = weight_and_bias_gradients(

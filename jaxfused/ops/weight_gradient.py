@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
 from jaxfused.ops.product_choice import fastest_first, is_modelled
-from jaxfused.reference.product import side_by_side, unshared, weight_product
+from jaxfused.reference.product import side_by_side, sum_over_rows, unshared, weight_product
 from pallas_kernels.product import cost
 from pallas_kernels.product import weight_gradient as pallas_weight_gradient
 
@@ -145,7 +145,7 @@ def sum_rows(dy: jax.Array, dtype: Any) -> jax.Array:
         flat = jax.lax.optimization_barrier(dy.reshape(rows, dy.shape[-1]))
         ones = jnp.ones((_TILE_ROWS, rows), dy.dtype)
         return jnp.matmul(ones, flat, preferred_element_type=jnp.float32)[0].astype(dtype)
-    return jnp.sum(dy, axis=range(dy.ndim - 1), dtype=jnp.float32).astype(dtype)
+    return sum_over_rows(dy).astype(dtype)
 
 
 def _is_product_with_ones(rows: int, dy: Any) -> bool:

@@ -141,9 +141,45 @@ def sum_written_rows(values: jax.Array, *, of_relu: bool = False) -> jax.Array:
     XLA would sum them before they are rounded. It then evaluates them twice, or writes them in float32
     first. It does both in one kernel where they are a gradient `of_relu`.
     """
-    if not of_relu:
-        values = jax.lax.optimization_barrier(values)
+    return sum_over_rows(values if of_relu else jax.lax.optimization_barrier(values))
+
+
+def sum_over_rows(values: jax.Array) -> jax.Array:
+    """Sums values [..., F] over their rows in float32, parts of the rows first where there are some.
+
+    XLA gives a sum of up to 4,096 rows no more blocks of threads than there are 64 columns. Longer ones
+    it splits itself. The barrier keeps it from making one sum of both.
+    """
+    rows = math.prod(values.shape[:-1])
+    parts = _parts(values, rows) if _SHORT_SUM <= rows <= _UNSPLIT_SUM else None
+    if parts is not None:
+        inner = tuple(range(1, parts.ndim - 1))
+        values = jax.lax.optimization_barrier(jnp.sum(parts, axis=inner, dtype=jnp.float32))
     return jnp.sum(values, axis=tuple(range(values.ndim - 1)), dtype=jnp.float32)
+
+
+def _parts(values: jax.Array, rows: int) -> jax.Array | None:
+    """The values with an axis of parts before their rows, or None where the rows split into no parts.
+
+    The first of several axes of rows is one that devices may share. Rows of one axis are only split
+    where no other device can have some of them.
+    """
+    most = rows // _ROWS_OF_PART
+    if values.ndim > 2 and _FEWEST_PARTS <= values.shape[0] <= most:
+        return values
+    if jax.device_count() > 1:
+        return None
+    counts = range(min(most, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
+    count = next((count for count in counts if rows % count == 0), None)
+    return None if count is None else values.reshape(count, rows // count, values.shape[-1])
+
+
+_UNSPLIT_SUM = 4096
+_SHORT_SUM = 512
+"""Rows that XLA sums in one kernel as fast as in two."""
+_ROWS_OF_PART = 32
+"""The rows that a block of XLA's reads at a time."""
+_FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 
 _FEW_ROWS = 128

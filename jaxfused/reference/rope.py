@@ -26,12 +26,16 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
         size = x.size * x.dtype.itemsize
         of_power = rotary_dim.bit_count() == 1 and not _SMALL < size < _LARGE
         single_head = x.shape[-2] == 1 and size <= 2 * _SMALL
-        if rotary_dim == x.shape[-1] and (of_power or single_head):
+        is_whole = rotary_dim == x.shape[-1]
+        is_odd = rotary_dim % 4 == 2 and size > _SMALL
+        if (is_whole and (of_power or single_head)) or is_odd:
             # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so,
             # for which it makes tables of the heads' size, and rotates two small arrays in one kernel.
+            # Of halves with an odd number of features it reads fewer single values.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
-            return (rotated * cos + turned * sin).astype(x.dtype)
+            rotated = (rotated * cos + turned * sin).astype(x.dtype)
+            return jnp.concatenate([rotated, rest], axis=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
     if interleaved:
         rotated = jnp.stack(pair, axis=-1).reshape(rotated.shape)

@@ -257,9 +257,9 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     return total + conversion(work, speeds)
 
 
-CONVERTED_ROWS = 128
-"""Up to so many rows the time to convert weights is to count: XLA's product has one tile of rows, and
-reads weights of another dtype as they are."""
+CONVERTED_ROWS = 256
+"""Up to so many rows the time to convert weights is to count: XLA's product has one or two tiles of
+rows, and reads weights of another dtype as they are."""
 
 
 def conversion(work: Work, speeds: Speeds = H200) -> float:
