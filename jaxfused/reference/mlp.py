@@ -15,6 +15,7 @@ from jaxfused.reference.linear import (
     narrow_preactivation,
     preactivation,
     save_preactivation,
+    saved_alone,
 )
 from jaxfused.reference.product import product, sum_written_rows, unshared
 from jaxfused.reference.promotion import accumulator_dtype
@@ -136,6 +137,7 @@ def hidden_gradient(
     precision: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns dz, activation(z), and dz summed over the rows."""
+    z = saved_alone(activation, z)
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
     narrow, h = _written_first(activation, dz.astype(z.dtype), h.astype(z.dtype))
