@@ -223,7 +223,9 @@ __device__ __forceinline__ void take_statistics(const ForwardArgs& args, const C
                          const float values = static_cast<float>(images.pixels) * images.group_size;
                          const float variance = merged.y / values;
                          const float rstd = rsqrtf(variance + args.epsilon);
-                         stats[group] = make_float2(merged.x, rstd);
+                         // Values that are all the same are their mean, to the last digit.
+                         const bool constant = variance == 0.0f && args.epsilon > 0.0f;
+                         stats[group] = make_float2(merged.x, constant ? 0.0f : rstd);
                          if (!writes) return;
                          const int of_group = image * images.groups + group;
                          if (args.mean != nullptr) args.mean[of_group] = merged.x;

@@ -17,7 +17,7 @@ from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.linear import allows_tf32
 from jaxfused.ops.validation import check_constant, check_floating, check_shape
 from jaxfused.semantics.checkpoint_names import named
-from jaxfused.semantics.mask import Mask
+from jaxfused.semantics.mask import EMPTY_LSE, Mask
 from pallas_kernels.attention import attention as pallas_attention
 from pallas_kernels.attention import estimate
 from pallas_kernels.attention.forward import ForwardConfig
@@ -878,6 +878,10 @@ def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
             logits_soft_cap=options.soft_cap,
             dropout_rate=options.dropout_rate,
         )
+        if sinks is not None and mask.query_lengths is not None:
+            # Backwards of kernels know queries beyond the length by this alone.
+            within = jnp.arange(query_count)[None] < mask.query_lengths[:, None]
+            lse = jnp.where(within[..., None], lse, EMPTY_LSE)
         missing = saved_length(query_count) - query_count
         lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
         return _grouped(arrays, output, lse)
