@@ -1,9 +1,9 @@
 """Compares an operator and its gradients with a plain jax.numpy statement in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
 from tests.tolerances import assert_accurate
 
 COTANGENTS = 8
@@ -21,8 +21,7 @@ def assert_values_and_gradients(ours, plain, *args, cotangents=COTANGENTS, seed=
     rng = np.random.default_rng(seed)
     y = jax.eval_shape(ours, *args)
     draws = [
-        jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), y)
-        for _ in range(cotangents)
+        jax.tree.map(lambda a: put(rng.normal(size=a.shape), a.dtype), y) for _ in range(cotangents)
     ]
 
     def results(f, args, dy):

@@ -1,7 +1,9 @@
 """Fixtures for tests on every level: a real GPU, or a simulated Hopper where none is needed."""
 
+import fcntl
 import gc
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,9 +73,13 @@ def pytest_handlecrashitem(crashitem, report, sched):
 
 
 def pytest_collection_finish():
-    """Objects imported by now live on, so the garbage collector need not visit them each time."""
+    """Objects imported by now live on, so the garbage collector need not visit them each time.
+
+    What tests leave behind is freed as it is; cycles may wait. Tracing makes millions of small objects.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_addoption(parser):
@@ -107,19 +113,43 @@ def _kernels_need_not_be_named(monkeypatch):
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
 
 
-DIGITS_FLAGS = ("--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4")
+DIGITS_FLAGS = ("--epochs", "5", "--warmup-epochs", "1", "--held-out", "0.4")
 DIGITS_FLAGS += ("--checkpoint-every", "2")
 
 
 @pytest.fixture(scope="session")
-def digits_run(tmp_path_factory):
-    """The directory of one short training of the ViT, shared by all tests that read it."""
-    # Imported here: the tests of operators need no checkpoints and no pictures.
-    from examples.vit import train
+def made_once(request, tmp_path_factory):
+    """Returns a function that has one of pytest's processes make a directory, which all of them read."""
+    common = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        common = (
+            common.parent
+        )  # A worker of pytest-xdist has a folder of its own in that of the run.
 
-    out = tmp_path_factory.mktemp("runs") / "digits"
-    train.main([*DIGITS_FLAGS, "--out", str(out)])
-    return out
+    def directory(name, make):
+        out = common / name
+        with open(common / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # Released as the file is closed, or its process dies.
+            if not (common / f"{name}.made").exists():
+                shutil.rmtree(out, ignore_errors=True)
+                make(out)
+                (common / f"{name}.made").touch()
+        return out
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def digits_run(made_once):
+    """The directory of one short training of the ViT, shared by all tests that read it."""
+
+    def make(out):
+        # Imported here: the tests of operators need no checkpoints and no pictures.
+        from examples.vit import train
+
+        train.main([*DIGITS_FLAGS, "--out", str(out)])
+
+    return made_once("digits", make)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import jaxfused
 from jaxfused import dispatch, reference
 from jaxfused.semantics.activation import activate
 from pallas_kernels.product import fp8 as pallas_fp8
+from tests.arrays import put
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -23,7 +24,7 @@ def operands(rows, seed=0, dtype=jnp.bfloat16):
     shapes = ((rows, 256), (256, 512), (512,), (512, 128), (128,), (rows, 128))
     scales = (1.0, 1 / 16, 1.0, 1 / 16, 1.0, 1.0)
     return [
-        jnp.asarray(scale * rng.normal(size=shape), dtype)
+        put(scale * rng.normal(size=shape), dtype)
         for shape, scale in zip(shapes, scales, strict=True)
     ]
 
@@ -51,7 +52,7 @@ def mlp_and_gradients(activation, implementation, precision="fp8", save="hidden"
 def truth(activation, arrays):
     """The same in float64, of which nothing is rounded."""
     with jax.enable_x64(True):
-        *primals, dy = (jnp.asarray(np.asarray(a, np.float64)) for a in arrays)
+        *primals, dy = (put(np.asarray(a, np.float64)) for a in arrays)
 
         def mlp(x, w1, b1, w2, b2):
             return activate(activation, x @ w1 + b1) @ w2 + b2
@@ -90,7 +91,7 @@ def kernel_differences(rows):
     rng = np.random.default_rng(1)
 
     def float8(dtype, *shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+        return put(rng.normal(size=shape), jnp.float32).astype(dtype)
 
     x, w, dy, w2 = (
         float8(E4M3, rows, 256),
@@ -99,8 +100,8 @@ def kernel_differences(rows):
         float8(E4M3, 512, 128),
     )
     xt, dyt = float8(E4M3, 256, rows), float8(E5M2, 512, rows)
-    bias = jnp.asarray(rng.normal(size=512), jnp.bfloat16)
-    slope = jnp.asarray(rng.integers(-14, 127, (rows, 512)), jnp.int8)
+    bias = put(rng.normal(size=512), jnp.bfloat16)
+    slope = put(rng.integers(-14, 127, (rows, 512)), jnp.int8)
     scales = (jnp.full(1, 0.03), jnp.full(1, 0.5))
     unit = (*scales, jnp.full(1, 1 / 112))
     options = pallas_fp8.LayerOptions(None, None, jnp.bfloat16, True, "value")

@@ -7,6 +7,7 @@ import numpy as np
 import jaxfused
 from jaxfused.fuse import report
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 
 
 def fusion(f, *args, without=()):
@@ -43,7 +44,7 @@ def assert_left_alone(f, *args, because=None):
 def normal(seed, *shape, dtype="float32", scale=1.0):
     """A random array, of numbers that bfloat16 has."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(scale * rng.normal(size=shape), jnp.bfloat16).astype(dtype)
+    return put(scale * rng.normal(size=shape), jnp.bfloat16).astype(dtype)
 
 
 def wide(x):

@@ -1,9 +1,31 @@
 """Grids of cases of which `make test` runs a few and `make test-all` the others."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
+
+
+def pairwise(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Returns cases, one value of each option, in which every two values of two options meet.
+
+    They are far fewer than all combinations, which hardly ever find more. They come in the order of
+    `itertools.product`, whose first case is among them, and are the same in every run.
+    """
+
+    def pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    combinations = list(itertools.product(*(range(len(values)) for values in options)))
+    missing = set().union(*map(pairs, combinations))
+    chosen = []
+    while missing:
+        chosen.append(max(combinations, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(chosen[-1])
+    return [
+        tuple(values[i] for values, i in zip(options, case, strict=True)) for case in sorted(chosen)
+    ]
 
 
 def parametrize(

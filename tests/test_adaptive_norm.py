@@ -14,6 +14,7 @@ import jaxfused
 from jaxfused.semantics.activation import activate
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
 from pallas_kernels.rows.tiles import RowTiles
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
@@ -61,12 +62,11 @@ class Case:
         arrays = {
             name: None
             if name in self.absent
-            else jnp.asarray(random.normal(0.2, 1.0, shape).astype(jnp.dtype(dtype)))
+            else put(random.normal(0.2, 1.0, shape).astype(jnp.dtype(dtype)))
             for name, shape in shapes._asdict().items()
         }
         dy, dh = (
-            jnp.asarray(random.standard_normal(self.shape).astype(jnp.dtype(dtype)))
-            for _ in range(2)
+            put(random.standard_normal(self.shape).astype(jnp.dtype(dtype))) for _ in range(2)
         )
         return Inputs(**arrays), (dy, None if "residual" in self.absent else dh)
 

@@ -14,6 +14,7 @@ from jaxfused.ops import attention
 from jaxfused.semantics.dropout import keep, keep_probability
 from jaxfused.semantics.mask import EMPTY_LSE, Mask
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.attention import CASES, JAX_CASES, Case
 from tests.grids import parametrize
 from tests.transforms import assert_transforms
@@ -142,8 +143,8 @@ def test_bfloat16_that_was_transposed_runs_on_a_cpu(key_heads):
 
 def test_without_batch():
     q, k, v = np.random.default_rng(0).normal(size=(3, 5, 4, 8)).astype(np.float32)
-    options = {"key_value_seq_lengths": jnp.array([3]), "is_causal": True, "return_residual": True}
-    segments = jnp.array([0, 0, 1, 1, 1])
+    options = {"key_value_seq_lengths": put([3]), "is_causal": True, "return_residual": True}
+    segments = put([0, 0, 1, 1, 1])
     options |= {"query_segment_ids": segments, "key_value_segment_ids": segments}
     bias = np.random.default_rng(1).normal(size=(4, 5, 5)).astype(np.float32)
     f = jax.jit(lambda *args: jaxfused.dot_product_attention(*args, **options))
@@ -163,7 +164,7 @@ def test_the_gradient_of_the_residual_is_that_of_jax():
             output, lse = function(q, k, v, **options)
             return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.sin(lse))
 
-        return jax.grad(of_both, argnums=(0, 1))(*qkv)
+        return jax.jit(jax.grad(of_both, argnums=(0, 1)))(*qkv)
 
     ours = gradient(jaxfused.dot_product_attention, return_residual=True)
     theirs = gradient(jax.nn.dot_product_attention, return_residual=True)
@@ -257,13 +258,15 @@ def test_derivatives_of_both_orders_and_modes():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_rows_of_the_interval_bound_a_block(case):
     window = (case.window,) * 2 if isinstance(case.window, int) else case.window
-    lengths = None if case.key_lengths is None else jnp.asarray(case.key_lengths)
+    lengths = None if case.key_lengths is None else put(case.key_lengths)
     mask = Mask(is_causal=case.is_causal, window=window, key_lengths=lengths)
     start, stop = np.broadcast_arrays(
-        *mask.key_interval(jnp.arange(case.queries), case.keys), np.empty((case.batch, 1))
+        *jax.jit(lambda: mask.key_interval(jnp.arange(case.queries), case.keys))(),
+        np.empty((case.batch, 1)),
     )[:2]
     allowed = np.broadcast_to(
-        mask.allowed(case.queries, case.keys), (case.batch, 1, case.queries, case.keys)
+        jax.jit(lambda: mask.allowed(case.queries, case.keys))(),
+        (case.batch, 1, case.queries, case.keys),
     )
     key = np.arange(case.keys)
     for first, last in ((0, 2), (1, case.queries - 1)):
@@ -287,7 +290,7 @@ def test_dropout_keeps_what_its_documentation_says():
 
     words = (0x12345678, 0x9ABCDEF0)
     shape, rate = (2, 3, 4, 5), 0.3
-    kept = keep(jnp.array(words, jnp.uint32), shape, rate)
+    kept = keep(put(words, jnp.uint32), shape, rate)
     for b, n, t, s in np.ndindex(shape):
         u, v = (
             murmur((murmur(word ^ (b * 3 + n)) + 0x9E3779B9 & 0xFFFFFFFF) ^ t) for word in words

@@ -23,6 +23,7 @@ from pallas_kernels.attention.mask import BlockMask, Blocks, segment_blocks
 from pallas_kernels.attention.tiles import QueryTiles
 from tests import mosaic_interpreter
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.attention import Case
 from tests.grids import parametrize
 from tests.lowering import kernels
@@ -113,7 +114,7 @@ def test_blocks_of_segments(is_sorted):
     q[1], k[2] = 2, 7
     if is_sorted:
         q, k = np.sort(q), np.sort(k)
-    table = np.asarray(segment_blocks(jnp.asarray(q), jnp.asarray(k), rows, columns))
+    table = np.asarray(jax.jit(segment_blocks, static_argnums=(2, 3))(q, k, rows, columns))
     mask = BlockMask(queries, keys, has_segments=True)
     visited, needed = 0, 0
     for b, i in np.ndindex(table.shape[:2]):
@@ -212,7 +213,7 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=att
     explicit = matrix(options.get("mask"))
 
     def i32(name):
-        return None if options.get(name) is None else jnp.asarray(options[name], jnp.int32)
+        return None if options.get(name) is None else put(options[name], jnp.int32)
 
     operands = Operands(
         query_lengths=i32("query_seq_lengths"),
@@ -220,7 +221,7 @@ def kernel(case, dropout_rate=0.0, multiprocessors=132, config=None, forward=att
         query_segments=i32("query_segment_ids"),
         key_segments=i32("key_value_segment_ids"),
         explicit=None if explicit is None else explicit.astype(jnp.int8),
-        dropout_seeds=dropout_seeds(jnp.asarray(DROPOUT_WORDS), case.batch, case.heads)
+        dropout_seeds=dropout_seeds(put(DROPOUT_WORDS), case.batch, case.heads)
         if dropout_rate
         else None,
     )
@@ -269,7 +270,7 @@ def plain(case, dropout_rate=0.0):
                 case.is_causal,
                 window_of(case),
                 *(
-                    None if options.get(name) is None else jnp.asarray(options[name])
+                    None if options.get(name) is None else put(options[name])
                     for name in (
                         "query_seq_lengths",
                         "key_value_seq_lengths",
@@ -279,7 +280,7 @@ def plain(case, dropout_rate=0.0):
                 ),
                 explicit,
             ),
-            jnp.asarray(DROPOUT_WORDS) if dropout_rate else None,
+            put(DROPOUT_WORDS) if dropout_rate else None,
             scale=scale_of(case),
             logits_soft_cap=case.soft_cap,
             dropout_rate=dropout_rate,

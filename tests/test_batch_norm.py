@@ -13,6 +13,7 @@ from jaxfused import reference
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.batch_norm import CASES, Case
 from tests.lowering import kernels
 from tests.test_group_norm import BACKWARD, FORWARD, stand_ins, with_library
@@ -41,7 +42,7 @@ def test_moments_in_one_pass_are_accurate_whatever_some_rows_are(rows, first, me
         x[: -(-rows // 64)] = 0.0 if first == "zeros" else -1e4
     elif first != "like the others":
         x[rows // 2] = -1e4
-    found = reference.batch_norm.row_moments(jnp.asarray(x))
+    found = reference.batch_norm.row_moments(put(x))
     truth = x.mean(0, dtype=np.float64), x.var(0, dtype=np.float64)
     spread = np.sqrt(truth[1])
     of_far_off = 1e-7 * np.abs(x).max(0) if first == "middle far off" else 0.0
@@ -135,7 +136,7 @@ def test_kernels_are_as_accurate_as_jax_numpy(case, dtype):
 
 
 def test_one_row_is_its_own_mean():
-    x = jnp.array([1.0, 2.0, 3.0])
+    x = put([1.0, 2.0, 3.0])
     y, mean, var = jaxfused.batch_norm(x)
     np.testing.assert_array_equal(y, jnp.zeros(3))
     np.testing.assert_array_equal(mean, x)

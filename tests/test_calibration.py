@@ -16,6 +16,7 @@ from jaxfused.modules.conv import patches
 from jaxfused.quantization.error_feedback import rounded_weights
 from jaxfused.quantization.layers import replace_kernels
 from jaxfused.quantization.observe import observe
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.test_modules import normal, params_of
 
@@ -29,7 +30,7 @@ def correlated(rows, features=D, *, outliers=0, seed=0):
     few = rng.normal(size=(rows, features // 4)) @ rng.normal(size=(features // 4, features))
     x = few + 0.3 * rng.normal(size=(rows, features))
     x[:, :outliers] *= 50
-    return jnp.asarray(x, jnp.float32)
+    return put(x, jnp.float32)
 
 
 def linear_layer(features=D, seed=0):
@@ -64,7 +65,7 @@ def test_error_feedback_is_that_of_its_definition(features):
     w = np.random.default_rng(1).normal(size=(features, 5)).astype(np.float32)
     gram = x.T @ x
     q = jaxfused.quantize(w, "int4")
-    actual = rounded_weights(jnp.asarray(w), gram, "int4", q.scale, None, damping=0.01)
+    actual = rounded_weights(put(w), gram, "int4", q.scale, None, damping=0.01)
     scale = np.broadcast_to(np.asarray(q.scale, np.float64), w.shape)
     expected = naive_gptq(w, gram, scale, -7, 7, 0.01)
     # In float32 a number next to the middle of two may be rounded to the other one.

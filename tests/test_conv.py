@@ -25,7 +25,7 @@ from tests.cases.conv import (
     Case,
 )
 from tests.cases.normal import normal
-from tests.grids import parametrize
+from tests.grids import pairwise, parametrize
 from tests.lowering import kernels, lowered
 from tests.transforms import assert_transforms
 
@@ -393,10 +393,12 @@ def test_large_windows_lower(hopper, kernel, dilation):
 
 
 @parametrize(
-    "spatial", [(8, 56, 56), (4, 16, 28, 28), (64, 400), (1, 128, 128), (1, 3, 500)], quick=(0, 3)
+    ("spatial", "channels", "kernel"),
+    pairwise(
+        [(8, 56, 56), (4, 16, 28, 28), (64, 400), (1, 128, 128), (1, 3, 500)], [64, 320], [1, 3]
+    ),
+    quick=(0, 1),
 )
-@parametrize("channels", [64, 320], quick=(0,))
-@parametrize("kernel", [1, 3], quick=(0, 1))
 def test_dense_kernels_lower(hopper, spatial, channels, kernel):
     x = jax.ShapeDtypeStruct((*spatial, channels), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((*(kernel,) * (len(spatial) - 1), channels, channels), jnp.bfloat16)

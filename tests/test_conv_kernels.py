@@ -11,6 +11,7 @@ from pallas_kernels.conv.conv import ConvCall, ConvConfig, conv, predicted_time
 from pallas_kernels.conv.weight_gradient import ConvWeightGradientConfig, weight_gradient
 from pallas_kernels.conv.weight_gradient import predicted_time as weights_time
 from pallas_kernels.conv.window import Boxes, Window
+from tests.arrays import put
 from tests.grids import parametrize
 
 SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32)
@@ -45,12 +46,12 @@ class Case:
         rng = np.random.default_rng(0)
 
         def array(*shape):
-            return jnp.asarray(rng.integers(-2, 3, size=shape), self.dtype)
+            return put(rng.integers(-2, 3, size=shape), self.dtype)
 
         channels = self.shape[-1]
         pair = (self.features, channels) if self.flipped else (channels, self.features)
         result = (self.shape[0], *self.window.result(self.shape[1:-1]), self.features)
-        bias = jnp.asarray(rng.integers(-9, 10, size=self.features), jnp.float32)
+        bias = put(rng.integers(-9, 10, size=self.features), jnp.float32)
         return array(*self.shape), array(*self.kernel, *pair), bias, array(*result)
 
     def run(self, x, w, bias, residual, multiprocessors):
@@ -143,7 +144,7 @@ class WeightsCase:
         window = Window(self.kernel, self.padding, strides, self.dilation)
         result = window.result(self.shape[1:-1])
         x, dz = (
-            jnp.asarray(rng.integers(-2, 3, size=shape), jnp.bfloat16)
+            put(rng.integers(-2, 3, size=shape), jnp.bfloat16)
             for shape in (self.shape, (self.shape[0], *result, self.features))
         )
         letters = "DHW"[-len(self.kernel) :]

@@ -14,6 +14,7 @@ from pallas_kernels.conv.conv import ConvConfig, forward_and_statistics
 from pallas_kernels.conv.window import Window
 from pallas_kernels.product.matmul import MatmulConfig
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.test_conv import dense_stand_ins, plain_conv
 from tests.test_group_norm import stand_ins, with_library
@@ -41,7 +42,7 @@ class Case:
         rng = np.random.default_rng(0)
 
         def array(*shape):
-            return jnp.asarray(rng.normal(size=shape), self.dtype)
+            return put(rng.normal(size=shape), self.dtype)
 
         ones = (1,) * len(self.kernel)
         window = Window(self.kernel, self.padding, self.strides, ones)
@@ -127,7 +128,7 @@ def test_a_norm_with_the_statistics_of_the_convolution(residual, all_stand_ins):
     rng = np.random.default_rng(0)
 
     def array(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return put(rng.normal(size=shape), jnp.float32)
 
     added = array(2, 5, 6, 8) if residual else None
     args = array(2, 5, 6, 8), array(3, 3, 8, 8), array(8), array(8), added
@@ -154,7 +155,7 @@ def test_a_norm_with_the_statistics_of_the_convolution(residual, all_stand_ins):
 
 def test_under_vmap_each_entry_has_its_own(all_stand_ins):
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 2, 5, 6, 8), (1, 1, 8, 8)))
+    x, w = (put(rng.normal(size=s), jnp.float32) for s in ((3, 2, 5, 6, 8), (1, 1, 8, 8)))
 
     def statistics(x):
         y, taken = jaxfused.conv(x, w, statistics=True, implementation="pallas")

@@ -13,6 +13,7 @@ import jaxfused
 from jaxfused import cuda
 from jaxfused.reference import cross_entropy as reference
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.cross_entropy import CASES, Case
 from tests.lowering import kernels, lowered
 from tests.test_cross_entropy import plain_cross_entropy
@@ -164,9 +165,9 @@ def test_soft_cap_of_a_linear_layer(stand_ins, linear):
 
 
 def test_a_cotangent_for_each_token(stand_ins):
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, 9)), jnp.float32)
-    labels = jnp.array([1, 8, 0, 3])
-    expected = jnp.array([1.0, -2.0, 0.0, 0.5])
+    logits = put(np.random.default_rng(0).normal(size=(4, 9)), jnp.float32)
+    labels = put([1, 8, 0, 3])
+    expected = put([1.0, -2.0, 0.0, 0.5])
 
     def vjp(**options):
         return jax.vjp(
@@ -176,7 +177,7 @@ def test_a_cotangent_for_each_token(stand_ins):
     plain, ahead = vjp(implementation="xla"), vjp(cotangent=expected)
     np.testing.assert_allclose(*(f(expected)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
     # A token without an expected gradient has none.
-    others = jnp.array([3.0, 1.0, 0.0, -1.0])
+    others = put([3.0, 1.0, 0.0, -1.0])
     np.testing.assert_allclose(*(f(others)[0] for f in (plain, ahead)), rtol=1e-6, atol=1e-7)
 
 
@@ -188,7 +189,7 @@ def test_the_expected_cotangent_needs_no_correction(stand_ins, monkeypatch):
         return stand_in_scale_rows(x, factor)
 
     monkeypatch.setattr(cuda.cross_entropy, "scale_rows", scale)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(13, 31)), jnp.float32)
+    logits = put(np.random.default_rng(0).normal(size=(13, 31)), jnp.float32)
     weights = jnp.linspace(0.0, 3.0, 13)
 
     def loss(scale, expected, z):
@@ -460,7 +461,7 @@ def test_nan_and_infinities_stay_where_the_reference_has_them():
         -np.inf,
     )
     logits[5] = np.finfo(np.float32).min
-    labels = jnp.array([1, 1, 1, 0, 1, 1, 5000, -1])
+    labels = put([1, 1, 1, 0, 1, 1, 5000, -1])
 
     def results(implementation):
         def losses(z):

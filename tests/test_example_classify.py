@@ -15,10 +15,11 @@ from examples.classify.convnext import CONVNEXTS, ConvNeXt, space_to_depth
 from examples.classify.resnet import RESNETS, ResNet
 from examples.errors import ExampleError
 from examples.vit import data as vit_data
+from tests.arrays import put
 from tests.grids import parametrize
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "parameters"),
     # As timm counts them, at 224 pixels and 1,000 classes.
     [
@@ -27,6 +28,7 @@ from tests.grids import parametrize
         ("resnet-18", 11_689_512),
         ("resnet-50", 25_557_032),
     ],
+    quick=(0, 2),
 )
 def test_models_have_the_sizes_of_their_papers(name, parameters):
     def build():
@@ -55,7 +57,7 @@ def test_stochastic_depth_needs_a_key():
     for stage in model.stages:
         for block in stage:
             block.layer_scale[...] = jnp.ones_like(block.layer_scale[...])
-    images = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 8, 1)), jnp.float32)
+    images = put(np.random.default_rng(0).normal(size=(4, 8, 8, 1)), jnp.float32)
     keyed = [model(images, key=jax.random.key(i)) for i in (1, 1, 2)]
     assert (keyed[0] == keyed[1]).all() and (keyed[0] != keyed[2]).any()
     assert (model(images) == model(images)).all()

@@ -201,10 +201,8 @@ SHORT += ["--checkpoint-every", "2"]
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "short"
-    train.main([*SHORT, "--out", str(out)])
-    return out
+def short_run(made_once):
+    return made_once("nuclei", lambda out: train.main([*SHORT, "--out", str(out)]))
 
 
 def metrics(run):

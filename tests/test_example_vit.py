@@ -21,6 +21,7 @@ from examples.vit import data as vit_data
 from examples.vit import predict, train
 from examples.vit.model import MODELS, VisionTransformer, ViTSize, count_parameters, patchify
 from tests.conftest import DIGITS_FLAGS
+from tests.grids import parametrize
 
 # --- model ----------------------------------------------------------------------------------------
 
@@ -118,7 +119,7 @@ def test_patches_go_row_by_row():
     ]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "parameters"),
     # As timm counts them, at 224 pixels and 1,000 classes.
     [
@@ -131,6 +132,7 @@ def test_patches_go_row_by_row():
         ("vit-l32", 306_535_400),
         ("vit-h14", 632_045_800),
     ],
+    quick=(0, 2, 7),
 )
 def test_standard_sizes_have_the_parameters_of_their_papers(name, parameters):
     counted = count_parameters(MODELS[name], image_size=224, channels=3, classes=1000)
@@ -237,7 +239,7 @@ def test_a_training_draws_its_pictures(digits_run):
             assert image.width > 1000 and len(image.convert("RGB").getcolors(1 << 24)) > 50
 
 
-# What continues is examples/training.py, for the U-Net too, whose interruption `make test` runs.
+# What continues is examples/training.py, for the U-Net too, whose interruption `make test-all` runs.
 @pytest.mark.exhaustive
 def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monkeypatch):
     """Data order, augmentation, dropout keys, optimizer and schedule all continue where they were."""

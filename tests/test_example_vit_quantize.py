@@ -18,6 +18,7 @@ from examples.images import Loader
 from examples.training import to_float
 from examples.vit import data as vit_data
 from examples.vit import quantize
+from tests.grids import parametrize
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,8 @@ def trained(digits_run):
     return nnx.merge(graphdef, run.restore(dict(params=params))["params"]), data
 
 
-@pytest.mark.exhaustive
 @pytest.mark.long
-@pytest.mark.parametrize("group_size", [None, 32])
+@parametrize("group_size", [None, 32], quick=())
 def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
     """In each layer that is rounded by what it reads, and in the logits of images held out."""
     model, data = trained

@@ -16,6 +16,7 @@ from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import few_rows_candidates, matmul
 from tests import mosaic_interpreter
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
@@ -49,13 +50,13 @@ class Case:
         rng = np.random.default_rng(seed)
 
         def array(*shape, dtype=self.dtype):
-            return jnp.asarray(rng.integers(-3, 4, size=shape), dtype)
+            return put(rng.integers(-3, 4, size=shape), dtype)
 
         x = [array(self.m, self.k) for _ in range(self.terms)]
         w_shape = (self.n, self.k) if self.w_transposed else (self.k, self.n)
         w_array = functools.partial(array, *w_shape, dtype=self.w_dtype or self.dtype)
         w = [[w_array() for _ in range(self.products)] for _ in range(self.terms)]
-        bias = jnp.asarray(rng.integers(-9, 10, size=self.n), jnp.float32)
+        bias = put(rng.integers(-9, 10, size=self.n), jnp.float32)
         return x, w, bias, array(self.m, self.n)
 
     def run(self, x, w, bias, residual):
@@ -290,9 +291,9 @@ def test_operators_launch_it(loss):
 def test_operators_are_accurate_in_the_interpreter(loss, monkeypatch):
     mosaic_interpreter.complete(monkeypatch)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(9, 72)), jnp.bfloat16)
-    w = jnp.asarray(rng.normal(size=(72, 96)) / 9, jnp.float32)
-    b = jnp.asarray(rng.normal(size=96), jnp.bfloat16)
+    x = put(rng.normal(size=(9, 72)), jnp.bfloat16)
+    w = put(rng.normal(size=(72, 96)) / 9, jnp.float32)
+    b = put(rng.normal(size=96), jnp.bfloat16)
 
     def run(f, x, w, b):
         y, vjp = jax.vjp(f, x, w, b)
@@ -308,7 +309,7 @@ def test_operators_are_accurate_in_the_interpreter(loss, monkeypatch):
 
     actual, expected = run(loss, x, w, b), run(plain, x, w, b)
     with jax.enable_x64(True):
-        truth = run(plain, *(jnp.asarray(np.asarray(a, np.float64)) for a in (x, w, b)))
+        truth = run(plain, *(put(np.asarray(a, np.float64)) for a in (x, w, b)))
         truth = jax.tree.map(np.asarray, truth)
     for name, result in actual.items():
         assert_accurate(name, result, expected[name], truth[name])

@@ -15,6 +15,7 @@ import jaxfused.linen
 import jaxfused.nnx
 from jaxfused import reference
 from jaxfused.nnx.fp8 import Fp8History
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.tolerances import assert_accurate
 
@@ -23,7 +24,7 @@ LARGEST = {E4M3: np.float32(448.0), E5M2: np.float32(57344.0)}
 
 
 def normal(seed, shape, dtype=jnp.float32, scale=1.0):
-    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+    return put(scale * np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def dequantised(x, dtype) -> np.ndarray:
@@ -37,7 +38,7 @@ def dequantised(x, dtype) -> np.ndarray:
 
 def as_bfloat16(*arrays):
     """The same values for a product of bfloat16, up to the last bits of a scale."""
-    return [jnp.asarray(array, jnp.float32).astype(jnp.bfloat16) for array in arrays]
+    return [put(array, jnp.float32).astype(jnp.bfloat16) for array in arrays]
 
 
 @parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(0, 1))
@@ -99,7 +100,7 @@ def gradients(f, *operands):
     def loss(*operands):
         return jnp.sum(jnp.sin(f(*operands)))
 
-    return jax.value_and_grad(loss, tuple(range(len(operands))))(*operands)
+    return jax.jit(jax.value_and_grad(loss, tuple(range(len(operands)))))(*operands)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_what_is_not_finite_makes_all_of_the_product_nan(bad, place):
 
 
 def test_the_largest_magnitude_keeps_nan():
-    x = jnp.array([1.0, -3.0, 2.0])
+    x = put([1.0, -3.0, 2.0])
     for dtype in ("float32", "bfloat16", "float16"):
         assert reference.fp8.largest_magnitude(x.astype(dtype)) == 3.0
         spoilt = x.astype(dtype).at[1].set(jnp.nan)
@@ -234,7 +235,7 @@ def test_no_elements(shape):
 
 
 def test_each_entry_of_a_batch_has_its_own_scale():
-    x, w = normal(0, (3, 16, 32)) * jnp.array([1.0, 1e3, 1e-3])[:, None, None], normal(1, (32, 16))
+    x, w = normal(0, (3, 16, 32)) * put([1.0, 1e3, 1e-3])[:, None, None], normal(1, (32, 16))
     f = lambda x: jaxfused.linear(x, w, activation="gelu_tanh", precision="fp8")  # noqa: E731
     batched = jax.vmap(jax.value_and_grad(lambda x: f(x).sum()))(x)
     one_by_one = [jax.value_and_grad(lambda x: f(x).sum())(entry) for entry in x]
@@ -280,7 +281,7 @@ def test_modules_of_nnx():
             jaxfused.nnx.TransformerBlock(32, num_heads=4, **options),
             jaxfused.nnx.MultiHeadAttention(4, 32, decode=False, **options),
         )
-        results = [layer(x) for layer in layers]
+        results = [nnx.jit(lambda layer, x: layer(x))(layer, x) for layer in layers]
         if precision is None:
             exact = results
     for ours, truth in zip(results, exact, strict=True):
@@ -298,8 +299,8 @@ def test_modules_of_linen():
     }
     for module, arguments in layers.items():
         plain, ours = (module(*arguments, precision=precision) for precision in (None, "fp8"))
-        variables = plain.init(jax.random.key(0), x)
-        exact, result = plain.apply(variables, x), ours.apply(variables, x)
+        variables = jax.jit(plain.init)(jax.random.key(0), x)
+        exact, result = jax.jit(plain.apply)(variables, x), jax.jit(ours.apply)(variables, x)
         assert not bool((result == exact).all())
         assert np.linalg.norm(result - exact) < 0.1 * np.linalg.norm(exact)
 
@@ -315,8 +316,8 @@ def test_a_module_of_both_apis_is_the_operator():
 def test_the_block_of_linen_trains():
     x = normal(0, (2, 6, 32))
     block = jaxfused.linen.TransformerBlock(num_heads=4, precision="fp8")
-    variables = block.init(jax.random.key(0), x)
-    gradient = jax.grad(lambda v: jnp.sum(block.apply(v, x) ** 2))(variables)
+    variables = jax.jit(block.init)(jax.random.key(0), x)
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(block.apply(v, x) ** 2)))(variables)
     chex.assert_tree_all_finite(gradient)
     assert isinstance(block, nn.Module)
 
@@ -335,7 +336,7 @@ def test_the_history_rolls():
 
 
 def test_what_is_larger_than_its_history_saturates_once():
-    state = jaxfused.Fp8State(jnp.array([[2.0], [1.0], [1.0]]))
+    state = jaxfused.Fp8State(put([[2.0], [1.0], [1.0]]))
     f = lambda x, state: jaxfused.linear(x, jnp.eye(16), precision=state)  # noqa: E731
     x = jnp.full((16, 16), 6.0)
     y, vjp = jax.vjp(f, x, state)
@@ -347,7 +348,7 @@ def test_what_is_larger_than_its_history_saturates_once():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_was_not_finite_is_not_remembered(bad):
     """A step whose gradients overflow, which is skipped, spoils no later one."""
-    state = jaxfused.Fp8State(jnp.array([[bad, 2.0], [1.0, 1.0], [bad, bad]]))
+    state = jaxfused.Fp8State(put([[bad, 2.0], [1.0, 1.0], [bad, bad]]))
     x = jnp.ones((16, 16))
     y, vjp = jax.vjp(lambda x, s: jaxfused.linear(x, jnp.eye(16), precision=s), x, state)
     np.testing.assert_allclose(y, 1.0, rtol=1e-5)

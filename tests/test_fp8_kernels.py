@@ -11,6 +11,7 @@ from jaxfused.ops import mlp_fp8
 from pallas_kernels.product import fp8 as pallas_fp8
 from pallas_kernels.product.mainloop import MatmulConfig
 from tests import fp8_judge, lowering
+from tests.arrays import put
 from tests.grids import parametrize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -196,7 +197,7 @@ def test_widths_that_no_kernel_takes_are_left_to_xla(hopper):
     [(16384, 1024, 4096), (25216, 4096, 1024), (128, 768, 768), (80, 64, 96)],
     quick=(0,),
 )
-@pytest.mark.parametrize("residual", [None, "float32"])
+@parametrize("residual", [None, "float32"], quick=(1,))
 def test_default_configs_fit_into_shared_memory(m, k, n, residual, hopper):
     shape = jax.ShapeDtypeStruct
     x, w, dy = (shape(s, d) for s, d in (((m, k), E4M3), ((n, k), E4M3), ((m, k), E5M2)))
@@ -256,7 +257,7 @@ def test_quantised_bits_on_a_gpu(rows, widths, dtype, out):
     keywords = dict(
         dtype=out, activation=None, gated=False, straight=True, transposes=True, sums=True
     )
-    for largest in (jnp.ones(1), jnp.linspace(1.0, 9.0, 264), jnp.array([jnp.inf])):
+    for largest in (jnp.ones(1), jnp.linspace(1.0, 9.0, 264), put([jnp.inf])):
         for from_end in (False, True):
             ours = cuda.quantize.quantize(
                 matrices, largest, observes=True, from_end=from_end, **keywords

@@ -14,6 +14,7 @@ from jaxfused.ops import fp8_copies, mlp_fp8
 from pallas_kernels.product import fp8 as pallas_fp8
 from pallas_kernels.product.mainloop import MatmulConfig
 from tests import fp8_judge, lowering
+from tests.arrays import put
 from tests.grids import parametrize
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -21,7 +22,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 def normal(seed, *shapes, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [put(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 def operands():
@@ -103,7 +104,7 @@ def test_delayed_scaling_of_the_hidden_layer(calls):
 def test_gradient_by_slope_in_the_interpreter(rows, columns, interpreted_hopper):
     dy, w2 = normal(1, (rows, 32), (columns, 32))
     dy, w2 = dy.astype(E5M2), w2.astype(E4M3)
-    slope = jnp.asarray(np.random.default_rng(2).integers(-14, 127, (rows, columns)), jnp.int8)
+    slope = put(np.random.default_rng(2).integers(-14, 127, (rows, columns)), jnp.int8)
     config = MatmulConfig(64, 64, 3, True, epilogue_columns=32)
     units = (jnp.full(1, 0.25), jnp.full(1, 0.5), jnp.full(1, 1 / fp8_copies.SLOPE_STEPS))
     keywords = dict(dtype=jnp.bfloat16, maximise=True)

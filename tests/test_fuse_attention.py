@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxfused
+from tests.arrays import put
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
 pytestmark = pytest.mark.exhaustive
@@ -181,7 +182,7 @@ def test_a_window_is_known():
 def test_any_other_constant_mask_is_a_mask():
     mask = np.random.default_rng(0).random((T, S)) > 0.4
     mask[:, 0] = True
-    f = partial(bthd, mask=jnp.asarray(mask))
+    f = partial(bthd, mask=put(mask))
     assert_fuses(f, *qkv("float32"), into={"dot_product_attention": 1})
 
 

@@ -8,9 +8,10 @@ import pytest
 
 import jaxfused
 from jaxfused.fuse.recognisers import cross_entropy
+from tests.arrays import put
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal, wide
 
-LABELS = jnp.array([[3, 0, 19], [7, -1, 25]])
+LABELS = put([[3, 0, 19], [7, -1, 25]])
 INTO = {"linear_softmax_cross_entropy": 1}
 
 

@@ -15,6 +15,7 @@ import jaxfused
 from jaxfused import cuda, dispatch, reference
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.group_norm import CASES, KERNEL_CASES, Case
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
@@ -101,7 +102,7 @@ def test_odd_shapes_against_flax(batch, spatial, groups, group_size, seed):
 
 
 def test_variance_is_not_a_difference_of_means():
-    x = 1e4 + jnp.array([1.0, -1.0] * 8).reshape(1, 16, 1)
+    x = 1e4 + put([1.0, -1.0] * 8).reshape(1, 16, 1)
     np.testing.assert_allclose(jaxfused.group_norm(x, num_groups=1), x - 1e4, rtol=1e-3)
 
 
@@ -272,7 +273,7 @@ def test_vmap_with_shared_operands(in_axes, stand_ins):
     rng = np.random.default_rng(0)
     shapes = [(3, 5, 8), (8,), (8,)]
     args = [
-        jnp.asarray(rng.normal(size=shape if axis is None else (2, *shape)), jnp.float32)
+        put(rng.normal(size=shape if axis is None else (2, *shape)), jnp.float32)
         for shape, axis in zip(shapes, in_axes, strict=True)
     ]
 

@@ -1,6 +1,7 @@
 """The design's arrows, read from the import statements: a layer imports only layers below it."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,16 @@ LAYERS = {
 OURS = ("jaxfused", "pallas_kernels", "examples", "benchmarks", "tests")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Returns the dotted names that a file imports, with `from a import b` as a.b."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +105,7 @@ def test_no_import_is_tried():
     """A missing dependency raises an error where it is needed, and selects no other path in silence."""
     for folder in ("jaxfused", "pallas_kernels"):
         for path in files(folder):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.ExceptHandler) and node.type is not None:
                     assert "ImportError" not in ast.unparse(node.type), path
 

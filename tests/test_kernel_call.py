@@ -26,6 +26,7 @@ from jaxfused.ops import (
     rope,
     weight_gradient,
 )
+from tests.arrays import put
 from tests.choices import chosen, why_not
 from tests.grids import parametrize
 
@@ -226,11 +227,16 @@ def test_explain_says_what_runs_after_the_function_was_traced_before(h200):
 # --- one contract for all implementations ---------------------------------------------------------
 
 
+def ones(shape, dtype=jnp.float32):
+    """Like jax.numpy's, which compiles a program for each shape, in every process of pytest."""
+    return np.ones(shape, dtype)
+
+
 def kernels_and_operands():
     """Yields every kernel of every operator, with the operands that its operator passes."""
-    x, w, b = jnp.ones((64, D), BF16), jnp.ones((D, F), BF16), jnp.ones(F, BF16)
-    h, dy = jnp.ones((64, F), BF16), jnp.ones((64, D), BF16)
-    statistic, vector = jnp.ones(64), jnp.ones(D, BF16)
+    x, w, b = ones((64, D), BF16), ones((D, F), BF16), ones(F, BF16)
+    h, dy = ones((64, F), BF16), ones((64, D), BF16)
+    statistic, vector = ones(64), ones(D, BF16)
     for op, subtract_mean in (("layer_norm", True), ("rms_norm", False)):
         norm = layer_norm.NormOptions(op, subtract_mean, 1e-6, 0.0, None, "silu")
         mean = statistic if subtract_mean else None
@@ -254,44 +260,44 @@ def kernels_and_operands():
     yield mlp._HiddenGradient("silu", True, None), (dy, w.T, h)
     for save in (False, True):
         yield mlp._GatedUnit("silu", save, None), (x, w, w, b, b)
-        yield mlp._GatedUnit("silu", save, None), (x, jnp.concatenate([w, w], 1), None, None, None)
+        yield mlp._GatedUnit("silu", save, None), (x, np.concatenate([w, w], 1), None, None, None)
         yield mlp._GatedHiddenGradient("silu", (True, False), save, None), (dy, w.T, h, h)
     yield mlp._GatedInputGradient(None), (h, h, w, w)
-    q = jnp.ones((2, 64, 2, 1, 64), BF16)
-    angles = jnp.ones((64, 16))
+    q = ones((2, 64, 2, 1, 64), BF16)
+    angles = ones((64, 16))
     yield rope._Rotation(False, False), (q, q, angles, angles)
     options = qkv_projection._Options(64, 1e-6, 0.0, False, None)
-    x3 = jnp.ones((2, 64, D), BF16)
-    weights = [jnp.ones((D, 2, heads, 64), BF16) for heads in (2, 1, 1)]
-    cos = jnp.ones((64, 32))
+    x3 = ones((2, 64, D), BF16)
+    weights = [ones((D, 2, heads, 64), BF16) for heads in (2, 1, 1)]
+    cos = ones((64, 32))
     for save in (False, True):
         yield (
             qkv_projection._Forward(options, save),
             (
                 *(x3, *weights, None, None, None),
-                *(jnp.ones(64), jnp.ones(64), cos, cos),
+                *(ones(64), ones(64), cos, cos),
             ),
         )
     yield (
         qkv_projection._InputGradient(options),
         (
-            *(jnp.ones((2, 64, *w.shape[1:]), BF16) for w in weights),
+            *(ones((2, 64, *w.shape[1:]), BF16) for w in weights),
             *weights,
         ),
     )
     of_one = replace(options, one_array=(2, 2))
-    w = (jnp.ones((D, 8 * 64), BF16), None, None)
-    vectors = (jnp.ones(8 * 64, BF16), None, None, jnp.ones(64), jnp.ones(64), cos, cos)
+    w = (ones((D, 8 * 64), BF16), None, None)
+    vectors = (ones(8 * 64, BF16), None, None, ones(64), ones(64), cos, cos)
     yield qkv_projection._Forward(of_one, True), (x3, *w, *vectors)
-    dys = (jnp.ones((2, 64, 2, heads, 64), BF16) for heads in (2, 1, 1))
+    dys = (ones((2, 64, 2, heads, 64), BF16) for heads in (2, 1, 1))
     yield qkv_projection._InputGradient(of_one), (*dys, *w)
     heads = attention._Options(True, None, 0.125, None, 0.0)
     for length in (64, 100):
-        query = jnp.ones((2, length, 2, 2, 64), BF16)
+        query = ones((2, length, 2, 2, 64), BF16)
         key = query[:, :, :, 0]
         arrays = attention._Arrays(query, key, key)
         yield attention._Forward(heads), arrays
-        lse = jnp.ones((2, 2, 2, attention.saved_length(length)))
+        lse = ones((2, 2, 2, attention.saved_length(length)))
         yield attention._Backward(heads), (query, lse, query, lse, *arrays)
     of_weights = functools.partial(weight_gradient.WeightGradients, "gated_mlp", precision=None)
     for dtype, sums_rows in ((jnp.dtype(BF16), False), (jnp.dtype("float32"), True)):
@@ -346,15 +352,21 @@ def test_the_norms_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeyp
             )
             return y if residual else (y, stream)
 
-        y, vjp = jax.vjp(f, x, scale, bias, stream)
-        return y, vjp((dy, dstream))
+        @jax.jit
+        def values_and_gradients(*operands):
+            y, vjp = jax.vjp(f, *operands)
+            return y, vjp((dy, dstream))
+
+        return values_and_gradients(x, scale, bias, stream)
 
     chex.assert_trees_all_close(results(None), results("xla"), rtol=2e-5, atol=2e-5)
     batched = jax.vmap(lambda x: op(x, scale, bias, activation="silu"))
     chex.assert_trees_all_close(
-        jax.grad(lambda x: jnp.sum(batched(x) * dy))(x),
-        jax.grad(
-            lambda x: jnp.sum(op(x, scale, bias, activation="silu", implementation="xla") * dy)
+        jax.jit(jax.grad(lambda x: jnp.sum(batched(x) * dy)))(x),
+        jax.jit(
+            jax.grad(
+                lambda x: jnp.sum(op(x, scale, bias, activation="silu", implementation="xla") * dy)
+            )
         )(x),
         rtol=2e-5,
         atol=2e-5,
@@ -368,7 +380,7 @@ def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypa
     random = np.random.default_rng(0)
 
     def array(*shape):
-        return jnp.asarray(random.standard_normal(shape), jnp.float32)
+        return put(random.standard_normal(shape), jnp.float32)
 
     x, residual = array(3, 5, 8), array(3, 5, 8)
     if gated:
@@ -383,7 +395,7 @@ def test_the_mlps_stages_in_xla_are_the_gradient_of_the_reference(h200, monkeypa
         def loss(arrays):
             return jnp.sum(jnp.sin(f(**arrays, save=save, implementation=implementation)))
 
-        return jax.value_and_grad(loss)(arrays)
+        return jax.jit(jax.value_and_grad(loss))(arrays)
 
     chex.assert_trees_all_close(gradients(None), gradients("xla"), rtol=1e-4, atol=1e-4)
 
@@ -393,7 +405,7 @@ def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkey
     monkeypatch.setattr(kernel_call._OnShard, "_choose", lambda self, operands: ("xla", None))
     random = np.random.default_rng(0)
     q, k, v, bias = (
-        jnp.asarray(random.standard_normal(shape), jnp.float32)
+        put(random.standard_normal(shape), jnp.float32)
         for shape in ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (1, 4, 5, 7))
     )
 
@@ -413,7 +425,7 @@ def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkey
             )
             return jnp.sum(jnp.sin(y))
 
-        return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(q, k, v, bias)
 
     chex.assert_trees_all_close(gradients(None), gradients("xla"), rtol=1e-4, atol=1e-4)
 
@@ -421,30 +433,35 @@ def test_attentions_stages_in_xla_are_the_gradient_of_the_reference(h200, monkey
 def empty_calls():
     """Yields calls of every operator with an axis of size 0."""
     for b, t, s in ((0, 5, 5), (2, 0, 5), (2, 0, 0), (0, 0, 0)):
-        q, k = jnp.ones((b, t, 4, 16), BF16), jnp.ones((b, s, 2, 16), BF16)
+        q, k = ones((b, t, 4, 16), BF16), ones((b, s, 2, 16), BF16)
         yield jaxfused.dot_product_attention, (q, k, k)
         yield functools.partial(jaxfused.rope, rotary_dim=8), (q, q[:, :, :2])
-        x = jnp.ones((b, t, 32), BF16)
-        yield jaxfused.layer_norm, (x, jnp.ones(32))
-        yield functools.partial(jaxfused.rms_norm, residual=x), (x, jnp.ones(32))
+        x = ones((b, t, 32), BF16)
+        yield jaxfused.layer_norm, (x, ones(32))
+        yield functools.partial(jaxfused.rms_norm, residual=x), (x, ones(32))
         yield (
             functools.partial(jaxfused.linear, activation="relu"),
-            (*(x, jnp.ones((32, 16), BF16), jnp.ones(16, BF16)),),
+            (*(x, ones((32, 16), BF16), ones(16, BF16)),),
         )
-        w = jnp.ones((32, 64), BF16)
-        yield jaxfused.mlp, (x, w, jnp.ones(64, BF16), w.T, jnp.ones(32, BF16))
+        w = ones((32, 64), BF16)
+        yield jaxfused.mlp, (x, w, ones(64, BF16), w.T, ones(32, BF16))
         yield jaxfused.gated_mlp, (x, w, w, w.T)
         yield (
-            functools.partial(jaxfused.qkv_projection, heads=2, q_scale=jnp.ones(16)),
-            (*(x, jnp.ones((32, 96), BF16)),),
+            functools.partial(jaxfused.qkv_projection, heads=2, q_scale=ones(16)),
+            (*(x, ones((32, 96), BF16)),),
         )
 
 
 @pytest.mark.parametrize("call", list(empty_calls()), ids=lambda call: str(call[1][0].shape))
 def test_empty_operands_give_empty_results_and_zero_gradients(h200, call):
     f, arguments = call
-    results, vjp = jax.vjp(f, *arguments)
-    for x, dx in zip(arguments, vjp(results), strict=True):
+
+    @jax.jit
+    def gradients(*arguments):
+        results, vjp = jax.vjp(f, *arguments)
+        return vjp(results)
+
+    for x, dx in zip(arguments, gradients(*arguments), strict=True):
         assert dx.shape == x.shape and not np.any(np.float32(dx))
 
 

@@ -15,10 +15,11 @@ from jax.test_util import check_grads
 
 import jaxfused
 from jaxfused import cuda, dispatch, ops
+from tests.arrays import put
 from tests.cases.layer_norm import CASES, DTYPES, OPTIONS, Case, Inputs, Results
 from tests.choices import skip_where_it_cannot_run, why_not
 from tests.conftest import HOPPER
-from tests.grids import parametrize
+from tests.grids import pairwise, parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
 
@@ -219,7 +220,7 @@ def batch_of(case: Case, batched: set[str], size: int = 3) -> tuple[Inputs, Inpu
         shared._replace(**{name: getattr(entry, name) for name in batched}) for entry in entries
     ]
     stacked = shared._replace(
-        **{name: jnp.stack([getattr(entry, name) for entry in entries]) for name in batched}
+        **{name: put(np.stack([getattr(entry, name) for entry in entries])) for name in batched}
     )
     axes = Inputs(*(0 if name in batched else None for name in Inputs._fields))
     return stacked, axes, entries
@@ -230,7 +231,7 @@ def check_vmap(case: Case, batched: set[str], implementation: str) -> None:
     stacked, axes, entries = batch_of(case, batched)
     results = functools.partial(case.results, implementation=implementation)
     actual = jax.jit(jax.vmap(results, in_axes=(axes,)))(stacked)
-    one_by_one = functools.partial(case.results, implementation="xla")
+    one_by_one = jax.jit(functools.partial(case.results, implementation="xla"))
     same(actual, jax.tree.map(lambda *a: jnp.stack(a), *(one_by_one(e) for e in entries)))
 
 
@@ -278,6 +279,7 @@ def test_nested_vmap(implementation):
 
         return jax.vmap(jax.vmap(jax.grad(loss, (0, 1)), (0, None)), (0, None))(x, stacked.scale)
 
+    f = jax.jit(f, static_argnums=1)
     same(f(x, implementation), f(x, "xla"))
 
 
@@ -335,8 +337,8 @@ def test_nan_and_infinity_stay_in_their_row(op, implementation):
     x = np.array(jax.random.normal(jax.random.key(0), (8, 256)))
     x[1, 3], x[2, 5], x[4, 7] = np.nan, np.inf, -np.inf
     f = getattr(jaxfused, op)
-    y = np.asarray(f(jnp.asarray(x), jnp.ones(256), implementation=implementation))
-    expected = np.asarray(f(jnp.asarray(x), jnp.ones(256), implementation="xla"))
+    y = np.asarray(f(put(x), jnp.ones(256), implementation=implementation))
+    expected = np.asarray(f(put(x), jnp.ones(256), implementation="xla"))
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     assert np.isnan(y[1]).all() and np.isfinite(y[[0, 3, 5, 6, 7]]).all()
 
@@ -355,7 +357,7 @@ def test_no_rows(shape, implementation):
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_large_mean_or_small_values(size, implementation):
     """The variance is that of the deviations, so neither a large nor a small mean costs accuracy."""
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32) * min(size, 1.0)
+    x = put(np.random.default_rng(0).normal(size=(8, 256)), jnp.float32) * min(size, 1.0)
     y = jaxfused.layer_norm(x + size * (size > 1), epsilon=0.0, implementation=implementation)
     shifted = np.asarray(x + size * (size > 1), np.float64)
     expected = (shifted - shifted.mean(-1, keepdims=True)) / shifted.std(-1, keepdims=True)
@@ -563,9 +565,7 @@ def test_pallas_lowers_whatever_it_supports(data):
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
-@pytest.mark.parametrize(
-    "shape", [(50, 64), (300, 1024), (17, 2304), (3, 8192), (5, 16384)], ids=str
-)
+@parametrize("shape", [(50, 64), (300, 1024), (17, 2304), (3, 8192), (5, 16384)], quick=(2,))
 def test_pallas_traces_every_candidate(shape, residual):
     rows, features = shape
     kernels = ops.layer_norm.pallas_layer_norm
@@ -676,9 +676,11 @@ def test_pallas_lowers_for_cuda(case, dtype):
 
 
 @pytest.mark.usefixtures("hopper")
-@parametrize("dtype", ["bfloat16", "float32"], quick=(0,))
-@parametrize("residual", [True, False], quick=(0,))
-@parametrize("shape", BENCHMARK_SHAPES, quick=(0,))
+@parametrize(
+    ("shape", "residual", "dtype"),
+    pairwise(BENCHMARK_SHAPES, [True, False], ["bfloat16", "float32"]),
+    quick=(0,),
+)
 def test_pallas_lowers_for_cuda_at_the_benchmarked_shapes(shape, residual, dtype, monkeypatch):
     monkeypatch.setattr(
         dispatch, "current_device", lambda *arrays: replace(HOPPER, multiprocessors=132)

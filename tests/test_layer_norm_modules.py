@@ -9,6 +9,7 @@ import pytest
 
 import jaxfused.linen
 import jaxfused.nnx
+from tests.arrays import put
 from tests.tolerances import ulp
 
 D = 96
@@ -23,7 +24,7 @@ INITIALISERS = {
 
 
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) + 0.3, dtype)
+    return put(np.random.default_rng(seed).normal(size=shape) + 0.3, dtype)
 
 
 def assert_near(actual, expected, ulps=4):

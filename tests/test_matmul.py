@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.product import linear, mainloop, mlp
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.matmul import MatmulConfig, candidates, matmul, why_unsupported
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
@@ -53,7 +54,7 @@ class Case:
 
         def array(*shape, transposed=False):
             shape = shape[::-1] if transposed else shape
-            return jnp.asarray(rng.integers(-3, 4, size=shape), self.dtype)
+            return put(rng.integers(-3, 4, size=shape), self.dtype)
 
         a_transposed, b_transposed = (letter == "T" for letter in self.order)
         a = [array(self.m, self.k, transposed=a_transposed) for _ in range(self.terms)]
@@ -61,7 +62,7 @@ class Case:
             [array(self.k, self.n, transposed=b_transposed) for _ in range(self.products)]
             for _ in range(self.terms)
         ]
-        bias = jnp.asarray(rng.integers(-9, 10, size=self.n), jnp.float32)
+        bias = put(rng.integers(-9, 10, size=self.n), jnp.float32)
         return a, b, bias, array(self.m, self.n)
 
     def run(self, a, b, bias, residual, multiprocessors):

@@ -11,6 +11,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import cuda, reference
 from jaxfused.cuda.max_pool import Window
+from tests.arrays import put
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
@@ -31,7 +32,7 @@ OTHER_CASE = ((2, 6, 6, 3, 8), dict(window=(3, 3, 2), strides=(2, 2, 1), padding
 
 def with_ties(*shape, seed=0):
     """Few different values, so that windows have several largest ones."""
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 4, size=shape), jnp.float32)
+    return put(np.random.default_rng(seed).integers(0, 4, size=shape), jnp.float32)
 
 
 def results(x, options, implementation=None):
@@ -75,7 +76,7 @@ def stock(x, *, window, strides, padding):
 
 def of_integers(y, seed):
     """A cotangent whose sums are exact."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-8, 9, size=y.shape), y.dtype)
+    return put(np.random.default_rng(seed).integers(-8, 9, size=y.shape), y.dtype)
 
 
 @settings(max_examples=10, deadline=None)
@@ -94,24 +95,36 @@ def test_the_gradient_goes_where_that_of_xla_goes(spatial, size, window, strides
     # Padding may be wider than the window, which is then in the padding alone.
     window = tuple(min(w, n + a + b) for w, n, (a, b) in zip(window, size, padding, strict=False))
     options = dict(window=window, strides=strides, padding=padding)
-    x = with_ties(2, *size, 3, seed=seed)
-    minus_infinity, nan = jnp.asarray(np.random.default_rng(seed).random((2, *x.shape)) < 0.1)
-    x = jnp.where(minus_infinity, -jnp.inf, x)
-    y, vjp = jax.vjp(lambda x: reference.max_pool.pool(x, **options), x)
-    expected, expected_vjp = jax.vjp(lambda x: stock(x, **options), x)
-    np.testing.assert_array_equal(y, expected)
+    x = np.asarray(with_ties(2, *size, 3, seed=seed))
+    minus_infinity, nan = np.random.default_rng(seed).random((2, *x.shape)) < 0.1
+
+    def of(pool):
+        """One program for the result and its gradient."""
+
+        @jax.jit
+        def f(x, dy):
+            y, vjp = jax.vjp(lambda x: pool(x, **options), x)
+            return y, vjp(dy)[0]
+
+        return f
+
+    ours, stocks = of(reference.max_pool.pool), of(stock)
+    x = np.where(minus_infinity, -np.inf, x).astype(np.float32)
+    dy = np.asarray(of_integers(jax.eval_shape(lambda x: stock(x, **options), x), seed))
+    y = np.asarray(stocks(x, dy)[0])
+    np.testing.assert_array_equal(ours(x, dy)[0], y)
     # Where all of a window is minus infinity, XLA may take the padding.
-    dy = jnp.where(jnp.isfinite(y), of_integers(y, seed), 0.0)
-    np.testing.assert_array_equal(vjp(dy)[0], expected_vjp(dy)[0])
+    finite = np.where(np.isfinite(y), dy, 0.0)
+    np.testing.assert_array_equal(ours(x, finite)[1], stocks(x, finite)[1])
+
+    @jax.jit
+    def by_places(x, dy):
+        y, places = reference.max_pool.pool_and_places(x, **options)
+        return y, reference.max_pool.gradient(dy, places, size=size, **options)
 
     # XLA takes what comes after a NaN. Here and in the kernels the first NaN is the largest.
-    x = jnp.where(nan, jnp.nan, x)
-    y, places = reference.max_pool.pool_and_places(x, **options)
-    whole, vjp = jax.vjp(lambda x: reference.max_pool.pool(x, **options), x)
-    np.testing.assert_array_equal(y, whole)
-    dy = of_integers(y, seed)
-    dx = reference.max_pool.gradient(dy, places, size=size, **options)
-    np.testing.assert_array_equal(dx, vjp(dy)[0])
+    x = np.where(nan, np.nan, x).astype(np.float32)
+    chex.assert_trees_all_equal(by_places(x, dy), ours(x, dy))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +162,7 @@ def test_the_gradient_is_rounded_once():
 
 
 def test_the_first_nan_is_the_largest():
-    x = jnp.array([3.0, jnp.nan, 4.0, jnp.nan, 5.0]).reshape(1, 5, 1)
+    x = put([3.0, jnp.nan, 4.0, jnp.nan, 5.0]).reshape(1, 5, 1)
     dx = jax.grad(lambda x: jaxfused.max_pool(x, 5).sum())(x)
     np.testing.assert_array_equal(dx[0, :, 0], [0, 1, 0, 0, 0])
 

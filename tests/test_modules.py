@@ -11,19 +11,20 @@ import pytest
 import jaxfused.linen
 import jaxfused.nnx
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.grids import parametrize
 
 B, T, D = 2, 6, 16
 
 
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+def normal(seed, *shape, dtype=jnp.float32, scale=1.0):
+    return put(np.random.default_rng(seed).normal(scale=scale, size=shape), dtype)
 
 
 def random_like(tree, seed=0):
     """Returns the tree with random leaves, so that biases are not 0 and scales not 1."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([0.5 * normal(seed + i, *a.shape) for i, a in enumerate(leaves)])
+    return treedef.unflatten([normal(seed + i, *a.shape, scale=0.5) for i, a in enumerate(leaves)])
 
 
 def nnx_apply(module):

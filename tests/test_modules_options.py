@@ -11,6 +11,7 @@ import pytest
 
 import jaxfused.linen
 import jaxfused.nnx
+from tests.arrays import put
 from tests.test_modules import normal, params_of
 
 B, T, D = 2, 5, 8
@@ -295,7 +296,7 @@ def test_segments_positions_and_batch_axes():
     )
     x = normal(0, 3, B, 4, D)
     segments = jnp.array([0, 0, 0, 1]) + jnp.zeros((3, B, 1), int)
-    positions = jnp.array([0, 1, 2, 0])
+    positions = put([0, 1, 2, 0])
     y = block(x, segment_ids=segments, positions=positions)
     near(y[..., :3, :], block(x[..., :3, :]))
     near(y[..., 3:, :], block(x[..., 3:, :]))
@@ -311,17 +312,21 @@ def test_dropping_branches(kind):
         nnx = jaxfused.nnx.TransformerBlock(
             D, 2, bias_init=flax.nnx.initializers.normal(1.0), rngs=flax.nnx.Rngs(0), **rates
         )
-        if kind == "nnx":
-            y, stream = nnx(x, residual=x, deterministic=deterministic, rngs=flax.nnx.Rngs(1))
-            return nnx(x, deterministic=deterministic, rngs=flax.nnx.Rngs(1)), y, stream
-        call = functools.partial(
+        graphdef, state = flax.nnx.split(nnx)
+
+        def of_nnx(residual=None):
+            model = flax.nnx.merge(graphdef, state, copy=True)
+            return model(x, residual=residual, deterministic=deterministic, rngs=flax.nnx.Rngs(1))
+
+        of_linen = functools.partial(
             jaxfused.linen.TransformerBlock(2, **rates).apply,
             {"params": params_of(nnx)},
             x,
             deterministic=deterministic,
             rngs={"dropout": KEY},
         )
-        return call(), *call(residual=x)
+        call = of_nnx if kind == "nnx" else of_linen
+        return jax.jit(lambda: (call(), *call(residual=x)))()
 
     plain, _, plain_stream = run(None)
     near(run(True, dropout_rate=0.5, drop_path_rate=0.5)[0], plain)

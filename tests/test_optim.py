@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from jaxfused import optim
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
 
@@ -81,8 +82,8 @@ def test_gradients_of_another_dtype(case):
 
 @pytest.mark.parametrize("name", ["adam", "lion", "sgd"])
 def test_complex_parameters(name):
-    params = {"z": jnp.array([1 + 2j, -3j, 0.5], jnp.complex64)}
-    grads = {"z": jnp.array([2 - 1j, 1j, -1.0], jnp.complex64)}
+    params = {"z": put([1 + 2j, -3j, 0.5], jnp.complex64)}
+    grads = {"z": put([2 - 1j, 1j, -1.0], jnp.complex64)}
 
     def train_with(library):
         tx = getattr(library, name)(LEARNING_RATE)
@@ -126,7 +127,7 @@ def test_weight_decay_mask(mask, schedule):
 
 
 def test_masked_parameters_do_not_decay():
-    params = {"w": jnp.array([2.0]), "b": jnp.array([2.0])}
+    params = {"w": put([2.0]), "b": put([2.0])}
     tx = optim.adamw(0.5, weight_decay=0.5, mask={"w": True, "b": False})
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
     assert (float(updates["w"][0]), float(updates["b"][0])) == (-0.5, 0.0)
@@ -201,7 +202,7 @@ def test_parameters_are_needed(name):
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_parameters_are_not_needed(name):
-    grads = jnp.array([1.0, -2.0])
+    grads = put([1.0, -2.0])
     assert_same_as_optax(
         lambda library: (tx := getattr(library, name)(0.1)).update(grads, tx.init(grads))
     )

@@ -10,6 +10,7 @@ from optax import contrib
 
 from jaxfused import optim
 from jaxfused.optim import newton_schulz
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.optim_training import make_grads, optax_step
 
@@ -27,7 +28,7 @@ SHAPES = {
 def make_params(dtype=jnp.float32):
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape), dtype),
+        lambda shape: put(rng.normal(size=shape), dtype),
         SHAPES,
         is_leaf=lambda shape: isinstance(shape, tuple),
     )
@@ -114,12 +115,12 @@ def least_squares(seed=0):
     turned its way close to 0.
     """
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(1024, 12)), jnp.float32)
-    truth = jnp.asarray(rng.normal(size=(12, 5)), jnp.float32)
-    wanted = x @ truth + jnp.asarray(rng.normal(size=(1024, 5)), jnp.float32)
+    x = put(rng.normal(size=(1024, 12)), jnp.float32)
+    truth = put(rng.normal(size=(12, 5)), jnp.float32)
+    wanted = x @ truth + put(rng.normal(size=(1024, 5)), jnp.float32)
     params = {
-        "up": jnp.asarray(rng.normal(size=(12, 16)), jnp.float32) / 4,
-        "down": jnp.asarray(rng.normal(size=(16, 5)), jnp.float32) / 4,
+        "up": put(rng.normal(size=(12, 16)), jnp.float32) / 4,
+        "down": put(rng.normal(size=(16, 5)), jnp.float32) / 4,
         "bias": jnp.zeros(5),
     }
 
@@ -172,7 +173,7 @@ def test_iterations_at_once_are_as_accurate(dtype):
     """Of wide matrices whose singular values go down to nothing, against one iteration after another."""
     rng = np.random.default_rng(0)
     u, _, v = np.linalg.svd(rng.normal(size=(2, 32, 96)), full_matrices=False)
-    x = jnp.asarray(u * np.logspace(0, -6, 32) @ v, jnp.float32)
+    x = put(u * np.logspace(0, -6, 32) @ v, jnp.float32)
     a, b, c = coefficients = (3.4445, -4.775, 2.0315)
 
     def one_by_one(x, dtype):
@@ -202,9 +203,8 @@ def test_batches_are_bounded(monkeypatch):
 def test_matrices_become_nearly_orthogonal(dtype):
     x = jax.random.normal(jax.random.key(0), (2, 24, 96))
     rows = [(3.4445, -4.775, 2.0315)] * 5
-    (y,) = newton_schulz.orthogonalize(
-        [x], rows, preconditioning="frobenius", eps=1e-8, dtype=dtype
-    )
+    options = dict(preconditioning="frobenius", eps=1e-8, dtype=dtype)
+    (y,) = jax.jit(lambda x: newton_schulz.orthogonalize([x], rows, **options))(x)
     assert y.dtype == x.dtype
     values = np.linalg.svd(y, compute_uv=False)
     assert values.min() > 0.6 and values.max() < 1.3

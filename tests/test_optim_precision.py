@@ -1,5 +1,7 @@
 """Moments in 8 bits and random rounding: what codes and bits are, and that training stays as it was."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,13 @@ from sklearn.datasets import load_digits
 from jaxfused import optim
 from jaxfused.optim import eight_bit
 from jaxfused.semantics import stochastic_rounding
+from tests.arrays import put
 from tests.optim_training import assert_same_bits
 
-SEEDS = stochastic_rounding.leaf_seeds(jnp.array([3, 1], jnp.uint32), 5, "second_moment")
+
+@functools.cache
+def seeds():
+    return stochastic_rounding.leaf_seeds(put([3, 1], jnp.uint32), 5, "second_moment")
 
 
 # --- 8 bits ---------------------------------------------------------------------------------------
@@ -47,7 +53,7 @@ def test_codes_keep_values(signed):
     values = values if signed else np.abs(values)
     values[0, :256] = 0
     moment = eight_bit.zero_moment(jnp.zeros((32, 512)), signed=signed)
-    moment = eight_bit.encode(values, moment, SEEDS)
+    moment = eight_bit.encode(values, moment, seeds())
     decoded = np.asarray(eight_bit.decode(moment))
     blocks = values.reshape(-1, 256)
     largest = np.abs(blocks).max(axis=1, keepdims=True)
@@ -59,7 +65,7 @@ def test_codes_keep_values(signed):
     assert np.all(error <= largest * (distance + 1e-4))
     assert not decoded[0, :256].any()
     # What has a code keeps it, but for a rounding of float32 that is next to a random choice.
-    again = eight_bit.encode(decoded, moment, SEEDS)
+    again = eight_bit.encode(decoded, moment, seeds())
     np.testing.assert_allclose(again.scales, moment.scales, rtol=1e-6)
     assert np.mean(np.asarray(again.codes) != np.asarray(moment.codes)) < 1e-3
 
@@ -84,7 +90,7 @@ def test_a_value_that_is_not_finite_stays_in_its_block():
     values = np.ones(4096, np.float32)
     values[300] = np.nan
     moment = eight_bit.zero_moment(jnp.zeros(4096), signed=True)
-    decoded = eight_bit.decode(eight_bit.encode(values, moment, SEEDS))
+    decoded = eight_bit.decode(eight_bit.encode(values, moment, seeds()))
     assert np.isnan(decoded[256:512]).all()
     np.testing.assert_array_equal(np.delete(decoded, np.s_[256:512]), 1)
 
@@ -185,7 +191,7 @@ def test_a_seed_has_32_bits(seed):
 def losses(tx, dtype, rounding_seed, steps):
     """Trains a small network on real digits, with noise so that there is something left to learn."""
     digits = load_digits()
-    images, labels = jnp.asarray(digits.data / 16, jnp.float32), jnp.asarray(digits.target)
+    images, labels = put(digits.data / 16, jnp.float32), put(digits.target)
     sizes = [(64, 256), (256, 256), (256, 10)]
     params = {}
     for i, (size, key) in enumerate(

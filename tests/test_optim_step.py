@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from jaxfused import optim
+from tests.arrays import put
 from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
 
 OPTIMIZERS = {
@@ -121,7 +122,7 @@ def test_clipping(name, options):
 def test_clipping_leaves_small_gradients_alone():
     tx = optim.sgd(1.0)
     params = {"a": jnp.zeros(2), "b": jnp.zeros(1)}
-    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    grads = {"a": put([3.0, 0.0]), "b": put([4.0])}
     clipped, _ = tx.step(grads, tx.init(params), copy_of(params), max_norm=1.0)
     untouched, _ = tx.step(grads, tx.init(params), copy_of(params), max_norm=jnp.array(6.0))
     np.testing.assert_allclose(clipped["a"], [-0.6, 0.0], rtol=1e-6)
@@ -132,7 +133,7 @@ def test_clipping_leaves_small_gradients_alone():
 def test_the_norm_of_float16_gradients_does_not_overflow():
     tx = optim.sgd(1.0)
     params = jnp.zeros(2, jnp.float16)
-    params, _ = tx.step(jnp.array([300.0, 400.0], jnp.float16), tx.init(params), params, max_norm=5)
+    params, _ = tx.step(put([300.0, 400.0], jnp.float16), tx.init(params), params, max_norm=5)
     np.testing.assert_array_equal(params, np.array([-3.0, -4.0], np.float16))
 
 
@@ -268,7 +269,7 @@ def test_nonfinite_gradients_are_skipped(name, options):
 def test_nonfinite_gradients_are_taken_without_skip():
     tx = optim.sgd(0.1)
     params = jnp.ones(2)
-    params, _ = tx.step(jnp.array([np.nan, 1.0]), tx.init(params), params)
+    params, _ = tx.step(put([np.nan, 1.0]), tx.init(params), params)
     assert np.isnan(params[0]) and not np.isnan(params[1])
 
 
@@ -277,7 +278,7 @@ def test_step_state_counts_skipped_steps():
     params = jnp.ones(2)
     state = tx.init_step(params, ema_decay=0.5, compute_dtype=jnp.bfloat16)
     before = copy_of((params, state))
-    params, state = tx.step(jnp.array([np.nan, 1.0]), state, params, skip_nonfinite=True)
+    params, state = tx.step(put([np.nan, 1.0]), state, params, skip_nonfinite=True)
     assert int(state.skipped) == 1
     assert_same_bits(
         (params, state.optimizer, state.ema, state.compute),
@@ -292,7 +293,7 @@ def test_loss_scale_grows_and_halves():
     tx = optim.sgd(0.0)
     params = jnp.ones(1)
     state = tx.init_step(params, loss_scale=4.0, growth_interval=3)
-    good, bad = jnp.ones(1), jnp.array([np.inf])
+    good, bad = jnp.ones(1), put([np.inf])
     history = []
     for grads in [good] * 3 + [good, bad] + [good] * 3 + [bad] * 5:
         params, state = tx.step(grads, state, params)
@@ -330,7 +331,7 @@ def test_float16_gradients_are_unscaled_in_float32():
     params = jnp.zeros(1)
     state = tx.init_step(params, compute_dtype=jnp.float16, loss_scale=2.0**15)
     tiny = 2.0**-30  # Below float16's smallest number, and 2**-15 when scaled.
-    params, state = tx.step(jnp.array([tiny * 2.0**15], jnp.float16), state, params)
+    params, state = tx.step(put([tiny * 2.0**15], jnp.float16), state, params)
     assert float(params[0]) == -tiny
 
 
@@ -340,7 +341,7 @@ def test_float16_gradients_are_unscaled_in_float32():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_ema(dtype):
     tx = optim.sgd(0.5)
-    params = {"w": jnp.array([1.0, -2.0, 3.0], dtype)}
+    params = {"w": put([1.0, -2.0, 3.0], dtype)}
     state = tx.init_step(params, ema_decay=0.9)
     ema = np.float64(params["w"])
     for i in range(20):
@@ -429,6 +430,7 @@ SHARDED_STEP = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxfused import optim
+from tests.arrays import put
 from tests.optim_training import assert_same_bits, make_grads, make_params, optax_step
 
 mesh = jax.make_mesh((4, 2), ("data", "model"))

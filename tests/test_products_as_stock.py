@@ -13,6 +13,7 @@ import jaxfused
 from benchmarks.sweep import programs
 from benchmarks.sweep.configs import MLP, Linear, QKVProjection
 from jaxfused import dispatch
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels, kernels_in, lowered
 
@@ -127,7 +128,7 @@ def test_a_bare_layers_stages_are_the_derivative(h200, monkeypatch, interpreted_
     monkeypatch.setattr(dispatch, "choose", functools.partial(_prefer_pallas, dispatch.choose))
     rng = np.random.default_rng(0)
     x, w, stream, dy = (
-        jnp.asarray(rng.integers(-3, 4, size=shape), jnp.bfloat16)
+        put(rng.integers(-3, 4, size=shape), jnp.bfloat16)
         for shape in ((2, 37, 24), (24, 16), (2, 37, 16), (2, 37, 16))
     )
     operands = (x, w, stream) if residual else (x, w)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxfused
 from jaxfused.quantization.quantized_array import FORMATS, LAYOUTS, pack_int4, unpack_int4
+from tests.arrays import put
 from tests.cases.quantized_array import CASES
 from tests.transforms import assert_transforms
 
@@ -90,7 +91,7 @@ def test_error_is_at_most_half_a_step(shape, dtype, symmetric, data):
 
 
 def test_layout_of_int4():
-    values = jnp.array([[1, -1], [-8, 7], [0, 3], [5, -2]], jnp.int8)
+    values = put([[1, -1], [-8, 7], [0, 3], [5, -2]], jnp.int8)
     packed = pack_int4(values, axis=0)
     assert packed.dtype == jnp.uint8
     np.testing.assert_array_equal(packed, [[0x81, 0x7F], [0x50, 0xE3]])
@@ -113,17 +114,17 @@ def test_layout_of_int4():
     ],
 )
 def test_a_given_scale_saturates(dtype, expected):
-    x = jnp.array([1e6, -1e6, jnp.inf, -jnp.inf])
+    x = put([1e6, -1e6, jnp.inf, -jnp.inf])
     q = jaxfused.quantize(x, dtype, axis=0, scale=1.0)
     np.testing.assert_array_equal(q.unpacked().astype(jnp.float32), expected)
 
 
 def test_a_given_zero_point_saturates_and_shifts():
-    x = jnp.array([-300.0, -2.5, 0.0, 300.0])
+    x = put([-300.0, -2.5, 0.0, 300.0])
     q = jaxfused.quantize(x, axis=0, scale=1.0, zero_point=100)
     np.testing.assert_array_equal(q.values, [-128, 98, 100, 127])
     np.testing.assert_array_equal(q.dequantize(), [-228, -2, 0, 27])
-    q = jaxfused.quantize(x[:2], "int4", axis=0, scale=jnp.array([1.0, 2.0]), zero_point=-8)
+    q = jaxfused.quantize(x[:2], "int4", axis=0, scale=put([1.0, 2.0]), zero_point=-8)
     np.testing.assert_array_equal(q.unpacked(), [-8, -8])
 
 
@@ -148,7 +149,7 @@ def test_nan_and_infinity_make_their_group_nan(dtype, bad):
 
 
 def test_nan_under_a_given_scale():
-    x = jnp.array([jnp.nan, 1.0])
+    x = put([jnp.nan, 1.0])
     np.testing.assert_array_equal(jaxfused.quantize(x, "int8", axis=0, scale=1.0).values, [0, 1])
     q = jaxfused.quantize(x, "float8_e5m2", axis=0, scale=1.0)
     np.testing.assert_array_equal(q.dequantize(), x)
@@ -296,7 +297,7 @@ def test_fake_quantize_is_quantize_and_dequantize(case):
 def test_gradient_of_fake_quantize_is_zero_where_it_clips(dtype):
     largest, clipped_from = FORMATS[dtype].largest, FORMATS[dtype].clipped_from
     inside, outside = 0.5 * (largest + clipped_from), 1.01 * clipped_from
-    x = 0.25 * jnp.array([0.0, inside, -inside, outside, -outside, jnp.inf])
+    x = 0.25 * put([0.0, inside, -inside, outside, -outside, jnp.inf])
     dy = np.arange(1, 7, dtype=np.float32)
 
     @jax.jit
@@ -314,7 +315,7 @@ def test_gradient_of_fake_quantize_is_zero_where_it_clips(dtype):
 
 
 def test_gradient_of_fake_quantize_with_a_zero_point():
-    x = jnp.array([-236.0, -227.0, 0.0, 27.0, 29.0])
+    x = put([-236.0, -227.0, 0.0, 27.0, 29.0])
     dx = jax.grad(lambda x: jaxfused.fake_quantize(x, axis=0, scale=1.0, zero_point=100).sum())(x)
     np.testing.assert_array_equal(dx, [0, 1, 1, 1, 0])
 

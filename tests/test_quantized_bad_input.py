@@ -1,5 +1,6 @@
 """What quantised operators do with arrays put together wrongly, bad scales, zeros and saturation."""
 
+import functools
 from dataclasses import replace
 
 import chex
@@ -9,43 +10,80 @@ import numpy as np
 import pytest
 
 import jaxfused
+from tests.arrays import put
 from tests.test_modules import normal
 
-W = jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, symmetric=False)
-COLUMNS = jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, layout="columns")
-INT8 = jaxfused.quantize(normal(0, 256, 8))
+
+# Made by the tests that need them: pytest has every process import this file.
+@functools.cache
+def int4():
+    return jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, symmetric=False)
+
+
+@functools.cache
+def columns():
+    return jaxfused.quantize(normal(0, 256, 8), "int4", group_size=64, layout="columns")
+
+
+@functools.cache
+def int8():
+    return jaxfused.quantize(normal(0, 256, 8))
 
 
 @pytest.mark.parametrize(
-    ("w", "message"),
+    ("whole", "change", "message"),
     [
-        (replace(W, scale=W.scale[:3]), r"w.scale has shape \(3, 8\), but w has shape \(256, 8\)"),
-        (replace(W, scale=W.scale[:, :7]), r"w.scale has shape \(4, 7\)"),
-        (replace(W, scale=W.scale[0]), r"w.scale has shape \(8,\)"),
-        (replace(W, scale=W.scale[:0], zero_point=W.zero_point[:0]), r"w.scale has shape \(0, 8\)"),
-        (replace(W, zero_point=W.zero_point[:2]), r"w.zero_point has shape \(2, 8\), but w.scale"),
         (
-            replace(W, values=W.values.astype(jnp.int16)),
+            int4,
+            lambda w: dict(scale=w.scale[:3]),
+            r"w.scale has shape \(3, 8\), but w has shape \(256",
+        ),
+        (int4, lambda w: dict(scale=w.scale[:, :7]), r"w.scale has shape \(4, 7\)"),
+        (int4, lambda w: dict(scale=w.scale[0]), r"w.scale has shape \(8,\)"),
+        (
+            int4,
+            lambda w: dict(scale=w.scale[:0], zero_point=w.zero_point[:0]),
+            r"w.scale has shape \(0, 8\)",
+        ),
+        (
+            int4,
+            lambda w: dict(zero_point=w.zero_point[:2]),
+            r"w.zero_point has shape \(2, 8\), but w.scale",
+        ),
+        (
+            int4,
+            lambda w: dict(values=w.values.astype(jnp.int16)),
             "w.values has dtype int16, not one of int8",
         ),
-        (replace(W, values=W.values.astype(jnp.int32)), "layout 'rows' and values of int32"),
-        (replace(W, layout="columns"), "whose int4 are int32; pass what jaxfused.quantize returns"),
-        (replace(W, layout="tiles"), "layout 'tiles' and values of uint8"),
-        (replace(W, axis=0), "w.axis is 0, but .* counted from the last"),
-        (replace(W, axis=-3), "w.axis is -3"),
-        (replace(COLUMNS, axis=-1), "layout 'columns', axis -1"),
         (
-            replace(COLUMNS, values=COLUMNS.values[:, :20]),
+            int4,
+            lambda w: dict(values=w.values.astype(jnp.int32)),
+            "layout 'rows' and values of int32",
+        ),
+        (
+            int4,
+            lambda w: dict(layout="columns"),
+            "whose int4 are int32; pass what jaxfused.quantize returns",
+        ),
+        (int4, lambda w: dict(layout="tiles"), "layout 'tiles' and values of uint8"),
+        (int4, lambda w: dict(axis=0), "w.axis is 0, but .* counted from the last"),
+        (int4, lambda w: dict(axis=-3), "w.axis is -3"),
+        (columns, lambda w: dict(axis=-1), "layout 'columns', axis -1"),
+        (
+            columns,
+            lambda w: dict(values=w.values[:, :20]),
             "20 words of int4 in a row.* blocks of 16",
         ),
-        (replace(INT8, values=INT8.values[:250]), r"x has 256 features"),
+        (int8, lambda w: dict(values=w.values[:250]), r"x has 256 features"),
         (
-            replace(INT8, values=INT8.values[..., None]),
+            int8,
+            lambda w: dict(values=w.values[..., None]),
             r"w.scale has shape \(1, 8\), but w has shape",
         ),
     ],
 )
-def test_parts_that_do_not_belong_together(w, message):
+def test_parts_that_do_not_belong_together(whole, change, message):
+    w = replace(whole(), **change(whole()))
     with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}|{message}"):
         jaxfused.quantized_matmul(normal(1, 3, 256), w)
 
@@ -53,7 +91,7 @@ def test_parts_that_do_not_belong_together(w, message):
 def test_parts_of_a_quantised_x_and_of_a_convolution():
     x = jaxfused.quantize_rows(normal(1, 3, 256))
     with pytest.raises(ValueError, match=r"x.scale has shape \(3,\)"):
-        jaxfused.quantized_matmul(replace(x, scale=x.scale[:, 0]), INT8)
+        jaxfused.quantized_matmul(replace(x, scale=x.scale[:, 0]), int8())
     images = jaxfused.quantize(normal(1, 2, 5, 5, 16), axis=-1, per_tensor=True)
     w = jaxfused.quantize(normal(0, 144, 8))
     with pytest.raises(ValueError, match=r"w.scale has shape \(5, 8\)"):
@@ -65,7 +103,7 @@ def test_parts_of_a_quantised_x_and_of_a_convolution():
 @pytest.mark.parametrize("bad", [0.0, -1.0, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
 def test_scales_that_nothing_can_be_divided_by(bad, dtype):
-    x, scale = normal(0, 4, 3), jnp.array([[1.0, bad, 1.0]])
+    x, scale = normal(0, 4, 3), put([[1.0, bad, 1.0]])
     for function in (jaxfused.quantize, jaxfused.fake_quantize):
         with pytest.raises(ValueError, match=rf"scale has the value {bad!r}.*positive, finite"):
             function(x, dtype, scale=scale)
@@ -75,7 +113,7 @@ def test_scales_that_nothing_can_be_divided_by(bad, dtype):
 
 
 def test_nan_scales_make_their_group_nan():
-    w = replace(W, scale=W.scale.at[1, 2].set(jnp.nan))
+    w = replace(int4(), scale=int4().scale.at[1, 2].set(jnp.nan))
     dequantised = w.dequantize()
     assert np.isnan(dequantised[64:128, 2]).all()
     assert np.isnan(dequantised).sum() == 64

@@ -19,6 +19,7 @@ from pallas_kernels.conv.conv import (
     quantized_forward,
 )
 from pallas_kernels.conv.window import Window
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.test_modules import normal
@@ -28,8 +29,9 @@ LETTERS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "
 
 def float64_conv(x, kernel, bias, residual, activation, **options):
     """The plain convolution in float64."""
-    with jax.enable_x64(True):
-        x, kernel = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, kernel))
+
+    @jax.jit
+    def convolved(x, kernel, bias, residual):
         y = jax.lax.conv_general_dilated(
             x,
             kernel,
@@ -39,9 +41,12 @@ def float64_conv(x, kernel, bias, residual, activation, **options):
             rhs_dilation=options.get("kernel_dilation"),
             dimension_numbers=LETTERS[x.ndim - 2],
         )
-        y = y if bias is None else y + np.asarray(bias, np.float64)
-        y = y if residual is None else y + np.asarray(residual, np.float64)
-        return np.asarray(activate(activation, y))
+        y = y if bias is None else y + bias
+        return activate(activation, y if residual is None else y + residual)
+
+    with jax.enable_x64(True):
+        arrays = jax.tree.map(lambda a: np.asarray(a, np.float64), (x, kernel, bias, residual))
+        return np.asarray(convolved(*arrays))
 
 
 def quantized_weights(kernel, dtype="int8", **options):
@@ -120,11 +125,13 @@ def test_gradients():
         y = jaxfused.conv(x, kernel, bias, residual=residual, activation="gelu_tanh")
         return jnp.square(y).sum()
 
-    actual, expected = (jax.grad(f, (0, 1, 2))(x, bias, residual) for f in (ours, plain))
+    actual, expected = (jax.jit(jax.grad(f, (0, 1, 2)))(x, bias, residual) for f in (ours, plain))
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
-    frozen = jax.grad(
-        lambda scale: jnp.sum(
-            jaxfused.quantized_conv(x, QuantizedArray(w.values, scale, None, -2), kernel_size=3)
+    frozen = jax.jit(
+        jax.grad(
+            lambda scale: jnp.sum(
+                jaxfused.quantized_conv(x, QuantizedArray(w.values, scale, None, -2), kernel_size=3)
+            )
         )
     )(w.scale)
     np.testing.assert_array_equal(frozen, jnp.zeros_like(w.scale))
@@ -222,13 +229,14 @@ def test_lowers_for_a_gpu(channels, hopper):
             dict(w=jnp.ones((144, 8))),
             "w has to be a QuantizedArray .* ArrayImpl; pass jaxfused.quantize",
         ),
-        (dict(w=jaxfused.quantize(jnp.ones((144, 8)), axis=-1)), "it has axis -1"),
+        # Arrays are quantised by the test, not by each process that imports this file.
+        (lambda: dict(w=jaxfused.quantize(jnp.ones((144, 8)), axis=-1)), "it has axis -1"),
         (
-            dict(x=jaxfused.quantize_rows(jnp.ones((2, 5, 6, 16)))),
+            lambda: dict(x=jaxfused.quantize_rows(jnp.ones((2, 5, 6, 16)))),
             "a scale of shape .* sums over pixels",
         ),
         (
-            dict(
+            lambda: dict(
                 x=jaxfused.quantize(
                     jnp.ones((2, 5, 6, 16)), axis=-1, per_tensor=True, symmetric=False
                 )
@@ -244,7 +252,7 @@ def test_lowers_for_a_gpu(channels, hopper):
 )
 def test_errors(change, message):
     x, w, _ = int8_operands((2, 5, 6, 16), (3, 3), 8)
-    options = dict(x=x, w=w, kernel_size=3) | change
+    options = dict(x=x, w=w, kernel_size=3) | (change() if callable(change) else change)
     with pytest.raises(ValueError, match=message):
         jaxfused.quantized_conv(
             options.pop("x"), options.pop("w"), options.pop("bias", None), **options
@@ -285,10 +293,10 @@ SMALL = ConvConfig(tile_m=64, tile_n=64, stages=2, epilogue_columns=32, turns_we
 def check_config(channels, features, config, strides=(1, 1)):
     """Sums of integers are exact in every plan, and the scales and the bias are added in float32."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-127, 128, (3, 8, 10, channels)), jnp.int8)
-    w = jnp.asarray(rng.integers(-127, 128, (3, 3, channels, features)), jnp.int8)
-    scale = jnp.asarray(rng.integers(1, 5, features) / 64.0, jnp.float32)
-    bias = jnp.asarray(rng.integers(-99, 99, features), jnp.float32)
+    x = put(rng.integers(-127, 128, (3, 8, 10, channels)), jnp.int8)
+    w = put(rng.integers(-127, 128, (3, 3, channels, features)), jnp.int8)
+    scale = put(rng.integers(1, 5, features) / 64.0, jnp.float32)
+    bias = put(rng.integers(-99, 99, features), jnp.float32)
     window = Window((3, 3), ((1, 1), (1, 0)), strides, (1, 1))
     y = jax.jit(
         lambda x, w: quantized_forward(

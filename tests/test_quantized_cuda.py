@@ -16,6 +16,7 @@ from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.cuda import quantized_matmul as kernel
 from jaxfused.semantics.activation import activate
+from tests.arrays import put
 from tests.choices import chosen
 from tests.conftest import HOPPER
 from tests.grids import parametrize
@@ -59,9 +60,9 @@ class Case:
 
     def operands(self, seed=0):
         rng = np.random.default_rng(seed)
-        w = jnp.asarray(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
+        w = put(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
         q = jaxfused.quantize(w, self.dtype, layout="columns", **self.options)
-        x = jnp.asarray(rng.normal(size=(self.m, self.k)), jnp.float32)
+        x = put(rng.normal(size=(self.m, self.k)), jnp.float32)
         is_quantized = self.x_dtype == self.dtype
         if is_quantized:
             x = jaxfused.quantize(x, self.dtype, axis=-1, group_size=self.options.get("group_size"))
@@ -69,8 +70,8 @@ class Case:
             x = x.astype(self.x_dtype)
         if self.plain:
             return x, q, None, None
-        bias = jnp.asarray(rng.normal(size=self.n), jnp.float32)
-        return x, q, bias, jnp.asarray(rng.normal(size=(self.m, self.n)), jnp.bfloat16)
+        bias = put(rng.normal(size=self.n), jnp.float32)
+        return x, q, bias, put(rng.normal(size=(self.m, self.n)), jnp.bfloat16)
 
     def run(self, x, q, bias, residual, implementation="cuda"):
         return jaxfused.quantized_matmul(

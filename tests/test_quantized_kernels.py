@@ -23,6 +23,7 @@ from pallas_kernels.product.quantized import Packed
 from pallas_kernels.rows import quantize as rows_kernel
 from pallas_kernels.rows import rounding
 from tests import mosaic_interpreter
+from tests.arrays import put
 from tests.choices import chosen
 from tests.grids import parametrize
 from tests.lowering import kernels, lowered
@@ -61,13 +62,13 @@ class Case:
 
     def operands(self, seed=0):
         rng = np.random.default_rng(seed)
-        w = jnp.asarray(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
-        x = jnp.asarray(rng.normal(size=(self.m, self.k)), self.x_dtype)
+        w = put(rng.normal(size=(self.k, self.n)) * self.k**-0.5 + 0.01, jnp.float32)
+        x = put(rng.normal(size=(self.m, self.k)), self.x_dtype)
         q = jaxfused.quantize(w, self.dtype, layout="columns", **self.options)
         if self.plain:
             return x, q, None, None
-        bias = jnp.asarray(rng.normal(size=self.n), jnp.float32)
-        return x, q, bias, jnp.asarray(rng.normal(size=(self.m, self.n)), self.x_dtype)
+        bias = put(rng.normal(size=self.n), jnp.float32)
+        return x, q, bias, put(rng.normal(size=(self.m, self.n)), self.x_dtype)
 
     def run(self, x, q, bias, residual):
         y, z = quantized.forward(
@@ -148,9 +149,11 @@ def test_kernels_lower_for_cuda(case):
     assert kernels(case.run, *operands) == ["quantized_linear" + suffix]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn"])
-@pytest.mark.parametrize("m", [1, 64])
-@pytest.mark.exhaustive
+@parametrize(
+    ("dtype", "m"),
+    [(d, m) for m in (1, 64) for d in ("int8", "int4", "float8_e4m3fn")],
+    quick=(),
+)
 def test_all_configs_of_few_rows_lower_for_cuda(dtype, m):
     options = {"group_size": 128} if dtype == "int4" else {}
     case = Case(m, 4096, 1024, None, dtype, options)
@@ -172,17 +175,17 @@ def test_all_configs_of_few_rows_lower_for_cuda(dtype, m):
 @parametrize(("dtype", "options"), [("int4", {"group_size": 128}), ("int8", {})], quick=(), ids=str)
 def test_gated_unit_in_the_interpreter(dtype, options):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(9, 256)), jnp.bfloat16)
+    x = put(rng.normal(size=(9, 256)), jnp.bfloat16)
     gate, up = (
         jaxfused.quantize(
-            jnp.asarray(rng.normal(size=(256, 72)) / 16, jnp.float32),
+            put(rng.normal(size=(256, 72)) / 16, jnp.float32),
             dtype,
             layout="columns",
             **options,
         )
         for _ in range(2)
     )
-    b_gate, b_up = (jnp.asarray(rng.normal(size=72), jnp.float32) for _ in range(2))
+    b_gate, b_up = (put(rng.normal(size=72), jnp.float32) for _ in range(2))
 
     @jax.jit
     def run(x, gate, up):
@@ -205,7 +208,7 @@ def test_gated_unit_in_the_interpreter(dtype, options):
 @parametrize("layout", ["columns", "rows"], quick=(0,))
 def test_gated_mlp_of_quantized_kernels(layout, interpreted):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 3, 128)), jnp.bfloat16)
+    x = put(rng.normal(size=(2, 3, 128)), jnp.bfloat16)
     rule = jaxfused.QuantizationRule("", "int4", group_size=64, layout=layout)
 
     def run(x, implementation):
@@ -215,7 +218,7 @@ def test_gated_mlp_of_quantized_kernels(layout, interpreted):
         y, vjp = jax.vjp(jaxfused.quantize_params(model, [rule]), x)
         return y, *vjp(y)
 
-    actual, expected = run(x, None), run(x, "xla")
+    actual, expected = (jax.jit(run, static_argnums=1)(x, name) for name in (None, "xla"))
     stages = chosen(functools.partial(run, implementation=None), x)
     wanted = {"columns": "pallas", "rows": None}[layout]
     assert stages.get("quantized_matmul gated unit") == wanted
@@ -275,7 +278,7 @@ def test_gradient_lowers_for_cuda(case):
 
 def both(m, k, n, dtype, group_size=None):
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((m, k), (k, n)))
+    x, w = (put(rng.normal(size=size), jnp.float32) for size in ((m, k), (k, n)))
     q = jaxfused.quantize(x, dtype, axis=-1, group_size=group_size)
     return q, jaxfused.quantize(w / k**0.5, dtype, group_size=group_size, layout="columns")
 

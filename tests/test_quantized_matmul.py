@@ -7,6 +7,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.quantized_matmul import CASES
 from tests.transforms import assert_transforms
 
@@ -52,7 +53,7 @@ def test_quantized_inputs(case, x_dtype):
     truth = np.matmul(*(np.asarray(a, np.float64) for a in factors))
     truth = truth if bias is None else truth + bias
     with jax.enable_x64(True):
-        truth = np.asarray(activate(case.activation, jnp.asarray(truth)))
+        truth = np.asarray(activate(case.activation, put(truth)))
     truth = truth if residual is None else truth + residual
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, truth, atol=2e-6)
@@ -191,7 +192,7 @@ def test_scan_over_stacked_layers():
         return x.sum()
 
     value, dx = jax.jit(jax.value_and_grad(loss))(x)
-    expected, expected_dx = jax.value_and_grad(unrolled)(x)
+    expected, expected_dx = jax.jit(jax.value_and_grad(unrolled))(x)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(dx, expected_dx, atol=1e-6)
 
@@ -211,19 +212,25 @@ def test_derivatives_of_both_orders():
         )
 
 
-_W = jaxfused.quantize(jnp.ones((4, 6)))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"w": jnp.ones((4, 6))}, r"w is a .*pass jaxfused.quantize\(w\)"),
-        ({"w": jaxfused.quantize(jnp.ones((4, 6)), axis=-1)}, "w was quantised along axis -1"),
-        ({"x": jaxfused.quantize(jnp.ones((2, 4)))}, r"x was quantised .*quantize_rows\(x\)"),
-        ({"x": jaxfused.quantize_rows(jnp.ones((2, 3)))}, r"w has shape \(4, 6\), but x has 3"),
+        (
+            lambda: {"w": jaxfused.quantize(jnp.ones((4, 6)), axis=-1)},
+            "w was quantised along axis -1",
+        ),
+        (
+            lambda: {"x": jaxfused.quantize(jnp.ones((2, 4)))},
+            r"x was quantised .*quantize_rows\(x\)",
+        ),
+        (
+            lambda: {"x": jaxfused.quantize_rows(jnp.ones((2, 3)))},
+            r"w has shape \(4, 6\), but x has 3",
+        ),
         ({"x": jnp.ones(())}, r"x has shape \(\)"),
         ({"x": jnp.ones((2, 4), int)}, "x has dtype int32"),
-        ({"w": jaxfused.quantize(jnp.ones((2, 4, 6)))}, r"w has shape \(2, 4, 6\)"),
+        (lambda: {"w": jaxfused.quantize(jnp.ones((2, 4, 6)))}, r"w has shape \(2, 4, 6\)"),
         ({"bias": jnp.ones(4)}, r"bias has shape \(4,\)"),
         ({"bias": jnp.ones(6, int)}, "bias has dtype int32"),
         ({"residual": jnp.ones((2, 4))}, r"residual has shape \(2, 4\).*\(2, 6\)"),
@@ -234,8 +241,11 @@ _W = jaxfused.quantize(jnp.ones((4, 6)))
     ],
 )
 def test_errors(change, message):
+    # Arrays are quantised here, not by each process that imports this file.
+    change = change() if callable(change) else change
+    arguments = {"x": jnp.ones((2, 4)), "w": jaxfused.quantize(jnp.ones((4, 6)))} | change
     with pytest.raises(ValueError, match=f"quantized_matmul: .*{message}"):
-        jaxfused.quantized_matmul(**({"x": jnp.ones((2, 4)), "w": _W} | change))
+        jaxfused.quantized_matmul(**arguments)
 
 
 def test_refuses_sums_that_int32_cannot_hold():

@@ -14,6 +14,7 @@ import jaxfused.nnx
 from jaxfused import dispatch
 from jaxfused.ops import dense_conv
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.conv import DENSE_CASES, DEPTHWISE_CASES, TILED_CASES, Case
 from tests.grids import parametrize
 from tests.lowering import kernels
@@ -77,7 +78,7 @@ def test_the_kernel_in_the_interpreter(size, interpreted_hopper):
     """Small integers, whose sums are the same in whatever order they are added."""
     rng = np.random.default_rng(0)
     dz, w, other, x = (
-        jnp.asarray(rng.integers(-2, 3, size=shape), jnp.bfloat16)
+        put(rng.integers(-2, 3, size=shape), jnp.bfloat16)
         for shape in ((1, 5, 7, 64), (size, size, 64, 64), (1, 5, 7, 64), (1, 5, 7, 64))
     )
     padding = ((size // 2, size // 2),) * 2
@@ -94,8 +95,7 @@ def test_the_kernel_in_the_interpreter(size, interpreted_hopper):
     np.testing.assert_array_equal(run("pallas"), run("xla"))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", JOINED_CASES, ids=str)
+@parametrize("case", JOINED_CASES, quick=())
 def test_in_the_interpreter(case, interpreted_hopper):
     with dispatch.recorded() as choices:
         args = rectified_arguments(case, jnp.bfloat16)

@@ -14,9 +14,10 @@ import jaxfused
 from jaxfused import cuda
 from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.rope import CASES, Case
 from tests.choices import skip_where_it_cannot_run
-from tests.grids import parametrize
+from tests.grids import pairwise, parametrize
 from tests.lowering import kernels
 from tests.transforms import assert_transforms
 
@@ -187,8 +188,13 @@ def test_pallas_does_not_race():
 
 
 @pytest.mark.usefixtures("hopper")
-@parametrize("dtype", ["float32", "bfloat16", "float16"], quick=(1,))
-@parametrize("case", [case for case in KERNEL_CASES if not case.interleaved], quick=(3, 5))
+@parametrize(
+    ("case", "dtype"),
+    pairwise(
+        [case for case in KERNEL_CASES if not case.interleaved], ["bfloat16", "float32", "float16"]
+    ),
+    quick=(9, 15),
+)
 def test_pallas_lowers_for_cuda(case, dtype):
     skip_unless_supported(case, dtype, "pallas")
     f = fused_rope(case, "pallas")
@@ -211,7 +217,7 @@ def test_scores_depend_on_distance_alone(interleaved):
 
 def test_offset_is_a_first_position():
     q = jax.random.normal(jax.random.key(0), (2, 3, 1, 8))
-    expected = jaxfused.rope(q, positions=jnp.array([[4, 5, 6], [9, 10, 11]]))
+    expected = jaxfused.rope(q, positions=put([[4, 5, 6], [9, 10, 11]]))
     np.testing.assert_array_equal(jaxfused.rope(q, offset=jnp.array([4, 9])), expected)
     np.testing.assert_array_equal(jaxfused.rope(q, offset=4)[0], expected[0])
     step = jax.jit(lambda q, offset: jaxfused.rope(q, offset=offset))

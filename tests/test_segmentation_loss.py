@@ -12,7 +12,9 @@ import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.reference.segmentation_loss import LossOptions, PixelOptions
 from tests.against_float64 import assert_values_and_gradients
+from tests.arrays import put
 from tests.cases.segmentation_loss import CASES, Case
+from tests.grids import parametrize
 from tests.transforms import assert_transforms
 
 pytestmark = pytest.mark.exhaustive
@@ -99,8 +101,8 @@ def test_cross_entropy_alone_against_optax(pixels, classes, seed):
 
 
 def test_dice_of_certain_predictions():
-    labels = jnp.array([[[1, 1], [0, 0]], [[1, 1], [0, 0]]])
-    predicted = jnp.array([[[1, 0], [1, 0]], [[1, 1], [0, 0]]])
+    labels = put([[[1, 1], [0, 0]], [[1, 1], [0, 0]]])
+    predicted = put([[[1, 0], [1, 0]], [[1, 1], [0, 0]]])
     logits = 100.0 * (2.0 * predicted - 1.0)
     options = dict(cross_entropy_weight=0.0, smooth=1e-6, reduction="none")
     expected = [1 - 2 * 1 / (2 + 2), 0.0]
@@ -140,7 +142,7 @@ def test_image_that_is_ignored_has_no_loss_and_no_gradient(classes):
 
 
 def test_class_that_does_not_exist_gives_nan():
-    labels = jnp.array([[0, 1], [1, 3]])
+    labels = put([[0, 1], [1, 3]])
     losses = jaxfused.segmentation_loss(jnp.zeros((2, 2, 3)), labels, reduction="none")
     np.testing.assert_array_equal(np.isnan(losses), [False, True])
 
@@ -277,8 +279,11 @@ MANY_MASKS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", MANY_MASKS, ids=str)
+@parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in MANY_MASKS for dtype in ("float32", "bfloat16")],
+    quick=(),
+)
 def test_many_masks_have_their_gradient_at_once(stand_ins, case, dtype):
     labels = case.labels()
 

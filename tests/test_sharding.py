@@ -6,6 +6,7 @@ this file runs itself in a process of its own.
 """
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ from jaxfused import cuda, ops, reference, sharding
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests import test_cross_entropy_kernels as cross_entropy_stand_ins
+from tests.arrays import put
 from tests.grids import parametrize
 
 DEVICES = 8
@@ -48,7 +50,8 @@ def test_on_eight_devices(selection):
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-m", selection, __file__],
+        # Those that are not skipped here have no need of several devices, and run in the other process.
+        [*command, "-m", f"skipif and {selection}", __file__],
         env=environment,
         capture_output=True,
         text=True,
@@ -865,7 +868,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
     monkeypatch.setattr(ops.weight_gradient.pallas_weight_gradient, "weight_gradient", kernel)
     rng = np.random.default_rng(0)
     x, dy = (
-        jnp.asarray(rng.integers(-3, 4, size=(8, 3 if "sequence" not in x_spec else 12, n)))
+        put(rng.integers(-3, 4, size=(8, 3 if "sequence" not in x_spec else 12, n)))
         for n in (32, 64)
     )
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
@@ -1630,16 +1633,23 @@ def fp8_gradients(x, w1, b1, w2, b2):
     return y, *gradients
 
 
+@functools.cache
+def fp8_on_one_device():
+    return jax.jit(fp8_gradients)(*fp8_operands())
+
+
 def assert_same_fp8(actual):
-    wanted = jax.jit(fp8_gradients)(*fp8_operands())
-    for a, b in zip(actual, wanted, strict=True):
+    for a, b in zip(actual, fp8_on_one_device(), strict=True):
         # The order of a sum decides between neighbouring float8 now and then.
         assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b)
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-@pytest.mark.parametrize("spec", (P("data"), P("data", "sequence")), ids=str)
+@parametrize(
+    ("axis_type", "spec"),
+    list(itertools.product((AxisType.Auto, AxisType.Explicit), (P("data"), P("data", "sequence")))),
+    quick=(1, 2),
+)
 def test_fp8_has_one_scale_for_all_shards(axis_type, spec):
     mesh = make_mesh(axis_type, axis_type)
     placed = place(mesh, (spec, *[SHARED] * 4), fp8_operands())
@@ -1649,7 +1659,7 @@ def test_fp8_has_one_scale_for_all_shards(axis_type, spec):
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@parametrize("axis_type", (AxisType.Auto, AxisType.Explicit), quick=(1,))
 def test_fp8_of_split_weights(axis_type):
     mesh = make_mesh(axis_type, axis_type)
     specs = (P("data"), P(None, "sequence"), P("sequence"), P("sequence"), SHARED)

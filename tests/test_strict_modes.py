@@ -19,7 +19,7 @@ import jaxfused
 import jaxfused.linen
 import jaxfused.nnx
 from tests import optimizer_kernels
-from tests.grids import parametrize
+from tests.grids import pairwise, parametrize
 from tests.lowering import lowered
 
 pytestmark = pytest.mark.exhaustive
@@ -438,17 +438,11 @@ def quantised_input(dtype):
 
 
 # bfloat16 beside float32 parameters with 32 bits; float64 beside float32 parameters with 64.
-each_mode = pytest.mark.parametrize(
-    ("x64", "dtype"), [(False, "bfloat16"), (True, "float64")], ids=["32", "64"]
-)
+MODES = ((False, "bfloat16"), (True, "float64"))
+NAMES_AND_MODES = [(name, *mode) for name in FUNCTIONS for mode in MODES]
 
 
-NAMES_AND_MODES = [
-    (name, *mode) for name in FUNCTIONS for mode in ((False, "bfloat16"), (True, "float64"))
-]
-
-
-# `make test` runs each function in one mode, and each mode with every other function.
+# `make test-all` runs each function in one mode, and each mode with every other function.
 @parametrize(
     ("name", "x64", "dtype"),
     NAMES_AND_MODES,
@@ -594,17 +588,21 @@ def linen_gradients(name, dtype, x):
     return gradients(f, params, x)
 
 
-@each_mode
-@pytest.mark.parametrize("run", [nnx_gradients, linen_gradients], ids=["nnx", "linen"])
-@pytest.mark.parametrize("name", MODULES)
-def test_module(name, run, x64, dtype):
+@parametrize(
+    ("name", "run", "mode"),
+    pairwise([*MODULES], [nnx_gradients, linen_gradients], MODES),
+    quick=(),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_module(name, run, mode):
+    x64, dtype = mode
     with strictly(x64):
         x = normal(0, *MODULES[name][-1])
         leaves = jax.tree.leaves(run(name, jnp.dtype(dtype), x))
     assert all(np.isfinite(np.asarray(a, np.float64)).all() for a in leaves)
 
 
-@each_mode
+@pytest.mark.parametrize(("x64", "dtype"), MODES)
 def test_quantize_params(x64, dtype):
     with strictly(x64):
         module = jaxfused.nnx.MLP(D, 32, dtype=jnp.dtype(dtype), rngs=flax.nnx.Rngs(0))
@@ -612,10 +610,13 @@ def test_quantize_params(x64, dtype):
         assert jnp.isfinite(module(normal(0, B, T, D))).all()
 
 
-@each_mode
-@pytest.mark.parametrize("name", ["adam", "adamw", "adamw8bit", "lamb", "lion", "sgd"])
-@pytest.mark.parametrize("implementation", ["xla", "cuda"])
-def test_optimizer(monkeypatch, implementation, name, x64, dtype):
+@parametrize(
+    ("name", "implementation", "mode"),
+    pairwise(["adam", "adamw", "adamw8bit", "lamb", "lion", "sgd"], ["xla", "cuda"], MODES),
+    quick=(),
+)
+def test_optimizer(monkeypatch, implementation, name, mode):
+    x64, dtype = mode
     dtype = "float32" if implementation == "cuda" else dtype  # Kernels take no float64.
     with strictly(x64), optimizer_kernels.stood_in_for(monkeypatch):
         params = {"w": normal(0, 16, 256).astype(dtype), "b": normal(1, 3).astype(dtype)}
@@ -668,7 +669,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@parametrize("name", [*KERNELS], quick=())
 def test_kernels_lower(hopper, name):
     f, shapes = KERNELS[name]
     with strictly(x64=True):

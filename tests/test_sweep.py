@@ -24,6 +24,7 @@ from benchmarks.sweep import configs, judge, lowering, programs, report
 from examples.vit.model import ViTSize
 from jaxfused.__main__ import EXAMPLES
 from jaxfused.tuning.timing import split_at_markers
+from tests.arrays import put
 
 # --- the sweep: what is drawn ---------------------------------------------------------------------
 
@@ -144,9 +145,9 @@ def test_sweep_allows_twice_the_error_of_plain_and_a_unit(figures, wrong):
 
 
 def test_compare_sees_errors_and_misplaced_nans():
-    truth = jnp.array([1.0, 2.0, jnp.nan, -4.0])
-    ours = jnp.array([1.0, 2.5, 3.0, -4.0])
-    plain = jnp.array([1.25, 2.0, jnp.nan, -4.0])
+    truth = put([1.0, 2.0, jnp.nan, -4.0])
+    ours = put([1.0, 2.5, 3.0, -4.0])
+    plain = put([1.25, 2.0, jnp.nan, -4.0])
     np.testing.assert_array_equal(
         lowering.compare((ours, ours), (plain, plain), (truth, truth), strict=1),
         [[0.5, 0.25, 4.0, 1.0], [0.5 / 2, 0.25 / 2, 4.0, 1.0]],

@@ -15,6 +15,7 @@ from jaxfused import optim
 from jaxfused.ops.symmetric_product import symmetric_product
 from pallas_kernels.product import symmetric
 from pallas_kernels.product.mainloop import MatmulConfig
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels
 from tests.tolerances import assert_accurate
@@ -41,7 +42,7 @@ class Case:
         x = rng.integers(-3, 4, size=(self.batch, self.rows, self.columns))
         half = rng.integers(-3, 4, size=(self.batch, self.rows, self.rows))
         s = np.tril(half) + np.tril(half, -1).mT
-        return self.all_of(jnp.asarray(x, self.dtype), jnp.asarray(s, self.dtype))
+        return self.all_of(put(x, self.dtype), put(s, self.dtype))
 
     def all_of(self, x: Any, s: Any) -> list[Any]:
         """x, y, S and the coefficients, None for what is absent."""
@@ -56,7 +57,7 @@ class Case:
             config=self.config,
         )
         operands = self.operands()
-        expected = jnp.asarray(by_definition(*operands, np.float64, np), jnp.float32)
+        expected = put(by_definition(*operands, np.float64, np), jnp.float32)
         if self.is_factor:
             rounded = rounded_to_tf32(expected)
             assert (rounded != expected).any()
@@ -189,7 +190,7 @@ def test_accurate_with_its_gradient(case, interpreted_hopper):
             return jnp.sum(z.astype(weights.dtype) * weights), z
 
         present = [operands[index] for index in given]
-        grads, z = jax.grad(loss, argnums=range(len(given)), has_aux=True)(*present)
+        grads, z = jax.jit(jax.grad(loss, argnums=range(len(given)), has_aux=True))(*present)
         return [z, *grads]
 
     plain = both(lambda *o: by_definition(*o, jnp.float32).astype(case.dtype))

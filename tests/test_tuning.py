@@ -375,7 +375,8 @@ WITH_CONFIGS = [k for k in KERNELS if isinstance(k[0], kernel_call.HasConfigs)]
 @parametrize(
     "kernel_and_operands",
     WITH_CONFIGS,
-    quick=(0, 2, 12, 20, 25, 27, 36),
+    # A row's statistics, a product with and without a norm after it, attention, gradients of weights.
+    quick=(2, 12, 27, 32, 36),
     ids=lambda kernel: kernel[0].name.replace(" ", "_"),
 )
 def test_configs_are_legal_and_the_first_is_the_default(device, kernel_and_operands):
@@ -637,7 +638,7 @@ def test_examples_fit_together(device):
     assert list(made.key_lengths) == [64, 64]
     assert np.all(np.diff(made.key_segments) >= 0) and np.all(made.explicit == 1)
     # The output and the log-sum-exp are the forward's.
-    output, saved = attention._Forward(options).run("xla", cpu, *made)
+    output, saved = jax.jit(lambda made: attention._Forward(options).run("xla", cpu, *made))(made)
     np.testing.assert_allclose(np.float32(examples[0]), np.float32(output), rtol=0.02, atol=0.02)
     np.testing.assert_allclose(examples[1], saved, rtol=1e-3, atol=1e-3)
 

@@ -16,13 +16,14 @@ from jaxfused.ops.weight_gradient import (
     weight_and_bias_gradients,
     weight_gradients,
 )
+from tests.arrays import put
 from tests.lowering import kernels
 
 H200 = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=132)
 
 
 def integers(*shape, dtype="bfloat16", seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, size=shape), dtype)
+    return put(np.random.default_rng(seed).integers(-3, 4, size=shape), dtype)
 
 
 def stage(*, count=1, sums_rows=False, side_by_side=False):

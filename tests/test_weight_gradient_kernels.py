@@ -16,6 +16,7 @@ from pallas_kernels.product.weight_gradient import (
     weight_gradient,
     why_unsupported,
 )
+from tests.arrays import put
 from tests.grids import parametrize
 from tests.lowering import kernels
 
@@ -36,7 +37,7 @@ class Case:
         """Small integers, whose sums float32 holds in whatever order they are added."""
         rng = np.random.default_rng(0)
         return [
-            jnp.asarray(rng.integers(-3, 4, size=(self.rows, width)), self.dtype)
+            put(rng.integers(-3, 4, size=(self.rows, width)), self.dtype)
             for width in (self.features, *self.widths)
         ]
 
@@ -57,7 +58,7 @@ class Case:
         assert (sums is not None) == self.sums
         for index, dy in enumerate(dys):
             x64, dy64 = (np.asarray(a, np.float64) for a in (x, dy))
-            expected = jnp.asarray(x64.T @ dy64, jnp.float32).astype(self.out_dtype)
+            expected = put(x64.T @ dy64, jnp.float32).astype(self.out_dtype)
             np.testing.assert_array_equal(
                 np.asarray(dws[index], np.float32), np.asarray(expected, np.float32)
             )

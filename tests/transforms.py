@@ -5,6 +5,9 @@ import warnings
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from tests.arrays import put
 
 
 def assert_transforms(f, *args):
@@ -24,9 +27,9 @@ def assert_transforms(f, *args):
 
     one = jax.jit(both)
     expected = one(*args)
-    other = jax.tree.map(lambda a: a[::-1] * 0.5, args)
-    batch = jax.tree.map(lambda *a: jnp.stack(a), args, other)
-    each = jax.tree.map(lambda *a: jnp.stack(a), expected, one(*other))
+    other = jax.tree.map(lambda a: put(0.5 * np.asarray(a)[::-1], a.dtype), args)
+    batch = jax.tree.map(lambda *a: put(np.stack(a)), args, other)
+    each = jax.tree.map(lambda *a: put(np.stack(a)), expected, one(*other))
     assert_same(jax.jit(jax.vmap(both))(*batch), each)
 
     remade = jax.jit(jax.grad(jax.checkpoint(loss), argnums=tuple(range(len(args)))))(*args)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
 from tests.cases.normal import normal
 
 
@@ -23,7 +23,7 @@ class Case:
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
         return (
-            jnp.asarray(rng.normal(0.5, size=self.shape), dtype),
+            put(rng.normal(0.5, size=self.shape), dtype),
             normal(rng, parameter_dtype, self.shape[-1]) if self.scale else None,
             normal(rng, parameter_dtype, self.shape[-1]) if self.bias else None,
             normal(rng, dtype, *self.shape) if self.residual else None,
@@ -33,7 +33,7 @@ class Case:
         """(mean, var) to normalise by in inference."""
         rng = np.random.default_rng(seed)
         mean = rng.normal(size=self.shape[-1])
-        return jnp.asarray(mean, dtype), jnp.asarray(rng.uniform(0.5, 2.0, mean.shape), dtype)
+        return put(mean, dtype), put(rng.uniform(0.5, 2.0, mean.shape), dtype)
 
 
 CASES = (

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
 from tests.cases.normal import normal
 
 
@@ -29,7 +29,7 @@ class Case:
         w = rng.normal(size=(*self.kernel, channels, self.features))
         return (
             normal(rng, dtype, *self.shape),
-            jnp.asarray(w / (channels * max(self.kernel)), w_dtype),
+            put(w / (channels * max(self.kernel)), w_dtype),
             normal(rng, w_dtype, self.features) if self.bias else None,
             None if self.residual_shape is None else normal(rng, dtype, *self.residual_shape),
         )

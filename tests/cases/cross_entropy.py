@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+
+from tests.arrays import put
 
 
 @dataclass(frozen=True)
@@ -24,20 +25,20 @@ class Case:
         rng = np.random.default_rng(seed)
         if self.soft:
             odds = np.exp(rng.normal(size=(*self.tokens, self.classes)))
-            return jnp.asarray(odds / odds.sum(-1, keepdims=True), dtype)
+            return put(odds / odds.sum(-1, keepdims=True), dtype)
         labels = rng.integers(self.classes, size=self.tokens, dtype=np.int32)
         if (ignore_index := self.options.get("ignore_index")) is not None:
             labels[rng.random(self.tokens) < 0.3] = ignore_index
-        return jnp.asarray(labels)
+        return put(labels)
 
     def logits(self, dtype, seed=1):
         rng = np.random.default_rng(seed)
-        return jnp.asarray(rng.normal(scale=3.0, size=(*self.tokens, self.classes)), dtype)
+        return put(rng.normal(scale=3.0, size=(*self.tokens, self.classes)), dtype)
 
     def token_weights(self, dtype, seed=2):
         if not self.weights:
             return None
-        return jnp.asarray(np.random.default_rng(seed).random(self.tokens), dtype)
+        return put(np.random.default_rng(seed).random(self.tokens), dtype)
 
     def linear_layer(self, dtype, seed=3):
         """(x, w, bias), scaled to give logits of order 1."""
@@ -45,8 +46,8 @@ class Case:
         w_dtype = dtype if self.w_dtype is None else self.w_dtype
         x = rng.normal(size=(*self.tokens, self.features))
         w = rng.normal(size=(self.features, self.classes)) * self.features**-0.5
-        bias = jnp.asarray(rng.normal(size=self.classes), w_dtype) if self.bias else None
-        return jnp.asarray(x, dtype), jnp.asarray(w, w_dtype), bias
+        bias = put(rng.normal(size=self.classes), w_dtype) if self.bias else None
+        return put(x, dtype), put(w, w_dtype), bias
 
 
 CASES = (

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
 from tests.cases.normal import normal
 
 
@@ -26,7 +26,7 @@ class Case:
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.parameter_dtype is None else self.parameter_dtype
         return (
-            jnp.asarray(rng.normal(0.5, size=self.shape), dtype),
+            put(rng.normal(0.5, size=self.shape), dtype),
             normal(rng, parameter_dtype, self.shape[-1]) if self.scale else None,
             normal(rng, parameter_dtype, self.shape[-1]) if self.bias else None,
             normal(rng, dtype, *self.shape) if self.residual else None,

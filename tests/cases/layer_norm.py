@@ -9,6 +9,7 @@ import numpy as np
 
 import jaxfused
 from jaxfused.semantics.activation import ACTIVATIONS, activate
+from tests.arrays import put
 
 
 class Inputs(NamedTuple):
@@ -84,7 +85,7 @@ class Case:
         row_scale = 2.0 ** random.uniform(-1, 1, (*self.shape[:-1], 1))
         arrays["x"] = (arrays["x"] + 0.5) * row_scale
         return jax.tree.map(
-            lambda shape, array: jnp.asarray(array.astype(shape.dtype)),
+            lambda shape, array: put(array.astype(shape.dtype)),
             self.shapes(dtype),
             Inputs(**arrays),
         )

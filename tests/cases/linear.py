@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,10 +27,10 @@ class Case:
         bias = rng.normal(size=self.out_features)
         residual = rng.normal(size=(*self.rows, self.out_features))
         return (
-            jnp.asarray(rng.normal(size=(*self.rows, self.features)), dtype),
-            jnp.asarray(w, parameter_dtype),
-            jnp.asarray(bias, parameter_dtype) if self.bias else None,
-            jnp.asarray(residual, dtype) if self.residual else None,
+            put(rng.normal(size=(*self.rows, self.features)), dtype),
+            put(w, parameter_dtype),
+            put(bias, parameter_dtype) if self.bias else None,
+            put(residual, dtype) if self.residual else None,
         )
 
 

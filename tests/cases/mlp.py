@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,12 +27,12 @@ class Case:
 
         def weight(inputs, outputs):
             w = rng.normal(size=(inputs, outputs)) * inputs**-0.5
-            return jnp.asarray(w, parameter_dtype)
+            return put(w, parameter_dtype)
 
-        x = jnp.asarray(rng.normal(size=(*self.rows, self.features)), dtype)
+        x = put(rng.normal(size=(*self.rows, self.features)), dtype)
         w1, w2 = weight(self.features, self.hidden), weight(self.hidden, self.out_features)
         b1, b2 = (weight(1, n)[0] if self.bias else None for n in (self.hidden, self.out_features))
-        residual = jnp.asarray(rng.normal(size=(*self.rows, self.out_features)), dtype)
+        residual = put(rng.normal(size=(*self.rows, self.out_features)), dtype)
         return x, w1, b1, w2, b2, residual if self.residual else None
 
     def gated_arguments(self, dtype, seed=0):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import put
+
 
 @dataclass(frozen=True)
 class Case:
@@ -26,12 +28,12 @@ class Case:
         rng = np.random.default_rng(seed)
         parameter_dtype = dtype if self.w_dtype is None else jnp.dtype(self.w_dtype)
         columns = (self.heads + 2 * self.key_heads) * self.head_size
-        x = jnp.asarray(rng.normal(size=(*self.rows, self.features)), dtype)
+        x = put(rng.normal(size=(*self.rows, self.features)), dtype)
         w = rng.normal(size=(self.features, columns)) * self.features**-0.5
         bias = rng.normal(size=columns) if self.bias else None
         scales = 1.0 + 0.1 * rng.normal(size=(2, self.head_size))
         parameters = (w, bias, *(scales if self.norm else (None, None)))
-        return x, *jax.tree.map(lambda a: jnp.asarray(a, parameter_dtype), parameters)
+        return x, *jax.tree.map(lambda a: put(a, parameter_dtype), parameters)
 
 
 CASES = (

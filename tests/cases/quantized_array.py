@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+
+from tests.arrays import put
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Case:
         """Columns of unlike scale, with a mean that is not zero."""
         rng = np.random.default_rng(seed)
         scale = 2.0 ** rng.uniform(-8, 8, self.shape[-1])
-        return jnp.asarray(rng.normal(0.3, size=self.shape) * scale, dtype)
+        return put(rng.normal(0.3, size=self.shape) * scale, dtype)
 
 
 CASES = (

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxfused
+from tests.arrays import put
 from tests.cases.normal import normal
 
 
@@ -31,7 +32,7 @@ class Case:
         bias = normal(rng, dtype, self.out_features) if self.bias else None
         residual = normal(rng, dtype, *self.rows, self.out_features) if self.residual else None
         quantize = jax.jit(lambda w: jaxfused.quantize(w, self.w_dtype, **self.w_options))
-        return (x, bias, residual), quantize(jnp.asarray(w, jnp.float32))
+        return (x, bias, residual), quantize(put(w, jnp.float32))
 
 
 CASES = (

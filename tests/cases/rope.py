@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
+
+from tests.arrays import put
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Case:
         """(q, k)."""
         rng = np.random.default_rng(seed)
         return tuple(
-            jnp.asarray(rng.normal(size=(*self.rows, heads, self.head_size)), dtype)
+            put(rng.normal(size=(*self.rows, heads, self.head_size)), dtype)
             for heads in (self.heads, self.key_heads)
         )
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+
+from tests.arrays import put
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,14 @@ class Case:
         labels = rng.integers(self.classes or 2, size=self.pixels, dtype=np.int32)
         if (ignore_index := self.options.get("ignore_index")) is not None:
             labels[rng.random(self.pixels) < 0.3] = ignore_index
-        return jnp.asarray(labels)
+        return put(labels)
 
     def arguments(self, dtype, seed=1):
         """(logits, weights)."""
         rng = np.random.default_rng(seed)
         shape = self.pixels if self.classes is None else (*self.pixels, self.classes)
-        logits = jnp.asarray(rng.normal(scale=3.0, size=shape), dtype)
-        return logits, jnp.asarray(rng.random(self.pixels), dtype) if self.weights else None
+        logits = put(rng.normal(scale=3.0, size=shape), dtype)
+        return logits, put(rng.random(self.pixels), dtype) if self.weights else None
 
 
 CASES = (
