@@ -113,7 +113,7 @@ def _kernels_need_not_be_named(monkeypatch):
     monkeypatch.setattr(dispatch, "UNMEASURED", frozenset())
 
 
-DIGITS_FLAGS = ("--epochs", "5", "--warmup-epochs", "1", "--held-out", "0.4")
+DIGITS_FLAGS = ("--epochs", "8", "--warmup-epochs", "1", "--held-out", "0.4")
 DIGITS_FLAGS += ("--checkpoint-every", "2")
 
 

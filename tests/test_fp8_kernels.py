@@ -75,7 +75,7 @@ def test_gated_mlp_in_the_interpreter(interpreted_hopper):
     assert_alike(*both_gradients(f, x, w_gate / 8, w_up / 8, w_down / 8))
 
 
-@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+@parametrize("activation", [None, "gelu_tanh"], quick=(1,))
 def test_linear_in_the_interpreter(activation, interpreted_hopper):
     x, w, bias, residual = arrays(3, (2, 72, 64), (64, 48), (48,), (2, 72, 48))
 

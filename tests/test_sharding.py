@@ -784,9 +784,12 @@ def stand_in_weight_gradient(x, dys, *, out_dtype, sums_rows, multiprocessors, c
 
 
 @on_eight_devices
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
-@pytest.mark.parametrize("split", ("length", "heads"))
-def test_qkv_projection(monkeypatch, hopper, axis_type, split):
+@parametrize(
+    ("split", "axis_type"),
+    list(itertools.product(("length", "heads"), (AxisType.Auto, AxisType.Explicit))),
+    quick=(0, 3),
+)
+def test_qkv_projection(monkeypatch, hopper, split, axis_type):
     kernels = ops.qkv_projection.pallas_qkv_projection
     monkeypatch.setattr(kernels, "forward", stand_in_projection)
     monkeypatch.setattr(kernels, "input_gradient", stand_in_input_gradient)
