@@ -1,6 +1,7 @@
 # make vit         train a Vision Transformer on real handwritten digits
 # make unet        train a U-Net to segment cell nuclei in a real micrograph
 # make test        lint, then the tests that need neither a GPU nor the CUDA library
+# make test-jax    those of them that another JAX may break, about a third
 # make test-all    the rest of what needs no GPU: whole grids, of which `make test` runs a few, races, and
 #                  the CUDA library where nvcc is
 # make test-emulated  the CUDA C kernels on the CPU, compiled as C++; slow; EMULATED_ARCHITECTURE
@@ -49,7 +50,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
+.PHONY: vit unet test test-jax test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
   lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
@@ -62,11 +63,14 @@ unet: $(INSTALLED)
 # compile twice what several workers, trainings or calls of this command run. JAX's version is part of
 # a compiled program's name there. XLA's older emitter of fusions, into one LLVM module a program,
 # compiles in less than half of the time of the newer one, which makes an MLIR context for each program.
+# Each worker has a core, for which further threads of NumPy's would only wait, and the processes that
+# tests start find Python's modules compiled.
 # A test that waits for ever ends its process, which prints the stacks of its threads; the others go on.
 # Without a GPU no kernel of the CUDA library runs: then it is compiled in less than half of the time, by
 # `make test-all`, and stays out of the checkout.
 TESTED_LIBRARY := $(if $(NVCC),$(if $(shell command -v nvidia-smi),ffi,ffi-quick))
-PYTEST_ON_CPU = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
+PYTEST_ON_CPU = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 \
+  JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
   XLA_FLAGS='--xla_cpu_parallel_codegen_split_count=1 \
   --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters' \
   JAX_COMPILATION_CACHE_DIR=$(abspath build/xla) JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
@@ -75,6 +79,13 @@ PYTEST_ON_CPU = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=true \
 
 test: lint
 	$(PYTEST_ON_CPU)
+
+# Kernels as they are lowered, transformations, shards, what is read from JAX's programs, and what has to be
+# Flax's. Collecting them imports all the others.
+OF_JAX := lower or kernel_call or test_fuse or sharding or modules or names or drop_in or remat or vmap \
+  or transforms
+test-jax: lint
+	$(PYTEST_ON_CPU) -k '$(OF_JAX)'
 
 # After `make test`, which has run what is not exhaustive.
 test-all: $(INSTALLED) $(TESTED_LIBRARY) docs

@@ -275,9 +275,10 @@ def test_lowers_with_dropout_in_float16(case):
     assert_lowers(case, jnp.float16, DROPOUT_RATE)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("keys", "size", "is_supported"),
     [(256, 64, True), (256, 72, False), (128, 128, True), (129, 128, False), (64, 136, False)],
+    quick=slice(1, None),
 )
 def test_all_that_is_supported_fits(keys, size, is_supported):
     case = Case("limits", 100, keys, head_size=size, batch=1)

@@ -11,6 +11,7 @@ import jaxfused
 import jaxfused.__main__ as command_line
 from jaxfused import cuda, dispatch
 from jaxfused.__main__ import faults, operators, report
+from tests.grids import parametrize
 
 CPU = dispatch.Device("cpu", "cpu", None, 0)
 DEVICES = [
@@ -33,7 +34,7 @@ def test_the_command_reports_on_this_machine():
     assert "layer_norm" in result.stdout and "runs on 'xla'" in result.stdout
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+@parametrize("device", DEVICES, quick=(0, 1, 3), ids=lambda device: device.name)
 def test_every_operator_and_implementation_is_accounted_for(device):
     listed = dict(operators(device))
     for name, function in vars(jaxfused).items():

@@ -1,5 +1,6 @@
 """fuse as a transformation: what it may be put around and into, what it reports and leaves alone."""
 
+import itertools
 import sys
 
 import chex
@@ -19,6 +20,7 @@ from jaxfused.fuse import report
 from jaxfused.fuse.recognisers import norm as norms
 from tests.arrays import put
 from tests.fused import assert_fuses, assert_left_alone, counts, fusion, normal
+from tests.grids import parametrize
 
 D, F = 16, 32
 
@@ -364,8 +366,11 @@ def linen_params(model, x):
     return jax.tree.unflatten(treedef, moved)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("causal", [False, True])
+@parametrize(
+    ("causal", "dtype"),
+    list(itertools.product([False, True], ["float32", "bfloat16"])),
+    quick=(1, 2),
+)
 def test_a_stock_linen_block(causal, dtype):
     x = normal(0, 2, 6, 32, dtype=dtype)
     tree = linen_params(LinenBlock(dtype), x)
@@ -409,7 +414,7 @@ class NnxBlock(nnx.Module):
         return x + self.down(nnx.silu(self.up(self.norm2(x))))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@parametrize("dtype", ["float32", "bfloat16"], quick=(0,))
 def test_a_stock_nnx_block(dtype):
     model, stock = (NnxBlock(dtype, nnx.Rngs(0)) for _ in range(2))
     x = normal(0, 2, 6, 32, dtype=dtype)

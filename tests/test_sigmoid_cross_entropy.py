@@ -8,6 +8,7 @@ from jax.test_util import check_grads
 import jaxfused
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
+from tests.grids import parametrize
 from tests.transforms import assert_transforms
 
 
@@ -49,15 +50,18 @@ def plain(
     return result.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("soft", "weights", "options"),
-    [
-        (False, False, {}),
-        (True, True, {"label_smoothing": 0.2, "reduction": "none"}),
-        (False, True, {"ignore_index": -1, "focal_gamma": 2.0, "focal_alpha": 0.25}),
-        (True, False, {"focal_gamma": 0.5, "reduction": "sum"}),
-    ],
+OPTIONS = (
+    (False, False, {}),
+    (True, True, {"label_smoothing": 0.2, "reduction": "none"}),
+    (False, True, {"ignore_index": -1, "focal_gamma": 2.0, "focal_alpha": 0.25}),
+    (True, False, {"focal_gamma": 0.5, "reduction": "sum"}),
+)
+
+
+@parametrize(
+    ("soft", "weights", "options", "dtype"),
+    [(*options, dtype) for dtype in ("float32", "bfloat16") for options in OPTIONS],
+    quick=(0, 1, 2, 3, 6),
 )
 def test_is_as_accurate_as_jax_numpy(soft, weights, options, dtype):
     ignored = options.get("ignore_index")

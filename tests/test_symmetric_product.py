@@ -91,7 +91,7 @@ INTERPRETED = (
 )
 
 
-@parametrize("case", INTERPRETED, quick=(0, 1, 6))
+@parametrize("case", INTERPRETED, quick=(0, 6))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
