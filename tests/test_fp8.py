@@ -237,8 +237,9 @@ def test_no_elements(shape):
 def test_each_entry_of_a_batch_has_its_own_scale():
     x, w = normal(0, (3, 16, 32)) * put([1.0, 1e3, 1e-3])[:, None, None], normal(1, (32, 16))
     f = lambda x: jaxfused.linear(x, w, activation="gelu_tanh", precision="fp8")  # noqa: E731
-    batched = jax.vmap(jax.value_and_grad(lambda x: f(x).sum()))(x)
-    one_by_one = [jax.value_and_grad(lambda x: f(x).sum())(entry) for entry in x]
+    one = jax.jit(jax.value_and_grad(lambda x: f(x).sum()))
+    batched = jax.jit(jax.vmap(one))(x)
+    one_by_one = [one(entry) for entry in x]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
     chex.assert_trees_all_close(batched, stacked, rtol=1e-6)
 
@@ -250,8 +251,8 @@ def test_checkpoint_and_scan():
     def loss(x, layer):
         return jax.lax.scan(lambda x, _: (layer(x), None), x, None, length=2)[0].sum()
 
-    plain = jax.grad(loss)(x, layer)
-    again = jax.grad(loss)(x, jax.checkpoint(layer))
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    plain, again = gradient(x, layer), gradient(x, jax.checkpoint(layer))
     chex.assert_trees_all_close(again, plain, rtol=1e-3, atol=1e-4)
 
 
@@ -328,8 +329,9 @@ def test_the_block_of_linen_trains():
 def test_the_history_rolls():
     state, w = jaxfused.Fp8State.zeros("linear", calls=3), jnp.full((16, 16), 0.5)
     f = lambda x, w, state: jaxfused.linear(x, w, precision=state).sum()  # noqa: E731
+    step = jax.jit(jax.grad(f, (1, 2)))
     for largest in (2.0, 5.0, 3.0, 1.0):
-        dw, state = jax.grad(f, (1, 2))(jnp.full((16, 16), largest), w, state)
+        dw, state = step(jnp.full((16, 16), largest), w, state)
     np.testing.assert_array_equal(state.history[0], [1.0, 3.0, 5.0])
     np.testing.assert_array_equal(state.history[1:], [[0.5] * 3, [1.0] * 3])
     np.testing.assert_allclose(dw, 16.0, rtol=2e-2)

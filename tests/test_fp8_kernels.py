@@ -31,7 +31,7 @@ def both_gradients(f, *operands):
             return jnp.sum(jnp.sin(f(implementation, *operands).astype(jnp.float32)))
 
         everything = tuple(range(len(operands)))
-        results.append(jax.value_and_grad(loss, everything)(*operands))
+        results.append(jax.jit(jax.value_and_grad(loss, everything))(*operands))
     return results
 
 

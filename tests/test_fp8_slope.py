@@ -45,7 +45,7 @@ def gradients(precision, activation="gelu_tanh", save="hidden", implementation=N
 
 
 def everything(loss, *more):
-    return jax.value_and_grad(loss, tuple(range(5)))(*operands(), *more)
+    return jax.jit(jax.value_and_grad(loss, tuple(range(5))))(*operands(), *more)
 
 
 def relative(ours, truth):
