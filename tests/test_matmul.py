@@ -264,13 +264,13 @@ def work_of(case: Case) -> Work:
     ],
     quick=(1, 4),
 )
-@parametrize("best", [1, 1000], quick=(0,))
-def test_candidates_lower_for_cuda(case, best):
+@parametrize("which", ["best", "each third"], quick=(0,))
+def test_candidates_lower_for_cuda(case, which):
     shapes = jax.eval_shape(case.operands)
     configs = candidates(work_of(case), 132)
     assert len(set(configs)) == len(configs)
     fit = 0
-    for config in configs:
+    for config in configs if which == "best" else configs[::3]:
         run = functools.partial(replace(case, config=config).run, multiprocessors=132)
         try:
             assert kernels(run, *shapes) == ["matmul"]
@@ -278,7 +278,7 @@ def test_candidates_lower_for_cuda(case, best):
             assert "shared memory" in str(error)
             continue
         fit += 1
-        if fit == best:
+        if which == "best":
             break
     assert fit
 
