@@ -196,17 +196,17 @@ def test_same_bits_twice_in_the_interpreter():
 
 
 @parametrize(
-    "case",
+    ("case", "step"),
     [
-        Case(1, 768, 3072),
-        Case(8, 5120, 2752),
-        Case(24, 2752, 5120, w_transposed=True),
-        Case(64, 4096, 1400, products=2),
-        Case(64, 24, 40, epilogue=False),
+        (Case(1, 768, 3072), 3),
+        (Case(8, 5120, 2752), 3),
+        (Case(24, 2752, 5120, w_transposed=True), 3),
+        (Case(64, 4096, 1400, products=2), 8),
+        (Case(64, 4096, 1400, products=2), 3),
+        (Case(64, 24, 40, epilogue=False), 3),
     ],
     quick=(3,),
 )
-@parametrize("step", [1, 8], quick=(1,))
 def test_candidates_lower_for_cuda(case, step):
     shapes = jax.eval_shape(case.operands)
     fused = dict(read_bytes=2, written_bytes=6) if case.epilogue else dict(written_bytes=4)
