@@ -442,12 +442,7 @@ MODES = ((False, "bfloat16"), (True, "float64"))
 NAMES_AND_MODES = [(name, *mode) for name in FUNCTIONS for mode in MODES]
 
 
-# `make test-all` runs each function in one mode, and each mode with every other function.
-@parametrize(
-    ("name", "x64", "dtype"),
-    NAMES_AND_MODES,
-    quick=[i for i in range(len(NAMES_AND_MODES)) if i % 4 in (0, 3)],
-)
+@pytest.mark.parametrize(("name", "x64", "dtype"), NAMES_AND_MODES)
 def test_function(name, x64, dtype):
     _, make = FUNCTIONS[name]
     with jax.enable_x64(x64):
