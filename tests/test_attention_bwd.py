@@ -492,7 +492,7 @@ def test_candidates_are_legal_and_differ(counts, head_size, value_size, soft_cap
 
 
 @parametrize("head_size", [64, 80, 128, 256], quick=())
-def test_all_candidates_lower(head_size):
+def test_each_second_candidate_lowers(head_size):
     shape = Shape(2, 1001, 1030, 4, 2, head_size, head_size)
     logits = logits_of(BlockMask(1001, 1030, is_causal=True), Operands())
     query, key, dout = (
@@ -500,14 +500,14 @@ def test_all_candidates_lower(head_size):
         for sizes in ((1001, 4), (1030, 2), (1001, 4))
     )
     options = dict(logits=logits, multiprocessors=132)
-    for config in attention.forward_candidates(shape, jnp.bfloat16, **options):
+    for config in attention.forward_candidates(shape, jnp.bfloat16, **options)[::2]:
         f = functools.partial(attention.forward, **options, config=config)
         expected = ["attention_forward"]
         if isinstance(config, SplitForwardConfig):
             expected = ["attention_split_forward", "attention_merge_splits"][: config.splits]
         assert kernels(f, query, key, key, Operands()) == expected
     lse = jax.ShapeDtypeStruct((2, 4, saved_length(1001)), jnp.float32)
-    for config in attention.backward_candidates(shape, jnp.bfloat16, **options):
+    for config in attention.backward_candidates(shape, jnp.bfloat16, **options)[::2]:
         f = functools.partial(attention.backward, **options, config=config)
         launched = kernels(f, query, key, key, Operands(), dout, lse, dout, None)
         of_queries = "attention_query_gradient"

@@ -18,7 +18,6 @@ from examples.images import Loader
 from examples.training import to_float
 from examples.vit import data as vit_data
 from examples.vit import quantize
-from tests.grids import parametrize
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +114,13 @@ def trained(digits_run):
     return nnx.merge(graphdef, run.restore(dict(params=params))["params"]), data
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
-@parametrize("group_size", [None, 32], quick=())
-def test_calibration_brings_int4_nearer_to_the_network(trained, group_size):
+def test_calibration_brings_int4_nearer_to_the_network(trained):
     """In each layer that is rounded by what it reads, and in the logits of images held out."""
     model, data = trained
-    rules = quantization.RULES["int4"]
-    if group_size is not None:
-        rules = quantization.in_groups(model, rules[0], group_size)
-        assert [rule.group_size for rule in rules] == [32, None]
+    rules = quantization.in_groups(model, quantization.RULES["int4"][0], 32)
+    assert [rule.group_size for rule in rules] == [32, None]
     calibrated = jaxfused.calibrate(model, rules, quantize.calibration(data, 6, "float32"))
     layers = calibrated.report.layers
     assert len(layers) == 2 + 4 * 4

@@ -185,11 +185,18 @@ KERNEL_WAYS = (
     *((case, "float16") for case in NEIGHBOUR_CASES[:4]),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
+# The kernels are written for both dtypes alike, which the interpreter runs alike: one case of each order of
+# pairs has float16 there.
+INTERPRETED_WAYS = (
+    *(way for way in KERNEL_WAYS if way[1] == "bfloat16"),
+    (KERNEL_CASES[0], "float16"),
+    (NEIGHBOUR_CASES[0], "float16"),
+)
 
 
 # Norm and rope, a plain projection whose heads are narrower than a tile, and a head in two parts.
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize(("case", "dtype"), KERNEL_WAYS, quick=(0, 12))
+@parametrize(("case", "dtype"), INTERPRETED_WAYS, quick=(0, 9))
 def test_pallas_accurate_in_the_interpreter(case, dtype):
     args = case.arguments(jnp.dtype(dtype))
     assert_values_and_gradients(fused_qkv(case, "pallas"), plain_qkv(case), *args, cotangents=1)
