@@ -12,6 +12,9 @@ def pairwise(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
 
     They are far fewer than all combinations, which hardly ever find more. They come in the order of
     `itertools.product`, whose first case is among them, and are the same in every run.
+
+    >>> pairwise("ab", "cd", "ef")
+    [('a', 'c', 'e'), ('a', 'd', 'f'), ('b', 'c', 'f'), ('b', 'd', 'e')]
     """
 
     def pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:

@@ -185,8 +185,7 @@ KERNEL_WAYS = (
     *((case, "float16") for case in NEIGHBOUR_CASES[:4]),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
-# The kernels are written for both dtypes alike, which the interpreter runs alike: one case of each order of
-# pairs has float16 there.
+# The interpreter runs both dtypes alike: there one case of each order of pairs has float16.
 INTERPRETED_WAYS = (
     *(way for way in KERNEL_WAYS if way[1] == "bfloat16"),
     (KERNEL_CASES[0], "float16"),
