@@ -122,9 +122,8 @@ def made_once(request, tmp_path_factory):
     """Returns a function that has one of pytest's processes make a directory, which all of them read."""
     common = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
-        common = (
-            common.parent
-        )  # A worker of pytest-xdist has a folder of its own in that of the run.
+        # A worker of pytest-xdist has a folder of its own in that of the run.
+        common = common.parent
 
     def directory(name, make):
         out = common / name
