@@ -173,6 +173,18 @@ def test_the_gradient_of_the_residual_is_that_of_jax():
     assert not np.allclose(with_lse[0], theirs[0], atol=1e-2)
 
 
+def test_xla_saves_that_queries_beyond_the_length_attend_to_nothing():
+    """Their sink is not saved: a backward of a kernel knows them by EMPTY_LSE alone."""
+    query, key = np.ones((2, 5, 1, 2, 8), np.float32), np.ones((2, 3, 1, 8), np.float32)
+    sinks, lengths = np.full((1, 2), -7.0, np.float32), np.array([2, 0], np.int32)
+    arrays = attention._Arrays(query, key, key, sinks=sinks, query_lengths=lengths)
+    forward = attention._Forward(attention._Options(False, None, 1.0, None, 0.0))
+    _, lse = forward.run("xla", dispatch.Device("cpu", "", None, 0), *arrays)
+    assert (lse[0, :, :, :2] > 8).all()
+    chex.assert_trees_all_equal(lse[0, :, :, 2:5], np.full((1, 2, 3), EMPTY_LSE, np.float32))
+    chex.assert_trees_all_equal(lse[1, :, :, :5], np.full((1, 2, 5), EMPTY_LSE, np.float32))
+
+
 def test_integers_are_as_in_jax():
     q, k, v = np.random.default_rng(0).integers(-40, 40, size=(3, 2, 5, 2, 8))
     ours, theirs = (

@@ -135,12 +135,14 @@ def test_kernels_are_as_accurate_as_jax_numpy(case, dtype):
     assert_values_and_gradients(ours, plain, *case.arguments(jnp.dtype(dtype)), cotangents=2)
 
 
-def test_one_row_is_its_own_mean():
-    x = put([1.0, 2.0, 3.0])
-    y, mean, var = jaxfused.batch_norm(x)
-    np.testing.assert_array_equal(y, jnp.zeros(3))
-    np.testing.assert_array_equal(mean, x)
-    np.testing.assert_array_equal(var, jnp.zeros(3))
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_one_row_is_its_own_mean(implementation, dtype):
+    x = np.arange(1, 17).reshape(1, 16).astype(dtype)
+    y, mean, var = jaxfused.batch_norm(x, implementation=implementation)
+    np.testing.assert_array_equal(y, np.zeros_like(x))
+    np.testing.assert_array_equal(mean, x[0])
+    np.testing.assert_array_equal(var, np.zeros(16))
 
 
 @settings(max_examples=3, deadline=None)

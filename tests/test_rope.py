@@ -35,6 +35,11 @@ KERNEL_CASES = (
     Case((2, 37), 32, 8, 128, interleaved=True),
     Case((2, 37), 32, 8, 128, rotary_dim=64, first=(3, 1000)),
     Case((3, 50), 7, 1, 80, rotary_dim=32),
+    # Vectors of two values and of four, an odd number of those that are passed on, single values.
+    Case((2, 37), 6, 2, 72, rotary_dim=36),
+    Case((2, 37), 6, 2, 80, rotary_dim=20, interleaved=True),
+    Case((2, 37), 6, 2, 28, rotary_dim=16),
+    Case((3, 50), 30, 3, 72, rotary_dim=34),
     Case((1, 9), 3, 3, 256, rotary_dim=64, interleaved=True),
     Case((1, 1), 28, 4, 128, first=(4000,)),
 )
@@ -286,6 +291,21 @@ def test_same_bits_every_time(implementation):
     q, k = case.arguments(jnp.bfloat16)
     f = jax.jit(fused_rope(case, implementation))
     chex.assert_trees_all_equal(f(q, k), f(q, k))
+
+
+@pytest.mark.parametrize(
+    ("head_size", "rotary_dim", "interleaved", "expected"),
+    [
+        (64, 64, False, 16),
+        (72, 72, False, 8),
+        (72, 36, False, 4),
+        (72, 36, True, 8),
+        (9, 2, True, 2),
+    ],
+)
+def test_what_the_cuda_kernel_moves_at_a_time(head_size, rotary_dim, interleaved, expected):
+    found = cuda.rope.access_bytes(head_size, rotary_dim, 2, interleaved=interleaved)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

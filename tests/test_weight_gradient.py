@@ -16,6 +16,7 @@ from jaxfused.ops.weight_gradient import (
     weight_and_bias_gradients,
     weight_gradients,
 )
+from jaxfused.reference.product import sum_over_rows
 from tests.arrays import put
 from tests.lowering import kernels
 
@@ -47,6 +48,14 @@ def test_several_cotangents(side_by_side, interpreted_hopper):
         )
         chex.assert_trees_all_equal(list(map(np.asarray, dws)), expected)
         chex.assert_trees_all_equal(sums, [dy.astype(jnp.float32).sum(0) for dy in dys])
+
+
+@pytest.mark.parametrize("shape", [(8, 96, 5), (700, 5), (2, 350, 5), (521, 5), (5000, 5), (0, 5)])
+def test_sums_of_rows_in_parts(shape):
+    """The rows are a batch's parts, a divisor's, none where there is no divisor, too many, or none."""
+    dy = integers(*shape)
+    expected = np.asarray(dy, np.float32).reshape(-1, 5).sum(0)
+    np.testing.assert_array_equal(sum_over_rows(dy), expected)
 
 
 def test_a_wide_cotangent_is_summed_as_it_is(interpreted_hopper):
