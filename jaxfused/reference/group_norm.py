@@ -1,6 +1,7 @@
 """group_norm in plain jax.numpy: the truth against which the kernels are tested."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.moments import parts_of, shifted_moments
+from jaxfused.reference.product import parts_of_rows
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
 
@@ -122,7 +124,6 @@ def gradient(
     that is absent.
     """
     spatial = tuple(range(1, x.ndim - 1))
-    axes = (*spatial, x.ndim)
     along_groups = (x.shape[0], *(1 for _ in spatial), num_groups, 1)
     rstd = rstd.reshape(along_groups)
     centered = _groups(x, num_groups) - mean.reshape(along_groups)
@@ -130,14 +131,19 @@ def gradient(
     flat = normalised.reshape(x.shape)
     _, slope = value_and_slope(activation, _affine(flat, residual, scale, bias))
     dz = dy.astype(slope.dtype) * slope
-    scaled = dz if scale is None else dz * _along_channels(scale, dz)
-    dnormalised = _groups(scaled, num_groups)
-    dx = rstd * (
-        dnormalised
-        - jnp.mean(dnormalised, axes, keepdims=True)
-        - normalised * jnp.mean(dnormalised * normalised, axes, keepdims=True)
-    )
+    # The sums of a group and of a parameter are made of these.
+    dscale, dbias = _sums_over_pixels(dz * flat, dz)
     size = centered[0].size // num_groups
+
+    def mean_of_group(sums: jax.Array) -> jax.Array:
+        """The mean over a group of what scale multiplies, from its sums over pixels [B, C]."""
+        scaled = sums if scale is None else sums * scale.astype(sums.dtype)
+        return jnp.sum(_groups(scaled, num_groups), -1).reshape(along_groups) / size
+
+    scaled = dz if scale is None else dz * _along_channels(scale, dz)
+    dx = rstd * (
+        _groups(scaled, num_groups) - mean_of_group(dbias) - normalised * mean_of_group(dscale)
+    )
     if dmean is not None:
         dx = dx + dmean.reshape(along_groups) / size
     if dvariance is not None:
@@ -145,9 +151,29 @@ def gradient(
     return (
         dx.reshape(x.shape).astype(x.dtype),
         None if residual is None else dz.astype(residual.dtype),
-        None if scale is None else jnp.sum(dz * flat, spatial),
-        None if bias is None else jnp.sum(dz, spatial),
+        None if scale is None else dscale,
+        None if bias is None else dbias,
     )
+
+
+def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the sums [B, C] over the pixels of each [B, ..., C].
+
+    The barrier keeps XLA from one sum over all images, or over a group, which few blocks of threads
+    would compute. So would they the sums of few channels: these are summed in parts of the pixels.
+    """
+    images, *sides, channels = arrays[0].shape
+    pixels = math.prod(sides)
+    parts = parts_of_rows(pixels) if images * channels <= _FEW_SUMS else None
+    shape = (images, parts or 1, pixels // (parts or 1), channels)
+    sums = tuple(jnp.sum(a.reshape(shape), 2) for a in arrays)
+    if parts is not None:
+        sums = jax.lax.optimization_barrier(sums)
+    return jax.lax.optimization_barrier(tuple(jnp.sum(s, 1) for s in sums))
+
+
+_FEW_SUMS = 2**13
+"""XLA gives a block of threads 64 of them: fewer blocks than a large GPU has multiprocessors."""
 
 
 def _groups(x: jax.Array, num_groups: int) -> jax.Array:

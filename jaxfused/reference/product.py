@@ -150,8 +150,7 @@ def sum_over_rows(values: jax.Array) -> jax.Array:
     XLA gives a sum of up to 4,096 rows no more blocks of threads than there are 64 columns. Longer ones
     it splits itself. The barrier keeps it from making one sum of both.
     """
-    rows = math.prod(values.shape[:-1])
-    parts = _parts(values, rows) if _SHORT_SUM <= rows <= _UNSPLIT_SUM else None
+    parts = _parts(values, math.prod(values.shape[:-1]))
     if parts is not None:
         inner = tuple(range(1, parts.ndim - 1))
         values = jax.lax.optimization_barrier(jnp.sum(parts, axis=inner, dtype=jnp.float32))
@@ -164,14 +163,19 @@ def _parts(values: jax.Array, rows: int) -> jax.Array | None:
     The first of several axes of rows is one that devices may share. Rows of one axis are only split
     where no other device can have some of them.
     """
-    most = rows // _ROWS_OF_PART
-    if values.ndim > 2 and _FEWEST_PARTS <= values.shape[0] <= most:
+    is_slow = _SHORT_SUM <= rows <= _UNSPLIT_SUM
+    if is_slow and values.ndim > 2 and _FEWEST_PARTS <= values.shape[0] <= rows // _ROWS_OF_PART:
         return values
-    if jax.device_count() > 1:
-        return None
-    counts = range(min(most, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
-    count = next((count for count in counts if rows % count == 0), None)
+    count = None if jax.device_count() > 1 else parts_of_rows(rows)
     return None if count is None else values.reshape(count, rows // count, values.shape[-1])
+
+
+def parts_of_rows(rows: int) -> int | None:
+    """In how many equal parts rows are summed first, or None where one sum is as fast, or one part."""
+    if not _SHORT_SUM <= rows <= _UNSPLIT_SUM:
+        return None
+    counts = range(min(rows // _ROWS_OF_PART, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
+    return next((count for count in counts if rows % count == 0), None)
 
 
 _UNSPLIT_SUM = 4096
