@@ -178,9 +178,8 @@ def parts_of_rows(rows: int) -> int | None:
     return next((count for count in counts if rows % count == 0), None)
 
 
-_UNSPLIT_SUM = 4096
-_SHORT_SUM = 512
-"""Rows that XLA sums in one kernel as fast as in two."""
+_SHORT_SUM, _UNSPLIT_SUM = 512, 4096
+"""XLA sums fewer rows than the first in one kernel as fast as in two, and splits more than the second."""
 _ROWS_OF_PART = 32
 """The rows that a block of XLA's reads at a time."""
 _FEWEST_PARTS, _MOST_PARTS = 4, 64
