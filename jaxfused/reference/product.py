@@ -179,7 +179,7 @@ def parts_of_rows(rows: int) -> int | None:
 
 
 _SHORT_SUM, _UNSPLIT_SUM = 512, 4096
-"""XLA sums fewer rows than the first in one kernel as fast as in two, and splits more than the second."""
+"""XLA sums fewer rows than the first as fast in one kernel, and splits more than the second itself."""
 _ROWS_OF_PART = 32
 """The rows that a block of XLA's reads at a time."""
 _FEWEST_PARTS, _MOST_PARTS = 4, 64
