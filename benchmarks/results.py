@@ -79,10 +79,10 @@ def gpu_state() -> dict[str, str]:
 
 
 def run_tags(arguments: Sequence[str]) -> Result:
-    """What says which code a run has measured."""
+    """What says which code a run has measured; of a place on this machine only the file's name."""
     return {
         "date": now(),
-        "arguments": list(arguments),
+        "arguments": [Path(a).name if Path(a).is_absolute() else a for a in arguments],
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": versions(),

@@ -610,9 +610,14 @@ def _run(run: Runner, options: _Options, query, key, value, bias, sinks, mask: M
     lse = lse[..., :query_count].reshape(batch, heads, query_count).swapaxes(1, 2)
     if sinks is not None and mask.query_lengths is not None:
         # The kernels skip queries beyond the length entirely, including their sinks.
-        within = jnp.arange(query_count)[None] < mask.query_lengths[:, None]
-        lse = jnp.where(within[..., None], lse, sinks.astype(lse.dtype)[None, None])
+        lse = jnp.where(_within(mask, query_count), lse, sinks.astype(lse.dtype)[None, None])
     return output, lse
+
+
+def _within(mask: Mask, query_count: int) -> jax.Array:
+    """[B, T, 1]: whether a query is not beyond its length."""
+    assert mask.query_lengths is not None
+    return jnp.arange(query_count)[None, :, None] < mask.query_lengths[:, None, None]
 
 
 class _Residuals(NamedTuple):
@@ -880,8 +885,7 @@ def _in_xla(options: _Options, arrays: _Arrays) -> Callable[..., Results]:
         )
         if sinks is not None and mask.query_lengths is not None:
             # Backwards of kernels know queries beyond the length by this alone.
-            within = jnp.arange(query_count)[None] < mask.query_lengths[:, None]
-            lse = jnp.where(within[..., None], lse, EMPTY_LSE)
+            lse = jnp.where(_within(mask, query_count), lse, EMPTY_LSE)
         missing = saved_length(query_count) - query_count
         lse = jnp.pad(lse.swapaxes(1, 2), ((0, 0), (0, 0), (0, missing)))
         return _grouped(arrays, output, lse)

@@ -121,11 +121,16 @@ def layer(
     # No dtype is too narrow for relu and one sum after it, which XLA then has its product evaluate.
     keeps_dtype = activation == "relu" and sums_in_product(x, None, residual, out_dtype)
     y = activate(activation, z if keeps_dtype else z.astype(accumulator_dtype(x.dtype)))
-    y = add_residual(y, residual, out_dtype)
-    if activation == "gelu_erf":
-        # Else XLA evaluates a part of it in a product that reads it, for which it writes three arrays.
-        y = jax.lax.optimization_barrier(y)
+    y = written_first(activation, add_residual(y, residual, out_dtype))
     return y, z if save_preactivation else None
+
+
+def written_first(activation: str | None, arrays: Any) -> Any:
+    """The arrays, which XLA writes before products read them where they are made of gelu_erf.
+
+    Else it evaluates a part of it in each of these products, and writes the other parts for them.
+    """
+    return jax.lax.optimization_barrier(arrays) if activation == "gelu_erf" else arrays
 
 
 def sums_in_product(
@@ -183,5 +188,5 @@ def saved_alone(activation: str | None, saved: Any) -> Any:
     Without the barrier XLA finds the exponentials of the forward in the backward, and keeps them all the
     while in float32, twice the bytes of what was meant to be saved.
     """
-    is_cheap = activation in (None, "relu", "relu2")
-    return saved if is_cheap else jax.lax.optimization_barrier(saved)
+    without_exponentials = (None, "relu", "relu2")
+    return saved if activation in without_exponentials else jax.lax.optimization_barrier(saved)

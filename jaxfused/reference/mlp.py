@@ -16,6 +16,7 @@ from jaxfused.reference.linear import (
     preactivation,
     save_preactivation,
     saved_alone,
+    written_first,
 )
 from jaxfused.reference.product import product, sum_written_rows, unshared
 from jaxfused.reference.promotion import accumulator_dtype
@@ -140,7 +141,7 @@ def hidden_gradient(
     z = saved_alone(activation, z)
     h, slope = value_and_slope(activation, z.astype(jnp.float32))
     dz = _gradient_of_hidden(dy, w2, precision) * slope
-    narrow, h = _written_first(activation, dz.astype(z.dtype), h.astype(z.dtype))
+    narrow, h = written_first(activation, (dz.astype(z.dtype), h.astype(z.dtype)))
     sums = sum_written_rows(narrow, of_relu=activation == "relu") if sum_rows else None
     return narrow, h, sums
 
@@ -184,7 +185,8 @@ def gated_hidden_gradient(
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
-    dgate, dup, h = _written_first(activation, dgate.astype(gate.dtype), dup.astype(gate.dtype), h)
+    dgate, dup = dgate.astype(gate.dtype), dup.astype(gate.dtype)
+    dgate, dup, h = written_first(activation, (dgate, dup, h))
     db_gate, db_up = (
         sum_written_rows(d) if wanted else None
         for d, wanted in zip((dgate, dup), sum_rows, strict=True)
@@ -211,14 +213,6 @@ def gated_input_gradient(
         for d, w in ((dgate, w_gate), (dup, w_up))
     )
     return (of_gate + of_up,)
-
-
-def _written_first(activation: str | None, *arrays: Any) -> tuple[Any, ...]:
-    """The arrays, which XLA writes before products read them where they are made of gelu_erf.
-
-    Else it evaluates a part of it in each of these products, and writes the other parts for them.
-    """
-    return jax.lax.optimization_barrier(arrays) if activation == "gelu_erf" else arrays
 
 
 def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:

@@ -163,8 +163,8 @@ def _parts(values: jax.Array, rows: int) -> jax.Array | None:
     The first of several axes of rows is one that devices may share. Rows of one axis are only split
     where no other device can have some of them.
     """
-    is_slow = _SHORT_SUM <= rows <= _UNSPLIT_SUM
-    if is_slow and values.ndim > 2 and _FEWEST_PARTS <= values.shape[0] <= rows // _ROWS_OF_PART:
+    parts = values.shape[0] if values.ndim > 2 else 0
+    if _is_slow(rows) and _FEWEST_PARTS <= parts <= rows // _ROWS_OF_PART:
         return values
     count = None if jax.device_count() > 1 else parts_of_rows(rows)
     return None if count is None else values.reshape(count, rows // count, values.shape[-1])
@@ -172,14 +172,17 @@ def _parts(values: jax.Array, rows: int) -> jax.Array | None:
 
 def parts_of_rows(rows: int) -> int | None:
     """In how many equal parts rows are summed first, or None where one sum is as fast, or one part."""
-    if not _SHORT_SUM <= rows <= _UNSPLIT_SUM:
+    if not _is_slow(rows):
         return None
     counts = range(min(rows // _ROWS_OF_PART, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
     return next((count for count in counts if rows % count == 0), None)
 
 
-_SHORT_SUM, _UNSPLIT_SUM = 512, 4096
-"""XLA sums fewer rows than the first as fast in one kernel, and splits more than the second itself."""
+def _is_slow(rows: int) -> bool:
+    """Whether XLA sums so many rows in one kernel, and would be faster in two."""
+    return 512 <= rows <= 4096
+
+
 _ROWS_OF_PART = 32
 """The rows that a block of XLA's reads at a time."""
 _FEWEST_PARTS, _MOST_PARTS = 4, 64
