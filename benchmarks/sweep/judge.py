@@ -34,8 +34,9 @@ _TRUTH_ROUNDING = 2.0**-18
 """The truth is in float32 itself: so much of its largest value its sums may be off."""
 
 _NO_AUTOTUNING = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-_AS_WRITTEN = {"xla_allow_excess_precision": False}
-"""The yardstick rounds where its formula does: XLA would leave roundings out between what it fuses."""
+_AS_WRITTEN = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": True}
+"""The yardstick rounds where its formula does: XLA would leave roundings out between what it fuses. Its
+products may be Triton's: cuBLAS refuses jax.nn's float16 products of one row."""
 
 Entry = dict[str, Any]
 Compiled = dict[str, Future[Any]]
@@ -188,11 +189,12 @@ def _check(
 def _worst(figures: np.ndarray, dtypes: Sequence[Any]) -> tuple[float, str]:
     """The largest error as a share of what is allowed, and where it is over that."""
     shares, reasons = [], []
-    for index, ((error, plain, largest, misplaced), dtype) in enumerate(
+    for index, ((error, plain, largest, misplaced, excused), dtype) in enumerate(
         zip(figures, dtypes, strict=True)
     ):
         unit = _ulp(float(largest), dtype)
-        allowed = 2 * (plain if np.isfinite(plain) else 0.0) + unit + _TRUTH_ROUNDING * largest
+        allowed = 2 * (plain if np.isfinite(plain) else 0.0) + unit
+        allowed += _TRUTH_ROUNDING * largest + excused
         shares.append(float(error / allowed))
         if misplaced:
             reasons.append(
