@@ -77,8 +77,9 @@ _KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 def compare(ours: Any, plain: Any, truth: Any, strict: int) -> jax.Array:
-    """For each result: ours' largest error, plain's, the truth's largest magnitude, misplaced NaNs,
-    and what a kink excuses.
+    """For each result: ours' largest error, plain's, the truth's largest value, NaNs, what is excused.
+
+    NaNs count where they stand in one of ours and the truth only.
 
     From number `strict` on the error is the root of the mean square: in the gradient of relu, a
     preactivation that rounding puts on the other side of 0 changes a few values by all they are.
