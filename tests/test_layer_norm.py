@@ -179,6 +179,31 @@ def test_statistics_of_the_result(shape, features, dtype, op, seed):
         assert (np.abs(y.mean(-1)) <= unit + of_mean).all()
 
 
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("mean", [0.0, 1000.0])
+def test_statistics_that_xla_takes_apart(op, with_residual, mean):
+    """Those that the backward of a kernel reads, beside a result that XLA makes in one kernel."""
+    random = np.random.default_rng(0)
+    x = random.normal(mean, 3.0, (4, 75, 2051)).astype(np.float32)
+    residual, pre_bias = random.normal(size=x.shape), random.normal(size=x.shape[-1])
+    options = ops.adaptive_norm.NormOptions(op, op == "layer_norm", 1e-6, 0.0, "relu", None)
+    forward = ops.layer_norm._Forward(options, save_statistics=True)
+    operands = x, residual if with_residual else None, None, None, pre_bias
+    arrays = [None if a is None else put(a, jnp.float32) for a in operands]
+    y, total, *found = jax.jit(functools.partial(forward.run, "xla", HOPPER))(*arrays)
+    u = x + np.float64(pre_bias.astype(np.float32)) if total is None else np.float64(total)
+    u = np.maximum(u, 0.0)
+    center = u.mean(-1) if op == "layer_norm" else np.zeros(u.shape[:-1])
+    rstd = 1.0 / np.sqrt(np.mean((u - center[..., None]) ** 2, -1) + 1e-6)
+    if op == "layer_norm":
+        np.testing.assert_allclose(found[0], center, rtol=1e-6)
+    else:
+        assert found[0] is None
+    np.testing.assert_allclose(found[1], rstd, rtol=4e-6)
+    np.testing.assert_allclose(y, (u - center[..., None]) * rstd[..., None], rtol=1e-5, atol=2e-4)
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     rows=st.integers(1, 5),

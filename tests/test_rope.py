@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda
+from jaxfused import cuda, reference
 from pallas_kernels.rows import rope as pallas_rope
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
@@ -227,6 +227,26 @@ def test_offset_is_a_first_position():
     np.testing.assert_array_equal(jaxfused.rope(q, offset=4)[0], expected[0])
     step = jax.jit(lambda q, offset: jaxfused.rope(q, offset=offset))
     np.testing.assert_allclose(step(q, jnp.int32(4))[0], expected[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 2, 8), (2, 5, 1, 8), (0, 5, 2, 8)], ids=str)
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_merged_axes_have_the_same_bits(shape, own, interleaved):
+    x = put(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    positions = np.arange(math.prod(shape[:-2])).reshape(shape[:-2]) if own else np.arange(5)
+    cos, sin = jaxfused.rope_tables(jnp.asarray(positions), 6)
+
+    def rotated(in_one_piece):
+        def f(x):
+            return reference.rope.rotate(
+                x, cos, sin, interleaved=interleaved, in_one_piece=in_one_piece
+            )
+
+        y, vjp = jax.vjp(f, x)
+        return y, *vjp(y)
+
+    chex.assert_trees_all_equal(rotated(True), rotated(False))
 
 
 @pytest.mark.usefixtures("interpreted_hopper")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import group_norm
@@ -191,10 +192,15 @@ class _Residuals(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _norm(run: Runner, options: group_norm.Options, rectified: bool, *operands):
-    return _norm_fwd(run, options, rectified, *operands)[0]
+    return _results_and_residuals(run, options, rectified, *operands)[0]
 
 
-def _norm_fwd(
+def _norm_fwd(run: Runner, options: group_norm.Options, rectified: bool, *operands):
+    values = jax.tree.map(lambda operand: operand.value, operands)
+    return _results_and_residuals(run, options, rectified, *values)
+
+
+def _results_and_residuals(
     run: Runner, options: group_norm.Options, rectified: bool, x, residual, scale, bias, statistics
 ):
     if statistics is None:
@@ -228,7 +234,13 @@ def _normalised(options: group_norm.Options, x, residual, scale, bias, mean, var
 def _norm_bwd(
     run: Runner, options: group_norm.Options, rectified: bool, saved: _Residuals, cotangents
 ):
-    dy, dmean, dvar = cotangents
+    # The statistics mostly go into running averages alone and have no gradient, not even zeros.
+    without = all(isinstance(cotangent, SymbolicZero) for cotangent in cotangents[1:])
+    dy, dmean, dvar = (
+        jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in cotangents
+    )
+    if without:
+        dmean = dvar = None
     x, residual, residual_like, mean, rstd, scale, bias = saved
     options, dy, residual, passed = group_norm.through_relu(
         options, rectified, dy, residual, residual_like
@@ -245,7 +257,7 @@ def _norm_bwd(
     return dx, dresidual, like(dscale, scale), like(dbias, bias), None
 
 
-_norm.defvjp(_norm_fwd, _norm_bwd)
+_norm.defvjp(_norm_fwd, _norm_bwd, symbolic_zeros=True)
 
 
 # --- folding --------------------------------------------------------------------------------------

@@ -345,7 +345,8 @@ class _Forward:
         operands = (x, scale, bias, residual, pre_bias)
         keywords: dict[str, Any] = self.options.keywords()
         if implementation == "xla":
-            return self._by_xla(*operands)
+            norm = _costed(self.options, device, x, residual is not None, (scale, bias, pre_bias))
+            return self._by_xla(norm, *operands)
         keywords |= dict(save_statistics=self.save_statistics, config=config)
         if implementation == "cuda":
             return cuda.layer_norm.forward(*operands, **keywords)
@@ -353,13 +354,24 @@ class _Forward:
             *operands, **keywords, multiprocessors=device.multiprocessors
         )
 
-    def _by_xla(self, x, scale, bias, residual, pre_bias) -> Results:
+    def _by_xla(self, norm, x, scale, bias, residual, pre_bias) -> Results:
         """Of rows in any axes, which become those of a matrix."""
-        tiled = not self.save_statistics
-        residual = None if residual is None else _matrix(residual, tiled)
+        shares = self.save_statistics and layer_norm_costs.backward_shares(norm)
+        matrix = _matrix(x, tiled=not shares)
+        residual = None if residual is None else _matrix(residual, tiled=not shares)
         y, next_residual, mean, rstd = reference.layer_norm.norm_and_statistics(
-            _matrix(x, tiled), scale, bias, residual, pre_bias, **self.options.keywords()
+            matrix, scale, bias, residual, pre_bias, **self.options.keywords()
         )
+        if self.save_statistics and not shares:
+            # XLA makes y in one kernel where nothing else reads its statistics.
+            total, vector = (matrix, pre_bias) if next_residual is None else (next_residual, None)
+            mean, rstd = reference.layer_norm.statistics(
+                jax.lax.optimization_barrier(total),
+                vector,
+                subtract_mean=self.options.subtract_mean,
+                epsilon=self.options.epsilon,
+                pre_activation=self.options.pre_activation,
+            )
         statistics = (mean, rstd) if self.save_statistics else (None, None)
         return *(None if a is None else a.reshape(x.shape) for a in (y, next_residual)), *(
             None if a is None else a.reshape(x.shape[:-1]) for a in statistics
@@ -371,9 +383,9 @@ class _Forward:
 def _matrix(array: jax.Array, tiled: bool) -> jax.Array:
     """[M, D] of [..., D].
 
-    XLA's kernel of a norm without statistics is `tiled`: it takes several rows at a time where their
-    number divides the last axis of rows in the array that it reads, and single rows of 197, which takes
-    it three times as long. Behind a barrier it reads the matrix.
+    XLA's one kernel of a norm is `tiled`: it takes several rows at a time where their number
+    divides the last axis of rows in the array that it reads, and single rows of 197, which takes it
+    three times as long. Behind a barrier it reads the matrix.
     """
     matrix = array.reshape(-1, array.shape[-1])
     if not tiled or array.ndim <= 2 or array.shape[-2] % _ROWS_OF_A_TILE == 0:

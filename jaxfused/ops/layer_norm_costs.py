@@ -6,7 +6,7 @@ says how well the choice that follows from them does. On another GPU the same or
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxfused import cuda
 from pallas_kernels.rows import layer_norm as pallas_layer_norm
@@ -58,20 +58,25 @@ class _Kernel:
     start: float
     per_megabyte: float
     per_thousand_rows: float = 0.0
+    mean: float = 0.0
+    """Of a norm with a mean, more."""
 
-    def microseconds(self, megabytes: float, rows: int) -> float:
-        return self.start + self.per_megabyte * megabytes + self.per_thousand_rows * rows / 1000
+    def microseconds(self, norm: Norm, megabytes: float) -> float:
+        thousands = norm.rows / 1000
+        start = self.start + (self.mean if norm.subtract_mean else 0.0)
+        return start + self.per_megabyte * megabytes + self.per_thousand_rows * thousands
 
 
 _FORWARD = {
-    "pallas, a row for each warp": _Kernel(1.5, 0.254, 0.0126),
-    "pallas, a row for each CTA": _Kernel(1.4, 0.261),
-    "cuda, few rows": _Kernel(2.0, 0.54, 0.07),
-    "cuda, narrow": _Kernel(2.7, 0.235),
-    "cuda, a row for each warp": _Kernel(2.5, 0.236, 0.003),
-    "cuda, a row for several warps": _Kernel(2.0, 0.234, 0.28),
-    "cuda, odd": _Kernel(7.7, 0.5, 0.3),
-    "cuda, odd and narrow": _Kernel(3.3, 0.649, 0.045),
+    "pallas, a row for each warp": _Kernel(1.4, 0.24, 0.011, mean=0.3),
+    "pallas, a row for each warp, full": _Kernel(1.4, 0.267, 0.011, mean=0.3),
+    "pallas, a row for each CTA": _Kernel(1.5, 0.254),
+    "cuda, few rows": _Kernel(1.8, 0.8, 0.07),
+    "cuda, narrow": _Kernel(1.8, 0.234, 0.002, mean=1.0),
+    "cuda, a row for each warp": _Kernel(1.9, 0.229, mean=0.6),
+    "cuda, a row for several warps": _Kernel(2.3, 0.233, 0.1, mean=1.0),
+    "cuda, odd": _Kernel(7.7, 0.47, 0.5),
+    "cuda, odd and narrow": _Kernel(2.9, 0.649, 0.045),
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
     "xla, mean square": _Kernel(1.2, 0.32),
@@ -79,21 +84,20 @@ _FORWARD = {
     "xla, little": _Kernel(1.2, 0.9),
     "xla, before its gradient": _Kernel(1.8, 0.32),
     "xla, sum before its gradient": _Kernel(0.7, 0.17),
-    "xla, with statistics": _Kernel(5.2, 0.573, 0.012),
-    "xla, unaligned": _Kernel(1.8, 0.421, 0.364),
-    "xla, unaligned with statistics": _Kernel(6.0, 0.474, 0.156),
-    "xla, few unaligned with statistics": _Kernel(2.4, 0.7),
+    "xla, unaligned": _Kernel(1.3, 0.421, 0.364),
+    "xla, statistics alone": _Kernel(2.0, 0.3),
 }
 _BACKWARD = {
-    "pallas, a row for each warp": _Kernel(3.6, 0.264, 0.003),
-    "pallas, a row for each CTA": _Kernel(3.6, 0.27),
+    "pallas, a row for each warp": _Kernel(2.9, 0.248, 0.01, mean=0.7),
+    "pallas, a row for each CTA": _Kernel(2.4, 0.246, mean=1.0),
     "pallas, beyond the registers": _Kernel(3.6, 0.31),
-    "cuda, few rows": _Kernel(2.4, 0.417, 0.49),
-    "cuda, few odd rows": _Kernel(2.4, 0.417, 1.65),
-    "cuda, few wide rows": _Kernel(2.0, 1.08),
-    "cuda, narrow": _Kernel(9.2, 0.258),
-    "cuda, a row for each warp": _Kernel(9.6, 0.202, 0.159),
-    "cuda, a row for several warps": _Kernel(6.6, 0.237, 0.4),
+    "pallas, a single CTA": _Kernel(1.3, 0.264, 37.0),
+    "cuda, few rows": _Kernel(2.2, 0.65, 0.45),
+    "cuda, few odd rows": _Kernel(2.8, 0.5, 1.7),
+    "cuda, few wide rows": _Kernel(2.2, 0.85),
+    "cuda, narrow": _Kernel(7.0, 0.258, mean=0.8),
+    "cuda, a row for each warp": _Kernel(8.3, 0.234, 0.012, mean=1.7),
+    "cuda, a row for several warps": _Kernel(5.8, 0.24, 0.1, mean=3.6),
     "cuda, odd": _Kernel(10.0, 0.213, 0.698),
     "cuda, odd and narrow": _Kernel(8.0, 0.4),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
@@ -102,14 +106,8 @@ _BACKWARD = {
     "xla, mean square of fewer rows": _Kernel(3.0, 0.63),
     "xla, small": _Kernel(1.0, 2.0),
 }
-_SECOND_KERNEL = 2.3
-"""Of a backward's start, the kernel that adds up the sums of all CTAs: a single CTA needs none."""
-_EXCHANGE = 0.28
-"""For a thousand rows: what CUDA's warps take to exchange a row's sum, once more with a mean."""
 _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
-_SINGLE_CTA_ROW = 0.037
-"""Of each row in a backward of a single CTA."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _WIDE_FEATURES = 2048
@@ -120,8 +118,6 @@ _SMALL = 300_000
 """Values of a matrix."""
 _LITTLE = 0.3
 """Megabytes of a norm with a mean whose kernel in XLA starts sooner than others."""
-_FEW_VALUES = 2**15
-"""Of a matrix for which XLA's statistics take little more than a start."""
 _KERNELS_APART = 1.0
 """What XLA takes for a sum with a residual, mean and variance in kernels of their own."""
 _RESIDUAL_XLA = 1.6
@@ -132,18 +128,17 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     """Of the forward, by an implementation that can run."""
     megabytes = norm.megabytes(4 if norm.residual else 2)
     if implementation == "xla" and norm.is_small_for_xla:
-        return _FORWARD["xla, small"].microseconds(megabytes, norm.rows)
+        return _FORWARD["xla, small"].microseconds(norm, megabytes)
     if implementation == "xla":
-        shares = saves_statistics and norm.is_coalesced and not norm.subtract_mean
-        if shares and _backward_is_xla(norm):
+        if saves_statistics and not backward_shares(norm):
+            alone = forward_microseconds("xla", norm, saves_statistics=False)
+            read = norm.megabytes(1)
+            return alone + _FORWARD["xla, statistics alone"].microseconds(norm, read)
+        if saves_statistics:
             # Its two halves share what they read.
             name = f"xla, {'sum ' if norm.residual else ''}before its gradient"
-        elif norm.aligned:
-            name = "xla, with statistics" if saves_statistics else "xla"
         else:
-            name = "xla, unaligned with statistics" if saves_statistics else "xla, unaligned"
-            if saves_statistics and norm.rows * norm.features <= _FEW_VALUES:
-                name = "xla, few unaligned with statistics"
+            name = "xla" if norm.aligned else "xla, unaligned"
         if name == "xla" and norm.features <= 2048:
             # It computes with columns up to a power of two.
             megabytes *= math.sqrt(_power_of_two(norm.features) / norm.features)
@@ -155,19 +150,21 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         if norm.residual and name != "xla, sum before its gradient":
             megabytes *= _RESIDUAL_XLA
         apart = _KERNELS_APART if norm.residual and norm.subtract_mean else 0.0
-        return apart + _FORWARD[name].microseconds(megabytes, norm.rows)
+        return apart + _FORWARD[name].microseconds(norm, megabytes)
     matrices = 2 if norm.residual else 1
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":
         config = pallas_layer_norm.forward_candidates(*shape)[0]
-        return _FORWARD[_pallas(config)].microseconds(megabytes, norm.rows)
+        name = _pallas(config)
+        if config.row_per_warp and config.slots == 3:
+            # Four tiles for each CTA would not fit.
+            name += ", full"
+        return _FORWARD[name].microseconds(norm, megabytes)
     few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows, most_odd=1024)
     if name == "cuda, odd" and norm.features > 4096:
         name = "cuda, odd and wide"
-    microseconds = _FORWARD[name].microseconds(megabytes, norm.rows)
-    if name == "cuda, a row for several warps" and norm.subtract_mean:
-        microseconds += _EXCHANGE * norm.rows / 1000
+    microseconds = _FORWARD[name].microseconds(norm, megabytes)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
 
@@ -184,33 +181,38 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
             name = "xla, mean square" if many else "xla, mean square of fewer rows"
             if many and norm.features <= 2048:
                 megabytes *= _power_of_two(norm.features) / norm.features
-        return _BACKWARD[name].microseconds(megabytes, norm.rows)
+        return _BACKWARD[name].microseconds(norm, megabytes)
     matrices = 3 if norm.residual else 2
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
     if implementation == "pallas":
         config = pallas_layer_norm.backward_candidates(*shape)[0]
         tiles = RowTiles.plan(config, norm.rows, norm.features, norm.segments, norm.multiprocessors)
         if tiles.ctas == norm.segments:
-            one_kernel = _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
-            return one_kernel - _SECOND_KERNEL + _SINGLE_CTA_ROW * norm.rows / norm.segments
+            one = replace(norm, rows=norm.rows // norm.segments)
+            return _BACKWARD["pallas, a single CTA"].microseconds(one, megabytes)
         # The sums of each CTA, in float32, are written and read.
         megabytes += 2 * norm.parameters * tiles.ctas * norm.features * 4 / 1e6
-        return _BACKWARD[_pallas(config)].microseconds(megabytes, norm.rows)
+        return _BACKWARD[_pallas(config)].microseconds(norm, megabytes)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows, most_odd=512)
     if few_rows and norm.features > _WIDE_FEATURES and norm.itemsize == 2:
         name = "cuda, few wide rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
         name = "cuda, beyond shared memory"
-    microseconds = _BACKWARD[name].microseconds(megabytes, norm.rows)
+    microseconds = _BACKWARD[name].microseconds(norm, megabytes)
     if few_rows and not norm.aligned:
         # At most as long as the kernel of many rows.
         of_few, of_many = (
-            _BACKWARD[kernel].microseconds(megabytes, norm.rows)
+            _BACKWARD[kernel].microseconds(norm, megabytes)
             for kernel in ("cuda, few odd rows", _cuda(norm, False, most_odd=512))
         )
         microseconds = min(of_few, of_many)
     return microseconds * (_GENERAL if norm.general else 1.0)
+
+
+def backward_shares(norm: Norm) -> bool:
+    """Whether XLA makes the backward too, in kernels that it shares with a forward of its own."""
+    return not norm.subtract_mean and _backward_is_xla(norm)
 
 
 def _backward_is_xla(norm: Norm) -> bool:

@@ -104,9 +104,12 @@ def rope(
             " into the same kernel"
         )
     if takes_reference(op, implementation, device, q, why_xla=why_xla):
-        q = reference.rope.rotate(q, cos, sin, interleaved=interleaved)
-        if k is not None:
-            k = reference.rope.rotate(k, cos, sin, interleaved=interleaved)
+        rotate = functools.partial(
+            reference.rope.rotate,
+            interleaved=interleaved,
+            in_one_piece=sharding.is_in_one_piece(q),
+        )
+        q, k = rotate(q, cos, sin), None if k is None else rotate(k, cos, sin)
     else:
         cos, sin = cos.astype(jnp.float32), sin.astype(jnp.float32)
         q, k = _grouped(q, k)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.reference.group_norm import STATISTICS, save_statistics
-from jaxfused.reference.moments import parts_of, shifted_moments
+from jaxfused.reference.moments import parts_of, settled, shifted_moments
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
 
@@ -52,8 +52,10 @@ def norm_and_statistics(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(y, mean, rstd, variance) of [M, C]; the statistics are [C]."""
     mean, variance = row_moments(x)
+    statistics = mean, variance, jax.lax.rsqrt(variance + epsilon)
+    mean, variance, rstd = settled(statistics, parts_of(*x.shape))
     y = norm(x, scale, bias, residual, mean, variance, epsilon=epsilon, activation=activation)
-    return y, mean, jax.lax.rsqrt(variance + epsilon), variance
+    return y, mean, rstd, variance
 
 
 def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,11 +66,11 @@ def row_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _mean_of_rows(values: jax.Array) -> jax.Array:
     """[C] of [M, C]; few rows in parts, of which XLA would keep few multiprocessors busy."""
-    rows = len(values)
-    parts = parts_of(rows)
+    rows, columns = values.shape
+    parts = parts_of(rows, columns)
     if parts == 1:
         return jnp.mean(values, 0)
-    return jnp.mean(jnp.mean(values.reshape(parts, rows // parts, -1), 1), 0)
+    return jnp.mean(jnp.mean(values.reshape(parts, rows // parts, columns), 1), 0)
 
 
 def norm(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.reference.moments import parts_of, shifted_moments
+from jaxfused.reference.moments import parts_of, settled, shifted_moments
 from jaxfused.reference.product import parts_of_rows
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
@@ -52,27 +52,33 @@ def norm(
     return apply(x, scale, bias, residual)
 
 
-def centered_moments(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance of [B, ..., groups, S] over all but images and groups, in two passes."""
+Statistics = tuple[jax.Array, jax.Array, jax.Array]
+"""Mean, variance and 1 / the standard deviation."""
+
+
+def centered_statistics(groups: jax.Array, epsilon: float) -> Statistics:
+    """Of [B, ..., groups, S] over all but images and groups, in two passes."""
     axes = (*range(1, groups.ndim - 2), groups.ndim - 1)
     mean = checkpoint_name(jnp.mean(groups, axes, keepdims=True), STATISTICS)
     centered = groups - mean
-    variance = jnp.mean(centered * centered, axes, keepdims=True)
-    return mean, checkpoint_name(variance, STATISTICS)
+    variance = checkpoint_name(jnp.mean(centered * centered, axes, keepdims=True), STATISTICS)
+    return mean, variance, jax.lax.rsqrt(variance + epsilon)
 
 
-def moments_in_one_pass(groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+def statistics_in_one_pass(groups: jax.Array, epsilon: float) -> Statistics:
     """The same of [B, P, groups, S] in one pass over the values; it is not differentiated."""
     images, pixels, num_groups, size = groups.shape
     # Few images have too few groups to keep a GPU busy.
-    parts = parts_of(pixels) if images <= _FEW_IMAGES else 1
+    parts = parts_of(pixels, images * num_groups) if images <= _FEW_IMAGES else 1
     near = groups[:, pixels // 2, :, size // 2]
     mean, variance = shifted_moments(
         groups.reshape(images, parts, -1, num_groups, size),
         near.reshape(images, 1, 1, num_groups, 1),
         lambda values: jnp.mean(jnp.mean(values, (2, 4), keepdims=True), 1, keepdims=True),
     )
-    return mean[:, 0], variance[:, 0]
+    mean, variance = mean[:, 0], variance[:, 0]
+    mean, variance, rstd = settled((mean, variance, jax.lax.rsqrt(variance + epsilon)), parts)
+    return mean, variance, rstd
 
 
 _FEW_IMAGES = 8
@@ -87,12 +93,11 @@ def norm_and_statistics(
     num_groups: int,
     epsilon: float,
     activation: str | None,
-    moments: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = centered_moments,
+    statistics_of: Callable[[jax.Array, float], Statistics] = centered_statistics,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(y, mean, rstd, variance); the statistics are [B, num_groups], found by `moments`."""
+    """(y, mean, rstd, variance); the statistics are [B, num_groups], found by `statistics_of`."""
     groups = _groups(x, num_groups)
-    mean, variance = moments(groups)
-    rstd = jax.lax.rsqrt(variance + epsilon)
+    mean, variance, rstd = statistics_of(groups, epsilon)
     y = _affine(((groups - mean) * rstd).reshape(x.shape), residual, scale, bias)
     statistics = (x.shape[0], num_groups)
     return (

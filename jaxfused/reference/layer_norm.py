@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxfused.reference.moments import shifted_moments
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate, value_and_slope
 
@@ -99,6 +100,31 @@ def norm_and_statistics(
         y = y + along_last_axis(bias, y)
     y = activate(activation, y).astype(x.dtype)
     return y, next_residual, None if mean is None else mean[..., 0], rstd[..., 0]
+
+
+def statistics(
+    total: jax.Array,
+    pre_bias: jax.Array | None,
+    *,
+    subtract_mean: bool,
+    epsilon: float,
+    pre_activation: str | None,
+) -> tuple[jax.Array | None, jax.Array]:
+    """The mean and 1 / the standard deviation of each row alone, in one pass.
+
+    `total` is x, to which pre_bias is added, or the next residual without it. This is not
+    differentiated.
+    """
+    u = total.astype(accumulator_dtype(total.dtype))
+    if pre_bias is not None:
+        u = u + along_last_axis(pre_bias, u)
+    u = activate(pre_activation, u)
+    if not subtract_mean:
+        return None, jax.lax.rsqrt(jnp.mean(u * u, axis=-1) + epsilon)
+    middle = u.shape[-1] // 2
+    near = u[..., middle : middle + 1]
+    mean, variance = shifted_moments(u, near, lambda values: _mean(values, ()))
+    return mean[..., 0], jax.lax.rsqrt(variance[..., 0] + epsilon)
 
 
 def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array:

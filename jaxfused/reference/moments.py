@@ -7,7 +7,7 @@ the number of values, whatever these are.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,18 +23,25 @@ def shifted_moments(
       near: of each mean one of its values, in the means' shape, which is broadcast against the values.
       mean_of: values to means.
     """
-    deviations = values - near
-    mean = mean_of(deviations)
-    variance = mean_of(jnp.square(deviations)) - jnp.square(mean)
+    mean = mean_of(values - near)
+    # Of deviations that both means share XLA would often write an array first: these are two.
+    variance = mean_of(jnp.square(near - values)) - jnp.square(mean)
     return near + mean, jnp.maximum(variance, 0.0)
 
 
 _FEW = 512, 4096
 """XLA sums columns of more rows in parts by itself, and of fewer a part is not worth a kernel."""
+_MANY_COLUMNS = 1024
+"""So many columns keep a GPU busy without parts."""
 
 
-def parts_of(rows: int) -> int:
+def parts_of(rows: int, columns: int) -> int:
     """In how many parts rows are summed: in one where that is XLA's to choose, or not worth it."""
-    if not _FEW[0] <= rows <= _FEW[1]:
+    if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS:
         return 1
     return next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
+
+
+def settled(statistics: Sequence[jax.Array], parts: int) -> Sequence[jax.Array]:
+    """Statistics that XLA takes once, and not anew from the sums of the parts for each value."""
+    return jax.lax.optimization_barrier(statistics) if parts > 1 else statistics

@@ -1,5 +1,8 @@
 """Rotary position embedding in plain jax.numpy: the angles, their scalings, and the rotation."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -7,12 +10,22 @@ from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.rope_scaling import RopeScaling
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
+def rotate(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool, in_one_piece: bool = False
+) -> jax.Array:
     """Rotates the first R features of every head of [..., T, N, H] by the angles of [..., T, R/2].
 
     A pair is (i, i + R/2), or (2 i, 2 i + 1) if interleaved. The rotation is linear in x and its
     transpose is the rotation back, so that its gradient keeps cos and sin alone.
+
+    With `in_one_piece` x is certain to be on one device, so that axes of it can be merged.
     """
+    if in_one_piece and x.ndim > 3:
+        # Where batch, positions and heads are powers of two, XLA reads halves by single values, and
+        # in vectors where batch and positions are one axis. The gradient keeps the tables as they
+        # are.
+        merged = functools.partial(_rotate_merged, interleaved=interleaved)
+        return jax.checkpoint(merged, prevent_cse=False)(x, cos, sin)
     rotary_dim = 2 * cos.shape[-1]
     wide = accumulator_dtype(x.dtype)
     rotated, rest = x[..., :rotary_dim].astype(wide), x[..., rotary_dim:]
@@ -24,14 +37,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     else:
         first, second = jnp.split(rotated, 2, axis=-1)
         size = x.size * x.dtype.itemsize
-        of_power = rotary_dim.bit_count() == 1 and not _SMALL < size < _LARGE
-        single_head = x.shape[-2] == 1 and size <= 2 * _SMALL
+        of_power, single = rotary_dim.bit_count() == 1, x.shape[-2] == 1
+        is_small = (of_power or single) and size <= _SMALL * (2 if of_power and single else 1)
+        is_large = of_power and size >= _LARGE and x.ndim > 3
         is_whole = rotary_dim == x.shape[-1]
         is_odd = rotary_dim % 4 == 2 and size > _SMALL
-        if (is_whole and (of_power or single_head)) or is_odd:
-            # The same numbers. XLA reads and writes whole heads of such sizes in larger pieces so,
-            # for which it makes tables of the heads' size, and rotates two small arrays in one kernel.
-            # Of halves with an odd number of features it reads fewer single values.
+        if (is_whole and (is_small or is_large)) or is_odd:
+            # The same numbers. Of several axes of positions XLA reads and writes large whole heads
+            # in larger pieces so, and it rotates two small arrays in one kernel. Of halves with an
+            # odd number of features it reads fewer single values.
             cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
             turned = jnp.concatenate([-second, first], axis=-1)
             rotated = (rotated * cos + turned * sin).astype(x.dtype)
@@ -42,6 +56,17 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -
     else:
         rotated = jnp.concatenate(pair, axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+
+
+def _rotate_merged(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool) -> jax.Array:
+    """The same with one axis of positions, for which the tables are repeated."""
+    rows = math.prod(x.shape[:-2])
+    cos, sin = (
+        jnp.broadcast_to(table, (*x.shape[:-2], table.shape[-1])).reshape(rows, table.shape[-1])
+        for table in (cos, sin)
+    )
+    merged = x.reshape(rows, *x.shape[-2:])
+    return rotate(merged, cos, sin, interleaved=interleaved).reshape(x.shape)
 
 
 _SMALL, _LARGE = 2**17, 2**26
