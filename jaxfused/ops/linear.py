@@ -548,12 +548,21 @@ class ActivationGradient:
         if not is_modelled(device):
             return reasons
         moved = dy.dtype.itemsize + 2 * z.dtype.itemsize
-        # XLA evaluates the activation and its derivative, and may sum.
-        evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2 + int(self.has_bias)
-        read_again = z.dtype.itemsize if self.has_bias else 0
-        passes = Passes(moved + read_again, evaluations, self.activation == "gelu_erf")
-        ours = cost.cuda_pass(z.shape[0], z.shape[1], moved, z.dtype.itemsize)
-        return fastest_first(reasons, {"xla": passes.time(z.size), "cuda": ours})
+        # XLA evaluates the activation and its derivative.
+        evaluations = 0 if self.activation in CHEAP_ACTIVATIONS else 2
+        slow = self.activation == "gelu_erf"
+        xla = Passes(moved, evaluations, slow).time(z.size)
+        if self.has_bias:
+            xla += cost.xla_row_sums(z.size, z.dtype.itemsize, by_product=False)
+        ours = cost.cuda_pass(
+            z.shape[0],
+            z.shape[1],
+            moved,
+            z.dtype.itemsize,
+            sums=self.has_bias,
+            slow_activation=slow,
+        )
+        return fastest_first(reasons, {"xla": xla, "cuda": ours})
 
     def run(self, implementation, device, dy, z) -> Results:
         del device
@@ -561,7 +570,7 @@ class ActivationGradient:
             return cuda.linear.activation_gradient(
                 dy, z, activation=self.activation, sum_rows=self.has_bias
             )
-        dz = reference.linear.activation_gradient(self.activation, dy, z)
+        dz = reference.linear.activation_gradient(self.activation, dy, z, has_bias=self.has_bias)
         narrow = dz.astype(z.dtype)
         return narrow, sum_written_rows(
             narrow, of_relu=self.activation == "relu"
@@ -699,8 +708,10 @@ def in_order(
     times = {"xla": xla, "cuda": xla}
     if cuda_in_one_product:
         moved = replace(passes, bytes_of_element=work.read_bytes, evaluations=0)
-        in_epilogue = cost.cublaslt_epilogue(work.m * work.n, work.activations)
-        times["cuda"] = xla_time(device, work, moved) + in_epilogue
+        saves = work.activations > 0 and work.written_bytes > work.itemsize
+        times["cuda"] = cost.cublaslt_product(
+            xla_time(device, work, moved), work.m * work.n, work.activations, saves=saves
+        )
     if reasons["pallas"] is None:
         fused = replace(work, k=terms * work.k, terms=terms)
         times["pallas"] = pallas_time or predicted_time(fused, device.multiprocessors)

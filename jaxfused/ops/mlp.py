@@ -40,6 +40,7 @@ from jaxfused.ops.weight_gradient import (
     weight_gradient,
     weight_gradients,
 )
+from jaxfused.reference.product import side_by_side, sums_side_by_side
 from jaxfused.semantics.checkpoint_names import named
 from pallas_kernels.product import cost, few_rows, matmul
 from pallas_kernels.product import mlp as pallas_mlp
@@ -511,34 +512,36 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     if gate is None:
         unit = _GatedUnit(options.activation, True, options.precision)
         _, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
+    joined = w_up is None and _cotangents_are_joined(run, x, gate, w_gate, options.precision)
     hidden_gradient = _GatedHiddenGradient(
         options.activation,
         (b_gate is not None, (b_gate if w_up is None else b_up) is not None),
         hidden is None,
         options.precision,
+        joined,
     )
     dgate, dup, h, db_gate, db_up = run(hidden_gradient, dy_narrow, w_down, gate, up)
     if hidden is not None:
         h = hidden
+    cotangents = (dgate,) if joined else (dgate, dup)
+    if joined:
+        dgate, dup = jnp.split(dgate, 2, axis=-1)
     (dx,) = run(_GatedInputGradient(options.precision), dgate, dup, w_gate, w_up)
-    dtype = w_gate.dtype if w_up is None else jnp.promote_types(w_gate.dtype, w_up.dtype)
+    to_join = w_up is None and not joined
     dws, _ = weight_gradients(
         run,
         "gated_mlp",
         x,
-        (dgate, dup),
-        dtype,
+        cotangents,
+        w_gate.dtype if w_up is None else jnp.promote_types(w_gate.dtype, w_up.dtype),
         options.precision,
-        side_by_side=w_up is None
-        and _cotangents_are_joined(run, x, dgate, w_gate, options.precision),
-        joined=w_up is None,
+        side_by_side=to_join and _are_joined_faster(x, gate, w_gate),
+        joined=to_join,
     )
     dw_gate, dw_up = dws[0], None
     if w_up is None:
-        if b_gate is not None:
-            # Else XLA computes a sum within the copy, a thread for all rows of a column.
-            sums = jax.lax.optimization_barrier([db_gate, db_up])
-            db_gate, db_up = jnp.concatenate(sums), None
+        if db_up is not None:
+            db_gate, db_up = sums_side_by_side([db_gate, db_up]), None
     else:
         dw_gate, dw_up = dws[0].astype(w_gate.dtype), dws[1].astype(w_up.dtype)
     dw_down, db_down = weight_and_bias_gradients(
@@ -559,21 +562,20 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
-def _cotangents_are_joined(run: Runner, x, dgate, w_gate, precision) -> bool:
-    """Whether XLA's gradient of weights that one array holds is one product of joined cotangents.
-
-    It is where they are joined anyway, for XLA's gradient of x; else where that moves fewer bytes than
-    to join the halves of the gradient.
-    """
-    rows = math.prod(x.shape[:-1])
-    if rows * dgate.dtype.itemsize <= x.shape[-1] * jnp.dtype(w_gate.dtype).itemsize:
-        return True
+def _cotangents_are_joined(run: Runner, x, gate, w_gate, precision) -> bool:
+    """Whether the cotangents of gate and up are written side by side, for XLA's gradient of x."""
     if not sharding.is_in_one_piece(x, w_gate):
         return False
-    of_rows = jax.ShapeDtypeStruct((rows, dgate.shape[-1]), dgate.dtype)
+    of_rows = jax.ShapeDtypeStruct((math.prod(gate.shape[:-1]), gate.shape[-1]), gate.dtype)
     kernel = _GatedInputGradient(precision)
     reasons = kernel.reasons(run.device, of_rows, of_rows, w_gate, None)
     return dispatch.choose("gated_mlp", run.implementation, reasons) == "xla"
+
+
+def _are_joined_faster(x, gate, w_gate) -> bool:
+    """Whether joining the cotangents moves fewer bytes than joining the halves of their gradient."""
+    rows = math.prod(x.shape[:-1])
+    return rows * gate.dtype.itemsize <= x.shape[-1] * w_gate.dtype.itemsize
 
 
 def _gate_axis(w_up: jax.Array | None) -> str:
@@ -742,7 +744,8 @@ class _GatedUnit:
         del b_gate, b_up
         hidden = w_gate.shape[1] // (2 if w_up is None else 1)
         written = 3 if self.saves_preactivations else 1
-        return replace(_work(x, w_gate, hidden, written=written, activations=1), products=2)
+        one = _work(x, w_gate, hidden, written=written, activations=1)
+        return replace(one, products=2, weights_apart=w_up is not None)
 
     def configs(self, implementation, device, x, w_gate, w_up, *biases) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -800,6 +803,8 @@ class _GatedHiddenGradient:
     sums_rows: tuple[bool, bool]
     returns_hidden: bool
     precision: Any
+    joined: bool = False
+    """Whether dgate and dup are one result side by side, as are their sums, and the second is None."""
 
     @property
     def name(self) -> str:
@@ -807,16 +812,15 @@ class _GatedHiddenGradient:
 
     def axes(self, *operands) -> Axes:
         del operands
-        rows = ROWS + "f"
+        rows, columns = ROWS + "f", ("g", None) if self.joined else ("f", "f")
         return Axes(
             (ROWS + "e", "fe", rows, rows),
             (
-                rows,
-                rows,
+                *(None if f is None else ROWS + f for f in columns),
                 rows if self.returns_hidden else None,
-                *("f" if sums else None for sums in self.sums_rows),
+                *(f if sums else None for f, sums in zip(columns, self.sums_rows, strict=True)),
             ),
-            whole="e",
+            whole="ef" if self.joined else "e",
         )
 
     def work(self, dy, w_down, gate, up) -> cost.Work:
@@ -843,9 +847,9 @@ class _GatedHiddenGradient:
         functions: Mapping[str, Callable[..., Results]] = {
             "pallas": pallas_mlp.gated_hidden_gradient,
             "cuda": cuda.mlp.gated_hidden_gradient,
-            "xla": reference.mlp.gated_hidden_gradient,
+            "xla": functools.partial(reference.mlp.gated_hidden_gradient, joined=self.joined),
         }
-        return functions[implementation](
+        results: Any = functions[implementation](
             dy,
             weights_for(implementation, w_down, dy.dtype),
             gate,
@@ -855,6 +859,11 @@ class _GatedHiddenGradient:
             returns_hidden=self.returns_hidden,
             **_product_keywords(implementation, device, self.precision, config),
         )
+        if implementation == "xla" or not self.joined:
+            return results
+        dgate, dup, h, db_gate, db_up = results
+        sums = None if db_gate is None else sums_side_by_side([db_gate, db_up])
+        return side_by_side([dgate, dup]), None, h, sums, None
 
     configs = product_configs
     batched = batched_rows
@@ -911,6 +920,7 @@ class _GatedInputGradient:
 
     configs = product_configs
     batched = batched_rows
+    xla_takes_rows = True
 
 
 def _work(

@@ -427,6 +427,10 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     dbs: Sequence[Any] | None
     shapes = options.shapes(weights)
     if sharding.is_in_one_piece(x, *(w for w in weights if w is not None)):
+        joined, for_x = options.one_array is not None, _joins_for_x(run, x, shapes)
+        if joined and for_x:
+            # In the very form that XLA's gradient of x takes, so that it alone is written.
+            flat = [side_by_side(flat, options.head_size)]
         dws, dbs = weight_gradients(
             run,
             "qkv_projection",
@@ -435,10 +439,9 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
             dtype,
             options.precision,
             sums_rows=has_biases,
-            # In the very form that XLA's gradient of x takes, so that it is written once.
-            side_by_side=_takes_one_product(run, x, shapes),
+            side_by_side=len(flat) > 1 and (for_x or _takes_one_product(run, x, shapes)),
             piece=options.head_size,
-            joined=options.one_array is not None,
+            joined=joined and len(flat) > 1,
         )
     else:
         # Devices may split the heads, and what lies side by side would have to be exchanged.
@@ -458,13 +461,16 @@ def _parameter_gradients(run: Runner, options: _Options, x, weights, biases, dys
     return [*dweights, *absent], [*dbiases, *absent]
 
 
+def _joins_for_x(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
+    """Whether XLA's gradient of x is taken, for which the cotangents lie side by side."""
+    reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
+    return dispatch.choose("qkv_projection", run.implementation, reasons) == "xla"
+
+
 def _takes_one_product(run: Runner, x: jax.Array, weights: Sequence[jax.Array]) -> bool:
-    """Whether XLA's gradients of the weights are one product, of cotangents that lie side by side."""
+    """Whether XLA's gradients of the weights are one product, of cotangents copied side by side."""
     rows, features = math.prod(x.shape[:-1]), x.shape[-1]
     widths = [math.prod(w.shape[1:]) for w in weights]
-    reasons = _gradient_first(run.device, x, weights, _reasons(run.device, x, weights))
-    if dispatch.choose("qkv_projection", run.implementation, reasons) == "xla":
-        return True  # The input gradient needs them side by side as well.
     itemsize = x.dtype.itemsize
 
     def product_and_pads(columns: int, *padded: int) -> float:
@@ -648,8 +654,6 @@ class _InputGradient:
             if self.options.one_array is None:
                 w = jnp.concatenate(flat(operands[3:]), axis=-1)
             else:
-                # As the gradient of the weights has its rows: XLA then puts them side by side once.
-                dys = [dy.reshape(-1, dy.shape[-1]) for dy in dys]
                 w = operands[3].astype(dys[0].dtype)
             dy = side_by_side(dys, self.options.head_size)
             rows = sharding.leading_axes(dy.ndim - 1)

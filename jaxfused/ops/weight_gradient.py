@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jaxfused import dispatch, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
 from jaxfused.ops.product_choice import fastest_first, is_modelled
-from jaxfused.reference.product import side_by_side, sum_over_rows, unshared, weight_product
+from jaxfused.reference.product import (
+    side_by_side,
+    sum_over_rows,
+    sums_side_by_side,
+    unshared,
+    weight_product,
+)
 from pallas_kernels.product import cost
 from pallas_kernels.product import weight_gradient as pallas_weight_gradient
 
@@ -112,7 +118,7 @@ def weight_gradients(
     sums_of_rows = list(results[count:])
     if joined and not kernel.joined:
         dws = [jnp.concatenate(dws, axis=-1)]
-        sums_of_rows = [jnp.concatenate(sums_of_rows)] if sums_rows else []
+        sums_of_rows = [sums_side_by_side(sums_of_rows)] if sums_rows else []
     return dws, sums_of_rows if sums_rows else None
 
 
@@ -267,7 +273,9 @@ class WeightGradients:
         if not self.sums_rows:
             return tuple(dws)
         sums = [sum_rows(dy, jnp.float32) for dy in self._summed_in_xla(dys)]
-        return (*dws, *self._as_wanted(sums))
+        if self.joined and len(sums) > 1:
+            sums = [sums_side_by_side(sums)]
+        return (*dws, *sums)
 
     def _as_wanted(self, columns: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Side by side where they are one result, else as they are."""
@@ -286,3 +294,5 @@ class WeightGradients:
         del call, axis_size
         in_axes = [0 if batched else None for batched in in_batched]
         return jax.vmap(self.in_xla, in_axes=in_axes)(*operands)
+
+    xla_takes_rows = True

@@ -33,7 +33,7 @@ def linear(
     and of the activation's derivative.
     """
     if activation is None and bias is None and residual is None:
-        return _product_of_rows(x, w, out_dtype=out_dtype, precision=precision, of_weights=True)
+        return _product_of_rows(x, w, out_dtype=out_dtype, precision=precision)
     if activation is None:
         y = affine(x, w, bias, precision=precision, rounded_to=out_dtype)
         return add_residual(y, residual, out_dtype)
@@ -60,15 +60,11 @@ def affine(
     return y if bias is None else y + along_last_axis(bias, y)
 
 
-def _product_of_rows(
-    x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any, of_weights: bool = False
-) -> jax.Array:
+def _product_of_rows(x: jax.Array, w: jax.Array, *, out_dtype: Any, precision: Any) -> jax.Array:
     """The product of x [..., D] and w [D, F], rounded once to `out_dtype`."""
     rows = letters_of_rows(x)
     subscripts = f"{rows}D,DF->{rows}F"
-    return product(
-        subscripts, x, w, out_dtype=out_dtype, precision=precision, of_weights=of_weights
-    )
+    return product(subscripts, x, w, out_dtype=out_dtype, precision=precision, of_weights=True)
 
 
 def letters_of_rows(x: jax.Array) -> str:
@@ -174,12 +170,24 @@ def narrow_preactivation(
     return y + along_last_axis(bias, y)
 
 
-def activation_gradient(activation: str | None, dy: jax.Array, z: jax.Array) -> jax.Array:
-    """The gradient of the preactivation z from that of activation(z), in float32."""
+def activation_gradient(
+    activation: str | None, dy: jax.Array, z: jax.Array, *, has_bias: bool
+) -> jax.Array:
+    """The gradient of the preactivation z from that of activation(z), in float32.
+
+    A small product leaves XLA's kernel in parts, which are added up in whatever reads it. With the
+    barrier they are added up once more for the backward, in a kernel of their own where that adds no
+    bias.
+    """
     wide = accumulator_dtype(z.dtype)
-    z = saved_alone(activation, z)
+    if has_bias or z.size > _SIZE_IN_PARTS:
+        z = saved_alone(activation, z)
     _, vjp = jax.vjp(lambda z: activate(activation, z), z.astype(wide))
     return vjp(dy.astype(wide))[0]
+
+
+_SIZE_IN_PARTS = 2**17
+"""Elements of a product of so few tiles that XLA splits its sums."""
 
 
 def saved_alone(activation: str | None, saved: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxfused.reference.linear import (
     saved_alone,
     written_first,
 )
-from jaxfused.reference.product import product, sum_written_rows, unshared
+from jaxfused.reference.product import product, side_by_side, sum_written_rows, unshared
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate, value_and_slope
 from jaxfused.semantics.dropout import keep_probability, keep_rows
@@ -178,20 +178,25 @@ def gated_hidden_gradient(
     sum_rows: tuple[bool, bool],
     returns_hidden: bool,
     precision: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-    """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows."""
+    joined: bool = False,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Returns dgate, dup, activation(gate) * up if wanted, and dgate and dup summed over the rows.
+
+    Where they are `joined`, dgate holds both side by side, as does its sum, and dup is None.
+    """
     activated, slope = value_and_slope(activation, gate.astype(jnp.float32))
     wide_up = up.astype(jnp.float32)
     dh = _gradient_of_hidden(dy, w_down, precision)
     dgate, dup = dh * wide_up * slope, dh * activated
     h = (activated * wide_up).astype(gate.dtype) if returns_hidden else None
     dgate, dup = dgate.astype(gate.dtype), dup.astype(gate.dtype)
-    dgate, dup, h = written_first(activation, (dgate, dup, h))
-    db_gate, db_up = (
-        sum_written_rows(d) if wanted else None
-        for d, wanted in zip((dgate, dup), sum_rows, strict=True)
+    cotangents = (side_by_side([dgate, dup]), None) if joined else (dgate, dup)
+    *cotangents, h = written_first(activation, (*cotangents, h))
+    sums = (
+        sum_written_rows(d) if wanted and d is not None else None
+        for d, wanted in zip(cotangents, sum_rows, strict=True)
     )
-    return dgate, dup, h, db_gate, db_up
+    return (*cotangents, h, *sums)
 
 
 def gated_input_gradient(
@@ -203,16 +208,16 @@ def gated_input_gradient(
     precision: Any,
 ) -> tuple[jax.Array]:
     """Returns dgate @ w_gate^T + dup @ w_up^T; w_gate holds both weights where there is no w_up."""
+    rows = letters_of_rows(dgate)
+
+    def gradient(d: jax.Array, w: jax.Array) -> jax.Array:
+        return product(f"{rows}F,DF->{rows}D", d, w, out_dtype=d.dtype, precision=precision)
+
     if w_up is None:
-        both = jnp.concatenate([dgate, dup], axis=-1)
-        return (product("mf,df->md", both, w_gate, out_dtype=dgate.dtype, precision=precision),)
+        return (gradient(side_by_side([dgate, dup]), w_gate),)
     # Both products are rounded before they are added, which lets XLA add the second one to the result of
     # the first in the same kernel.
-    of_gate, of_up = (
-        product("mf,df->md", d, w, out_dtype=d.dtype, precision=precision)
-        for d, w in ((dgate, w_gate), (dup, w_up))
-    )
-    return (of_gate + of_up,)
+    return (gradient(dgate, w_gate) + gradient(dup, w_up),)
 
 
 def _gradient_of_hidden(dy: jax.Array, w2: jax.Array, precision: Any) -> jax.Array:

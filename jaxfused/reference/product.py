@@ -90,7 +90,8 @@ def weight_product(x: jax.Array, dy: jax.Array, *, out_dtype: Any, precision: An
     """Returns the transpose of x [..., D] times dy [..., F] over all rows, multiplied in x's dtype.
 
     For a GPU it is written as JAX writes the gradient of x @ w, the transpose of [F, D]: XLA chooses
-    among other kernels for [D, F], some of which are slower. On a CPU XLA lacks some of the former.
+    among other kernels for [D, F], some of which are slower. So it does for rows of one axis where JAX
+    has several. On a CPU XLA lacks some of the former.
     """
     rows = string.ascii_uppercase[: x.ndim - 1]
     axes = (f"{rows}d", f"{rows}f", "df")
@@ -133,6 +134,14 @@ def side_by_side(arrays: Sequence[jax.Array], piece: int | None = None) -> jax.A
     pieces = [a.reshape(*a.shape[:-1], a.shape[-1] // piece, piece) for a in arrays]
     joined = jnp.concatenate(pieces, axis=-2)
     return joined.reshape(*joined.shape[:-2], joined.shape[-2] * piece)
+
+
+def sums_side_by_side(sums: Sequence[jax.Array]) -> jax.Array:
+    """Sums over rows, each [F], as one array. XLA must not sum within the copy.
+
+    It would give a column a single thread for all rows.
+    """
+    return jnp.concatenate(jax.lax.optimization_barrier(list(sums)))
 
 
 def sum_written_rows(values: jax.Array, *, of_relu: bool = False) -> jax.Array:
