@@ -13,7 +13,7 @@ from pallas_kernels.product import cost, few_rows
 
 _DOUBT = 1.06
 """By how much another implementation must be predicted faster than XLA: about the model's error."""
-_START = 0.8
+_START = 0.5
 """And by how many microseconds: XLA has many tiles and epilogues for the smallest products."""
 _CONVERTED_ANEW = 0.3
 """The part of a gradient's weights that no forward of the same program has converted before."""
@@ -47,7 +47,7 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
 
     Several products of one x are one of few rows, and one after the other of many. Weights of another
     dtype [k, n] are converted as a product of few rows reads them; a gradient [n, k] of few rows finds
-    most of them converted by the forward of its program.
+    most of them converted by the forward of its program. What XLA copies first is counted, too.
     """
     few = work.m <= few_rows.MAX_ROWS
     side_by_side = work.products if few else 1
@@ -67,7 +67,9 @@ def xla_time(device: dispatch.Device, work: cost.Work, passes: Passes) -> float:
     converted = 0.0 if fused_conversion else cost.conversion(work)
     if few and work.k_last:
         converted *= _CONVERTED_ANEW
-    return work.products // side_by_side * product + passes.time(work.m * work.n) + converted
+    copied = cost.xla_copies(work)
+    products = work.products // side_by_side * product
+    return products + passes.time(work.m * work.n) + converted + copied
 
 
 def is_modelled(device: dispatch.Device) -> bool:

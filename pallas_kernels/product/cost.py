@@ -1,8 +1,8 @@
 """What a product with an epilogue costs, predicted: here with a config, and in XLA's program.
 
 A model and not a table, since sizes are without number. It has few terms, each of which has a reason,
-and constants that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22). It orders the
-configs of a product, and says where a kernel of this package is worth taking.
+and constants that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22 and 2026-11-24). It
+orders the configs of a product, and says where a kernel of this package is worth taking.
 """
 
 import math
@@ -61,17 +61,19 @@ class Speeds:
     """Factor where rows of the result begin anywhere in a line of memory."""
     overlap: float = 2.4
     """Exponent of the norm that two things take which run at once: large where one hides the other."""
-    few_rows_launch: float = 2.85
+    few_rows_launch: float = 2.2
     """To start and to end a kernel of few rows, whose first copies take their time to arrive."""
-    few_rows_byte: float = 1 / 4.2e6
+    few_rows_byte: float = 1 / 4.35e6
     """Of memory traffic there."""
-    cached_byte: float = 1 / 5e6
+    few_rows_shifted: float = 1.5
+    """Factor of that where rows of the weights begin anywhere in a line of memory."""
+    cached_byte: float = 1 / 4.5e6
     """Of what comes from the cache: x, once for each block of columns."""
-    few_rows_parts: float = 0.5
+    few_rows_parts: float = 0.2
     """For the CTAs of a cluster to wait for each other."""
-    few_rows_exchange: float = 1.2e-5
+    few_rows_exchange: float = 2e-5
     """For each sum that a CTA leaves to them and takes from them."""
-    few_rows_chunk: float = 0.3
+    few_rows_chunk: float = 0.5
     """For each chunk of rows that a CTA finishes."""
     few_rows_conversion_step: float = 0.65
     """Of a step of a CTA that converts w to the dtype of x before it multiplies."""
@@ -93,8 +95,11 @@ class Speeds:
     """For each chunk of rows that a CTA finishes."""
     quantized_exchange: float = 1.3e-3
     """For each sum that a CTA leaves to the others of a cluster and takes from them."""
-    few_rows_wave: float = 1.3
+    few_rows_wave: float = 0.5
     """For CTAs that wait until others have ended: their ring is empty again."""
+    cluster_room: float = 0.9
+    """Part of the multiprocessors on which clusters of more than two CTAs find room at once: each lies
+    within a group of multiprocessors, and the groups are of several sizes."""
     in_flight_bytes: float = 38e3
     """Of a multiprocessor, for memory to be as fast as that."""
     busy: float = 0.52
@@ -102,6 +107,10 @@ class Speeds:
     xla_launch: float = 2.0
     xla_few_rows: float = 1.2
     """What a product of few rows takes it more: tiles as flat as that fill its ring no faster."""
+    xla_fewest: float = 1.8
+    """To start and to end one with the least traffic."""
+    xla_few_rows_filled: float = 6e6
+    """Bytes of traffic from which on such a product takes all of the former two."""
     xla_fewest_rows_byte: float = 1 / 4.55e6
     """Of memory traffic in a product of half of them."""
     xla_single_row_byte: float = 1 / 1.25e6
@@ -119,8 +128,14 @@ class Speeds:
     """Of an element in such a kernel that evaluates gelu's tanh, or anything that is no slower."""
     xla_slow_activation: float = 3.0e-6
     """Likewise for gelu_erf."""
-    cuda_pass: float = 5.0
+    xla_next_evaluation: float = 0.4
+    """What each further evaluation of the same element takes of the first: they share the most."""
+    cuda_pass: float = 2.0
     """Of this package's CUDA kernel over the result of a product, beside its traffic."""
+    cuda_sums: float = 3.5
+    """Likewise where it sums the rows."""
+    cuda_slow_activation: float = 3.0e-6
+    """Of an element there whose derivative is gelu_erf's, which takes longer than the traffic."""
     cuda_unaligned: float = 2.0
     """Factor of its traffic where rows begin anywhere in 16 bytes."""
     xla_long_launch: float = 1.4
@@ -142,26 +157,40 @@ class Speeds:
     xla_ones_byte: float = 1 / 8e6
     weights_launch: float = 1.8
     """To start and to end the kernel of a weight's gradient."""
-    weights_step: float = 0.098
+    weights_step: float = 0.034
     """Of a step there, whatever the tile."""
-    weights_step_element: float = 1.58e-5
+    weights_step_element: float = 1.9e-5
     """Of a step, for each element of a CTA's tile."""
-    weights_ragged: float = 1.16
-    """Factor of a step whose instructions take a block of columns each."""
-    weights_narrow: float = 1.7
-    """Factor of a step in which no matrix fills a line of 128 bytes."""
-    weights_rows: float = 1.04
-    """Factor of a step that sums rows."""
-    weights_stored: float = 9.4e-5
+    weights_ragged: float = 1.2
+    """Factor of a step whose instructions take a block of columns each, of more than two."""
+    weights_line: float = 1.13e-3
+    """Of a step, for each line of memory that its copies touch, which may take longer than it."""
+    weights_sum: float = 0.55
+    """To add up the sums of rows at the end of a tile."""
+    weights_sum_column: float = 8e-5
+    """Of a step, for each column of which a warpgroup sums some rows, and for each of its turns."""
+    weights_stored: float = 9.7e-5
     """For each element of a CTA's tile that it stores."""
-    weights_exchange: float = 3.9
+    weights_exchange: float = 3.5
     """For the CTAs of a cluster to leave their parts of a tile to each other."""
+    weights_byte: float = 1 / 3.45e6
+    """Of memory traffic there."""
+    weights_overlap: float = 3.6
+    """As `overlap`, of that traffic and the steps."""
+    weights_narrow_row: float = 0.005
+    """To copy a row of an operand there of which two or more share a line."""
+    narrow_row: float = 0.012
+    """Likewise in a product with an epilogue, of the rows of x."""
     weights_sum_byte: float = 1 / 4.6e6
     """Of the parts that XLA adds, some of which the cache still holds."""
     weights_row_sums: float = 1.4
     """For XLA to add the parts of the sums of rows."""
     cublaslt_activation: float = 3.2e-7
     """Of an element whose activation cuBLASLt evaluates in the epilogue of its product."""
+    cublaslt_saves: float = 1.17
+    """Factor of a product that also writes what the activation is of: few of its kernels do."""
+    cublaslt_saved: float = 3.5e-7
+    """Of an element that is written so, beside the traffic."""
 
 
 H200 = Speeds()
@@ -192,10 +221,18 @@ class Work:
     """b is [n, k], of which any number of columns makes an instruction."""
     terms: int = 1
     """Pairs of operands whose products are added: each has its part of k."""
+    weights_apart: bool = False
+    """Of several products each has its weights in a matrix of its own."""
 
     @property
     def steps(self) -> int:
-        return math.ceil(self.k * self.itemsize / _STEP_BYTES)
+        return self.terms * math.ceil(self.k // self.terms * self.itemsize / _STEP_BYTES)
+
+    @property
+    def shifts_rows(self) -> bool:
+        """Whether rows of b begin anywhere in a line of memory."""
+        length = self.k // self.terms if self.k_last else self.n
+        return length * self.b_bytes % _STEP_BYTES != 0
 
     @property
     def b_bytes(self) -> float:
@@ -231,10 +268,12 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         step *= speeds.narrow
     elif config.tile_m == 64 and config.ping_pong and config.cluster == 1:
         step *= speeds.low
-    if work.k_last and work.k // work.terms * work.itemsize % _STEP_BYTES:
+    if work.k_last and work.shifts_rows:
         step *= speeds.shifted_rows
     step *= 1 + speeds.missing_stage * max(0, 4 - config.stages)
     multiplied = work.steps * step
+    if 2 * (work.k // work.terms) * work.itemsize <= _STEP_BYTES:
+        multiplied = max(multiplied, work.steps * config.cta_tile_m * speeds.narrow_row)
     stored = config.tile_m * config.tile_n * _epilogue_of_element(work, config, speeds)
     several = work.products > 1 or work.read_bytes > work.itemsize
     large = config.tile_m * config.tile_n > 128 * 128
@@ -244,12 +283,12 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         stored *= speeds.spilled
     # In ping-pong a warpgroup multiplies while the other one stores, and each does both in turn.
     tile = (
-        _at_once((multiplied, (multiplied + stored) / CONSUMERS), speeds)
+        _at_once((multiplied, (multiplied + stored) / CONSUMERS), speeds.overlap)
         if config.ping_pong
         else multiplied + speeds.both_store * stored
     )
     compute = rounds * tile + (stored if config.ping_pong else 0.0)
-    total = _at_once((compute, work.memory_bytes * speeds.memory_byte), speeds)
+    total = _at_once((compute, work.memory_bytes * speeds.memory_byte), speeds.overlap)
     total = speeds.launch + total * (speeds.ragged_result if unaligned else 1.0)
     if ragged and config.pads_columns:
         copied = 2 * work.itemsize * work.k * work.n * work.products
@@ -322,22 +361,43 @@ def weight_gradient(
     rounds = math.ceil(weight_tiles(work, *tile) * groups / (multiprocessors // cluster))
     step = speeds.weights_step + speeds.weights_step_element * area
     line = _STEP_BYTES // work.itemsize
-    if work.rows % 8 or any(width % line for width in work.widths):
+    blocks = work.rows % 8 != 0 or any(width % line for width in work.widths)
+    if blocks and tile[1] > 2 * line:
         step *= speeds.weights_ragged
-    if max(work.features, *work.widths) < line:
-        step *= speeds.weights_narrow
+    step = max(step, _copies_of_step(work, tile, speeds))
+    summed = 0.0
     if work.sums:
-        step *= speeds.weights_rows
+        # Warpgroups with the same columns share the rows of a step, eight at a time.
+        turns = math.ceil(line / 8 / (2 * math.ceil(work.features / tile[0])))
+        step += speeds.weights_sum_column * tile[1] * turns
+        summed = speeds.weights_sum
     stored = speeds.weights_stored * area + (speeds.weights_exchange if cluster > 1 else 0.0)
-    compute = rounds * (steps * step + stored)
-    read = work.rows * (work.features + sum(work.widths)) * work.itemsize
-    total = speeds.weights_launch + _at_once((compute, read * speeds.memory_byte), speeds)
+    compute = rounds * (steps * step + stored) + summed
+    read = work.rows * (work.features + sum(work.widths)) * work.itemsize * speeds.weights_byte
+    total = speeds.weights_launch + _at_once((compute, read), speeds.weights_overlap)
     if groups > 1:
         moved = work.elements * (4 * groups + work.out_bytes)
         total += len(work.widths) * speeds.xla_pass + moved * speeds.weights_sum_byte
     if work.sums:
         total += speeds.weights_row_sums
     return total
+
+
+def _copies_of_step(work: WeightWork, tile: tuple[int, int], speeds: Speeds) -> float:
+    """Microseconds in which the operands of a step of a weight's gradient are copied."""
+    line = _STEP_BYTES // work.itemsize
+
+    def of_block(columns: int) -> float:
+        """Of a block of a matrix with so many columns, a line wide."""
+        pitch = columns * work.itemsize
+        if 2 * pitch <= _STEP_BYTES:
+            return line * speeds.weights_narrow_row
+        begins = range(0, _STEP_BYTES, math.gcd(pitch, _STEP_BYTES))
+        touched = sum(1 + (begin + min(pitch, _STEP_BYTES) > _STEP_BYTES) for begin in begins)
+        return line * speeds.weights_line * touched / len(begins)
+
+    of_widths = sum(width * of_block(width) for width in work.widths) / sum(work.widths)
+    return (tile[0] * of_block(work.features) + tile[1] * of_widths) / line
 
 
 def time(
@@ -373,10 +433,14 @@ def few_rows(
     registers = 64 + width * rows // 128
     of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
     resident = max(1, of_multiprocessor) * multiprocessors
+    if config.parts > 2:
+        resident = int(resident * speeds.cluster_room)
     ctas = columns * config.parts
     steps = min(config.stages, math.ceil(work.steps / config.parts))
     in_flight = min(ctas, resident) * steps * w_step
     traffic = work.memory_bytes * speeds.few_rows_byte
+    if work.shifts_rows:
+        traffic *= speeds.few_rows_shifted
     traffic *= max(
         1.0,
         speeds.in_flight_bytes * multiprocessors / in_flight,
@@ -390,7 +454,7 @@ def few_rows(
         step = speeds.few_rows_conversion_step + numbers * speeds.few_rows_conversion
         traffic = max(traffic, math.ceil(work.steps / config.parts) * waves * step)
     cached = columns * work.itemsize * work.m * work.k * speeds.cached_byte
-    total = speeds.few_rows_launch + _at_once((traffic, cached), speeds)
+    total = speeds.few_rows_launch + _at_once((traffic, cached), speeds.overlap)
     total += chunks * speeds.few_rows_chunk + (waves - 1) * speeds.few_rows_wave
     if config.parts > 1:
         total += speeds.few_rows_parts + rows * width * speeds.few_rows_exchange
@@ -432,7 +496,7 @@ def quantized_few_rows(
     of_ctas = waves * steps * step
     cached = columns * work.itemsize * work.m * work.k * speeds.quantized_x_byte
     traffic = work.memory_bytes * speeds.quantized_byte
-    total = speeds.quantized_launch + _at_once((traffic, cached, of_ctas), speeds)
+    total = speeds.quantized_launch + _at_once((traffic, cached, of_ctas), speeds.overlap)
     total += math.ceil(rows / 8 / config.parts) * speeds.quantized_chunk
     total += (waves - 1) * speeds.quantized_wave
     if config.parts > 1:
@@ -468,12 +532,16 @@ def xla_product(
         for splits in (1, 2, 4, 8):
             rounds = math.ceil(tiles * splits / multiprocessors)
             compute = rounds * math.ceil(steps / splits) * step + stored
-            total = _at_once((compute, traffic), speeds)
+            total = _at_once((compute, traffic), speeds.overlap)
             if splits > 1:
                 total += speeds.xla_pass + speeds.xla_pass_byte * m * n * 4 * (splits + 1)
             best = min(best, total)
     ragged = any(size % (_STEP_BYTES // itemsize) for size in (n, k))
-    launch = speeds.xla_launch + (speeds.xla_few_rows if m <= MAX_ROWS else 0.0)
+    launch = speeds.xla_launch
+    if m <= MAX_ROWS:
+        filled = min(1.0, traffic / of_byte / speeds.xla_few_rows_filled)
+        launch += speeds.xla_few_rows
+        launch = speeds.xla_fewest + filled * (launch - speeds.xla_fewest)
     return launch + best * (speeds.xla_ragged if ragged else 1.0)
 
 
@@ -507,6 +575,30 @@ def xla_pads(work: Work, multiprocessors: int) -> bool:
 
 
 _COPY_BYTES = 16
+
+
+def xla_copies(work: Work) -> float:
+    """Microseconds in which XLA copies the weights before its product of few rows, or several."""
+    of_weights = xla_pass(work.products * work.k * work.n, work.b_bytes + work.itemsize)
+    pads = work.k * work.itemsize % (_longest_split(work) * _COPY_BYTES) != 0
+    merges = work.products > 1 and work.weights_apart and work.m <= _MOST_ROWS_OF_COPY
+    merges = merges and work.k * work.n * work.b_bytes <= _MOST_BYTES_MERGED
+    # One row is no product to XLA.
+    return of_weights * (int(pads and 1 < work.m <= MAX_ROWS) + int(merges))
+
+
+def _longest_split(work: Work) -> int:
+    """In how many parts XLA takes the sums of a product of few rows, whatever the number of tiles."""
+    parts = 1
+    while work.steps >= 2 * parts * _XLA_STEPS_OF_PART:
+        parts *= 2
+    return parts
+
+
+_MOST_ROWS_OF_COPY = 16
+"""With more of them XLA's product reads both of the matrices that it merges as they are."""
+_MOST_BYTES_MERGED = 40e6
+"""Of weights whose products XLA merges: of 35 MB it did, of 84 MB not."""
 
 
 def xla_weight_gradient(
@@ -552,7 +644,7 @@ def _xla_long_product(work: Work, multiprocessors: int) -> float:
         tiles = math.ceil(work.m / tile_m) * math.ceil(work.n / tile_n)
         rounds = math.ceil(tiles * splits / multiprocessors)
         compute = rounds * steps * tile_m * tile_n * speeds.xla_long_element
-        best = min(best, _at_once((compute, traffic), speeds))
+        best = min(best, _at_once((compute, traffic), speeds.overlap))
     if splits > 1:
         added = 4 * work.m * work.n * (splits + 1)
         best += speeds.xla_parts + added * speeds.xla_parts_byte
@@ -596,7 +688,8 @@ def xla_pass(
     speeds = H200
     traffic = elements * bytes_of_element * speeds.xla_pass_byte
     of_one = speeds.xla_slow_activation if slow_activation else speeds.xla_activation
-    return speeds.xla_pass + max(traffic, elements * activations * of_one)
+    evaluated = min(activations, 1) + speeds.xla_next_evaluation * max(0, activations - 1)
+    return speeds.xla_pass + max(traffic, elements * evaluated * of_one)
 
 
 def memory_time(moved_bytes: int) -> float:
@@ -604,17 +697,36 @@ def memory_time(moved_bytes: int) -> float:
     return moved_bytes * H200.memory_byte
 
 
-def cuda_pass(rows: int, columns: int, bytes_of_element: int, itemsize: int = 2) -> float:
-    """Microseconds of this package's CUDA kernel with an activation or its derivative."""
+def cuda_pass(
+    rows: int,
+    columns: int,
+    bytes_of_element: int,
+    itemsize: int,
+    *,
+    sums: bool,
+    slow_activation: bool,
+) -> float:
+    """Microseconds of this package's CUDA kernel with the derivative of an activation."""
     unaligned = columns * itemsize % 16 != 0
     traffic = rows * columns * bytes_of_element * H200.memory_byte
-    return H200.cuda_pass + traffic * (H200.cuda_unaligned if unaligned else 1.0)
+    traffic *= H200.cuda_unaligned if unaligned else 1.0
+    evaluated = rows * columns * H200.cuda_slow_activation if slow_activation else 0.0
+    return H200.cuda_pass + sums * H200.cuda_sums + max(traffic, evaluated)
 
 
-def cublaslt_epilogue(elements: int, activations: int) -> float:
-    """Microseconds that the product takes more where cuBLASLt evaluates activations of the result."""
-    return elements * activations * H200.cublaslt_activation
+def cublaslt_product(product: float, elements: int, activations: int, *, saves: bool) -> float:
+    """Microseconds of a product that takes XLA so many, where cuBLASLt evaluates activations.
+
+    Args:
+      product: of XLA's, which tries several kernels, where cuBLASLt's heuristic names one.
+      elements: of the result.
+      activations: that it evaluates for an element.
+      saves: whether it also writes what the activation is of.
+    """
+    if saves:
+        product = product * H200.cublaslt_saves + elements * H200.cublaslt_saved
+    return product + elements * activations * H200.cublaslt_activation
 
 
-def _at_once(parts: Sequence[float], speeds: Speeds) -> float:
-    return sum(part**speeds.overlap for part in parts) ** (1 / speeds.overlap)
+def _at_once(parts: Sequence[float], overlap: float) -> float:
+    return sum(part**overlap for part in parts) ** (1 / overlap)

@@ -1,0 +1,58 @@
+"""What products are predicted to cost, against times on an H200 (benchmarks/LAB.md, 2026-11-24)."""
+
+import pytest
+
+from benchmarks.without_gpu.target import H200
+from jaxfused.ops.product_choice import Passes, xla_time
+from pallas_kernels.product import cost, weight_gradient
+from pallas_kernels.product.cost import WeightWork, Work
+from pallas_kernels.product.matmul import fitting
+
+_WEIGHTS = [
+    # Rows, features, widths, whether rows are summed, columns of a tile, parts, microseconds.
+    (4096, 296, (1184, 1184), False, 64, 1, 28.4),
+    (16384, 56, (224, 224), False, 64, 16, 10.9),
+    (1182, 512, (2048,), False, 64, 1, 6.1),
+    (15680, 256, (1024, 1024), False, 128, 4, 24.3),
+    (43904, 256, (128,), True, 64, 33, 13.1),
+    (89600, 768, (1152,), True, 192, 11, 209.6),
+    (41544, 1536, (1512, 1512, 1512), True, 256, 3, 930.5),
+]
+
+
+@pytest.mark.parametrize("rows,features,widths,sums,tile_n,parts,measured", _WEIGHTS)
+def test_gradient_of_weights(rows, features, widths, sums, tile_n, parts, measured):
+    work = WeightWork(rows, features, widths, sums=sums)
+    config = weight_gradient.WeightGradientConfig(tile_n=tile_n, parts=parts)
+    predicted = weight_gradient.predicted_time(work, config, H200.multiprocessors)
+    # The times are those of the kernel alone.
+    if parts > 1:
+        moved = work.elements * (4 * parts + work.out_bytes)
+        added = len(widths) * cost.H200.xla_pass + moved * cost.H200.weights_sum_byte
+        predicted -= added
+    predicted -= sums * cost.H200.weights_row_sums
+    assert 0.75 < predicted / measured < 1.25
+
+
+@pytest.mark.parametrize(
+    "work,measured",
+    [
+        # Weights of 4,304 or 7,696 rows are padded, of 8,192 not; two matrices are put side by side.
+        (Work(48, 5120, 4304), 43.3),
+        (Work(16, 16384, 7696), 217.3),
+        (Work(48, 4096, 8192), 20.1),
+        (Work(2, 2152, 5120, products=2, weights_apart=True), 33.3),
+        (Work(2, 2152, 5120, products=2), 12.6),
+    ],
+)
+def test_few_rows_in_xla(work, measured):
+    assert 0.8 < xla_time(H200, work, Passes()) / measured < 1.25
+
+
+def test_rows_that_begin_anywhere_in_a_line_take_longer():
+    work = Work(49, 4304, 4096, products=2, written_bytes=2)
+    config, *_ = fitting(work, H200.multiprocessors)
+    aligned = Work(49, 4352, 4096, products=2, written_bytes=2)
+    assert cost.time(work, config, H200.multiprocessors) > 1.2 * cost.time(
+        aligned, config, H200.multiprocessors
+    )
