@@ -76,7 +76,7 @@ def backward(
     """
     library.register()
     rows, features = z.shape
-    partials = (1 if up_z is None else 2, _blocks(rows), features)
+    partials = (1 if up_z is None else 2, _blocks(rows, features), features)
     call = jax.ffi.ffi_call(
         "jaxfused_bias_activation_backward",
         (
@@ -95,9 +95,19 @@ def backward(
     )
 
 
-def _blocks(rows: int) -> int:
-    """Returns the number of partial sums of a column, one for 128 rows, so that they cost little."""
-    return max(1, min(-(-rows // 128), 4096))
+def _blocks(rows: int, features: int) -> int:
+    """Returns the number of partial sums of a column, so few that they cost little.
+
+    A partial sum is of 128 rows, or of down to 32 where that leaves too few blocks to fill a GPU.
+    """
+    columns = -(-features // _BLOCK_COLUMNS)
+    rows_each = next(n for n in (128, 64, 32) if n == 32 or -(-rows // n) * columns >= _MANY_BLOCKS)
+    return max(1, min(-(-rows // rows_each), 4096))
+
+
+_BLOCK_COLUMNS = 256
+"""Of a block of the kernel, at 16 bits."""
+_MANY_BLOCKS = 512
 
 
 def _result(like: jax.Array | None, dtype: Any, wanted: bool) -> jax.ShapeDtypeStruct:
