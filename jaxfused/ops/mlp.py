@@ -512,21 +512,27 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
     if gate is None:
         unit = _GatedUnit(options.activation, True, options.precision)
         _, gate, up = run(unit, x, w_gate, w_up, b_gate, b_up)
-    joined = w_up is None and _cotangents_are_joined(run, x, gate, w_gate, options.precision)
     hidden_gradient = _GatedHiddenGradient(
         options.activation,
         (b_gate is not None, (b_gate if w_up is None else b_up) is not None),
         hidden is None,
         options.precision,
-        joined,
     )
+    input_gradient = _GatedInputGradient(options.precision)
+    joined = False
+    if w_up is None and sharding.is_in_one_piece(x, w_gate):
+        # Whether the cotangents of gate and up are written side by side, for XLA's gradient of x.
+        by_xla = _is_by_xla(run, hidden_gradient, dy_narrow, w_down, gate, up)
+        input_gradient = replace(input_gradient, finds_joined=by_xla)
+        joined = _is_by_xla(run, input_gradient, gate, up, w_gate, None)
+        hidden_gradient = replace(hidden_gradient, joined=joined)
     dgate, dup, h, db_gate, db_up = run(hidden_gradient, dy_narrow, w_down, gate, up)
     if hidden is not None:
         h = hidden
     cotangents = (dgate,) if joined else (dgate, dup)
     if joined:
         dgate, dup = jnp.split(dgate, 2, axis=-1)
-    (dx,) = run(_GatedInputGradient(options.precision), dgate, dup, w_gate, w_up)
+    (dx,) = run(input_gradient, dgate, dup, w_gate, w_up)
     to_join = w_up is None and not joined
     dws, _ = weight_gradients(
         run,
@@ -562,14 +568,16 @@ def _gated_mlp_bwd(run: Runner, options: _Options, saved: _GatedResiduals, dy):
 _gated_mlp.defvjp(_gated_mlp_fwd, _gated_mlp_bwd)
 
 
-def _cotangents_are_joined(run: Runner, x, gate, w_gate, precision) -> bool:
-    """Whether the cotangents of gate and up are written side by side, for XLA's gradient of x."""
-    if not sharding.is_in_one_piece(x, w_gate):
-        return False
-    of_rows = jax.ShapeDtypeStruct((math.prod(gate.shape[:-1]), gate.shape[-1]), gate.dtype)
-    kernel = _GatedInputGradient(precision)
-    reasons = kernel.reasons(run.device, of_rows, of_rows, w_gate, None)
-    return dispatch.choose("gated_mlp", run.implementation, reasons) == "xla"
+def _is_by_xla(run: Runner, kernel: Any, *operands: jax.Array | None) -> bool:
+    """Whether XLA is chosen for a stage whose operands [..., F] become matrices."""
+    matrices = (
+        None if a is None else jax.ShapeDtypeStruct((math.prod(a.shape[:-1]), a.shape[-1]), a.dtype)
+        for a in operands
+    )
+    return (
+        dispatch.choose("gated_mlp", run.implementation, kernel.reasons(run.device, *matrices))
+        == "xla"
+    )
 
 
 def _are_joined_faster(x, gate, w_gate) -> bool:
@@ -875,6 +883,8 @@ class _GatedInputGradient:
     """(dgate @ w_gate^T + dup @ w_up^T,) of [M, F] and [D, F]."""
 
     precision: Any
+    finds_joined: bool = False
+    """Whether XLA makes dgate and dup, which it then writes side by side where that is asked for."""
 
     @property
     def name(self) -> str:
@@ -899,7 +909,8 @@ class _GatedInputGradient:
             passes = _passes(work, None, matrices=3)
             return _reasons(device, self.precision, dgate, work, passes, terms=2)
         # One, for which it puts the cotangents side by side, unless the weights' gradient did.
-        matrices = 0 if work.m <= work.n else math.ceil(4 * work.k / work.n)
+        is_free = self.finds_joined or work.m <= work.n
+        matrices = 0 if is_free else math.ceil(4 * work.k / work.n)
         features = {"what is multiplied": work.k, "the result": work.n}
         reasons = product_reasons(device, self.precision, {"x": dgate}, features)
         passes = Passes(bytes_of_element=matrices * work.itemsize)
