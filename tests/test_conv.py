@@ -519,7 +519,9 @@ def test_depthwise_kernels_are_launched(with_library):
         (7, 2, "bfloat16", []),
         (5, 1, "bfloat16", [TILES]),
         (5, 1, "float32", []),
-        (3, 1, "bfloat16", []),
+        (3, 1, "bfloat16", [CONV]),
+        (3, 2, "bfloat16", [CONV]),
+        (3, 1, "float32", []),
     ],
 )
 def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, dtype, launched):
@@ -529,6 +531,25 @@ def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, d
         return jaxfused.conv(x, w, feature_group_count=64, strides=stride)
 
     assert kernels(conv, x, w) == launched
+
+
+@pytest.mark.parametrize(
+    ("channels", "columns", "stride", "useful"),
+    [
+        (128, 56, 1, 1.0),
+        (16, 8, 1, 1.0),
+        (8, 8, 1, 0.5),
+        (24, 8, 1, 0.75),
+        (48, 8, 1, 0.75),
+        (88, 8, 1, 88 / 96),
+        (640, 14, 1, 0.875),
+        (64, 14, 2, 0.875),
+        (64, 0, 1, 0.0),
+    ],
+)
+def test_useful_results_of_strips(channels, columns, stride, useful):
+    window = Window((3, 3), stride, ((1, 1), (1, 1)))
+    assert Strips().useful(channels, columns, window) == pytest.approx(useful)
 
 
 @pytest.mark.parametrize("shape", [(0, 28, 28, 64), (2, 0, 28, 64), (2, 3, 3, 64)])
