@@ -703,14 +703,12 @@ ffi::Error with_size(int64_t height, int64_t width, int64_t stride, const F& f) 
                                      " with stride " + std::to_string(stride));
 }
 
-// The lanes of a strip: fewer where the kernel is bound by memory and fewer of them would be idle.
+// The lanes of a strip: fewer where the kernel is bound by memory and most would be idle.
 template <typename S, typename F>
 ffi::Error with_lanes(int64_t channels, const F& f) {
   if constexpr (S::kHeight == 3) {
     if (channels <= 16) return f(std::integral_constant<int, 8>{});
-    const int64_t wide = divide_up(channels, int64_t{64}) * 64;
-    const int64_t narrow = divide_up(channels, int64_t{32}) * 32;
-    if (channels <= 32 || 6 * wide >= 7 * narrow) return f(std::integral_constant<int, 16>{});
+    if (channels <= 32) return f(std::integral_constant<int, 16>{});
   }
   return f(std::integral_constant<int, 32>{});
 }

@@ -541,7 +541,7 @@ def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, d
         (8, 8, 1, 0.5),
         (24, 8, 1, 0.75),
         (48, 8, 1, 0.75),
-        (88, 8, 1, 88 / 96),
+        (96, 8, 1, 0.75),
         (640, 14, 1, 0.875),
         (64, 14, 2, 0.875),
         (64, 0, 1, 0.0),

@@ -793,8 +793,8 @@ def test_random_shapes_on_gpu(implementation):
         rows, multiple, times = (int(random.integers(1, n)) for n in (300, 4, 80))
         shape = rows, times * (1, 2, 64)[multiple - 1]
         case = Case("", shape, residual=bool(random.integers(2)), pre_bias=bool(random.integers(2)))
-        results = functools.partial(case.results, implementation=implementation)
-        if why_not(results, case.inputs("float32")) is None:
+        call = functools.partial(case.call, implementation=implementation)
+        if why_not(call, *case.shapes("float32")[:5]) is None:
             tried += 1
             check(case, "float32", implementation)
     assert tried >= 3

@@ -30,13 +30,17 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
         return None
     if window.kernel == _SMALL:
         channels, width = x.shape[3], x.shape[2]
-        useful = Strips().useful(channels, width, window)
-        least = _USEFUL_STRIPS[min(x.dtype.itemsize, 4)]
+        if Strips.lanes(channels) < 32:
+            return f"kernels of 3 x 3 for {channels} channels, by parts of a warp, are not measured yet"
+        useful, least = (
+            Strips().useful(channels, width, window),
+            _USEFUL_STRIPS[min(x.dtype.itemsize, 4)],
+        )
         if useful >= least:
             return None
-        idle = f", and with {channels} channels and {width} columns {1 - useful:.0%} would be idle"
         return (
-            f"kernels of 3 x 3 are faster where at most {1 - least:.0%} of their lanes idle{idle}"
+            f"kernels of 3 x 3 are faster where at most {1 - least:.0%} of their lanes idle, and with"
+            f" {channels} channels and {width} columns {1 - useful:.0%} would"
         )
     return (
         f"depthwise kernels are known to be faster along one axis, of 3 x 3, from {_LARGE} x {_LARGE} at"
