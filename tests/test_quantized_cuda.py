@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxfused
 import jaxfused.nnx
+from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.cuda import quantized_matmul as kernel
@@ -208,8 +209,8 @@ def test_a_module_quantises_its_inputs(built):
     [
         (AMPERE, False, {"quantized_matmul forward": "cuda"}),
         (AMPERE, True, {"quantized_matmul": "xla"}),
-        (HOPPER, False, {"quantized_matmul forward": "pallas"}),
-        (HOPPER, True, {"quantized_matmul forward": "pallas"}),
+        (H200, False, {"quantized_matmul forward": "pallas"}),
+        (H200, True, {"quantized_matmul forward": "pallas"}),
     ],
 )
 def test_is_the_default_where_there_is_no_pallas_kernel_and_it_was_measured(
@@ -217,7 +218,7 @@ def test_is_the_default_where_there_is_no_pallas_kernel_and_it_was_measured(
 ):
     if unmeasured:
         monkeypatch.setattr(dispatch, "UNMEASURED", frozenset({"quantized_matmul cuda"}))
-    case = Case(9, 4096, 4096) if device is AMPERE else Case(9, 256, 80)
+    case = Case(9, 4096, 4096)
     run = functools.partial(case.run, implementation=None)
     with dispatch.assume(device):
         assert chosen(run, *jax.eval_shape(case.operands)) == expected

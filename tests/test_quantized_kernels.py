@@ -13,6 +13,7 @@ from flax import nnx
 
 import jaxfused
 import jaxfused.nnx
+from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
 from jaxfused.quantization.quantized_array import FORMATS, pack_words
 from jaxfused.semantics.activation import activate
@@ -397,8 +398,8 @@ OPERANDS = (
 )
 
 
-def operands(dtype, options, x_dtype, m=9):
-    case = Case(m, 256, 80, None, dtype, options)
+def operands(dtype, options, x_dtype, m=9, k=256, n=80):
+    case = Case(m, k, n, None, dtype, options)
     x, q, bias, residual = case.operands()
     return (x if x_dtype is None else jaxfused.quantize_rows(x, x_dtype)), q, bias, residual
 
@@ -418,14 +419,20 @@ def test_gradients_through_the_kernels_in_the_interpreter(
         return y, *vjp(y)
 
     actual = jax.jit(functools.partial(run, "pallas"))(x, bias, residual)
-    taken = chosen(functools.partial(run, None), x, bias, residual)
-    # Of few rows XLA multiplies quantised x.
-    assert set(taken.values()) == ({"pallas", "xla"} if x_dtype is None else {"xla"})
     expected = jax.jit(functools.partial(run, "xla"))(x, bias, residual)
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         a, b = (np.asarray(array, np.float64) for array in (a, b))
         np.testing.assert_allclose(a, b, atol=2e-2 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("dtype", "options", "x_dtype"), OPERANDS)
+def test_what_a_call_of_few_rows_takes(dtype, options, x_dtype):
+    large = jax.eval_shape(lambda: operands(dtype, options, x_dtype, k=4096, n=4096))
+    with dispatch.assume(H200):
+        taken = chosen(loss, *large)
+    # Of few rows XLA multiplies quantised x.
+    assert set(taken.values()) == {"pallas" if x_dtype is None else "xla"}
 
 
 def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
