@@ -179,9 +179,10 @@ def test_statistics_of_the_result(shape, features, dtype, op, seed):
         assert (np.abs(y.mean(-1)) <= unit + of_mean).all()
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("mean", [0.0, 1000.0])
+@pytest.mark.parametrize(
+    ("op", "with_residual", "mean"),
+    pairwise(["layer_norm", "rms_norm"], [False, True], [0.0, 1000.0]),
+)
 def test_statistics_that_xla_takes_apart(op, with_residual, mean):
     """Those that the backward of a kernel reads, beside a result that XLA makes in one kernel."""
     random = np.random.default_rng(0)

@@ -111,16 +111,16 @@ STACKED = (
 )
 
 
-@pytest.mark.parametrize("config", STACKED, ids=str)
+@parametrize("config", STACKED, quick=(1,))
 def test_cotangents_side_by_side_give_the_gradients(config, monkeypatch):
     """Where the weights are one array, and XLA runs all stages."""
     both = programs.of(config)
     args = both.make_inputs(jax.random.key(0))
-    wanted = both.whole(both.ours, True)(*args)
+    wanted = jax.jit(both.whole(both.ours, True))(*args)
     monkeypatch.setattr(dispatch, "current_device", lambda *arrays: H200)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     with dispatch.recorded() as choices:
-        found = both.whole(both.ours, True)(*args)
+        found = jax.jit(both.whole(both.ours, True))(*args)
     assert len(choices) > 1 and {c.implementation for c in choices} == {"xla"}
     for ours, plain in zip(found, wanted, strict=True):
         assert ours.shape == plain.shape and ours.dtype == plain.dtype

@@ -229,9 +229,11 @@ def test_offset_is_a_first_position():
     np.testing.assert_allclose(step(q, jnp.int32(4))[0], expected[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 5, 2, 8), (2, 5, 1, 8), (0, 5, 2, 8)], ids=str)
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize(
+    ("shape", "own", "interleaved"),
+    pairwise([(2, 3, 5, 2, 8), (2, 5, 1, 8), (0, 5, 2, 8)], [False, True], [False, True]),
+    ids=str,
+)
 def test_merged_axes_have_the_same_bits(shape, own, interleaved):
     x = put(np.random.default_rng(0).normal(size=shape), jnp.float32)
     positions = np.arange(math.prod(shape[:-2])).reshape(shape[:-2]) if own else np.arange(5)
