@@ -1,9 +1,9 @@
 // Depthwise convolution: each channel has one kernel of its own, and pixels are channels last.
 //
 // A lane has a pair of channels, a warp 64 channels of a strip: a few neighbouring columns of the
-// output, and some or all of its rows. The warp walks down its strip. Where there are fewer
-// channels than that, a half or a quarter of a warp has a strip of its own. It loads each row of
-// the input once, before it is needed, and makes all products with it: a sum for each row of the
+// output, and some or all of its rows. Where there are at most half as many channels, a half or a
+// quarter of a warp has a strip of its own. The lanes walk down their strip. They load each row of
+// the input once, before it is needed, and make all products with it: a sum for each row of the
 // kernel is in registers, and the step's oldest sum is complete. The sums move on by one row in the
 // additions themselves. So the loop is short enough for the instruction cache, which a patch with
 // all of its products written out is not, and there is nothing that warps wait for each other for.
@@ -114,7 +114,7 @@ struct Pixels {
   int64_t row_pitch;
   uint32_t pitch;
   int begin, end;  // the pixels inside
-  int channels;    // of the block's
+  int channels;    // from the block's first one on
 
   __device__ __forceinline__ Pixels(const void* data, int image, int height, int width,
                                     int channels, int column)

@@ -549,7 +549,7 @@ def test_which_depthwise_kernels_need_not_be_named(with_library, size, stride, d
 )
 def test_useful_results_of_strips(channels, columns, stride, useful):
     window = Window((3, 3), stride, ((1, 1), (1, 1)))
-    assert Strips().useful(channels, columns, window) == pytest.approx(useful)
+    assert Strips.useful(channels, columns, window) == pytest.approx(useful)
 
 
 @pytest.mark.parametrize("shape", [(0, 28, 28, 64), (2, 0, 28, 64), (2, 3, 3, 64)])

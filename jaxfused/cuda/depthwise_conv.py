@@ -75,9 +75,10 @@ class Strips:
         """Of a warp, those that a strip of a kernel of 3 x 3 has, as the kernel chooses too."""
         return 8 if channels <= 16 else 16 if channels <= 32 else 32
 
-    def useful(self, channels: int, width: int, window: Window) -> float:
+    @staticmethod
+    def useful(channels: int, width: int, window: Window) -> float:
         """The share of results that a kernel of 3 x 3 does not compute for nothing, in a row."""
-        block, columns = 2 * self.lanes(channels), 8 if window.stride == 1 else 4
+        block, columns = 2 * Strips.lanes(channels), 8 if window.stride == 1 else 4
         _, out_width = window.result(window.kernel[0], width)
         computed = -(-channels // block) * block * -(-out_width // columns) * columns
         return channels * out_width / computed if computed else 0.0
