@@ -11,7 +11,7 @@ import pytest
 
 from jaxfused import reference
 from jaxfused.semantics.mask import Mask
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import attention, backward_dq
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.backward import BackwardConfig
@@ -233,11 +233,16 @@ def assert_close(actual, expected, tolerance, name):
 
 
 @parametrize(
-    ("shape", "is_causal", "soft_cap"),
-    [((1, 2, 100, 130), True, None), ((2, 1, 1, 130), False, 3.0), ((1, 1, 100, 130), True, None)],
+    ("shape", "is_causal", "soft_cap", "dtype"),
+    [
+        ((1, 2, 100, 130), True, None, "bfloat16"),
+        ((2, 1, 1, 130), False, 3.0, "float32"),
+        ((1, 1, 100, 130), True, None, "float32"),
+        ((2, 1, 1, 130), True, None, "float16"),
+    ],
     quick=(1,),
 )
-def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_cap):
+def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_cap, dtype):
     mosaic_interpreter.complete(monkeypatch)
     query, key, value, dout = problem(2, 100, 130, 2, 1, 64, 32, jnp.bfloat16)
     bias = jax.random.normal(jax.random.key(1), shape)
@@ -254,18 +259,25 @@ def test_bias_gradient(interpreted_hopper, monkeypatch, shape, is_causal, soft_c
         jnp.pad(delta, fill),
         dout,
         logits=logits,
+        dtype=jnp.dtype(dtype),
     )
+    assert actual.dtype == dtype
     # Nothing is rounded on the way but by exp2.
-    assert distance(actual, gradients[3]) < 1e-5
+    assert distance(actual, gradients[3]) < 1e-5 + jnp.finfo(dtype).eps / 2
 
 
 def every_option(names, shape):
-    """Returns (mask, operands, words) for the reference and the kernels, given the options by name."""
+    """Returns (mask, operands, words) for the reference and the kernels, given the options by name.
+
+    The bias is shared by the batch entries, unless "own" is among the names.
+    """
     batch, queries, keys, heads = shape
     rng = np.random.default_rng(7)
     words = put(rng.integers(2**32, size=2), jnp.uint32) if "dropout" in names else None
     options = dict(
-        bias=rng.normal(size=(1, heads, queries, keys)).astype(np.float32),
+        bias=rng.normal(size=(batch if "own" in names else 1, heads, queries, keys)).astype(
+            np.float32
+        ),
         sinks=rng.normal(size=heads).astype(np.float32),
         # The last batch entry without keys.
         query_lengths=np.arange(1, batch + 1, dtype=np.int32) * (queries // 2),
@@ -381,6 +393,66 @@ def test_accurate_without_races_in_the_interpreter(
         assert_close(a, e, 2.0**-9, name)
 
 
+# Blocks that some or all rows do not visit, a second consumer without rows, and each key block's width.
+@parametrize(
+    ("counts", "names", "dtype", "config"),
+    [
+        ((100, 77), "", "float32", None),
+        ((197, 197), "cap", "bfloat16", None),
+        ((128, 256), "", "bfloat16", None),
+        ((64, 256), "dropout", "bfloat16", QueryGradientConfig(2, 64)),
+        ((70, 330), "causal", "bfloat16", None),
+        ((197, 150), "window cap dropout", "float32", QueryGradientConfig(3, 64)),
+        ((70, 270), "query_lengths key_lengths", "bfloat16", QueryGradientConfig(1, 128)),
+        ((130, 270), "query_segments key_segments sinks", "bfloat16", None),
+        ((65, 200), "explicit", "bfloat16", None),
+    ],
+    quick=(0, 4),
+)
+def test_the_gradient_of_a_bias_of_its_own_for_each_logit(
+    race_detector, monkeypatch, counts, names, dtype, config
+):
+    """The kernel of the queries' gradient writes it, zeros included."""
+    mosaic_interpreter.complete(monkeypatch)
+    names = [*names.split(), "own", "bias"]
+    batch, heads, key_heads = 2 if "key_lengths" in names else 1, 2, 1
+    query, key, value, dout = problem(batch, *counts, heads, key_heads, 64, 40, jnp.bfloat16)
+    mask, operands, words = every_option(names, (batch, *counts, heads))
+    operands = operands._replace(bias=operands.bias.astype(dtype))
+    logits = logits_of(
+        block_mask(mask, *counts),
+        operands,
+        soft_cap=2.0 if "cap" in names else None,
+        dropout_rate=0.3 if words is not None else 0.0,
+    )
+    given = (query, key, value, dout, operands.bias.astype(jnp.float32), operands.sinks, mask)
+    out, lse, expected = truth(*given, words, logits)
+    if mask.query_lengths is not None:
+        within = np.arange(counts[0]) < np.asarray(mask.query_lengths)[:, None, None]
+        lse = np.where(within, lse, np.float32(EMPTY_LSE))
+    if config is None:
+        shape = Shape.of(query, key, value)
+        config = backward_dq.default_config(shape, logits, multiprocessors=1)
+
+    @jax.jit
+    def gradients(operands, out, lse):
+        saved = (out, lse, dout, None)
+        lse2, delta, _, _ = attention_bwd.prepare(operands, *saved, blocks=(config.query_block,))
+        return backward_dq.query_gradient(
+            *(query, key, value, operands, lse2, delta, dout),
+            logits=logits,
+            multiprocessors=1,
+            config=config,
+            dlogits_dtype=jnp.dtype(dtype),
+        )
+
+    dquery, dlogits = gradients(operands, out, lse)
+    assert dlogits.dtype == dtype
+    assert_close(dquery, expected[0], 2.0**-7, "query")
+    # Nothing but the result is rounded.
+    assert_close(dlogits, expected[3], 1e-5 + jnp.finfo(dtype).eps / 2, "bias")
+
+
 @parametrize("sizes", [(64, 40), (256, 256)], quick=())
 def test_shares_of_a_group_add_up(interpreted_hopper, monkeypatch, sizes):
     """Few tiles of keys leave CTAs idle, so that each query head of a group has tiles of its own."""
@@ -401,24 +473,30 @@ def test_shares_of_a_group_add_up(interpreted_hopper, monkeypatch, sizes):
         assert_close(a, e, 2.0**-9, name)
 
 
-def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16):
+def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16, bias_dtype="float32"):
     batch, heads, key_heads = 2, 4, 2
     query, key, value, dout = problem(batch, *counts, heads, key_heads, *sizes, dtype)
     mask, operands, words = every_option(names, (batch, *counts, heads))
+    wide_bias = None
+    if operands.bias is not None:
+        operands = operands._replace(bias=operands.bias.astype(bias_dtype))
+        wide_bias = operands.bias.astype(jnp.float32)
     logits = logits_of(
         block_mask(mask, *counts),
         operands,
         soft_cap=2.0 if "cap" in names else None,
         dropout_rate=0.3 if words is not None else 0.0,
     )
-    given = (query, key, value, dout, operands.bias, operands.sinks, mask, words, logits)
+    given = (query, key, value, dout, wide_bias, operands.sinks, mask, words, logits)
     _, _, expected = truth(*given)
 
     @jax.jit
     def f(query, key, value, operands, dout):
         options = dict(logits=logits, multiprocessors=132)
-        out, lse = attention_fwd.forward(query, key, value, operands, **options)
-        return attention_bwd.backward(query, key, value, operands, out, lse, dout, None, **options)
+        arrays = (query, key, value, operands)
+        out, lse = attention_fwd.forward(*arrays, **options)
+        saved = (out, lse, dout, None)
+        return attention_bwd.backward(*arrays, *saved, **options, dbias_dtype=bias_dtype)
 
     actual = f(query, key, value, operands, dout)
     chex.assert_trees_all_equal(actual, f(query, key, value, operands, dout))
@@ -443,6 +521,8 @@ def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16):
         "query_segments key_segments causal",
         "explicit bias",
         "causal dropout cap sinks bias",
+        "own bias",
+        "query_lengths key_lengths cap own bias",
     ],
 )
 @pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (256, 256), (40, 24), (200, 64)], ids=str)
@@ -457,6 +537,14 @@ def test_gradients(sizes, names):
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_gradients_of_any_number_of_queries_and_keys(counts, size):
     assert_gradients(counts, (size, size), ["causal"], dtype=jnp.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ["", "causal", "cap dropout", "query_segments key_segments"])
+@pytest.mark.parametrize("counts", [(512, 512), (197, 197), (320, 576)], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_gradients_of_a_bias_of_its_own_for_each_logit(counts, size, names):
+    assert_gradients(counts, (size, size), [*names.split(), "own", "bias"], bias_dtype="bfloat16")
 
 
 # --- configs --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.attention import Case
 from tests.grids import parametrize
-from tests.lowering import kernels
+from tests.lowering import kernels, kernels_in, lowered
 from tests.tolerances import assert_accurate
 
 # --- the mask in blocks ---------------------------------------------------------------------------
@@ -516,6 +516,20 @@ def test_the_gradient_of_random_cases_lowers(hopper, seed):
 
 
 @parametrize(
+    ("bias", "has_own_kernel"),
+    [((2, 2, 320, 640), False), ((1, 2, 320, 640), True), ((2, 2, 1, 640), True)],
+    quick=(0, 1),
+)
+def test_only_a_bias_that_is_shared_has_a_kernel_for_its_gradient(hopper, bias, has_own_kernel):
+    case = Case("bias", 320, 640, head_size=64, bias=bias)
+    args = case.arrays(jnp.bfloat16)
+    program = lowered(lambda *args: gradients(operator(case, "pallas"), args), *args)
+    assert ("attention_bias_gradient" in kernels_in(program)) == has_own_kernel
+    # A gradient that devices do not add up is rounded as it is written.
+    assert ("x640xf32>" in program) == has_own_kernel
+
+
+@parametrize(
     "case",
     [
         Case("of each query", 40, 260, bias=(1, 2, 40, 1), query_lengths=(40, 31), head_size=16),
@@ -533,6 +547,15 @@ def test_the_gradient_of_a_bias_alike_for_all_keys(interpreted_hopper, monkeypat
 
     args = case.arrays(jnp.float16)
     assert_values_and_gradients(output("pallas"), output("xla"), *args, cotangents=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [197, 512])
+@pytest.mark.parametrize("bias", [(2, 2), (1, 2), (2, 1)], ids=str)
+def test_the_gradient_of_a_bias_for_each_query_and_key(bias, length):
+    case = Case("bias", length, length, head_size=64, bias=(*bias, length, length))
+    ours, theirs = operator(case, "pallas"), operator(case, "xla")
+    assert_values_and_gradients(ours, theirs, *case.arrays(jnp.bfloat16))
 
 
 @pytest.mark.gpu

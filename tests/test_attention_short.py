@@ -53,6 +53,7 @@ OPTIONS = (
     Case("segments of seven keys", 1, 7, head_size=64, segments=2),
     Case("soft cap and sinks", 150, 197, head_size=64, soft_cap=1.5, sinks=True),
     Case("bias of a head", 49, 49, heads=4, head_size=32, bias=(1, 4, 49, 49)),
+    Case("bias of each logit", 150, 197, heads=4, head_size=64, bias=(2, 4, 150, 197)),
     Case(
         "bias of a query", 70, 90, heads=4, head_size=64, bias=(2, 1, 70, 1), query_lengths=(70, 9)
     ),
@@ -195,10 +196,11 @@ def kernels(
             doutput,
             dlse.astype(jnp.float32),
             config=backward_config,
+            dbias_dtype=jnp.float32 if bias is None else bias.dtype,
             **shared,
         )
         if bias is not None:
-            dbias = dbias.reshape(bias.shape).astype(bias.dtype)
+            dbias = dbias.reshape(bias.shape)
         return dquery, dkey, dvalue, dbias, None if sinks is None else dsinks.astype(sinks.dtype)
 
     f.defvjp(f_fwd, f_bwd)

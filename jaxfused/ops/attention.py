@@ -11,6 +11,7 @@ from jax.nn import dot_product_attention as jax_dot_product_attention
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.cuda import attention as cuda_attention
+from jaxfused.cuda import library as cuda_library
 from jaxfused.ops import attention_float32, dropout
 from jaxfused.ops.batching import batch_all, is_batched
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
@@ -643,8 +644,11 @@ def _attention_fwd(run: Runner, options: _Options, arrays: _Arrays):
 def _attention_bwd(run: Runner, options: _Options, saved: _Residuals, cotangents):
     doutput, dlse = cotangents
     arrays = saved.arrays
+    bias, query = arrays.bias, arrays.query
+    # Only an axis of the batch or of the key heads is split over devices.
+    own_bias = bias is not None and bias.shape[:2] == (query.shape[0], query.shape[2])
     dquery, dkey, dvalue, dbias, dsinks = run(
-        _Backward(options), saved.output, saved.lse, doutput, dlse, *arrays
+        _Backward(options, own_bias), saved.output, saved.lse, doutput, dlse, *arrays
     )
     if dbias is not None:
         dbias = dbias.astype(arrays.bias.dtype)
@@ -731,6 +735,9 @@ class _Backward:
     """
 
     options: _Options
+    own_bias: bool = False
+    """Whether every device has its own part of the bias. Then dbias has the bias's dtype if kernels have
+    it, else it is float32, as devices may add up their parts."""
 
     @property
     def name(self) -> str:
@@ -804,16 +811,23 @@ class _Backward:
                 logits=logits,
                 multiprocessors=device.multiprocessors,
                 config=config,
+                dbias_dtype=self._dbias_dtype(arrays),
             )
         return self._as_operands(arrays, *gradients)
 
+    def _dbias_dtype(self, arrays: _Arrays) -> Any:
+        has_it = arrays.bias is not None and arrays.bias.dtype in cuda_library.DTYPES
+        return arrays.bias.dtype if self.own_bias and has_it else jnp.float32
+
     def _as_operands(self, arrays: _Arrays, dquery, dkey, dvalue, dbias, dsinks) -> Results:
-        """Returns the gradients in the shapes of the arrays; those of bias and sinks stay float32."""
+        """Returns the gradients in the shapes of the arrays; that of the sinks stays float32."""
+        if dbias is not None:
+            dbias = dbias.reshape(arrays.bias.shape).astype(self._dbias_dtype(arrays))
         return (
             dquery.reshape(arrays.query.shape),
             dkey,
             dvalue,
-            None if dbias is None else dbias.reshape(arrays.bias.shape).astype(jnp.float32),
+            dbias,
             None if dsinks is None else dsinks.reshape(arrays.sinks.shape).astype(jnp.float32),
         )
 

@@ -172,12 +172,13 @@ def backward(
     logits: Logits,
     multiprocessors: int,
     config: BackwardConfig | None = None,
+    dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what `forward` returned.
 
-    lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias and dsinks is [N]; both
-    are float32, and each is None where its operand is absent. Without a config the first of
-    `backward_candidates` is taken.
+    lse is [B, N, R]; dlse is [B, N, T] or None. dbias has the shape of the bias and `dbias_dtype`, to
+    which it is rounded once; dsinks is [N] in float32; and each is None where its operand is absent.
+    Without a config the first of `backward_candidates` is taken.
     """
     if config is None:
         shape = Shape.of(query, key, value)
@@ -201,6 +202,7 @@ def backward(
         logits=logits,
         multiprocessors=multiprocessors,
         config=config,
+        dbias_dtype=dbias_dtype,
     )
 
 

@@ -7,6 +7,7 @@ CUDA does not guarantee. Where CTAs did wait for each other, a step was much slo
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,47 +57,54 @@ def backward(
     logits: Logits,
     multiprocessors: int,
     config: BackwardConfig | None = None,
+    dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (dquery, dkey, dvalue, dbias, dsinks), computed from what the forward returned.
 
     query is [B, T, N, H], key [B, S, K, H], value [B, S, K, V]; lse [B, N, R] in float32 is the natural
-    logarithm, with R = saved_length(T). dbias and dsinks are float32, or None without the operand.
+    logarithm, with R = saved_length(T). dbias is summed in float32 and rounded once to `dbias_dtype`,
+    dsinks is float32, and each is None without its operand.
     """
-    config = config or candidates(Shape.of(query, key, value), logits, multiprocessors)[0]
+    shape = Shape.of(query, key, value)
+    config = config or candidates(shape, logits, multiprocessors)[0]
     blocks = (config.queries.query_block, config.keys.query_block)
     lse2, delta, dbias, dsinks = prepare(
-        query, key, value, operands, out, lse, dout, dlse, logits=logits, blocks=blocks
+        operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype
     )
     arrays = (query, key, value, operands, lse2, delta, dout)
+    written = None
+    if operands.bias is not None and dbias is None:
+        if operands.bias.shape == shape.logits:
+            written = dbias_dtype
+        else:
+            dbias = bias_gradient(*arrays, logits=logits, dtype=dbias_dtype)
     options = dict(logits=logits, multiprocessors=multiprocessors)
-    dquery = query_gradient(*arrays, **options, config=config.queries)
+    dquery, dlogits = query_gradient(
+        *arrays, **options, config=config.queries, dlogits_dtype=written
+    )
     dkey, dvalue = key_gradients(*arrays, **options, config=config.keys)
-    return dquery, dkey, dvalue, dbias, dsinks
+    return dquery, dkey, dvalue, dbias if written is None else dlogits, dsinks
 
 
 def prepare(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
     operands: Operands,
     out: jax.Array,
     lse: jax.Array,
     dout: jax.Array,
     dlse: jax.Array | None,
     *,
-    logits: Logits,
     blocks: tuple[int, ...] = (),
+    dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns (log-sum-exp in base 2, delta, dbias, dsinks), what each backward starts with.
 
-    Kernels read the numbers of each query, its log-sum-exp and delta, in whole blocks, so both are
-    padded to multiples of `blocks`.
+    dbias is None also where it takes a kernel, which is where the bias differs between keys. Kernels
+    read the numbers of each query, its log-sum-exp and delta, in whole blocks, so both are padded to
+    multiples of `blocks`.
     """
     lse2, delta = row_statistics(out, lse, dout, dlse)
     dbias, dsinks = row_gradients(operands, lse2, delta, dlse)
     length = max(ceil_to(delta.shape[2], block) for block in (BIAS_GRADIENT_TILE[0], *blocks))
     fill = ((0, 0), (0, 0), (0, length - delta.shape[2]))
     lse2, delta = jnp.pad(lse2, fill, constant_values=jnp.inf), jnp.pad(delta, fill)
-    if operands.bias is not None and dbias is None:
-        dbias = bias_gradient(query, key, value, operands, lse2, delta, dout, logits=logits)
-    return lse2, delta, dbias, dsinks
+    return lse2, delta, None if dbias is None else dbias.astype(dbias_dtype), dsinks

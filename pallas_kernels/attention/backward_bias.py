@@ -1,5 +1,7 @@
 """Gradient of attention's bias on Hopper: the logits' gradient, summed over the bias's broadcast axes.
 
+Where nothing is broadcast there is nothing to sum, and `backward_dq` writes the gradient.
+
 A CTA owns a tile of the bias and visits every tile of logits that this tile is broadcast to: all batch
 entries and heads that share it and, where the bias has a single row, all tiles of queries. The CTA
 recomputes the gradient of these logits, at the cost of two more products, and keeps the sum in
@@ -36,11 +38,12 @@ def bias_gradient(
     dout: jax.Array,
     *,
     logits: Logits,
+    dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """Returns the gradient in float32 and in the bias's shape, for a bias that differs between keys.
+    """Returns the gradient in the bias's shape and in `dtype`, for a bias that differs between keys.
 
-    `backward_rows` serves a bias that is the same for all keys. lse2 and delta are [B, N, T padded to
-    whole tiles].
+    It is summed in float32 and rounded once. `backward_rows` serves a bias that is the same for all
+    keys. lse2 and delta are [B, N, T padded to whole tiles].
     """
     shape = Shape.of(query, key, value)
     bias_shape = operands.bias.shape
@@ -70,7 +73,8 @@ def bias_gradient(
     out_shape = (*own[:2], own[2] * BIAS_GRADIENT_TILE[0], own[3] * BIAS_GRADIENT_TILE[1])
     dbias = plgpu.kernel(
         run,
-        out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32),
+        # Where queries share a row of the bias, XLA adds up the sums of the tiles.
+        out_type=jax.ShapeDtypeStruct(out_shape, jnp.float32 if bias_shape[2] == 1 else dtype),
         grid=own,
         grid_names=("b", "n", "t", "s"),
         scratch_types=kernel.memory(),
@@ -78,7 +82,7 @@ def bias_gradient(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(query, key, value, dout, lse2, delta, *optional.values())
     if bias_shape[2] == 1:
-        dbias = jnp.sum(dbias, axis=2, keepdims=True)
+        dbias = jnp.sum(dbias, axis=2, keepdims=True).astype(dtype)
     return dbias[:, :, : bias_shape[2], : bias_shape[3]]
 
 
@@ -130,9 +134,9 @@ class _BiasGradient:
             count = jnp.where(is_visited, count, 0)
         zeros = plgpu.layout_cast(jnp.zeros(BIAS_GRADIENT_TILE, jnp.float32), plgpu.Layout.WGMMA)
         b, n, t, s = own_idx
-        refs.dbias[b, n, pl.ds(t * rows, rows), pl.ds(s * columns, columns)] = lax.fori_loop(
-            0, count, functools.partial(self.add, refs, own_idx), zeros
-        )
+        total = lax.fori_loop(0, count, functools.partial(self.add, refs, own_idx), zeros)
+        place = refs.dbias.at[b, n, pl.ds(t * rows, rows), pl.ds(s * columns, columns)]
+        place[...] = total.astype(place.dtype)
 
     def add(self, refs: _References, own_idx: list[Any], step: jax.Array, total: jax.Array) -> Any:
         """Returns `total` plus the gradient of one more tile of logits that shares this bias tile."""

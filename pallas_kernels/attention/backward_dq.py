@@ -4,6 +4,9 @@ As in the forward, a consumer holds 64 queries while K and V stream past. The co
 K^T and dP = dO V^T again, and adds dS K to dQ in its registers. In total that is two products more than
 if the kernel of dK and dV also summed dQ. In return no CTA waits for another, dQ is never in memory in
 float32, and every sum has a fixed order.
+
+The gradient of a bias that is not broadcast is the gradient of the logits, which passes through the
+consumer's registers here and can be written from them.
 """
 
 import functools
@@ -19,7 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.logits import Logits, Operands, Tile
 from pallas_kernels.attention.mask import segment_blocks
-from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
+from pallas_kernels.attention.memory import (
+    SWIZZLED_COLUMNS,
+    WGMMA_ROWS,
+    Columns,
+    Heads,
+    Matrix,
+    ceil_to,
+)
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.tiles import Place, QueryTiles, Visits
@@ -114,17 +124,29 @@ def query_gradient(
     logits: Logits,
     multiprocessors: int,
     config: QueryGradientConfig | None = None,
-) -> jax.Array:
-    """Returns dQ [B, T, N, H]; lse2 and delta are [B, N, T padded to whole tiles]."""
+    dlogits_dtype: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns dQ [B, T, N, H] and the gradient of the logits [B, N, T, S] in `dlogits_dtype`.
+
+    Without this dtype there is None in the place of the latter. It is the gradient with respect to the
+    logits after the cap and the bias, and 0 where the mask forbids an element. lse2 and delta are [B, N,
+    T padded to whole tiles].
+    """
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits, multiprocessors)
     rows, block, mask = config.query_block, config.key_block, logits.mask
     head, columns = config.columns(shape)
     tiles = QueryTiles(mask, shape.heads, rows, block)
-    kernel = _QueryGradient(shape, query.dtype, logits, config, tiles, head, columns)
+    writes_dlogits = dlogits_dtype is not None
+    kernel = _QueryGradient(
+        shape, query.dtype, logits, config, tiles, head, columns, writes_dlogits
+    )
     bounds = None
     if mask.has_segments:
         bounds = segment_blocks(operands.query_segments, operands.key_segments, rows, block)
+    results = [jax.ShapeDtypeStruct(query.shape, query.dtype)]
+    if writes_dlogits:
+        results.append(jax.ShapeDtypeStruct(kernel.padded_logits, dlogits_dtype))
     launch = PersistentKernel(
         name="attention_query_gradient",
         tiles=tiles,
@@ -134,11 +156,13 @@ def query_gradient(
             Role(range(config.consumers), kernel.consume),
         ),
         memory=kernel.memory(),
-        results=(jax.ShapeDtypeStruct(query.shape, query.dtype),),
+        results=results,
     )
     arrays = (query, key, value, dout, lse2, delta)
-    (dquery,) = launch(arrays, operands.padded(rows, block), bounds)
-    return dquery
+    dquery, *dlogits = launch(arrays, operands.padded(rows, block), bounds)
+    if not writes_dlogits:
+        return dquery, None
+    return dquery, dlogits[0][:, :, : shape.query_count, : shape.key_count]
 
 
 class _Rows(NamedTuple):
@@ -166,6 +190,13 @@ class _QueryGradient:
     tiles: QueryTiles
     head: Columns
     value: Columns
+    writes_dlogits: bool
+
+    @property
+    def padded_logits(self) -> tuple[int, int, int, int]:
+        """The shape of the logits' gradient, in which consumers write whole tiles."""
+        batch, heads, queries, keys = self.shape.logits
+        return batch, heads, ceil_to(queries, WGMMA_ROWS), ceil_to(keys, self.config.key_block)
 
     def memory(self) -> dict[str, Any]:
         config, dtype = self.config, self.dtype
@@ -261,6 +292,8 @@ class _QueryGradient:
         )
         queries.wait(cta.wg_idx)
         rows = _Rows(at, start, visits, step, lse2, delta)
+        if self.writes_dlogits:
+            self.write_zeros(cta, rows)
 
         def all_visits(dq_accs):
             body = functools.partial(self.visit, cta, rows, dq_accs)
@@ -320,8 +353,39 @@ class _QueryGradient:
         kept = logits.dropped(p, tile, cta.operands) if logits.dropout_rate > 0 else None
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         values.release(v_slot)
-        ds = logits.gradient(p, dp, _across(rows.delta, block), kept, derivative)
+        dlogits = logits.gradient(p, dp, _across(rows.delta, block), kept, None)
+        if self.writes_dlogits:
+            self.write_dlogits(cta, rows, key_start, dlogits)
+        ds = dlogits if derivative is None else dlogits * derivative
         return ds.astype(self.dtype)
+
+    def write_zeros(self, cta: Cta, rows: _Rows) -> None:
+        """Stores the logits' gradient in the blocks that the rows do not visit."""
+        block = self.config.key_block
+
+        def write(i, _):
+            zeros = jnp.zeros((WGMMA_ROWS, block), jnp.float32)
+            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            self.write_dlogits(cta, rows, i * block, zeros)
+
+        lax.fori_loop(0, rows.at.first, write, None)
+        lax.fori_loop(rows.visits.last + 1, self.padded_logits[3] // block, write, None)
+
+    def write_dlogits(self, cta: Cta, rows: _Rows, key_start: Any, dlogits: jax.Array) -> None:
+        """Stores the logits' gradient in a block of keys, unless all rows lie beyond the array."""
+        at, count = rows.at, self.padded_logits[2]
+        columns = pl.ds(key_start, self.config.key_block)
+
+        def write():
+            place = cta.results[1].at[
+                at.batch_idx, at.head_idx, pl.ds(rows.start, WGMMA_ROWS), columns
+            ]
+            place[...] = dlogits.astype(place.dtype)
+
+        if count % self.config.query_block:
+            pl.when(rows.start < count)(write)
+        else:
+            write()
 
     def write(self, cta: Cta, rows: _Rows, dquery: list[jax.Array]) -> None:
         """Stores the gradient of the tile's rows, as far as they lie within the array."""

@@ -261,7 +261,8 @@ class Logits:
         """Returns the gradient of the products, divided by `scale` if there is no cap.
 
         dp is the gradient with respect to the probabilities after dropout, `kept` are these
-        probabilities, and `derivative` is that of the cap, or None without a cap.
+        probabilities, and `derivative` is that of the cap, or None without a cap. With None in its place
+        the result is the gradient of the logits, which is also that of the bias.
         """
         if kept is not None:
             dp = jnp.where(kept == 0, 0.0, dp * (1 / self.keep_probability))

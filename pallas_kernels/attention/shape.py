@@ -34,6 +34,11 @@ class Shape(NamedTuple):
         """The number of query heads that share a key head."""
         return self.heads // self.key_heads
 
+    @property
+    def logits(self) -> tuple[int, int, int, int]:
+        """The shape of all logits, [B, N, T, S]."""
+        return (self.batch, self.heads, self.query_count, self.key_count)
+
     def query_tiles(self, rows: int) -> int:
         """The number of tiles of so many queries, over all heads."""
         return self.batch * self.heads * -(-self.query_count // rows)

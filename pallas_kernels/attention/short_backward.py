@@ -110,12 +110,13 @@ def backward(
     logits: Logits,
     multiprocessors: int,
     config: ShortBackwardConfig | None = None,
+    dbias_dtype: Any = jnp.float32,
 ) -> Gradients:
     """Returns (dquery, dkey, dvalue, dbias, dsinks) as pallas_kernels.attention.attention.backward does.
 
     lse is [B, N, R] as `forward` returned it. If the bias differs between keys, the gradient of the
-    logits passes through global memory as [B, N, S, T] in float32, and XLA sums it over the bias's
-    broadcast axes.
+    logits passes through global memory as [B, N, S, T], and XLA sums it over the bias's broadcast axes.
+    It is in float32 if there are any, else rounded already.
     """
     (dquery, dkey, dvalue), dbias, dsinks = _run(
         (query, key, value),
@@ -125,6 +126,7 @@ def backward(
         logits,
         multiprocessors,
         config,
+        dbias_dtype,
     )
     return dquery, dkey, dvalue, dbias, dsinks
 
@@ -163,6 +165,7 @@ def _run(
     logits: Logits,
     multiprocessors: int,
     config: ShortBackwardConfig | None,
+    dbias_dtype: Any = jnp.float32,
 ) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
     out, lse, dout, dlse = saved
     config = config or default_config(shape.key_count)
@@ -170,6 +173,9 @@ def _run(
     dbias, dsinks = None, None
     if bias is not None or operands.sinks is not None:
         dbias, dsinks = row_gradients(operands, *row_statistics(out, lse, dout, dlse), dlse)
+    dlogits_dtype = None
+    if bias is not None and dbias is None:
+        dlogits_dtype = dbias_dtype if bias.shape == shape.logits else jnp.float32
     kernel = _ShortBackward(
         shape,
         arrays[0].dtype,
@@ -177,7 +183,7 @@ def _run(
         config,
         ctas=min(multiprocessors, shape.batch * shape.key_heads),
         has_dlse=dlse is not None,
-        writes_logits_gradient=bias is not None and dbias is None,
+        dlogits_dtype=dlogits_dtype,
     )
     operands = operands.padded(WGMMA_ROWS, config.keys).transposed()
     optional = {name: x for name, x in operands._asdict().items() if x is not None}
@@ -185,7 +191,7 @@ def _run(
     if dlse is not None:
         inputs.append(jnp.pad(dlse, ((0, 0), (0, 0), (0, lse.shape[-1] - dlse.shape[-1]))))
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-    if kernel.writes_logits_gradient:
+    if dlogits_dtype is not None:
         results.append(kernel.logits_gradient())
 
     def run(*refs, **shared):
@@ -204,7 +210,7 @@ def _run(
                 dlse=None if dlse is None else next(refs),
                 operands=Operands(**{name: next(refs) for name in optional}),
                 gradients=heads(),
-                dlogits=next(refs) if kernel.writes_logits_gradient else None,
+                dlogits=None if dlogits_dtype is None else next(refs),
                 shared=shared,
                 wg_idx=lax.axis_index("wg"),
                 cta_idx=(cta_idx := lax.axis_index("cta")),
@@ -223,10 +229,12 @@ def _run(
         kernel_name="attention_short_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs, *optional.values())
-    if kernel.writes_logits_gradient:
+    if dlogits_dtype is not None:
         dbias = gradients[-1][:, :, : shape.key_count, : shape.query_count].swapaxes(2, 3)
         broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
         dbias = jnp.sum(dbias, axis=broadcast, keepdims=True)
+    if dbias is not None:
+        dbias = dbias.astype(dbias_dtype)
     return gradients[: len(arrays)], dbias, dsinks
 
 
@@ -287,7 +295,8 @@ class _ShortBackward:
     config: ShortBackwardConfig
     ctas: int
     has_dlse: bool
-    writes_logits_gradient: bool
+    dlogits_dtype: Any
+    """The dtype in which the gradient of the logits is written, or None if it is not written."""
 
     @property
     def head(self) -> Columns:
@@ -314,7 +323,7 @@ class _ShortBackward:
 
     def logits_gradient(self) -> jax.ShapeDtypeStruct:
         sizes = (self.shape.batch, self.shape.heads, self.config.keys, self.chunks * WGMMA_ROWS)
-        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+        return jax.ShapeDtypeStruct(sizes, self.dlogits_dtype)
 
     def memory(self) -> dict[str, Any]:
         config, dtype, head, value = self.config, self.dtype, self.head, self.value
@@ -614,7 +623,7 @@ class _ShortBackward:
         ds = weights.astype(jnp.float32) * (dp - delta)
         if cta.dlogits is not None:
             keys, queries = pl.ds(tile * WGMMA_ROWS, WGMMA_ROWS), pl.ds(start, WGMMA_ROWS)
-            cta.dlogits.at[batch_idx, head_idx, keys, queries][...] = ds
+            cta.dlogits.at[batch_idx, head_idx, keys, queries][...] = ds.astype(self.dlogits_dtype)
         if logits.soft_cap is not None:
             ds = ds * logits.derivative_of_capped(s)
         ds = ds.astype(self.dtype)

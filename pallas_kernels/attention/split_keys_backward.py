@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import backward_dkv, memory
 from pallas_kernels.attention.backward import prepare
+from pallas_kernels.attention.backward_bias import bias_gradient
 from pallas_kernels.attention.logits import Logits, Operands
 from pallas_kernels.attention.mask import Index
 from pallas_kernels.attention.memory import (
@@ -132,29 +133,24 @@ def backward(
     logits: Logits,
     multiprocessors: int,
     config: SplitBackwardConfig | None = None,
+    dbias_dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns what pallas_kernels.attention.attention.backward does, of the same arguments."""
     shape = Shape.of(query, key, value)
     config = config or candidates(shape, logits, multiprocessors)[0]
     keys = backward_dkv.default_config(shape, logits)
+    blocks = () if is_fused(shape) else (keys.query_block,)
     lse2, delta, dbias, dsinks = prepare(
-        query,
-        key,
-        value,
-        operands,
-        out,
-        lse,
-        dout,
-        dlse,
-        logits=logits,
-        blocks=() if is_fused(shape) else (keys.query_block,),
+        operands, out, lse, dout, dlse, blocks=blocks, dbias_dtype=dbias_dtype
     )
-    results = _split(query, key, value, operands, lse2, delta, dout, logits=logits, config=config)
+    arrays = (query, key, value, operands, lse2, delta, dout)
+    if operands.bias is not None and dbias is None:
+        dbias = bias_gradient(*arrays, logits=logits, dtype=dbias_dtype)
+    results = _split(*arrays, logits=logits, config=config)
     if is_fused(shape):
         dquery, dkey, dvalue = results
     else:
         (dquery,) = results
-        arrays = (query, key, value, operands, lse2, delta, dout)
         options = dict(logits=logits, multiprocessors=multiprocessors)
         dkey, dvalue = backward_dkv.key_gradients(*arrays, **options, config=keys)
     return dquery, dkey, dvalue, dbias, dsinks
