@@ -30,8 +30,6 @@ def why_xla(device: dispatch.Device, x: Any, window: Window) -> str | None:
         return None
     if window.kernel == _SMALL:
         channels, width = x.shape[3], x.shape[2]
-        if Strips.lanes(channels) < 32:
-            return f"kernels of 3 x 3 for {channels} channels, by parts of a warp, are not measured yet"
         useful = Strips.useful(channels, width, window)
         least = _USEFUL_STRIPS[min(x.dtype.itemsize, 4)]
         if useful >= least:

@@ -287,8 +287,9 @@ class _Rotation:
         head = (limits["head_size"], limits["rotary_dim"], q.dtype.itemsize)
         in_pallas = pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head)
         in_cuda = cuda.rope.access_bytes(*head, interleaved=self.interleaved)
-        few = q.size * q.dtype.itemsize <= _FEW_BYTES
-        if in_cuda < _XLA_BYTES and (few or not self.interleaved):
+        size = q.size * q.dtype.itemsize
+        single_values = in_cuda < _XLA_BYTES and (size <= _FEW_BYTES or not self.interleaved)
+        if single_values or (k is None and size <= _FEW_BYTES_ALONE):
             # Single values of 16 bits take CUDA longer than XLA, and little data takes it no less.
             return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
         # Both kernels only move data: whichever does so in larger pieces is the faster.
@@ -333,6 +334,8 @@ _XLA_BYTES = 4
 """What XLA moves at a time, where it reads a head's halves."""
 _FEW_BYTES = 2**16
 """Of the queries, which no kernel reads faster than it starts."""
+_FEW_BYTES_ALONE = 3 * 2**19
+"""Likewise where there are no keys, whose rotation is a second kernel in XLA."""
 
 
 class _Residuals(NamedTuple):

@@ -583,6 +583,7 @@ def xla_copies(work: Work) -> float:
     pads = work.k * work.itemsize % (_longest_split(work) * _COPY_BYTES) != 0
     merges = work.products > 1 and work.weights_apart and work.m <= _MOST_ROWS_OF_COPY
     merges = merges and work.k * work.n * work.b_bytes <= _MOST_BYTES_MERGED
+    merges = merges and work.n % _COLUMNS_OF_TILE != 0
     # One row is no product to XLA.
     return of_weights * (int(pads and 1 < work.m <= MAX_ROWS) + int(merges))
 
@@ -597,6 +598,8 @@ def _longest_split(work: Work) -> int:
 
 _MOST_ROWS_OF_COPY = 16
 """With more of them XLA's product reads both of the matrices that it merges as they are."""
+_COLUMNS_OF_TILE = 128
+"""Of a tile of XLA's product: with a multiple of them in each matrix it reads both as they are."""
 _MOST_BYTES_MERGED = 40e6
 """Of weights whose products XLA merges: of 35 MB it did, of 84 MB not."""
 
