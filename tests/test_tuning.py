@@ -1,6 +1,7 @@
 """Tables of measured choices, what a call makes of them, and the tuner with a bench that pretends."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -17,13 +18,14 @@ from jax.experimental import multihost_utils
 
 import jaxfused
 from jaxfused import __main__, dispatch
+from jaxfused.explain import traced
 from jaxfused.ops import kernel_call, layer_norm
 from jaxfused.tuning import bench, command, table, tuner
 from jaxfused.tuning.bench import Candidate
 from pallas_kernels.product.matmul import MatmulConfig
 from tests.choices import chosen
 from tests.grids import parametrize
-from tests.test_kernel_call import KERNELS
+from tests.test_kernel_call import H200, KERNELS
 
 USER_PATH = table.user_path
 DEVICE = dispatch.Device("gpu", "NVIDIA Test 1g", (9, 0), 132)
@@ -31,13 +33,19 @@ BF16 = jnp.bfloat16
 
 
 @pytest.fixture
-def device(monkeypatch, tmp_path):
-    """A GPU of which nothing is shipped, and a user's folder without a file."""
+def users_folder(monkeypatch, tmp_path):
+    """A user's folder without a file."""
     monkeypatch.setattr(table, "user_path", lambda device: tmp_path / table.file_name(device))
     table.load.cache_clear()
+    yield tmp_path
+    table.load.cache_clear()
+
+
+@pytest.fixture
+def device(users_folder):
+    """A GPU of which nothing is shipped, and a user's folder without a file."""
     with dispatch.assume(DEVICE):
         yield DEVICE
-    table.load.cache_clear()
 
 
 def array(*shape, dtype=BF16):
@@ -105,13 +113,116 @@ def test_the_users_entries_come_before_the_shipped_ones(device, monkeypatch, tmp
     assert [file.entries for file in table.load(device).files] == [2, 1]
 
 
-@pytest.mark.parametrize("path", sorted(table.SHIPPED.glob("*")), ids=lambda path: path.name)
-def test_a_shipped_table_is_of_this_version_and_named_by_its_device(path):
+SHIPPED = sorted(table.SHIPPED.glob("*"))
+
+
+def owner_of(path):
     content = json.loads(path.read_text())
     capability = tuple(content["compute_capability"])
-    owner = dispatch.Device("gpu", content["device"], capability, content["multiprocessors"])
-    assert path.name == table.file_name(owner)
-    assert table.read(path, owner)
+    return dispatch.Device("gpu", content["device"], capability, content["multiprocessors"])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_table_is_of_this_version_and_named_by_its_device(path):
+    assert path.name == table.file_name(owner_of(path))
+    assert table.read(path, owner_of(path))
+
+
+FLOATS = {"< 0.0": -1.0, "0.0": 0.0, "> 0.0": 1.0}
+
+
+def rebuilt(stage, statics):
+    """A stage of the class of `stage` that has the statics of an entry.
+
+    Raises TypeError where the class lacks one of the fields, or needs another one.
+    """
+    values = {}
+    for name, value in statics.items():
+        like = getattr(stage, name, None)
+        if dataclasses.is_dataclass(like):
+            value = rebuilt(like, value)
+        elif isinstance(like, np.dtype):
+            value = np.dtype(value)
+        elif isinstance(value, str):
+            value = FLOATS.get(value, value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return type(stage)(**values)
+
+
+def stage_of(key, operands):
+    """The stage of today's operators that an entry is of; None if no call can match the entry."""
+    statics = json.loads(key.statics)
+    for like, _ in KERNELS:
+        # The name of a layer is one of its fields.
+        if key.kernel in (like.name, statics.get("name")):
+            try:
+                stage = rebuilt(like, statics)
+            except TypeError:
+                continue
+            if table.Key.of(stage, operands) == key:
+                return stage
+    return None
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_each_shipped_entry_is_of_a_stage_of_today_and_its_configs_are_legal(path):
+    """An entry that no call can match would never be used, and nobody would be told."""
+    device = owner_of(path)
+    for key, ranking in table.read(path, device).items():
+        operands = [None if o is None else array(*o[1], dtype=o[0]) for o in key.operands]
+        stage = stage_of(key, operands)
+        assert stage is not None, f"no call can match {key}"
+        letters = stage.axes(*operands).operands
+        for names, operand in zip(letters, operands, strict=True):
+            assert operand is None or len(names) == operand.ndim
+        reasons = stage.reasons(device, *operands)
+        for ranked in ranking:
+            # Whether the CUDA library is built is another matter.
+            assert ranked.implementation == "cuda" or reasons[ranked.implementation] is None
+            configs = kernel_call.configs(stage, ranked.implementation, device, operands)
+            assert ranked.config in (None, *map(table.config_text, configs)), (key, ranked)
+
+
+def step_of_vit_b16():
+    """The training step that the shipped table was measured for, and its arguments."""
+    from benchmarks import end_to_end_jax
+
+    workload = end_to_end_jax.workloads()["vit-b16"]
+    program = workload.programs["ours"]()
+    of_key = functools.partial(jax.eval_shape, key=jax.eval_shape(lambda: jax.random.key(0)))
+    return program.step, of_key(program.init), of_key(workload.make_batch)
+
+
+def projection_of_vit_b16_on_eight_devices():
+    """The gradient of its projection, which takes weights apart where there are several devices."""
+    mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def operand(*shape, dtype, axis=None):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def loss(x, w, bias):
+        q, k, v = jaxfused.qkv_projection(x, w, bias, heads=12)
+        return jnp.sum(q.astype(jnp.float32) + k.astype(jnp.float32) + v.astype(jnp.float32))
+
+    return (
+        jax.grad(loss, (0, 1, 2)),
+        operand(8 * 256, 197, 768, dtype=BF16, axis="data"),
+        operand(768, 2304, dtype=jnp.float32),
+        operand(2304, dtype=jnp.float32),
+    )
+
+
+@pytest.mark.usefixtures("users_folder")
+def test_a_step_of_vit_b16_finds_the_shipped_entries():
+    with dispatch.assume(H200):
+        calls = [
+            choice
+            for program in (step_of_vit_b16(), projection_of_vit_b16_on_eight_devices())
+            for choice, _ in traced(*program)[0]
+        ]
+    found = {table.Key.of(c.kernel, c.operands) for c in calls if c.source == "table"}
+    assert found == set(table.load(H200).entries)
 
 
 def test_the_users_file_is_in_the_cache_folder(monkeypatch):
@@ -136,7 +247,7 @@ def entry(**fields):
 REFUSALS = {
     "it cannot be read as JSON": lambda content: content[:-5],
     "it is no table of measured choices": lambda content: "[1, 2]",
-    "it has format 7, and this version reads 1": corrupted("format", 7),
+    "it has format 7, and this version reads 2": corrupted("format", 7),
     "it was written by jaxfused 0.0.9": corrupted("jaxfused", "0.0.9"),
     "its device is 'NVIDIA Other'": corrupted("device", "NVIDIA Other"),
     r"its compute capability is \[8, 0\]": corrupted("compute_capability", [8, 0]),
@@ -316,6 +427,44 @@ def test_a_config_of_the_table_reaches_the_kernel(device):
     save(device, ranking_of(kernel, operands, ("pallas", config)))
     jax.clear_caches()
     assert launched(called, *args) == launched(passed, *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class OldOptions:
+    is_causal: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NewOptions(OldOptions):
+    window: int | None = None
+    rate: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class OldStage:
+    options: OldOptions
+    name = "stage"
+
+
+@dataclasses.dataclass(frozen=True)
+class NewStage(OldStage):
+    saves: bool = False
+
+
+def test_a_new_field_with_a_default_leaves_entries_as_they_were():
+    old = table.Key.of(OldStage(OldOptions(True)), (array(64),))
+    new = NewStage(NewOptions(True))
+    assert table.Key.of(new, (array(64),)) == old
+    changes = {"window": 2, "rate": 0.0}
+    others = [
+        dataclasses.replace(new, options=dataclasses.replace(new.options, **{name: value}))
+        for name, value in changes.items()
+    ]
+    others.append(dataclasses.replace(new, saves=True))
+    assert len({old, *(table.Key.of(other, (array(64),)) for other in others)}) == 4
+    # Any rate is the same constant of the kernel.
+    other_rate = NewStage(NewOptions(True, rate=0.2))
+    assert table.Key.of(other_rate, (array(64),)) == old
 
 
 @pytest.mark.parametrize("rows", (64, 67))

@@ -29,8 +29,8 @@ from jax.experimental import multihost_utils
 
 from jaxfused import dispatch
 
-FORMAT = 1
-"""The version of the form of a file."""
+FORMAT = 2
+"""The version of the form of a file. From 2 on, statics leave out the fields that have their default."""
 
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -64,20 +64,20 @@ class Key(NamedTuple):
     kernel: str
     """The name of the stage, such as "layer_norm forward"."""
     statics: str
-    """Its static parameters, as JSON."""
+    """Its static parameters, as JSON, without the fields that have their default.
+
+    So an entry still matches after a field with a default was added. A field that gets another default
+    needs another name, because entries without the field were measured with the old default.
+    """
     operands: tuple[tuple[str, tuple[int, ...]] | None, ...]
     """The dtype and shape of each operand, None for one that is absent."""
 
     @classmethod
     def of(cls, kernel: Any, operands: Sequence[Any]) -> "Key":
         """The key of a kernel at the shapes that it sees."""
-        statics = {
-            field.name: _as_json(getattr(kernel, field.name), exact=False)
-            for field in dataclasses.fields(kernel)
-        }
         return cls(
             kernel.name,
-            _canonical(statics),
+            _canonical(_as_json(kernel, exact=False)),
             tuple(
                 None if o is None else (np.dtype(o.dtype).name, tuple(o.shape)) for o in operands
             ),
@@ -102,13 +102,14 @@ def config_text(config: Any) -> str | None:
 def _as_json(value: Any, *, exact: bool) -> Any:
     """A value of dataclasses, tuples, numbers, strings and dtypes in the types of JSON.
 
-    Unless `exact`, of a float only the sign is kept: an epsilon, a scale or a rate is a constant of the
-    kernel, whose time does not depend on it.
+    Unless `exact`, fields that have their default are left out, and of a float only the sign is kept: an
+    epsilon, a scale or a rate is a constant of the kernel, whose time does not depend on it.
     """
     if dataclasses.is_dataclass(value):
         fields = {
             field.name: _as_json(getattr(value, field.name), exact=exact)
             for field in dataclasses.fields(value)
+            if exact or not _has_default(value, field)
         }
         # Configs of two classes may have the same fields.
         return {"class": type(value).__name__} | fields if exact else fields
@@ -121,6 +122,14 @@ def _as_json(value: Any, *, exact: bool) -> Any:
     if isinstance(value, type | np.dtype):
         return np.dtype(value).name
     return str(value)
+
+
+def _has_default(value: Any, field: "dataclasses.Field[Any]") -> bool:
+    """Whether a field has the value that it has where nothing is passed for it."""
+    if field.default is dataclasses.MISSING:
+        return False
+    mine, default = (_as_json(v, exact=False) for v in (getattr(value, field.name), field.default))
+    return bool(mine == default)
 
 
 def _canonical(value: Any) -> str:
