@@ -18,7 +18,7 @@
 #include <cmath>
 
 #include "depthwise_conv.h"
-#include "mma.cuh"
+#include "ptx.cuh"
 #include "vector.cuh"
 
 namespace {

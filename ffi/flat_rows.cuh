@@ -1,14 +1,17 @@
 // Rows that do not start at multiples of 16 bytes. A tile consists of as many neighbouring rows as
 // make a piece of memory that starts at such a multiple. A block copies a tile through shared
-// memory in vectors, whatever the width of the rows; in shared memory, lane l of a warp owns the
-// columns l, l + 32, ... of each row.
+// memory in vectors, whatever the width of the rows; there, a thread owns single columns of
+// each row, or words of two of them.
 #pragma once
+
+#include <numeric>
 
 #include "rows.cuh"
 
 constexpr int kFlatThreads = 256;
-constexpr int kFlatVectors = 4;  // vectors of a tile that a thread copies
-constexpr int kMostFlatFeatures = 1024;
+constexpr int kFlatVectors = 4;            // vectors of a tile that a thread copies
+constexpr int kFlatRingBytes = 16 * 1024;  // of a tile in a ring
+constexpr int kFlatBarrierBytes = 128;     // of a barrier for each stage of a ring
 // When a kernel also sums columns over the rows, a lane has registers for half as many columns.
 constexpr int kMostFlatSums = 512;
 
@@ -27,10 +30,130 @@ inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
   return kFlatRows<T> * std::clamp(wanted, 1, most);
 }
 
+// The rows of a tile that is one of several in a ring, and at most `most_bytes` long: a row for
+// each warp, or as many as that many bytes in flight take. 0 where the fewest rows that are whole
+// vectors find no room.
+template <typename T>
+inline int flat_ring_rows(int64_t rows, int features, int most_bytes, const Device& device) {
+  constexpr int kWarps = kFlatThreads / kWarpSize;
+  const int row_bytes = features * static_cast<int>(sizeof(T));
+  const int least = 16 / std::gcd(row_bytes, 16);
+  const int most = most_bytes / row_bytes / least * least;
+  const int wanted = std::max(kFlatRingBytes / row_bytes / kWarps, 1) * kWarps;
+  const int share = round_up(divide_up(rows, 2 * device.multiprocessors), kWarps);
+  return std::min(std::min(wanted, share), most);
+}
+
 template <typename T>
 inline int flat_tile_bytes(int tile_rows, int features) {
   return round_up(tile_rows * features * static_cast<int>(sizeof(T)), 16);
 }
+
+// The tiles of kStreams matrices that a block takes in turns, which arrive through a ring of
+// buffers in shared memory.
+template <typename T, int kStreams>
+class FlatRing {
+  static constexpr int kVec = 16 / sizeof(T);
+
+ public:
+  // `shared` has kFlatBarrierBytes and then `stages` times a tile of each of `sources`, `tile_rows`
+  // rows long. All threads synchronise before the first wait.
+  __device__ FlatRing(unsigned char* shared, const void* const (&sources)[kStreams], int tile_rows,
+                      int rows, int features, int stages)
+      : barriers_(reinterpret_cast<uint64_t*>(shared)),
+        tiles_(reinterpret_cast<T*>(shared + kFlatBarrierBytes)),
+        tile_values_(tile_rows * features),
+        values_(static_cast<int64_t>(rows) * features),
+        stages_(stages),
+        next_(blockIdx.x) {
+#pragma unroll
+    for (int stream = 0; stream < kStreams; ++stream) {
+      sources_[stream] = static_cast<const T*>(sources[stream]);
+    }
+    if (kHasBulkCopies && threadIdx.x == 0) {
+      for (int stage = 0; stage < stages; ++stage) mbarrier_init(barriers_ + stage);
+      mbarrier_init_fence();
+    }
+    for (int stage = 0; stage < stages; ++stage) fetch();
+    phase_ = 0;
+  }
+
+  // Waits for the oldest stage, which is `tile`.
+  __device__ __forceinline__ void wait(int tile) {
+    if constexpr (kHasBulkCopies) {
+      mbarrier_wait(barriers_ + stage_, phase_);
+    } else {
+      async_copies_wait(stages_ - 1);
+    }
+    // The last rows of a matrix may end within a vector.
+    const int64_t start = static_cast<int64_t>(tile) * tile_values_;
+    const int count = count_from(start);
+    const int rest = count / kVec * kVec + static_cast<int>(threadIdx.x);
+    if (rest < count) {
+#pragma unroll
+      for (int stream = 0; stream < kStreams; ++stream) {
+        (*this)[stream][rest] = sources_[stream][start + rest];
+      }
+    }
+    if (!kHasBulkCopies || count % kVec != 0) __syncthreads();
+  }
+
+  // A matrix's part of the oldest stage, which results may take the place of.
+  __device__ __forceinline__ T* operator[](int stream) const {
+    return tiles_ + (stage_ * kStreams + stream) * tile_values_;
+  }
+
+  // Starts the copies of the next tile into the oldest stage. All threads have synchronised since
+  // they last touched this stage, and have called bulk_copies_fence before if they wrote there.
+  __device__ __forceinline__ void fetch() {
+    const int64_t start = static_cast<int64_t>(next_) * tile_values_;
+    if (start < values_) {
+      const int vectors = count_from(start) / kVec;
+      if constexpr (kHasBulkCopies) {
+        if (threadIdx.x == 0) {
+          const uint32_t bytes = vectors * 16;
+          mbarrier_arrive_expect(barriers_ + stage_, kStreams * bytes);
+#pragma unroll
+          for (int stream = 0; stream < kStreams; ++stream) {
+            if (bytes > 0) {
+              bulk_copy((*this)[stream], sources_[stream] + start, bytes, barriers_ + stage_);
+            }
+          }
+        }
+      } else {
+#pragma unroll
+        for (int stream = 0; stream < kStreams; ++stream) {
+          for (int vector = threadIdx.x; vector < vectors; vector += kFlatThreads) {
+            async_copy<16>((*this)[stream] + vector * kVec,
+                           sources_[stream] + start + vector * kVec);
+          }
+        }
+      }
+    }
+    if constexpr (!kHasBulkCopies) async_copies_commit();
+    next_ += gridDim.x;
+    if (++stage_ == stages_) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  // The values of the tile that starts at value `start`.
+  __device__ __forceinline__ int count_from(int64_t start) const {
+    return static_cast<int>(min(static_cast<int64_t>(tile_values_), values_ - start));
+  }
+
+  uint64_t* barriers_;
+  T* tiles_;
+  const T* sources_[kStreams];
+  int tile_values_;
+  int64_t values_;
+  int stages_;
+  int next_;
+  int stage_ = 0;
+  uint32_t phase_ = 0;
+};
 
 // A copy of `count` values, starting at a multiple of 16 bytes, from global to shared memory.
 template <typename T>
@@ -88,6 +211,122 @@ __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, 
   }
 }
 
+// The choices of FlatWords::kWords, and for each the one before.
+constexpr int kFlatWordChoices[] = {1, 2, 3, 4, 6, 8, 12, 16};
+
+__host__ __device__ constexpr int fewer_flat_words(int words) {
+  int fewer = 0;
+  for (const int choice : kFlatWordChoices) fewer = choice < words ? choice : fewer;
+  return fewer;
+}
+
+// A thread's words of 32 bits of a row in a tile: word `rank` of the row, and on in steps of the
+// team's size. Where a row starts in the middle of a word, its first value is the second of that
+// word. values[kPerWord * i + p] is value p of word i, or 0 if it belongs to no column of the row.
+template <typename T, int kWords>
+class FlatWords {
+ public:
+  static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+  static constexpr int kValues = kPerWord * kWords;
+  using Values = float[kValues];
+
+  // The rows are line `line` of a tile, and others that start in the same place of a word.
+  __device__ FlatWords(const Team& team, int features, int line)
+      : rank_(team.rank),
+        size_(team.size),
+        features_(features),
+        shift_(kPerWord == 2 ? line * features % 2 : 0) {}
+
+  __device__ __forceinline__ int column(int i, int p) const {
+    return (rank_ + i * size_) * kPerWord - shift_ + p;
+  }
+
+  // Whether there is such a column.
+  __device__ __forceinline__ bool has(int i, int p) const {
+    return (i > 0 || column(i, p) >= 0) && (i < kSure || column(i, p) < features_);
+  }
+
+  __device__ __forceinline__ void read(const T* row, Values& values) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (is_whole(i)) {
+        float both[kPerWord];
+        unpack(load_vector<T, kPerWord>(row + column(i, 0)), both);
+#pragma unroll
+        for (int p = 0; p < kPerWord; ++p) values[kPerWord * i + p] = both[p];
+        continue;
+      }
+#pragma unroll
+      for (int p = 0; p < kPerWord; ++p) {
+        float value[1] = {0.0f};
+        if (has(i, p)) unpack(load_vector<T, 1>(row + column(i, p)), value);
+        values[kPerWord * i + p] = value[0];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(const Values& values, T* row) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (is_whole(i)) {
+        float both[kPerWord];
+#pragma unroll
+        for (int p = 0; p < kPerWord; ++p) both[p] = values[kPerWord * i + p];
+        Vector<T, kPerWord> packed;
+        pack(both, packed);
+        store_vector(row + column(i, 0), packed);
+        continue;
+      }
+#pragma unroll
+      for (int p = 0; p < kPerWord; ++p) {
+        if (!has(i, p)) continue;
+        const float value[1] = {values[kPerWord * i + p]};
+        Vector<T, 1> packed;
+        pack(value, packed);
+        store_vector(row + column(i, p), packed);
+      }
+    }
+  }
+
+  // Writes zeros where there is no column.
+  __device__ __forceinline__ void mask(Values& values) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      if (!has(i / kPerWord, i % kPerWord)) values[i] = 0.0f;
+    }
+  }
+
+  // The values of a parameter plus `offset`, or `absent` where there is no parameter.
+  __device__ __forceinline__ void read(const Parameter& parameter, float absent, float offset,
+                                       Values& values) const {
+#pragma unroll
+    for (float& value : values) value = absent;
+    if (parameter.data == nullptr) return;
+    // The dtype is asked for once, so that all loads are under way together.
+    with_type(parameter.dtype, [&](auto type) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const int w = i / kPerWord, p = i % kPerWord;
+        float value[1] = {0.0f};
+        if (has(w, p)) load_as_float<decltype(type)>(parameter.data, column(w, p), value);
+        values[i] = value[0] + offset;
+      }
+    });
+  }
+
+ private:
+  static constexpr int kSure = fewer_flat_words(kWords);
+
+  // Whether both values of a word are sure to be the row's. Of other words, halves are read and
+  // written one by one: a neighbouring row may be written at the same time.
+  __device__ static constexpr bool is_whole(int i) { return i > 0 && i < kSure; }
+
+  int rank_;
+  int size_;
+  int features_;
+  int shift_;
+};
+
 // A lane's columns of a row: values[i] is column lane + 32 i, or 0 beyond the end of the row.
 struct FlatColumns {
   int features;
@@ -122,13 +361,18 @@ struct FlatColumns {
   }
 };
 
-template <int kSteps>
-__device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
-  // The additions form four independent chains.
+// Sums a thread's values by four independent chains of additions.
+template <int kValues>
+__device__ __forceinline__ float sum_by_chains(const float (&values)[kValues]) {
   float parts[4] = {};
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) parts[i % 4] += values[i];
-  float sum[1] = {(parts[0] + parts[1]) + (parts[2] + parts[3])};
+  for (int i = 0; i < kValues; ++i) parts[i % 4] += values[i];
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
+
+template <int kSteps>
+__device__ __forceinline__ float sum_over_warp(const float (&values)[kSteps]) {
+  float sum[1] = {sum_by_chains(values)};
   add_over_lanes(kWarpSize, sum);
   return sum[0];
 }
@@ -148,17 +392,4 @@ __device__ __forceinline__ void add_over_warps(const FlatColumns& column,
     for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp * column.features + i];
     totals[i] = sum;
   }
-}
-
-// Calls `f` with the number of a lane's columns as a compile-time constant.
-template <int kMostFeatures, typename F>
-inline auto with_flat_steps(int features, const F& f) {
-  const int steps = divide_up(features, kWarpSize);
-  if (steps <= 4) return f(std::integral_constant<int, 4>{});
-  if (steps <= 8) return f(std::integral_constant<int, 8>{});
-  if (steps <= 12) return f(std::integral_constant<int, 12>{});
-  if constexpr (kMostFeatures > 16 * kWarpSize) {
-    if (steps > 16) return f(std::integral_constant<int, kMostFeatures / kWarpSize>{});
-  }
-  return f(std::integral_constant<int, 16>{});
 }

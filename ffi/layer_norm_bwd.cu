@@ -903,12 +903,17 @@ ffi::Error launch_flat_rows(const BackwardArgs& args, cudaStream_t stream) {
   const Launch launch = {dim3(args.segments * args.segment_blocks), kFlatThreads,
                          flat_shared_bytes<T>(args)};
   const bool plain = chain_of(args.options, args.pre_bias.data != nullptr) == Chain::kPlain;
-  return with_flat_steps<kMostFlatSums>(args.features, [&](auto steps) {
+  const auto with_steps = [&](auto steps) {
     return plain
                ? launch_kernel(backward_flat_rows<T, steps(), Chain::kPlain>, args, launch, stream)
                : launch_kernel(backward_flat_rows<T, steps(), Chain::kGeneral>, args, launch,
                                stream);
-  });
+  };
+  const int steps = divide_up(args.features, kWarpSize);  // the columns of a lane
+  if (steps <= 4) return with_steps(std::integral_constant<int, 4>{});
+  if (steps <= 8) return with_steps(std::integral_constant<int, 8>{});
+  if (steps <= 12) return with_steps(std::integral_constant<int, 12>{});
+  return with_steps(std::integral_constant<int, kMostFlatSums / kWarpSize>{});
 }
 
 // args.gradients are the results here, [segments, features].

@@ -32,8 +32,8 @@ constexpr ThreadLimits kForwardLimits = {128, 256, 128, 512};
 // Blocks of kForwardLimits threads that have to find registers on a multiprocessor: what is
 // resident beside a block that starts hides its start.
 template <typename T>
-constexpr int forward_blocks(Chain chain, bool mean, bool shifted, int elements) {
-  if (elements == 32 || shifted) return 1;
+constexpr int forward_blocks(Chain chain, bool mean, int elements) {
+  if (elements == 32) return 1;
   if (sizeof(T) == 4 || chain == Chain::kGeneral) return elements == 16 ? 2 : 4;
   if (elements == 16) return mean ? 3 : 4;
   return chain == Chain::kPlain && !mean ? 5 : 4;
@@ -72,29 +72,26 @@ class RowValues {
 };
 
 // kMean: whether there are a mean and a bias; without, a chain is plain.
-template <typename T, Chain kChain, bool kResidual, bool kMean, bool kShifted>
+template <typename T, Chain kChain, bool kResidual, bool kMean>
 struct ForwardForm {
   static constexpr bool kHasPreBias = kChain != Chain::kPlain;
   // Whether the normalised values are x itself, or a sum that is rounded as x is, or its relu.
   static constexpr bool kPacked = kChain == Chain::kPlain || (kChain == Chain::kRelu && kResidual);
   // Whether scale and bias have registers. Beside both, values in float32 would spill.
-  // Teams of different shifts have no columns in common, and keep all of them.
-  static constexpr bool kHoldsScale = kChain != Chain::kGeneral || kShifted;
-  static constexpr bool kHoldsBias = (kHoldsScale && kPacked && sizeof(T) == 2) || kShifted;
-  static constexpr bool kHoldsPreBias = !kHasPreBias || kShifted;
+  static constexpr bool kHoldsScale = kChain != Chain::kGeneral;
+  static constexpr bool kHoldsBias = kHoldsScale && kPacked && sizeof(T) == 2;
+  static constexpr bool kHoldsPreBias = !kHasPreBias;
   // Parameters in shared memory.
   static constexpr int kShared = !kHoldsScale + !kHoldsBias + !kHoldsPreBias;
   static_assert(kMean || kChain == Chain::kPlain);
-  static_assert(!kShifted || kChain == Chain::kGeneral);
 };
 
 // kWarp: whether a team is known to be a warp, which saves a third of the instructions a row.
-template <typename T, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp,
-          bool kShifted>
+template <typename T, int kElements, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
-                                  forward_blocks<T>(kChain, kMean, kShifted, kElements))
+                                  forward_blocks<T>(kChain, kMean, kElements))
     forward_rows(const __grid_constant__ ForwardArgs args) {
-  using Form = ForwardForm<T, kChain, kResidual, kMean, kShifted>;
+  using Form = ForwardForm<T, kChain, kResidual, kMean>;
   constexpr bool kHasPreBias = Form::kHasPreBias;
   constexpr int kVec = 16 / sizeof(T);
   constexpr int kVectors = kElements / kVec;
@@ -110,8 +107,7 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
   const int first = blockIdx.x * (args.run == 0 ? height : args.run);
   const RowWalk walk(team, height, 0, first, args.run == 0 ? gridDim.x * height : height,
                      args.run == 0 ? args.rows : min(first + args.run, args.rows));
-  const Columns<kVec, kVectors, kShifted> column(
-      team, args.features, 0, shift_of<kVec, kShifted>(walk.first + walk.line, args.features));
+  const Columns<kVec, kVectors> column(team, args.features);
   TeamSum team_sum(team, shared);
   shared += TeamSum::kScratch;
   ColumnValues<kVec, kVectors, Form::kHoldsScale> scale(shared, team);
@@ -124,10 +120,10 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 
   // The first rows are on their way while the parameters are loaded.
   const void* const sources[] = {args.x, args.residual};
-  RowRing<T, kVec, kVectors, kResidual ? 2 : 1, kShifted> ring(
-      barriers, shared, sources, args.features, args.stages, team, column, walk);
+  RowRing<T, kVec, kVectors, kResidual ? 2 : 1> ring(barriers, shared, sources, args.features,
+                                                     args.stages, team, column, walk);
   {
-    using Load = ParameterLoad<kVec, kVectors, kShifted>;
+    using Load = ParameterLoad<kVec, kVectors, false>;
     const Parameter own_bias = kMean ? args.bias : Parameter{};
     const Parameter own_pre_bias = has_pre_bias ? args.pre_bias : Parameter{};
     if constexpr (kElements <= kTogetherElements) {
@@ -242,20 +238,19 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements),
 constexpr int kFewRowsElements = 16;
 constexpr int kFewRowsThreads = 128;
 
-template <typename T, int kElements, bool kShifted>
+template <typename T, int kElements>
 __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements))
     forward_few_rows(const __grid_constant__ ForwardArgs args) {
   constexpr int kVec = 16 / sizeof(T);
   constexpr int kVectors = kElements / kVec;
-  using Load = ParameterLoad<kVec, kVectors, kShifted>;
+  using Load = ParameterLoad<kVec, kVectors, false>;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const NormOptions& options = args.options;
   const Team team(args.team_size);
   const bool active = blockIdx.x * args.teams + team.index < args.rows;
   const int row = active ? blockIdx.x * args.teams + team.index : args.rows - 1;
   const int64_t row_start = static_cast<int64_t>(row) * args.features;
-  const Columns<kVec, kVectors, kShifted> column(team, args.features, 0,
-                                                 shift_of<kVec, kShifted>(row, args.features));
+  const Columns<kVec, kVectors> column(team, args.features);
 
   Vector<T, kVec> x[kVectors] = {}, residual[kVectors] = {};
 #pragma unroll
@@ -337,87 +332,202 @@ __global__ void __launch_bounds__(threads_limit(kForwardLimits, kElements))
   }
 }
 
+// --- few rows, and nothing but a norm
+// ---------------------------------------------------------------
+
+constexpr int kPlainThreads = 128;   // of a block whose warps have a row each
+constexpr int kMostPlainWarps = 16;  // of a row
+constexpr int kMostPlainVectors = 4;
+
+// The sum over the threads that have a row. Each call has places of its own in `shared`, a float
+// for each warp.
+template <bool kOneWarp>
+__device__ __forceinline__ float sum_over_row(float value, float* shared) {
+  float sum[1] = {value};
+  add_over_lanes(kWarpSize, sum);
+  if constexpr (kOneWarp) return sum[0];
+  if (threadIdx.x % kWarpSize == 0) shared[threadIdx.x / kWarpSize] = sum[0];
+  __syncthreads();
+  float total = 0.0f;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarpSize; ++warp) {
+    total += shared[warp];
+  }
+  return total;
+}
+
+// The same for a norm alone, whose parameters are of type P: all of it is known when it is compiled
+// but the sizes, and so there is little to do besides the loads. A row has a warp (kOneWarp), or a
+// block.
+template <typename T, typename P, int kVectors, bool kOneWarp>
+__global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * kWarpSize)
+    forward_few_plain_rows(const __grid_constant__ ForwardArgs args) {
+  constexpr int kVec = 16 / sizeof(T);
+  __shared__ float shared[2 * kMostPlainWarps];
+  const NormOptions& options = args.options;
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = kOneWarp ? blockIdx.x * (kPlainThreads / kWarpSize) + threadIdx.x / kWarpSize
+                           : static_cast<int>(blockIdx.x);
+  if (row >= args.rows) return;
+  const int rank = kOneWarp ? lane : threadIdx.x;
+  const int step = (kOneWarp ? kWarpSize : static_cast<int>(blockDim.x)) * kVec;
+  const int64_t start = static_cast<int64_t>(row) * args.features;
+  const auto column = [&](int v) { return rank * kVec + v * step; };
+  const auto has = [&](int v) { return column(v) < args.features; };
+
+  Vector<T, kVec> x[kVectors] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (has(v)) x[v] = load_vector<T, kVec>(static_cast<const T*>(args.x) + start + column(v));
+  }
+  float scale[kVectors][kVec], bias[kVectors][kVec];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      scale[v][i] = 1.0f;
+      bias[v][i] = 0.0f;
+    }
+    if (!has(v)) continue;
+    if (args.scale.data != nullptr) load_as_float<P>(args.scale.data, column(v), scale[v]);
+    if (args.bias.data != nullptr) load_as_float<P>(args.bias.data, column(v), bias[v]);
+  }
+
+  float u[kVectors][kVec];
+  float sum = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    unpack(x[v], u[v]);
+    sum += sum_of(u[v]);
+  }
+  float mean = 0.0f;
+  if (options.subtract_mean) {
+    mean = sum_over_row<kOneWarp>(sum, shared) * options.inverse_features;
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float square[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      u[v][i] -= mean;
+      square[i] = u[v][i] * u[v][i];
+    }
+    if (has(v)) squares += sum_of(square);
+  }
+  squares = sum_over_row<kOneWarp>(squares, shared + kMostPlainWarps);
+  const float rstd = rsqrtf(squares * options.inverse_features + options.epsilon);
+  if (rank == 0) {
+    if (args.mean != nullptr) args.mean[row] = mean;
+    if (args.rstd != nullptr) args.rstd[row] = rstd;
+  }
+  const float scale_offset = args.scale.data != nullptr ? options.scale_offset : 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!has(v)) continue;
+    float y[kVec];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      y[i] = u[v][i] * rstd * (scale[v][i] + scale_offset) + bias[v][i];
+    }
+    Vector<T, kVec> packed;
+    pack(y, packed);
+    store_vector(static_cast<T*>(args.y) + start + column(v), packed);
+  }
+}
+
 // --- rows that start anywhere
 // ---------------------------------------------------------------------
 
-// args.teams is the rows of a tile, of which each block has one.
-template <typename T, int kSteps>
-__global__ void __launch_bounds__(kFlatThreads, kSteps > 16  ? 2
-                                                : kSteps > 8 ? 3
-                                                             : 4)
+__host__ __device__ constexpr int flat_forward_blocks(int words) {
+  return words <= 4 ? 4 : words <= 8 ? 3 : 2;
+}
+
+// Each team normalises rows where they lie in shared memory, a row at a time, and holds its columns
+// of the parameters. args.teams is the rows of a tile. The rows of a team start in the same place
+// of a word: the number of teams is even, or the number of features is. With kPlain there is
+// neither a pre_bias nor an activation, which take registers.
+template <typename T, int kWords, bool kWarp, bool kResidual, bool kPlain>
+__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kWords))
     forward_flat_rows(const __grid_constant__ ForwardArgs args) {
+  using Words = FlatWords<T, kWords>;
+  constexpr int kStreams = kResidual ? 2 : 1;
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const NormOptions& options = args.options;
-  const int first = blockIdx.x * args.teams;
-  const int rows = min(args.teams, args.rows - first);
-  const int count = rows * args.features;
-  const int64_t start = static_cast<int64_t>(first) * args.features;
-  const bool has_residual = args.residual != nullptr;
-  T* const x_tile = reinterpret_cast<T*>(shared_memory);
-  const int tile_bytes = round_up(args.teams * args.features * static_cast<int>(sizeof(T)), 16);
-  T* const residual_tile = reinterpret_cast<T*>(shared_memory + tile_bytes);
-  float* const scale =
-      reinterpret_cast<float*>(shared_memory + (has_residual ? 2 : 1) * tile_bytes);
-  float* const bias = scale + args.features;
-  float* const pre_bias = bias + args.features;
-  const bool has_pre_bias = args.pre_bias.data != nullptr;
-  {
-    const FlatLoad<T> x(static_cast<const T*>(args.x) + start, count);
-    const FlatLoad<T> residual(static_cast<const T*>(args.residual) + start,
-                               has_residual ? count : 0);
-    load_flat_parameter(args.scale, args.features, 1.0f, options.scale_offset, scale);
-    load_flat_parameter(args.bias, args.features, 0.0f, 0.0f, bias);
-    if (has_pre_bias) load_flat_parameter(args.pre_bias, args.features, 0.0f, 0.0f, pre_bias);
-    x.store(x_tile);
-    residual.store(residual_tile);
-  }
+  const int features = args.features;
+  const Team team(kWarp ? kWarpSize : args.team_size);
+  const int teams = kFlatThreads / team.size;
+  const void* sources[kStreams] = {args.x};
+  if constexpr (kResidual) sources[1] = args.residual;
+  TeamSum team_sum(team, reinterpret_cast<float*>(shared_memory));
+  FlatRing<T, kStreams> ring(shared_memory + TeamSum::kScratch * sizeof(float), sources, args.teams,
+                             args.rows, features, args.stages);
+  const Words words(team, features, team.index);
+  typename Words::Values scale, bias;
+  words.read(args.scale, 1.0f, options.scale_offset, scale);
+  words.read(args.bias, 0.0f, 0.0f, bias);
   __syncthreads();
 
-  const FlatColumns column(args.features);
-  for (int line = threadIdx.x / kWarpSize; line < rows; line += kFlatThreads / kWarpSize) {
-    T* const row = x_tile + line * args.features;
-    float u[kSteps];
-    column.read(row, u);
-    if (has_pre_bias) {
-      float offset[kSteps];
-      column.read(pre_bias, offset);
+  const int tiles = divide_up(args.rows, args.teams);
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int first_row = tile * args.teams;
+    const int rows = min(args.teams, args.rows - first_row);
+    ring.wait(tile);
+    for (int line = team.index; line < rows; line += teams) {
+      T* const x_row = ring[0] + line * features;
+      typename Words::Values u;
+      words.read(x_row, u);
+      if (!kPlain && args.pre_bias.data != nullptr) {
+        typename Words::Values pre_bias;
+        words.read(args.pre_bias, 0.0f, 0.0f, pre_bias);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) u[i] += offset[i];
-    }
-    if (has_residual) {
-      T* const residual = residual_tile + line * args.features;
-      float other[kSteps];
-      column.read(residual, other);
+        for (int i = 0; i < Words::kValues; ++i) u[i] += pre_bias[i];
+      }
+      if constexpr (kResidual) {
+        T* const residual_row = ring[1] + line * features;
+        typename Words::Values residual;
+        words.read(residual_row, residual);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) u[i] += other[i];
-      column.write(u, residual);
-      column.read(residual, u);  // rounded
-    }
-    activate(options.pre_activation, u);
-    const float mean = options.subtract_mean ? sum_over_warp(u) * options.inverse_features : 0.0f;
-    float squares[kSteps];
+        for (int i = 0; i < Words::kValues; ++i) u[i] += residual[i];
+        words.write(u, residual_row);
+        words.read(residual_row, u);  // rounded
+      }
+      if constexpr (!kPlain) {
+        activate(options.pre_activation, u);
+        words.mask(u);
+      }
+      float sum[1] = {sum_by_chains(u)};
+      float mean = 0.0f;
+      if (options.subtract_mean) {
+        team_sum(sum);
+        mean = sum[0] * options.inverse_features;
+      }
+      typename Words::Values squares;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      u[i] = column.has(i) ? u[i] - mean : 0.0f;
-      squares[i] = u[i] * u[i];
-    }
-    const float rstd = rsqrtf(sum_over_warp(squares) * options.inverse_features + options.epsilon);
-    if (column.lane == 0) {
-      if (args.mean != nullptr) args.mean[first + line] = mean;
-      if (args.rstd != nullptr) args.rstd[first + line] = rstd;
-    }
-    float factor[kSteps], offset[kSteps];
-    column.read(scale, factor);
-    column.read(bias, offset);
+      for (float& value : u) value -= mean;
+      words.mask(u);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) u[i] = u[i] * rstd * factor[i] + offset[i];
-    activate(options.activation, u);
-    column.write(u, row);
-  }
-  __syncthreads();
-  store_flat(x_tile, count, static_cast<T*>(args.y) + start);
-  if (has_residual) {
-    store_flat(residual_tile, count, static_cast<T*>(args.next_residual) + start);
+      for (int i = 0; i < Words::kValues; ++i) squares[i] = u[i] * u[i];
+      sum[0] = sum_by_chains(squares);
+      team_sum(sum);
+      const float rstd = rsqrtf(sum[0] * options.inverse_features + options.epsilon);
+      if (team.rank == 0) {
+        if (args.mean != nullptr) args.mean[first_row + line] = mean;
+        if (args.rstd != nullptr) args.rstd[first_row + line] = rstd;
+      }
+#pragma unroll
+      for (int i = 0; i < Words::kValues; ++i) u[i] = u[i] * rstd * scale[i] + bias[i];
+      if constexpr (!kPlain) activate(options.activation, u);
+      words.write(u, x_row);
+    }
+    __syncthreads();
+    const int64_t start = static_cast<int64_t>(first_row) * features;
+    store_flat(ring[0], rows * features, static_cast<T*>(args.y) + start);
+    if constexpr (kResidual) {
+      store_flat(ring[1], rows * features, static_cast<T*>(args.next_residual) + start);
+    }
+    bulk_copies_fence();
+    __syncthreads();
+    ring.fetch();
   }
 }
 
@@ -519,22 +629,14 @@ __global__ void __launch_bounds__(kWideThreads)
 
 using ForwardKernel = void (*)(ForwardArgs);
 
-// Shifted rows are rare: two kernels are enough for them.
-constexpr int kShiftedElements = 2 * kElementStep;
-
-template <typename T, Chain kChain, bool kResidual, bool kMean, bool kWarp, bool kShifted>
+template <typename T, Chain kChain, bool kResidual, bool kMean, bool kWarp>
 ForwardKernel rows_kernel(int elements) {
-  if constexpr (kShifted) {
-    return elements == 8 ? forward_rows<T, 8, kChain, kResidual, kMean, kWarp, true>
-                         : forward_rows<T, 16, kChain, kResidual, kMean, kWarp, true>;
-  } else {
-    constexpr ForwardKernel kKernels[kElementChoices] = {
-        forward_rows<T, 8, kChain, kResidual, kMean, kWarp, false>,
-        forward_rows<T, 16, kChain, kResidual, kMean, kWarp, false>,
-        forward_rows<T, 24, kChain, kResidual, kMean, kWarp, false>,
-        forward_rows<T, 32, kChain, kResidual, kMean, kWarp, false>};
-    return kKernels[elements / kElementStep - 1];
-  }
+  constexpr ForwardKernel kKernels[kElementChoices] = {
+      forward_rows<T, 8, kChain, kResidual, kMean, kWarp>,
+      forward_rows<T, 16, kChain, kResidual, kMean, kWarp>,
+      forward_rows<T, 24, kChain, kResidual, kMean, kWarp>,
+      forward_rows<T, 32, kChain, kResidual, kMean, kWarp>};
+  return kKernels[elements / kElementStep - 1];
 }
 
 struct ForwardPlan {
@@ -542,15 +644,15 @@ struct ForwardPlan {
   int parameters;  // in shared memory
 };
 
-template <typename T, Chain kChain, bool kResidual, bool kMean = true, bool kShifted = false>
+template <typename T, Chain kChain, bool kResidual, bool kMean = true>
 ForwardPlan plan_rows(const ForwardArgs& args, int elements) {
-  constexpr int kShared = ForwardForm<T, kChain, kResidual, kMean, kShifted>::kShared;
-  const bool spares_pre_bias = !kShifted && kResidual && args.pre_bias.data == nullptr;
+  constexpr int kShared = ForwardForm<T, kChain, kResidual, kMean>::kShared;
+  const bool spares_pre_bias = kResidual && args.pre_bias.data == nullptr;
   // Frequent chains only: each kernel takes its time to compile.
   constexpr bool kKnowsWarps = kChain != Chain::kGeneral;
   return {kKnowsWarps && args.team_size == kWarpSize
-              ? rows_kernel<T, kChain, kResidual, kMean, kKnowsWarps, kShifted>(elements)
-              : rows_kernel<T, kChain, kResidual, kMean, false, kShifted>(elements),
+              ? rows_kernel<T, kChain, kResidual, kMean, kKnowsWarps>(elements)
+              : rows_kernel<T, kChain, kResidual, kMean, false>(elements),
           kShared - spares_pre_bias};
 }
 
@@ -563,8 +665,7 @@ bool has_mean_or_bias(const ForwardArgs& args) {
 }
 
 template <typename T>
-ForwardPlan plan_forward(const ForwardArgs& args, bool shifted, int elements) {
-  if (shifted) return plan_rows<T, Chain::kGeneral, true, true, true>(args, elements);
+ForwardPlan plan_forward(const ForwardArgs& args, int elements) {
   switch (chain_of(args)) {
     case Chain::kPlain:
       return has_mean_or_bias(args) ? plan_rows<T, Chain::kPlain, false>(args, elements)
@@ -607,34 +708,146 @@ struct ForwardConfig {
   int run;        // of one team: see neighbouring_rows; -1 for what that says
 };
 
+// How a row is divided where a norm is all there is: among warps, and into vectors of a thread.
+struct PlainSplit {
+  int warps;
+  int vectors;  // 0 where there is none
+};
+
+// Threads of as few vectors as there are threads for: each row is one of the last that a
+// multiprocessor has.
 template <typename T>
-ffi::Error launch_few_rows(ForwardArgs args, const Spread& spread, bool shifted,
-                           cudaStream_t stream) {
+PlainSplit split_plain_row(const ForwardArgs& args, const Device& device) {
+  const int most = args.rows <= 2 * device.multiprocessors ? 2 : kMostPlainVectors;
+  const int lanes = args.features * static_cast<int>(sizeof(T)) / 16;
+  for (int warps = 1; warps <= kMostPlainWarps; warps *= 2) {
+    const int vectors = divide_up(lanes, warps * kWarpSize);
+    if (vectors <= (warps == kMostPlainWarps ? kMostPlainVectors : most)) return {warps, vectors};
+  }
+  return {};
+}
+
+template <typename T, typename P, bool kOneWarp>
+ForwardKernel few_plain_rows_kernel(int vectors) {
+  constexpr ForwardKernel kKernels[kMostPlainVectors] = {
+      forward_few_plain_rows<T, P, 1, kOneWarp>, forward_few_plain_rows<T, P, 2, kOneWarp>,
+      forward_few_plain_rows<T, P, 3, kOneWarp>, forward_few_plain_rows<T, P, 4, kOneWarp>};
+  return kKernels[vectors - 1];
+}
+
+template <typename T>
+ffi::Error launch_few_plain_rows(const ForwardArgs& args, const PlainSplit& split, Dtype parameters,
+                                 cudaStream_t stream) {
+  const bool wide = parameters == Dtype::kFloat32;
+  const auto kernel_of = [&](auto one_warp) {
+    return wide ? few_plain_rows_kernel<T, float, one_warp()>(split.vectors)
+                : few_plain_rows_kernel<T, T, one_warp()>(split.vectors);
+  };
+  if (split.warps == 1) {
+    return launch_kernel(kernel_of(std::true_type{}), args,
+                         {dim3(divide_up(args.rows, kPlainThreads / kWarpSize)), kPlainThreads, 0},
+                         stream);
+  }
+  return launch_kernel(kernel_of(std::false_type{}), args,
+                       {dim3(args.rows), split.warps * kWarpSize, 0}, stream);
+}
+
+// The dtype of scale and bias if both have one that the kernel for plain rows knows.
+template <typename T>
+std::optional<Dtype> plain_parameters(const ForwardArgs& args) {
+  constexpr Dtype dtype = std::is_same_v<T, float>           ? Dtype::kFloat32
+                          : std::is_same_v<T, __nv_bfloat16> ? Dtype::kBfloat16
+                                                             : Dtype::kFloat16;
+  const bool has_scale = args.scale.data != nullptr, has_bias = args.bias.data != nullptr;
+  if (has_scale && has_bias && args.scale.dtype != args.bias.dtype) return std::nullopt;
+  const Dtype own = has_scale ? args.scale.dtype : has_bias ? args.bias.dtype : dtype;
+  if (own != dtype && own != Dtype::kFloat32) return std::nullopt;
+  return own;
+}
+
+template <typename T>
+ffi::Error launch_few_rows(ForwardArgs args, const Device& device, cudaStream_t stream,
+                           bool* done) {
+  *done = true;
+  if (chain_of(args) == Chain::kPlain) {
+    const PlainSplit split = split_plain_row<T>(args, device);
+    const auto parameters = plain_parameters<T>(args);
+    if (split.vectors != 0 && parameters) {
+      return launch_few_plain_rows<T>(args, split, *parameters, stream);
+    }
+  }
+  const Spread spread = choose_spread(args.features, 16 / sizeof(T), false, kFewRowsElements,
+                                      kForwardLimits, Ties::kMoreThreads, Narrow::kManyThreads);
+  *done = spread.elements != 0;
+  if (!*done) return ffi::Error::Success();
   const int least = std::max(spread.team_size, kWarpSize);
   const int threads = std::max(kFewRowsThreads / least * least, least);
   args.team_size = spread.team_size;
   args.teams = threads / spread.team_size;
-  const auto kernel =
-      spread.elements == 8
-          ? (shifted ? forward_few_rows<T, 8, true> : forward_few_rows<T, 8, false>)
-          : (shifted ? forward_few_rows<T, 16, true> : forward_few_rows<T, 16, false>);
-  return launch_kernel(kernel, args,
+  return launch_kernel(spread.elements == 8 ? forward_few_rows<T, 8> : forward_few_rows<T, 16>,
+                       args,
                        {dim3(divide_up(args.rows, args.teams)), threads,
                         static_cast<int>(TeamSum::kScratch * sizeof(float))},
                        stream);
 }
 
+template <typename T, bool kResidual, bool kPlain>
+ForwardKernel flat_kernel(int words, bool warp) {
+  if (!warp) {
+    return words <= 12 ? forward_flat_rows<T, 12, false, kResidual, kPlain>
+                       : forward_flat_rows<T, 16, false, kResidual, kPlain>;
+  }
+  if (words <= 1) return forward_flat_rows<T, 1, true, kResidual, kPlain>;
+  if (words <= 2) return forward_flat_rows<T, 2, true, kResidual, kPlain>;
+  if (words <= 3) return forward_flat_rows<T, 3, true, kResidual, kPlain>;
+  if (words <= 4) return forward_flat_rows<T, 4, true, kResidual, kPlain>;
+  if (words <= 6) return forward_flat_rows<T, 6, true, kResidual, kPlain>;
+  if (words <= 8) return forward_flat_rows<T, 8, true, kResidual, kPlain>;
+  if (words <= 12) return forward_flat_rows<T, 12, true, kResidual, kPlain>;
+  return forward_flat_rows<T, 16, true, kResidual, kPlain>;
+}
+
 template <typename T>
-ffi::Error launch_flat_rows(ForwardArgs args, const Device& device, cudaStream_t stream) {
-  args.teams = flat_tile_rows<T>(args.rows, args.features, device);
-  const int tiles = args.residual == nullptr ? 1 : 2;
-  const int parameters = args.pre_bias.data == nullptr ? 2 : 3;
-  const Launch launch = {dim3(divide_up(args.rows, args.teams)), kFlatThreads,
-                         tiles * flat_tile_bytes<T>(args.teams, args.features) +
-                             parameters * args.features * static_cast<int>(sizeof(float))};
-  return with_flat_steps<kMostFlatFeatures>(args.features, [&](auto steps) {
-    return launch_kernel(forward_flat_rows<T, steps()>, args, launch, stream);
-  });
+ForwardKernel flat_kernel(const ForwardArgs& args, int words, bool warp) {
+  const bool plain = chain_of(args.options, args.pre_bias.data != nullptr) == Chain::kPlain;
+  if (args.residual != nullptr) {
+    return plain ? flat_kernel<T, true, true>(words, warp)
+                 : flat_kernel<T, true, false>(words, warp);
+  }
+  return plain ? flat_kernel<T, false, true>(words, warp)
+               : flat_kernel<T, false, false>(words, warp);
+}
+
+// Sets `done` if a team's registers hold a row, and shared memory two tiles of the fewest rows that
+// start and end at multiples of 16 bytes.
+template <typename T>
+ffi::Error launch_flat_rows(ForwardArgs args, const Device& device, cudaStream_t stream,
+                            bool* done) {
+  constexpr int kPerWord = FlatWords<T, 1>::kPerWord;
+  constexpr int kMostWords = 16;
+  const int row_words = divide_up(args.features, kPerWord);
+  int warps = 1;
+  while (row_words > warps * kWarpSize * kMostWords) warps *= 2;
+  args.team_size = warps * kWarpSize;
+  const int teams = kFlatThreads / args.team_size;
+  const int streams = args.residual == nullptr ? 1 : 2;
+  const int head = TeamSum::kScratch * sizeof(float) + kFlatBarrierBytes;
+  const int room = device.shared_bytes - head;
+  args.teams = flat_ring_rows<T>(args.rows, args.features, room / (2 * streams), device);
+  *done = args.teams > 0 && teams > 0 && (teams % 2 == 0 || args.features % kPerWord == 0);
+  if (!*done) return ffi::Error::Success();
+  const int stage_bytes = streams * flat_tile_bytes<T>(args.teams, args.features);
+  args.stages = std::min(room / stage_bytes, kMaxStages);
+  const int words = divide_up(row_words, args.team_size);
+  const ForwardKernel kernel = flat_kernel<T>(args, words, warps == 1);
+  Launch launch;
+  launch.threads = kFlatThreads;
+  launch.shared_bytes = head + args.stages * stage_bytes;
+  RETURN_IF_ERROR(allow_shared_memory(kernel, device));
+  int resident = 0;
+  RETURN_IF_ERROR(resident_blocks(kernel, launch, &resident));
+  launch.grid = dim3(std::min(divide_up(args.rows, args.teams), resident * device.multiprocessors));
+  return launch_kernel(kernel, args, launch, stream);
 }
 
 template <typename T>
@@ -644,32 +857,31 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
   const bool aligned = are_aligned({args.x, args.residual, args.scale.data, args.bias.data,
                                     args.pre_bias.data, args.y, args.next_residual});
   const bool shifted = args.features % kVec != 0;
-  if (config.few_rows && aligned) {
-    const Spread spread = choose_spread(args.features, kVec, shifted, kFewRowsElements,
-                                        kForwardLimits, Ties::kMoreThreads, Narrow::kManyThreads);
-    if (spread.elements != 0) return launch_few_rows<T>(args, spread, shifted, stream);
+  bool done = false;
+  if (shifted && aligned) {
+    RETURN_IF_ERROR(launch_flat_rows<T>(args, device, stream, &done));
+  } else if (config.few_rows && aligned) {
+    RETURN_IF_ERROR(launch_few_rows<T>(args, device, stream, &done));
   }
-  if (shifted && aligned && args.features <= kMostFlatFeatures) {
-    return launch_flat_rows<T>(args, device, stream);
-  }
+  if (done) return ffi::Error::Success();
   // With a mean there is twice as much to exchange between warps.
   const bool plain = chain_of(args) == Chain::kPlain && !has_mean_or_bias(args);
-  const Spread spread = choose_spread(
-      args.features, kVec, shifted, shifted ? kShiftedElements : kElementStep * kElementChoices,
-      kForwardLimits, plain ? Ties::kMoreThreads : Ties::kFewerThreads, Narrow::kManyValues);
+  const Spread spread =
+      choose_spread(args.features, kVec, false, kElementStep * kElementChoices, kForwardLimits,
+                    plain ? Ties::kMoreThreads : Ties::kFewerThreads, Narrow::kManyValues);
   Launch launch;
   ForwardPlan plan = {};
   const int streams = args.residual == nullptr ? 1 : 2;
   int stage_bytes = 0, most_stages = 0;
-  if (spread.elements != 0 && aligned) {
+  if (spread.elements != 0 && aligned && !shifted) {
     args.team_size = spread.team_size;
-    plan = plan_forward<T>(args, shifted, spread.elements);
+    plan = plan_forward<T>(args, spread.elements);
     launch.threads = choose_threads(spread, args.rows, config.threads, device);
     args.teams = launch.threads / spread.team_size;
     launch.shared_bytes =
         (TeamSum::kScratch + spread.parameters(plan.parameters, kVec)) * sizeof(float) +
         kRingBarriers * sizeof(uint64_t);
-    stage_bytes = streams * slot_values(args.teams, args.features, kVec, shifted) * sizeof(T);
+    stage_bytes = streams * slot_values(args.teams, args.features, kVec, false) * sizeof(T);
     most_stages = std::min(kMaxStages, (device.shared_bytes - launch.shared_bytes) / stage_bytes);
   }
   if (most_stages < 1) {
@@ -691,7 +903,6 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
   args.run = config.run >= 0 ? config.run
              : large         ? neighbouring_rows(args, plan.parameters, resident)
                              : 0;
-  if (shifted) args.run = 0;  // The next rows of a team have its shift in turns only.
   args.run *= args.teams;
   // Where few blocks are resident, a run keeps more rows on their way, if as many stay resident.
   if (resident <= 2 && args.run > args.stages * args.teams && args.stages < most_stages) {
@@ -705,11 +916,7 @@ ffi::Error launch_forward(ForwardArgs args, const ForwardConfig& config, const D
     }
   }
   int blocks = divide_up(args.rows, args.run == 0 ? args.teams : args.run);
-  if (args.run == 0) {
-    const int most = resident * device.multiprocessors;
-    const int step = shifted ? steps_of_one_shift(args.teams, args.features, kVec) : 1;
-    if (blocks > most) blocks = std::max(most / step, 1) * step;
-  }
+  if (args.run == 0) blocks = std::min(blocks, resident * device.multiprocessors);
   launch.grid = dim3(blocks);
   return launch_kernel(plan.kernel, args, launch, stream);
 }

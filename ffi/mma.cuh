@@ -105,36 +105,6 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_
                : "memory");
 }
 
-// Copies 16 bytes from global memory to a shared address, or writes zeros there; see async_copy of
-// ptx.cuh. With kWholeLine the L2 cache fetches the 128 bytes around them, which are wanted next.
-template <bool kWholeLine = false>
-__device__ __forceinline__ void async_copy_or_zero(uint32_t shared, const void* global,
-                                                   bool exists) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (kWholeLine) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
-                 "l"(global), "r"(exists ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-                 "r"(exists ? 16 : 0)
-                 : "memory");
-  }
-#else
-  const uint4 value = exists ? *static_cast<const uint4*>(global) : uint4{};
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-#endif
-}
-
-// Waits for all copies of this thread.
-__device__ __forceinline__ void async_copies_wait_all() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void store_shared(uint32_t shared, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
 }

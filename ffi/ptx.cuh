@@ -30,6 +30,30 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
   }
 }
 
+// Copies 16 bytes from global memory to a shared address, or writes zeros there, asynchronously as
+// async_copy does. With kWholeLine the L2 cache fetches the 128 bytes around them, which are wanted
+// next.
+template <bool kWholeLine = false>
+__device__ __forceinline__ void async_copy_or_zero(uint32_t shared, const void* global,
+                                                   bool exists) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kWholeLine) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(global), "r"(exists ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+  }
+#else
+  const uint4 value = exists ? *static_cast<const uint4*>(global) : uint4{};
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+#endif
+}
+
 // Ends a group of this thread's copies; an empty group counts as a group too.
 __device__ __forceinline__ void async_copies_commit() {
 #if __CUDA_ARCH__ >= 800
@@ -50,6 +74,13 @@ __device__ __forceinline__ void async_copies_wait(int pending) {
     default:
       asm volatile("cp.async.wait_group 2;" ::: "memory");
   }
+#endif
+}
+
+// Waits for all copies of this thread.
+__device__ __forceinline__ void async_copies_wait_all() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
@@ -109,10 +140,16 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals = 
                    "r"(arrivals) : "memory"));
 }
 
+// Orders what this thread did in shared memory before the bulk copies into it that it starts, or
+// another thread after a barrier.
+__device__ __forceinline__ void bulk_copies_fence() {
+  JAXFUSED_SM90(asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
+}
+
 // Makes the barriers that this thread has initialised visible to the copies.
 __device__ __forceinline__ void mbarrier_init_fence() {
-  JAXFUSED_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory");
-                asm volatile("fence.proxy.async.shared::cta;" :: : "memory"));
+  JAXFUSED_SM90(asm volatile("fence.mbarrier_init.release.cluster;" :: : "memory"));
+  bulk_copies_fence();
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {

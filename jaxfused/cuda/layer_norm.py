@@ -1,8 +1,9 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
 
 The kernels take a row in aligned pieces of 16 bytes wherever it starts, so they refuse no shape for its
-divisibility. Each direction has two: one for few rows, where what takes time is the way to memory and
-back, and one whose teams of threads walk over many rows, which arrive through shared memory.
+divisibility. Each direction has one for few rows, where what takes time is the way to memory and back,
+and one whose teams of threads walk over many rows, which arrive through shared memory. Rows that are no
+multiple of 16 bytes have a third kernel, which takes tiles of neighbouring rows.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class ForwardConfig:
     """How the forward is launched."""
 
     few_rows: bool = False
-    """By the kernel for few rows, where it holds a row (up to 4,096 features)."""
+    """By a kernel for few rows, where one holds a row: of 4,096 features, or 8,192 of a norm alone."""
     threads: int = 128
     """Threads of a block, at most: fewer, smaller blocks exchange sums with fewer others."""
     run: int = -1
@@ -60,12 +61,11 @@ class BackwardConfig:
 
 
 _FEW_BYTES_FORWARD = 2**19
+_FEW_BYTES_PLAIN = 2**21
 _FEW_BYTES_BACKWARD = 4 * 2**20
-"""Up to so many bytes of one matrix the kernels for few rows are the first guess: the backward's takes
-one launch where the other takes two."""
+"""Up to so many bytes of one matrix the kernels for few rows are the first guess: that of a norm alone
+has the fewest instructions, and the backward's takes one launch where the other takes two."""
 FEW_ROWS_FEATURES = 4096
-_FLAT_FEATURES_FORWARD = 1024
-"""Up to it rows that start anywhere have a kernel of their own, which is fast for few rows too."""
 _COLUMN_ROWS = 8192
 """Rows from which the columns' sums over them take the backward for few rows too long."""
 
@@ -77,18 +77,19 @@ def forward_candidates(
 
     `matrices` arrays of that shape are read (2 with a residual) and `vectors` of [features].
     """
-    del vectors
+    if features * itemsize % 16:
+        # Rows that start anywhere have a kernel of their own, which has nothing to choose.
+        return [ForwardConfig()]
+    is_plain = matrices == 1 and vectors <= 2
+    is_held = features <= (2 if is_plain else 1) * FEW_ROWS_FEATURES
+    few_rows = [ForwardConfig(few_rows=True)] if is_held else []
     ring = [ForwardConfig(), ForwardConfig(threads=64)]
     if 2 * matrices * rows * features * itemsize > 50 * 10**6:
         # Beyond the L2 there is a choice between teams that take turns and neighbouring rows.
         ring += [ForwardConfig(run=run) for run in (0, 1, 2, 4, 8) if run <= rows]
-    if features > FEW_ROWS_FEATURES:
-        return ring
-    few_rows = ForwardConfig(few_rows=True)
-    if features * itemsize % 16 and features <= _FLAT_FEATURES_FORWARD:
-        return [ForwardConfig(), few_rows]
-    first = matrices * rows * features * itemsize <= _FEW_BYTES_FORWARD
-    return [few_rows, *ring] if first else [*ring, few_rows]
+    most = _FEW_BYTES_PLAIN if is_plain else _FEW_BYTES_FORWARD
+    first = matrices * rows * features * itemsize <= most
+    return [*few_rows, *ring] if first else [*ring, *few_rows]
 
 
 def backward_candidates(

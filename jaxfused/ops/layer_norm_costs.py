@@ -71,12 +71,12 @@ _FORWARD = {
     "pallas, a row for each warp": _Kernel(1.4, 0.24, 0.011, mean=0.3),
     "pallas, a row for each warp, full": _Kernel(1.4, 0.267, 0.011, mean=0.3),
     "pallas, a row for each CTA": _Kernel(1.5, 0.254),
-    "cuda, few rows": _Kernel(1.8, 0.8, 0.07),
+    "cuda, few rows": _Kernel(1.5, 0.55, mean=0.3),
     "cuda, narrow": _Kernel(1.8, 0.234, 0.002, mean=1.0),
     "cuda, a row for each warp": _Kernel(1.9, 0.229, mean=0.6),
     "cuda, a row for several warps": _Kernel(2.3, 0.233, 0.1, mean=1.0),
-    "cuda, odd": _Kernel(7.7, 0.47, 0.5),
-    "cuda, odd and narrow": _Kernel(2.9, 0.649, 0.045),
+    "cuda, odd": _Kernel(5.0, 0.34, 0.09),
+    "cuda, odd, by four warps": _Kernel(7.0, 0.45),
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
     "xla, mean square": _Kernel(1.2, 0.32),
@@ -85,6 +85,7 @@ _FORWARD = {
     "xla, before its gradient": _Kernel(1.8, 0.32),
     "xla, sum before its gradient": _Kernel(0.7, 0.17),
     "xla, unaligned": _Kernel(1.3, 0.421, 0.364),
+    "xla, unaligned and narrow": _Kernel(1.3, 0.421, 0.1),
     "xla, statistics alone": _Kernel(2.0, 0.3),
 }
 _BACKWARD = {
@@ -110,6 +111,8 @@ _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
+_WIDEST_ODD = 4096
+"""Features that start anywhere and that a forward in CUDA holds in registers."""
 _WIDE_FEATURES = 2048
 """Of wider rows of 16 bits CUDA's kernel of few rows takes longer than their bytes explain."""
 _MANY_ROWS = 6000
@@ -138,7 +141,7 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
             # Its two halves share what they read.
             name = f"xla, {'sum ' if norm.residual else ''}before its gradient"
         else:
-            name = "xla" if norm.aligned else "xla, unaligned"
+            name = _xla_forward(norm)
         if name == "xla" and norm.features <= 2048:
             # It computes with columns up to a power of two.
             megabytes *= math.sqrt(_power_of_two(norm.features) / norm.features)
@@ -161,9 +164,9 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
             name += ", full"
         return _FORWARD[name].microseconds(norm, megabytes)
     few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
-    name = _cuda(norm, few_rows, most_odd=1024)
-    if name == "cuda, odd" and norm.features > 4096:
-        name = "cuda, odd and wide"
+    name = _cuda(norm, few_rows)
+    if name == "cuda, odd" and norm.features > _WIDEST_ODD // 2:
+        name = f"cuda, odd{', by four warps' if norm.features <= _WIDEST_ODD else ' and wide'}"
     microseconds = _FORWARD[name].microseconds(norm, megabytes)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
@@ -194,7 +197,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         megabytes += 2 * norm.parameters * tiles.ctas * norm.features * 4 / 1e6
         return _BACKWARD[_pallas(config)].microseconds(norm, megabytes)
     few_rows = cuda.layer_norm.backward_candidates(*shape)[0].few_rows
-    name = _cuda(norm, few_rows, most_odd=512)
+    name = _cuda_backward(norm, few_rows)
     if few_rows and norm.features > _WIDE_FEATURES and norm.itemsize == 2:
         name = "cuda, few wide rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
@@ -204,7 +207,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         # At most as long as the kernel of many rows.
         of_few, of_many = (
             _BACKWARD[kernel].microseconds(norm, megabytes)
-            for kernel in ("cuda, few odd rows", _cuda(norm, False, most_odd=512))
+            for kernel in ("cuda, few odd rows", _cuda_backward(norm, False))
         )
         microseconds = min(of_few, of_many)
     return microseconds * (_GENERAL if norm.general else 1.0)
@@ -234,15 +237,28 @@ def _pallas(config: RowConfig) -> str:
     return f"pallas, a row for each {'warp' if config.row_per_warp else 'CTA'}"
 
 
-def _cuda(norm: Norm, few_rows: bool, most_odd: int) -> str:
-    """The name of the kernel that runs a norm; `most_odd` features are still narrow for odd ones."""
+def _xla_forward(norm: Norm) -> str:
+    """The name of XLA's forward, which reads rows in vectors where they begin at multiples of four."""
+    if norm.is_coalesced or norm.features % 4 == 0:
+        return "xla"
+    return f"xla, unaligned{' and narrow' if norm.features <= 64 else ''}"
+
+
+def _cuda(norm: Norm, few_rows: bool) -> str:
+    """The name of the kernel that runs a norm."""
     if few_rows:
         return "cuda, few rows"
     if not norm.aligned:
-        return "cuda, odd and narrow" if norm.features <= most_odd else "cuda, odd"
+        return "cuda, odd"
     if norm.features <= 256:
         return "cuda, narrow"
     return f"cuda, a row for {'each warp' if norm.features <= 1024 else 'several warps'}"
+
+
+def _cuda_backward(norm: Norm, few_rows: bool) -> str:
+    """The same of a backward, where odd rows have a kernel of their own while they are narrow."""
+    name = _cuda(norm, few_rows)
+    return f"{name} and narrow" if name == "cuda, odd" and norm.features <= 512 else name
 
 
 def _power_of_two(value: int) -> int:

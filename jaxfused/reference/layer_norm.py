@@ -131,11 +131,15 @@ def _sum(total: jax.Array, residual: jax.Array, compute_dtype: Any) -> jax.Array
     """Their sum, rounded once to the residual's dtype.
 
     For a GPU it is a sum in that dtype, as models write it: XLA then knows that the norm reads rounded
-    numbers. On a CPU, which has no such sum, XLA would leave the rounding out.
+    numbers. Elsewhere the rounding is an operation of its own, because XLA leaves out a conversion to
+    fewer bits and back: the statistics would be those of numbers that the backward does not read.
     """
 
     def rounded(total: jax.Array, residual: jax.Array) -> jax.Array:
         wide = total.astype(compute_dtype) + residual.astype(compute_dtype)
+        bits = jnp.finfo(residual.dtype)
+        if bits.nmant < jnp.finfo(compute_dtype).nmant:
+            wide = jax.lax.reduce_precision(wide, bits.nexp, bits.nmant)
         return wide.astype(residual.dtype)
 
     if total.dtype != residual.dtype:
