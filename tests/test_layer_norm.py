@@ -742,6 +742,20 @@ def test_accurate_on_gpu(case, dtype, implementation):
     check(case, dtype, implementation)
 
 
+STARTS_ANYWHERE = (1, 33, 65, 151, 257, 513, 769, 1001, 1309, 2001, 3023, 4095, 4097, 6002)
+"""Features of rows that are no multiple of 16 bytes: each number of words of a thread, and beyond."""
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+def test_rows_that_start_anywhere_on_gpu(residual, dtype):
+    for features in STARTS_ANYWHERE:
+        case = Case(f"D{features}", (13, features), residual=residual)
+        skip_unless_supported(case, dtype, "cuda")
+        check(case, dtype, "cuda")
+
+
 LARGE = (
     *(Case(f"residual_{shape}", shape, residual=True, pre_bias=True) for shape in BENCHMARK_SHAPES),
     # More than the L2 holds, and no multiple of what a CTA takes.
