@@ -145,6 +145,45 @@ def test_matrices_are_not_copied_to_fit(queries, keys, head_size, value_size):
     assert not [line for line in moved if "bf16" in line]
 
 
+@parametrize(
+    ("queries", "keys", "head_size"),
+    # The last has few keys, and thus other kernels.
+    [(512, 512, 64), (256, 320, 64), (512, 448, 128), (320, 832, 256), (192, 192, 64)],
+    quick=(0,),
+)
+def test_bias_and_mask_are_not_padded_where_multiples_of_64_meet(queries, keys, head_size):
+    """Padding takes a copy; its gradient would come out padded, too, and take another."""
+    batch, heads = 4, 64
+    shape = (batch, heads, queries, keys)
+    query, key = (
+        jax.ShapeDtypeStruct((batch, count, heads, head_size), jnp.bfloat16)
+        for count in (queries, keys)
+    )
+    operands = Operands(
+        bias=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        explicit=jax.ShapeDtypeStruct(shape, jnp.int8),
+    )
+    mask = BlockMask(queries, keys, has_explicit=True)
+    options = dict(logits=logits_of(mask, operands), multiprocessors=132)
+
+    def forward(query, key, operands):
+        return attention.forward(query, key, key, operands, **options)
+
+    def gradients(query, key, operands, out, lse):
+        saved = (out, lse, out, None)
+        return attention.backward(
+            query, key, key, operands, *saved, dbias_dtype=jnp.bfloat16, **options
+        )
+
+    lse = jax.ShapeDtypeStruct((batch, heads, saved_length(queries)), jnp.float32)
+    programs = [lowered(forward, query, key, operands)]
+    if keys > 256:
+        programs.append(lowered(gradients, query, key, operands, query, lse))
+    lines = "\n".join(programs).splitlines()
+    moved = [line for line in lines if "stablehlo.pad" in line or "stablehlo.slice" in line]
+    assert not [line for line in moved if "bf16" in line or "i8" in line]
+
+
 @parametrize("head_size", [64, 128, 256], quick=(0,))
 def test_every_option_lowers(head_size):
     mask = BlockMask(197, 333, True, (90, 20), True, True, True, True)
@@ -351,6 +390,12 @@ def block_mask(mask, queries, keys):
         ((203, 65), (80, 112), "", None),
         ((5, 203), (96, 72), "key_lengths sinks", None),
         ((136, 200), (80, 80), "bias", None),
+        (
+            (70, 192),
+            (64, 64),
+            "bias explicit",
+            BackwardConfig(QueryGradientConfig(3, 64), KeyGradientConfig(2, 64)),
+        ),
         ((65, 130), (136, 72), "bias causal cap", None),
         ((200, 136), (128, 128), "causal", BackwardConfig(QueryGradientConfig(), LATE)),
         ((203, 141), (72, 72), "dropout", BackwardConfig(QueryGradientConfig(), LATE)),

@@ -357,6 +357,8 @@ INTERPRETED = (
     Case("segments", 250, 200, segments=2, **SMALL),
     Case("segments of one key", 70, 1, segments=2, **SMALL),
 )
+# The third consumer of the second tile has no rows, and no bias or mask to load.
+BEYOND = Case("consumer without rows", 320, 128, bias=(320, 128), mask=(320, 128), **SMALL)
 RAGGED = (
     Case("head size 72", 65, 203, is_causal=True, **SMALL | dict(head_size=72, batch=2)),
     Case("head size 80", 203, 65, **SMALL | dict(head_size=80)),
@@ -374,10 +376,11 @@ RAGGED = (
         *((case, CONFIGS[1]) for case in INTERPRETED[::2]),
         *((case, CONFIGS[2]) for case in INTERPRETED[1::2]),
         (INTERPRETED[4], CONFIGS[1]),
+        (BEYOND, CONFIGS[2]),
         *((case, None) for case in RAGGED),
         (RAGGED[2], CONFIGS[3]),
     ],
-    quick=(0, 8, 11),
+    quick=(0, 8, 11, 12),
 )
 def test_accurate_without_races_in_the_interpreter(race_detector, monkeypatch, case, config):
     """One CTA has several tiles, so that memory and barriers are used again."""

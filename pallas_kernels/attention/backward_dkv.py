@@ -190,7 +190,7 @@ def key_gradients(
         ),
     )
     arrays = (query, key, value, dout, lse2, delta)
-    dkey, dvalue = launch(arrays, operands.padded(rows, block).transposed(), bounds)
+    dkey, dvalue = launch(arrays, operands.padded(rows, WGMMA_ROWS).transposed(), bounds)
     return _sum_of_shares(dkey, shares), _sum_of_shares(dvalue, shares)
 
 
@@ -377,11 +377,14 @@ class _KeyGradients:
 
         def of_block(g, first, i, _):
             part = 0 if self.config.splits_roles else self.own(cta) * WGMMA_ROWS
+            key_start = self.logits.operand_start(
+                at.start + part, self.shape.key_count, self.config.key_block
+            )
             tile = TransposedTile(
                 at.batch_idx,
                 at.key_head_idx * group + g,
                 i * rows,
-                at.start + part,
+                key_start,
                 (WGMMA_ROWS, rows),
                 transposed=True,
             )

@@ -82,7 +82,8 @@ def candidates(
     """The configs worth trying, all of them legal, the best guess first.
 
     The guess has the largest blocks that registers and shared memory hold. Where that leaves half of the
-    multiprocessors idle, it has one consumer instead of two.
+    multiprocessors idle, it has one consumer instead of two. Where blocks of 64 keys save a padded copy
+    of the bias or mask, it has those.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -104,7 +105,13 @@ def candidates(
     one = replace(configs[0], consumers=1, value_stages=max(2, configs[0].value_stages))
     few_tiles = 2 * shape.query_tiles(configs[0].query_block) <= multiprocessors
     configs = (one, *configs) if few_tiles else (*configs, one)
-    return tuple(config for config in configs if config.fits(shape))
+    legal = [config for config in configs if config.fits(shape)]
+    guess = legal[0]
+    if logits.pads_keys(guess.key_block):
+        stages = dict(key_stages=2 * guess.key_stages, value_stages=2 * guess.value_stages)
+        narrow = replace(guess, key_block=WGMMA_ROWS, **stages)
+        legal = [narrow, *(config for config in legal if config != narrow)]
+    return tuple(legal)
 
 
 def default_config(shape: Shape, logits: Logits, multiprocessors: int) -> QueryGradientConfig:
@@ -159,7 +166,7 @@ def query_gradient(
         results=results,
     )
     arrays = (query, key, value, dout, lse2, delta)
-    dquery, *dlogits = launch(arrays, operands.padded(rows, block), bounds)
+    dquery, *dlogits = launch(arrays, operands.padded(WGMMA_ROWS, block), bounds)
     if not writes_dlogits:
         return dquery, None
     return dquery, dlogits[0][:, :, : shape.query_count, : shape.key_count]
@@ -341,7 +348,10 @@ class _QueryGradient:
         products = plgpu.wgmma_accumulator_load(s_acc, wait_n=self.value.count)
 
         key_start = (rows.visits.last - i) * block
-        tile = Tile(at.batch_idx, at.head_idx, rows.start, key_start, (WGMMA_ROWS, block))
+        query_start = logits.operand_start(
+            rows.start, self.shape.query_count, self.config.query_block
+        )
+        tile = Tile(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block))
         is_partial = False
         if not logits.mask.is_always_full(self.config.query_block, block):
             is_partial = rows.visits.is_partial(i)

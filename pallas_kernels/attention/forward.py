@@ -109,7 +109,8 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
 
     Tensor cores idle least when several consumers compute exponentials while another multiplies. The
     guess therefore has as many consumers as registers have room for their tiles, and then the largest
-    blocks that fit. Where that leaves half of the multiprocessors idle, it has one consumer.
+    blocks that fit. Where that leaves half of the multiprocessors idle, it has one consumer. Where
+    blocks of 64 keys save a padded copy of the bias or mask, it has those.
     """
     widest = max(shape.head_size, shape.value_size)
     if widest <= SWIZZLED_COLUMNS:
@@ -148,6 +149,9 @@ def candidates(shape: Shape, logits: Logits, multiprocessors: int) -> tuple[Forw
     legal = [config for config in configs if config.fits(shape)]
     if 2 * shape.query_tiles(legal[0].query_block) <= multiprocessors:
         legal.sort(key=lambda config: config.consumers > 1)
+    if logits.pads_keys(legal[0].key_block):
+        narrow = replace(legal[0], key_block=WGMMA_ROWS, stages=2 * legal[0].stages)
+        legal = [narrow, *(config for config in legal if config != narrow)]
     legal += [replace(legal[0], heads_together=heads) for heads in together[1:]]
     if wide_blocks:
         legal.append(replace(legal[0], wide_blocks=False))
@@ -205,7 +209,7 @@ def forward(
         memory=kernel.memory(),
         results=kernel.results(),
     )
-    out, lse = launch((query, key, value), operands.padded(rows, block), bounds)
+    out, lse = launch((query, key, value), operands.padded(WGMMA_ROWS, block), bounds)
     return out, lse
 
 
@@ -381,7 +385,10 @@ class _Forward:
         block = self.config.key_block
         key_start = (rows.visits.last - i) * block
         at = rows.at
-        tile = Tile(at.batch_idx, at.head_idx, rows.start, key_start, (WGMMA_ROWS, block))
+        query_start = self.logits.operand_start(
+            rows.start, self.shape.query_count, self.config.query_block
+        )
+        tile = Tile(at.batch_idx, at.head_idx, query_start, key_start, (WGMMA_ROWS, block))
         is_partial = self.is_masked(rows.visits, i)
         weighing = Weighing(self.logits, self.dtype)
         return weighing(products, tile, cta.operands, at.key_length, is_partial, softmax)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.mask import BlockMask, Index
+from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
 
 LOG2E = math.log2(math.e)
 EMPTY_LSE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -189,6 +190,28 @@ class Logits:
     def needs_registers(self) -> bool:
         """Whether computing a logit takes so many registers that tiles should be smaller."""
         return self.soft_cap is not None or self.dropout_rate > 0
+
+    @property
+    def has_matrices(self) -> bool:
+        """Whether there are operands with a number for each logit: a bias or an explicit mask."""
+        return self.has_bias or self.mask.has_explicit
+
+    def pads_keys(self, key_block: int) -> bool:
+        """Whether XLA pads a bias or mask to whole blocks of keys, and would not pad it to 64 keys."""
+        count = self.mask.key_count
+        return self.has_matrices and count % key_block > 0 and count % WGMMA_ROWS == 0
+
+    def operand_start(self, start: jax.Array, count: int, tile_rows: int) -> jax.Array:
+        """Returns where a warpgroup loads the operands of its 64 rows, which begin at `start`.
+
+        Operands have `count` rows, padded to a multiple of 64. They are not padded to whole tiles of
+        `tile_rows`, since padding takes a copy. A warpgroup with all its rows beyond the operands' end
+        loads the last 64 rows instead; nothing that it computes from them is stored.
+        """
+        length = ceil_to(count, WGMMA_ROWS)
+        if length % tile_rows == 0 or not (self.has_matrices or self.mask.has_segments):
+            return start
+        return lax.min(start, jnp.int32(length - WGMMA_ROWS))
 
     @property
     def multiplier(self) -> float:

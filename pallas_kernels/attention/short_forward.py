@@ -136,9 +136,7 @@ def _run(
 ) -> tuple[jax.Array, jax.Array]:
     config = config or default_config(shape, multiprocessors)
     kernel = _ShortForward(shape, arrays[0].dtype, logits, config, multiprocessors)
-    # A worker's last tiles may lie beyond the queries. TMA copies read and write nothing there, but
-    # loads of bias and explicit mask into registers must find memory to read.
-    operands = operands.padded(config.tiles * WGMMA_ROWS, kernel.key_rows)
+    operands = operands.padded(WGMMA_ROWS, kernel.key_rows)
     optional = {name: x for name, x in operands._asdict().items() if x is not None}
 
     def run(*refs, **shared):
@@ -363,10 +361,15 @@ class _ShortForward:
         """
         key_count, operands = self.shape.key_count, worker.operands
         masks_anywhere = not self.logits.mask.is_always_full(WGMMA_ROWS, 1)
+        # A worker's last tiles may lie beyond the queries. TMA copies read and write nothing there, but
+        # loads of bias and explicit mask into registers must find memory to read.
+        query_start = self.logits.operand_start(
+            at.start, self.shape.query_count, self.config.tiles * WGMMA_ROWS
+        )
         parts = []
         for first in range(0, self.key_rows, SWIZZLED_COLUMNS):
             part = products[:, first : min(first + SWIZZLED_COLUMNS, self.key_rows)]
-            tile = Tile(at.batch_idx, at.head_idx, at.start, first, part.shape)
+            tile = Tile(at.batch_idx, at.head_idx, query_start, first, part.shape)
             is_masked = masks_anywhere or first + part.shape[1] > key_count
             parts.append((tile, self.logits.logits(part, tile, operands, key_length, is_masked)))
         return parts
