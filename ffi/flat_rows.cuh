@@ -30,9 +30,9 @@ inline int flat_tile_rows(int64_t rows, int features, const Device& device) {
   return kFlatRows<T> * std::clamp(wanted, 1, most);
 }
 
-// The rows of a tile that is one of several in a ring, and at most `most_bytes` long: a row for
-// each warp, or as many as that many bytes in flight take. 0 where the fewest rows that are whole
-// vectors find no room.
+// The rows of a tile in a ring: for each warp one, or as many as kFlatRingBytes hold. There are
+// fewer where that spreads the rows over more multiprocessors, or where `most_bytes` hold no more,
+// and none where these do not hold the fewest rows that are whole vectors.
 template <typename T>
 inline int flat_ring_rows(int64_t rows, int features, int most_bytes, const Device& device) {
   constexpr int kWarps = kFlatThreads / kWarpSize;
@@ -211,9 +211,11 @@ __device__ __forceinline__ void load_flat_parameter(const Parameter& parameter, 
   }
 }
 
-// The choices of FlatWords::kWords, and for each the one before.
+// The choices of FlatWords::kWords.
 constexpr int kFlatWordChoices[] = {1, 2, 3, 4, 6, 8, 12, 16};
+constexpr int kMostFlatWords = 16;
 
+// The choice before `words`, or 0.
 __host__ __device__ constexpr int fewer_flat_words(int words) {
   int fewer = 0;
   for (const int choice : kFlatWordChoices) fewer = choice < words ? choice : fewer;

@@ -340,7 +340,7 @@ constexpr int kMostPlainWarps = 16;  // of a row
 constexpr int kMostPlainVectors = 4;
 
 // The sum over the threads that have a row. Each call has places of its own in `shared`, a float
-// for each warp.
+// for each warp, and so needs neither the zeros nor the second barrier that TeamSum begins with.
 template <bool kOneWarp>
 __device__ __forceinline__ float sum_over_row(float value, float* shared) {
   float sum[1] = {value};
@@ -355,9 +355,9 @@ __device__ __forceinline__ float sum_over_row(float value, float* shared) {
   return total;
 }
 
-// The same for a norm alone, whose parameters are of type P: all of it is known when it is compiled
-// but the sizes, and so there is little to do besides the loads. A row has a warp (kOneWarp), or a
-// block.
+// What forward_few_rows does, for a norm alone whose parameters are of type P: all but the sizes is
+// known when it is compiled, and so there is little to do besides the loads. A row has a warp
+// (kOneWarp), or a block.
 template <typename T, typename P, int kVectors, bool kOneWarp>
 __global__ void __launch_bounds__(kOneWarp ? kPlainThreads : kMostPlainWarps * kWarpSize)
     forward_few_plain_rows(const __grid_constant__ ForwardArgs args) {
@@ -714,8 +714,8 @@ struct PlainSplit {
   int vectors;  // 0 where there is none
 };
 
-// Threads of as few vectors as there are threads for: each row is one of the last that a
-// multiprocessor has.
+// The fewest warps whose threads hold the row in kMostPlainVectors vectors each, or in two where
+// the multiprocessors have a row or two each and threads to spare.
 template <typename T>
 PlainSplit split_plain_row(const ForwardArgs& args, const Device& device) {
   const int most = args.rows <= 2 * device.multiprocessors ? 2 : kMostPlainVectors;
@@ -791,31 +791,26 @@ ffi::Error launch_few_rows(ForwardArgs args, const Device& device, cudaStream_t 
                        stream);
 }
 
-template <typename T, bool kResidual, bool kPlain>
-ForwardKernel flat_kernel(int words, bool warp) {
-  if (!warp) {
-    return words <= 12 ? forward_flat_rows<T, 12, false, kResidual, kPlain>
-                       : forward_flat_rows<T, 16, false, kResidual, kPlain>;
+// The kernel of the fewest words that hold a thread's part of a row. Several warps have a row whose
+// parts would be too long for half as many warps.
+template <typename T, bool kWarp, bool kResidual, bool kPlain, int kWords = kMostFlatWords>
+ForwardKernel flat_kernel(int words) {
+  constexpr int kFewer = fewer_flat_words(kWords);
+  if constexpr (kFewer > (kWarp ? 0 : kMostFlatWords / 2)) {
+    if (words <= kFewer) return flat_kernel<T, kWarp, kResidual, kPlain, kFewer>(words);
   }
-  if (words <= 1) return forward_flat_rows<T, 1, true, kResidual, kPlain>;
-  if (words <= 2) return forward_flat_rows<T, 2, true, kResidual, kPlain>;
-  if (words <= 3) return forward_flat_rows<T, 3, true, kResidual, kPlain>;
-  if (words <= 4) return forward_flat_rows<T, 4, true, kResidual, kPlain>;
-  if (words <= 6) return forward_flat_rows<T, 6, true, kResidual, kPlain>;
-  if (words <= 8) return forward_flat_rows<T, 8, true, kResidual, kPlain>;
-  if (words <= 12) return forward_flat_rows<T, 12, true, kResidual, kPlain>;
-  return forward_flat_rows<T, 16, true, kResidual, kPlain>;
+  return forward_flat_rows<T, kWords, kWarp, kResidual, kPlain>;
 }
 
-template <typename T>
-ForwardKernel flat_kernel(const ForwardArgs& args, int words, bool warp) {
+template <typename T, bool kWarp>
+ForwardKernel flat_kernel(const ForwardArgs& args, int words) {
   const bool plain = chain_of(args.options, args.pre_bias.data != nullptr) == Chain::kPlain;
   if (args.residual != nullptr) {
-    return plain ? flat_kernel<T, true, true>(words, warp)
-                 : flat_kernel<T, true, false>(words, warp);
+    return plain ? flat_kernel<T, kWarp, true, true>(words)
+                 : flat_kernel<T, kWarp, true, false>(words);
   }
-  return plain ? flat_kernel<T, false, true>(words, warp)
-               : flat_kernel<T, false, false>(words, warp);
+  return plain ? flat_kernel<T, kWarp, false, true>(words)
+               : flat_kernel<T, kWarp, false, false>(words);
 }
 
 // Sets `done` if a team's registers hold a row, and shared memory two tiles of the fewest rows that
@@ -824,10 +819,9 @@ template <typename T>
 ffi::Error launch_flat_rows(ForwardArgs args, const Device& device, cudaStream_t stream,
                             bool* done) {
   constexpr int kPerWord = FlatWords<T, 1>::kPerWord;
-  constexpr int kMostWords = 16;
   const int row_words = divide_up(args.features, kPerWord);
   int warps = 1;
-  while (row_words > warps * kWarpSize * kMostWords) warps *= 2;
+  while (row_words > warps * kWarpSize * kMostFlatWords) warps *= 2;
   args.team_size = warps * kWarpSize;
   const int teams = kFlatThreads / args.team_size;
   const int streams = args.residual == nullptr ? 1 : 2;
@@ -839,7 +833,8 @@ ffi::Error launch_flat_rows(ForwardArgs args, const Device& device, cudaStream_t
   const int stage_bytes = streams * flat_tile_bytes<T>(args.teams, args.features);
   args.stages = std::min(room / stage_bytes, kMaxStages);
   const int words = divide_up(row_words, args.team_size);
-  const ForwardKernel kernel = flat_kernel<T>(args, words, warps == 1);
+  const ForwardKernel kernel =
+      warps == 1 ? flat_kernel<T, true>(args, words) : flat_kernel<T, false>(args, words);
   Launch launch;
   launch.threads = kFlatThreads;
   launch.shared_bytes = head + args.stages * stage_bytes;

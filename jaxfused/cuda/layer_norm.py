@@ -1,9 +1,9 @@
 """layer_norm and rms_norm by the CUDA kernels of ffi/layer_norm_fwd.cu and ffi/layer_norm_bwd.cu.
 
-The kernels take a row in aligned pieces of 16 bytes wherever it starts, so they refuse no shape for its
-divisibility. Each direction has one for few rows, where what takes time is the way to memory and back,
-and one whose teams of threads walk over many rows, which arrive through shared memory. Rows that are no
-multiple of 16 bytes have a third kernel, which takes tiles of neighbouring rows.
+Each direction has a kernel for few rows, where what takes time is the way to memory and back, and one
+whose teams of threads walk over many rows, which arrive through shared memory. No shape is refused for
+its divisibility: rows that are no multiple of 16 bytes go in tiles of neighbouring rows, or in the
+backward, where they are long, in the aligned pieces of 16 bytes around them.
 """
 
 from dataclasses import dataclass

@@ -369,15 +369,7 @@ def _rope_bwd(run: Runner, rotation: _Rotation, saved: _Residuals, cotangents):
     if q_and_k is not None:
 
         def rotated(cos, sin):
-            sines = -sin if rotation.inverse else sin
-            return [
-                None
-                if x is None
-                else reference.rope.rotate(
-                    ungrouped(x), cos, sines, interleaved=rotation.interleaved
-                )
-                for x in q_and_k
-            ]
+            return [None if x is None else rotation.by_xla(ungrouped(x), cos, sin) for x in q_and_k]
 
         _, vjp = jax.vjp(rotated, cos, sin)
         dcos, dsin = vjp([None if d is None else ungrouped(d) for d in (dq, dk)])
