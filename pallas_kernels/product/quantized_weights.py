@@ -193,8 +193,16 @@ class QuantizedTile:
                 w = w - lax.broadcast_in_dim(offset, w.shape, (0,))
             if self.format.group:
                 scale = self._of_group(memory["scale"], slot, group, start, width)
-                w = w * lax.broadcast_in_dim(scale.astype(self.x_dtype), w.shape, (0,))
+                w = self._scaled(w, scale)
             yield w
+
+    def _scaled(self, w: jax.Array, scale: jax.Array) -> jax.Array:
+        """Each row of w [width, group] times its scale, in x's dtype."""
+        if self.x_dtype == jnp.float16:
+            # float16 does not hold scales below 6e-5 to all its digits, and float8_e5m2's are smaller.
+            wide = w.astype(jnp.float32) * lax.broadcast_in_dim(scale, w.shape, (0,))
+            return wide.astype(self.x_dtype)
+        return w * lax.broadcast_in_dim(scale.astype(self.x_dtype), w.shape, (0,))
 
     def _of_group(self, memory: Any, slot: Any, group: int, start: int, width: int) -> jax.Array:
         """The scales or zero points of a group, for some columns."""
