@@ -75,7 +75,8 @@ _FORWARD = {
     "cuda, narrow": _Kernel(1.8, 0.234, 0.002, mean=1.0),
     "cuda, a row for each warp": _Kernel(1.9, 0.229, mean=0.6),
     "cuda, a row for several warps": _Kernel(2.3, 0.233, 0.1, mean=1.0),
-    "cuda, odd": _Kernel(5.0, 0.34, 0.09),
+    "cuda, odd": _Kernel(2.8, 0.33, 0.06, mean=0.4),
+    "cuda, odd, few features": _Kernel(2.5, 0.33, 0.15),
     "cuda, odd, by four warps": _Kernel(7.0, 0.45),
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
@@ -113,6 +114,8 @@ _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _WIDEST_ODD = 4096
 """Features that start anywhere and that a forward in CUDA holds in registers."""
+_FEW_ODD = 128
+"""Features that start anywhere, of so few that what is done once a row counts for more."""
 _WIDE_FEATURES = 2048
 """Of wider rows of 16 bits CUDA's kernel of few rows takes longer than their bytes explain."""
 _MANY_ROWS = 6000
@@ -165,7 +168,9 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         return _FORWARD[name].microseconds(norm, megabytes)
     few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows)
-    if name == "cuda, odd" and norm.features > _WIDEST_ODD // 2:
+    if name == "cuda, odd" and norm.features <= _FEW_ODD:
+        name = "cuda, odd, few features"
+    elif name == "cuda, odd" and norm.features > _WIDEST_ODD // 2:
         name = f"cuda, odd{', by four warps' if norm.features <= _WIDEST_ODD else ' and wide'}"
     microseconds = _FORWARD[name].microseconds(norm, megabytes)
     return microseconds * (_GENERAL if norm.general else 1.0)
