@@ -19,6 +19,7 @@ from benchmarks import (
     end_to_end,
     end_to_end_report,
     optimizer,
+    parallel,
     peers,
     plot,
     report,
@@ -36,6 +37,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     compile_time.NAME: compile_time.main,
     fuzz.NAME: fuzz.main,
     optimizer.NAME: optimizer.main,
+    parallel.NAME: parallel.main,
     without_gpu.NAME: without_gpu.main,
 }
 

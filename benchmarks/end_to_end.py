@@ -256,10 +256,10 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     if peak > before:
         row["peak_bytes"] = peak
-    return row | _kernel_times(step, compiled.step)
+    return row | kernel_times(step, compiled.step)
 
 
-def _kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
+def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:
     """One step's kernels; the host's time stands without them where CUPTI does not work."""
     try:
         timed = timing.kernels(step)

@@ -22,6 +22,7 @@ from benchmarks import (
     linear,
     losses,
     mlp,
+    parallel,
     peers,
     plot,
     qkv_projection,
@@ -677,3 +678,34 @@ def test_unknown_models_and_variants_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         __main__.main(["end_to_end", *arguments])
     assert "no_such is not known" in capsys.readouterr().err
+
+
+# --- several GPUs ---------------------------------------------------------------------------------
+
+
+def test_parallel_measures_steps_and_layers(monkeypatch):
+    """On as many devices as there are, here one: its share of itself is about 1."""
+    monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
+    tiny = ViTSize(patch=112, depth=1, width=16, heads=2, hidden=32)
+    monkeypatch.setitem(parallel.MODELS, "tiny", tiny)
+    monkeypatch.setitem(parallel.SIZES, "tiny", 2)
+    monkeypatch.setattr(parallel, "ROWS", 16)
+    monkeypatch.setattr(parallel, "WIDTH", 8)
+    monkeypatch.setattr(parallel, "HIDDEN", 32)
+    rows = []
+    parallel.measure(
+        ["tiny"], ["ours"], ["apart"], ["gated_mlp"], lambda kind, row: rows.append((kind, row))
+    )
+    assert [(kind, row["variant"]) for kind, row in rows] == [
+        ("data", "ours, apart"),
+        ("tensor", "ours"),
+        ("tensor", "stock"),
+    ]
+    one, every = rows[0][1]["one"], rows[0][1]["all"]
+    assert one["losses"][0] == every["losses"][0]
+    assert all(parallel._line(kind, row).split()[:2] == [kind, row["model"]] for kind, row in rows)
+
+
+def test_parallel_needs_two_gpus(capsys):
+    assert parallel.main([]) == 2
+    assert "two NVIDIA GPUs" in capsys.readouterr().out

@@ -67,7 +67,9 @@ _FEW_BYTES_BACKWARD = 4 * 2**20
 has the fewest instructions, and the backward's takes one launch where the other takes two."""
 FEW_ROWS_FEATURES = 4096
 _COLUMN_ROWS = 8192
-"""Rows from which the columns' sums over them take the backward for few rows too long."""
+_FEW_ODD_ROWS = 3072
+"""Rows from which the columns' sums over them take the backward for few rows too long: of rows that
+begin at multiples of 16 bytes, and of others."""
 
 
 def forward_candidates(
@@ -106,7 +108,8 @@ def backward_candidates(
     if features > FEW_ROWS_FEATURES:
         return ring
     few_rows = BackwardConfig(few_rows=True)
-    first = rows * features * itemsize <= _FEW_BYTES_BACKWARD and rows <= _COLUMN_ROWS
+    most = _COLUMN_ROWS if features * itemsize % 16 == 0 else _FEW_ODD_ROWS
+    first = rows * features * itemsize <= _FEW_BYTES_BACKWARD and rows <= most
     return [few_rows, *ring] if first else [*ring, few_rows]
 
 

@@ -76,7 +76,8 @@ _FORWARD = {
     "cuda, a row for each warp": _Kernel(1.9, 0.229, mean=0.6),
     "cuda, a row for several warps": _Kernel(2.3, 0.233, 0.1, mean=1.0),
     "cuda, odd": _Kernel(2.8, 0.33, 0.06, mean=0.4),
-    "cuda, odd, few features": _Kernel(2.5, 0.33, 0.15),
+    "cuda, odd, few features": _Kernel(2.5, 0.33, 0.12),
+    "cuda, odd, within a warp": _Kernel(2.5, 0.33, 0.18),
     "cuda, odd, by four warps": _Kernel(7.0, 0.45),
     "cuda, odd and wide": _Kernel(7.7, 2.35),
     "xla": _Kernel(1.7, 0.26),
@@ -86,7 +87,8 @@ _FORWARD = {
     "xla, before its gradient": _Kernel(1.8, 0.32),
     "xla, sum before its gradient": _Kernel(0.7, 0.17),
     "xla, unaligned": _Kernel(1.3, 0.421, 0.364),
-    "xla, unaligned and narrow": _Kernel(1.3, 0.421, 0.1),
+    "xla, unaligned and narrow": _Kernel(1.5, 1.07),
+    "xla, unaligned, within a warp": _Kernel(1.5, 0.75),
     "xla, statistics alone": _Kernel(2.0, 0.3),
 }
 _BACKWARD = {
@@ -101,12 +103,14 @@ _BACKWARD = {
     "cuda, a row for each warp": _Kernel(8.3, 0.234, 0.012, mean=1.7),
     "cuda, a row for several warps": _Kernel(5.8, 0.24, 0.1, mean=3.6),
     "cuda, odd": _Kernel(10.0, 0.213, 0.698),
-    "cuda, odd and narrow": _Kernel(8.0, 0.4),
+    "cuda, odd and narrow": _Kernel(7.0, 0.33, 0.12),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
     "xla": _Kernel(8.0, 0.75),
     "xla, mean square": _Kernel(3.5, 0.36),
     "xla, mean square of fewer rows": _Kernel(3.0, 0.63),
     "xla, small": _Kernel(1.0, 2.0),
+    "xla, unaligned and narrow": _Kernel(11.0, 2.1),
+    "xla, unaligned, within a warp": _Kernel(11.0, 0.9),
 }
 _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
@@ -116,6 +120,8 @@ _WIDEST_ODD = 4096
 """Features that start anywhere and that a forward in CUDA holds in registers."""
 _FEW_ODD = 128
 """Features that start anywhere, of so few that what is done once a row counts for more."""
+_WARP, _NARROW_ODD = 32, 64
+"""Features that start anywhere and of which XLA has one, or at most two, in each thread of a warp."""
 _WIDE_FEATURES = 2048
 """Of wider rows of 16 bits CUDA's kernel of few rows takes longer than their bytes explain."""
 _MANY_ROWS = 6000
@@ -126,8 +132,9 @@ _LITTLE = 0.3
 """Megabytes of a norm with a mean whose kernel in XLA starts sooner than others."""
 _KERNELS_APART = 1.0
 """What XLA takes for a sum with a residual, mean and variance in kernels of their own."""
-_RESIDUAL_XLA = 1.6
-"""How much longer XLA takes for what it reads where it splits a norm after a residual in two."""
+_RESIDUAL_XLA, _RESIDUAL_XLA_NARROW = 1.6, 0.77
+"""How much longer XLA takes for what it reads where it splits a norm after a residual in two: the sum of
+rows that are slow to normalise costs less than their norm."""
 
 
 def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: bool) -> float:
@@ -154,7 +161,8 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
             elif norm.rows > 1 and megabytes <= _LITTLE:
                 name = "xla, little"
         if norm.residual and name != "xla, sum before its gradient":
-            megabytes *= _RESIDUAL_XLA
+            is_narrow = name.startswith("xla, unaligned") and norm.features <= _NARROW_ODD
+            megabytes *= _RESIDUAL_XLA_NARROW if is_narrow else _RESIDUAL_XLA
         apart = _KERNELS_APART if norm.residual and norm.subtract_mean else 0.0
         return apart + _FORWARD[name].microseconds(norm, megabytes)
     matrices = 2 if norm.residual else 1
@@ -169,7 +177,7 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     few_rows = cuda.layer_norm.forward_candidates(*shape)[0].few_rows
     name = _cuda(norm, few_rows)
     if name == "cuda, odd" and norm.features <= _FEW_ODD:
-        name = "cuda, odd, few features"
+        name = f"cuda, odd, {'within a warp' if norm.features <= _WARP else 'few features'}"
     elif name == "cuda, odd" and norm.features > _WIDEST_ODD // 2:
         name = f"cuda, odd{', by four warps' if norm.features <= _WIDEST_ODD else ' and wide'}"
     microseconds = _FORWARD[name].microseconds(norm, megabytes)
@@ -183,6 +191,9 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         name = "xla"
         if norm.is_small_for_xla:
             name = "xla, small"
+        elif norm.subtract_mean and _xla_forward(norm) != "xla" and norm.features <= _NARROW_ODD:
+            # It is slow enough that one more array to read is hidden.
+            name, megabytes = _xla_forward(norm), norm.megabytes(3)
         elif norm.is_coalesced and not norm.subtract_mean:
             # With many rows the sums over them are made by the kernel of the gradient of x.
             many = norm.rows >= _MANY_ROWS or (norm.features <= 128 and norm.rows >= 1024)
@@ -208,13 +219,6 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
         name = "cuda, beyond shared memory"
     microseconds = _BACKWARD[name].microseconds(norm, megabytes)
-    if few_rows and not norm.aligned:
-        # At most as long as the kernel of many rows.
-        of_few, of_many = (
-            _BACKWARD[kernel].microseconds(norm, megabytes)
-            for kernel in ("cuda, few odd rows", _cuda_backward(norm, False))
-        )
-        microseconds = min(of_few, of_many)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
 
@@ -246,7 +250,9 @@ def _xla_forward(norm: Norm) -> str:
     """The name of XLA's forward, which reads rows in vectors where they begin at multiples of four."""
     if norm.is_coalesced or norm.features % 4 == 0:
         return "xla"
-    return f"xla, unaligned{' and narrow' if norm.features <= 64 else ''}"
+    if norm.features <= _WARP:
+        return "xla, unaligned, within a warp"
+    return f"xla, unaligned{' and narrow' if norm.features <= _NARROW_ODD else ''}"
 
 
 def _cuda(norm: Norm, few_rows: bool) -> str:
@@ -262,6 +268,8 @@ def _cuda(norm: Norm, few_rows: bool) -> str:
 
 def _cuda_backward(norm: Norm, few_rows: bool) -> str:
     """The same of a backward, where odd rows have a kernel of their own while they are narrow."""
+    if few_rows and not norm.aligned:
+        return "cuda, few odd rows"
     name = _cuda(norm, few_rows)
     return f"{name} and narrow" if name == "cuda, odd" and norm.features <= 512 else name
 

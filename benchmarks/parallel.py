@@ -1,0 +1,235 @@
+"""Several GPUs beside one of them: `python -m benchmarks parallel`.
+
+Data parallel: a whole training step, parameters on every device and so many images for each, under
+Auto axes. Its share is the time of one device with its images over the time of all of them with theirs;
+what is missing to 1 is what the sums of gradients cost. Tensor parallel: forward and gradients of an mlp
+whose hidden features are split, over the time of one device that has them all.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfused
+from benchmarks import end_to_end, end_to_end_jax, results, timing
+from benchmarks.case import gradient_in_jax
+from examples.vit.model import MODELS
+
+NAME = "parallel"
+SIZES = {"vit-b16": 256, "vit-l16": 128}
+"""Images a device."""
+ROWS, WIDTH, HIDDEN = 8192, 4096, 14336
+"""Of the perceptrons whose hidden features are split."""
+
+SUMS: dict[str, dict[str, Any]] = {
+    "apart": {},
+    "together": {"xla_gpu_all_reduce_combine_threshold_bytes": 2**40},
+}
+"""How gradients are summed, as options of XLA: 30 MB at a time while others are computed, or all of them
+at the end."""
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures on one device and on all, and prints a table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=__doc__)
+    parser.add_argument("--models", nargs="*", choices=SIZES, default=["vit-b16"])
+    variants = ("ours", "ours-copies", "stock")
+    parser.add_argument("--variants", nargs="*", choices=variants, default=["ours", "stock"])
+    parser.add_argument("--sums", nargs="+", choices=SUMS, default=list(SUMS))
+    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--out", type=Path, default=results.DIRECTORY)
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        print(
+            f"{NAME}: this needs two NVIDIA GPUs at least, but JAX sees {jax.device_count()} of"
+            f" platform {jax.default_backend()!r}."
+        )
+        return 2
+    section: Row = {
+        "date": results.now(),
+        "machine": {"versions": results.versions(), "gpu_before": results.gpu_state()},
+        "devices": jax.device_count(),
+        "data": [],
+        "tensor": [],
+    }
+    gpu = jax.devices()[0].device_kind
+
+    def save(kind: str, row: Row) -> None:
+        section[kind].append(row)
+        results.save_section(options.out, gpu, NAME, section)
+        print(_line(kind, row), flush=True)
+
+    measure(options.models, options.variants, options.sums, options.layers, save)
+    return 0
+
+
+def measure(
+    models: Sequence[str],
+    variants: Sequence[str],
+    sums: Sequence[str],
+    layers: Sequence[str],
+    save: Callable[[str, Row], None],
+) -> None:
+    """Compiles everything side by side, then runs one program after the other."""
+    counts = (1, jax.device_count())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        steps = {
+            (model, variant): [
+                _data_parallel(pool, model, variant, 1, {}),
+                *(
+                    _data_parallel(pool, model, variant, jax.device_count(), SUMS[name])
+                    for name in sums
+                ),
+            ]
+            for model in models
+            for variant in variants
+        }
+        splits = {
+            (layer, side): [_tensor_parallel(pool, layer, side, n) for n in counts]
+            for layer in layers
+            for side in ("ours", "stock")
+        }
+    for (model, variant), programs in steps.items():
+        one = programs[0].result()()
+        for name, program in zip(sums, programs[1:], strict=True):
+            save("data", _row(model, f"{variant}, {name}", one, program.result()()))
+    for (layer, side), programs in splits.items():
+        save("tensor", _row(layer, side, *(program.result()() for program in programs)))
+
+
+def _row(model: str, variant: str, one: Row, several: Row) -> Row:
+    x = one["milliseconds"] / several["milliseconds"]
+    return {"model": model, "variant": variant, "one": one, "all": several, "x": x}
+
+
+def _line(kind: str, row: Row) -> str:
+    one, several = row["one"]["milliseconds"], row["all"]["milliseconds"]
+    x = f"{row['x']:.1%}" if kind == "data" else f"{row['x']:.2f}x"
+    kernels = " ".join(
+        f"{name} {ms:.2f} -> {row['all']['kinds'].get(name, 0.0):.2f}"
+        for name, ms in row["one"].get("kinds", {}).items()
+    )
+    return (
+        f"{kind:6} {row['model']:10} {row['variant']:22} {one:8.2f} -> {several:8.2f} ms  {x}"
+        f"  {kernels}"
+    )
+
+
+# --- data parallel --------------------------------------------------------------------------------
+
+
+def _data_parallel(
+    pool: ThreadPoolExecutor, model: str, variant: str, devices: int, options: dict[str, Any]
+) -> Future[Callable[[], Row]]:
+    """What measures a training step on the first so many devices, once it is compiled."""
+    batch = SIZES[model] * devices
+    workload = end_to_end_jax.vit(model, MODELS[model], batch=batch)
+    program = workload.programs[variant]()
+    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    init = jax.jit(program.init, out_shardings=whole)
+    make_batch = jax.jit(workload.make_batch, out_shardings=split)
+    key = jax.random.key(0)
+    shapes = jax.eval_shape(program.init, key), jax.eval_shape(workload.make_batch, key)
+    step = jax.jit(
+        program.step,
+        donate_argnums=0,
+        in_shardings=(whole, split),
+        out_shardings=(whole, whole),
+        compiler_options=options,
+    ).lower(*shapes)
+
+    def build() -> Callable[[], Row]:
+        compiled = step.compile()
+        return lambda: _time_step(compiled, init(key), make_batch(key))
+
+    return pool.submit(build)
+
+
+def _time_step(compiled: Any, state: Any, batch: Any) -> Row:
+    losses = []
+
+    def step() -> jax.Array:
+        nonlocal state
+        state, loss = compiled(state, batch)
+        return loss
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            loss = step()
+        jax.block_until_ready((state, loss))
+        losses.append(float(loss))
+
+    row = timing.steps(run) | {"losses": losses}
+    return row | end_to_end.kernel_times(step, compiled)
+
+
+# --- tensor parallel ------------------------------------------------------------------------------
+
+
+def _stock_mlp(x, w1, w2):
+    return nn.gelu(x @ w1) @ w2
+
+
+def _stock_gated_mlp(x, gate, up, down):
+    return (nn.silu(x @ gate) * (x @ up)) @ down
+
+
+def _mlp(x, w1, w2):
+    return jaxfused.mlp(x, w1, None, w2, None)
+
+
+LAYERS: dict[str, dict[str, Callable[..., jax.Array]]] = {
+    "mlp": {"ours": _mlp, "stock": _stock_mlp},
+    "gated_mlp": {"ours": jaxfused.gated_mlp, "stock": _stock_gated_mlp},
+}
+
+
+def _tensor_parallel(
+    pool: ThreadPoolExecutor, layer: str, side: str, devices: int
+) -> Future[Callable[[], Row]]:
+    """What measures forward and gradients of a layer with split hidden features."""
+    mesh = jax.make_mesh((devices,), ("model",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    columns = 2 if layer == "gated_mlp" else 1
+    shapes = [(ROWS, WIDTH), *[(WIDTH, HIDDEN)] * columns, (HIDDEN, WIDTH), (ROWS, WIDTH)]
+    specs = [P(), *[P(None, "model")] * columns, P("model"), P()]
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    program = jax.jit(
+        gradient_in_jax(LAYERS[layer][side], len(shapes) - 1, 1),
+        in_shardings=shardings,
+        out_shardings=(shardings[-1], *shardings[:-1]),
+    ).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+
+    def build() -> Callable[[], Row]:
+        return partial(_time_layer, program.compile(), shapes, shardings)
+
+    return pool.submit(build)
+
+
+def _time_layer(compiled: Any, shapes: Sequence[Any], shardings: Sequence[Any]) -> Row:
+    arrays = []
+    for key, shape, sharding in zip(
+        jax.random.split(jax.random.key(0), len(shapes)), shapes, shardings, strict=True
+    ):
+        make = partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
+        arrays.append(jax.jit(make, out_shardings=sharding)(key) * shape[0] ** -0.5)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            outputs = compiled(*arrays)
+        jax.block_until_ready(outputs)
+
+    return timing.steps(run)
