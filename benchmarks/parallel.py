@@ -1,9 +1,9 @@
 """Several GPUs beside one of them: `python -m benchmarks parallel`.
 
 Data parallel: a whole training step, parameters on every device and so many images for each, under
-Auto axes. Its share is the time of one device with its images over the time of all of them with theirs;
-what is missing to 1 is what the sums of gradients cost. Tensor parallel: forward and gradients of an mlp
-whose hidden features are split, over the time of one device that has them all.
+Auto axes. Its share is the time of the slowest device with its images over that of all with theirs; what
+is missing to 1 is what the sums of gradients cost. Tensor parallel: forward and gradients of an mlp
+whose hidden features are split, and the time of a device that has them all.
 """
 
 import argparse
@@ -31,13 +31,6 @@ SIZES = {"vit-b16": 256, "vit-l16": 128}
 ROWS, WIDTH, HIDDEN = 8192, 4096, 14336
 """Of the perceptrons whose hidden features are split."""
 
-SUMS: dict[str, dict[str, Any]] = {
-    "apart": {},
-    "together": {"xla_gpu_all_reduce_combine_threshold_bytes": 2**40},
-}
-"""How gradients are summed, as options of XLA: 30 MB at a time while others are computed, or all of them
-at the end."""
-
 Row = dict[str, Any]
 
 
@@ -47,7 +40,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="*", choices=SIZES, default=["vit-b16"])
     variants = ("ours", "ours-copies", "stock")
     parser.add_argument("--variants", nargs="*", choices=variants, default=["ours", "stock"])
-    parser.add_argument("--sums", nargs="+", choices=SUMS, default=list(SUMS))
     parser.add_argument("--layers", nargs="*", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--out", type=Path, default=results.DIRECTORY)
     options = parser.parse_args(arguments)
@@ -72,58 +64,61 @@ def main(arguments: Sequence[str]) -> int:
         results.save_section(options.out, gpu, NAME, section)
         print(_line(kind, row), flush=True)
 
-    measure(options.models, options.variants, options.sums, options.layers, save)
+    measure(options.models, options.variants, options.layers, save)
     return 0
 
 
 def measure(
     models: Sequence[str],
     variants: Sequence[str],
-    sums: Sequence[str],
     layers: Sequence[str],
     save: Callable[[str, Row], None],
 ) -> None:
     """Compiles everything side by side, then runs one program after the other."""
-    counts = (1, jax.device_count())
+    devices = jax.devices()
+    # One after the other, then all: they are not equally fast.
+    groups = [*([device] for device in devices), devices]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = {
-            (model, variant): [
-                _data_parallel(pool, model, variant, 1, {}),
-                *(
-                    _data_parallel(pool, model, variant, jax.device_count(), SUMS[name])
-                    for name in sums
-                ),
-            ]
+            (model, variant): [_data_parallel(pool, model, variant, group) for group in groups]
             for model in models
             for variant in variants
         }
         splits = {
-            (layer, side): [_tensor_parallel(pool, layer, side, n) for n in counts]
+            (layer, side): [_tensor_parallel(pool, layer, side, group) for group in groups]
             for layer in layers
             for side in ("ours", "stock")
         }
-    for (model, variant), programs in steps.items():
-        one = programs[0].result()()
-        for name, program in zip(sums, programs[1:], strict=True):
-            save("data", _row(model, f"{variant}, {name}", one, program.result()()))
-    for (layer, side), programs in splits.items():
-        save("tensor", _row(layer, side, *(program.result()() for program in programs)))
+    for kind, programs in (("data", steps), ("tensor", splits)):
+        for (model, variant), futures in programs.items():
+            save(kind, _row(model, variant, [future.result()() for future in futures]))
 
 
-def _row(model: str, variant: str, one: Row, several: Row) -> Row:
-    x = one["milliseconds"] / several["milliseconds"]
-    return {"model": model, "variant": variant, "one": one, "all": several, "x": x}
+def _row(model: str, variant: str, measured: Sequence[Row]) -> Row:
+    *each, every = measured
+    one = max(each, key=lambda row: float(row["milliseconds"]))
+    milliseconds = [row["milliseconds"] for row in each]
+    x = one["milliseconds"] / every["milliseconds"]
+    return {
+        "model": model,
+        "variant": variant,
+        "each": milliseconds,
+        "one": one,
+        "all": every,
+        "x": x,
+    }
 
 
 def _line(kind: str, row: Row) -> str:
-    one, several = row["one"]["milliseconds"], row["all"]["milliseconds"]
+    each, every = row["each"], row["all"]["milliseconds"]
     x = f"{row['x']:.1%}" if kind == "data" else f"{row['x']:.2f}x"
     kernels = " ".join(
         f"{name} {ms:.2f} -> {row['all']['kinds'].get(name, 0.0):.2f}"
         for name, ms in row["one"].get("kinds", {}).items()
     )
     return (
-        f"{kind:6} {row['model']:10} {row['variant']:22} {one:8.2f} -> {several:8.2f} ms  {x}"
+        f"{kind:6} {row['model']:10} {row['variant']:12} {' '.join(f'{ms:.2f}' for ms in each)}"
+        f" -> {every:.2f} ms  {x}"
         f"  {kernels}"
     )
 
@@ -132,13 +127,13 @@ def _line(kind: str, row: Row) -> str:
 
 
 def _data_parallel(
-    pool: ThreadPoolExecutor, model: str, variant: str, devices: int, options: dict[str, Any]
+    pool: ThreadPoolExecutor, model: str, variant: str, devices: Sequence[jax.Device]
 ) -> Future[Callable[[], Row]]:
-    """What measures a training step on the first so many devices, once it is compiled."""
-    batch = SIZES[model] * devices
+    """What measures a training step on some devices, once it is compiled."""
+    batch = SIZES[model] * len(devices)
     workload = end_to_end_jax.vit(model, MODELS[model], batch=batch)
     program = workload.programs[variant]()
-    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     init = jax.jit(program.init, out_shardings=whole)
     make_batch = jax.jit(workload.make_batch, out_shardings=split)
@@ -149,7 +144,6 @@ def _data_parallel(
         donate_argnums=0,
         in_shardings=(whole, split),
         out_shardings=(whole, whole),
-        compiler_options=options,
     ).lower(*shapes)
 
     def build() -> Callable[[], Row]:
@@ -199,10 +193,10 @@ LAYERS: dict[str, dict[str, Callable[..., jax.Array]]] = {
 
 
 def _tensor_parallel(
-    pool: ThreadPoolExecutor, layer: str, side: str, devices: int
+    pool: ThreadPoolExecutor, layer: str, side: str, devices: Sequence[jax.Device]
 ) -> Future[Callable[[], Row]]:
     """What measures forward and gradients of a layer with split hidden features."""
-    mesh = jax.make_mesh((devices,), ("model",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((len(devices),), ("model",), (AxisType.Auto,), devices=devices)
     columns = 2 if layer == "gated_mlp" else 1
     shapes = [(ROWS, WIDTH), *[(WIDTH, HIDDEN)] * columns, (HIDDEN, WIDTH), (ROWS, WIDTH)]
     specs = [P(), *[P(None, "model")] * columns, P("model"), P()]

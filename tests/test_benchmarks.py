@@ -693,11 +693,9 @@ def test_parallel_measures_steps_and_layers(monkeypatch):
     monkeypatch.setattr(parallel, "WIDTH", 8)
     monkeypatch.setattr(parallel, "HIDDEN", 32)
     rows = []
-    parallel.measure(
-        ["tiny"], ["ours"], ["apart"], ["gated_mlp"], lambda kind, row: rows.append((kind, row))
-    )
+    parallel.measure(["tiny"], ["ours"], ["gated_mlp"], lambda kind, row: rows.append((kind, row)))
     assert [(kind, row["variant"]) for kind, row in rows] == [
-        ("data", "ours, apart"),
+        ("data", "ours"),
         ("tensor", "ours"),
         ("tensor", "stock"),
     ]

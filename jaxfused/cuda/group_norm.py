@@ -109,13 +109,17 @@ _TWO_PASSES = {1: 1.07, 2: 1.16}
 _CHUNK_GAIN = 0.9
 """Chunks are taken where they are expected to need this part of the time of a single one, at most."""
 
-_ONCE_LAUNCH = 8.0
+_ONCE_LAUNCH = 7.4
 """Microseconds, with a launch's start, the first loads, and what the last image waits for its sums."""
 _ONCE_TERABYTES_A_SECOND = {1: 3.0, 2: 2.2}
 """By the arrays that are read. Two take more instructions than memory leaves time for."""
 _ONCE_BLOCK_TERABYTES_A_SECOND = 0.04
-_ONCE_SUM = 1.2e-3
+_ONCE_SUM = 0.7e-3
 """Microseconds in which a block merges a sum of an image, while it works on other images."""
+_ONCE_IMAGE, _ONCE_ROUND = 1.5, 0.3
+"""Of an image, however small, before a block can begin with its next one, and beside what it moves."""
+_ONCE_ALONE = 3.0
+"""Of a block that has no next image to read while it waits for the sums of its only one."""
 _ONCE_BYTES = 140 * 1024
 """Of a slice, which leaves room in shared memory for the sums and for what is on the way."""
 _ONCE_PIXEL_BYTES = 2048
@@ -249,7 +253,11 @@ def _microseconds_once(
     of_memory = _ONCE_TERABYTES_A_SECOND[min(arrays, 2)]
     rate = min(of_memory, blocks * _ONCE_BLOCK_TERABYTES_A_SECOND)
     merge = _ONCE_SUM * config.slices * groups
-    return _ONCE_LAUNCH + math.ceil(images / teams) * max(moved / rate / 1e6, merge)
+    rounds = math.ceil(images / teams)
+    alone = _ONCE_ALONE if rounds == 1 else 0.0
+    return (
+        _ONCE_LAUNCH + alone + rounds * (_ONCE_ROUND + max(moved / rate / 1e6, merge, _ONCE_IMAGE))
+    )
 
 
 def _block(pixels: int, channels: int, itemsize: int, multiprocessors: int) -> tuple[int, int]:

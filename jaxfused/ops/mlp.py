@@ -335,8 +335,8 @@ def _zero_features(
     return zeros if zeros <= hidden // _LARGEST_SHARE_OF_ZEROS else -hidden % grain
 
 
-_SMALLEST_TO_PAD = 2**18
-"""Elements of a hidden layer that takes longer than copies of the weights."""
+_SMALLEST_TO_PAD = 2**21
+"""Elements of a hidden layer whose products gain more from whole steps than copies of weights take."""
 _LARGEST_SHARE_OF_ZEROS = 8
 """More than a part of so many features of zeros takes longer than it saves."""
 

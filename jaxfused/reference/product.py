@@ -199,15 +199,17 @@ _FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 _FEW_ROWS = 128
 """Up to it a product takes as long as reading its weights, and two merged ones start only once."""
+_LITTLE = 2**17
+"""Bytes of an operand that is copied as fast as a kernel starts."""
 
 
 def unshared(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns x [..., D] and what it is multiplied by, in a product that XLA does not merge with others.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
-    Unless there are few rows, the copies take longer than the merging saves.
+    Unless there are few rows, or little is copied, the copies take longer than the merging saves.
     """
-    if math.prod(x.shape[:-1]) <= _FEW_ROWS:
+    if math.prod(x.shape[:-1]) <= _FEW_ROWS or other.size * other.dtype.itemsize <= _LITTLE:
         return x, other
     return jax.lax.optimization_barrier((x, other))
 
