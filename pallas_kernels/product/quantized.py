@@ -539,6 +539,18 @@ def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
         if parts <= steps
         for stages in (4, 3)
     ]
-    return sorted(
-        configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
-    )
+    configs.sort(key=lambda config: cost.quantized_few_rows(work, config, multiprocessors))
+    # Their time is not in the model yet: for the tuner only.
+    return configs + [
+        replace(config, neighbours=neighbours)
+        for config in configs
+        for neighbours in (2, 4)
+        if _may_share_x(work, config, neighbours)
+    ]
+
+
+def _may_share_x(work: Work, config: QuantizedConfig, neighbours: int) -> bool:
+    """Whether x is worth sharing, and blocks of columns come in groups of so many neighbours."""
+    rows = -(-work.m // 8) * 8
+    fits = config.parts * neighbours <= MAX_PARTS and -(-work.n // config.tile_n) % neighbours == 0
+    return fits and rows > 32 and rows % 16 == 0
