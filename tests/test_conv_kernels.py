@@ -129,6 +129,20 @@ def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
 
+@parametrize("plan", ["taps", "rows", "resident"], quick=(2,))
+def test_two_arrays_in_the_interpreter(plan, interpreted_hopper):
+    """Channels of the first are whole steps of the sums, those of the second a ragged one more."""
+    first = 64 if plan == "resident" else 128
+    case = Case((1, 9, 8, first + 40), config=replace(SMALL, plan=plan), epilogue=True)
+    x, *others = case.operands()
+    parts = x[..., :first], x[..., first:]
+    actual = jax.jit(lambda *args: case.run(args[:2], *args[2:], 2))(*parts, *others)
+    for name, expected in case.expected(x, *others).items():
+        np.testing.assert_array_equal(
+            np.asarray(actual[name], np.float32), np.asarray(expected, np.float32)
+        )
+
+
 @dataclass(frozen=True)
 class WeightsCase:
     shape: tuple[int, ...]

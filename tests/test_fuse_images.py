@@ -277,6 +277,24 @@ def test_what_follows_a_convolution_in_any_order():
     assert_fuses(f, x, normal(4, 3, 3, 8, 8, scale=0.2), a, b, into={"conv": 1})
 
 
+def test_a_convolution_of_a_concatenation_reads_its_parts():
+    def f(a, b, w, bias):
+        return jax.nn.silu(convolved(jnp.concatenate((a, b), axis=-1), w) + bias)
+
+    a, b = normal(0, 2, 6, 8, 8), normal(1, 2, 6, 8, 4)
+    args = a, b, normal(2, 3, 3, 12, 16, scale=0.2), normal(3, 16)
+    assert_fuses(f, *args, into={"conv": 1})
+    of_parts = "of float32[2,6,8,8] and float32[2,6,8,4] and [3, 3, 12, 16]"
+    assert of_parts in str(fusion(f, *args))
+
+    def and_more(a, b, *args):
+        x = jnp.concatenate((a, b), axis=-1)
+        return convolved(x, args[0]), x
+
+    assert_fuses(and_more, *args, into={"conv": 1})
+    assert "of float32[2,6,8,12] and" in str(fusion(and_more, *args))
+
+
 def test_a_convolution_along_one_axis():
     conv = nn.Conv(4, (5,), padding="CAUSAL")
     x = inputs("float32", 2, 9, 8)[0]

@@ -1512,6 +1512,7 @@ def dense_stand_ins(hopper, monkeypatch):
 
     def forward(x, w, bias, residual, *, window, activation, save_preactivation, **_):
         del residual
+        x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
         z = lax.map(lambda image: convolve(image[None], w, window)[0], x) + bias
         return jnp.maximum(z, 0), z if save_preactivation else None
 
@@ -1575,6 +1576,31 @@ def test_dense_convolution(dense_stand_ins, axis_type, images, weights, result):
     # The gradient to x wants all features.
     assert (count("all-gather", text) > 0) == split
     expected = jax.jit(functools.partial(results, "xla"))(x, w, bias, dy)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_dense_convolution_of_two_arrays(dense_stand_ins, axis_type):
+    rng = np.random.default_rng(0)
+    shapes = (8, 6, 6, 32), (8, 6, 6, 16), (3, 3, 48, 16), (16,), (8, 6, 6, 16)
+    arrays = tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+    def results(implementation, first, second, w, bias, dy):
+        def f(first, second, w, bias):
+            x = jaxfused.Concatenated(first, second)
+            return jaxfused.conv(x, w, bias, activation="relu", implementation=implementation)
+
+        y, vjp = jax.vjp(f, first, second, w, bias)
+        return y, vjp(dy)
+
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, (P(AXES), P(AXES), P(), P(), P(AXES)), arrays)
+    actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    expected = jax.jit(functools.partial(results, "xla"))(*arrays)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 

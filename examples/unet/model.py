@@ -87,7 +87,7 @@ class UNet(nnx.Module):
             x = block(x)
             seen.append(x)
         for skip, widen, block in reversed(list(zip(seen[:-1], self.widen, self.up, strict=True))):
-            x = block(jnp.concatenate([skip, depth_to_space(widen(x))], axis=-1))
+            x = block(jaxfused.Concatenated(skip, depth_to_space(widen(x))))
         return self.head(x)[..., 0].astype(jnp.float32)
 
 
@@ -116,7 +116,7 @@ class Block(nnx.Module):
         self.first = layer(before)
         self.second = layer(width)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array | jaxfused.Concatenated) -> jax.Array:
         """Maps [B, H, W, before] to [B, H, W, width]."""
         return self.second(self.first(x))
 

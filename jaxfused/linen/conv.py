@@ -13,7 +13,8 @@ from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.linear import Kernel, KernelStandIn, shape_of
 from jaxfused.ops.conv import Statistics
-from jaxfused.ops.rectified import Rectified, as_array
+from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array
+from jaxfused.ops.rectified import Rectified
 
 
 class Conv(linen.Conv):
@@ -51,9 +52,7 @@ class Conv(linen.Conv):
     activation: str | None = None
     implementation: Implementation | None = None
 
-    def __call__(
-        self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, inputs: ConvInput, *, residual: jax.Array | None = None) -> jax.Array:
         """Convolves inputs [..., *spatial, I].
 
         Args:
@@ -69,7 +68,7 @@ class Conv(linen.Conv):
         return self.run(inputs, residual=residual)[0]
 
     def forked(
-        self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
+        self, inputs: ConvInput, *, residual: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Convolves inputs [..., *spatial, I] that somebody else reads too.
 
@@ -89,7 +88,7 @@ class Conv(linen.Conv):
     @linen.compact
     def run(
         self,
-        inputs: jax.Array | Rectified,
+        inputs: ConvInput,
         *,
         residual: jax.Array | None = None,
         hand_on: bool = False,
@@ -111,7 +110,7 @@ class Conv(linen.Conv):
         Raises:
           ValueError: as for a call.
         """
-        inputs = inputs if isinstance(inputs, Rectified) else jnp.asarray(inputs)
+        inputs = inputs if isinstance(inputs, Rectified | Concatenated) else jnp.asarray(inputs)
         reason = why_given(
             mask=self.mask is not None,
             conv_general_dilated=self.conv_general_dilated is not None,

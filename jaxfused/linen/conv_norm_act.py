@@ -15,7 +15,8 @@ from jaxfused.linen.conv import Conv
 from jaxfused.linen.group_norm import GroupNorm
 from jaxfused.modules.conv import Norm, check_norm, convolve, fold_norm
 from jaxfused.modules.linear import promoted
-from jaxfused.ops.rectified import Rectified, as_array, check_mask
+from jaxfused.ops.conv_input import ConvInput, as_array
+from jaxfused.ops.rectified import Rectified, check_mask
 
 
 class ConvNormAct(linen.Module):
@@ -78,7 +79,7 @@ class ConvNormAct(linen.Module):
 
     def __call__(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
@@ -96,7 +97,7 @@ class ConvNormAct(linen.Module):
         return self._apply(x, residual, use_running_average)[0]
 
     def forked(
-        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+        self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Applies the layer to x [..., *spatial, I] that somebody else reads too, such as a shortcut.
 
@@ -112,7 +113,7 @@ class ConvNormAct(linen.Module):
 
     def rectified(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
@@ -137,7 +138,7 @@ class ConvNormAct(linen.Module):
     @linen.compact
     def _apply(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         residual: jax.Array | None,
         use_running_average: bool | None,
         *,

@@ -12,7 +12,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.linen.conv_norm_act import ConvNormAct
 from jaxfused.modules.conv import Norm
 from jaxfused.modules.resnet_block import needs_shortcut, widths
-from jaxfused.ops.rectified import Rectified, as_array
+from jaxfused.ops.conv_input import as_array
+from jaxfused.ops.rectified import Rectified
 
 
 class ResNetBlock(linen.Module):

@@ -13,7 +13,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.conv import Statistics
-from jaxfused.ops.rectified import Rectified, as_array
+from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array
+from jaxfused.ops.rectified import Rectified
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
 from jaxfused.reference.promotion import along_last_axis
@@ -30,7 +31,7 @@ def check_norm(norm: str) -> None:
 
 
 def convolve(
-    inputs: jax.Array | Rectified,
+    inputs: ConvInput,
     kernel: Kernel,
     bias: jax.Array | None,
     *,
@@ -94,9 +95,9 @@ def convolve(
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
     array = floating(jnp.asarray(kernel), x.dtype)
     as_it_is = x.dtype == inputs.dtype
-    images: jax.Array | Rectified = fold(x)
-    if as_it_is and isinstance(inputs, Rectified):
-        images = Rectified(fold(inputs.values))
+    images: ConvInput = fold(x)
+    if as_it_is and isinstance(inputs, Rectified | Concatenated):
+        images = jax.tree.map(fold, inputs)
     hands_on = hand_on and as_it_is
     results: Any = ops.conv.conv(
         images,

@@ -22,7 +22,8 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.ops.conv import Statistics
-from jaxfused.ops.rectified import Rectified, as_array
+from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array
+from jaxfused.ops.rectified import Rectified
 
 
 class Conv(nnx.Conv):
@@ -132,7 +133,7 @@ class Conv(nnx.Conv):
 
     def __call__(
         self,
-        inputs: jax.Array | Rectified,
+        inputs: ConvInput,
         out_sharding: Any = None,
         *,
         residual: jax.Array | None = None,
@@ -153,7 +154,7 @@ class Conv(nnx.Conv):
         return self.run(inputs, out_sharding, residual=residual)[0]
 
     def forked(
-        self, inputs: jax.Array | Rectified, *, residual: jax.Array | None = None
+        self, inputs: ConvInput, *, residual: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Convolves inputs [..., *spatial, I] that somebody else reads too.
 
@@ -172,7 +173,7 @@ class Conv(nnx.Conv):
 
     def run(
         self,
-        inputs: jax.Array | Rectified,
+        inputs: ConvInput,
         out_sharding: Any = None,
         *,
         residual: jax.Array | None = None,
@@ -196,7 +197,7 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: as for a call.
         """
-        inputs = inputs if isinstance(inputs, Rectified) else jnp.asarray(inputs)
+        inputs = inputs if isinstance(inputs, Rectified | Concatenated) else jnp.asarray(inputs)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias[...]
         reason = why_given(

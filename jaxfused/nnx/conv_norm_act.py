@@ -15,7 +15,8 @@ from jaxfused.modules.linear import promoted
 from jaxfused.nnx.batch_norm import BatchNorm
 from jaxfused.nnx.conv import Conv
 from jaxfused.nnx.group_norm import GroupNorm
-from jaxfused.ops.rectified import Rectified, as_array, check_mask
+from jaxfused.ops.conv_input import ConvInput, as_array
+from jaxfused.ops.rectified import Rectified, check_mask
 
 
 class ConvNormAct(nnx.Module):
@@ -120,7 +121,7 @@ class ConvNormAct(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
@@ -138,7 +139,7 @@ class ConvNormAct(nnx.Module):
         return self._apply(x, residual, use_running_average)[0]
 
     def forked(
-        self, x: jax.Array | Rectified, *, use_running_average: bool | None = None
+        self, x: ConvInput, *, use_running_average: bool | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Applies the layer to x [..., *spatial, I] that somebody else reads too, such as a shortcut.
 
@@ -154,7 +155,7 @@ class ConvNormAct(nnx.Module):
 
     def rectified(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         *,
         residual: jax.Array | None = None,
         use_running_average: bool | None = None,
@@ -178,7 +179,7 @@ class ConvNormAct(nnx.Module):
 
     def _apply(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         residual: jax.Array | None,
         use_running_average: bool | None,
         *,
@@ -218,7 +219,7 @@ class ConvNormAct(nnx.Module):
 
     def _convolve(
         self,
-        x: jax.Array | Rectified,
+        x: ConvInput,
         kernel: Any,
         bias: jax.Array,
         residual: jax.Array | None,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import dense_conv, depthwise_conv
+from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, check_parts
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import Rectified
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
@@ -22,7 +23,7 @@ Output = jax.Array | tuple[jax.Array | Statistics | None, ...]
 
 
 def conv(
-    x: jax.Array | Rectified,
+    x: ConvInput,
     w: jax.Array,
     bias: jax.Array | None = None,
     *,
@@ -51,7 +52,7 @@ def conv(
     Args:
       x: [B, *spatial, I] with one spatial axis or more, float32, bfloat16 or float16 (float64 with
         implementation "xla"). A `jaxfused.Rectified` too: its gradient is masked by the kernel that
-        computes it.
+        computes it. And a `jaxfused.Concatenated`, two arrays whose channels follow one another.
       w: [*kernel, I / feature_group_count, O], Flax's layout. Any float dtype; it is rounded to x's.
       bias: [O]. Any float dtype.
       strides: steps between windows, one for all spatial axes or one for each; so are the
@@ -113,7 +114,9 @@ def conv(
     """
     op = "conv"
     rectified = isinstance(x, Rectified)
-    values = x.values if isinstance(x, Rectified) else x
+    if isinstance(x, Concatenated):
+        check_parts(x)
+    values = x.values if isinstance(x, Rectified) else as_array(x)
     values, w, bias, residual = jax.tree.map(jnp.asarray, (values, w, bias, residual))
     check_floating(op, dict(x=values, w=w, bias=bias, residual=residual))
     check_activation(op, activation)
@@ -181,7 +184,7 @@ def conv(
             implementation = "pallas"
         y, handed_on, taken = dense_conv.dense_conv(
             Runner(implementation, device),
-            values,
+            x if isinstance(x, Concatenated) else values,
             w,
             bias,
             residual,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops import few_channels
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
+from jaxfused.ops.conv_input import Concatenated
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
@@ -176,7 +177,7 @@ def images(x: Any) -> Any:
 
 def dense_conv(
     run: Runner,
-    x: jax.Array,
+    x: jax.Array | Concatenated,
     w: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -192,18 +193,34 @@ def dense_conv(
     """
     weights = w[None] if x.ndim == 3 else w
     letters = Letters(len(window.kernel))
+    options = _Options(window, activation, precision)
+    if isinstance(x, Concatenated):
+        channels = (x.first.shape[-1], x.shape[-1])
+        if request == Request() and pallas_conv.why_not_of_two(window, x.dtype, *channels) is None:
+            return _dense_conv_of_two(run, options, x, weights, bias, residual)
+        x = x.array()
     operands = sharding.align(
         (images(x), weights, bias, images(residual)),
         operand_axes=(letters.images, letters.weights, "f", letters.result),
         whole=letters.whole,
     )
-    options = _Options(window, activation, precision)
     if request.statistics and not _takes_statistics(run, options, request, *operands):
         request = replace(request, statistics=False)
     y, handed_on, statistics = _conv(run, options, request, *operands)
     if x.ndim == 3:
         y, handed_on = y[:, 0], None if handed_on is None else handed_on[:, 0]
     return Convolved(y, handed_on, jax.lax.stop_gradient(statistics))
+
+
+def _dense_conv_of_two(run: Runner, options: "_Options", x: Concatenated, w, bias, residual):
+    letters = Letters(len(options.window.kernel))
+    operands = sharding.align(
+        (*map(images, x.parts), w, bias, images(residual)),
+        operand_axes=(*letters.two_images, letters.weights, "f", letters.result),
+        whole=letters.whole,
+    )
+    y = _conv_of_two(run, options, *operands)
+    return Convolved(y[:, 0] if x.ndim == 3 else y, None, None)
 
 
 class Convolved(NamedTuple):
@@ -284,16 +301,22 @@ def _conv_fwd(run: Runner, options: _Options, request: Request, x, w, bias, resi
 
 def _conv_bwd(run: Runner, options: _Options, request: Request, saved: _Residuals, cotangents):
     dy, handed_back, _ = cotangents
-    x, w, bias, residual_like, z = saved
-    if z is None:
+    dz, dbias, dresidual = _gradients_after(run, options, saved, dy)
+    dx, dw = _gradients(run, options, request, saved.x, saved.w, dz, handed_back)
+    return dx, dw, dbias, dresidual
+
+
+def _gradients_after(run: Runner, options: _Options, saved: _Residuals, dy):
+    """(dz, dbias, dresidual) of what follows the products."""
+    bias = saved.bias
+    if saved.z is None:
         dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
     else:
         gradient = ActivationGradient(str(options.activation), bias is not None)
-        dz, sums = run(gradient, dy, z)
+        dz, sums = run(gradient, dy, saved.z)
         dbias = None if bias is None else sums.astype(bias.dtype)
-    dx, dw = _gradients(run, options, request, x, w, dz, handed_back)
-    dresidual = None if residual_like is None else dz.astype(residual_like.dtype)
-    return dx, dw, dbias, dresidual
+    like = saved.residual_like
+    return dz, dbias, None if like is None else dz.astype(like.dtype)
 
 
 def _gradients(run: Runner, options: _Options, request: Request, x, w, dz, handed_back):
@@ -321,6 +344,37 @@ def _gradients(run: Runner, options: _Options, request: Request, x, w, dz, hande
 _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _conv_of_two(run: Runner, options: _Options, first, second, w, bias, residual):
+    """As `_conv`, of x that is two arrays."""
+    stage = _ForwardOfTwo(_Forward(options, save_preactivation=False))
+    return run(stage, first, second, w, bias, residual)[0]
+
+
+def _conv_of_two_fwd(run: Runner, options: _Options, first, second, w, bias, residual):
+    stage = _ForwardOfTwo(_Forward(options, save_preactivation=options.keeps_preactivation))
+    y, z = run(stage, first, second, w, bias, residual)
+    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
+    kept = y if options.activation == "relu" else z
+    return y, (second, _Residuals(first, w, bias, like, kept))
+
+
+def _conv_of_two_bwd(run: Runner, options: _Options, saved, dy):
+    second, residuals = saved
+    first, w = residuals.x, residuals.w
+    dz, dbias, dresidual = _gradients_after(run, options, residuals, dy)
+    gradient = _InputGradient(options.window, first.shape[1:-1], options.precision)
+    (dx,) = run(gradient, dz, w)
+    dws = [
+        run(_WeightGradient(options.window, options.precision), x, dz)[0] for x in (first, second)
+    ]
+    dw = jnp.concatenate(dws, axis=-2).astype(w.dtype)
+    return *jnp.split(dx, [first.shape[-1]], axis=-1), dw, dbias, dresidual
+
+
+_conv_of_two.defvjp(_conv_of_two_fwd, _conv_of_two_bwd)
+
+
 # --- kernels --------------------------------------------------------------------------------------
 
 
@@ -335,6 +389,12 @@ class Letters:
         return "b" + "dhw"[-self.axes :] + "c"
 
     @property
+    def two_images(self) -> tuple[str, str]:
+        """Of arrays that have a part of the channels each."""
+        spatial = "b" + "dhw"[-self.axes :]
+        return spatial + "x", spatial + "y"
+
+    @property
     def weights(self) -> str:
         return "ijk"[-self.axes :] + "cf"
 
@@ -344,7 +404,7 @@ class Letters:
 
     @property
     def whole(self) -> str:
-        return "dhwcijktuv"
+        return "dhwcxyijktuv"
 
 
 @dataclass(frozen=True)
@@ -373,13 +433,19 @@ class _Forward:
         reason = why_unsupported(device, window, x, w, residual)
         if window.is_pointwise:
             return self._pointwise_reasons(device, call, reason, x, bias, residual)
+        after = self.after_cudnn(call, x, residual)
+        return _in_order(device, call, reason, after=after, **self._streams(x, residual))
+
+    def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
+        """Microseconds of what follows cuDNN's convolution."""
         elements = math.prod(call.result) * call.features
         after = cost.cudnn_epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
         )
-        if reference.conv.adds_in_convolution(x.dtype, residual, self.options.activation):
-            after *= _EPILOGUE_IN_CUDNN
-        return _in_order(device, call, reason, after=after, **self._streams(x, residual))
+        in_convolution = reference.conv.adds_in_convolution(
+            x.dtype, residual, self.options.activation
+        )
+        return after * _EPILOGUE_IN_CUDNN if in_convolution else after
 
     def _pointwise_reasons(self, device, call, reason, x, bias, residual) -> dict[str, str | None]:
         reasons = {"pallas": reason, "xla": None}
@@ -443,6 +509,55 @@ class _Forward:
             return None
         merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
         return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+
+
+@dataclass(frozen=True)
+class _ForwardOfTwo:
+    """As `_Forward`, where x is two arrays: a kernel reads both, XLA concatenates them."""
+
+    alone: _Forward
+
+    @property
+    def name(self) -> str:
+        return "conv dense forward of two arrays"
+
+    def axes(self, first, second, w, bias, residual) -> Axes:
+        axes = self.alone.axes(first, w, bias, residual)
+        two = Letters(first.ndim - 2).two_images
+        return axes._replace(operands=(*two, *axes.operands[1:]))
+
+    def _call(self, device, first, w) -> pallas_conv.ConvCall:
+        call = call_of(device, self.alone.options.window, first.shape[:-1], first.dtype, w)
+        return replace(call, first_channels=first.shape[-1])
+
+    def reasons(self, device, first, second, w, bias, residual) -> Mapping[str, str | None]:
+        options = self.alone.options
+        whole = jax.ShapeDtypeStruct((*first.shape[:-1], w.shape[-2]), first.dtype)
+        reason = why_unsupported(device, options.window, whole, w, residual)
+        call, itemsize = self._call(device, first, w), first.dtype.itemsize
+        after = self.alone.after_cudnn(call, first, residual)
+        after += cost.xla_pass(math.prod(whole.shape), 2 * itemsize, 0)
+        return _in_order(device, call, reason, after=after, **self.alone._streams(first, residual))
+
+    def configs(
+        self, implementation: str, device: dispatch.Device, first, second, w, bias, residual
+    ) -> Sequence[Hashable]:
+        if implementation != "pallas":
+            return ()
+        streams = self.alone._streams(first, residual)
+        return pallas_conv.fitting(self._call(device, first, w), **streams)
+
+    def run(self, implementation, device, first, second, w, bias, residual, config=None) -> Results:
+        x = (first, second) if implementation == "pallas" else jnp.concatenate((first, second), -1)
+        return self.alone.run(implementation, device, x, w, bias, residual, config=config)
+
+    def batched(self, call, axis_size, in_batched, first, second, w, bias, residual):
+        if is_batched(in_batched[2:4]):
+            return None
+        merged = merged_images(
+            axis_size, (*in_batched[:2], in_batched[4]), (first, second, residual)
+        )
+        return unmerged_images(axis_size, call(self, *merged[:2], w, bias, merged[2]))
 
 
 def _takes_statistics(

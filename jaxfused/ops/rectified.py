@@ -54,11 +54,6 @@ class Rectified:
         return _masked(self.values)
 
 
-def as_array(x: jax.Array | Rectified) -> jax.Array:
-    """What there is to compute with, whoever masks its gradient."""
-    return x.array() if isinstance(x, Rectified) else x
-
-
 def masked_gradient(gradient: jax.Array, y: jax.Array) -> jax.Array:
     """The gradient behind a relu that returned y."""
     return jnp.where(y > 0, gradient, jnp.zeros_like(gradient))

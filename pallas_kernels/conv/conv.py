@@ -75,6 +75,8 @@ class ConvProduct(Product):
     boxes: Boxes
     flipped: bool
     """The window's weights are turned around, as in the gradient of x."""
+    first_channels: int = 0
+    """Those of the first of two arrays that x is the concatenation of; 0 where it is one array."""
 
     @property
     def _plan(self) -> Plan:
@@ -199,11 +201,18 @@ class ConvProduct(Product):
         first_tap, channel = self._tap_and_channel(step.k_idx)
         first_box = lax.div(step.m_start, jnp.int32(self.config.tile_m))
         for index in range(self.boxes_of_slot):
-            plgpu.copy_gmem_to_smem(
-                self._box_of_x(a_gmem[0], self.boxes.start(first_box + index), first_tap, channel),
-                ring.a_smem[1].at[slot, index],
-                full,
-            )
+            starts = self.boxes.start(first_box + index)
+
+            def copy(array, channel, index=index, starts=starts):
+                box = self._box_of_x(a_gmem[array], starts, first_tap, channel)
+                plgpu.copy_gmem_to_smem(box, ring.a_smem[1].at[slot, index], full)
+
+            if not self.first_channels:
+                copy(0, channel)
+            else:
+                further = channel - self.first_channels
+                pl.when(further < 0)(functools.partial(copy, 0, channel))
+                pl.when(further >= 0)(functools.partial(copy, 1, further))
         if not self.is_resident:
             self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
 
@@ -308,6 +317,8 @@ class ConvCall:
     multiprocessors: int
     flipped: bool = False
     """The weights are turned around, and [taps, F, C]."""
+    first_channels: int = 0
+    """Of the first of two arrays that x is the concatenation of; 0 where it is one array."""
 
     @property
     def result(self) -> tuple[int, ...]:
@@ -346,6 +357,7 @@ class ConvCall:
             window=self.window,
             boxes=boxes,
             flipped=self.flipped,
+            first_channels=self.first_channels,
         )
 
     def why_not(self, config: ConvConfig) -> str | None:
@@ -518,8 +530,21 @@ def why_unsupported(
     return window.why_unfit(sizes[1:])
 
 
+def why_not_of_two(window: Window, dtype: Any, first_channels: int, channels: int) -> str | None:
+    """None where x may be two arrays, of which the first has so many of the channels, else why not."""
+    whole = swizzled_columns(dtype)
+    if first_channels % whole or (channels - first_channels) % GROUP:
+        return (
+            f"of two arrays it takes a multiple of {whole} channels in the first and of {GROUP} in the"
+            f" second, and they have {first_channels} and {channels - first_channels}"
+        )
+    if window.is_strided or window.is_pointwise:
+        return "it takes two arrays with windows of several weights and without strides"
+    return None
+
+
 def conv(
-    x: jax.Array,
+    x: jax.Array | tuple[jax.Array, jax.Array],
     w: jax.Array,
     *,
     window: Window,
@@ -538,19 +563,23 @@ def conv(
     """What `epilogue` makes of the convolution of x [B, *spatial, C] with w [*kernel, C, F], by name.
 
     Args:
+      x: one array, or two of which it is the concatenation: see `why_not_of_two`.
       epilogue, outputs, before_rounding, vectors, matrices, column_moments, activations: as in
         `matmul`; matrices are of the result's shape.
       flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
       name: of the kernel, in a profile.
     """
+    xs = x if isinstance(x, tuple) else (x,)
+    x = xs[0]
     call = ConvCall(
         sizes=x.shape[:-1],
-        channels=x.shape[-1],
+        channels=sum(array.shape[-1] for array in xs),
         features=w.shape[-2 if flipped else -1],
         window=window,
         dtype=x.dtype,
         multiprocessors=multiprocessors,
         flipped=flipped,
+        first_channels=x.shape[-1] if len(xs) > 1 else 0,
     )
     if window.is_pointwise:
         assert not isinstance(config, ConvConfig)
@@ -615,7 +644,7 @@ def conv(
         weights = weights.transpose(0, 2, 1)
     shape = (*call.result, call.features)
     results = whole.product.launch(
-        (window.splits(x),),
+        tuple(window.splits(array) for array in xs),
         (weights,),
         (*vectors.values(), *matrices.values()),
         out_type=[
@@ -631,7 +660,7 @@ def conv(
 
 
 def forward(
-    x: jax.Array,
+    x: jax.Array | tuple[jax.Array, jax.Array],
     w: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -643,6 +672,7 @@ def forward(
     config: Config | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved)."""
+    dtype = (x[0] if isinstance(x, tuple) else x).dtype
     results = _layer(
         x,
         w,
@@ -650,7 +680,7 @@ def forward(
         residual,
         activation,
         window=window,
-        outputs={"y": x.dtype} | ({"preactivation": x.dtype} if save_preactivation else {}),
+        outputs={"y": dtype} | ({"preactivation": dtype} if save_preactivation else {}),
         multiprocessors=multiprocessors,
         config=config,
     )
@@ -658,7 +688,7 @@ def forward(
 
 
 def _layer(
-    x: jax.Array,
+    x: jax.Array | tuple[jax.Array, jax.Array],
     w: jax.Array,
     bias: jax.Array | None,
     residual: jax.Array | None,
@@ -666,11 +696,12 @@ def _layer(
     **options: Any,
 ) -> dict[str, jax.Array]:
     """The outputs "y" and "preactivation" of a layer, as far as the options of `conv` ask for them."""
+    dtype = (x[0] if isinstance(x, tuple) else x).dtype
     return conv(
         x,
         w,
         before_rounding=None if activation is None else preactivation,
-        epilogue=functools.partial(_sum_and_activation, activation, x.dtype),
+        epilogue=functools.partial(_sum_and_activation, activation, dtype),
         vectors={"bias": bias},
         matrices={"residual": residual},
         activations=int(activation not in (None, "relu", "relu2")),

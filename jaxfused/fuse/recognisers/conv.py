@@ -2,7 +2,8 @@
 
 Bias and the inference form of BatchNorm multiply each channel by a number and add one. The factor is
 folded into the weights, the rest is the bias of the operator. A BatchNorm in training gets its
-statistics from the convolution, where a kernel takes them.
+statistics from the convolution, where a kernel takes them. Two arrays that are concatenated along their
+channels for nobody else are read as they are.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from jaxfused.fuse.recognisers.image_norm import Match
 from jaxfused.fuse.recognisers.product import residual_of
 from jaxfused.fuse.site import Book, Site, leaking
 from jaxfused.ops.conv import conv
+from jaxfused.ops.conv_input import Concatenated, ConvInput
 from jaxfused.reference.promotion import accumulator_dtype
 
 
@@ -139,7 +141,7 @@ def _find_at(book: Book, node: Node) -> None:
         activation, value = activated.name, activated.result
         covered |= activated.covered
     residual = None if added is None else added.residual
-    site = _site(node, followed.steps, residual, activation, value, set(covered))
+    site = _site(book, node, followed.steps, residual, activation, value, set(covered))
     if book.add(site) and residual is None and activation is None:
         _join_batch_norm(book, site)
 
@@ -175,6 +177,7 @@ def _join_batch_norm(book: Book, site: Site) -> None:
 
 
 def _site(
+    book: Book,
     node: Node,
     steps: Sequence[Step],
     residual: Value | None,
@@ -184,22 +187,29 @@ def _site(
 ) -> Site:
     x, w = node.ins[0], core(node.ins[1])
     numbers = node.params["dimension_numbers"]
+    parts = _parts(book, node)
+    if len(parts) > 1 and x.node is not None:
+        covered = covered | {x.node}
     last = [numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1]]
     shape = value.shape
 
-    def call(
-        x: jax.Array, w: jax.Array, *arrays: jax.Array, statistics: bool = False
-    ) -> Sequence[Any]:
+    def call(*arrays: jax.Array, statistics: bool = False) -> Sequence[Any]:
+        read, (w, *others) = arrays[: len(parts)], arrays[len(parts) :]
+        images = [
+            a.transpose(numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1])
+            for a in read
+        ]
+        x: ConvInput = Concatenated(*images) if len(images) > 1 else images[0]
         w = w.transpose(*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0])
-        w, bias = _folded(w, steps, arrays, accumulator_dtype(x.dtype))
+        w, bias = _folded(w, steps, others, accumulator_dtype(x.dtype))
         results: Any = conv(
-            x.transpose(numbers.lhs_spec[0], *numbers.lhs_spec[2:], numbers.lhs_spec[1]),
+            x,
             w,
             bias,
             activation=activation,
             residual=None
             if residual is None
-            else arrays[-1].reshape(node.out.shape).transpose(last),
+            else others[-1].reshape(node.out.shape).transpose(last),
             strides=node.params["window_strides"],
             padding=node.params["padding"],
             input_dilation=node.params["lhs_dilation"],
@@ -216,12 +226,23 @@ def _site(
     return Site(
         "conv",
         node,
-        [x, w, *(step.operand for step in steps), *([] if residual is None else [residual])],
+        [*parts, w, *(step.operand for step in steps), *([] if residual is None else [residual])],
         [value],
         call,
         covered | between(node.ins[1], {w}),
-        f"conv({', '.join(words)}) of {x.aval.str_short()} and {list(w.shape)}",
+        f"conv({', '.join(words)}) of"
+        f" {' and '.join(part.aval.str_short() for part in parts)} and {list(w.shape)}",
     )
+
+
+def _parts(book: Book, node: Node) -> Sequence[Value]:
+    """What a convolution reads: two arrays of which its operand is the concatenation, or that itself."""
+    x = node.ins[0]
+    joined = x.node
+    if joined is None or joined.name != "concatenate" or not x.used_once or joined in book.owner:
+        return [x]
+    channel = node.params["dimension_numbers"].lhs_spec[1]
+    return joined.ins if joined.params["dimension"] == channel and len(joined.ins) == 2 else [x]
 
 
 def _words(steps: Sequence[Step]) -> list[str]:
