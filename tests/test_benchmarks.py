@@ -683,6 +683,7 @@ def test_unknown_models_and_variants_are_refused(arguments, capsys):
 # --- several GPUs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_parallel_measures_steps_and_layers(monkeypatch):
     """On as many devices as there are, here one: its share of itself is about 1."""
     monkeypatch.setattr(timing, "_ROUND_MILLISECONDS", 1.0)
