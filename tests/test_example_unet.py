@@ -520,6 +520,7 @@ def test_bad_folders_are_named(folder, tmp_path):
         load_folder(tmp_path / "empty")
 
 
+@pytest.mark.exhaustive
 def test_a_bad_mask_stops_with_its_path_and_keeps_the_checkpoint(folder, tmp_path):
     argv = ["--data", str(folder), *FOLDER, "--workers", "0", "--out", str(tmp_path / "run")]
     bad = load_folder(folder).train_batch.read.args[0][0][1]

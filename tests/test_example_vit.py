@@ -308,6 +308,7 @@ def saved_as_a_stack(run, out):
         old.save(run.latest_step, {name: stacked(tree) for name, tree in state.items()})
 
 
+@pytest.mark.exhaustive
 def test_predict_reads_a_run_whose_blocks_were_a_stack(digits_run, tmp_path, capsys):
     saved_as_a_stack(digits_run, tmp_path / "old")
     digits = vit_data.digits(batch_size=8, seed=0, image_size=8, held_out=0.4)

@@ -75,7 +75,7 @@ def test_gated_mlp_in_the_interpreter(interpreted_hopper):
     assert_alike(*both_gradients(f, x, w_gate / 8, w_up / 8, w_down / 8))
 
 
-@parametrize("activation", [None, "gelu_tanh"], quick=(1,))
+@parametrize("activation", [None, "gelu_tanh"], quick=())
 def test_linear_in_the_interpreter(activation, interpreted_hopper):
     x, w, bias, residual = arrays(3, (2, 72, 64), (64, 48), (48,), (2, 72, 48))
 
@@ -195,7 +195,7 @@ def test_widths_that_no_kernel_takes_are_left_to_xla(hopper):
 @parametrize(
     ("m", "k", "n"),
     [(16384, 1024, 4096), (25216, 4096, 1024), (128, 768, 768), (80, 64, 96)],
-    quick=(0,),
+    quick=(),
 )
 @parametrize("residual", [None, "float32"], quick=(1,))
 def test_default_configs_fit_into_shared_memory(m, k, n, residual, hopper):

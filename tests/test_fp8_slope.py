@@ -157,6 +157,7 @@ def launched_by_gradient(save, hidden):
     return set(lowering.kernels(gradient, *operands))
 
 
+@pytest.mark.exhaustive
 def test_a_slope_whose_rows_no_kernel_can_copy(hopper):
     """40 columns are rows of 40 bytes, which is no multiple of 16."""
     assert "fp8_hidden_gradient_by_slope" not in launched_by_gradient("preactivation", 40)

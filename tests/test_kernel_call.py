@@ -96,7 +96,7 @@ def test_a_kernel_is_lowered_once_however_often_it_is_called(h200, name):
     assert kernels_lowered(program(4), x, w) == of_two_layers
 
 
-@parametrize("manual", (False, True), quick=(1,))
+@parametrize("manual", (False, True), quick=())
 def test_a_kernel_is_lowered_once_on_many_devices(h200, manual):
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 

@@ -205,7 +205,7 @@ def assert_lowers(name, f, *shapes):
 @parametrize(
     ("m", "d", "f"),
     [(16384, 768, 3072), (16384, 1024, 4096), (8192, 4096, 14336), (77, 80, 48)],
-    quick=(3,),
+    quick=(),
 )
 def test_default_configs_lower_for_cuda(m, d, f):
     def forward(*args, **keywords):

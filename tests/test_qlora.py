@@ -237,7 +237,7 @@ def test_training_a_lora_makes_nothing_of_the_weights_size(hopper, rows):
         assert count < size, shape
 
 
-@parametrize("gated", [False, True], quick=(0,))
+@parametrize("gated", [False, True], quick=())
 def test_training_loras_of_a_perceptron_makes_nothing_of_the_weights_size(hopper, gated):
     make = jaxfused.nnx.GatedMLP if gated else jaxfused.nnx.MLP
     names = ("gate", "up", "down") if gated else ("up", "down")

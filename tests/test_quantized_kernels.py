@@ -209,7 +209,7 @@ def test_gated_unit_in_the_interpreter(dtype, options):
     assert_accurate("h", run(x, gate, up), plain(x, *weights, jnp.bfloat16), truth)
 
 
-@parametrize("layout", ["columns", "rows"], quick=(0,))
+@parametrize("layout", ["columns", "rows"], quick=())
 def test_gated_mlp_of_quantized_kernels(layout, interpreted):
     rng = np.random.default_rng(0)
     x = put(rng.normal(size=(2, 3, 128)), jnp.bfloat16)
