@@ -311,6 +311,7 @@ def test_seams_do_not_show(short_run):
     assert dice > whole_dice - 0.02
 
 
+@pytest.mark.exhaustive
 def test_predict_is_as_good_as_the_evaluation(short_run, tmp_path, capsys):
     image, mask = held_out()["image"], held_out()["mask"]
     Image.fromarray(image[..., 0]).save(tmp_path / "in.png")

@@ -401,6 +401,7 @@ def test_modules_of_nnx_remember():
     assert np.linalg.norm(result - expected) < 5e-2 * np.linalg.norm(expected)
 
 
+@pytest.mark.exhaustive
 def test_modules_of_linen_remember():
     x = normal(0, (2, 6, 32))
     block = jaxfused.linen.TransformerBlock(num_heads=4, precision="fp8_delayed", gated=True)

@@ -591,7 +591,7 @@ def kernel_calls(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_pallas_traces_whatever_it_supports(data):
     for kernel, operands in kernel_calls(data.draw) or ():

@@ -79,7 +79,7 @@ RULES = [
 ]
 
 
-@parametrize("gated", [False, True], quick=(0,))
+@parametrize("gated", [False, True], quick=())
 def test_quantize_params_of_a_block(gated):
     options = dict(hidden_features=D, gated=gated, normalize_qk=True, num_kv_heads=2)
     block = jaxfused.nnx.TransformerBlock(

@@ -231,7 +231,7 @@ def near(actual, expected):
 
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize("interleaved", [False, True], quick=(1,))
-@parametrize("over", ["rows", "rows and angles", "angles", "all"], quick=(1,))
+@parametrize("over", ["rows", "rows and angles", "angles", "all"], quick=())
 def test_pallas_vmap_in_the_interpreter(over, interleaved):
     case = KERNEL_CASES[1]
     x, w, *_ = case.arguments(jnp.bfloat16)
@@ -376,7 +376,7 @@ def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
         (64, 32, 8, 128, True, 128, 64, True),
         (24, 12, 12, 64, True, 64, 24, True),
     ],
-    quick=(6,),
+    quick=(),
 )
 def test_few_rows_lower_for_cuda(
     m, heads, key_heads, head_size, norm, rotary_dim, period, interleaved

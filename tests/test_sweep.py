@@ -352,6 +352,7 @@ def test_fuzz_tells_wrong_raised_refused_and_different_apart(monkeypatch):
 # --- compile --------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", compile_time.LAYERS)
 @pytest.mark.usefixtures("hopper")
 def test_compile_counts_lowered_kernels(monkeypatch, variant):
