@@ -234,11 +234,21 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
     state = jax.block_until_ready(compiled.init(jax.random.key(2)))
     # CPUs keep no such statistics.
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    row, step = timed_steps(compiled.step, state, batch)
+    row |= {"planned_bytes": compiled.planned_bytes, "compile_seconds": compiled.seconds}
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    if peak > before:
+        row["peak_bytes"] = peak
+    return row | kernel_times(step, compiled.step)
+
+
+def timed_steps(executable: Any, state: Any, batch: Any) -> tuple[Row, Callable[[], jax.Array]]:
+    """The host's time of many steps, and what takes one more."""
     losses = []
 
     def step() -> jax.Array:
         nonlocal state
-        state, loss = compiled.step(state, batch)
+        state, loss = executable(state, batch)
         return loss
 
     def run(count: int) -> None:
@@ -247,16 +257,7 @@ def _measure(workload: Workload, compiled: Compiled) -> Row:
         jax.block_until_ready((state, loss))
         losses.append(float(loss))
 
-    row = timing.steps(run)
-    row |= {
-        "planned_bytes": compiled.planned_bytes,
-        "compile_seconds": compiled.seconds,
-        "losses": losses,
-    }
-    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    if peak > before:
-        row["peak_bytes"] = peak
-    return row | kernel_times(step, compiled.step)
+    return timing.steps(run) | {"losses": losses}, step
 
 
 def kernel_times(step: Callable[[], jax.Array], executable: Any) -> Row:

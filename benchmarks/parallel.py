@@ -154,20 +154,7 @@ def _data_parallel(
 
 
 def _time_step(compiled: Any, state: Any, batch: Any) -> Row:
-    losses = []
-
-    def step() -> jax.Array:
-        nonlocal state
-        state, loss = compiled(state, batch)
-        return loss
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            loss = step()
-        jax.block_until_ready((state, loss))
-        losses.append(float(loss))
-
-    row = timing.steps(run) | {"losses": losses}
+    row, step = end_to_end.timed_steps(compiled, state, batch)
     return row | end_to_end.kernel_times(step, compiled)
 
 

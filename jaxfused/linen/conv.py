@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen
 from flax.linen.dtypes import promote_dtype
 
@@ -13,8 +12,7 @@ from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.modules.linear import Kernel, KernelStandIn, shape_of
 from jaxfused.ops.conv import Statistics
-from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array
-from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.conv_input import ConvInput, as_array, as_input
 
 
 class Conv(linen.Conv):
@@ -110,7 +108,7 @@ class Conv(linen.Conv):
         Raises:
           ValueError: as for a call.
         """
-        inputs = inputs if isinstance(inputs, Rectified | Concatenated) else jnp.asarray(inputs)
+        inputs = as_input(inputs)
         reason = why_given(
             mask=self.mask is not None,
             conv_general_dilated=self.conv_general_dilated is not None,

@@ -13,8 +13,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.linear import Kernel, ObservedKernel, QuantizedKernel, promoted
 from jaxfused.modules.promotion import floating
 from jaxfused.ops.conv import Statistics
-from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array
-from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.conv_input import ConvInput, as_array
 from jaxfused.quantization.quantize import quantize
 from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
 from jaxfused.reference.promotion import along_last_axis
@@ -95,9 +94,7 @@ def convolve(
         kernel = kernel.array.reshape(*size, -1, kernel.array.shape[-1])
     array = floating(jnp.asarray(kernel), x.dtype)
     as_it_is = x.dtype == inputs.dtype
-    images: ConvInput = fold(x)
-    if as_it_is and isinstance(inputs, Rectified | Concatenated):
-        images = jax.tree.map(fold, inputs)
+    images: ConvInput = jax.tree.map(fold, inputs) if as_it_is else fold(x)
     hands_on = hand_on and as_it_is
     results: Any = ops.conv.conv(
         images,

@@ -22,8 +22,7 @@ from jaxfused.dispatch import Implementation
 from jaxfused.modules.conv import convolve
 from jaxfused.modules.fallback import call_flax, why_complex, why_given
 from jaxfused.ops.conv import Statistics
-from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array
-from jaxfused.ops.rectified import Rectified
+from jaxfused.ops.conv_input import ConvInput, as_array, as_input
 
 
 class Conv(nnx.Conv):
@@ -197,7 +196,7 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: as for a call.
         """
-        inputs = inputs if isinstance(inputs, Rectified | Concatenated) else jnp.asarray(inputs)
+        inputs = as_input(inputs)
         kernel = self.kernel.get_value()
         bias = None if self.bias is None else self.bias[...]
         reason = why_given(

@@ -16,7 +16,8 @@ class Concatenated:
 
     `jaxfused.conv`, `Conv` and `ConvNormAct` take it in place of an array, as the decoder of a U-Net has
     it: what comes from the level below, and what this level had before. Where a kernel of this package
-    runs the convolution, it reads both arrays as they are; elsewhere they are concatenated first.
+    runs the convolution, under `jax.jit`, it reads both arrays as they are; elsewhere they are
+    concatenated first.
 
     Args:
       first: [..., C1].
@@ -68,6 +69,11 @@ ConvInput = jax.Array | Rectified | Concatenated
 def as_array(x: ConvInput) -> jax.Array:
     """What there is to compute with: one array, whoever masks its gradient."""
     return x.array() if isinstance(x, Rectified | Concatenated) else x
+
+
+def as_input(x: Any) -> ConvInput:
+    """What a layer was called with, other arrays as JAX's."""
+    return x if isinstance(x, Rectified | Concatenated) else jnp.asarray(x)
 
 
 def check_parts(x: Concatenated) -> None:

@@ -293,10 +293,13 @@ def _forward(
 def _conv_fwd(run: Runner, options: _Options, request: Request, x, w, bias, residual):
     saves = options.keeps_preactivation
     y, z, statistics = _forward(run, options, request, x, w, bias, residual, saves=saves)
-    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    kept = y if options.activation == "relu" else z
     results = (y, x if request.hands_on else None, statistics)
-    return results, _Residuals(x, w, bias, like, kept)
+    return results, _saved(options, x, w, bias, residual, y, z)
+
+
+def _saved(options: _Options, x, w, bias, residual, y, z) -> _Residuals:
+    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
+    return _Residuals(x, w, bias, like, y if options.activation == "relu" else z)
 
 
 def _conv_bwd(run: Runner, options: _Options, request: Request, saved: _Residuals, cotangents):
@@ -354,9 +357,7 @@ def _conv_of_two(run: Runner, options: _Options, first, second, w, bias, residua
 def _conv_of_two_fwd(run: Runner, options: _Options, first, second, w, bias, residual):
     stage = _ForwardOfTwo(_Forward(options, save_preactivation=options.keeps_preactivation))
     y, z = run(stage, first, second, w, bias, residual)
-    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    kept = y if options.activation == "relu" else z
-    return y, (second, _Residuals(first, w, bias, like, kept))
+    return y, (second, _saved(options, first, w, bias, residual, y, z))
 
 
 def _conv_of_two_bwd(run: Runner, options: _Options, saved, dy):

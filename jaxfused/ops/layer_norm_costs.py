@@ -161,8 +161,7 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
             elif norm.rows > 1 and megabytes <= _LITTLE:
                 name = "xla, little"
         if norm.residual and name != "xla, sum before its gradient":
-            is_narrow = name.startswith("xla, unaligned") and norm.features <= _NARROW_ODD
-            megabytes *= _RESIDUAL_XLA_NARROW if is_narrow else _RESIDUAL_XLA
+            megabytes *= _RESIDUAL_XLA_NARROW if _is_narrow_for_xla(norm) else _RESIDUAL_XLA
         apart = _KERNELS_APART if norm.residual and norm.subtract_mean else 0.0
         return apart + _FORWARD[name].microseconds(norm, megabytes)
     matrices = 2 if norm.residual else 1
@@ -191,7 +190,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         name = "xla"
         if norm.is_small_for_xla:
             name = "xla, small"
-        elif norm.subtract_mean and _xla_forward(norm) != "xla" and norm.features <= _NARROW_ODD:
+        elif norm.subtract_mean and _is_narrow_for_xla(norm):
             # It is slow enough that one more array to read is hidden.
             name, megabytes = _xla_forward(norm), norm.megabytes(3)
         elif norm.is_coalesced and not norm.subtract_mean:
@@ -253,6 +252,10 @@ def _xla_forward(norm: Norm) -> str:
     if norm.features <= _WARP:
         return "xla, unaligned, within a warp"
     return f"xla, unaligned{' and narrow' if norm.features <= _NARROW_ODD else ''}"
+
+
+def _is_narrow_for_xla(norm: Norm) -> bool:
+    return _xla_forward(norm) != "xla" and norm.features <= _NARROW_ODD
 
 
 def _cuda(norm: Norm, few_rows: bool) -> str:

@@ -84,6 +84,13 @@ class QuantizedConfig(FewRowsConfig):
                 f" {MAX_PARTS} by parts, got {self.neighbours} and {self.parts}; pass fewer"
             )
 
+    def shares_x(self, m: int, n: int) -> bool:
+        """Whether n columns come in whole groups of neighbours, and m rows in halves for two copies."""
+        halves = math.ceil(m / _CHUNK) % 2 == 0
+        return math.ceil(n / self.tile_n) % self.neighbours == 0 and (
+            self.neighbours == 1 or halves
+        )
+
 
 @dataclass(frozen=True)
 class FewRows:
@@ -231,7 +238,7 @@ class FewRows:
             scratch["free"] = plgpu.ClusterBarrier(
                 collective_axes=("neighbour",), num_barriers=c.stages
             )
-        if len(self.cluster) > 1 or c.parts > 1:
+        if math.prod(self.cluster.values()) > 1:
             scratch["read"] = plgpu.ClusterBarrier(collective_axes=tuple(self.cluster))
         return scratch
 
@@ -277,7 +284,7 @@ class FewRows:
                 f"FewRowsConfig: sums of length {sum(self.ks)} have {sum(self.steps)} steps, which"
                 f" {self.config.parts} parts cannot share; pass fewer parts"
             )
-        if self.columns % self.neighbours or (self.neighbours > 1 and self.rows % 16):
+        if isinstance(self.config, QuantizedConfig) and not self.config.shares_x(self.m, self.n):
             raise ValueError(
                 f"QuantizedConfig: {self.neighbours} neighbours need a multiple of so many blocks of"
                 f" {self.config.tile_n} columns and of 16 rows, got {self.columns} and {self.rows};"

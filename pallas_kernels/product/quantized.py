@@ -541,16 +541,14 @@ def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
     ]
     configs.sort(key=lambda config: cost.quantized_few_rows(work, config, multiprocessors))
     # Their time is not in the model yet: for the tuner only.
-    return configs + [
+    sharing = [
         replace(config, neighbours=neighbours)
         for config in configs
         for neighbours in (2, 4)
-        if _may_share_x(work, config, neighbours)
+        if work.m > _ROWS_NOT_SHARED and config.parts * neighbours <= MAX_PARTS
     ]
+    return configs + [config for config in sharing if config.shares_x(work.m, work.n)]
 
 
-def _may_share_x(work: Work, config: QuantizedConfig, neighbours: int) -> bool:
-    """Whether x is worth sharing, and blocks of columns come in groups of so many neighbours."""
-    rows = -(-work.m // 8) * 8
-    fits = config.parts * neighbours <= MAX_PARTS and -(-work.n // config.tile_n) % neighbours == 0
-    return fits and rows > 32 and rows % 16 == 0
+_ROWS_NOT_SHARED = 32
+"""Rows of x that take little of what comes from the cache."""

@@ -185,11 +185,9 @@ def _site(
     value: Value,
     covered: set[Node],
 ) -> Site:
-    x, w = node.ins[0], core(node.ins[1])
+    w = core(node.ins[1])
     numbers = node.params["dimension_numbers"]
-    parts = _parts(book, node)
-    if len(parts) > 1 and x.node is not None:
-        covered = covered | {x.node}
+    parts, joined = _parts(book, node)
     last = [numbers.out_spec[0], *numbers.out_spec[2:], numbers.out_spec[1]]
     shape = value.shape
 
@@ -229,20 +227,25 @@ def _site(
         [*parts, w, *(step.operand for step in steps), *([] if residual is None else [residual])],
         [value],
         call,
-        covered | between(node.ins[1], {w}),
+        covered | joined | between(node.ins[1], {w}),
         f"conv({', '.join(words)}) of"
         f" {' and '.join(part.aval.str_short() for part in parts)} and {list(w.shape)}",
     )
 
 
-def _parts(book: Book, node: Node) -> Sequence[Value]:
-    """What a convolution reads: two arrays of which its operand is the concatenation, or that itself."""
+def _parts(book: Book, node: Node) -> tuple[Sequence[Value], set[Node]]:
+    """What a convolution reads, and what that covers.
+
+    Two arrays of which its operand is the concatenation, which nobody else reads, or that itself.
+    """
     x = node.ins[0]
     joined = x.node
     if joined is None or joined.name != "concatenate" or not x.used_once or joined in book.owner:
-        return [x]
+        return [x], set()
     channel = node.params["dimension_numbers"].lhs_spec[1]
-    return joined.ins if joined.params["dimension"] == channel and len(joined.ins) == 2 else [x]
+    if joined.params["dimension"] != channel or len(joined.ins) != 2:
+        return [x], set()
+    return joined.ins, {joined}
 
 
 def _words(steps: Sequence[Step]) -> list[str]:
