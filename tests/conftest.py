@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfused import dispatch
 from jaxfused.cuda import library
 from jaxfused.tuning import table
-from tests import mosaic_interpreter
+from tests import mosaic_interpreter, uncut_stores
 
 # The threads of an interpreted kernel wait for one another inside callbacks of XLA's CPU client. Where
 # the client has fewer threads than wait, one a core unless NPROC says more, or runs programs on them
@@ -31,6 +31,12 @@ if QUICK_LIBRARY.exists() and (
 
 HOPPER = dispatch.Device("gpu", "NVIDIA H200", (9, 0), multiprocessors=4)
 """An H200 with few multiprocessors, so that small inputs too give each of them several tiles."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stores_are_cut():
+    with uncut_stores.refused():
+        yield
 
 
 OF_LIBRARY = {"library_path", "loadable", "built_library"}

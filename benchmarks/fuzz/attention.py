@@ -140,6 +140,9 @@ def _attend(o: Options) -> Any:
     return attend
 
 
+_UNIT_VECTORS = 256
+
+
 def _rounded_output_noise(o: Options) -> Any:
     """What rounding the output does to gradients in any backward that keeps no weights.
 
@@ -157,9 +160,7 @@ def _rounded_output_noise(o: Options) -> Any:
             return {}
         q, k, y, dy = operands["q"], operands["k"], results[0], cotangents[0]
         given = {name: value for name, value in constants.items() if name != "dropout_key"}
-        # The weights are what attention makes of unit vectors.
-        units = jnp.broadcast_to(jnp.eye(o["keys"])[:, None], (*k.shape[:-1], o["keys"]))
-        weights = attend(operands | {"v": units}, given, How("xla", True))
+        weights = _weights(lambda v: attend(operands | {"v": v}, given, How("xla", True)), k)
         row = unit * jnp.sqrt(jnp.sum((y * dy) ** 2, axis=-1))
         by_group = (*row.shape[:-1], o["key_heads"], o["group"])
         moved = weights * row[..., None]
@@ -181,6 +182,23 @@ def _rounded_output_noise(o: Options) -> Any:
         return found
 
     return noise
+
+
+def _weights(attend: Any, k: jax.Array) -> jax.Array:
+    """The weights [..., T, N, S], which are what attention makes of unit vectors as values.
+
+    All S unit vectors at once would take S * S numbers a head, so `attend` is given a few at a time.
+    """
+    keys = k.shape[-3]
+    count = max(1, min(keys, _UNIT_VECTORS))
+
+    def of_some(first: jax.Array) -> jax.Array:
+        units = jnp.arange(keys)[:, None, None] == first + jnp.arange(count)
+        return attend(jnp.broadcast_to(units.astype(jnp.float32), (*k.shape[:-1], count)))
+
+    weights = jax.lax.map(of_some, jnp.arange(0, keys, count))
+    weights = jnp.moveaxis(weights, 0, -2)
+    return weights.reshape(*weights.shape[:-2], -1)[..., :keys]
 
 
 def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -187,8 +187,7 @@ class _Merge:
             out += part * lax.broadcast_in_dim(weight, part.shape, [0])
         out_smem[...] = out.astype(self.dtype)
         plgpu.commit_smem()
-        place = (batch, pl.ds(start, WARPS), head, columns)
-        plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[place])
+        self.write(out_smem, out_gmem.at[batch], start, head, columns)
 
         @pl.when(chunk == 0)
         def _():
@@ -203,6 +202,23 @@ class _Merge:
                 store_unoptimized(lse_gmem.at[batch, head, pl.ds(i, WARPS)], nothing)
 
         plgpu.wait_smem_to_gmem(0)
+
+    def write(self, out_smem: Any, out_gmem: Any, start: jax.Array, head: jax.Array, columns: Any):
+        """Starts the copies of four queries of a head to the output [T, N, V] of a batch entry.
+
+        Queries beyond the last one must not be written. TMA leaves them out. Where four queries are one
+        run of bytes, Mosaic copies without TMA, to the first queries of the next batch entry as well;
+        so there each query is copied alone.
+        """
+        if self.shape.heads > 1 or self.shape.value_size != self.columns:
+            rows = pl.ds(start, WARPS)
+            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[rows, head, columns])
+            return
+        for i in range(WARPS):
+
+            @pl.when(start + i < self.shape.query_count)
+            def _(i=i):
+                plgpu.copy_smem_to_gmem(out_smem.at[i], out_gmem.at[start + i, head])
 
     def layout(self) -> Any:
         """Returns the registers of a tile: each row in one warp, with a lane's columns together."""
