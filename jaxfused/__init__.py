@@ -9,6 +9,8 @@ from jaxfused.explain import Explanation as Explanation
 from jaxfused.explain import explain as explain
 from jaxfused.fuse import fuse as fuse
 from jaxfused.ops.attention import dot_product_attention as dot_product_attention
+from jaxfused.ops.avg_pool import avg_pool as avg_pool
+from jaxfused.ops.avg_pool import global_avg_pool as global_avg_pool
 from jaxfused.ops.batch_norm import batch_norm as batch_norm
 from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm
 from jaxfused.ops.conv import conv as conv
@@ -34,6 +36,7 @@ from jaxfused.ops.rope import rope as rope
 from jaxfused.ops.rope import rope_tables as rope_tables
 from jaxfused.ops.segmentation_loss import segmentation_loss as segmentation_loss
 from jaxfused.ops.sigmoid_cross_entropy import sigmoid_cross_entropy as sigmoid_cross_entropy
+from jaxfused.ops.spatial_pyramid_pool import spatial_pyramid_pool as spatial_pyramid_pool
 from jaxfused.ops.upsample import upsample as upsample
 from jaxfused.quantization.quantize import fake_quantize as fake_quantize
 from jaxfused.quantization.quantize import quantize as quantize

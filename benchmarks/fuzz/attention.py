@@ -198,7 +198,8 @@ def _weights(attend: Any, k: jax.Array) -> jax.Array:
 
     weights = jax.lax.map(of_some, jnp.arange(0, keys, count))
     weights = jnp.moveaxis(weights, 0, -2)
-    return weights.reshape(*weights.shape[:-2], -1)[..., :keys]
+    *rows, runs, _ = weights.shape
+    return weights.reshape(*rows, runs * count)[..., :keys]
 
 
 def _over_broadcast(moved: jax.Array, shape: tuple[int, ...]) -> jax.Array:

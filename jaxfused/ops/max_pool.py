@@ -11,7 +11,8 @@ from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.cuda.max_pool import Window
 from jaxfused.ops.batching import merged_batch, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.validation import check_floating
+from jaxfused.ops.pool_window import windows
+from jaxfused.ops.validation import check_floating, check_images
 
 NO_PALLAS = "there is no Pallas kernel of max_pool"
 
@@ -22,6 +23,7 @@ def max_pool(
     *,
     strides: int | Sequence[int] | None = None,
     padding: str | int | Sequence[int | tuple[int, int]] = "VALID",
+    ceil_mode: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> jax.Array:
     r"""The largest value of each window, channel by channel.
@@ -38,6 +40,8 @@ def max_pool(
       strides: steps between windows; None for 1, as in Flax.
       padding: "SAME", "VALID", an int for all sides, or for each spatial axis an int or a pair (low,
         high).
+      ceil_mode: whether the last window may end beyond the padded edge, as in PyTorch; it begins in x or
+        in the padding before it.
       implementation: None for the fastest that can run, or "cuda", "xla".
 
     Returns:
@@ -61,21 +65,9 @@ def max_pool(
     op = "max_pool"
     x = jnp.asarray(x)
     check_floating(op, dict(x=x))
-    if x.ndim < 3 or 0 in x.shape[1:]:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
-            " channel; pass x of shape [batch, ..., channels]."
-        )
+    check_images(op, x)
     spatial = x.ndim - 2
-    sizes = _for_each_axis("window", window, spatial)
-    steps = _for_each_axis("strides", 1 if strides is None else strides, spatial)
-    pairs = _pairs(padding, x.shape[1:-1], sizes, steps)
-    for n, size, (low, high) in zip(x.shape[1:-1], sizes, pairs, strict=True):
-        if n + low + high < size:
-            raise ValueError(
-                f"{op}: the window is {sizes}, but x of shape {x.shape} with padding {pairs} is"
-                " smaller; pass a smaller window or more padding."
-            )
+    sizes, steps, pairs, _ = windows(op, x, window, strides, padding, ceil_mode)
     device = dispatch.current_device(x)
     missing = {"pallas": NO_PALLAS}
     if spatial > 2:
@@ -91,35 +83,6 @@ def max_pool(
     aligned = sharding.align((images,), operand_axes=(_IMAGES,), whole=_WHOLE)
     y = _pool(Runner(implementation, device), full, *aligned)
     return y if spatial == 2 else y[:, 0]
-
-
-def _for_each_axis(name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * spatial
-    if len(values) != spatial or any(not isinstance(v, int) or v < 1 for v in values):
-        raise ValueError(
-            f"max_pool: {name} is {value!r}, but x has {spatial} spatial axes;"
-            f" pass one positive int, or {spatial} of them."
-        )
-    return values
-
-
-def _pairs(padding, shape, window, strides) -> tuple[tuple[int, int], ...]:
-    spatial = len(shape)
-    if isinstance(padding, str):
-        if padding.upper() not in ("SAME", "VALID"):
-            raise ValueError(
-                f"max_pool: padding={padding!r} is not known; pass 'SAME', 'VALID' or numbers."
-            )
-        pairs = jax.lax.padtype_to_pads(shape, window, strides, padding.upper())
-        return tuple((low, high) for low, high in pairs)
-    sides = (padding,) * spatial if isinstance(padding, int) else tuple(padding)
-    found = [(side, side) if isinstance(side, int) else tuple(side) for side in sides]
-    if len(found) != spatial or any(len(pair) != 2 or min(pair) < 0 for pair in found):
-        raise ValueError(
-            f"max_pool: padding is {padding!r}, but x has {spatial} spatial axes;"
-            f" pass a name, one int, or {spatial} ints or (low, high) pairs, none of them negative."
-        )
-    return tuple((pair[0], pair[1]) for pair in found)
 
 
 # --- gradient -------------------------------------------------------------------------------------

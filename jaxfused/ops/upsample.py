@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops.batching import merged_batch, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
-from jaxfused.ops.validation import check_floating
+from jaxfused.ops.validation import check_floating, check_images
 from jaxfused.reference.promotion import accumulator_dtype
 
 NO_PALLAS = "there is no Pallas kernel of upsample"
@@ -57,11 +57,7 @@ def upsample(
     op = "upsample"
     x = jnp.asarray(x)
     check_floating(op, dict(x=x))
-    if x.ndim < 3 or 0 in x.shape[1:]:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
-            " channel; pass x of shape [batch, ..., channels]."
-        )
+    check_images(op, x)
     spatial = x.ndim - 2
     factors = tuple(factor) if isinstance(factor, Sequence) else (factor,) * spatial
     if len(factors) != spatial or any(not isinstance(f, int) or f < 1 for f in factors):

@@ -19,6 +19,15 @@ def check_floating(op: str, arrays: Mapping[str, jax.Array | None]) -> None:
             )
 
 
+def check_images(op: str, x: jax.Array) -> None:
+    """Checks that x is [B, *spatial, C], of which the batch alone may be empty."""
+    if x.ndim < 3 or 0 in x.shape[1:]:
+        raise ValueError(
+            f"{op}: x has shape {x.shape}, but it needs a batch axis, a spatial axis and at least one"
+            " channel; pass x of shape [batch, ..., channels]."
+        )
+
+
 def check_shape(
     op: str, name: str, array: jax.Array | None, shape: tuple[int, ...], rule: str
 ) -> None:

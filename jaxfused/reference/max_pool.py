@@ -107,7 +107,7 @@ def pool_and_places(
     places = jnp.zeros(y.shape, jnp.uint8)
     best = jnp.full(y.shape, -jnp.inf, x.dtype)
     found = jnp.zeros(y.shape, bool)
-    for place, taken in _each_place(window, strides, y.shape):
+    for place, taken in each_place(window, strides, y.shape):
         values = padded[taken]
         inside = _inside(x.shape, padding)[taken]
         larger = (values > best) | (jnp.isnan(values) & ~jnp.isnan(best)) | ~found
@@ -134,7 +134,7 @@ def gradient(
         dy.shape[-1],
     )
     dx = jnp.zeros(padded, accumulator_dtype(dy.dtype))
-    for place, taken in _each_place(window, strides, dy.shape):
+    for place, taken in each_place(window, strides, dy.shape):
         sides = [
             (part.start, n - part.stop, part.step - 1)
             for part, n in zip(taken[1:], padded[1:-1], strict=True)
@@ -149,7 +149,7 @@ def _inside(shape: Sequence[int], padding: Pairs) -> jax.Array:
     return jnp.pad(jnp.ones(shape, bool), ((0, 0), *padding, (0, 0)))
 
 
-def _each_place(
+def each_place(
     window: Sequence[int], strides: Sequence[int], out: Sequence[int]
 ) -> Iterator[tuple[int, tuple[slice, ...]]]:
     """For each place of a window: its number, and the values of the padded x that have it."""
