@@ -50,10 +50,12 @@ _MAPS = (_array(8, 64, 64, 64),)
 _HEADS = (_array(256, 197, 12, 64),)
 _WIDE, _BACK = _array(768, 3072), _array(3072, 768)
 EXAMPLES: dict[str, Example] = {
+    "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
     "conv": Example(jaxfused.conv, (*_MAPS, _array(3, 3, 64, 64), _array(64))),
     "dot_product_attention": Example(jaxfused.dot_product_attention, 3 * _HEADS),
     "gated_mlp": Example(jaxfused.gated_mlp, (*_ROWS, _WIDE, _WIDE, _BACK)),
+    "global_avg_pool": Example(jaxfused.global_avg_pool, _MAPS),
     "group_norm": Example(
         lambda x, p: jaxfused.group_norm(x, p, p, num_groups=32), (*_MAPS, _array(64))
     ),
@@ -89,6 +91,7 @@ EXAMPLES: dict[str, Example] = {
     "softmax_cross_entropy": Example(
         jaxfused.softmax_cross_entropy, (_array(4096, 32768),), (_array(4096, dtype=jnp.int32),)
     ),
+    "spatial_pyramid_pool": Example(jaxfused.spatial_pyramid_pool, _MAPS),
     "upsample": Example(jaxfused.upsample, _MAPS),
 }
 """One example for each public function that takes `implementation`."""

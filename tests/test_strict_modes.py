@@ -174,6 +174,40 @@ def _(dtype):
     return f, (normal(0, B, T, 5, D, dtype=dtype),)
 
 
+@case("avg_pool")
+def _(dtype):
+    def f(x):
+        return jaxfused.avg_pool(x, 3, strides=2, padding="SAME", count_include_pad=False)
+
+    return f, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
+@case("avg_pool", "weighted")
+def _(dtype):
+    def f(x, weights):
+        return jaxfused.avg_pool(x, 2, padding=1, weights=weights, ceil_mode=True)
+
+    return f, (normal(0, B, T, 5, D, dtype=dtype), normal(1, 2, 2) ** 2 + 0.5)
+
+
+@case("global_avg_pool")
+def _(dtype):
+    return jaxfused.global_avg_pool, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
+def pyramid(method):
+    @case("spatial_pyramid_pool", method)
+    def make(dtype):
+        def f(x):
+            return jaxfused.spatial_pyramid_pool(x, (1, 2, 4), method)
+
+        return f, (normal(0, B, T, 5, D, dtype=dtype),)
+
+
+pyramid("max")
+pyramid("avg")
+
+
 @case("upsample")
 def _(dtype):
     return jaxfused.upsample, (normal(0, B, T, 5, D, dtype=dtype),)
