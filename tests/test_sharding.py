@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -1496,6 +1497,37 @@ def test_depthwise_and_pooling(image_stand_ins, monkeypatch, axis_type, images, 
     expected = jax.jit(functools.partial(results, "xla"))(x, w, dy)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_means_and_cells_of_images(axis_type):
+    """No operator that XLA runs gathers the batch."""
+    x = np.random.default_rng(0).normal(size=(8, 7, 6, 5)).astype(np.float32)
+
+    def results(x):
+        def f(x):
+            padded = dict(strides=2, padding=1, count_include_pad=False)
+            return (
+                jaxfused.avg_pool(x, 2, strides=2),
+                jaxfused.avg_pool(x, 3, **padded),
+                jaxfused.avg_pool(x, 3, weights=np.arange(1.0, 10.0).reshape(3, 3), **padded),
+                jaxfused.max_pool(x, 2, strides=2, ceil_mode=True),
+                jaxfused.global_avg_pool(x),
+                jaxfused.spatial_pyramid_pool(x, (1, 2), "max"),
+                jaxfused.spatial_pyramid_pool(x, (1, 2), "avg"),
+            )
+
+        y, vjp = jax.vjp(f, x)
+        return y, vjp(jax.tree.map(jnp.cos, y))
+
+    mesh = make_mesh(axis_type, axis_type)
+    actual, text = results_and_text(results, place(mesh, P(AXES), x))
+    assert count("all-gather", text) == count("all-reduce", text) == 0
+    chex.assert_trees_all_close(
+        jax.device_get(actual), jax.device_get(jax.jit(results)(x)), rtol=2e-5, atol=2e-5
+    )
 
 
 # --- dense convolution ----------------------------------------------------------------------------

@@ -552,11 +552,23 @@ MODULES = {
         (B, 4, 5, D),
     ),
     "RotaryEmbedding": ((), {}, ("RotaryEmbedding", {}), (B, T, 4, 8)),
+    "SeparableConv": (
+        (D, 8, 3),
+        dict(depthwise_activation="silu"),
+        ("SeparableConv", dict(features=8, kernel_size=3, depthwise_activation="silu")),
+        (B, T, D),
+    ),
     "TransformerBlock": (
         (D, 4),
         dict(**BLOCK, is_causal=True),
         ("TransformerBlock", dict(num_heads=4, is_causal=True, **BLOCK)),
         (B, T, D),
+    ),
+    "Upsample": (
+        ("learned",),
+        dict(in_features=D),
+        ("Upsample", dict(method="learned")),
+        (B, 4, 5, D),
     ),
 }
 ROTATION = {"TransformerBlock"}
@@ -572,8 +584,8 @@ def test_every_module_has_a_case():
     assert modules_of(jaxfused.nnx, flax.nnx.Module) - others == set(MODULES)
     names = {linen for _, _, (linen, _), _ in MODULES.values()}
     own = modules_of(jaxfused.linen, flax.linen.Module)
-    # The same class under Flax's two names, and with queries as keys.
-    others |= {"DenseGeneral", "MultiHeadDotProductAttention", "SelfAttention"}
+    # The same class under Flax's two names, and with queries as keys; Flax's own code.
+    others |= {"ConvLocal", "DenseGeneral", "MultiHeadDotProductAttention", "SelfAttention"}
     assert own - others == names
 
 

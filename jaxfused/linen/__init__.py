@@ -17,6 +17,7 @@ from jaxfused.linen.attention import SelfAttention as SelfAttention
 from jaxfused.linen.attention import attention_fn as attention_fn
 from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
 from jaxfused.linen.conv import Conv as Conv
+from jaxfused.linen.conv_local import ConvLocal as ConvLocal
 from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.linen.convnext_block import ConvNeXtBlock as ConvNeXtBlock
 from jaxfused.linen.dit_block import DiTBlock as DiTBlock
@@ -32,7 +33,11 @@ from jaxfused.linen.mlp import GatedMLP as GatedMLP
 from jaxfused.linen.quantized_linear import QuantizedDense as QuantizedDense
 from jaxfused.linen.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.linen.rope import RotaryEmbedding as RotaryEmbedding
+from jaxfused.linen.separable_conv import SeparableConv as SeparableConv
 from jaxfused.linen.transformer_block import TransformerBlock as TransformerBlock
+from jaxfused.linen.upsample import Upsample as Upsample
+from jaxfused.modules.pooling import avg_pool as avg_pool
+from jaxfused.modules.pooling import max_pool as max_pool
 
 dot_product_attention = attention_fn
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from flax import nnx as _flax
 
+from jaxfused.modules.pooling import avg_pool as avg_pool
+from jaxfused.modules.pooling import max_pool as max_pool
 from jaxfused.nnx.attention import MultiHeadAttention as MultiHeadAttention
 from jaxfused.nnx.attention import attention_fn as attention_fn
 from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
@@ -31,7 +33,9 @@ from jaxfused.nnx.mlp import GatedMLP as GatedMLP
 from jaxfused.nnx.quantized_linear import QuantizedLinear as QuantizedLinear
 from jaxfused.nnx.resnet_block import ResNetBlock as ResNetBlock
 from jaxfused.nnx.rope import RotaryEmbedding as RotaryEmbedding
+from jaxfused.nnx.separable_conv import SeparableConv as SeparableConv
 from jaxfused.nnx.transformer_block import TransformerBlock as TransformerBlock
+from jaxfused.nnx.upsample import Upsample as Upsample
 
 dot_product_attention = attention_fn
 

@@ -24,10 +24,13 @@ NNX = (
     "LinearGeneral",
     "MultiHeadAttention",
     "RMSNorm",
+    "avg_pool",
+    "max_pool",
 )
 LINEN = (
     "BatchNorm",
     "Conv",
+    "ConvLocal",
     "Dense",
     "DenseGeneral",
     "Einsum",
@@ -37,6 +40,8 @@ LINEN = (
     "MultiHeadDotProductAttention",
     "RMSNorm",
     "SelfAttention",
+    "avg_pool",
+    "max_pool",
 )
 POINTS_JAX = "JAXFUSED_POINTS_JAX"
 """The environment variable that is set for JAX's own tests, which leave Flax as it is."""

@@ -1,0 +1,60 @@
+"""What Upsample of nnx and linen share."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxfused import ops
+from jaxfused.dispatch import Implementation
+
+Method = Literal["nearest", "bilinear", "learned"]
+
+
+def check_method(method: str, out_features: int | None) -> None:
+    """Checks that there is such a method, and that one without parameters keeps the channels."""
+    if method not in ("nearest", "bilinear", "learned"):
+        raise ValueError(
+            f"Upsample: method={method!r} is not known; pass 'nearest', 'bilinear' or 'learned'."
+        )
+    if method != "learned" and out_features is not None:
+        raise ValueError(
+            f"Upsample: {out_features} channels were asked for, but method {method!r} keeps those of x;"
+            " leave them out, or pass method='learned'."
+        )
+
+
+def of_learned(factor: int | Sequence[int], implementation: Implementation | None) -> Any:
+    """The arguments of the transposed convolution that enlarges by `factor`, one int for two axes."""
+    factors = (factor, factor) if isinstance(factor, int) else tuple(factor)
+    named = {} if implementation is None else {"implementation": implementation}
+    return dict(kernel_size=factors, strides=factors, padding="VALID", **named)
+
+
+def check_axes_of_learned(x: jax.Array, factor: int | Sequence[int]) -> None:
+    """Checks that one int as factor stands for the two axes that x has."""
+    if isinstance(factor, int) and x.ndim != 4:
+        raise ValueError(
+            f"Upsample: factor is {factor}, which is for two spatial axes where it is learned, but x has"
+            f" shape {x.shape}; pass one factor for each spatial axis, such as ({factor},) for one."
+        )
+
+
+def enlarge(
+    x: jax.Array,
+    factor: int | Sequence[int],
+    *,
+    method: str,
+    dtype: Any,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Runs the operator, with any number of batch axes where there is a factor for each spatial axis."""
+    x = jnp.asarray(x, dtype)
+    batch: tuple[int, ...] = x.shape[:1]
+    if not isinstance(factor, int) and x.ndim > len(factor):
+        batch = x.shape[: x.ndim - len(factor) - 1]
+    images = x.reshape(math.prod(batch), *x.shape[len(batch) :])
+    y = ops.upsample.upsample(images, factor, method=method, implementation=implementation)
+    return y.reshape(*batch, *y.shape[1:])
