@@ -483,7 +483,6 @@ class StockUNet(nn.Module):
             x = block(x, width)
             seen.append(x)
         for width, skip in reversed(list(zip(widths[:-1], seen[:-1], strict=True))):
-            # The example's layer has a bias for each of the four pixels, this one a bias for all.
             x = nn.ConvTranspose(width, (2, 2), strides=(2, 2), dtype=jnp.bfloat16)(x)
             x = block(jnp.concatenate([skip, x], axis=-1), width)
         return nn.Dense(1, dtype=jnp.bfloat16)(x)[..., 0].astype(jnp.float32)

@@ -15,6 +15,7 @@ from jaxfused.ops.batch_norm import batch_norm as batch_norm
 from jaxfused.ops.batch_norm import fold_batch_norm as fold_batch_norm
 from jaxfused.ops.conv import conv as conv
 from jaxfused.ops.conv_input import Concatenated as Concatenated
+from jaxfused.ops.conv_transpose import conv_transpose as conv_transpose
 from jaxfused.ops.cross_entropy import softmax_cross_entropy as softmax_cross_entropy
 from jaxfused.ops.fp8 import Fp8State as Fp8State
 from jaxfused.ops.group_norm import group_norm as group_norm

@@ -45,13 +45,11 @@ def plain_logits(params, images, *, groups):
         )
 
     def doubled(x, p):
-        width = x.shape[-1] // 2
-        kernel = p["kernel"].reshape(-1, 2, 2, width)
-        bias = p["bias"].reshape(2, 2, width)
-        y = jnp.zeros((len(x), 2 * x.shape[1], 2 * x.shape[2], width))
+        y = jnp.zeros((len(x), 2 * x.shape[1], 2 * x.shape[2], x.shape[-1] // 2))
         for i in range(2):
             for j in range(2):
-                y = y.at[:, i::2, j::2].set(x @ kernel[:, i, j] + bias[i, j])
+                # As in JAX, the weights are turned around.
+                y = y.at[:, i::2, j::2].set(x @ p["kernel"][1 - i, 1 - j] + p["bias"])
         return y
 
     seen = [block(images, params["down"][0])]
@@ -59,7 +57,7 @@ def plain_logits(params, images, *, groups):
         seen.append(block(halved(seen[-1]), params["down"][level]))
     x = seen.pop()
     for level in reversed(range(len(seen))):
-        x = jnp.concatenate([seen[level], doubled(x, params["widen"][level])], axis=-1)
+        x = jnp.concatenate([seen[level], doubled(x, params["enlarge"][level])], axis=-1)
         x = block(x, params["up"][level])
     return (x @ params["head"]["kernel"] + params["head"]["bias"])[..., 0]
 

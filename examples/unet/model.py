@@ -56,16 +56,19 @@ class UNet(nnx.Module):
             )
         self.levels = levels
         block = functools.partial(Block, groups=groups, dtype=dtype, rngs=rngs)
-        linear = functools.partial(jaxfused.nnx.Linear, dtype=dtype, rngs=rngs)
         widths = [base * 2**level for level in range(levels)]
         self.down = nnx.List(
             block(before, width)
             for before, width in zip([channels, *widths[:-1]], widths, strict=True)
         )
-        # A 2 x 2 transposed convolution of stride 2 is a matrix product: its windows do not overlap.
-        self.widen = nnx.List(linear(2 * width, 4 * width) for width in widths[:-1])
+        self.enlarge = nnx.List(
+            jaxfused.nnx.ConvTranspose(
+                2 * width, width, (2, 2), strides=(2, 2), dtype=dtype, rngs=rngs
+            )
+            for width in widths[:-1]
+        )
         self.up = nnx.List(block(2 * width, width) for width in widths[:-1])
-        self.head = linear(base, 1)
+        self.head = jaxfused.nnx.Linear(base, 1, dtype=dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Returns logits, [B, H, W] in float32, of `images`, [B, H, W, channels].
@@ -86,8 +89,9 @@ class UNet(nnx.Module):
                 x = jaxfused.max_pool(x, 2, strides=2)
             x = block(x)
             seen.append(x)
-        for skip, widen, block in reversed(list(zip(seen[:-1], self.widen, self.up, strict=True))):
-            x = block(jaxfused.Concatenated(skip, depth_to_space(widen(x))))
+        ways_up = list(zip(seen[:-1], self.enlarge, self.up, strict=True))
+        for skip, enlarge, block in reversed(ways_up):
+            x = block(jaxfused.Concatenated(skip, enlarge(x)))
         return self.head(x)[..., 0].astype(jnp.float32)
 
 
@@ -119,10 +123,3 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array | jaxfused.Concatenated) -> jax.Array:
         """Maps [B, H, W, before] to [B, H, W, width]."""
         return self.second(self.first(x))
-
-
-def depth_to_space(x: jax.Array) -> jax.Array:
-    """Maps [B, H, W, 4 C] to [B, 2 H, 2 W, C]: a pixel's channels become a square of four pixels."""
-    batch, height, width, channels = x.shape
-    squares = x.reshape(batch, height, width, 2, 2, channels // 4).transpose(0, 1, 3, 2, 4, 5)
-    return squares.reshape(batch, 2 * height, 2 * width, channels // 4)

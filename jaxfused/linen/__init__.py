@@ -19,6 +19,7 @@ from jaxfused.linen.batch_norm import BatchNorm as BatchNorm
 from jaxfused.linen.conv import Conv as Conv
 from jaxfused.linen.conv_local import ConvLocal as ConvLocal
 from jaxfused.linen.conv_norm_act import ConvNormAct as ConvNormAct
+from jaxfused.linen.conv_transpose import ConvTranspose as ConvTranspose
 from jaxfused.linen.convnext_block import ConvNeXtBlock as ConvNeXtBlock
 from jaxfused.linen.dit_block import DiTBlock as DiTBlock
 from jaxfused.linen.einsum import Einsum as Einsum

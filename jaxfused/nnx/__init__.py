@@ -19,6 +19,7 @@ from jaxfused.nnx.batch_norm import BatchNorm as BatchNorm
 from jaxfused.nnx.conv import Conv as Conv
 from jaxfused.nnx.conv_norm_act import ConvNormAct as ConvNormAct
 from jaxfused.nnx.conv_norm_act import fold_batch_norms as fold_batch_norms
+from jaxfused.nnx.conv_transpose import ConvTranspose as ConvTranspose
 from jaxfused.nnx.convnext_block import ConvNeXtBlock as ConvNeXtBlock
 from jaxfused.nnx.dit_block import DiTBlock as DiTBlock
 from jaxfused.nnx.einsum import Einsum as Einsum

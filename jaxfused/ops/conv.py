@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops import dense_conv, depthwise_conv
+from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv
 from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, check_parts
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import Rectified
@@ -62,7 +62,7 @@ def conv(
         or how much to pad with zeros: an int for all sides, or for each spatial axis an int or a
         pair (low, high).
       input_dilation: the distance between neighbouring values of x once zeros are put between them;
-        more than 1 is a transposed convolution.
+        more than 1 is a transposed convolution, for which `jaxfused.conv_transpose` knows the padding.
       kernel_dilation: the distance between the values of x that neighbouring weights meet.
       feature_group_count: into how many groups the input and the output channels are split, each
         convolved apart; I is depthwise convolution, which has kernels of its own for windows of
@@ -137,6 +137,18 @@ def conv(
         shape = jax.eval_shape(run, values, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
     device = dispatch.current_device(values, residual)
+    if enlarging_conv.block_of(values, w, **options) is not None:
+        takes_kernel = _enlarges(implementation, device, values, w, residual)
+        enlarge: Callable[..., jax.Array] = functools.partial(
+            enlarging_conv.enlarging_conv,
+            Runner(implementation, device),
+            activation=activation,
+            precision=precision,
+        )
+        values = Rectified(values).array() if rectified else values
+        y = (enlarge if takes_kernel else run)(values, w, bias, residual)
+        beside: tuple[Any, ...] = (None,) * statistics + (values,) * hand_on
+        return (y, *beside) if beside else y
     depthwise = depthwise_conv.window_of(values, w, **options)
     missing = {}
     # JAX's own convolution refuses channels that are split under Explicit axes.
@@ -193,10 +205,27 @@ def conv(
             activation=activation,
             precision=precision,
         )
-    beside: tuple[jax.Array | Statistics | None, ...] = (taken,) if statistics else ()
+    beside = (taken,) if statistics else ()
     if hand_on:
         beside += (values if handed_on is None else handed_on,)
     return (y, *beside) if beside else y
+
+
+def _enlarges(
+    implementation: dispatch.Implementation | None,
+    device: dispatch.Device,
+    x: jax.Array,
+    w: jax.Array,
+    residual: jax.Array | None,
+) -> bool:
+    """Whether a kernel may make a block of pixels of each pixel of x; else the call is XLA's."""
+    missing = {"cuda": "the CUDA kernels of conv are depthwise, and the input is dilated"}
+    images = dense_conv.images
+    weights = w[None] if x.ndim == 3 else w
+    reason = enlarging_conv.why_unsupported(device, images(x), weights, images(residual))
+    if reason is not None:
+        missing["pallas"] = reason
+    return not takes_reference("conv", implementation, device, x, missing=missing)
 
 
 def geometry(

@@ -347,6 +347,16 @@ def _gradients(run: Runner, options: _Options, request: Request, x, w, dz, hande
 _conv.defvjp(_conv_fwd, _conv_bwd)
 
 
+def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
+    """(dx, dw) of the product of pixels x [B, *spatial, C] with w [C, F]."""
+    axes = x.ndim - 2
+    ones = (1,) * axes
+    window = Window(ones, ((0, 0),) * axes, ones, ones)
+    kernel = w.reshape(*ones, *w.shape)
+    (dx,) = run(_InputGradient(window, x.shape[1:-1], precision), dz, kernel)
+    return dx, weight_gradient(run, "conv", x, dz, w.dtype, precision)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _conv_of_two(run: Runner, options: _Options, first, second, w, bias, residual):
     """As `_conv`, of x that is two arrays."""

@@ -77,6 +77,8 @@ class ConvProduct(Product):
     """The window's weights are turned around, as in the gradient of x."""
     first_channels: int = 0
     """Those of the first of two arrays that x is the concatenation of; 0 where it is one array."""
+    block: tuple[int, int] = (1, 1)
+    """See `ConvCall.block`."""
 
     @property
     def _plan(self) -> Plan:
@@ -145,7 +147,19 @@ class ConvProduct(Product):
     def rows_at(self, ref: Any, m_start: Any, columns: Any) -> Any:
         starts = self.boxes.start(lax.div(m_start, jnp.int32(self.config.tile_m)))
         spans = [pl.ds(start, size) for start, size in zip(starts, self.boxes.box, strict=True)]
-        return ref.at[(*spans, columns)]
+        if self.block == (1, 1):
+            return ref.at[(*spans, columns)]
+        images, rows, across = spans
+        features = jnp.int32(ref.shape[-1])
+        pixel = lax.div(columns.start, features)
+        row, column = pixel * 0, pixel
+        # Features beyond the last one are to be beyond the end of an axis. One of a single element is
+        # left out by a copy, and where it was to begin with it.
+        if self.block[0] > 1:
+            across_block = jnp.int32(self.block[1])
+            row, column = lax.div(pixel, across_block), lax.rem(pixel, across_block)
+        columns = pl.ds(columns.start - pixel * features, columns.size)
+        return ref.at[images, rows, row, across, column, columns]
 
     @property
     def rows(self) -> int:
@@ -319,6 +333,13 @@ class ConvCall:
     """The weights are turned around, and [taps, F, C]."""
     first_channels: int = 0
     """Of the first of two arrays that x is the concatenation of; 0 where it is one array."""
+    block: tuple[int, int] = (1, 1)
+    """Rows and columns of the result that a pixel of x makes by a window of one weight; `features` are
+    those of all pixels of a block."""
+
+    @property
+    def is_matrix_product(self) -> bool:
+        return self.window.is_pointwise and self.block == (1, 1)
 
     @property
     def result(self) -> tuple[int, ...]:
@@ -358,6 +379,7 @@ class ConvCall:
             boxes=boxes,
             flipped=self.flipped,
             first_channels=self.first_channels,
+            block=self.block,
         )
 
     def why_not(self, config: ConvConfig) -> str | None:
@@ -367,6 +389,11 @@ class ConvCall:
             return "weights of 8 bits lie with their channels contiguous: turns_weights"
         if not transposed and config.tile_n % swizzled_columns(self.dtype):
             return f"tile_n must be a multiple of {swizzled_columns(self.dtype)}"
+        of_pixel = self.features // math.prod(self.block)
+        if self.block != (1, 1) and of_pixel % config.epilogue_columns:
+            return (
+                f"epilogue_columns must divide the {self.features} features of {self.block} pixels"
+            )
         if config.plan == "taps":
             return None
         if self.window.is_strided:
@@ -420,7 +447,7 @@ def fitting(
       activations: that it evaluates for an element.
     """
     streams = (read_bytes, written_bytes, activations)
-    if call.window.is_pointwise:
+    if call.is_matrix_product:
         return product_configs(call.as_product(*streams), call.multiprocessors)
     return sorted(
         (
@@ -437,7 +464,7 @@ def predicted_time(
 ) -> float:
     """Microseconds of a convolution with the config that it takes by default; see `fitting`."""
     streams = (read_bytes, written_bytes, activations)
-    if call.window.is_pointwise:
+    if call.is_matrix_product:
         return product_time(call.as_product(*streams), call.multiprocessors)
     configs = candidates(call, read_bytes=read_bytes)
     return min(
@@ -530,6 +557,46 @@ def why_unsupported(
     return window.why_unfit(sizes[1:])
 
 
+def why_enlarging_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    channels: Mapping[str, int],
+    sizes: tuple[int, ...],
+    block: tuple[int, int],
+) -> str | None:
+    """None where each pixel of x can make a block of pixels, else why not.
+
+    Args:
+      dtypes: of the operands, by name, None for an absent one.
+      channels: of x, "x", and of the result.
+      sizes: of x: images, rows and columns.
+      block: rows and columns that a pixel makes.
+    """
+    features = channels["the result"]
+    if features % _ENLARGED_FEATURES:
+        return (
+            f"it enlarges to multiples of {_ENLARGED_FEATURES} channels, and there are {features}"
+        )
+    if max(block) > _LARGEST_BLOCK:
+        return (
+            f"it makes blocks of up to {_LARGEST_BLOCK} pixels a side, and this is one of {block}"
+        )
+    ones = (1,) * len(block)
+    return why_unsupported(
+        compute_capability=compute_capability,
+        dtypes=dtypes,
+        channels=channels,
+        sizes=sizes,
+        window=Window(ones, ((0, 0),) * len(block), ones, ones),
+    )
+
+
+_ENLARGED_FEATURES = 32
+"""What an epilogue stores at a time, which lies in one pixel of a block."""
+_LARGEST_BLOCK = 16
+
+
 def why_not_of_two(window: Window, dtype: Any, first_channels: int, channels: int) -> str | None:
     """None where x may be two arrays, of which the first has so many of the channels, else why not."""
     whole = swizzled_columns(dtype)
@@ -558,6 +625,7 @@ def conv(
     flipped: bool = False,
     config: Config | None = None,
     multiprocessors: int,
+    block: tuple[int, int] = (1, 1),
     name: str = "conv",
 ) -> dict[str, jax.Array]:
     """What `epilogue` makes of the convolution of x [B, *spatial, C] with w [*kernel, C, F], by name.
@@ -567,6 +635,8 @@ def conv(
       epilogue, outputs, before_rounding, vectors, matrices, column_moments, activations: as in
         `matmul`; matrices are of the result's shape.
       flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
+      block: of pixels that each pixel of x makes, where w [1, 1, C, block * F] has the features of all
+        of them; vectors have so many too. Results and matrices are then [B, H * rows, W * columns, F].
       name: of the kernel, in a profile.
     """
     xs = x if isinstance(x, tuple) else (x,)
@@ -580,8 +650,9 @@ def conv(
         multiprocessors=multiprocessors,
         flipped=flipped,
         first_channels=x.shape[-1] if len(xs) > 1 else 0,
+        block=block,
     )
-    if window.is_pointwise:
+    if call.is_matrix_product:
         assert not isinstance(config, ConvConfig)
         flat = {
             key: None if v is None else v.reshape(-1, call.features)
@@ -642,13 +713,19 @@ def conv(
     weights = w.astype(x.dtype).reshape(window.taps, *w.shape[-2:])
     if config.turns_weights and not flipped:
         weights = weights.transpose(0, 2, 1)
-    shape = (*call.result, call.features)
+    shape = written = (*call.result, call.features)
+    if block != (1, 1):
+        images, rows, across, features = shape
+        features //= math.prod(block)
+        written = images, rows, block[0], across, block[1], features
+        shape = images, rows * block[0], across * block[1], features
+        matrices = {key: v.reshape(written) for key, v in matrices.items()}
     results = whole.product.launch(
         tuple(window.splits(array) for array in xs),
         (weights,),
         (*vectors.values(), *matrices.values()),
         out_type=[
-            *(jax.ShapeDtypeStruct(shape, dtype) for dtype in outputs.values()),
+            *(jax.ShapeDtypeStruct(written, dtype) for dtype in outputs.values()),
             *whole.moments_types,
         ],
         scratch=whole.scratch(),
@@ -656,7 +733,8 @@ def conv(
         name=name,
     )
     remaining = iter(results)
-    return {key: next(remaining) for key in outputs} | whole.merged_moments(remaining)
+    found = {key: next(remaining).reshape(shape) for key in outputs}
+    return found | whole.merged_moments(remaining)
 
 
 def forward(
@@ -670,8 +748,12 @@ def forward(
     save_preactivation: bool,
     multiprocessors: int,
     config: Config | None = None,
+    block: tuple[int, int] = (1, 1),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved)."""
+    """(activation(conv(x, w) + bias + residual), the same without the activation if it is saved).
+
+    `block` is that of `conv`.
+    """
     dtype = (x[0] if isinstance(x, tuple) else x).dtype
     results = _layer(
         x,
@@ -683,6 +765,7 @@ def forward(
         outputs={"y": dtype} | ({"preactivation": dtype} if save_preactivation else {}),
         multiprocessors=multiprocessors,
         config=config,
+        block=block,
     )
     return results["y"], results.get("preactivation")
 
