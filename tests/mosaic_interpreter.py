@@ -9,17 +9,12 @@ one is stated in jax.numpy.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu import core
-from jax._src.pallas.mosaic_gpu.interpret import (
-    gpu_callbacks,
-    interpret_pallas_call,
-    jaxpr_interpret,
-)
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
 
@@ -132,39 +127,23 @@ def align_copies(monkeypatch) -> None:
 def reach_into_clusters(monkeypatch) -> None:
     """Lets a CTA read the shared memory of another one of its cluster, for one test.
 
-    CTAs allocate the same arrays in the same order, so that a key differs in the CTA alone: its number
-    in the cluster, whose last axis is counted first.
+    CTAs allocate the same arrays in the same order, so that a key differs in the CTA alone.
     """
     resolve_union = jaxpr_interpret.resolve_ref
-    of_kernel = interpret_pallas_call._get_grid_and_cluster_dims_and_num_threads
     fields = [field.name for field in dataclasses.fields(gpu_callbacks.HostAllocationKey)]
-    cluster: dict[str, int] = {}
-
-    def note_cluster(grid_mapping, mesh):
-        cluster.clear()
-        if mesh is not None:
-            cluster.update(zip(mesh.cluster_names or (), mesh.cluster or (), strict=True))
-        return of_kernel(grid_mapping, mesh)
 
     def resolve(aval, key, transforms):
         key, transforms = resolve_union(aval, key, transforms)
         kept = []
         for transform in transforms:
             if isinstance(transform, core.ClusterRefTransform):
-                (name,), (place,) = transform.dims, transform.idxs
-                names = list(cluster)
-                stride = math.prod(cluster[n] for n in names[names.index(name) + 1 :])
-                block = key[fields.index("block_id")]
-                own = block // stride % cluster[name]
-                key = key.at[fields.index("block_id")].set(block + (place - own) * stride)
+                (block,) = transform.idxs  # Its place in the cluster, as all here have one axis.
+                key = key.at[fields.index("block_id")].set(block)
             else:
                 kept.append(transform)
         return key, tuple(kept)
 
     monkeypatch.setattr(jaxpr_interpret, "resolve_ref", resolve)
-    monkeypatch.setattr(
-        interpret_pallas_call, "_get_grid_and_cluster_dims_and_num_threads", note_cluster
-    )
 
 
 def complete(monkeypatch) -> None:

@@ -115,9 +115,6 @@ FEW_ROWS = (
     Case(8, 256, 72, C(64, 1, 2, 256), "int4"),
     Case(5, 256, 80, C(64, 1, 2), "int4", {"symmetric": False}, activation=None, plain=True),
     Case(2, 256, 64, C(64, 1, 2), "int8", {"per_tensor": True}),
-    # Neighbours that share x.
-    Case(45, 1152, 120, C(64, 2, 2, neighbours=2), "int8"),
-    Case(64, 640, 256, C(64, 1, 2, neighbours=4), "int4", {"group_size": 128}),
 )
 TILES = (
     Case(130, 400, 200, T(128, 192, 3, epilogue_columns=32)),

@@ -495,7 +495,6 @@ def quantized_few_rows(
     )
     of_ctas = waves * steps * step
     cached = columns * work.itemsize * work.m * work.k * speeds.quantized_x_byte
-    cached /= config.neighbours
     traffic = work.memory_bytes * speeds.quantized_byte
     total = speeds.quantized_launch + _at_once((traffic, cached, of_ctas), speeds.overlap)
     total += math.ceil(rows / 8 / config.parts) * speeds.quantized_chunk

@@ -69,8 +69,6 @@ class QuantizedConfig(FewRowsConfig):
 
     step_k: int = 128
     """Numbers along the sums in a step."""
-    neighbours: int = 1
-    """Blocks of columns whose CTAs have x copied once, into the shared memory of each of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,18 +76,6 @@ class QuantizedConfig(FewRowsConfig):
             raise ValueError(
                 f"QuantizedConfig: step_k must be 128 or 256, got {self.step_k}; pass one of these"
             )
-        if self.neighbours not in (1, 2, 4) or self.neighbours * self.parts > MAX_PARTS:
-            raise ValueError(
-                "QuantizedConfig: neighbours must be 1, 2 or 4, and at most"
-                f" {MAX_PARTS} by parts, got {self.neighbours} and {self.parts}; pass fewer"
-            )
-
-    def shares_x(self, m: int, n: int) -> bool:
-        """Whether n columns come in whole groups of neighbours, and m rows in halves for two copies."""
-        halves = math.ceil(m / _CHUNK) % 2 == 0
-        return math.ceil(n / self.tile_n) % self.neighbours == 0 and (
-            self.neighbours == 1 or halves
-        )
 
 
 @dataclass(frozen=True)
@@ -174,11 +160,6 @@ class FewRows:
         return pl.cdiv(self.n, self.config.tile_n)
 
     @property
-    def neighbours(self) -> int:
-        """Blocks of columns in a cluster."""
-        return self.config.neighbours if isinstance(self.config, QuantizedConfig) else 1
-
-    @property
     def x_tile(self) -> OperandTile:
         depth = self.quantized_tile.x_columns if self.quantized else 0
         return OperandTile(
@@ -233,20 +214,9 @@ class FewRows:
                 num_arrivals=len(self.matrices), num_barriers=self.chunks_of_cta
             )
         if c.parts > 1:
-            scratch["summed"] = plgpu.ClusterBarrier(collective_axes=("part",))
-        if self.neighbours > 1:
-            scratch["free"] = plgpu.ClusterBarrier(
-                collective_axes=("neighbour",), num_barriers=c.stages
-            )
-        if math.prod(self.cluster.values()) > 1:
-            scratch["read"] = plgpu.ClusterBarrier(collective_axes=tuple(self.cluster))
+            barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("part",))
+            scratch["summed"], scratch["read"] = barrier(), barrier()
         return scratch
-
-    @property
-    def cluster(self) -> dict[str, int]:
-        """The axes of a cluster."""
-        neighbours = {"neighbour": self.neighbours} if self.neighbours > 1 else {}
-        return {"part": self.config.parts} | neighbours
 
     def _chunk_memory(self, width: int, dtype: Any, pieces: int = 1) -> plgpu.RefUnion:
         """Holds the chunks of a matrix that a CTA reads or writes, row after row of a piece.
@@ -284,12 +254,6 @@ class FewRows:
                 f"FewRowsConfig: sums of length {sum(self.ks)} have {sum(self.steps)} steps, which"
                 f" {self.config.parts} parts cannot share; pass fewer parts"
             )
-        if isinstance(self.config, QuantizedConfig) and not self.config.shares_x(self.m, self.n):
-            raise ValueError(
-                f"QuantizedConfig: {self.neighbours} neighbours need a multiple of so many blocks of"
-                f" {self.config.tile_n} columns and of 16 rows, got {self.columns} and {self.rows};"
-                " pass neighbours=1"
-            )
         if self.shared_bytes > SHARED_MEMORY_BYTES:
             raise ValueError(
                 f"FewRowsConfig: a CTA has {SHARED_MEMORY_BYTES} bytes of shared memory, and"
@@ -320,10 +284,10 @@ class FewRows:
                 for width in self.result_widths[name]
             ),
             scratch_types={"memory": self.scratch()},
-            grid=(self.columns // self.neighbours,),
+            grid=(self.columns,),
             grid_names=("column",),
-            cluster=tuple(self.cluster.values()),
-            cluster_names=tuple(self.cluster),
+            cluster=(self.config.parts,),
+            cluster_names=("part",),
             kernel_name=name,
             compiler_params=plgpu.CompilerParams(approx_math=True),
         )(*xs, *ws, *others)
@@ -358,9 +322,7 @@ class _Cta:
     matrix_smem: Any = None
     matrix_full: Any = None
     summed: Any = None
-    """Every part has left its sums."""
-    free: Any = None
-    """Every neighbour has read a slot of the ring."""
+    """Every CTA of the cluster has left its sums."""
     read: Any = None
     """Every CTA of the cluster has read all it needs of the others' memory."""
 
@@ -374,10 +336,7 @@ class _Cta:
 
     @property
     def n_start(self) -> jax.Array:
-        column = lax.axis_index("column")
-        if self.product.neighbours > 1:
-            column = column * self.product.neighbours + lax.axis_index("neighbour")
-        return column * self.config.tile_n
+        return lax.axis_index("column") * self.config.tile_n
 
     @property
     def _accumulator(self) -> Any:
@@ -406,7 +365,7 @@ class _Cta:
         if self.vectors:
             plgpu.barrier_wait(self.vector_full)
         self._each_chunk(self._finish_rows)
-        if self.read is not None:
+        if c.parts > 1:
             # A CTA that ends takes its shared memory along.
             plgpu.barrier_arrive(self.read)
             plgpu.barrier_wait(self.read)
@@ -453,7 +412,6 @@ class _Cta:
                 no_row,
                 k_start + piece * product.x_tile.tile_k,
                 full,
-                collective_axes="neighbour" if product.neighbours > 1 else None,
             )
 
     def _accumulate(self, first, last, *accumulators) -> Sequence[jax.Array]:
@@ -500,37 +458,15 @@ class _Cta:
             slot = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(self.full.at[slot])
             totals = multiply(slot, totals)
-            if self.product.neighbours == 1:
 
-                @pl.when(i + stages < count)
-                def _():
-                    plgpu.commit_smem()  # All four warps have read it.
-                    self._copy_step(first + i + stages, slot)
+            @pl.when(i + stages < count)
+            def _():
+                plgpu.commit_smem()  # All four warps have read it.
+                self._copy_step(first + i + stages, slot)
 
-            else:
-                self._share_slots(first, count, i)
             return totals
 
         return lax.fori_loop(0, count, step, totals)
-
-    def _share_slots(self, first: Any, count: Any, i: Any) -> None:
-        """Frees the slot of step `i`, and has that of the step before it filled again.
-
-        Half of x comes from a neighbour's copies, which may begin when both have read the slot. A step
-        later it rarely has to be waited for.
-        """
-        stages = self.config.stages
-
-        @pl.when(i + stages < count)
-        def _():
-            plgpu.commit_smem()  # All four warps have read it.
-            plgpu.barrier_arrive(self.free.at[lax.rem(i, jnp.int32(stages))])
-
-        @pl.when((i >= 1) & (i - 1 + stages < count))
-        def _():
-            slot = lax.rem(i - 1, jnp.int32(stages))
-            plgpu.barrier_wait(self.free.at[slot])
-            self._copy_step(first + i - 1 + stages, slot)
 
     def _multiply_step(self, accumulators: Sequence[Any], slot: Any, nothing: None) -> None:
         """Adds what the weights of a step, all of one scale, make of x."""

@@ -539,16 +539,6 @@ def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
         if parts <= steps
         for stages in (4, 3)
     ]
-    configs.sort(key=lambda config: cost.quantized_few_rows(work, config, multiprocessors))
-    # Their time is not in the model yet: for the tuner only.
-    sharing = [
-        replace(config, neighbours=neighbours)
-        for config in configs
-        for neighbours in (2, 4)
-        if work.m > _ROWS_NOT_SHARED and config.parts * neighbours <= MAX_PARTS
-    ]
-    return configs + [config for config in sharing if config.shares_x(work.m, work.n)]
-
-
-_ROWS_NOT_SHARED = 32
-"""Rows of x that take little of what comes from the cache."""
+    return sorted(
+        configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
+    )
