@@ -17,7 +17,7 @@ from jaxfused.ops.conv_input import ConvInput
 class SeparableConv(nnx.Module):
     r"""A convolution of each channel on its own, then one of all channels of each pixel.
 
-    .. math:: y = \text{activation}(\operatorname{depthwise\_activation}(\operatorname{depthwise}(x))
+    .. math:: y = \text{activation}(\text{depthwise activation}(\operatorname{depthwise}(x))
               \cdot \text{kernel} + \text{bias} + \text{residual})
 
     The parameters are those of a Flax module with one `Conv` called `depthwise`, whose
