@@ -4,6 +4,7 @@
 `python -m jaxfused tune` measures what is the fastest; see `jaxfused/tuning/command.py`.
 """
 
+import functools
 import importlib.metadata
 import inspect
 import subprocess
@@ -53,6 +54,10 @@ EXAMPLES: dict[str, Example] = {
     "avg_pool": Example(lambda x: jaxfused.avg_pool(x, 2, strides=2), _MAPS),
     "batch_norm": Example(lambda x, p: jaxfused.batch_norm(x, p, p)[0], (*_MAPS, _array(64))),
     "conv": Example(jaxfused.conv, (*_MAPS, _array(3, 3, 64, 64), _array(64))),
+    "conv_transpose": Example(
+        functools.partial(jaxfused.conv_transpose, strides=2),
+        (*_MAPS, _array(2, 2, 64, 64), _array(64)),
+    ),
     "dot_product_attention": Example(jaxfused.dot_product_attention, 3 * _HEADS),
     "gated_mlp": Example(jaxfused.gated_mlp, (*_ROWS, _WIDE, _WIDE, _BACK)),
     "global_avg_pool": Example(jaxfused.global_avg_pool, _MAPS),

@@ -254,6 +254,14 @@ conv("same", (B, 5, 7, 4), (3, 3, 4, 8), activation="gelu_tanh", strides=2)
 conv("circular", (B, 7, 4), (3, 2, 8), padding="CIRCULAR", feature_group_count=2)
 
 
+@case("conv_transpose")
+def _(dtype):
+    def f(x, w, bias):
+        return jaxfused.conv_transpose(x, w, bias, strides=2, activation="silu")
+
+    return f, (normal(0, B, 3, 4, 5, dtype=dtype), normal(1, 2, 2, 5, 8), normal(2, 8))
+
+
 @case("linear")
 def _(dtype):
     def f(x, w, bias, residual):
@@ -514,6 +522,12 @@ BLOCK = dict(num_kv_heads=2, normalize_qk=True, gated=True, drop_path_rate=0.5)
 MODULES = {
     "BatchNorm": ((D,), {}, ("BatchNorm", dict(use_running_average=False)), (B, T, D)),
     "Conv": ((D, 8, 3), {}, ("Conv", dict(features=8, kernel_size=3)), (B, T, D)),
+    "ConvTranspose": (
+        (D, 8, 2, 2),
+        {},
+        ("ConvTranspose", dict(features=8, kernel_size=2, strides=2)),
+        (B, T, D),
+    ),
     "ConvNormAct": (
         (D, 8, 3),
         dict(norm="group_norm", num_groups=2),

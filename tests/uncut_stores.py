@@ -50,6 +50,6 @@ def _check(array: ir.MemRefType, places) -> None:
         if length % of_block:
             raise ValueError(
                 f"A copy of {tuple(block)} numbers to an array {shape} in global memory must not end"
-                " beyond an axis: Mosaic GPU stores it as one run of bytes, and writes what is beyond over"
-                " the numbers that follow; copy rows one by one, or from swizzled memory."
+                " beyond an axis: Mosaic GPU stores it as one run of bytes, and writes what is beyond"
+                " over the numbers that follow; copy rows one by one, or from swizzled memory."
             )
