@@ -18,6 +18,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
 
+from pallas_kernels.hopper import COPY_BYTES
 from pallas_kernels.product import neighbours, quantized_weights
 
 
@@ -97,9 +98,11 @@ def fill_before_the_start(monkeypatch) -> None:
 
 
 def align_copies(monkeypatch) -> None:
-    """Has copies fail that begin between multiples of 16 bytes of the last axis, for one test.
+    """Has copies fail that begin where a GPU's would, for one test.
 
-    On a GPU such a copy ends in an illegal instruction; the interpreter alone would carry it out.
+    In global memory a copy begins at a multiple of 16 bytes of the last axis, else it ends in an illegal
+    instruction; in shared memory at one of 128 bytes, else in a misaligned address. The interpreter alone
+    would carry it out.
     """
     task = gpu_callbacks.AsyncCopyTask
     initialize = task.__init__
@@ -107,12 +110,18 @@ def align_copies(monkeypatch) -> None:
     def initialize_aligned(self, **arguments):
         initialize(self, **arguments)
         is_load = isinstance(self, gpu_callbacks.AsyncCopyGmemToSmemTask)
-        key, access = (
-            (self.src_allocation_key, self.src_access)
-            if is_load
-            else (self.dst_allocation_key, self.dst_access)
+        source, destination = (
+            (self.src_allocation_key, self.src_access),
+            (self.dst_allocation_key, self.dst_access),
         )
-        dtype = gpu_callbacks._get_shared_memory().buffer_shape_and_dtype(key).dtype
+        (key, access), shared = (source, destination) if is_load else (destination, source)
+        buffer = gpu_callbacks._get_shared_memory().buffer_shape_and_dtype
+        dtype = buffer(key).dtype
+        if (place := _bytes_before(buffer(shared[0]), shared[1])) % COPY_BYTES:
+            raise ValueError(
+                f"A copy must begin at a multiple of {COPY_BYTES} bytes of shared memory, and this one"
+                f" begins {place} bytes after the start of its array; give the array longer rows."
+            )
         last = access.range[-1]
         start = last.start if isinstance(last, slice) else last
         if start * np.dtype(dtype).itemsize % 16:
@@ -122,6 +131,18 @@ def align_copies(monkeypatch) -> None:
             )
 
     monkeypatch.setattr(task, "__init__", initialize_aligned)
+
+
+def _bytes_before(buffer, access) -> int:
+    """The bytes of an array before the first number that is copied, its rows one after the other.
+
+    Where rows are cut into tiles, what is copied begins with one, and as many bytes are before it.
+    """
+    starts = [r.start if isinstance(r, slice) else r for r in access.range]
+    numbers = 0
+    for start, length in zip(starts, buffer.shape, strict=True):
+        numbers = numbers * length + start
+    return numbers * np.dtype(buffer.dtype).itemsize
 
 
 def reach_into_clusters(monkeypatch) -> None:

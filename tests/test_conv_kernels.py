@@ -51,7 +51,7 @@ class Case:
         channels = self.shape[-1]
         pair = (self.features, channels) if self.flipped else (channels, self.features)
         result = (self.shape[0], *self.window.result(self.shape[1:-1]), self.features)
-        bias = put(rng.integers(-9, 10, size=self.features), jnp.float32)
+        bias = put(rng.integers(-9, 10, size=self.features), self.dtype)
         return array(*self.shape), array(*self.kernel, *pair), bias, array(*result)
 
     def run(self, x, w, bias, residual, multiprocessors):
@@ -116,7 +116,7 @@ INTERPRETED = (
     # The gradient of x, whose weights are turned around.
     Case((1, 8, 9, 24), 40, flipped=True, config=replace(SMALL, tile_n=48, epilogue_columns=16)),
     Case((1, 8, 9, 64), flipped=True, config=RESIDENT),
-    Case((1, 8, 9, 64), 72, config=replace(SMALL, tile_n=96, turns_weights=True)),
+    Case((3, 8, 9, 64), 72, epilogue=True, config=replace(SMALL, tile_n=96, turns_weights=True)),
     # One axis and three.
     Case((2, 1, 100, 16), kernel=(1, 4), padding=((0, 0), (3, 0)), dilation=(1, 2)),
     Case((1, 3, 5, 8, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE),
@@ -259,6 +259,12 @@ LARGE = (
     Case((5, 57, 61, 64), config=replace(RESIDENT, tile_m=128, stages=4)),
     Case((5, 57, 61, 64), epilogue=True, config=replace(ROWS, tile_m=128)),
     Case((4, 32, 32, 320), 320, config=replace(SMALL, tile_m=128, tile_n=160, turns_weights=True)),
+    Case(
+        (3, 28, 28, 64),
+        320,
+        epilogue=True,
+        config=replace(SMALL, tile_m=128, tile_n=160, turns_weights=True, ping_pong=False),
+    ),
     Case((5, 14, 14, 128), 256, config=replace(SMALL, tile_m=128, tile_n=128, ping_pong=False)),
     Case((3, 57, 55, 128), 128, strides=(2, 2), config=replace(SMALL, tile_m=128, tile_n=128)),
     Case((2, 9, 20, 21, 64), kernel=(3, 3, 3), padding=((1, 1),) * 3, **CUBE, config=ROWS),

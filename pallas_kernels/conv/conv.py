@@ -467,11 +467,12 @@ def predicted_time(
     if call.is_matrix_product:
         return product_time(call.as_product(*streams), call.multiprocessors)
     configs = candidates(call, read_bytes=read_bytes)
-    return min(
+    times = [
         _time(call, config, *streams)
         for config in configs
         if _shared_bytes(call, config, read_bytes, written_bytes) <= SHARED_MEMORY_BYTES
-    )
+    ]
+    return min(times, default=math.inf)
 
 
 def _shared_bytes(call: ConvCall, config: ConvConfig, read_bytes: int, written_bytes: int) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pallas_kernels.hopper import REGISTERS, SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import ALLOCATION_BYTES, REGISTERS, SHARED_MEMORY_BYTES
 from pallas_kernels.product.few_rows import MAX_ROWS, FewRowsConfig, QuantizedConfig
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig
 
@@ -83,18 +83,20 @@ class Speeds:
     """As `few_rows_launch`, with quantised weights."""
     quantized_byte: float = 2.5e-7
     """Of memory traffic there."""
-    quantized_step: float = 0.29
+    quantized_step: float = 0.20
     """Of a step of a CTA, which is done before the next one begins."""
-    quantized_number: float = 6.5e-6
-    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 64 rows."""
-    quantized_x_byte: float = 1.6e-7
+    quantized_number: float = 1.28e-5
+    """Of a step, for each weight of the CTAs of a multiprocessor, and again for each 146 rows."""
+    quantized_x_byte: float = 3.5e-8
     """Of x, which comes from the cache."""
-    quantized_wave: float = 1.0
+    quantized_wave: float = 1.5
     """For CTAs that wait until others have ended."""
-    quantized_chunk: float = 0.48
+    quantized_chunk: float = 0.39
     """For each chunk of rows that a CTA finishes."""
-    quantized_exchange: float = 1.3e-3
+    quantized_exchange: float = 4.7e-4
     """For each sum that a CTA leaves to the others of a cluster and takes from them."""
+    quantized_part: float = 0.39
+    """For each CTA of a cluster beyond the first."""
     few_rows_wave: float = 0.5
     """For CTAs that wait until others have ended: their ring is empty again."""
     cluster_room: float = 0.9
@@ -482,16 +484,21 @@ def quantized_few_rows(
     width = work.products * config.tile_n
     columns = math.ceil(work.n / config.tile_n)
     steps = math.ceil(math.ceil(work.k / config.step_k) / config.parts)
-    shared = quantized_few_rows_shared_bytes(work, config)
-    registers = 64 + width * (2 * rows + config.step_k) // 128
-    of_multiprocessor = min(SHARED_MEMORY_BYTES // shared, REGISTERS // (128 * registers))
-    resident = max(1, of_multiprocessor) * multiprocessors
+    # What ptxas says of tiles of 64 and 128 columns, with 8 to 64 rows.
+    per_row = 0.0146 if work.b_bytes < 1 else 0.0086
+    registers = 8 * math.ceil((4 + width * (0.84 + per_row * rows)) / 8)
+    # Where CTAs share a multiprocessor, what the other function counts too much matters.
+    shared = quantized_few_rows_shared_bytes(work, config) - 4 * 1024 + ALLOCATION_BYTES
+    of_multiprocessor = min(
+        (SHARED_MEMORY_BYTES + ALLOCATION_BYTES) // shared, REGISTERS // (128 * registers)
+    )
+    resident = max(1, int(of_multiprocessor)) * multiprocessors
     ctas = columns * config.parts
     waves = math.ceil(ctas / resident)
     # CTAs of a multiprocessor share what it converts and multiplies, and each waits in its steps.
     at_once = math.ceil(min(ctas, resident) / multiprocessors)
     step = speeds.quantized_step + config.step_k * width * (
-        at_once * speeds.quantized_number * (1 + rows / 64)
+        at_once * speeds.quantized_number * (1 + rows / 146)
     )
     of_ctas = waves * steps * step
     cached = columns * work.itemsize * work.m * work.k * speeds.quantized_x_byte
@@ -501,6 +508,7 @@ def quantized_few_rows(
     total += (waves - 1) * speeds.quantized_wave
     if config.parts > 1:
         total += rows * width * speeds.quantized_exchange
+        total += (config.parts - 1) * speeds.quantized_part
     return total
 
 

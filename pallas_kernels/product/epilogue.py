@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import row_of_copies
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
     MatmulConfig,
@@ -87,7 +88,7 @@ class Epilogue:
         )
         if self.vectors:
             scratch["vector_smem"] = {
-                name: plgpu.SMEM((CONSUMERS, self.product.part_n), dtype)
+                name: plgpu.SMEM((CONSUMERS, row_of_copies(self.product.part_n, dtype)), dtype)
                 for name, dtype in self.vectors.items()
             }
             scratch["vector_full"] = plgpu.Barrier(
@@ -188,9 +189,10 @@ class _EpilogueOfTile:
     def prefetch(self) -> None:
         """Has what the first chunks need copied while the tile is multiplied."""
         for name, ref in self.gmem.vectors.items():
+            row = self.smem["vector_smem"][name].at[self.place.wg_idx]
             plgpu.copy_gmem_to_smem(
-                ref.at[pl.ds(self.n_start, self.epilogue.product.part_n)],
-                self.smem["vector_smem"][name].at[self.place.wg_idx],
+                ref.at[pl.ds(self.n_start, row.shape[0])],
+                row,
                 self.smem["vector_full"].at[self.place.wg_idx],
             )
         for name, ref in self.gmem.row_vectors.items():

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import SHARED_MEMORY_BYTES
+from pallas_kernels.hopper import SHARED_MEMORY_BYTES, row_of_copies
 from pallas_kernels.product import cost, matmul, neighbours, qkv_few_rows
 from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.mainloop import (
@@ -483,7 +483,8 @@ class _Epilogue:
         leading = (CONSUMERS, c.write_slots, self.unit // self.piece)
         scratch: dict[str, Any] = {"out_smem": block(leading, c.tile_m, self.piece, dtype)}
         if self.bias_dtype is not None:
-            scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, self.product.part_n), self.bias_dtype)
+            row = row_of_copies(self.product.part_n, self.bias_dtype)
+            scratch["bias_smem"] = plgpu.SMEM((CONSUMERS, row), self.bias_dtype)
             scratch["bias_full"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return scratch
 
@@ -526,9 +527,10 @@ class _HeadsOfTile:
 
     def prefetch(self) -> None:
         if self.gmem.bias is not None:
+            row = self.smem["bias_smem"].at[self.place.wg_idx]
             plgpu.copy_gmem_to_smem(
-                self.gmem.bias.at[pl.ds(self.column(0), self.launch.product.part_n)],
-                self.smem["bias_smem"].at[self.place.wg_idx],
+                self.gmem.bias.at[pl.ds(self.column(0), row.shape[0])],
+                row,
                 self.smem["bias_full"].at[self.place.wg_idx],
             )
 

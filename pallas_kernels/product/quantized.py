@@ -537,7 +537,8 @@ def candidates(work: Work, multiprocessors: int) -> list[QuantizedConfig]:
         if tile_n == 64 or tile_n < 2 * work.n
         for parts in (1, 2, 4, MAX_PARTS)
         if parts <= steps
-        for stages in (4, 3)
+        # The model has no term for it: sums in many parts are so short that filling a ring takes long.
+        for stages in ((4, 3) if parts < 4 else (3, 4))
     ]
     return sorted(
         configs, key=lambda config: cost.quantized_few_rows(work, config, multiprocessors)
