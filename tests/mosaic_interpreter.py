@@ -101,8 +101,8 @@ def align_copies(monkeypatch) -> None:
     """Has copies fail that begin where a GPU's would, for one test.
 
     In global memory a copy begins at a multiple of 16 bytes of the last axis, else it ends in an illegal
-    instruction; in shared memory at one of 128 bytes, else in a misaligned address. The interpreter alone
-    would carry it out.
+    instruction; in shared memory at one of 128 bytes, else in a misaligned address. The interpreter
+    alone would carry it out.
     """
     task = gpu_callbacks.AsyncCopyTask
     initialize = task.__init__

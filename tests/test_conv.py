@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
-from jaxfused.ops import dense_conv, depthwise_conv, weight_gradient
+from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, weight_gradient
 from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
@@ -322,9 +322,9 @@ def dense_stand_ins(hopper, monkeypatch):
             x, w, window.strides, window.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
-    def forward(x, w, bias, residual, *, window, activation, save_preactivation, **_):
+    def forward(x, w, bias, residual, *, window, activation, save_preactivation, block=(1, 1), **_):
         z = convolve(x, w, window)
-        z = z if bias is None else z + bias
+        z = enlarging_conv.moved(z if bias is None else z + bias, block)
         z = z if residual is None else z + residual
         return activate(activation, z), z if save_preactivation else None
 

@@ -1542,10 +1542,11 @@ def dense_stand_ins(hopper, monkeypatch):
             x, w, window.strides, window.padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
-    def forward(x, w, bias, residual, *, window, activation, save_preactivation, **_):
+    def forward(x, w, bias, residual, *, window, activation, save_preactivation, block=(1, 1), **_):
         del residual
         x = jnp.concatenate(x, axis=-1) if isinstance(x, tuple) else x
         z = lax.map(lambda image: convolve(image[None], w, window)[0], x) + bias
+        z = ops.enlarging_conv.moved(z, block)
         return jnp.maximum(z, 0), z if save_preactivation else None
 
     def input_gradient(dy, w, *, window, other=None, rectified=None, **_):
@@ -1630,6 +1631,32 @@ def test_dense_convolution_of_two_arrays(dense_stand_ins, axis_type):
 
     mesh = make_mesh(axis_type, axis_type)
     placed = place(mesh, (P(AXES), P(AXES), P(), P(), P(AXES)), arrays)
+    actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
+    assert count("all-gather", text) == 0
+    expected = jax.jit(functools.partial(results, "xla"))(*arrays)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.exhaustive
+@on_eight_devices
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_transposed_convolution(dense_stand_ins, axis_type):
+    rng = np.random.default_rng(0)
+    shapes = (8, 3, 4, 16), (2, 2, 16, 32), (32,), (8, 6, 8, 32)
+    arrays = tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+    def results(implementation, x, w, bias, dy):
+        def f(x, w, bias):
+            return jaxfused.conv_transpose(
+                x, w, bias, strides=2, activation="relu", implementation=implementation
+            )
+
+        y, vjp = jax.vjp(f, x, w, bias)
+        return y, vjp(dy)
+
+    mesh = make_mesh(axis_type, axis_type)
+    placed = place(mesh, (P(AXES), P(), P(), P(AXES)), arrays)
     actual, text = results_and_text(functools.partial(results, "pallas"), *placed)
     assert count("all-gather", text) == 0
     expected = jax.jit(functools.partial(results, "xla"))(*arrays)

@@ -27,8 +27,34 @@ _MOST_PIXELS = 2**12
 
 
 def draw_conv(draw: Draw) -> Options:
+    drawn = _draw_layer(draw)
+    if draw.chance(0.15):
+        drawn |= _enlarging(draw, drawn)
+    # Of x as two arrays, the channels of the first one.
+    first = draw.pick((64, draw.size(1, 200))) if draw.chance(0.15) else 0
+    return drawn | dict(first=first if first < drawn["channels"] else 0)
+
+
+def _draw_layer(draw: Draw) -> Options:
     return _draw_window(draw) | dict(
         hand_on=draw.chance(0.3), rectified=draw.chance(0.3), statistics=draw.chance(0.2)
+    )
+
+
+def _enlarging(draw: Draw, drawn: Options) -> Options:
+    """A transposed convolution whose windows do not overlap."""
+    window = [draw.pick((1, 2, 2, 3, 4)) for _ in drawn["window"]]
+    sides = [min(side, 40 // size) for side, size in zip(drawn["sides"], window, strict=True)]
+    return dict(
+        sides=sides,
+        window=window,
+        input_dilation=window,
+        padding=[(size - 1, size - 1) for size in window],
+        out=draw.pick((32, 64, 96, drawn["out"])),
+        channels=draw.pick((8, 64, 72, drawn["channels"])),
+        groups=1,
+        strides=1,
+        kernel_dilation=1,
     )
 
 
@@ -37,7 +63,7 @@ def draw_depthwise_conv(draw: Draw) -> Options:
     channels = features(draw, 300)
     window = draw.pick(((3,), (4,), (7,), (3, 3), (5, 5), (7, 7), (7, 7), (5, 3)))
     dilated = draw.chance(0.1)
-    return draw_conv(draw) | dict(
+    return _draw_layer(draw) | dict(
         sides=_sides(draw, len(window)),
         window=list(window),
         channels=channels,
@@ -97,6 +123,12 @@ def _geometry(o: Options) -> dict[str, Any]:
     )
 
 
+def _input(x: jax.Array, o: Options) -> Any:
+    if o.get("first"):
+        return jaxfused.Concatenated(x[..., : o["first"]], x[..., o["first"] :])
+    return jaxfused.Rectified(x) if o["rectified"] else x
+
+
 def conv(options: Options) -> Problem:
     o, geometry = options, _geometry(options)
     inner = o["channels"] // o["groups"]
@@ -111,7 +143,7 @@ def conv(options: Options) -> Problem:
         # Convolutions have no argument for it.
         with jax.default_matmul_precision("highest" if how.exact else "default"):
             y = jaxfused.conv(
-                jaxfused.Rectified(operands["x"]) if o["rectified"] else operands["x"],
+                _input(operands["x"], o),
                 operands["w"],
                 operands.get("bias"),
                 activation=o["activation"],
@@ -130,7 +162,7 @@ def conv(options: Options) -> Problem:
     operands = present(
         x=x,
         w=w,
-        bias=parameter(o["out"], "float32" if o["bias"] else None),
+        bias=parameter(o["out"], o["param_dtype"] if o["bias"] else None),
         residual=Operand(y.shape, o["dtype"]) if o["residual"] else None,
     )
     kinks = ("bias",) if o["activation"] == RELU else ()

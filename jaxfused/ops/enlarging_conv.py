@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused import dispatch, reference, sharding
 from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
@@ -76,10 +77,12 @@ def enlarging_conv(
     weights = jnp.flip(w, range(w.ndim - 2))
     weights = weights[None] if x.ndim == 3 else weights
     letters = Letters(weights.ndim - 2)
+    # JAX would not join features that are split with the pixels of a block.
+    explicit = sharding.is_explicit(x) or sharding.is_explicit(w)
     operands = sharding.align(
         (images(x), weights, bias, images(residual)),
         operand_axes=(letters.images, letters.weights, "f", letters.result),
-        whole=letters.whole,
+        whole=letters.whole + "f" * explicit,
     )
     y = _enlarging(run, _Options(activation, precision), *operands)
     return y[:, 0] if x.ndim == 3 else y
@@ -99,13 +102,21 @@ def moved_back(y: jax.Array, block: tuple[int, ...]) -> jax.Array:
     """[B, *(spatial * block), F] as [B, *spatial, block * F]."""
     batch, *enlarged, features = y.shape
     sizes = [n // k for n, k in zip(enlarged, block, strict=True)]
-    parts = y.reshape(
-        batch, *(m for pair in zip(sizes, block, strict=True) for m in pair), features
-    )
+    pairs = (n for pair in zip(sizes, block, strict=True) for n in pair)
+    parts = _cut(y, (batch, *pairs, features))
     axes = range(1, 1 + len(block))
     order = [*(2 * i - 1 for i in axes), *(2 * i for i in axes)]
     parts = parts.transpose(0, *order, parts.ndim - 1)
-    return parts.reshape(batch, *sizes, math.prod(block) * features)
+    return _cut(parts, (batch, *sizes, math.prod(block) * features))
+
+
+def _cut(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of images in another shape; over Explicit axes images alone are split."""
+    if not sharding.is_explicit(array):
+        return array.reshape(shape)
+    placed = jax.typeof(array).sharding
+    spec = PartitionSpec(placed.spec[0], *(None,) * (len(shape) - 1))
+    return jax.lax.reshape(array, shape, out_sharding=NamedSharding(placed.mesh, spec))
 
 
 def _as_matrix(w: jax.Array) -> jax.Array:
