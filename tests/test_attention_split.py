@@ -46,6 +46,8 @@ CASES = (
     Case("one head, one query", 1, 400, batch=5, heads=1, key_heads=1, head_size=64),
     Case("one head, several queries", 90, 1072, batch=20, heads=1, key_heads=1, head_size=64),
     Case("one head, wide", 7, 300, batch=5, heads=1, key_heads=1, head_size=128),
+    Case("two heads of half a copy", 753, 874, batch=1, heads=2, head_size=32, window=(27, 0)),
+    Case("four heads of a quarter", 5, 300, batch=2, heads=4, key_heads=2, head_size=16),
     Case("one key", 5, 1, heads=4, head_size=64),
     Case("few keys", 2, 50, heads=14, head_size=96),
     Case("causal", 60, 500, heads=4, head_size=64, is_causal=True),

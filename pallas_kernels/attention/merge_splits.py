@@ -206,11 +206,13 @@ class _Merge:
     def write(self, out_smem: Any, out_gmem: Any, start: jax.Array, head: jax.Array, columns: Any):
         """Starts the copies of four queries of a head to the output [T, N, V] of a batch entry.
 
-        Queries beyond the last one must not be written. TMA leaves them out. Where four queries are one
-        run of bytes, Mosaic copies without TMA, to the first queries of the next batch entry as well;
-        so there each query is copied alone.
+        Queries beyond the last one, and columns beyond those of the head, must not be written. TMA leaves
+        them out. Where four queries with all columns of shared memory are one run of bytes, Mosaic copies
+        without TMA, over the next head or the first queries of the next batch entry; so there each query
+        is copied alone.
         """
-        if self.shape.heads > 1 or self.shape.value_size != self.columns:
+        size = self.shape.value_size
+        if self.shape.heads * size != self.columns:
             rows = pl.ds(start, WARPS)
             plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[rows, head, columns])
             return
@@ -218,7 +220,9 @@ class _Merge:
 
             @pl.when(start + i < self.shape.query_count)
             def _(i=i):
-                plgpu.copy_smem_to_gmem(out_smem.at[i], out_gmem.at[start + i, head])
+                plgpu.copy_smem_to_gmem(
+                    out_smem.at[i, pl.ds(0, size)], out_gmem.at[start + i, head]
+                )
 
     def layout(self) -> Any:
         """Returns the registers of a tile: each row in one warp, with a lane's columns together."""
