@@ -115,6 +115,7 @@ SMALL = dict(batch=1, head_size=32)
 INTERPRETED = (
     Case("one query, grouped", 1, 203, heads=16, key_heads=2, **SMALL),
     Case("several tiles of rows", 70, 130, heads=4, **SMALL),
+    Case("heads as wide as a copy", 5, 130, heads=4, key_heads=2, head_size=16, batch=2),
     Case("grouped, several queries", 3, 333, 8, 2, 72, 40, batch=1),
     Case("one key head, wide", 2, 197, 35, 1, 80, 136, batch=1),
     Case("fewer keys than parts", 5, 3, heads=4, head_size=64),
@@ -132,12 +133,12 @@ INTERPRETED = (
     ("case", "config"),
     [
         *((case, SplitForwardConfig(3)) for case in INTERPRETED),
-        *((INTERPRETED[i], CONFIGS[0]) for i in (2, 6, 7, 9)),
-        (INTERPRETED[2], CONFIGS[1]),
-        (INTERPRETED[2], CONFIGS[2]),
-        (INTERPRETED[2], None),
+        *((INTERPRETED[i], CONFIGS[0]) for i in (3, 7, 8, 10)),
+        (INTERPRETED[3], CONFIGS[1]),
+        (INTERPRETED[3], CONFIGS[2]),
+        (INTERPRETED[3], None),
     ],
-    quick=(0, 2, 7, len(INTERPRETED) + 3),
+    quick=(0, 2, 8, len(INTERPRETED) + 3),
 )
 def test_accurate_in_the_interpreter(interpreted_hopper, monkeypatch, case, config):
     mosaic_interpreter.complete(monkeypatch)
@@ -154,7 +155,7 @@ def test_without_races_in_the_interpreter(race_detector, monkeypatch, stages):
     assert_as_accurate(case, "float16", **how)
 
 
-@parametrize("case", [INTERPRETED[2], INTERPRETED[7]], quick=())
+@parametrize("case", [INTERPRETED[3], INTERPRETED[8]], quick=())
 def test_drops_what_the_reference_drops_in_the_interpreter(interpreted_hopper, monkeypatch, case):
     mosaic_interpreter.complete(monkeypatch)
     how = dict(config=CONFIGS[1], multiprocessors=1, forward=split_keys.forward)
