@@ -207,9 +207,9 @@ class _Merge:
         """Starts the copies of four queries of a head to the output [T, N, V] of a batch entry.
 
         Queries beyond the last one, and columns beyond those of the head, must not be written. TMA
-        leaves them out. Where four queries with all columns of shared memory are one run of bytes, Mosaic
-        copies without TMA, over the next head or the first queries of the next batch entry; so there each
-        query is copied alone.
+        leaves them out. Where four queries with all columns of shared memory are one run of bytes,
+        Mosaic copies without TMA, over the next head or the first queries of the next batch entry; so
+        there each query is copied alone.
         """
         size = self.shape.value_size
         if self.shape.heads * size != self.columns:
