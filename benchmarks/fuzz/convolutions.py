@@ -49,7 +49,7 @@ def _enlarging(draw: Draw, drawn: Options) -> Options:
         sides=sides,
         window=window,
         input_dilation=window,
-        padding=[(size - 1, size - 1) for size in window],
+        padding=[[size - 1, size - 1] for size in window],
         out=draw.pick((32, 64, 96, drawn["out"])),
         channels=draw.pick((8, 64, 72, drawn["channels"])),
         groups=1,

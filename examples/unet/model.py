@@ -61,12 +61,17 @@ class UNet(nnx.Module):
             block(before, width)
             for before, width in zip([channels, *widths[:-1]], widths, strict=True)
         )
-        self.enlarge = nnx.List(
-            jaxfused.nnx.ConvTranspose(
-                2 * width, width, (2, 2), strides=(2, 2), dtype=dtype, rngs=rngs
-            )
-            for width in widths[:-1]
+        # Of a window's four weights one alone meets each pixel of the result.
+        of_one_weight = nnx.initializers.variance_scaling(4.0, "fan_in", "truncated_normal")
+        enlarge = functools.partial(
+            jaxfused.nnx.ConvTranspose,
+            kernel_size=(2, 2),
+            strides=(2, 2),
+            kernel_init=of_one_weight,
+            dtype=dtype,
+            rngs=rngs,
         )
+        self.enlarge = nnx.List(enlarge(2 * width, width) for width in widths[:-1])
         self.up = nnx.List(block(2 * width, width) for width in widths[:-1])
         self.head = jaxfused.nnx.Linear(base, 1, dtype=dtype, rngs=rngs)
 

@@ -141,20 +141,23 @@ def why_xla(window: Window, x: Any, w: Any) -> str | None:
     joins = simple.taps < window.taps
     if joins and w.shape[-1] % 64 == 0 and _pixels(window, x) >= _LEAST_JOINED_PIXELS:
         return None
-    return why_untimed(window, x, w, least_pixels=_LEAST_PIXELS)
+    return why_untimed(window, x, w, least_pixels=_LEAST_PIXELS, most_dilation=2)
 
 
-def why_untimed(window: Window, x: Any, w: Any, *, least_pixels: int) -> str | None:
+def why_untimed(
+    window: Window, x: Any, w: Any, *, least_pixels: int, most_dilation: int = 1
+) -> str | None:
     """Returns why kernels of this package were not timed with a dense window, or None."""
     channels, features = w.shape[-2:]
     pixels = _pixels(window, x)
-    dense = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
-    if dense and channels % 64 == features % 64 == 0 and pixels >= least_pixels:
+    is_timed = set(window.kernel) == {3} and set(window.strides) == {1}
+    is_timed = is_timed and max(window.dilation) <= most_dilation
+    if is_timed and channels % 64 == features % 64 == 0 and pixels >= least_pixels:
         return None
     return (
         "the dense kernels were timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels"
-        f" and at least {least_pixels} pixels, and this is a window of"
-        f" {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
+        f" and at least {least_pixels} pixels, dilated by {most_dilation} at most, and this is a window"
+        f" of {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
         f" {pixels} pixels"
     )
 
@@ -885,6 +888,7 @@ def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> floa
         moved * itemsize,
         axes=len(call.window.kernel),
         of_weights=of_weights,
+        dilated_gradient=max(call.window.dilation) > 1 and (of_weights or call.flipped),
     )
 
 

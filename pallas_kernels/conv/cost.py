@@ -56,6 +56,8 @@ class Speeds:
     """Factor of the gradient of the weights, with what XLA transposes around it."""
     cudnn_volumes: float = 1.7
     """Factor of pictures with three axes."""
+    cudnn_dilated: float = 16.0
+    """Factor of the gradients of a dilated window, both of which took 30 times as long as ours."""
     cudnn_residual: float = 0.5
     """Part of the traffic of a residual that its convolution does not hide."""
 
@@ -71,6 +73,7 @@ def cudnn(
     *,
     axes: int,
     of_weights: bool = False,
+    dilated_gradient: bool = False,
 ) -> float:
     """Microseconds of cuDNN's convolution.
 
@@ -81,11 +84,13 @@ def cudnn(
       traffic: bytes that are read and written once.
       axes: of a picture.
       of_weights: whether it is the gradient of the weights.
+      dilated_gradient: whether it is a gradient, and the window is dilated.
     """
     few = 1 + SPEEDS.cudnn_channels / min(channels, features)
     compute = multiplications * SPEEDS.cudnn_multiplication * few
     compute *= SPEEDS.cudnn_weights if of_weights else 1.0
     compute *= SPEEDS.cudnn_volumes if axes > 2 else 1.0
+    compute *= SPEEDS.cudnn_dilated if dilated_gradient else 1.0
     return SPEEDS.cudnn_launch + max(compute, traffic * H200.memory_byte)
 
 
