@@ -36,11 +36,13 @@ def table(digits_run):
     return {name: [float(v.replace(",", "")) for v in values] for name, *values in rows}
 
 
+@pytest.mark.exhaustive
 def test_the_table_has_a_row_for_each_format(table):
     assert list(table) == ["float", "int8", "fp8", "int4"]
     assert all(images_per_second > 0 for *_, images_per_second in table.values())
 
 
+@pytest.mark.exhaustive
 def test_sizes_are_those_of_the_arrays(table):
     """The kernels of 77 thousand float32 parameters shrink to one byte a weight, or half a byte."""
     megabytes = {name: size for name, (size, *_) in table.items()}
@@ -53,6 +55,7 @@ def test_sizes_are_those_of_the_arrays(table):
         assert megabytes[name] == pytest.approx(expected, abs=0.011)
 
 
+@pytest.mark.exhaustive
 def test_accuracy_is_the_runs_and_survives_fewer_bits(digits_run, table):
     accuracy = {name: accuracy for name, (_, accuracy, _) in table.items()}
     trained = json.loads((digits_run / "metrics.json").read_text())["test_accuracy"]
