@@ -240,17 +240,17 @@ def geometry(
     """The options that say which values a convolution of x takes, with one number for each axis."""
     spatial = x.ndim - 2
     padding = _normalise_padding(padding, spatial)
-    dilation = _for_each_axis("input_dilation", input_dilation, spatial)
+    dilation = for_each_axis("input_dilation", input_dilation, spatial)
     if set(dilation) != {1} and isinstance(padding, str) and padding != "CAUSAL":
         raise ValueError(
             f"conv: padding is {padding!r} and input_dilation is {dilation}, but of a transposed"
             " convolution no name but 'CAUSAL' says how much; pass (low, high) pairs."
         )
     return dict(
-        strides=_for_each_axis("strides", strides, spatial),
+        strides=for_each_axis("strides", strides, spatial),
         padding=padding,
         input_dilation=dilation,
-        kernel_dilation=_for_each_axis("kernel_dilation", kernel_dilation, spatial),
+        kernel_dilation=for_each_axis("kernel_dilation", kernel_dilation, spatial),
         feature_group_count=feature_group_count,
     )
 
@@ -279,11 +279,14 @@ def _check_kernel(x: jax.Array, w: jax.Array, groups: int) -> None:
         )
 
 
-def _for_each_axis(name: str, value: int | Sequence[int], spatial: int) -> tuple[int, ...]:
+def for_each_axis(
+    name: str, value: int | Sequence[int], spatial: int, op: str = "conv"
+) -> tuple[int, ...]:
+    """One positive int for each spatial axis, of one for all or of as many."""
     values = (value,) * spatial if isinstance(value, int) else tuple(value)
     if len(values) != spatial or any(v < 1 for v in values):
         raise ValueError(
-            f"conv: {name} is {value!r}, but x has {spatial} spatial axes;"
+            f"{op}: {name} is {value!r}, but x has {spatial} spatial axes;"
             f" pass one positive int, or {spatial} of them."
         )
     return values

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch
-from jaxfused.ops.conv import conv
+from jaxfused.ops.conv import conv, for_each_axis
 from jaxfused.ops.validation import check_floating
 
 
@@ -85,8 +85,8 @@ def conv_transpose(
     axes = x.ndim - 2
     if transpose_kernel:
         w = jnp.flip(w, range(axes)).swapaxes(-1, -2)
-    steps = _for_each_axis("strides", strides, axes)
-    dilation = _for_each_axis("kernel_dilation", kernel_dilation, axes)
+    steps = for_each_axis("strides", strides, axes, "conv_transpose")
+    dilation = for_each_axis("kernel_dilation", kernel_dilation, axes, "conv_transpose")
     if isinstance(padding, str):
         reaches = [(k - 1) * d for k, d in zip(w.shape[:axes], dilation, strict=True)]
         padding = [_pair(padding, r, s) for r, s in zip(reaches, steps, strict=True)]
@@ -118,13 +118,3 @@ def _pair(padding: str, reach: int, stride: int) -> tuple[int, int]:
     both = reach + stride - 1
     low = reach if stride > reach else math.ceil(both / 2)
     return low, both - low
-
-
-def _for_each_axis(name: str, value: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    values = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(values) != axes or any(v < 1 for v in values):
-        raise ValueError(
-            f"conv_transpose: {name} is {value!r}, but x has {axes} spatial axes;"
-            f" pass one positive int, or {axes} of them."
-        )
-    return values

@@ -196,7 +196,7 @@ def dense_conv(
     """
     weights = w[None] if x.ndim == 3 else w
     letters = Letters(len(window.kernel))
-    options = _Options(window, activation, precision)
+    options = Options(window, activation, precision)
     if isinstance(x, Concatenated):
         channels = (x.first.shape[-1], x.shape[-1])
         if request == Request() and pallas_conv.why_not_of_two(window, x.dtype, *channels) is None:
@@ -215,7 +215,7 @@ def dense_conv(
     return Convolved(y, handed_on, jax.lax.stop_gradient(statistics))
 
 
-def _dense_conv_of_two(run: Runner, options: "_Options", x: Concatenated, w, bias, residual):
+def _dense_conv_of_two(run: Runner, options: "Options", x: Concatenated, w, bias, residual):
     letters = Letters(len(options.window.kernel))
     operands = sharding.align(
         (*map(images, x.parts), w, bias, images(residual)),
@@ -240,7 +240,9 @@ class Convolved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
+    """What a convolution is, beside its operands."""
+
     window: Window
     activation: str | None
     precision: Any
@@ -264,7 +266,9 @@ class Request:
     """Of y, for the norm that follows. No gradient flows through them."""
 
 
-class _Residuals(NamedTuple):
+class Residuals(NamedTuple):
+    """What the forward keeps for the gradient."""
+
     x: jax.Array
     """As the caller has it: what is made of it is made again, and nobody else would keep it."""
     w: jax.Array
@@ -276,43 +280,42 @@ class _Residuals(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _conv(run: Runner, options: _Options, request: Request, x, w, bias, residual):
+def _conv(run: Runner, options: Options, request: Request, x, w, bias, residual):
     y, _, statistics = _forward(run, options, request, x, w, bias, residual, saves=False)
     return y, x if request.hands_on else None, statistics
 
 
-def _forward(
-    run: Runner, options: _Options, request: Request, x, w, bias, residual, *, saves: bool
-):
+def _forward(run: Runner, options: Options, request: Request, x, w, bias, residual, *, saves: bool):
     """(y, z if it is saved, statistics of y or None)."""
     operands = (*request.simplify(x, w), bias, residual)
     if request.statistics:
         y, mean, variance = run(_ForwardWithStatistics(options), *operands)
         return y, None, (mean, variance)
-    y, z = run(_Forward(options, save_preactivation=saves), *operands)
+    y, z = run(Forward(options, save_preactivation=saves), *operands)
     return y, z, None
 
 
-def _conv_fwd(run: Runner, options: _Options, request: Request, x, w, bias, residual):
+def _conv_fwd(run: Runner, options: Options, request: Request, x, w, bias, residual):
     saves = options.keeps_preactivation
     y, z, statistics = _forward(run, options, request, x, w, bias, residual, saves=saves)
     results = (y, x if request.hands_on else None, statistics)
-    return results, _saved(options, x, w, bias, residual, y, z)
+    return results, saved_of(options, x, w, bias, residual, y, z)
 
 
-def _saved(options: _Options, x, w, bias, residual, y, z) -> _Residuals:
+def saved_of(options: Options, x, w, bias, residual, y, z) -> Residuals:
+    """What the gradient reads, of the operands, the result y and z if that was saved."""
     like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    return _Residuals(x, w, bias, like, y if options.activation == "relu" else z)
+    return Residuals(x, w, bias, like, y if options.activation == "relu" else z)
 
 
-def _conv_bwd(run: Runner, options: _Options, request: Request, saved: _Residuals, cotangents):
+def _conv_bwd(run: Runner, options: Options, request: Request, saved: Residuals, cotangents):
     dy, handed_back, _ = cotangents
-    dz, dbias, dresidual = _gradients_after(run, options, saved, dy)
+    dz, dbias, dresidual = gradients_after(run, options, saved, dy)
     dx, dw = _gradients(run, options, request, saved.x, saved.w, dz, handed_back)
     return dx, dw, dbias, dresidual
 
 
-def _gradients_after(run: Runner, options: _Options, saved: _Residuals, dy):
+def gradients_after(run: Runner, options: Options, saved: Residuals, dy):
     """(dz, dbias, dresidual) of what follows the products."""
     bias = saved.bias
     if saved.z is None:
@@ -325,7 +328,7 @@ def _gradients_after(run: Runner, options: _Options, saved: _Residuals, dy):
     return dz, dbias, None if like is None else dz.astype(like.dtype)
 
 
-def _gradients(run: Runner, options: _Options, request: Request, x, w, dz, handed_back):
+def _gradients(run: Runner, options: Options, request: Request, x, w, dz, handed_back):
     """(dx, dw); dx with what was handed back for x, masked where x is rectified."""
     y = x if request.rectified else None
     if request.simplify != AsItIs():
@@ -352,31 +355,29 @@ _conv.defvjp(_conv_fwd, _conv_bwd)
 
 def pointwise_gradients(run: Runner, x, w, dz, precision: Any):
     """(dx, dw) of the product of pixels x [B, *spatial, C] with w [C, F]."""
-    axes = x.ndim - 2
-    ones = (1,) * axes
-    window = Window(ones, ((0, 0),) * axes, ones, ones)
-    kernel = w.reshape(*ones, *w.shape)
+    window = Window.pointwise(x.ndim - 2)
+    kernel = w.reshape(*window.kernel, *w.shape)
     (dx,) = run(_InputGradient(window, x.shape[1:-1], precision), dz, kernel)
     return dx, weight_gradient(run, "conv", x, dz, w.dtype, precision)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _conv_of_two(run: Runner, options: _Options, first, second, w, bias, residual):
+def _conv_of_two(run: Runner, options: Options, first, second, w, bias, residual):
     """As `_conv`, of x that is two arrays."""
-    stage = _ForwardOfTwo(_Forward(options, save_preactivation=False))
+    stage = _ForwardOfTwo(Forward(options, save_preactivation=False))
     return run(stage, first, second, w, bias, residual)[0]
 
 
-def _conv_of_two_fwd(run: Runner, options: _Options, first, second, w, bias, residual):
-    stage = _ForwardOfTwo(_Forward(options, save_preactivation=options.keeps_preactivation))
+def _conv_of_two_fwd(run: Runner, options: Options, first, second, w, bias, residual):
+    stage = _ForwardOfTwo(Forward(options, save_preactivation=options.keeps_preactivation))
     y, z = run(stage, first, second, w, bias, residual)
-    return y, (second, _saved(options, first, w, bias, residual, y, z))
+    return y, (second, saved_of(options, first, w, bias, residual, y, z))
 
 
-def _conv_of_two_bwd(run: Runner, options: _Options, saved, dy):
+def _conv_of_two_bwd(run: Runner, options: Options, saved, dy):
     second, residuals = saved
     first, w = residuals.x, residuals.w
-    dz, dbias, dresidual = _gradients_after(run, options, residuals, dy)
+    dz, dbias, dresidual = gradients_after(run, options, residuals, dy)
     gradient = _InputGradient(options.window, first.shape[1:-1], options.precision)
     (dx,) = run(gradient, dz, w)
     dws = [
@@ -422,10 +423,10 @@ class Letters:
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Forward:
     """(y, z) of x [B, *spatial, C], w [*kernel, C, F], bias and residual."""
 
-    options: _Options
+    options: Options
     save_preactivation: bool
 
     @property
@@ -448,7 +449,7 @@ class _Forward:
         if window.is_pointwise:
             return self._pointwise_reasons(device, call, reason, x, bias, residual)
         after = self.after_cudnn(call, x, residual)
-        return _in_order(device, call, reason, after=after, **self._streams(x, residual))
+        return _in_order(device, call, reason, after=after, **self.streams(x, residual))
 
     def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
         """Microseconds of what follows cuDNN's convolution."""
@@ -465,7 +466,7 @@ class _Forward:
         reasons = {"pallas": reason, "xla": None}
         if reason is not None or not is_modelled(device):
             return dispatch.preferring("xla", reasons)
-        streams = self._streams(x, residual)
+        streams = self.streams(x, residual)
         work = call.as_product(**streams)
         passes = Passes()
         if bias is not None or self.options.activation is not None:
@@ -484,7 +485,7 @@ class _Forward:
         }
         return fastest_first(reasons, times)
 
-    def _streams(self, x, residual) -> dict[str, int]:
+    def streams(self, x, residual) -> dict[str, int]:
         """What the epilogue reads, writes and evaluates of an element."""
         return dict(
             read_bytes=0 if residual is None else residual.dtype.itemsize,
@@ -498,7 +499,7 @@ class _Forward:
         if implementation != "pallas":
             return ()
         call = call_of(device, self.options.window, x.shape[:-1], x.dtype, w)
-        return pallas_conv.fitting(call, **self._streams(x, residual))
+        return pallas_conv.fitting(call, **self.streams(x, residual))
 
     def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
         options = self.options
@@ -527,9 +528,9 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _ForwardOfTwo:
-    """As `_Forward`, where x is two arrays: a kernel reads both, XLA concatenates them."""
+    """As `Forward`, where x is two arrays: a kernel reads both, XLA concatenates them."""
 
-    alone: _Forward
+    alone: Forward
 
     @property
     def name(self) -> str:
@@ -551,14 +552,14 @@ class _ForwardOfTwo:
         call, itemsize = self._call(device, first, w), first.dtype.itemsize
         after = self.alone.after_cudnn(call, first, residual)
         after += cost.xla_pass(math.prod(whole.shape), 2 * itemsize, 0)
-        return _in_order(device, call, reason, after=after, **self.alone._streams(first, residual))
+        return _in_order(device, call, reason, after=after, **self.alone.streams(first, residual))
 
     def configs(
         self, implementation: str, device: dispatch.Device, first, second, w, bias, residual
     ) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        streams = self.alone._streams(first, residual)
+        streams = self.alone.streams(first, residual)
         return pallas_conv.fitting(self._call(device, first, w), **streams)
 
     def run(self, implementation, device, first, second, w, bias, residual, config=None) -> Results:
@@ -575,7 +576,7 @@ class _ForwardOfTwo:
 
 
 def _takes_statistics(
-    run: Runner, options: _Options, request: Request, x, w, bias, residual
+    run: Runner, options: Options, request: Request, x, w, bias, residual
 ) -> bool:
     """Whether a kernel takes the statistics of y with the convolution; else the norm takes its own.
 
@@ -598,15 +599,15 @@ class _ForwardWithStatistics:
     Mean and variance [F] are those of y over all pixels, in float32.
     """
 
-    options: _Options
+    options: Options
 
     @property
     def name(self) -> str:
         return "conv dense forward with statistics"
 
     @property
-    def _alone(self) -> _Forward:
-        return _Forward(self.options, save_preactivation=False)
+    def _alone(self) -> Forward:
+        return Forward(self.options, save_preactivation=False)
 
     def axes(self, x, w, bias, residual) -> Axes:
         axes = self._alone.axes(x, w, bias, residual)
@@ -617,7 +618,7 @@ class _ForwardWithStatistics:
         call = call_of(device, window, x.shape[:-1], x.dtype, w)
         reason = why_unsupported(device, window, x, w, residual)
         elements, itemsize = math.prod(call.result) * call.features, x.dtype.itemsize
-        streams = self._alone._streams(x, residual)
+        streams = self._alone.streams(x, residual)
         # Who takes the statistics else reads the result once more; ours merges those of the tiles.
         theirs = cost.xla_pass(elements, itemsize, 0)
         if not window.is_pointwise:
@@ -712,7 +713,7 @@ class _InputGradient:
             rows, weights = dz.reshape(-1, dz.shape[-1]), w.reshape(w.shape[-2:])
             dx = product("mf,cf->mc", rows, weights, out_dtype=dz.dtype, precision=self.precision)
             return (dx.reshape(*dz.shape[:-1], w.shape[-2]),)
-        options = _Options(self.window, None, self.precision)
+        options = Options(self.window, None, self.precision)
         x = jnp.zeros_like(dz, shape=(dz.shape[0], *self.sizes, w.shape[-2]))
         return tuple(jax.vjp(lambda x: _reference(options, x, w.astype(dz.dtype)), x)[1](dz))
 
@@ -771,7 +772,7 @@ class _WeightGradient:
             )
             return (dw,)
         # Made like x: in a `jax.shard_map`, a gradient of what the devices share would be summed.
-        options = _Options(self.window, None, self.precision)
+        options = Options(self.window, None, self.precision)
         w = jnp.zeros_like(x, shape=(*self.window.kernel, x.shape[-1], dz.shape[-1]))
         (dw,) = jax.vjp(lambda w: _reference(options, x, w), w)[1](dz)
         return (dw.astype(accumulator_dtype(x.dtype)),)
@@ -804,7 +805,7 @@ class _JoinedInputGradient:
             return {"xla": None}
         reason = why_unsupported(device, window.transposed(), dz, w, other)
         call = self.gradient._call(device, dz, w)
-        streams = self._streams(dz, other, y)
+        streams = self.streams(dz, other, y)
         elements = math.prod(call.result) * call.features
         # XLA's program writes its gradient, which a kernel of its own reads with the rest.
         moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
@@ -820,7 +821,7 @@ class _JoinedInputGradient:
             return found
         return _in_order(device, call, reason, after=cost.xla_pass(elements, moved, 0), **streams)
 
-    def _streams(self, dz, other, y) -> dict[str, int]:
+    def streams(self, dz, other, y) -> dict[str, int]:
         read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
         return dict(read_bytes=read, written_bytes=dz.dtype.itemsize)
 
@@ -830,7 +831,7 @@ class _JoinedInputGradient:
         if implementation != "pallas":
             return ()
         call = self.gradient._call(device, dz, w)
-        return pallas_conv.fitting(call, **self._streams(dz, other, y))
+        return pallas_conv.fitting(call, **self.streams(dz, other, y))
 
     def run(self, implementation, device, dz, w, other, y, config=None) -> Results:
         if implementation == "pallas":
@@ -911,7 +912,7 @@ def _in_order(
     return fastest_first(reasons, times)
 
 
-def _reference(options: _Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
+def _reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:
     window = options.window
     if window.is_pointwise:
         rows, weights = x.reshape(-1, x.shape[-1]), w.reshape(w.shape[-2:])

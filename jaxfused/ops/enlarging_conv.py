@@ -10,24 +10,28 @@ import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
-from jaxfused.ops.dense_conv import Letters, images, pointwise_gradients
+from jaxfused.ops.dense_conv import (
+    Forward,
+    Letters,
+    Options,
+    Residuals,
+    gradients_after,
+    images,
+    pointwise_gradients,
+    saved_of,
+)
 from jaxfused.ops.kernel_call import Axes, Results, Runner
-from jaxfused.ops.linear import ActivationGradient
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
-from jaxfused.ops.weight_gradient import sum_rows
 from jaxfused.reference.product import product
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
-
-POINTWISE = Window((1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1))
 
 
 def block_of(
@@ -84,7 +88,8 @@ def enlarging_conv(
         operand_axes=(letters.images, letters.weights, "f", letters.result),
         whole=letters.whole + "f" * explicit,
     )
-    y = _enlarging(run, _Options(activation, precision), *operands)
+    window = Window.pointwise(weights.ndim - 2)
+    y = _enlarging(run, Options(window, activation, precision), *operands)
     return y[:, 0] if x.ndim == 3 else y
 
 
@@ -128,52 +133,23 @@ def _as_matrix(w: jax.Array) -> jax.Array:
 # --- gradient -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    activation: str | None
-    precision: Any
-
-    @property
-    def keeps_preactivation(self) -> bool:
-        """Whether the gradient reads what the activation is applied to; relu's reads the result."""
-        return self.activation not in (None, "relu")
-
-
-class _Residuals(NamedTuple):
-    x: jax.Array
-    w: jax.Array
-    bias: jax.Array | None
-    residual_like: jax.Array | None
-    """Of the residual only its dtype matters: an array without elements."""
-    z: jax.Array | None
-    """What the activation is applied to, or a result of the same sign; None without one."""
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _enlarging(run: Runner, options: _Options, x, w, bias, residual):
-    return run(_Forward(options, save_preactivation=False), x, w, bias, residual)[0]
+def _enlarging(run: Runner, options: Options, x, w, bias, residual):
+    stage = _Enlarging(Forward(options, save_preactivation=False))
+    return run(stage, x, w, bias, residual)[0]
 
 
-def _enlarging_fwd(run: Runner, options: _Options, x, w, bias, residual):
-    stage = _Forward(options, save_preactivation=options.keeps_preactivation)
+def _enlarging_fwd(run: Runner, options: Options, x, w, bias, residual):
+    stage = _Enlarging(Forward(options, save_preactivation=options.keeps_preactivation))
     y, z = run(stage, x, w, bias, residual)
-    like = None if residual is None else jnp.zeros_like(residual, shape=(0,))
-    return y, _Residuals(x, w, bias, like, y if options.activation == "relu" else z)
+    return y, saved_of(options, x, w, bias, residual, y, z)
 
 
-def _enlarging_bwd(run: Runner, options: _Options, saved: _Residuals, dy):
-    x, w, bias = saved.x, saved.w, saved.bias
-    if saved.z is None:
-        dz, dbias = dy, None if bias is None else sum_rows(dy, bias.dtype)
-    else:
-        gradient = ActivationGradient(str(options.activation), bias is not None)
-        dz, sums = run(gradient, dy, saved.z)
-        dbias = None if bias is None else sums.astype(bias.dtype)
-    like = saved.residual_like
-    dresidual = None if like is None else dz.astype(like.dtype)
-    block = w.shape[:-2]
-    matrix, restore = jax.vjp(_as_matrix, w)
-    dx, dmatrix = pointwise_gradients(run, x, matrix, moved_back(dz, block), options.precision)
+def _enlarging_bwd(run: Runner, options: Options, saved: Residuals, dy):
+    dz, dbias, dresidual = gradients_after(run, options, saved, dy)
+    matrix, restore = jax.vjp(_as_matrix, saved.w)
+    gathered = moved_back(dz, saved.w.shape[:-2])
+    dx, dmatrix = pointwise_gradients(run, saved.x, matrix, gathered, options.precision)
     return dx, *restore(dmatrix), dbias, dresidual
 
 
@@ -184,49 +160,34 @@ _enlarging.defvjp(_enlarging_fwd, _enlarging_bwd)
 
 
 @dataclass(frozen=True)
-class _Forward:
-    """(y, z) of x [B, *spatial, C], w [*block, C, F], bias and residual; z if it is saved."""
+class _Enlarging:
+    """As `dense_conv.Forward`, where w [*block, C, F] makes a block of pixels of each pixel of x."""
 
-    options: _Options
-    save_preactivation: bool
+    alone: Forward
 
     @property
     def name(self) -> str:
         return "conv enlarging forward"
 
     def axes(self, x, w, bias, residual) -> Axes:
-        letters = Letters(x.ndim - 2)
-        saved = letters.result if self.save_preactivation else None
-        return Axes(
-            (letters.images, letters.weights, "f", letters.result),
-            (letters.result, saved),
-            whole=letters.whole,
-        )
+        return self.alone.axes(x, w, bias, residual)
 
     def _call(self, device: dispatch.Device, x, w) -> pallas_conv.ConvCall:
         return pallas_conv.ConvCall(
             sizes=x.shape[:-1],
             channels=w.shape[-2],
             features=math.prod(w.shape[:2]) * w.shape[-1],
-            window=POINTWISE,
+            window=self.alone.options.window,
             dtype=x.dtype,
             multiprocessors=device.multiprocessors,
             block=w.shape[:2],
-        )
-
-    def _streams(self, x, residual) -> dict[str, int]:
-        """What the epilogue reads, writes and evaluates of an element."""
-        return dict(
-            read_bytes=0 if residual is None else residual.dtype.itemsize,
-            written_bytes=x.dtype.itemsize * (1 + self.save_preactivation),
-            activations=int(self.options.activation not in (None, "relu", "relu2")),
         )
 
     def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
         reasons = {"pallas": why_unsupported(device, x, w, residual), "xla": None}
         if reasons["pallas"] is not None or not is_modelled(device):
             return dispatch.preferring("xla", reasons)
-        call, streams = self._call(device, x, w), self._streams(x, residual)
+        call, streams = self._call(device, x, w), self.alone.streams(x, residual)
         # XLA reads its product once more to move it, and does the rest in that pass.
         moving = Passes(
             bytes_of_element=streams["read_bytes"] + x.dtype.itemsize + streams["written_bytes"],
@@ -243,7 +204,7 @@ class _Forward:
     ) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        return pallas_conv.fitting(self._call(device, x, w), **self._streams(x, residual))
+        return pallas_conv.fitting(self._call(device, x, w), **self.alone.streams(x, residual))
 
     def run(self, implementation, device, x, w, bias, residual, config=None) -> Results:
         block, matrix = w.shape[:-2], _as_matrix(w)
@@ -253,23 +214,22 @@ class _Forward:
                 matrix[None, None],
                 None if bias is None else jnp.tile(bias, math.prod(block)),
                 residual,
-                window=POINTWISE,
-                activation=self.options.activation,
-                save_preactivation=self.save_preactivation,
+                window=self.alone.options.window,
+                activation=self.alone.options.activation,
+                save_preactivation=self.alone.save_preactivation,
                 multiprocessors=device.multiprocessors,
                 config=config,
                 block=block,
             )
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        precision = self.options.precision
+        precision = self.alone.options.precision
         y = product("mc,cf->mf", rows, matrix, out_dtype=x.dtype, precision=precision)
         y = moved(y.reshape(*x.shape[:-1], matrix.shape[-1]), block)
         finish = functools.partial(reference.conv.finish, y, bias, residual)
-        z = finish(activation=None) if self.save_preactivation else None
-        return finish(activation=self.options.activation), z
+        z = finish(activation=None) if self.alone.save_preactivation else None
+        return finish(activation=self.alone.options.activation), z
 
     def batched(self, call, axis_size, in_batched, x, w, bias, residual) -> Results | None:
-        if is_batched(in_batched[1:3]):
-            return None
-        merged = merged_images(axis_size, (in_batched[0], in_batched[3]), (x, residual))
-        return unmerged_images(axis_size, call(self, merged[0], w, bias, merged[1]))
+        return self.alone.batched(
+            lambda _, *operands: call(self, *operands), axis_size, in_batched, x, w, bias, residual
+        )

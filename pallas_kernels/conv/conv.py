@@ -409,7 +409,7 @@ def candidates(call: ConvCall, *, read_bytes: int = 0) -> list[ConvConfig]:
     """Configs for a convolution; not all fit into shared memory."""
     slots = [(4, 2, 2), (4, 1, 1)] if read_bytes else [(4, 1, 2), (4, 1, 1)]
     slots += [(3, 1, 1), (2, 1, 1)]
-    base = ConvConfig(epilogue_columns=32)
+    base = ConvConfig(epilogue_columns=_EPILOGUE_COLUMNS)
     whole = swizzled_columns(call.dtype)
     shapes = [replace(base, tile_n=width) for width in (64, 128, 192)]
     shapes += [replace(base, tile_n=width, turns_weights=not call.flipped) for width in (96, 160)]
@@ -575,26 +575,23 @@ def why_enlarging_unsupported(
       block: rows and columns that a pixel makes.
     """
     features = channels["the result"]
-    if features % _ENLARGED_FEATURES:
-        return (
-            f"it enlarges to multiples of {_ENLARGED_FEATURES} channels, and there are {features}"
-        )
+    if features % _EPILOGUE_COLUMNS:
+        return f"it enlarges to multiples of {_EPILOGUE_COLUMNS} channels, and there are {features}"
     if max(block) > _LARGEST_BLOCK:
         return (
             f"it makes blocks of up to {_LARGEST_BLOCK} pixels a side, and this is one of {block}"
         )
-    ones = (1,) * len(block)
     return why_unsupported(
         compute_capability=compute_capability,
         dtypes=dtypes,
         channels=channels,
         sizes=sizes,
-        window=Window(ones, ((0, 0),) * len(block), ones, ones),
+        window=Window.pointwise(len(block)),
     )
 
 
-_ENLARGED_FEATURES = 32
-"""What an epilogue stores at a time, which lies in one pixel of a block."""
+_EPILOGUE_COLUMNS = 32
+"""What an epilogue stores at a time, which has to lie in one pixel of a block."""
 _LARGEST_BLOCK = 16
 
 

@@ -34,6 +34,12 @@ class Window:
     dilation: tuple[int, ...]
     """The distance of the values that neighbouring weights meet."""
 
+    @classmethod
+    def pointwise(cls, axes: int) -> "Window":
+        """The window of a single weight, whose convolution is a matrix product of the pixels."""
+        ones = (1,) * axes
+        return cls(ones, ((0, 0),) * axes, ones, ones)
+
     @property
     def taps(self) -> int:
         """Weights of the window."""
