@@ -16,7 +16,7 @@ from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_bias import bias_gradient
-from pallas_kernels.attention.backward_dkv import KeyGradientConfig, group_shares
+from pallas_kernels.attention.backward_dkv import KeyGradientConfig, shared_tiles
 from pallas_kernels.attention.backward_dq import QueryGradientConfig
 from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import (
@@ -507,7 +507,8 @@ def test_shares_of_a_group_add_up(interpreted_hopper, monkeypatch, sizes):
     mask, operands, _ = every_option(["causal", "bias"], (1, *counts, heads))
     logits = logits_of(block_mask(mask, *counts), operands)
     shape = Shape.of(query, key, value)
-    assert group_shares(shape, KeyGradientConfig(query_block=64), 132) == 3
+    tiles = shared_tiles(shape, logits, KeyGradientConfig(query_block=64), 132)
+    assert tiles.group_shares == 3
     given = (query, key, value, dout, operands.bias, None, mask, None, logits)
     out, lse, expected = truth(*given)
     backward = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132)

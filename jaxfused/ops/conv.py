@@ -163,8 +163,8 @@ def conv(
         if why_not_dense is not None:
             missing["pallas"] = why_not_dense
         elif not explicit:
-            assert not isinstance(window, str)
-            why_xla = dense_conv.why_xla(window, values, w)
+            assert not isinstance(window, str) and not isinstance(dense, str)
+            why_xla = dense_conv.why_xla(device, window, dense, like_x, like_w)
     else:
         missing["pallas"] = depthwise_conv.NO_PALLAS
         why_xla = None if explicit else depthwise_conv.why_xla(device, values, depthwise)

@@ -129,53 +129,45 @@ def why_unsupported(
     )
 
 
-def why_xla(window: Window, x: Any, w: Any) -> str | None:
-    """Returns why a call that names no implementation is XLA's, or None where kernels were timed.
+def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: Any) -> str | None:
+    """Returns why a call that names no implementation is XLA's, or None where a stage may gain.
 
-    Among those each stage goes to what is predicted to be faster.
+    `dense` is the window that `simplified` makes of `window`, and x and w are what it makes of them.
+    Each stage goes to what is predicted to be faster there.
     """
-    _, simple = simplified(window, x)
-    assert isinstance(simple, Window)
-    if simple.is_pointwise:
+    if dense.is_pointwise:
         return None
-    joins = simple.taps < window.taps
-    if joins and w.shape[-1] % 64 == 0 and _pixels(window, x) >= _LEAST_JOINED_PIXELS:
-        return None
-    return why_untimed(window, x, w, least_pixels=_LEAST_PIXELS, most_dilation=2)
-
-
-def why_untimed(
-    window: Window, x: Any, w: Any, *, least_pixels: int, most_dilation: int = 1
-) -> str | None:
-    """Returns why kernels of this package were not timed with a dense window, or None."""
-    channels, features = w.shape[-2:]
-    pixels = _pixels(window, x)
-    is_timed = set(window.kernel) == {3} and set(window.strides) == {1}
-    is_timed = is_timed and max(window.dilation) <= most_dilation
-    if is_timed and channels % 64 == features % 64 == 0 and pixels >= least_pixels:
-        return None
-    return (
-        "the dense kernels were timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels"
-        f" and at least {least_pixels} pixels, dilated by {most_dilation} at most, and this is a window"
-        f" of {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
-        f" {pixels} pixels"
+    if dense.taps < window.taps:
+        pixels = math.prod((x.shape[0], *dense.result(images(x).shape[1:-1])))
+        if w.shape[-1] % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
+            return None
+        return (
+            "the kernels were timed with few channels at multiples of 64 features and at least"
+            f" {_LEAST_JOINED_PIXELS} pixels, and there are {w.shape[-1]} features and {pixels} pixels"
+        )
+    x, w = images(x), w if x.ndim > 3 else jax.ShapeDtypeStruct((1, *w.shape), w.dtype)
+    sizes = x.shape[1:-1]
+    dz = jax.ShapeDtypeStruct((x.shape[0], *dense.result(sizes), w.shape[-1]), x.dtype)
+    stages = (
+        Forward(Options(dense, None, None), False).reasons(device, x, w, None, None),
+        _InputGradient(dense, sizes, None).reasons(device, dz, w),
+        _WeightGradient(dense, None).reasons(device, x, dz),
     )
+    if any(dispatch.choose("conv", None, reasons) != "xla" for reasons in stages):
+        return None
+    return "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
 
 
-def _pixels(window: Window, x: Any) -> int:
-    """Of all results together."""
-    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
-    return math.prod((x.shape[0], *window.result(sizes)))
-
-
-_LEAST_PIXELS = 2**13
 _LEAST_JOINED_PIXELS = 2**17
-"""Where several pixels become one first."""
 
 
 def images(x: Any) -> Any:
     """Returns x [B, L, C] as pictures of one row."""
-    return x[:, None] if x is not None and x.ndim == 3 else x
+    if x is None or x.ndim != 3:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[1:]), x.dtype)
+    return x[:, None]
 
 
 def dense_conv(
@@ -880,17 +872,22 @@ def call_of(
 
 def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> float:
     pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
-    moved = math.prod(call.sizes) * call.channels + pixels * call.features
-    work = pixels * call.window.taps * call.channels * call.features
-    return cost.cudnn(
-        work,
+    x_bytes = math.prod(call.sizes) * call.channels * itemsize
+    uneven = any(before != after for before, after in call.window.padding)
+    work = cost.CudnnWork(
+        pixels,
         call.channels,
         call.features,
-        moved * itemsize,
+        call.window.taps,
+        itemsize,
+        traffic=x_bytes + pixels * call.features * itemsize,
         axes=len(call.window.kernel),
+        padded_bytes=x_bytes if uneven and not call.flipped else 0,
         of_weights=of_weights,
-        dilated_gradient=max(call.window.dilation) > 1 and (of_weights or call.flipped),
+        of_input=call.flipped,
+        dilated=max(call.window.dilation) > 1,
     )
+    return cost.cudnn(work, call.multiprocessors)
 
 
 def _in_order(

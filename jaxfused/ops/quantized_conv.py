@@ -161,14 +161,23 @@ def _integers_in_xla(device: dispatch.Device) -> bool:
 
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
     """Returns why a call that names no implementation is XLA's, or None where the kernel was timed."""
-    reason = dense_conv.why_untimed(window, x, w, least_pixels=_LEAST_PIXELS)
-    fewest = min(w.shape[-2:])
-    if reason is None and fewest < _LEAST_CHANNELS:
-        reason = (
+    channels, features = w.shape[-2:]
+    pixels = math.prod((x.shape[0], *window.result(dense_conv.images(x).shape[1:-1])))
+    simple = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
+    if not simple or channels % 64 or features % 64 or pixels < _LEAST_PIXELS:
+        return (
+            "the kernel was timed with windows of 3 x 3 and 3 x 3 x 3, multiples of 64 channels and at"
+            f" least {_LEAST_PIXELS} pixels, and this is a window of"
+            f" {' x '.join(map(str, window.kernel))} with {channels} and {features} channels and"
+            f" {pixels} pixels"
+        )
+    fewest = min(channels, features)
+    if fewest < _LEAST_CHANNELS:
+        return (
             f"with fewer than {_LEAST_CHANNELS} channels the kernel takes longer than a convolution of"
             f" bfloat16, and there are {fewest}"
         )
-    return reason
+    return None
 
 
 _LEAST_CHANNELS = 128

@@ -97,9 +97,8 @@ def backward_candidates(
             estimate.backward(shape, logits, configs[0], multiprocessors)
             for configs in (longs, shorts)
         )
-        # Few key heads, each of several query heads, leave most multiprocessors idle there.
-        idle = shape.group > 1 and 2 * shape.batch * shape.key_heads <= multiprocessors
-        longer = idle and long_time < _GAIN * short_time
+        # One CTA there has all queries of a key head, and few key heads leave most of them idle.
+        longer = long_time < _GAIN * short_time
         whole = (*longs, shorts[0]) if longer else (*shorts, longs[0])
     splits = split_keys_backward.candidates(shape, logits, multiprocessors)
     return _in_order(whole, splits, estimate.backward, shape, logits, multiprocessors)

@@ -114,8 +114,9 @@ class KeyGradientConfig:
         return self.shared_bytes(shape) <= SHARED_MEMORY_BYTES
 
 
-_FEWEST_SHARED_VISITS = 4
-"""Fewer visits to blocks of queries take a tile less time than adding up the gradients of shares."""
+_QUERY_SHARES = (2, 3, 4, 6, 8, 12, 16)
+_MOST_SHARED_TILES = 4
+"""With more tiles than this for each multiprocessor, shares would not even the work out further."""
 _WIDEST_WITH_MANY_QUERIES = 80
 """The largest head size at which registers hold dK and dV of 64 keys beside tiles of 128 queries."""
 
@@ -168,12 +169,10 @@ def key_gradients(
     shape = Shape.of(query, key, value)
     config = config or default_config(shape, logits)
     rows, block, mask = config.query_block, config.key_block, logits.mask
-    shares = group_shares(shape, config, multiprocessors)
-    shape = shape._replace(key_heads=shape.key_heads * shares)
+    tiles = shared_tiles(shape, logits, config, multiprocessors)
     head, columns = config.columns(shape)
-    tiles = KeyTiles(mask, shape.key_heads, shape.group, block, rows)
     kind = _SplitGradients if config.splits_roles else _BothGradients
-    kernel = kind(shape, query.dtype, logits, config, tiles, head, columns, shares)
+    kernel = kind(shape, query.dtype, logits, config, tiles, head, columns)
     bounds = None
     if mask.has_segments:
         bounds = segment_blocks(operands.key_segments, operands.query_segments, block, rows)
@@ -185,27 +184,47 @@ def key_gradients(
         roles=(producer, *kernel.consumers()),
         memory=kernel.memory(),
         results=tuple(
-            jax.ShapeDtypeStruct((*x.shape[:2], shape.key_heads, x.shape[3]), x.dtype)
+            jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * tiles.shares, x.shape[3]), x.dtype)
             for x in (key, value)
         ),
     )
     arrays = (query, key, value, dout, lse2, delta)
     dkey, dvalue = launch(arrays, operands.padded(rows, WGMMA_ROWS).transposed(), bounds)
-    return _sum_of_shares(dkey, shares), _sum_of_shares(dvalue, shares)
+    return _sum_of_shares(dkey, tiles.shares), _sum_of_shares(dvalue, tiles.shares)
 
 
-def group_shares(shape: Shape, config: KeyGradientConfig, multiprocessors: int) -> int:
-    """Returns in how many shares the query heads of a key head are divided among CTAs.
+def shared_tiles(
+    shape: Shape, logits: Logits, config: KeyGradientConfig, multiprocessors: int
+) -> KeyTiles:
+    """Returns the tiles of keys, in as many shares as are expected to take the least time.
 
-    A tile of keys visits the queries of all heads that share it. Where such tiles leave multiprocessors
-    idle, each share of the heads has a tile of its own, whose gradients are added up afterwards.
+    A tile of keys visits the queries of all heads that share it. Where there are too few tiles for all
+    multiprocessors, or the first of them visit many queries and the last few, as in causal attention,
+    the heads are divided into shares, and the queries too if there are no more heads. Each share has a
+    tile of its own, whose gradients are added up afterwards.
     """
-    tiles = shape.batch * shape.key_heads * -(-shape.key_count // config.key_block)
-    visits = shape.group * -(-shape.query_count // config.query_block)
-    if 2 * tiles > multiprocessors or visits < _FEWEST_SHARED_VISITS:
-        return 1
+    whole = KeyTiles(
+        logits.mask, shape.key_heads, shape.group, config.key_block, config.query_block
+    )
+    if shape.batch * shape.key_heads * whole.count > _MOST_SHARED_TILES * multiprocessors:
+        return whole
     divisors = [n for n in range(1, shape.group + 1) if shape.group % n == 0]
-    return next((n for n in divisors if n * tiles >= multiprocessors), shape.group)
+    options = [replace(whole, group=shape.group // n, group_shares=n) for n in divisors]
+    options += [replace(options[-1], query_shares=n) for n in _QUERY_SHARES]
+    return min(options, key=lambda tiles: microseconds(shape, tiles, config, multiprocessors))
+
+
+def microseconds(
+    shape: Shape, tiles: KeyTiles, config: KeyGradientConfig, multiprocessors: int
+) -> float:
+    """Returns an estimate of the time that all tiles of keys take, and the sum of their shares."""
+    visited = tiles.longest(shape.batch, config.heads_together, multiprocessors)
+    widest = max(shape.head_size, shape.value_size)
+    by_tiles = visited * (0.008 + 1.2e-4 * widest) * config.key_block / 128
+    if tiles.shares == 1:
+        return by_tiles
+    values = shape.batch * shape.key_count * shape.key_heads * (shape.head_size + shape.value_size)
+    return by_tiles + 3.0 + 2 * 2 * tiles.shares * values / 3.3e6
 
 
 def _sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:
@@ -233,15 +252,12 @@ class _KeyGradients:
     """What both kernels have in common: static parameters, shared memory, and the producer."""
 
     shape: Shape
-    """The sizes, with each share of a group counted as a key head of its own."""
     dtype: Any
     logits: Logits
     config: KeyGradientConfig
     tiles: KeyTiles
     head: Columns
     value: Columns
-    shares: int
-    """The number of shares of each group, see `group_shares`."""
 
     def consumers(self) -> tuple[Role, ...]:
         raise NotImplementedError
@@ -295,14 +311,13 @@ class _KeyGradients:
         """Copies the keys and values of a tile."""
         at = cta.place(tile_idx)
         _, k_heads, v_heads = map(Heads, cta.arrays[:3])
-        key_head_idx = lax.div(at.key_head_idx, jnp.int32(self.shares))
         ring = self.keys(cta)
         for part in range(self.config.key_parts):
             slot = self.key_slot(tile_idx, part)
             start = at.start + part * WGMMA_ROWS
-            ring.fill(slot, k_heads, at.batch_idx, start, key_head_idx)
+            ring.fill(slot, k_heads, at.batch_idx, start, at.key_head_idx)
             values = Matrix.of(cta.memory["v_smem"], slot)
-            values.fill(v_heads, at.batch_idx, start, key_head_idx, ring.full.at[slot])
+            values.fill(v_heads, at.batch_idx, start, at.key_head_idx, ring.full.at[slot])
 
     def copy_tile(self, cta: Cta, tile_idx: jax.Array, first: jax.Array) -> jax.Array:
         """Copies the queries that a tile of keys visits, from step `first` on; returns the next step."""
@@ -324,11 +339,11 @@ class _KeyGradients:
             return step + 1
 
         def copy_head(g, step):
-            head_idx = at.key_head_idx * self.shape.group + g
+            head_idx = at.first_head_idx + g
             body = functools.partial(copy_pair, head_idx)
             return lax.fori_loop(at.blocks.start, at.blocks.stop, body, step)
 
-        end = lax.fori_loop(0, self.shape.group, copy_head, first)
+        end = lax.fori_loop(0, self.tiles.group, copy_head, first)
         if copies_ahead:
             copy_next_keys(end <= first + self.config.query_stages)
         return end
@@ -373,7 +388,7 @@ class _KeyGradients:
         self, cta: Cta, at: KeyPlace, step: jax.Array, visit: Callable[[_Visit], None]
     ) -> jax.Array:
         """Calls `visit` for each block of queries that the mask leaves; returns the step after them."""
-        blocks, rows, group = at.blocks, self.config.query_block, self.shape.group
+        blocks, rows, group = at.blocks, self.config.query_block, self.tiles.group
 
         def of_block(g, first, i, _):
             part = 0 if self.config.splits_roles else self.own(cta) * WGMMA_ROWS
@@ -382,7 +397,7 @@ class _KeyGradients:
             )
             tile = TransposedTile(
                 at.batch_idx,
-                at.key_head_idx * group + g,
+                at.first_head_idx + g,
                 i * rows,
                 key_start,
                 (WGMMA_ROWS, rows),
@@ -439,14 +454,14 @@ class _KeyGradients:
         scale = self.logits.scale if self.logits.soft_cap is None else 1.0
         matrix = Matrix.of(cta.memory["k_smem"], slot)
         matrix.store([block * scale for block in dkey])
-        matrix.write(Heads(cta.results[0]), at.batch_idx, start, at.key_head_idx)
+        matrix.write(Heads(cta.results[0]), at.batch_idx, start, at.shared_head_idx)
 
     def write_value(self, cta: Cta, at: KeyPlace, slot: Any, start: Any, dvalue: list[Any]) -> None:
         """Stores dV of 64 keys, in the same way as `write_key`."""
         factor = 1 / self.logits.keep_probability
         matrix = Matrix.of(cta.memory["v_smem"], slot)
         matrix.store([block * factor for block in dvalue])
-        matrix.write(Heads(cta.results[1]), at.batch_idx, start, at.key_head_idx)
+        matrix.write(Heads(cta.results[1]), at.batch_idx, start, at.shared_head_idx)
 
 
 @dataclass(frozen=True)

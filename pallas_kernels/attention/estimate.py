@@ -10,7 +10,7 @@ from pallas_kernels.attention.backward import BackwardConfig
 from pallas_kernels.attention.backward_dkv import KeyGradientConfig
 from pallas_kernels.attention.forward import ForwardConfig
 from pallas_kernels.attention.logits import Logits
-from pallas_kernels.attention.memory import WGMMA_ROWS, ceil_to
+from pallas_kernels.attention.memory import WGMMA_ROWS
 from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
@@ -68,33 +68,50 @@ def backward(
     config: BackwardConfig | ShortBackwardConfig | SplitBackwardConfig,
     multiprocessors: int,
 ) -> float:
-    """Returns the microseconds of a backward, without what all backwards have in common."""
+    """Returns the microseconds of a backward, beside XLA's kernel for the numbers of each query.
+
+    The backward for few keys computes those numbers itself: it takes the less by that kernel's time.
+    """
     keys = visited_keys(shape, logits)
     multiprocessors = max(1, multiprocessors)
-    queries = shape.query_count
     if isinstance(config, SplitBackwardConfig):
         return _split_backward(shape, logits, config, multiprocessors)
     if isinstance(config, ShortBackwardConfig):
-        steps = shape.heads * -(-queries // WGMMA_ROWS) * -(-shape.key_count // WGMMA_ROWS)
-        rounds = shape.batch * steps / multiprocessors
-        together = max(1.0, rounds) * (1.0 + 0.012 * shape.head_size)
-        # A CTA takes all query heads that share a key head, one after the other.
-        alone = steps / shape.key_heads * 0.82 * (shape.head_size / 64) ** 1.75
-        return _LAUNCH + max(together, alone)
-    tasks = shape.batch * shape.heads * -(-queries // config.queries.query_block)
-    for_queries = -(-tasks // multiprocessors) * keys * _per_key(shape)
+        return _short_backward(shape, multiprocessors) - _row_statistics(shape)
+    tasks = shape.batch * shape.heads * -(-shape.query_count // config.queries.query_block)
+    rounds = -(-tasks // multiprocessors)
+    for_queries = rounds * max(_LEAST_OF_QUERIES, keys * _per_key(shape))
     for_queries = max(for_queries, _bytes_of_keys(shape, keys) / _BYTES)
-    return 2 * _LAUNCH + for_queries + _key_gradients(shape, keys, config.keys, multiprocessors)
+    return 2 * _LAUNCH + for_queries + _key_gradients(shape, logits, config.keys, multiprocessors)
+
+
+_LEAST_OF_QUERIES = 2.4
+"""What a tile of queries takes however few keys it visits."""
+
+
+def _row_statistics(shape: Shape) -> float:
+    """XLA's kernel that reads the output and its gradient and sums their products."""
+    rows = 2.0 * shape.batch * shape.query_count * shape.heads * shape.value_size
+    return 2.0 + 2 * rows / 2.8e6
+
+
+def _short_backward(shape: Shape, multiprocessors: int) -> float:
+    """A CTA has a key head and all of its queries, 64 at a time."""
+    steps = shape.group * -(-shape.query_count // WGMMA_ROWS)
+    tiles = -(-shape.key_count // WGMMA_ROWS)
+    alone = steps * max(1.0, shape.head_size / 64) * (1 + 0.5 * tiles)
+    ctas = shape.batch * shape.key_heads
+    # Where all multiprocessors are at work, their clocks are lower and memory is shared.
+    crowded = 1.25 if 2 * ctas > multiprocessors else 1.0
+    return _LAUNCH + -(-ctas // multiprocessors) * alone * crowded
 
 
 def _key_gradients(
-    shape: Shape, keys: int, config: KeyGradientConfig, multiprocessors: int
+    shape: Shape, logits: Logits, config: KeyGradientConfig, multiprocessors: int
 ) -> float:
-    tasks = shape.batch * shape.key_heads * -(-keys // config.key_block)
-    visits = shape.group * ceil_to(shape.query_count, config.query_block)
-    per_task = 2.0 + visits * _per_key(shape) * config.key_block / 128
-    by_memory = 2 * _bytes_of_keys(shape, shape.key_count) / _BYTES
-    return max(-(-tasks // multiprocessors) * per_task, by_memory)
+    tiles = backward_dkv.shared_tiles(shape, logits, config, multiprocessors)
+    by_tiles = backward_dkv.microseconds(shape, tiles, config, multiprocessors)
+    return max(by_tiles, 2 * _bytes_of_keys(shape, shape.key_count) / _BYTES)
 
 
 def _per_key(shape: Shape) -> float:
@@ -118,7 +135,7 @@ def _split_backward(
     else:
         per_block *= 0.6
         others = _LAUNCH + _key_gradients(
-            shape, keys, backward_dkv.default_config(shape, logits), multiprocessors
+            shape, logits, backward_dkv.default_config(shape, logits), multiprocessors
         )
     by_tasks = -(-tasks // places) * (2.5 + blocks * per_block)
     rows = min(WGMMA_ROWS, packing.rows)

@@ -129,6 +129,10 @@ class KeyPlace(NamedTuple):
 
     batch_idx: jax.Array
     key_head_idx: jax.Array
+    first_head_idx: jax.Array
+    """The first of the query heads that are visited."""
+    shared_head_idx: jax.Array
+    """The head of the results, in which each share of a key head has one."""
     start: jax.Array
     """The index of the first key."""
     key_length: Index
@@ -136,26 +140,44 @@ class KeyPlace(NamedTuple):
     """The blocks of queries, visited in order for one query head after the other."""
 
 
+_EVEN = 16
+"""So many tiles for each multiprocessor are taken to be spread evenly, without a look at each of them.
+"""
+
+
 @dataclass(frozen=True)
 class KeyTiles:
-    """How keys are cut into tiles, and queries into blocks: `QueryTiles` transposed."""
+    """How keys are cut into tiles, and queries into blocks: `QueryTiles` transposed.
+
+    Several shares of a tile divide its visits, and each gives gradients of its own, as if each share
+    of a key head were a head.
+    """
 
     mask: BlockMask
     key_heads: int
     group: int
-    """The number of query heads that share a key head."""
+    """The number of query heads that a share visits."""
     rows: int
     """The number of keys in a tile."""
     query_block: int
+    group_shares: int = 1
+    """The number of shares into which the query heads of a key head are divided."""
+    query_shares: int = 1
+    """The number of shares into which the blocks of queries are divided, for each of the former."""
 
     @property
     def count(self) -> int:
         """The number of tiles of one key head."""
         return -(-self.mask.key_count // self.rows)
 
-    def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
-        """Returns [CTA, 1 + rounds], see `schedule`; tiles with more visits are taken to cost more."""
-        costs = []
+    @property
+    def shares(self) -> int:
+        return self.group_shares * self.query_shares
+
+    @functools.cached_property
+    def costs(self) -> tuple[int, ...]:
+        """The work of a share of each tile of a head, in visited queries."""
+        result = []
         for j in range(self.count):
             blocks = self.mask.query_blocks(
                 (j * self.rows, (j + 1) * self.rows),
@@ -163,18 +185,35 @@ class KeyTiles:
                 self.mask.query_count,
                 self.mask.key_count,
             )
+            visits = -(-(blocks.stop - blocks.start) // self.query_shares) * self.group
             # Starting and ending a tile takes about as long as a visit to 128 queries.
-            costs.append((blocks.stop - blocks.start) * self.group * self.query_block + 128)
-        return schedule(tuple(costs), batch * self.key_heads, heads_together, multiprocessors)
+            result.append(visits * self.query_block + 128)
+        return tuple(result)
+
+    def schedule(self, batch: int, heads_together: int, multiprocessors: int) -> np.ndarray:
+        """Returns [CTA, 1 + rounds], see `schedule`; tiles with more visits are taken to cost more."""
+        heads = batch * self.key_heads * self.shares
+        return schedule(self.costs, heads, heads_together, multiprocessors)
+
+    def longest(self, batch: int, heads_together: int, multiprocessors: int) -> int:
+        """Returns the work of the CTA that has most of it, in visited queries."""
+        heads = batch * self.key_heads * self.shares
+        if heads * self.count > _EVEN * multiprocessors:
+            return heads * sum(self.costs) // multiprocessors + max(self.costs) // 2
+        table = self.schedule(batch, heads_together, multiprocessors)
+        costs = np.asarray(self.costs)[table[:, 1:] % self.count]
+        is_tile = np.arange(costs.shape[1]) < table[:, :1]
+        return int(np.sum(costs * is_tile, axis=1).max())
 
     def place(self, number: jax.Array, operands: Operands, bounds_gmem) -> KeyPlace:
-        """Returns the place of tile number (batch * key heads + key head) * count + tile, in a kernel.
+        """Returns the place of tile number (batch * shared heads + shared head) * count + tile.
 
+        Shared head number key head * shares + share is a share of a key head. A kernel calls this;
         bounds_gmem is the table of `segment_blocks` with its arguments swapped, or None.
         """
         batch_head = lax.div(number, jnp.int32(self.count))
-        batch_idx = lax.div(batch_head, jnp.int32(self.key_heads))
-        key_head_idx = lax.rem(batch_head, jnp.int32(self.key_heads))
+        batch_idx = lax.div(batch_head, jnp.int32(self.key_heads * self.shares))
+        shared_head_idx = lax.rem(batch_head, jnp.int32(self.key_heads * self.shares))
         tile_idx = lax.rem(number, jnp.int32(self.count))
         query_length, key_length = operands.lengths(self.mask, batch_idx)
         within = None
@@ -185,7 +224,24 @@ class KeyTiles:
             (start, start + self.rows), self.query_block, query_length, key_length, within
         )
         blocks = Blocks(*(jnp.asarray(x, jnp.int32) for x in blocks))
-        return KeyPlace(batch_idx, key_head_idx, start, key_length, blocks)
+        return KeyPlace(
+            batch_idx,
+            lax.div(shared_head_idx, jnp.int32(self.shares)),
+            lax.div(shared_head_idx, jnp.int32(self.query_shares)) * self.group,
+            shared_head_idx,
+            start,
+            key_length,
+            self.shared_blocks(blocks, lax.rem(shared_head_idx, jnp.int32(self.query_shares))),
+        )
+
+    def shared_blocks(self, blocks: Blocks, share: jax.Array) -> Blocks:
+        """Returns those of the blocks that a share of the queries visits."""
+        if self.query_shares == 1:
+            return blocks
+        visits = lax.max(blocks.stop - blocks.start, jnp.int32(0))
+        most = lax.div(visits + (self.query_shares - 1), jnp.int32(self.query_shares))
+        first = lax.min(blocks.start + share * most, blocks.start + visits)
+        return blocks._replace(start=first, stop=lax.min(first + most, blocks.start + visits))
 
 
 @functools.lru_cache(maxsize=64)

@@ -516,6 +516,8 @@ def _time(
         written_bytes=written_bytes,
         activations=activations,
         memory_bytes=operands * itemsize + elements * (read_bytes + written_bytes),
+        few_channels=call.channels < product.tile_k,
+        strided=call.window.is_strided,
     )
     turned = 0.0
     if config.turns_weights:
