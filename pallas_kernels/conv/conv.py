@@ -231,9 +231,14 @@ class ConvProduct(Product):
             self._copy_weights(ring, b_gmem, step.k_idx, slot, step.n_idx, full)
 
     def _tap_and_channel(self, k_idx: Any) -> tuple[list[Any], Any]:
-        """The place in the window of a step's first weight, and the first of its channels."""
-        rest = lax.div(k_idx, jnp.int32(self.channel_steps))
-        channel = lax.rem(k_idx, jnp.int32(self.channel_steps)) * self.tile_k
+        """The place in the window of a step's first weight, and the first of its channels.
+
+        All weights of some channels follow each other, so that the pixels that they share are still in
+        the cache: those of many channels would not be once all channels have been read.
+        """
+        places = jnp.int32(self.window.taps // self.rows_at_once)
+        rest = lax.rem(k_idx, places)
+        channel = lax.div(k_idx, places) * self.tile_k
         place = []
         for axis, size in reversed(list(enumerate(self.window.kernel))):
             if self.rows_at_once > 1 and axis == len(self.window.kernel) - 2:
@@ -517,6 +522,7 @@ def _time(
         activations=activations,
         memory_bytes=operands * itemsize + elements * (read_bytes + written_bytes),
         few_channels=call.channels < product.tile_k,
+        in_pieces=call.features % 16 != 0,
         strided=call.window.is_strided,
     )
     turned = 0.0

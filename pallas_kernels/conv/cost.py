@@ -23,6 +23,8 @@ class Speeds:
     """Likewise of 32 columns and fewer."""
     few_channels: float = 1.3
     """Factor of a step with fewer channels than a slot has room for, the rest of which is zeros."""
+    in_pieces: float = 2.0
+    """Factor of a step whose weights arrive in pieces of 8 features."""
     strided: float = 1.5
     """Factor of a step whose pixels are not neighbours."""
     cached_byte: float = 5.8e-8
@@ -208,6 +210,8 @@ class Work:
     """What has to be read and written once."""
     few_channels: bool = False
     """A slot is not full of channels."""
+    in_pieces: bool = False
+    """The features are no multiple of 16."""
     strided: bool = False
 
 
@@ -222,6 +226,7 @@ def kernel(work: Work, multiprocessors: int) -> float:
     if work.stages <= len(speeds.starved):
         slot *= speeds.starved[work.stages - 1]
     slot *= speeds.few_channels if work.few_channels else 1.0
+    slot *= speeds.in_pieces if work.in_pieces else 1.0
     slot *= speeds.strided if work.strided else 1.0
     of_element = (
         speeds.element
