@@ -50,7 +50,7 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test test-jax test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
+.PHONY: vit unet test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
   lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
@@ -77,7 +77,11 @@ PYTEST_ON_CPU = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 \
   $(PYTHON) -m pytest -n $(JOBS) --dist worksteal \
   -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
-test: lint
+test: $(INSTALLED)
+	$(MAKE) --jobs=2 lint tests-of-a-commit
+
+# Beside the linters, of which the slowest has one core only.
+tests-of-a-commit: $(INSTALLED)
 	$(PYTEST_ON_CPU)
 
 # Kernels as they are lowered, transformations, shards, what is read from JAX's programs, and what has to be

@@ -1,7 +1,8 @@
 """The Vision Transformer, in the sizes of its papers, on the fused layers of jaxfused.
 
-Each block hands on two arrays, the residual stream and what the last branch adds to it, so that the
-addition happens inside the next norm: `y, stream = norm(delta, residual=stream)`.
+Each block hands on the residual stream and what the last branch adds to it, a matrix and a bias, so that
+the additions happen inside the next norm: `y, stream = norm(delta, residual=stream, pre_bias=bias)`. The
+gradient of the bias is then a sum that the norm's kernel takes of what it has in registers.
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, https://arxiv.org/abs/2010.11929
 """
@@ -22,8 +23,8 @@ import jaxfused.nnx
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Maps (query, key, value), all [B, T, heads, width / heads], to an output of the same shape."""
 
-Carry = tuple[jax.Array, jax.Array]
-"""What a block hands on: (delta, stream), both [B, T, width]."""
+Carry = tuple[jax.Array, jax.Array, jax.Array]
+"""What a block hands on: (delta, stream), both [B, T, width], and the bias [width] of delta."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class VisionTransformer(nnx.Module):
             )
         self.patch = size.patch
         self.pool = pool
+        self.dtype = dtype
         self.drop_path = drop_path
         self.depth = size.depth
         self.unroll = size.depth if unroll is None else min(unroll, size.depth)
@@ -152,24 +154,30 @@ class VisionTransformer(nnx.Module):
 
         A `key` turns on dropout and stochastic depth; without one the model is deterministic.
         """
-        delta = self.embed(patchify(images, self.patch))
+        patches, added = patchify(images, self.patch), self.positions[...]
+        bias = self.embed.bias[...]
         if self.pool == "token":
-            token = self.class_token.astype(delta.dtype)
-            shape = (len(delta), *token.shape[1:])
-            token = jnp.broadcast_to(token, shape, out_sharding=sharding_of_batch(delta))
-            delta = jnp.concatenate([token, delta], axis=1)
-        positions = self.positions.astype(delta.dtype)
-        stream = jnp.broadcast_to(positions, delta.shape, out_sharding=sharding_of_batch(delta))
+            # The class token is a patch without pixels, from which the bias of the others is taken: so
+            # nothing is put together that has the size of the activations.
+            token = self.class_token[...] - bias
+            added += jnp.pad(token, ((0, 0), (0, patches.shape[1]), (0, 0)))
+            patches = jnp.pad(patches, ((0, 0), (1, 0), (0, 0)))
+        if has_arrays(self.embed):
+            delta = jaxfused.linear(patches.astype(self.dtype), self.embed.kernel[...])
+        else:
+            delta, bias = self.embed(patches), jnp.zeros_like(bias)
+        added = added.astype(delta.dtype)
+        stream = jnp.broadcast_to(added, delta.shape, out_sharding=sharding_of_batch(delta))
 
         keys = None if key is None or not self.random else jax.random.split(key, self.depth)
         drop_path = jnp.linspace(0, self.drop_path, self.depth)
         run = self._loop if self.has_loop else self._one_by_one
-        delta, stream = run((delta, stream), keys, drop_path)
+        delta, stream, bias = run((delta, stream, bias), keys, drop_path)
 
         if self.pool == "token":
-            features, _ = self.norm(delta[:, 0], residual=stream[:, 0])
+            features, _ = self.norm(delta[:, 0], residual=stream[:, 0], pre_bias=bias)
         else:
-            features, _ = self.norm(delta, residual=stream)
+            features, _ = self.norm(delta, residual=stream, pre_bias=bias)
             features = features.mean(axis=1)
         return self.head(features).astype(jnp.float32)
 
@@ -242,25 +250,29 @@ class Block(nnx.Module):
         self,
         delta: jax.Array,
         stream: jax.Array,
+        bias: jax.Array,
         *,
         key: jax.Array | None,
         drop_path: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the next `(delta, stream)`, both [B, T, width]."""
+    ) -> Carry:
+        """Returns the next `(delta, stream, bias)`."""
         keys = (None, None) if key is None else jax.random.split(key)
-        y, stream = self.norm1(delta, residual=stream)
+        y, stream = self.norm1(delta, residual=stream, pre_bias=bias)
         attended = self._attention(y)
-        if key is None and isinstance(self.project, jaxfused.nnx.Linear):
-            # The norm adds the projection's bias with the stream, and sums its gradient with its own
-            # ones.
+        if key is None and has_arrays(self.project):
             kernel = self.project.kernel[...]
             delta = jaxfused.linear(attended, kernel, precision=self.precision)
             y, stream = self.norm2(delta, residual=stream, pre_bias=self.project.bias[...])
         else:
             delta = self._drop(self.project(attended), keys[0], drop_path)
             y, stream = self.norm2(delta, residual=stream)
+        if key is None and self.precision is None and has_arrays(self.mlp.up, self.mlp.down):
+            up, down = self.mlp.up, self.mlp.down
+            weights = up.kernel[...], up.bias[...], down.kernel[...]
+            delta = jaxfused.mlp(y, *weights, activation=self.mlp.activation, save=self.mlp.save)
+            return delta, stream, down.bias[...]
         delta = self._drop(self.mlp(y), keys[1], drop_path)
-        return delta, stream
+        return delta, stream, jnp.zeros_like(bias)
 
     def _attention(self, y: jax.Array) -> jax.Array:
         batch, tokens, width = y.shape
@@ -285,6 +297,14 @@ class Block(nnx.Module):
         keep = jax.random.bernoulli(path_key, 1 - drop_path, (len(branch), 1, 1))
         # The division keeps the expectation, so that the scale is the same as without a key.
         return jnp.where(keep, branch / (1 - drop_path).astype(branch.dtype), 0)
+
+
+def has_arrays(*layers: nnx.Module) -> bool:
+    """Whether the kernels of all layers are arrays: none is quantised, or observed to be quantised."""
+    return all(
+        isinstance(layer, jaxfused.nnx.Linear) and isinstance(layer.kernel.get_value(), jax.Array)
+        for layer in layers
+    )
 
 
 def _apart(stack: Block, depth: int) -> list[Block]:

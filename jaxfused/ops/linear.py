@@ -19,7 +19,12 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
-from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.ops.product_choice import (
+    Passes,
+    fastest_first,
+    is_modelled,
+    xla_time,
+)
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.ops.weight_gradient import (
     WeightGradients,
@@ -215,10 +220,15 @@ class _Options:
     forward_in_xla: bool = False
     """The forward is XLA's whatever the gradient's stages are."""
 
-    def forward(self, *, save_preactivation: bool) -> "Layer":
+    def forward(self, *, save_preactivation: bool, weights_read_again: bool = False) -> "Layer":
         """The kernel of the forward."""
         return Layer(
-            "linear forward", self.activation, self.out_dtype, save_preactivation, self.precision
+            "linear forward",
+            self.activation,
+            self.out_dtype,
+            save_preactivation,
+            self.precision,
+            weights_read_again,
         )
 
 
@@ -236,8 +246,10 @@ def _linear(run: Runner, options: _Options, x, w, bias, residual):
     return y
 
 
-def _forward(run: Runner, options: _Options, saves: bool, *operands: Any) -> Results:
-    layer = options.forward(save_preactivation=saves)
+def _forward(
+    run: Runner, options: _Options, saves: bool, *operands: Any, weights_read_again: bool = False
+) -> Results:
+    layer = options.forward(save_preactivation=saves, weights_read_again=weights_read_again)
     if not options.forward_in_xla:
         return run(layer, *operands)
     x, w, *_ = operands
@@ -249,7 +261,8 @@ def _forward(run: Runner, options: _Options, saves: bool, *operands: Any) -> Res
 
 def _linear_fwd(run: Runner, options: _Options, x, w, bias, residual):
     saves = options.activation is not None
-    y, preactivation = _forward(run, options, saves, x, w, bias, residual)
+    again = are_weights_converted(x, w)
+    y, preactivation = _forward(run, options, saves, x, w, bias, residual, weights_read_again=again)
     y = named(y, "linear", "output")
     preactivation = named(preactivation, "linear", "preactivation")
     return y, _Residuals(x, w, bias, preactivation)
@@ -344,6 +357,12 @@ def _linear_in_fp8_bwd(run: Runner, options: _Options, saved: _Fp8Residuals, dy)
 _linear_in_fp8.defvjp(_linear_in_fp8_fwd, _linear_in_fp8_bwd)
 
 
+def are_weights_converted(x: jax.Array, w: jax.Array) -> bool:
+    """Whether XLA makes a copy in x's dtype of the weights of few rows."""
+    are_few = math.prod(x.shape[:-1]) <= few_rows.MAX_ROWS
+    return are_few and x.dtype.itemsize == 2 and weight_itemsize(x, w) != x.dtype.itemsize
+
+
 def input_gradient(
     run: Runner, dy: jax.Array, w: jax.Array, dtype: Any, precision: Any
 ) -> jax.Array:
@@ -425,6 +444,8 @@ class Layer:
     out_dtype: Any
     save_preactivation: bool
     precision: Any
+    weights_read_again: bool = False
+    """The gradient of few rows reads the weights, which XLA converts to x's dtype once for both."""
 
     def axes(self, *operands) -> Axes:
         del operands
@@ -473,6 +494,7 @@ class Layer:
             work,
             self._passes(x, bias, residual),
             cuda_in_one_product=in_one_product,
+            weights_read_again=self.weights_read_again,
         )
 
     def work(self, x, w, bias, residual) -> cost.Work:
@@ -685,6 +707,7 @@ def in_order(
     terms: int = 1,
     pallas_time: float | None = None,
     cuda_in_one_product: bool = False,
+    weights_read_again: bool = False,
 ) -> dict[str, str | None]:
     """The reasons of a product with an epilogue, the implementation that is likely fastest first.
 
@@ -695,6 +718,8 @@ def in_order(
       terms: products of this size that are added.
       pallas_time: the predicted time of the Pallas kernels, where they are not one product.
       cuda_in_one_product: whether cuBLASLt takes the epilogue too.
+      weights_read_again: whether a gradient needs the weights in `dtype` anyway, which XLA's product
+        then finds converted.
     """
     if dtype == jnp.float32:
         # That is not measured.
@@ -703,7 +728,8 @@ def in_order(
         large = work.m * work.n >= device.multiprocessors * ACCUMULATOR_ELEMENTS
         fuses = bool(passes.bytes_of_element)
         return reasons if large and fuses else dispatch.preferring("xla", reasons)
-    xla = terms * xla_time(device, work, Passes()) + passes.time(work.m * work.n)
+    by_xla = replace(work, w_itemsize=0) if weights_read_again else work
+    xla = terms * xla_time(device, by_xla, Passes()) + passes.time(work.m * work.n)
     # Its own pass does what XLA's does, in one kernel.
     times = {"xla": xla, "cuda": xla}
     if cuda_in_one_product:

@@ -23,6 +23,7 @@ from jaxfused.ops.kernel_call import (
 from jaxfused.ops.linear import (
     CHEAP_ACTIVATIONS,
     Layer,
+    are_weights_converted,
     check_affine,
     check_residual,
     in_order,
@@ -398,9 +399,11 @@ class _Options:
         has_derivative = self.activation is not None
         return self.save == "hidden" and run.implementation != "cuda" and has_derivative
 
-    def first_layer(self, x: jax.Array, *, activation: str | None, saves: bool) -> Layer:
-        """The kernel of the layer before the activation."""
-        return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision)
+    def first_layer(
+        self, x: jax.Array, *, activation: str | None, saves: bool, again: bool = False
+    ) -> Layer:
+        """The kernel of the layer before the activation; `again` as `Layer.weights_read_again`."""
+        return Layer(f"{self.op} first layer", activation, x.dtype, saves, self.precision, again)
 
     @property
     def last_layer(self) -> Layer:
@@ -435,7 +438,10 @@ def _mlp_fwd(run: Runner, options: _Options, x, w1, b1, w2, b2, residual):
         h = hidden[0]
     else:
         layer = options.first_layer(
-            x, activation=options.activation, saves=options.saves_preactivations
+            x,
+            activation=options.activation,
+            saves=options.saves_preactivations,
+            again=are_weights_converted(x, w1),
         )
         h, preactivation = run(layer, x, w1, b1, None)
         preactivation = named(preactivation, "mlp", "preactivation")
@@ -784,7 +790,7 @@ class _GatedUnit:
         functions: Mapping[str, Callable[..., Results]] = {
             "pallas": pallas_mlp.gated_forward,
             "cuda": cuda.mlp.gated_forward,
-            "xla": reference.mlp.gated_unit,
+            "xla": functools.partial(reference.mlp.gated_unit, converted=w_gate.dtype != x.dtype),
         }
         return functions[implementation](
             x,

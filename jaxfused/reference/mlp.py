@@ -156,13 +156,18 @@ def gated_unit(
     activation: str | None,
     save_preactivations: bool,
     precision: Any,
+    converted: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns (activation(gate) * up, gate, up), the latter two only if they are to be saved."""
+    """Returns (activation(gate) * up, gate, up), the latter two only if they are to be saved.
+
+    `converted` says that the weights had another dtype; it changes no number.
+    """
     gate = narrow_preactivation(x, w_gate, b_gate, precision=precision)
     if w_up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     else:
-        up = narrow_preactivation(*unshared(x, w_up), b_up, precision=precision)
+        operands = unshared(x, w_up, converted=converted)
+        up = narrow_preactivation(*operands, b_up, precision=precision)
     wide = accumulator_dtype(x.dtype)
     h = (activate(activation, gate.astype(wide)) * up.astype(wide)).astype(x.dtype)
     return (h, gate, up) if save_preactivations else (h, None, None)

@@ -199,17 +199,24 @@ _FEWEST_PARTS, _MOST_PARTS = 4, 64
 
 _FEW_ROWS = 128
 """Up to it a product takes as long as reading its weights, and two merged ones start only once."""
+_FEW_ROWS_OF_CONVERTED = 512
+"""Likewise where the other operand is converted, and then merged as it is."""
 _LITTLE = 2**17
 """Bytes of an operand that is copied as fast as a kernel starts."""
 
 
-def unshared(x: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unshared(
+    x: jax.Array, other: jax.Array, *, converted: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Returns x [..., D] and what it is multiplied by, in a product that XLA does not merge with others.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
-    Unless there are few rows, or little is copied, the copies take longer than the merging saves.
+    Unless there are few rows, or little is copied, the copies take longer than the merging saves. An
+    operand that was `converted` from another dtype is copied in any case.
     """
-    if math.prod(x.shape[:-1]) <= _FEW_ROWS or other.size * other.dtype.itemsize <= _LITTLE:
+    rows = math.prod(x.shape[:-1])
+    few = _FEW_ROWS_OF_CONVERTED if converted else _FEW_ROWS
+    if rows <= few or other.size * other.dtype.itemsize <= _LITTLE:
         return x, other
     return jax.lax.optimization_barrier((x, other))
 
