@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import chex
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from jaxfused import reference
 from jaxfused.semantics.mask import Mask
-from pallas_kernels.attention import attention, backward_dq
+from pallas_kernels.attention import attention, backward_dkv, backward_dq
 from pallas_kernels.attention import backward as attention_bwd
 from pallas_kernels.attention import forward as attention_fwd
 from pallas_kernels.attention.backward import BackwardConfig
@@ -498,17 +499,37 @@ def test_the_gradient_of_a_bias_of_its_own_for_each_logit(
     assert_close(dlogits, expected[3], 1e-5 + jnp.finfo(dtype).eps / 2, "bias")
 
 
-@parametrize("sizes", [(64, 40), (256, 256)], quick=())
-def test_shares_of_a_group_add_up(interpreted_hopper, monkeypatch, sizes):
-    """Few tiles of keys leave CTAs idle, so that each query head of a group has tiles of its own."""
+SHARES = [
+    # (heads, key heads), head sizes, (shares of a group, shares of the queries)
+    ((6, 2), (64, 40), (3, 1)),
+    ((6, 2), (256, 256), (3, 1)),
+    ((2, 2), (64, 64), (1, 2)),
+    ((4, 2), (64, 40), (2, 4)),
+    ((2, 1), (256, 256), (1, 3)),
+]
+
+
+@parametrize(("heads", "sizes", "shares"), SHARES, quick=(2,))
+def test_shares_of_a_tile_add_up(interpreted_hopper, monkeypatch, heads, sizes, shares):
+    """Few tiles of keys leave CTAs idle, so that shares of their visits have tiles of their own.
+
+    Causal tiles have different numbers of visits, and one of 3 blocks leaves the fourth share nothing.
+    """
     mosaic_interpreter.complete(monkeypatch)
-    counts, heads, key_heads = (130, 70), 6, 2
-    query, key, value, dout = problem(1, *counts, heads, key_heads, *sizes, jnp.float16)
-    mask, operands, _ = every_option(["causal", "bias"], (1, *counts, heads))
+    counts = (170, 140)
+    query, key, value, dout = problem(1, *counts, *heads, *sizes, jnp.float16)
+    mask, operands, _ = every_option(["causal", "bias"], (1, *counts, heads[0]))
     logits = logits_of(block_mask(mask, *counts), operands)
-    shape = Shape.of(query, key, value)
-    tiles = shared_tiles(shape, logits, KeyGradientConfig(query_block=64), 132)
-    assert tiles.group_shares == 3
+
+    def shared(*arguments):
+        tiles = shared_tiles(*arguments)
+        of_group, of_queries = shares
+        whole = tiles.group * tiles.group_shares
+        return replace(
+            tiles, group=whole // of_group, group_shares=of_group, query_shares=of_queries
+        )
+
+    monkeypatch.setattr(backward_dkv, "shared_tiles", shared)
     given = (query, key, value, dout, operands.bias, None, mask, None, logits)
     out, lse, expected = truth(*given)
     backward = functools.partial(attention_bwd.backward, logits=logits, multiprocessors=132)
@@ -517,6 +538,28 @@ def test_shares_of_a_group_add_up(interpreted_hopper, monkeypatch, sizes):
     )
     for name, a, e in zip(("query", "key", "value"), actual, expected, strict=False):
         assert_close(a, e, 2.0**-9, name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "causal", "is_shared"),
+    [
+        ((1, 8192, 8192, 4, 1, 128, 128), True, True),
+        ((1, 4096, 4096, 4, 4, 128, 128), True, True),
+        ((8, 4096, 4096, 32, 8, 128, 128), True, False),
+    ],
+)
+def test_tiles_are_shared_where_multiprocessors_idle(sizes, causal, is_shared):
+    shape = Shape(*sizes)
+    logits = Logits(1.0, BlockMask(shape.query_count, shape.key_count, causal))
+    config = backward_dkv.default_config(shape, logits)
+    tiles = shared_tiles(shape, logits, config, 132)
+    assert (tiles.shares > 1) == is_shared
+    assert tiles.group * tiles.group_shares == shape.group
+    if is_shared:
+        whole = KeyTiles(logits.mask, shape.key_heads, shape.group, tiles.rows, tiles.query_block)
+        together = config.heads_together
+        longest = [t.longest(shape.batch, together, 132) for t in (whole, tiles)]
+        assert longest[1] <= 0.6 * longest[0]
 
 
 def assert_gradients(counts, sizes, names, dtype=jnp.bfloat16, bias_dtype="float32"):

@@ -1,3 +1,6 @@
+import functools
+import math
+
 import flax.linen
 import jax
 import jax.numpy as jnp
@@ -227,6 +230,34 @@ def dense(case, implementation="pallas"):
         return plain_conv(*args, **case.options)
 
     return ours, plain
+
+
+@pytest.mark.parametrize("kernels_are_faster", [False, True])
+def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
+    """Where the model gives XLA every stage, derivatives of every kind remain."""
+    cudnn = math.inf if kernels_are_faster else 0.0
+    monkeypatch.setattr(dense_conv, "_cudnn_time", lambda *call, **options: cudnn)
+    x = jax.ShapeDtypeStruct((4, 16, 16, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
+    f = functools.partial(jaxfused.conv, strides=2)
+
+    def gradient(x, w):
+        y, pull = jax.vjp(f, x, w)
+        return pull(y)
+
+    with dispatch.recorded() as choices:
+        jax.eval_shape(gradient, x, w)
+    chosen = {choice.stage: choice.implementation for choice in choices}
+    if kernels_are_faster:
+        # The gradient of x has zeros between the values of dz: most products would be for nothing.
+        assert chosen == {
+            "conv dense forward": "pallas",
+            "conv dense input gradient": "xla",
+            "conv dense weight gradient": "xla",
+        }
+    else:
+        assert chosen == {"conv": "xla"}
+        jax.eval_shape(lambda x, w: jax.jvp(f, (x, w), (x, w)), x, w)
 
 
 @parametrize("case", DENSE_CASES, quick=(0,))
