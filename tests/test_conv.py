@@ -38,7 +38,7 @@ def plain_conv(x, w, bias, residual, *, activation=None, strides=1, padding="SAM
     y = jax.lax.conv_general_dilated(
         x,
         w.astype(x.dtype),
-        (strides,) * (x.ndim - 2),
+        strides if isinstance(strides, tuple) else (strides,) * (x.ndim - 2),
         padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC") if x.ndim == 4 else ("NWC", "WIO", "NWC"),
         **groups,
@@ -267,9 +267,53 @@ def test_dense_kernels_in_the_interpreter(case, interpreted_hopper):
         assert_values_and_gradients(*dense(case), *args, cotangents=1)
     chosen = {choice.stage: choice.implementation for choice in choices}
     assert chosen["conv dense forward"] == "pallas"
-    # Few channels are joined, and the window then goes on by one.
-    strided = case.options.get("strides", 1) > 1 and case.shape[-1] % 8 == 0
-    assert chosen["conv dense input gradient"] == ("xla" if strided else "pallas")
+    assert chosen["conv dense input gradient"] == "pallas"
+
+
+STRIDED_CASES = (
+    Case((2, 8, 12, 64), (3, 3), 40, {"strides": 2, "padding": [(1, 1), (1, 1)]}),
+    Case((1, 10, 12, 64), (5, 5), 8, {"strides": 2}),
+    Case((1, 8, 8, 128), (7, 7), 72, {"strides": (2, 4)}),
+    Case((2, 12, 64), (4,), 24, {"strides": 3, "padding": [(3, 0)]}),
+    Case((2, 8, 8, 64), (2, 2), 32, {"strides": 2, "padding": "VALID"}),
+    Case((3, 12, 9, 64), (4, 3), 16, {"strides": (4, 1)}),
+)
+
+
+@parametrize("case", STRIDED_CASES, quick=())
+def test_gradients_of_strided_windows_are_made_in_blocks(case, interpreted_hopper):
+    test_dense_kernels_in_the_interpreter(case, interpreted_hopper)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "options", "reason"),
+    [
+        ((2, 9, 8, 64), (3, 3), {"strides": 2}, "whole blocks"),
+        ((2, 8, 8, 64), (3, 3), {"strides": 2, "kernel_dilation": 2}, "dilated"),
+        ((2, 8, 8, 64), (1, 2), {"strides": 2}, "smaller than its strides"),
+        ((2, 8, 8, 72), (3, 3), {"strides": 2}, "multiples of 32 channels"),
+    ],
+)
+def test_strided_windows_whose_gradient_is_not_made_in_blocks(
+    hopper, shape, kernel, options, reason
+):
+    x = jnp.zeros(shape, jnp.bfloat16)
+    w = jnp.zeros((*kernel, shape[-1], 64), jnp.bfloat16)
+    gradient = dense_conv._InputGradient(
+        dense_conv.window_of(
+            x,
+            w,
+            strides=(2, 2),
+            padding="SAME",
+            input_dilation=(1, 1),
+            kernel_dilation=(options.get("kernel_dilation", 1),) * 2,
+            feature_group_count=1,
+        ),
+        shape[1:3],
+        None,
+    )
+    dz = jax.eval_shape(functools.partial(jaxfused.conv, implementation="xla", **options), x, w)
+    assert reason in gradient.reasons(hopper, dz, w)["pallas"]
 
 
 POINTWISE_CASES = (

@@ -27,6 +27,7 @@ from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cost
+from pallas_kernels.conv import strided as pallas_strided
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from pallas_kernels.conv.window import Window
 
@@ -675,23 +676,53 @@ class _InputGradient:
         return Axes((letters.result, letters.weights), (letters.images,), whole=letters.whole + "f")
 
     def _call(self, device, dz, w) -> pallas_conv.ConvCall:
+        if self.window.is_strided:
+            return pallas_strided.call_of(
+                dz,
+                w.shape[-2],
+                window=self.window,
+                sizes=self.sizes,
+                multiprocessors=device.multiprocessors,
+            )
         return call_of(device, self.window.transposed(), dz.shape[:-1], dz.dtype, w, flipped=True)
 
     def reasons(self, device, dz, w) -> Mapping[str, str | None]:
         if self.window.is_strided:
-            # With zeros between the values of dz, most products are for nothing.
-            return {"xla": None}
+            # No GPU has timed it yet.
+            return {"xla": None, "pallas": self._why_not_in_blocks(device, dz, w)}
         reason = why_unsupported(device, self.window.transposed(), dz, w)
         if self.window.is_pointwise:
             return {"xla": None, "pallas": reason}
         return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
 
+    def _why_not_in_blocks(self, device, dz, w) -> str | None:
+        return pallas_strided.why_unsupported(
+            compute_capability=device.compute_capability,
+            dtypes={"dy": dz.dtype},
+            channels=w.shape[-2],
+            features=w.shape[-1],
+            images=dz.shape[0],
+            sizes=self.sizes,
+            window=self.window,
+        )
+
     def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        return pallas_conv.fitting(self._call(device, dz, w), written_bytes=dz.dtype.itemsize)
+        call = self._call(device, dz, w)
+        return pallas_conv.fitting(call, written_bytes=dz.dtype.itemsize)
 
     def run(self, implementation, device, dz, w, config=None) -> Results:
+        if implementation == "pallas" and self.window.is_strided:
+            dx = pallas_strided.input_gradient(
+                dz,
+                w,
+                window=self.window,
+                sizes=self.sizes,
+                multiprocessors=device.multiprocessors,
+                config=config,
+            )
+            return (dx,)
         if implementation == "pallas":
             dx = pallas_conv.input_gradient(
                 dz,

@@ -1,0 +1,168 @@
+"""The gradient of x of a strided convolution for Hopper: a convolution of dz into blocks of pixels.
+
+Along an axis with stride s, the value o of the result was made of the values s o + r - low of x, r being
+the place of a weight and low the zeros before x. So the value s q + p of x met those weights for which
+s divides p + low - r, of the values q + (p + low - r) / s of the result. For all s values of a block
+together that is a window of about k / s weights over dz, which has s times the channels of x as features
+and zeros for the weights that a value did not meet. Of a window of 3 x 3 with strides of 2 that are 16
+products of matrices for 9, where a gradient of zeros between the values of dz takes 36.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv.window import Window
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """What one axis of a strided window is as a window over the result."""
+
+    first: int
+    """The value of the result, counted from the block's own, that the first weight meets."""
+    places: tuple[tuple[int | None, ...], ...]
+    """For each weight over the result and each value of a block, the place in the strided window."""
+
+    @classmethod
+    def of(cls, kernel: int, stride: int, low: int) -> "_Axis":
+        met = {
+            ((value + low - place) // stride, value): place
+            for value in range(stride)
+            for place in range((value + low) % stride, kernel, stride)
+        }
+        distances = [distance for distance, _ in met]
+        first = min(distances)
+        return cls(
+            first,
+            tuple(
+                tuple(met.get((distance, value)) for value in range(stride))
+                for distance in range(first, max(distances) + 1)
+            ),
+        )
+
+
+def _axes(window: Window) -> list[_Axis]:
+    return [
+        _Axis.of(kernel, stride, low)
+        for kernel, stride, (low, _) in zip(
+            window.kernel, window.strides, window.padding, strict=True
+        )
+    ]
+
+
+def window_of_blocks(window: Window, sizes: tuple[int, ...]) -> Window:
+    """The window over dz that makes the blocks of x, whose spatial axes have these sizes."""
+    kernel, padding = [], []
+    for axis, size, stride, result in zip(
+        _axes(window), sizes, window.strides, window.result(sizes), strict=True
+    ):
+        reach = len(axis.places) - 1
+        low = -axis.first
+        kernel.append(reach + 1)
+        padding.append((low, size // stride + reach - result - low))
+    ones = (1,) * len(kernel)
+    return Window(tuple(kernel), tuple(padding), ones, ones)
+
+
+def why_unsupported(
+    *,
+    compute_capability: tuple[int, int] | None,
+    dtypes: Mapping[str, Any],
+    channels: int,
+    features: int,
+    images: int,
+    sizes: tuple[int, ...],
+    window: Window,
+) -> str | None:
+    """None where the gradient of x can be made in blocks, else why not.
+
+    Args:
+      dtypes: of the operands, by name.
+      channels: of x.
+      features: of dz.
+      images: how many there are.
+      sizes: of x: each axis of a picture.
+    """
+    if len(sizes) != 2:
+        return f"it makes blocks of pictures with rows and columns, and x has {len(sizes)} axes"
+    if max(window.dilation) > 1:
+        return f"it takes no dilated windows with strides, and this is dilated by {window.dilation}"
+    if any(size % stride for size, stride in zip(sizes, window.strides, strict=True)):
+        return f"it makes whole blocks of {window.strides} pixels, and x has {sizes}"
+    if any(kernel < stride for kernel, stride in zip(window.kernel, window.strides, strict=True)):
+        return "a window that is smaller than its strides leaves out pixels"
+    reason = pallas_conv.why_enlarging_unsupported(
+        compute_capability=compute_capability,
+        dtypes=dtypes,
+        channels={"x": features, "the result": channels},
+        sizes=(images, *window.result(sizes)),
+        block=(window.strides[0], window.strides[1]),
+    )
+    return reason or window_of_blocks(window, sizes).why_unfit(window.result(sizes))
+
+
+def call_of(
+    dz: Any, channels: int, *, window: Window, sizes: tuple[int, ...], multiprocessors: int
+) -> pallas_conv.ConvCall:
+    """The kernel's call for dz [B, *spatial', F] and x with so many channels and these sizes."""
+    return pallas_conv.ConvCall(
+        sizes=dz.shape[:-1],
+        channels=dz.shape[-1],
+        features=math.prod(window.strides) * channels,
+        window=window_of_blocks(window, sizes),
+        dtype=dz.dtype,
+        multiprocessors=multiprocessors,
+        block=(window.strides[0], window.strides[1]),
+    )
+
+
+def input_gradient(
+    dz: jax.Array,
+    w: jax.Array,
+    *,
+    window: Window,
+    sizes: tuple[int, ...],
+    multiprocessors: int,
+    config: pallas_conv.Config | None = None,
+) -> jax.Array:
+    """The gradient of x [B, *sizes, C] of a convolution by `window` with w [*kernel, C, F]."""
+    results = pallas_conv.conv(
+        dz,
+        _weights_of_blocks(w.astype(dz.dtype), window),
+        window=window_of_blocks(window, sizes),
+        epilogue=lambda dx: {"dx": dx},
+        outputs={"dx": dz.dtype},
+        block=(window.strides[0], window.strides[1]),
+        multiprocessors=multiprocessors,
+        config=config,
+        name="conv_strided_input_gradient",
+    )
+    return results["dx"]
+
+
+def _weights_of_blocks(w: jax.Array, window: Window) -> jax.Array:
+    """Returns w [rows, columns, C, F] as [rows', columns', F, block * C], the weights over dz."""
+    turned = w.transpose(0, 1, 3, 2)
+    nothing = jnp.zeros_like(turned[0, 0])
+
+    def weight(row: int | None, column: int | None) -> jax.Array:
+        return nothing if row is None or column is None else turned[row, column]
+
+    rows, columns = (axis.places for axis in _axes(window))
+    return jnp.stack(
+        [
+            jnp.stack(
+                [
+                    jnp.concatenate([weight(r, c) for r in in_rows for c in in_columns], axis=-1)
+                    for in_columns in columns
+                ]
+            )
+            for in_rows in rows
+        ]
+    )
