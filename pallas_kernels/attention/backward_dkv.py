@@ -27,6 +27,7 @@ from pallas_kernels.attention.mask import segment_blocks
 from pallas_kernels.attention.memory import SWIZZLED_COLUMNS, WGMMA_ROWS, Columns, Heads, Matrix
 from pallas_kernels.attention.persistent import Cta, PersistentKernel, Ring, Role, registers
 from pallas_kernels.attention.shape import Shape
+from pallas_kernels.attention.speeds import BYTES, LAUNCH, per_row
 from pallas_kernels.attention.tiles import KeyPlace, KeyTiles
 from pallas_kernels.hopper import BARRIER_BYTES, SHARED_MEMORY_BYTES
 
@@ -219,12 +220,12 @@ def microseconds(
 ) -> float:
     """Returns an estimate of the time that all tiles of keys take, and the sum of their shares."""
     visited = tiles.longest(shape.batch, config.heads_together, multiprocessors)
-    widest = max(shape.head_size, shape.value_size)
-    by_tiles = visited * (0.008 + 1.2e-4 * widest) * config.key_block / 128
+    by_tiles = visited * per_row(shape) * config.key_block / 128
     if tiles.shares == 1:
         return by_tiles
     values = shape.batch * shape.key_count * shape.key_heads * (shape.head_size + shape.value_size)
-    return by_tiles + 3.0 + 2 * 2 * tiles.shares * values / 3.3e6
+    # The gradients of the shares are written and read.
+    return by_tiles + LAUNCH + 2 * 2 * tiles.shares * values / BYTES
 
 
 def _sum_of_shares(gradient: jax.Array, shares: int) -> jax.Array:

@@ -15,15 +15,9 @@ from pallas_kernels.attention.packing import Packing
 from pallas_kernels.attention.shape import Shape
 from pallas_kernels.attention.short_backward import ShortBackwardConfig
 from pallas_kernels.attention.short_forward import ShortForwardConfig
+from pallas_kernels.attention.speeds import BYTES, CACHED_BYTES, LAUNCH, per_row
 from pallas_kernels.attention.split_keys import SplitForwardConfig, visited_keys
 from pallas_kernels.attention.split_keys_backward import SplitBackwardConfig, is_fused
-
-_LAUNCH = 3.0
-"""A kernel's start and end."""
-_BYTES = 3.8e6
-"""The bytes that memory moves."""
-_CACHED_BYTES = 5.5e6
-"""The bytes that the L2 cache delivers."""
 
 
 def forward(
@@ -39,7 +33,7 @@ def forward(
     rows = config.query_block if isinstance(config, ForwardConfig) else WGMMA_ROWS
     tasks = shape.batch * shape.heads * -(-shape.query_count // rows)
     rounds = -(-tasks // max(1, multiprocessors))
-    return _LAUNCH + rounds * max(1.35, keys * (0.014 + 4e-5 * shape.head_size))
+    return LAUNCH + rounds * max(1.35, keys * (0.014 + 4e-5 * shape.head_size))
 
 
 def _split_forward(
@@ -53,13 +47,13 @@ def _split_forward(
     per_block = (0.45 + 0.0025 * widest) * config.key_block / 64
     by_tasks = -(-tasks // places) * (1.5 + blocks * per_block)
     read = _bytes_of_keys(shape, keys)
-    by_memory = max(read / _BYTES, read * tiles / _CACHED_BYTES)
+    by_memory = max(read / BYTES, read * tiles / CACHED_BYTES)
     # Each part writes its output in float32, and what merges the parts reads it: XLA a single one.
     parts = 8 * tasks * min(WGMMA_ROWS, Packing.of(shape).rows) * shape.value_size
     merged = shape.batch * shape.heads * -(-shape.query_count // 4)
     merging = merged / (16 * max(1, multiprocessors)) if config.splits > 1 else 0.0
-    by_merging = _LAUNCH + merging
-    return _LAUNCH + max(by_tasks, by_memory) + parts / _CACHED_BYTES + by_merging
+    by_merging = LAUNCH + merging
+    return LAUNCH + max(by_tasks, by_memory) + parts / CACHED_BYTES + by_merging
 
 
 def backward(
@@ -80,9 +74,9 @@ def backward(
         return _short_backward(shape, multiprocessors) - _row_statistics(shape)
     tasks = shape.batch * shape.heads * -(-shape.query_count // config.queries.query_block)
     rounds = -(-tasks // multiprocessors)
-    for_queries = rounds * max(_LEAST_OF_QUERIES, keys * _per_key(shape))
-    for_queries = max(for_queries, _bytes_of_keys(shape, keys) / _BYTES)
-    return 2 * _LAUNCH + for_queries + _key_gradients(shape, logits, config.keys, multiprocessors)
+    for_queries = rounds * max(_LEAST_OF_QUERIES, keys * per_row(shape))
+    for_queries = max(for_queries, _bytes_of_keys(shape, keys) / BYTES)
+    return 2 * LAUNCH + for_queries + _key_gradients(shape, logits, config.keys, multiprocessors)
 
 
 _LEAST_OF_QUERIES = 2.4
@@ -92,7 +86,8 @@ _LEAST_OF_QUERIES = 2.4
 def _row_statistics(shape: Shape) -> float:
     """XLA's kernel that reads the output and its gradient and sums their products."""
     rows = 2.0 * shape.batch * shape.query_count * shape.heads * shape.value_size
-    return 2.0 + 2 * rows / 2.8e6
+    # Its threads do not read as fast as a copy.
+    return 2.0 + 2 * rows / (0.75 * BYTES)
 
 
 def _short_backward(shape: Shape, multiprocessors: int) -> float:
@@ -103,7 +98,7 @@ def _short_backward(shape: Shape, multiprocessors: int) -> float:
     ctas = shape.batch * shape.key_heads
     # Where all multiprocessors are at work, their clocks are lower and memory is shared.
     crowded = 1.25 if 2 * ctas > multiprocessors else 1.0
-    return _LAUNCH + -(-ctas // multiprocessors) * alone * crowded
+    return LAUNCH + -(-ctas // multiprocessors) * alone * crowded
 
 
 def _key_gradients(
@@ -111,12 +106,7 @@ def _key_gradients(
 ) -> float:
     tiles = backward_dkv.shared_tiles(shape, logits, config, multiprocessors)
     by_tiles = backward_dkv.microseconds(shape, tiles, config, multiprocessors)
-    return max(by_tiles, 2 * _bytes_of_keys(shape, shape.key_count) / _BYTES)
-
-
-def _per_key(shape: Shape) -> float:
-    """Returns the microseconds of 128 rows for each number of the other side."""
-    return 0.008 + 1.2e-4 * shape.head_size
+    return max(by_tiles, 2 * _bytes_of_keys(shape, shape.key_count) / BYTES)
 
 
 def _split_backward(
@@ -128,19 +118,19 @@ def _split_backward(
     blocks = -(-keys // (WGMMA_ROWS * config.splits))
     widest = max(shape.head_size, shape.value_size)
     per_block = 0.9 + 0.006 * widest
-    by_memory = _bytes_of_keys(shape, keys) / _BYTES
+    by_memory = _bytes_of_keys(shape, keys) / BYTES
     others = 0.0
     if is_fused(shape):
-        by_memory += _bytes_of_keys(shape, shape.key_count) / _BYTES
+        by_memory += _bytes_of_keys(shape, shape.key_count) / BYTES
     else:
         per_block *= 0.6
-        others = _LAUNCH + _key_gradients(
+        others = LAUNCH + _key_gradients(
             shape, logits, backward_dkv.default_config(shape, logits), multiprocessors
         )
     by_tasks = -(-tasks // places) * (2.5 + blocks * per_block)
     rows = min(WGMMA_ROWS, packing.rows)
-    parts = 8 * tasks * rows * shape.head_size / _CACHED_BYTES
-    return 2 * _LAUNCH + max(by_tasks, by_memory) + parts + others
+    parts = 8 * tasks * rows * shape.head_size / CACHED_BYTES
+    return 2 * LAUNCH + max(by_tasks, by_memory) + parts + others
 
 
 def _bytes_of_keys(shape: Shape, keys: int) -> float:
