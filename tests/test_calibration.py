@@ -440,6 +440,7 @@ def test_windows_are_those_that_a_convolution_reads():
     np.testing.assert_allclose(product, y.reshape(-1, 5), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_convolutions_in_groups_are_rounded_to_nearest():
     block = jaxfused.nnx.ConvNeXtBlock(
         16, kernel_size=(3, 3), layer_scale=1.0, rngs=flax.nnx.Rngs(0)

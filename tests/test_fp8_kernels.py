@@ -42,7 +42,8 @@ def assert_alike(ours, xla):
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b) + 1e-6
 
 
-@parametrize("rows", [80, 144], quick=(0,))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [80, 144])
 def test_mlp_in_the_interpreter(rows, interpreted_hopper):
     x, w1, w2 = arrays(0, (rows, 64), (64, 96), (96, 48))
     b1, b2, residual = arrays(1, (96,), (48,), (rows, 48))
@@ -75,7 +76,8 @@ def test_gated_mlp_in_the_interpreter(interpreted_hopper):
     assert_alike(*both_gradients(f, x, w_gate / 8, w_up / 8, w_down / 8))
 
 
-@parametrize("activation", [None, "gelu_tanh"], quick=())
+# Of the operators in one block `make test` runs the least.
+@parametrize("activation", [None, "gelu_tanh"], quick=(0,))
 def test_linear_in_the_interpreter(activation, interpreted_hopper):
     x, w, bias, residual = arrays(3, (2, 72, 64), (64, 48), (48,), (2, 72, 48))
 

@@ -369,7 +369,7 @@ def linen_params(model, x):
 @parametrize(
     ("causal", "dtype"),
     list(itertools.product([False, True], ["float32", "bfloat16"])),
-    quick=(1, 2),
+    quick=(2,),
 )
 def test_a_stock_linen_block(causal, dtype):
     x = normal(0, 2, 6, 32, dtype=dtype)

@@ -463,7 +463,7 @@ INTERPRETED = (
 
 # A row a warp and a row a CTA, with all that a norm may have around it.
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize("case", INTERPRETED, quick=(2, 5, 6), ids=lambda case: case.name)
+@parametrize("case", INTERPRETED, quick=(5, 6), ids=lambda case: case.name)
 def test_pallas_in_the_interpreter(case):
     check(case, "bfloat16", "pallas")
 
@@ -487,7 +487,7 @@ WITHOUT_RING = (
     Case("row_per_cta", (5, 8192)),
     Case("rms_row_per_cta", (3, 8192), op="rms_norm", bias=False),
 )
-each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 3), ids=lambda case: case.name)
+each_without_ring = parametrize("case", WITHOUT_RING, quick=(1, 4), ids=lambda case: case.name)
 
 
 def check_that_it_has_no_ring(case: Case) -> None:
@@ -536,6 +536,7 @@ def test_pallas_vmap_over_few_rows_in_the_interpreter():
     check_vmap(Case("", (5, 64), residual=True, pre_bias=True), {*ROWS}, "pallas")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("interpreted_hopper")
 def test_pallas_gradient_of_a_vmapped_loss_in_the_interpreter():
     check_gradient_of_vmapped_loss(replace(TRANSFORMED[0], shape=(5, 64)), "pallas")
@@ -598,6 +599,7 @@ def test_pallas_traces_whatever_it_supports(data):
         jax.eval_shape(kernel, *operands)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_pallas_lowers_whatever_it_supports(data):

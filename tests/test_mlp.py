@@ -286,9 +286,8 @@ KERNEL_WAYS = (
     (KERNEL_CASES[1], "bfloat16", "hidden"),
 )
 each_kernel_case = pytest.mark.parametrize(("case", "dtype", "save"), KERNEL_WAYS, ids=str)
-# The first case in bfloat16 takes the way of float16, and of one matrix below. `make test` runs the one
-# of several tiles, of which the last are not full.
-each_interpreted_case = parametrize(("case", "dtype", "save"), KERNEL_WAYS[1:], quick=(0,))
+# The first case in bfloat16 takes the way of float16, and of one matrix below.
+INTERPRETED_WAYS = KERNEL_WAYS[1:]
 
 
 def check_mlp_kernel(case, dtype, save, implementation, cotangents=COTANGENTS):
@@ -303,14 +302,16 @@ def check_gated_mlp_kernel(case, dtype, save, one_matrix, implementation, cotang
     assert_values_and_gradients(ours, plain_gated_mlp(case), *args, cotangents=cotangents)
 
 
+# `make test` runs the one of several tiles, of which the last are not full.
 @pytest.mark.usefixtures("interpreted_hopper")
-@each_interpreted_case
+@parametrize(("case", "dtype", "save"), INTERPRETED_WAYS, quick=(0,))
 def test_pallas_mlp_in_the_interpreter(case, dtype, save):
     check_mlp_kernel(case, dtype, save, "pallas", cotangents=1)
 
 
+# Of `make test`, one tile with all that may be around it, in half of the time.
 @pytest.mark.usefixtures("interpreted_hopper")
-@each_interpreted_case
+@parametrize(("case", "dtype", "save"), INTERPRETED_WAYS, quick=(2,))
 def test_pallas_gated_mlp_in_the_interpreter(case, dtype, save):
     check_gated_mlp_kernel(case, dtype, save, False, "pallas", cotangents=1)
 

@@ -113,7 +113,7 @@ def test_linear_with_activation_and_residual():
     )
 
 
-@pytest.mark.parametrize("normalize_qk", [False, True])
+@parametrize("normalize_qk", [False, True], quick=(0,))
 def test_multi_head_attention(normalize_qk):
     query, key = normal(0, B, T, D), normal(1, B, T + 3, D)
     mask = (normal(2, B, 4, T, T + 3) > -0.5).at[..., 0].set(True)

@@ -20,8 +20,13 @@ CASES = (
     ((2, 10, 3), (3, 1)),
     ((1, 5, 4, 6, 2), (2, 1)),
 )
-each_case = parametrize(("shape", "levels"), CASES, quick=(1, 2), ids=str)
-each_method = pytest.mark.parametrize("method", ["max", "avg"])
+METHODS = ("max", "avg")
+each_way = parametrize(
+    ("shape", "levels", "method"),
+    [(*case, method) for case in CASES for method in METHODS],
+    # Cells that meet in a row and maxima; more cells than rows and means.
+    quick=(2, 5),
+)
 
 
 def cells(shape, level):
@@ -45,8 +50,7 @@ def ours(levels, method):
     return lambda x: jaxfused.spatial_pyramid_pool(x, levels, method)
 
 
-@each_case
-@each_method
+@each_way
 def test_is_one_value_of_each_cell(shape, levels, method):
     x = normal(np.random.default_rng(0), "float32", *shape)
     y = ours(levels, method)(x)
@@ -57,8 +61,7 @@ def test_is_one_value_of_each_cell(shape, levels, method):
     np.testing.assert_allclose(y, expected, rtol=2e-6, atol=1e-6)
 
 
-@each_case
-@each_method
+@each_way
 def test_the_gradient_goes_to_its_cells(shape, levels, method):
     """To the first of equal values, in the order of rows, or to all of a cell alike."""
     x = np.random.default_rng(0).integers(0, 3, shape).astype(np.float32)
@@ -77,15 +80,14 @@ def test_the_gradient_goes_to_its_cells(shape, levels, method):
     np.testing.assert_allclose(vjp(put(dy))[0], expected, atol=1e-5)
 
 
-@each_case
-@each_method
+@each_way
 def test_nothing_is_scattered(shape, levels, method):
     x = normal(np.random.default_rng(0), "float32", *shape)
     text = jax.jit(jax.grad(lambda x: jnp.sin(ours(levels, method)(x)).sum())).lower(x).as_text()
     assert "scatter" not in text and "gather" not in text
 
 
-@parametrize("method", ["max", "avg"], quick=())
+@parametrize("method", METHODS, quick=())
 def test_derivatives(method):
     x = jax.random.permutation(jax.random.key(0), 2 * 5 * 4 * 2).reshape(2, 5, 4, 2) * 0.1
     check_grads(ours((1, 3), method), (x,), order=2, atol=0.02, rtol=0.02)
@@ -96,27 +98,27 @@ def test_sums_are_float32():
     np.testing.assert_array_equal(ours((1, 3), "avg")(x), np.full((1, 10), 100.0))
 
 
-@parametrize("method", ["max", "avg"], quick=(0,))
+@parametrize("method", METHODS, quick=(0,))
 def test_transforms(method):
     x = normal(np.random.default_rng(0), "float32", 2, 5, 4, 3)
     assert_transforms(ours((1, 2), method), x)
 
 
-@each_method
+@parametrize("method", METHODS, quick=(0,))
 def test_empty_batches(method):
     x = jnp.ones((0, 5, 4, 3))
     y, vjp = jax.vjp(ours((1, 2), method), x)
     assert y.shape == (0, 15) and vjp(y)[0].shape == x.shape
 
 
-@each_method
+@pytest.mark.parametrize("method", METHODS)
 def test_nan_stays_in_its_cells(method):
     x = jnp.ones((1, 4, 4, 1)).at[0, 0, 0].set(jnp.nan)
     np.testing.assert_array_equal(ours((1, 2), method)(x), [[np.nan, np.nan, 1, 1, 1]])
 
 
 @parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], quick=(1,))
-@each_method
+@parametrize("method", METHODS, quick=(1,))
 def test_the_type_of_a_sharded_batch(axis_type, method):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(axis_type,))
     x = normal(np.random.default_rng(0), "float32", 2, 5, 4, 3)

@@ -118,7 +118,7 @@ LARGE = (
 )
 
 
-@parametrize("case", LARGE, quick=(0,))
+@parametrize("case", LARGE, quick=(2,))
 def test_every_config_lowers(case):
     x = jax.ShapeDtypeStruct((case.batch, case.rows, case.columns), case.dtype)
     s = jax.ShapeDtypeStruct((case.batch, case.rows, case.rows), case.dtype)
@@ -164,14 +164,14 @@ def normal(case):
     return case.all_of(x / case.columns**0.5, (s + s.mT) / 2)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "case",
     [
         Case(2, 128, 72, "bfloat16"),
         Case(2, 65, 7, two=True),
         Case(2, 128, 8, adds=False, two=True),
     ],
-    ids=str,
+    quick=(1, 2),
 )
 def test_accurate_with_its_gradient(case, interpreted_hopper):
     """In XLA, and in the kernel where it can run, whose gradient is XLA's."""

@@ -87,7 +87,7 @@ INTERPRETED = (
 )
 
 
-@parametrize("case", INTERPRETED, quick=(1, 4))
+@parametrize("case", INTERPRETED, quick=(1,))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 
