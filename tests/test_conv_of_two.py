@@ -70,7 +70,7 @@ def test_is_conv_of_the_concatenation(first, case):
         np.testing.assert_array_equal(of_pair, of_one)
 
 
-@parametrize(("first", "case"), CASES, quick=(0,), ids=str)
+@parametrize(("first", "case"), CASES, quick=(), ids=str)
 def test_kernels_in_the_interpreter(first, case, interpreted_hopper):
     with dispatch.recorded() as choices:
         args = arguments(case, first, jnp.bfloat16)

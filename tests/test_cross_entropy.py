@@ -12,6 +12,7 @@ import jaxfused
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.cross_entropy import CASES
+from tests.grids import parametrize
 from tests.transforms import assert_transforms
 
 
@@ -56,7 +57,7 @@ def test_is_as_accurate_as_jax_numpy(case, dtype):
     )
 
 
-@pytest.mark.parametrize(("case", "dtype"), _CASES_AND_DTYPES, ids=str)
+@parametrize(("case", "dtype"), _CASES_AND_DTYPES, quick=(0, 2, 4))
 def test_linear_is_as_accurate_as_jax_numpy(case, dtype):
     chunk_size = None if case is CASES[0] else 4
     dtype = jnp.dtype(dtype)

@@ -203,6 +203,15 @@ def short_run(made_once):
     return made_once("nuclei", lambda out: train.main([*SHORT, "--out", str(out)]))
 
 
+@pytest.fixture
+def small_run(tmp_path_factory):
+    """A run of two steps, for what does not depend on what the network has learnt."""
+    out = tmp_path_factory.mktemp("small") / "run"
+    flags = ["--base", "4", "--levels", "2", "--groups", "2", "--crops", "8", "--batch-size", "4"]
+    train.main([*flags, "--epochs", "1", "--warmup-epochs", "0", "--out", str(out)])
+    return out
+
+
 def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -558,7 +567,7 @@ def test_impossible_requests_leave_nothing(tmp_path, argv, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_predict_refuses_what_it_cannot_read_or_write(short_run, tmp_path):
+def test_predict_refuses_what_it_cannot_read_or_write(small_run, tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "in.png")
     for name, array in (("float", np.zeros((8, 8))), ("colour", np.zeros((8, 8, 3), np.uint8))):
         np.save(tmp_path / f"{name}.npy", array)
@@ -567,7 +576,7 @@ def test_predict_refuses_what_it_cannot_read_or_write(short_run, tmp_path):
     (tmp_path / "other/config.json").write_text('{"flags": {"pool": "mean"}, "channels": 1}')
     before = sorted(tmp_path.iterdir())
 
-    def refused(message, source="in.png", target="out.png", checkpoint=short_run, more=()):
+    def refused(message, source="in.png", target="out.png", checkpoint=small_run, more=()):
         paths = [str(tmp_path / source), str(tmp_path / target)]
         with pytest.raises(ExampleError, match=message):
             predict.main([*paths, "--checkpoint", str(checkpoint), *more])

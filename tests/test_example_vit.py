@@ -222,15 +222,27 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
-def test_a_short_training_learns(digits_run):
-    losses = [r["loss"] for r in metrics(digits_run) if "loss" in r]
-    assert len(losses) == 8 * (1078 // 32)
+def assert_learnt(run, *, epochs):
+    losses = [r["loss"] for r in metrics(run) if "loss" in r]
+    assert len(losses) == epochs * (1078 // 32)
     assert abs(losses[0] - np.log(10)) < 1e-3  # the head starts at zero: all classes alike
     assert np.mean(losses[-20:]) < 0.75 * losses[0]
-    result = json.loads((digits_run / "metrics.json").read_text())
+    result = json.loads((run / "metrics.json").read_text())
     assert result["test_accuracy"] > 0.5
     assert result["images_per_second"] > 0
+
+
+@pytest.mark.long
+def test_a_short_training_learns(digits_run):
+    assert_learnt(digits_run, epochs=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+def test_a_training_with_the_default_optimizer_learns(tmp_path):
+    flags = ["--epochs", "12", "--warmup-epochs", "1", "--held-out", "0.4"]
+    train.main([*flags, "--out", str(tmp_path / "run")])
+    assert_learnt(tmp_path / "run", epochs=12)
 
 
 def test_a_training_draws_its_pictures(digits_run):
@@ -252,7 +264,7 @@ def test_same_seed_same_result_also_when_interrupted(digits_run, tmp_path, monke
         train_step = make_train_step(*args, **kwargs)
 
         def step_or_fail(state, batch, step):
-            if step == 150:
+            if step == 50:
                 raise PowerCut
             return train_step(state, batch, step)
 
@@ -477,6 +489,7 @@ def test_bad_folders_are_named(digit_folder, tmp_path):
         load_folder(tmp_path / "both")
 
 
+@pytest.mark.exhaustive
 def test_commands_refuse_bad_input_in_one_sentence_and_leave_nothing(tmp_path):
     """The user sees exit code 2, no traceback, and no directory."""
     out = tmp_path / "run"
@@ -498,6 +511,7 @@ def test_commands_refuse_bad_input_in_one_sentence_and_leave_nothing(tmp_path):
     ("argv", "message"),
     [
         (["--batch-size", "2000"], "--batch-size is 2000 and there are 1438 training images"),
+        (["--image-size", "9"], "must be a multiple of the patch size, 2, but is 9; pass 8"),
         (["--warmup-epochs", "90"], "the warm-up must be shorter than the run"),
         (["--data", "/nowhere"], "/nowhere is missing"),
         (["--resume"], r"config\.json cannot be read"),

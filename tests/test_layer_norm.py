@@ -136,7 +136,7 @@ def test_reference_is_accurate(case, dtype):
     check(case, dtype, "xla")
 
 
-@pytest.mark.parametrize("name", ["everything_odd", "rms_everything_odd", "one_axis"])
+@parametrize("name", ["everything_odd", "rms_everything_odd", "one_axis"], quick=(0, 2))
 def test_reference_gradients_in_both_modes_and_twice(name):
     case = replace(by_name[name], epsilon=1e-3)
     if case.shape != (33,):

@@ -215,7 +215,7 @@ KERNEL_WAYS = (
 each_kernel_case = pytest.mark.parametrize(("case", "dtype"), KERNEL_WAYS, ids=str)
 
 
-# Of `make test`, float32 with a residual: several tiles, of which the last are not full, are test_mlp.py's.
+# Of `make test`, float32 with a residual; test_mlp.py has several tiles, of which the last are not full.
 @pytest.mark.usefixtures("interpreted_hopper")
 @parametrize(("case", "dtype"), KERNEL_WAYS, quick=(5,))
 def test_pallas_accurate_in_the_interpreter(case, dtype):
@@ -223,7 +223,8 @@ def test_pallas_accurate_in_the_interpreter(case, dtype):
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-def test_pallas_vmap_in_the_interpreter():
+@parametrize("axes", [(0, None, None), (0, 0, 0)], quick=(0,))
+def test_pallas_vmap_in_the_interpreter(axes):
     """The sum runs over the rows alone, which takes one product, or over the weights too."""
     case = KERNEL_CASES[0]
     x, w, bias, _ = case.arguments(jnp.bfloat16)
@@ -236,15 +237,12 @@ def test_pallas_vmap_in_the_interpreter():
         return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, w, bias)
 
     batch = jax.tree.map(lambda a: jnp.stack([a, -a]), (x, w, bias))
-    for axes in ((0, None, None), (0, 0, 0)):
-        args = [b if axis == 0 else a for a, b, axis in zip((x, w, bias), batch, axes, strict=True)]
-        pallas, xla = (
-            jax.jit(jax.vmap(functools.partial(gradients, implementation=name), in_axes=axes))(
-                *args
-            )
-            for name in ("pallas", "xla")
-        )
-        chex.assert_trees_all_close(pallas, xla, rtol=0.02, atol=0.1)
+    args = [b if axis == 0 else a for a, b, axis in zip((x, w, bias), batch, axes, strict=True)]
+    pallas, xla = (
+        jax.jit(jax.vmap(functools.partial(gradients, implementation=name), in_axes=axes))(*args)
+        for name in ("pallas", "xla")
+    )
+    chex.assert_trees_all_close(pallas, xla, rtol=0.02, atol=0.1)
 
 
 def stand_in_forward(

@@ -262,7 +262,7 @@ def work_of(case: Case) -> Work:
         Case(73728, 1280, 24),
         Case(75, 80, 56, "NT"),
     ],
-    quick=(1, 4),
+    quick=(3,),
 )
 @parametrize("which", ["best", "each third"], quick=(0,))
 def test_candidates_lower_for_cuda(case, which):

@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 
 import chex
@@ -171,8 +172,11 @@ def dropping(gated, *, save="preactivation", rate=0.25, rows=(3, 5)):
     return ours, plain, (x, *weights)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("save", ["preactivation", "inputs"])
+@parametrize(
+    ("gated", "save"),
+    list(itertools.product([False, True], ["preactivation", "inputs"])),
+    quick=(1, 2),
+)
 def test_dropout_between_the_products(gated, save):
     ours, plain, operands = dropping(gated, save=save)
     chex.assert_trees_all_close(ours(*operands), plain(*operands), rtol=1e-5, atol=1e-5)

@@ -152,7 +152,7 @@ def int8_operands(shape, size, features):
         ((1, 4, 5, 8, 16), (3, 3, 3), 24, {}),
         ((3, 8, 8, 144), (3, 3), 160, dict(kernel_dilation=2)),
     ],
-    quick=(0, 2),
+    quick=(0,),
 )
 def test_kernel_in_the_interpreter(shape, size, features, options, interpreted_hopper):
     x, w, bias = int8_operands(shape, size, features)
@@ -326,7 +326,7 @@ def check_config(channels, features, config, strides=(1, 1)):
         (144, 160, replace(SMALL, tile_m=128, tile_n=160, ping_pong=False), (1, 1)),
         (128, 72, replace(SMALL, tile_n=96), (2, 2)),
     ],
-    quick=(1, 3),
+    quick=(1,),
 )
 def test_plans_in_the_interpreter(channels, features, config, strides, interpreted_hopper):
     check_config(channels, features, config, strides)

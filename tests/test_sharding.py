@@ -1287,8 +1287,11 @@ def test_kernels_of_losses_lower_for_many_gpus_without_one(hopper, cotangent, ma
     assert "tensor<1x256x1xbf16>" in program
 
 
-@pytest.mark.parametrize("manual", (False, True), ids=("explicit", "shard_map"))
-@pytest.mark.parametrize("implementation", ("pallas", "cuda"))
+@parametrize(
+    ("implementation", "manual"),
+    list(itertools.product(("pallas", "cuda"), (False, True))),
+    quick=(1, 2),
+)
 def test_kernels_lower_for_many_gpus_without_one(hopper, implementation, manual):
     """The real kernels are lowered for the shards of eight GPUs that need not be present."""
     missing = jaxfused.cuda.library.why_unavailable() if implementation == "cuda" else None
