@@ -97,7 +97,7 @@ def small(seed=0, **options):
 IMAGES = np.random.default_rng(1).uniform(-1, 1, (4, 6, 6, 2)).astype(np.float32)
 
 
-@pytest.mark.parametrize("pool", ["token", "mean"])
+@parametrize("pool", ["token", "mean"], quick=(0,))
 def test_model_is_the_papers(pool):
     model, params = small(pool=pool)
     expected = jax.jit(lambda: plain_logits(params, SMALL, IMAGES, pool))()

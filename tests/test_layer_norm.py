@@ -129,7 +129,7 @@ KERNEL_SHAPES |= {"rms_D128_many_rows", "rms_D768", "rms_D8192"}
 @parametrize(
     ("case", "dtype"),
     [p.values for p in CASES_IN_ONE_DTYPE if p.values[0].name not in KERNEL_SHAPES],
-    quick=slice(None, None, 2),
+    quick=slice(None, None, 3),
     ids=lambda value: getattr(value, "name", value),
 )
 def test_reference_is_accurate(case, dtype):

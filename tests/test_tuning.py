@@ -213,12 +213,40 @@ def projection_of_vit_b16_on_eight_devices():
     )
 
 
+def layers_of_vit_b16_with_their_own_biases():
+    """The gradient of its layers where each adds its bias itself, as they do in many a model.
+
+    So did those of the step when the table was measured; the norms add most of them since.
+    """
+
+    def loss(delta, stream, scale, bias, w1, b1, w2, b2, patches, w, b):
+        embedded = jaxfused.linear(patches, w, b)
+        y, stream = jaxfused.layer_norm(delta, scale, bias, residual=stream)
+        y = jaxfused.mlp(y, w1, b1, w2, b2, activation="gelu_erf", save="hidden")
+        token, _ = jaxfused.layer_norm(y[:, 0], scale, bias, residual=stream[:, 0])
+        return sum(jnp.sum(a.astype(jnp.float32)) for a in (embedded, y, token))
+
+    tokens, wide = (256, 197, 768), jnp.float32
+    return (
+        jax.grad(loss, tuple(range(11))),
+        *(array(*tokens, dtype=BF16) for _ in range(2)),
+        *(array(768, dtype=wide) for _ in range(2)),
+        *(array(*shape, dtype=wide) for shape in ((768, 3072), (3072,), (3072, 768), (768,))),
+        array(256, 196, 768, dtype=BF16),
+        *(array(*shape, dtype=wide) for shape in ((768, 768), (768,))),
+    )
+
+
 @pytest.mark.usefixtures("users_folder")
 def test_a_step_of_vit_b16_finds_the_shipped_entries():
     with dispatch.assume(H200):
         calls = [
             choice
-            for program in (step_of_vit_b16(), projection_of_vit_b16_on_eight_devices())
+            for program in (
+                step_of_vit_b16(),
+                projection_of_vit_b16_on_eight_devices(),
+                layers_of_vit_b16_with_their_own_biases(),
+            )
             for choice, _ in traced(*program)[0]
         ]
     found = {table.Key.of(c.kernel, c.operands) for c in calls if c.source == "table"}
