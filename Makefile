@@ -50,8 +50,8 @@ EXTRAS := $(shell command -v nvidia-smi >/dev/null && echo test,cuda13 || echo t
 # cmake, ninja and clang-format come from the virtual environment where there is one.
 TOOLS := PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: vit unet test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption test-gpu bench docs fuzz without-gpu \
-  lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
+.PHONY: vit unet test tests-of-a-commit test-jax test-all test-emulated test-peers test-adoption test-gpu \
+  bench docs fuzz without-gpu lint ffi ffi-quick ffi-emulated fuzz-emulated wheel clean
 
 vit: $(INSTALLED)
 	$(PYTHON) -m examples.vit.train

@@ -26,10 +26,11 @@ from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
 from jaxfused.reference.promotion import accumulator_dtype
 from pallas_kernels.conv import conv as pallas_conv
-from pallas_kernels.conv import cost
+from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import strided as pallas_strided
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from pallas_kernels.conv.window import Window
+from pallas_kernels.product.cost import xla_pass
 
 
 def window_of(
@@ -139,36 +140,45 @@ def why_xla(device: dispatch.Device, window: Window, dense: Window, x: Any, w: A
     if dense.is_pointwise:
         return None
     if dense.taps < window.taps:
-        pixels = math.prod((x.shape[0], *dense.result(images(x).shape[1:-1])))
-        if w.shape[-1] % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
+        pixels, features = pixels_of(dense, x), w.shape[-1]
+        if features % 64 == 0 and pixels >= _LEAST_JOINED_PIXELS:
             return None
         return (
             "the kernels were timed with few channels at multiples of 64 features and at least"
-            f" {_LEAST_JOINED_PIXELS} pixels, and there are {w.shape[-1]} features and {pixels} pixels"
+            f" {_LEAST_JOINED_PIXELS} pixels, and there are {features} features and {pixels} pixels"
         )
-    x, w = images(x), w if x.ndim > 3 else jax.ShapeDtypeStruct((1, *w.shape), w.dtype)
+    x, w = jax.eval_shape(lambda x, w: (images(x), weights_of_images(x, w)), x, w)
     sizes = x.shape[1:-1]
     dz = jax.ShapeDtypeStruct((x.shape[0], *dense.result(sizes), w.shape[-1]), x.dtype)
-    stages = (
-        Forward(Options(dense, None, None), False).reasons(device, x, w, None, None),
-        _InputGradient(dense, sizes, None).reasons(device, dz, w),
-        _WeightGradient(dense, None).reasons(device, x, dz),
+    stages: Sequence[tuple[Any, tuple[Any, ...]]] = (
+        (Forward(Options(dense, None, None), False), (x, w, None, None)),
+        (_InputGradient(dense, sizes, None), (dz, w)),
+        (_WeightGradient(dense, None), (x, dz)),
     )
-    if any(dispatch.choose("conv", None, reasons) != "xla" for reasons in stages):
-        return None
+    for stage, operands in stages:
+        if dispatch.choose("conv", None, stage.reasons(device, *operands)) != "xla":
+            return None
     return "cuDNN is predicted to be faster at a convolution of this shape and at its gradients"
 
 
 _LEAST_JOINED_PIXELS = 2**17
+"""Where several pixels become one first."""
+
+
+def pixels_of(window: Window, x: Any) -> int:
+    """Returns the pixels of all results together."""
+    sizes = x.shape[1:-1] if len(x.shape) > 3 else (1, *x.shape[1:-1])
+    return math.prod((x.shape[0], *window.result(sizes)))
 
 
 def images(x: Any) -> Any:
     """Returns x [B, L, C] as pictures of one row."""
-    if x is None or x.ndim != 3:
-        return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[1:]), x.dtype)
-    return x[:, None]
+    return x[:, None] if x is not None and x.ndim == 3 else x
+
+
+def weights_of_images(x: Any, w: Any) -> Any:
+    """Returns the weights that `images` of x meet."""
+    return w[None] if x.ndim == 3 else w
 
 
 def dense_conv(
@@ -187,7 +197,7 @@ def dense_conv(
 
     `window` is that of what `request.simplify` makes of x and w.
     """
-    weights = w[None] if x.ndim == 3 else w
+    weights = weights_of_images(x, w)
     letters = Letters(len(window.kernel))
     options = Options(window, activation, precision)
     if isinstance(x, Concatenated):
@@ -447,7 +457,7 @@ class Forward:
     def after_cudnn(self, call: pallas_conv.ConvCall, x, residual) -> float:
         """Microseconds of what follows cuDNN's convolution."""
         elements = math.prod(call.result) * call.features
-        after = cost.cudnn_epilogue(
+        after = cudnn_cost.epilogue(
             elements, x.dtype.itemsize, self.options.activation, residual=residual is not None
         )
         in_convolution = reference.conv.adds_in_convolution(
@@ -544,7 +554,7 @@ class _ForwardOfTwo:
         reason = why_unsupported(device, options.window, whole, w, residual)
         call, itemsize = self._call(device, first, w), first.dtype.itemsize
         after = self.alone.after_cudnn(call, first, residual)
-        after += cost.xla_pass(math.prod(whole.shape), 2 * itemsize, 0)
+        after += xla_pass(math.prod(whole.shape), 2 * itemsize, 0)
         return _in_order(device, call, reason, after=after, **self.alone.streams(first, residual))
 
     def configs(
@@ -613,9 +623,9 @@ class _ForwardWithStatistics:
         elements, itemsize = math.prod(call.result) * call.features, x.dtype.itemsize
         streams = self._alone.streams(x, residual)
         # Who takes the statistics else reads the result once more; ours merges those of the tiles.
-        theirs = cost.xla_pass(elements, itemsize, 0)
+        theirs = xla_pass(elements, itemsize, 0)
         if not window.is_pointwise:
-            after = theirs + cost.cudnn_epilogue(
+            after = theirs + cudnn_cost.epilogue(
                 elements, itemsize, self.options.activation, residual=residual is not None
             )
             return _in_order(device, call, reason, after=after, **streams)
@@ -709,8 +719,7 @@ class _InputGradient:
     def configs(self, implementation: str, device: dispatch.Device, dz, w) -> Sequence[Hashable]:
         if implementation != "pallas":
             return ()
-        call = self._call(device, dz, w)
-        return pallas_conv.fitting(call, written_bytes=dz.dtype.itemsize)
+        return pallas_conv.fitting(self._call(device, dz, w), written_bytes=dz.dtype.itemsize)
 
     def run(self, implementation, device, dz, w, config=None) -> Results:
         if implementation == "pallas" and self.window.is_strided:
@@ -842,7 +851,7 @@ class _JoinedInputGradient:
             else:
                 found = dispatch.preferring("xla", found)
             return found
-        return _in_order(device, call, reason, after=cost.xla_pass(elements, moved, 0), **streams)
+        return _in_order(device, call, reason, after=xla_pass(elements, moved, 0), **streams)
 
     def streams(self, dz, other, y) -> dict[str, int]:
         read = sum(a.dtype.itemsize for a in (other, y) if a is not None)
@@ -905,7 +914,7 @@ def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> floa
     pixels, itemsize = math.prod(call.result), jnp.dtype(call.dtype).itemsize
     x_bytes = math.prod(call.sizes) * call.channels * itemsize
     uneven = any(before != after for before, after in call.window.padding)
-    work = cost.CudnnWork(
+    work = cudnn_cost.Work(
         pixels,
         call.channels,
         call.features,
@@ -918,7 +927,7 @@ def _cudnn_time(call: pallas_conv.ConvCall, *, of_weights: bool = False) -> floa
         of_input=call.flipped,
         dilated=max(call.window.dilation) > 1,
     )
-    return cost.cudnn(work, call.multiprocessors)
+    return cudnn_cost.convolution(work, call.multiprocessors)
 
 
 def _in_order(

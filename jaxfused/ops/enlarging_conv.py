@@ -26,6 +26,7 @@ from jaxfused.ops.dense_conv import (
     images,
     pointwise_gradients,
     saved_of,
+    weights_of_images,
 )
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
@@ -78,8 +79,7 @@ def enlarging_conv(
 ) -> jax.Array:
     """What `conv` computes, of x [B, *spatial, C] and w [*block, C, F]."""
     # A pixel of the result meets the weight that is as far from the window's other end.
-    weights = jnp.flip(w, range(w.ndim - 2))
-    weights = weights[None] if x.ndim == 3 else weights
+    weights = weights_of_images(x, jnp.flip(w, range(w.ndim - 2)))
     letters = Letters(weights.ndim - 2)
     # JAX would not join features that are split with the pixels of a block.
     explicit = sharding.is_explicit(x) or sharding.is_explicit(w)

@@ -19,12 +19,7 @@ from jaxfused.ops.kernel_call import (
     batched_rows,
     takes_reference,
 )
-from jaxfused.ops.product_choice import (
-    Passes,
-    fastest_first,
-    is_modelled,
-    xla_time,
-)
+from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
 from jaxfused.ops.weight_gradient import (
     WeightGradients,

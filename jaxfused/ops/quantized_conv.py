@@ -162,7 +162,7 @@ def _integers_in_xla(device: dispatch.Device) -> bool:
 def _why_xla(window: Window, x: Any, w: Any) -> str | None:
     """Returns why a call that names no implementation is XLA's, or None where the kernel was timed."""
     channels, features = w.shape[-2:]
-    pixels = math.prod((x.shape[0], *window.result(dense_conv.images(x).shape[1:-1])))
+    pixels = dense_conv.pixels_of(window, x)
     simple = set(window.kernel) == {3} and set(window.strides) == set(window.dilation) == {1}
     if not simple or channels % 64 or features % 64 or pixels < _LEAST_PIXELS:
         return (

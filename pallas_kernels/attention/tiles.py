@@ -212,8 +212,9 @@ class KeyTiles:
         bounds_gmem is the table of `segment_blocks` with its arguments swapped, or None.
         """
         batch_head = lax.div(number, jnp.int32(self.count))
-        batch_idx = lax.div(batch_head, jnp.int32(self.key_heads * self.shares))
-        shared_head_idx = lax.rem(batch_head, jnp.int32(self.key_heads * self.shares))
+        shared_heads = jnp.int32(self.key_heads * self.shares)
+        batch_idx = lax.div(batch_head, shared_heads)
+        shared_head_idx = lax.rem(batch_head, shared_heads)
         tile_idx = lax.rem(number, jnp.int32(self.count))
         query_length, key_length = operands.lengths(self.mask, batch_idx)
         within = None

@@ -56,6 +56,11 @@ def _axes(window: Window) -> list[_Axis]:
     ]
 
 
+def _block(window: Window) -> tuple[int, int]:
+    rows, columns = window.strides
+    return rows, columns
+
+
 def window_of_blocks(window: Window, sizes: tuple[int, ...]) -> Window:
     """The window over dz that makes the blocks of x, whose spatial axes have these sizes."""
     kernel, padding = [], []
@@ -102,7 +107,7 @@ def why_unsupported(
         dtypes=dtypes,
         channels={"x": features, "the result": channels},
         sizes=(images, *window.result(sizes)),
-        block=(window.strides[0], window.strides[1]),
+        block=_block(window),
     )
     return reason or window_of_blocks(window, sizes).why_unfit(window.result(sizes))
 
@@ -118,7 +123,7 @@ def call_of(
         window=window_of_blocks(window, sizes),
         dtype=dz.dtype,
         multiprocessors=multiprocessors,
-        block=(window.strides[0], window.strides[1]),
+        block=_block(window),
     )
 
 
@@ -138,7 +143,7 @@ def input_gradient(
         window=window_of_blocks(window, sizes),
         epilogue=lambda dx: {"dx": dx},
         outputs={"dx": dz.dtype},
-        block=(window.strides[0], window.strides[1]),
+        block=_block(window),
         multiprocessors=multiprocessors,
         config=config,
         name="conv_strided_input_gradient",
@@ -155,14 +160,9 @@ def _weights_of_blocks(w: jax.Array, window: Window) -> jax.Array:
         return nothing if row is None or column is None else turned[row, column]
 
     rows, columns = (axis.places for axis in _axes(window))
-    return jnp.stack(
-        [
-            jnp.stack(
-                [
-                    jnp.concatenate([weight(r, c) for r in in_rows for c in in_columns], axis=-1)
-                    for in_columns in columns
-                ]
-            )
-            for in_rows in rows
-        ]
-    )
+    blocks = [
+        jnp.concatenate([weight(r, c) for r in in_rows for c in in_columns], axis=-1)
+        for in_rows in rows
+        for in_columns in columns
+    ]
+    return jnp.stack(blocks).reshape(len(rows), len(columns), *blocks[0].shape)

@@ -1,0 +1,150 @@
+"""What a convolution costs in XLA's program, predicted: cuDNN's kernel, and XLA's around it.
+
+As in `pallas_kernels.conv.cost`. Fitted to 106 times of 46 convolutions (benchmarks/LAB.md, 2026-11-26).
+"""
+
+import math
+from dataclasses import dataclass
+
+from pallas_kernels.conv.cost import at_once
+from pallas_kernels.product.cost import H200, xla_pass
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    """Of cuDNN on a Hopper GPU, in microseconds."""
+
+    launch: float = 3.4
+    step: float = 0.12
+    """Of a step of 64 numbers along the sums of a tile of 128 pixels, however few tiles there are."""
+    crowded_step: float = 0.3
+    """What it takes more with a tile of 128 features on each multiprocessor."""
+    crowded_narrow_step: float = 0.2
+    """Likewise for tiles of 64 features."""
+    few_channels: float = 2.4
+    """Factor of fewer than 64 channels that are no multiple of 32: it has kernels of an older GPU alone.
+    """
+    large_window: float = 1.8
+    """Factor of windows of more than 3 x 3, likewise."""
+    large_window_of_input: float = 1.2
+    longest: int = 128
+    """Where tiles are few and have more steps, the steps are cut into two parts."""
+    of_input: float = 1.4
+    """What the gradient of the picture takes more to start and to end."""
+    weights: float = 1.15
+    """Factor of the gradient of the weights, with the sum of its parts."""
+    weights_launch: float = 8.0
+    turn: float = 1.4
+    """To turn the axes of the weights, or of their gradient, in a kernel of XLA's."""
+    turned_weight: float = 1.3e-6
+    """Likewise, of each."""
+    volume: float = 11.0
+    """Kernels around pictures with three axes, whose channels are moved ahead and back."""
+    volume_byte: float = 2e-6
+    """Likewise, of what is read and written."""
+    volume_weight: float = 4.5e-6
+    """Likewise, of a weight."""
+    dilated: float = 16.0
+    """Factor of the gradients of a dilated window, both of which took 30 times as long as ours."""
+    residual: float = 0.5
+    """Part of the traffic of a residual that its convolution does not hide."""
+
+
+_SPEEDS = _Speeds()
+
+
+@dataclass(frozen=True)
+class Work:
+    """A convolution, or a gradient of one, as XLA's program has cuDNN compute it."""
+
+    pixels: int
+    """Of the result."""
+    channels: int
+    features: int
+    taps: int
+    """Weights of the window."""
+    itemsize: int
+    traffic: int
+    """Bytes of both pictures."""
+    axes: int
+    """Of a picture."""
+    padded_bytes: int = 0
+    """Of a picture that XLA pads before, as cuDNN pads alike on both sides."""
+    of_weights: bool = False
+    """Whether this is the gradient of the weights."""
+    of_input: bool = False
+    """Whether this is the gradient of the picture, whose weights are turned for the forward."""
+    dilated: bool = False
+
+
+def convolution(work: Work, multiprocessors: int) -> float:
+    """Microseconds of cuDNN's convolution with XLA's kernels around it."""
+    columns = _columns(work.features)
+    rounds, active, steps = _tiles(work, columns, multiprocessors)
+    crowded = _SPEEDS.crowded_step if columns > 64 else _SPEEDS.crowded_narrow_step
+    if work.axes < 3 and work.taps > 9:
+        of_input = work.of_input
+        crowded *= _SPEEDS.large_window_of_input if of_input else _SPEEDS.large_window
+    compute = rounds * steps * (_SPEEDS.step + active * crowded)
+    compute *= _SPEEDS.few_channels if work.channels < 64 and work.channels % 32 else 1.0
+    if work.dilated and (work.of_weights or work.of_input):
+        compute *= _SPEEDS.dilated
+    launch = _SPEEDS.weights_launch if work.of_weights else _SPEEDS.launch
+    launch += _SPEEDS.of_input if work.of_input else 0.0
+    return launch + at_once(compute, work.traffic * H200.memory_byte) + _around(work)
+
+
+def _tiles(work: Work, columns: int, multiprocessors: int) -> tuple[float, float, float]:
+    """Rounds of tiles, the part of the multiprocessors that has one, and the steps of a tile."""
+    if work.of_weights:
+        tiles = math.ceil(work.taps * work.channels / _TILE) * columns / _TILE
+        # The sums are cut into parts for all multiprocessors.
+        return (
+            tiles / multiprocessors,
+            1.0,
+            work.pixels * work.itemsize / _STEP_BYTES * _SPEEDS.weights,
+        )
+    tiles = math.ceil(work.pixels / _TILE) * max(1.0, columns / _TILE)
+    rounds = tiles / multiprocessors
+    steps = work.taps * work.channels * work.itemsize / _STEP_BYTES
+    if 2 * tiles <= multiprocessors and steps > _SPEEDS.longest:
+        steps = steps / 2 + _STEPS_OF_SUM
+    return math.ceil(rounds) if rounds <= 2 else rounds, min(1.0, rounds), steps
+
+
+def _around(work: Work) -> float:
+    """XLA's kernels that move the pictures and the weights into cuDNN's order, and pad."""
+    total, weights = 0.0, work.taps * work.channels * work.features
+    if work.axes > 2:
+        total += _SPEEDS.volume + work.traffic * _SPEEDS.volume_byte
+        total += weights * _SPEEDS.volume_weight
+    elif not work.of_input:
+        total += _SPEEDS.turn + weights * _SPEEDS.turned_weight
+    if work.padded_bytes:
+        total += H200.xla_pass + 2 * work.padded_bytes * H200.xla_pass_byte
+    return total
+
+
+_TILE = 128
+"""Pixels of cuDNN's tiles, and features where there are many."""
+_STEP_BYTES = 128
+"""Of the sums that a step adds up."""
+_STEPS_OF_SUM = 8
+"""To add up the parts of a sum takes as long."""
+
+
+def _columns(features: int) -> int:
+    """The features that cuDNN's tiles have in all: those of 64, or of 128, in whole tiles."""
+    grain = 64 if features <= 64 or features % 64 == 0 else _TILE
+    return math.ceil(features / grain) * grain
+
+
+def epilogue(elements: int, itemsize: int, activation: str | None, *, residual: bool) -> float:
+    """Microseconds that XLA's program takes for what follows a convolution."""
+    if activation in (None, "relu"):
+        moved = elements * itemsize * _SPEEDS.residual if residual else 0.0
+        return moved * H200.xla_pass_byte
+    streams = 3 if residual else 2
+    slow = activation == "gelu_erf"
+    evaluations = int(activation not in ("relu2", "quick_gelu", "silu"))
+    return xla_pass(elements, streams * itemsize, evaluations, slow_activation=slow)
