@@ -17,7 +17,9 @@ from jax._src.pallas.mosaic_gpu import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import store
 from pallas_kernels.hopper import COPY_BYTES
 from pallas_kernels.product import neighbours, quantized_weights
 
@@ -29,6 +31,7 @@ def prepare(monkeypatch) -> None:
     fill_before_the_start(monkeypatch)
     reach_into_clusters(monkeypatch)
     turn_neighbours(monkeypatch)
+    store_pieces(monkeypatch)
 
 
 def share_unions(monkeypatch) -> None:
@@ -250,3 +253,18 @@ def turn_neighbours(monkeypatch) -> None:
         return jnp.stack(both, axis=-1).reshape(x.shape)
 
     monkeypatch.setattr(neighbours, "turned", turned)
+
+
+def store_pieces(monkeypatch) -> None:
+    """States in Pallas's own words how a kernel stores pieces and commits them, for one test."""
+
+    def store_piece(ref, value):
+        ref[...] = value
+
+    def commit_stores(copies_in_flight):
+        plgpu.commit_smem()
+        plgpu.wait_smem_to_gmem(copies_in_flight, wait_read_only=True)
+
+    monkeypatch.setattr(store, "store_piece", store_piece)
+    monkeypatch.setattr(store, "commit_stores", commit_stores)
+    monkeypatch.setattr(store, "await_readers", plgpu.commit_smem)

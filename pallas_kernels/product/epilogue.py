@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import store
 from pallas_kernels.hopper import row_of_copies
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
@@ -23,7 +24,6 @@ from pallas_kernels.product.mainloop import (
     TileEpilogue,
     TilePlace,
 )
-from pallas_kernels.store import store_unoptimized
 
 Function = Callable[..., Mapping[str, jax.Array]]
 BeforeRounding = Callable[..., tuple[jax.Array, ...]]
@@ -59,6 +59,11 @@ class Epilogue:
     def fills_registers(self) -> bool:
         """Whether a thread's accumulators leave too few registers for much arithmetic."""
         return self.config.tile_m * self.config.tile_n > 128 * 128
+
+    @property
+    def overlaps_stores(self) -> bool:
+        """Whether a chunk is on its way to shared memory while the next one is computed."""
+        return self.config.write_slots > 1
 
     @property
     def chunks(self) -> int:
@@ -221,6 +226,7 @@ class _EpilogueOfTile:
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
         maxima: dict[str, jax.Array] = {}
+        stored: list[int] = []
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
             vectors = {}
@@ -236,7 +242,17 @@ class _EpilogueOfTile:
                 largest = jnp.max(maximised(results[name]), axis=1)
                 found = maxima.get(name)
                 maxima[name] = largest if found is None else jnp.maximum(found, largest)
-            self._store(chunk, {n: results[n].astype(d) for n, d in epilogue.outputs.items()})
+            narrowed = {n: results[n].astype(d) for n, d in epilogue.outputs.items()}
+            if epilogue.overlaps_stores:
+                # By now the stores of the chunk before have arrived.
+                while stored:
+                    self._send(stored.pop())
+            self._store(chunk, narrowed)
+            stored.append(chunk)
+            if not epilogue.overlaps_stores:
+                self._send(stored.pop())
+        while stored:
+            self._send(stored.pop())
         self._store_maxima(maxima)
 
     def _rounded_tiles(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
@@ -264,7 +280,7 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            plgpu.commit_smem()  # All four warps have read it.
+            store.await_readers()
             self._copy_matrices(chunk + slots)
         return loaded
 
@@ -319,23 +335,29 @@ class _EpilogueOfTile:
         return vectors | rows
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
+        """Writes a chunk to its slot in shared memory."""
         epilogue, slots = self.epilogue, self.epilogue.config.write_slots
-        places = {name: self._stream("out_smem", name, chunk % slots) for name in results}
-        # Whatever slot the last tile ended with has been read long since.
-        plgpu.wait_smem_to_gmem(slots - 1 if chunk else 0, wait_read_only=True)
+        if not epilogue.overlaps_stores or (chunk == 0 and epilogue.chunks % slots):
+            # Else the slot is free since `_send` of the chunk before, of this tile or of the last one.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for name, tile in results.items():
-            places[name][0][...] = tile
-        plgpu.commit_smem()
-        for name, (_, source) in places.items():
+            store.store_piece(self._stream("out_smem", name, chunk % slots)[0], tile)
+
+    def _send(self, chunk: int) -> None:
+        """Has a chunk copied from its slot to global memory, and waits until the next slot is free."""
+        epilogue, slots = self.epilogue, self.epilogue.config.write_slots
+        store.commit_stores(max(0, slots - 2))
+        for name in epilogue.outputs:
+            _, source = self._stream("out_smem", name, chunk % slots)
             destination = self._block(self.gmem.outputs[name], chunk)
             plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         for name in epilogue.column_sums:
-            self._store_sum(name, chunk, places[name][0])
+            self._store_sum(name, chunk)
         for name in epilogue.column_moments:
-            self._store_moments(name, chunk, places[name][0])
+            self._store_moments(name, chunk)
 
-    def _store_sum(self, name: str, chunk: int, tile) -> None:
+    def _store_sum(self, name: str, chunk: int) -> None:
         """Sums the columns of a tile in shared memory, each within a warp.
 
         In the layout of the accumulators a column is spread over the warps, and sums across warps
@@ -343,17 +365,19 @@ class _EpilogueOfTile:
         """
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
+        tile, _ = self._stream("out_smem", name, chunk % c.write_slots)
         values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
         if epilogue.sums_shape[0] * c.tile_m != epilogue.product.m:
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
             values = jnp.where(row < epilogue.product.m - self.place.m_start, values, 0.0)
         partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
-        store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
+        store.store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
 
-    def _store_moments(self, name: str, chunk: int, tile) -> None:
+    def _store_moments(self, name: str, chunk: int) -> None:
         """Writes the means of a tile's columns, and the sums of their squared deviations from them."""
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
+        tile, _ = self._stream("out_smem", name, chunk % c.write_slots)
         values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
         exist = epilogue.product.which_rows(self.place.m_start, values.shape, layout)
         count = epilogue.product.rows_of_tile(self.place.m_start)
@@ -365,14 +389,14 @@ class _EpilogueOfTile:
         squares = jnp.sum(deviations * deviations, axis=0)
         row = lax.div(self.place.m_start, jnp.int32(c.tile_m))
         for ref, value in zip(self.gmem.moments[name], (mean, squares), strict=True):
-            store_unoptimized(ref.at[row, self._columns(chunk)], value)
+            store.store_unoptimized(ref.at[row, self._columns(chunk)], value)
 
     def _store_maxima(self, maxima: Mapping[str, jax.Array]) -> None:
         """Writes the largest of each row of the tile, which a warp has."""
         rows = pl.ds(self.place.m_start, self.epilogue.config.tile_m)
         for name, largest in maxima.items():
             largest = largest.astype(self.epilogue.outputs[name]).astype(jnp.float32)
-            store_unoptimized(self.gmem.maxima[name].at[self.place.n_idx, rows], largest)
+            store.store_unoptimized(self.gmem.maxima[name].at[self.place.n_idx, rows], largest)
 
 
 def _column_layout(columns: int, dtype: Any) -> plgpu.Layout:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import store
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES, row_of_copies
 from pallas_kernels.product import cost, matmul, neighbours, qkv_few_rows
 from pallas_kernels.product.few_rows import FewRowsConfig
@@ -478,6 +479,11 @@ class _Epilogue:
         first = column - self.first_pair(column)
         return first, first + self.head_size // 2
 
+    @property
+    def overlaps_stores(self) -> bool:
+        """Whether a unit is on its way to shared memory while the next one is computed."""
+        return self.product.config.write_slots > 1
+
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
         leading = (CONSUMERS, c.write_slots, self.unit // self.piece)
@@ -549,18 +555,33 @@ class _HeadsOfTile:
         per_unit = launch.unit // launch.piece
         angles: list[Sequence[jax.Array]] = []
         number = 0
+        stored: list[tuple[int, int, Sequence[Any]]] = []
+
+        def store_unit(unit, pieces, arrays):
+            nonlocal number
+            pieces = list(pieces)
+            if launch.overlaps_stores:
+                # By now the stores of the unit before have arrived.
+                while stored:
+                    self._send(*stored.pop())
+            self._store(number, pieces)
+            stored.append((number, unit, arrays))
+            if not launch.overlaps_stores:
+                self._send(*stored.pop())
+            number += 1
+
         for unit in range(launch.units):
             projected = pieces[unit * per_unit : (unit + 1) * per_unit]
             if self.gmem.projections:
-                self._store(number, unit, enumerate(projected), self.gmem.projections)
-                number += 1
+                store_unit(unit, enumerate(projected), self.gmem.projections)
             finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
             if launch.whole_heads:
                 if self._reads_ahead and (launch.splits_heads or not unit):
                     angles = [self._angles(unit, s) for s in range(len(launch.turning_pieces))]
                 finished = self._finished(unit, projected, angles)
-            self._store(number, unit, finished, self.gmem.outputs)
-            number += 1
+            store_unit(unit, finished, self.gmem.outputs)
+        while stored:
+            self._send(*stored.pop())
 
     @property
     def _reads_ahead(self) -> bool:
@@ -574,29 +595,35 @@ class _HeadsOfTile:
             return False
         return launch.turning <= _ANGLES_AHEAD
 
-    def _store(
-        self, number: int, unit: int, pieces: Iterable[tuple[int, jax.Array]], arrays: Sequence[Any]
-    ) -> None:
-        """Has the pieces of a unit, each with its index, copied out through the next slot.
+    def _store(self, number: int, pieces: Iterable[tuple[int, jax.Array]]) -> None:
+        """Writes the pieces of a unit, each with its index, to their slot in shared memory.
 
         Args:
           number: of this store in the tile.
-          unit: where in the tile.
           pieces: what to store.
+        """
+        launch, slots = self.launch, self.launch.product.config.write_slots
+        in_tile = launch.units * (2 if self.gmem.projections else 1)
+        if not launch.overlaps_stores or (number == 0 and in_tile % slots):
+            # Else the slot is free since the last `_send`.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        registers, _ = self.smem["out_smem"]
+        for index, piece in pieces:
+            store.store_piece(registers.at[self.place.wg_idx, number % slots, index], piece)
+
+    def _send(self, number: int, unit: int, arrays: Sequence[Any]) -> None:
+        """Has a unit copied from its slot to global memory, and waits until the next slot is free.
+
+        Args:
+          number: of its store in the tile.
+          unit: where in the tile.
           arrays: of each output; the unit is in one of them, or beyond the last.
         """
         launch, config = self.launch, self.launch.product.config
+        # Where some units have nothing to copy, what is under way is not to be told by counting.
+        store.commit_stores(0)
         place = (self.place.wg_idx, number % config.write_slots)
-        registers, copies = self.smem["out_smem"]
-        # As in `matmul`: whatever slot the last tile ended with has been read long since. Where some
-        # stores have nothing to copy, what is under way is not to be told by counting.
-        skips = bool(self.gmem.projections) or launch.product.n % launch.product.part_n
-        pending = config.write_slots - 1 if number and not skips else 0
-        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        for index, piece in pieces:
-            registers.at[*place, index][...] = piece
-        plgpu.commit_smem()
-
+        _, copies = self.smem["out_smem"]
         column = self.column(unit)
         for output, array in enumerate(arrays):
             start = column - launch.first_column(output)
