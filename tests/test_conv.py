@@ -16,6 +16,7 @@ from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
 from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, weight_gradient
 from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
+from pallas_kernels.conv import cudnn_cost
 from pallas_kernels.conv import weight_gradient as pallas_weight_gradient
 from tests.against_float64 import assert_values_and_gradients
 from tests.cases.conv import (
@@ -237,6 +238,7 @@ def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
     """Where the model gives XLA every stage, derivatives of every kind remain."""
     cudnn = math.inf if kernels_are_faster else 0.0
     monkeypatch.setattr(dense_conv, "_cudnn_time", lambda *call, **options: cudnn)
+    monkeypatch.setattr(cudnn_cost, "strided_input_gradient", lambda *sizes: cudnn)
     x = jax.ShapeDtypeStruct((4, 16, 16, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
     f = functools.partial(jaxfused.conv, strides=2)
@@ -249,10 +251,10 @@ def test_stages_of_a_strided_window(hopper, monkeypatch, kernels_are_faster):
         jax.eval_shape(gradient, x, w)
     chosen = {choice.stage: choice.implementation for choice in choices}
     if kernels_are_faster:
-        # No GPU has timed the gradient of x in blocks yet, and there is no kernel for that of w.
+        # There is no kernel for the gradient of w.
         assert chosen == {
             "conv dense forward": "pallas",
-            "conv dense input gradient": "xla",
+            "conv dense input gradient": "pallas",
             "conv dense weight gradient": "xla",
         }
     else:

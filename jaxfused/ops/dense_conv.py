@@ -698,12 +698,24 @@ class _InputGradient:
 
     def reasons(self, device, dz, w) -> Mapping[str, str | None]:
         if self.window.is_strided:
-            # No GPU has timed it yet.
-            return {"xla": None, "pallas": self._why_not_in_blocks(device, dz, w)}
+            return self._strided_reasons(device, dz, w)
         reason = why_unsupported(device, self.window.transposed(), dz, w)
         if self.window.is_pointwise:
             return {"xla": None, "pallas": reason}
         return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
+
+    def _strided_reasons(self, device, dz, w) -> Mapping[str, str | None]:
+        reasons = {"pallas": self._why_not_in_blocks(device, dz, w), "xla": None}
+        if reasons["pallas"] is not None or not is_modelled(device):
+            return dispatch.preferring("xla", reasons)
+        call = self._call(device, dz, w)
+        arranged = xla_pass(math.prod(w.shape), 4 * dz.dtype.itemsize)
+        multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
+        times = {
+            "pallas": pallas_conv.predicted_time(call, written_bytes=dz.dtype.itemsize) + arranged,
+            "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
+        }
+        return fastest_first(reasons, times)
 
     def _why_not_in_blocks(self, device, dz, w) -> str | None:
         return pallas_strided.why_unsupported(

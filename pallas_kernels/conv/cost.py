@@ -37,7 +37,7 @@ class Speeds:
     """Likewise for each byte that the epilogue reads of it."""
     written_byte: float = 2.3e-5
     """Likewise for each byte that it writes, beyond the first two."""
-    activation: float = 1.8e-4
+    activation: float = 1.3e-4
     """Likewise for an activation."""
     both_store: float = 1.45
     """Factor of an epilogue that both warpgroups run at once."""

@@ -46,6 +46,11 @@ class _Speeds:
     """Likewise, of a weight."""
     dilated: float = 16.0
     """Factor of the gradients of a dilated window, both of which took 30 times as long as ours."""
+    strided_launch: float = 8.0
+    """Of the gradient of the picture where the window has strides, whose weights XLA turns before."""
+    strided_multiplication: float = 3.2e-9
+    strided_narrow_multiplication: float = 7e-9
+    """Likewise where the picture has 64 channels or fewer."""
     residual: float = 0.5
     """Part of the traffic of a residual that its convolution does not hide."""
 
@@ -92,6 +97,18 @@ def convolution(work: Work, multiprocessors: int) -> float:
     launch = _SPEEDS.weights_launch if work.of_weights else _SPEEDS.launch
     launch += _SPEEDS.of_input if work.of_input else 0.0
     return launch + at_once(compute, work.traffic * H200.memory_byte) + _around(work)
+
+
+def strided_input_gradient(multiplications: int, channels: int) -> float:
+    """Microseconds of the gradient of the picture where the window has strides.
+
+    Args:
+      multiplications: of numbers.
+      channels: of the picture.
+    """
+    narrow = channels <= 64
+    rate = _SPEEDS.strided_narrow_multiplication if narrow else _SPEEDS.strided_multiplication
+    return _SPEEDS.strided_launch + multiplications * rate
 
 
 def _tiles(work: Work, columns: int, multiprocessors: int) -> tuple[float, float, float]:

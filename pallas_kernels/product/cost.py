@@ -1,7 +1,7 @@
 """What a product with an epilogue costs, predicted: here with a config, and in XLA's program.
 
 A model and not a table, since sizes are without number. It has few terms, each of which has a reason,
-and constants that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22 and 2026-11-24). It
+and constants that were fitted to times on one device (benchmarks/LAB.md, 2026-11-22 to 2026-11-26). It
 orders the configs of a product, and says where a kernel of this package is worth taking.
 """
 
@@ -39,24 +39,24 @@ class Speeds:
     """Factor of a step of any other tile of 64 rows in ping-pong, for which b is read more often."""
     element: float = 6.7e-5
     """Of an epilogue, for each element of a warpgroup's tile."""
-    read_byte: float = 7.2e-5
+    read_byte: float = 8e-5
     """Likewise for each byte that the epilogue reads of it; with two slots two thirds of that."""
-    written_byte: float = 1e-5
+    written_byte: float = 3e-5
     """Likewise for each byte that it writes, beyond the first two."""
-    activation: float = 1.4e-4
+    activation: float = 1.1e-4
     """Likewise for an activation, and once more for its derivative."""
     memory_byte: float = 1 / 3.9e6
     """Of memory traffic."""
     crowded: float = 1.1
     """Factor of an epilogue that lacks registers: one that reads beside a tile of more than 128 x 128,
     or where several matrices meet in a tile of 128 rows."""
-    spilled: float = 1.6
+    spilled: float = 1.4
     """Factor of an epilogue that makes two matrices of nothing but a product, in tiles of more than
     128 x 128."""
     both_store: float = 1.15
     """Factor of an epilogue that both warpgroups run at once."""
     missing_stage: float = 0.08
-    """What a step takes more for each slot that the ring has fewer than four."""
+    """What a step takes more for a slot that the ring has fewer than four, and four times for two."""
     ragged_result: float = 1.07
     """Factor where rows of the result begin anywhere in a line of memory."""
     overlap: float = 2.4
@@ -272,7 +272,7 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         step *= speeds.low
     if work.k_last and work.shifts_rows:
         step *= speeds.shifted_rows
-    step *= 1 + speeds.missing_stage * max(0, 4 - config.stages)
+    step *= 1 + speeds.missing_stage * max(0, 4 - config.stages) ** 2
     multiplied = work.steps * step
     if 2 * (work.k // work.terms) * work.itemsize <= _STEP_BYTES:
         multiplied = max(multiplied, work.steps * config.cta_tile_m * speeds.narrow_row)
