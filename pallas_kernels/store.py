@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
@@ -54,17 +53,3 @@ def commit_stores(copies_in_flight: int) -> None:
         ctx.await_async_copy(copies_in_flight, await_read_only=True)
 
     commit()
-
-
-def await_readers() -> None:
-    """Waits until all of the warpgroup has read what a copy is about to overwrite.
-
-    `plgpu.commit_smem` does so too, and has the warpgroup wait until its own stores have arrived.
-    """
-
-    @plgpu.inline_mgpu()
-    def wait(ctx: Any) -> None:
-        del ctx
-        utils.warpgroup_barrier()
-
-    wait()

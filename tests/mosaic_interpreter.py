@@ -267,4 +267,3 @@ def store_pieces(monkeypatch) -> None:
 
     monkeypatch.setattr(store, "store_piece", store_piece)
     monkeypatch.setattr(store, "commit_stores", commit_stores)
-    monkeypatch.setattr(store, "await_readers", plgpu.commit_smem)

@@ -428,3 +428,53 @@ def test_same_bits_twice_on_gpu(config):
     first = run(*operands)
     for _ in range(5):
         chex.assert_trees_all_equal(run(*operands), first)
+
+
+STREAMING = (
+    MatmulConfig(stages=3, epilogue_columns=32, read_slots=2, write_slots=2),
+    MatmulConfig(epilogue_columns=32),
+    MatmulConfig(tile_n=128, epilogue_columns=32, read_slots=2, write_slots=2),
+    MatmulConfig(tile_m=64, tile_n=256, epilogue_columns=32, write_slots=2),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", STREAMING, ids=str)
+def test_every_number_of_large_streams_on_gpu(config):
+    """What one warp in 10^5 reads or stores too late shows in large matrices alone.
+
+    The numbers are small integers, so that there is one right result, to the bit.
+    """
+
+    def integers(seed, *shape, most):
+        return jax.random.randint(jax.random.key(seed), shape, -most, most + 1).astype(jnp.bfloat16)
+
+    rows, width, hidden = 25216, 1024, 4096
+    dy, slope = integers(0, rows, width, most=1), integers(1, rows, hidden, most=2)
+    w2 = integers(2, hidden, width, most=1)
+
+    @jax.jit
+    def kernel(dy, w2, slope):
+        dz, sums = mlp.hidden_gradient_by_slope(
+            dy, w2, slope, sum_rows=True, multiprocessors=132, config=config
+        )
+        z, h = mlp.hidden_gradient(
+            dy, w2, slope, activation="relu", sum_rows=False, multiprocessors=132, config=config
+        )[:2]
+        return dz, sums, z, h
+
+    @jax.jit
+    def wrong(results):
+        product = jnp.dot(dy, w2.T, preferred_element_type=jnp.float32)
+        dz, sums, z, h = results
+        positive = slope > 0
+        wanted = (
+            (dz, product * slope),
+            (z, product * positive),
+            (h, jnp.where(positive, slope, 0)),
+        )
+        counts = [jnp.sum(a != b.astype(a.dtype)) for a, b in wanted]
+        return [*counts, jnp.sum(sums != jnp.sum(dz.astype(jnp.float32), axis=0))]
+
+    for _ in range(10):
+        assert [int(count) for count in wrong(kernel(dy, w2, slope))] == [0, 0, 0, 0]

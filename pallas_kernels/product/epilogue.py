@@ -280,7 +280,9 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            store.await_readers()
+            # All four warps have read it. A barrier without the fence is not enough: on an H100 a few
+            # registers of 10^8 numbers then held those of the chunk after.
+            plgpu.commit_smem()
             self._copy_matrices(chunk + slots)
         return loaded
 
