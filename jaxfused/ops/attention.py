@@ -355,6 +355,8 @@ class _Options:
         batch, queries, key_heads, groups, _ = arrays.query.shape
         if device.multiprocessors == 0:
             return False
+        if arrays.key.shape[1] == 1:
+            return True  # All weights are 1.
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
             return work.xla_forward() < work.forward()
@@ -376,6 +378,8 @@ class _Options:
         batch, queries, key_heads, groups, _ = arrays.query.shape
         if device.multiprocessors == 0:
             return False
+        if arrays.key.shape[1] == 1:
+            return True  # All weights are 1.
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
             return work.xla_backward() < work.backward()

@@ -226,7 +226,6 @@ class _EpilogueOfTile:
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
         maxima: dict[str, jax.Array] = {}
-        stored: list[int] = []
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
             vectors = {}
@@ -243,16 +242,14 @@ class _EpilogueOfTile:
                 found = maxima.get(name)
                 maxima[name] = largest if found is None else jnp.maximum(found, largest)
             narrowed = {n: results[n].astype(d) for n, d in epilogue.outputs.items()}
-            if epilogue.overlaps_stores:
-                # By now the stores of the chunk before have arrived.
-                while stored:
-                    self._send(stored.pop())
+            if epilogue.overlaps_stores and chunk:
+                # By now its stores have arrived.
+                self._send(chunk - 1)
             self._store(chunk, narrowed)
-            stored.append(chunk)
             if not epilogue.overlaps_stores:
-                self._send(stored.pop())
-        while stored:
-            self._send(stored.pop())
+                self._send(chunk)
+        if epilogue.overlaps_stores:
+            self._send(epilogue.chunks - 1)
         self._store_maxima(maxima)
 
     def _rounded_tiles(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:

@@ -552,36 +552,36 @@ class _HeadsOfTile:
             ]
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
+        last: tuple[int, int, Sequence[Any]] | None = None
+        for number, (unit, finished, arrays) in enumerate(self._stores(pieces)):
+            finished = list(finished)
+            if launch.overlaps_stores and last is not None:
+                # By now its stores have arrived.
+                self._send(*last)
+            self._store(number, finished)
+            last = (number, unit, arrays)
+            if not launch.overlaps_stores:
+                self._send(*last)
+        if launch.overlaps_stores and last is not None:
+            self._send(*last)
+
+    def _stores(
+        self, pieces: Sequence[jax.Array]
+    ) -> Iterator[tuple[int, Iterable[tuple[int, jax.Array]], Sequence[Any]]]:
+        """What is stored one after the other: the unit, its pieces with their indices, the arrays."""
+        launch = self.launch
         per_unit = launch.unit // launch.piece
         angles: list[Sequence[jax.Array]] = []
-        number = 0
-        stored: list[tuple[int, int, Sequence[Any]]] = []
-
-        def store_unit(unit, pieces, arrays):
-            nonlocal number
-            pieces = list(pieces)
-            if launch.overlaps_stores:
-                # By now the stores of the unit before have arrived.
-                while stored:
-                    self._send(*stored.pop())
-            self._store(number, pieces)
-            stored.append((number, unit, arrays))
-            if not launch.overlaps_stores:
-                self._send(*stored.pop())
-            number += 1
-
         for unit in range(launch.units):
             projected = pieces[unit * per_unit : (unit + 1) * per_unit]
             if self.gmem.projections:
-                store_unit(unit, enumerate(projected), self.gmem.projections)
+                yield unit, enumerate(projected), self.gmem.projections
             finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
             if launch.whole_heads:
                 if self._reads_ahead and (launch.splits_heads or not unit):
                     angles = [self._angles(unit, s) for s in range(len(launch.turning_pieces))]
                 finished = self._finished(unit, projected, angles)
-            store_unit(unit, finished, self.gmem.outputs)
-        while stored:
-            self._send(*stored.pop())
+            yield unit, finished, self.gmem.outputs
 
     @property
     def _reads_ahead(self) -> bool:
