@@ -277,8 +277,8 @@ class _EpilogueOfTile:
             for name in self.epilogue.matrices
         }
         if chunk + slots < self.epilogue.chunks:
-            # All four warps have read it. A barrier without the fence is not enough: on an H100 a few
-            # registers of 10^8 numbers then held those of the chunk after.
+            # All four warps have read it. Without the fence in this, what they load may still be on its
+            # way, and a copy from beyond the array's end, which fetches nothing, overtakes it.
             plgpu.commit_smem()
             self._copy_matrices(chunk + slots)
         return loaded
