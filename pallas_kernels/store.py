@@ -1,5 +1,6 @@
 """Stores to shared and to global memory that are less careful than Pallas's own."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -40,16 +41,56 @@ def store_piece(ref, value: jax.Array) -> None:
     store(ref, value)
 
 
-def commit_stores(copies_in_flight: int) -> None:
+def commit_stores() -> None:
     """Lets copies read what the warpgroup has stored to shared memory, and waits for older copies.
 
-    That is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` in one barrier: afterwards no more than
-    `copies_in_flight` groups of copies to global memory still read shared memory.
+    That is `plgpu.commit_smem` and `plgpu.wait_smem_to_gmem` in one barrier: afterwards no copy to
+    global memory that began before still reads shared memory.
     """
 
     @plgpu.inline_mgpu()
     def commit(ctx: Any) -> None:
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-        ctx.await_async_copy(copies_in_flight, await_read_only=True)
+        ctx.await_async_copy(0, await_read_only=True)
 
     commit()
+
+
+def store_in_turn(
+    results: Iterable[Any],
+    *,
+    count: int,
+    slots: int,
+    store: Callable[[int, Any], None],
+    send: Callable[[int], None],
+) -> None:
+    """Has the results of a tile stored to slots of shared memory in turn, and copied out from there.
+
+    With several slots a result is on its way to shared memory while the next one is computed. One
+    barrier then serves the copy of the former and the slot of the latter.
+
+    Args:
+      results: each is computed when its turn has come.
+      count: how many there are.
+      slots: of shared memory; result n has slot n modulo their number.
+      store: writes a result, of which it takes the number too, to its slot.
+      send: starts the copies of the result with a number, and commits them as a group.
+    """
+
+    def commit_and_send(number: int) -> None:
+        commit_stores()
+        send(number)
+
+    overlaps = slots > 1
+    for number, result in enumerate(results):
+        if overlaps and number:
+            # By now its stores have arrived.
+            commit_and_send(number - 1)
+        if not overlaps or (number == 0 and count % slots):
+            # Else the slot is free since the result before was committed, in this tile or the last.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store(number, result)
+        if not overlaps:
+            commit_and_send(number)
+    if overlaps:
+        commit_and_send(count - 1)

@@ -261,9 +261,9 @@ def store_pieces(monkeypatch) -> None:
     def store_piece(ref, value):
         ref[...] = value
 
-    def commit_stores(copies_in_flight):
+    def commit_stores():
         plgpu.commit_smem()
-        plgpu.wait_smem_to_gmem(copies_in_flight, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     monkeypatch.setattr(store, "store_piece", store_piece)
     monkeypatch.setattr(store, "commit_stores", commit_stores)

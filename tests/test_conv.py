@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 import jaxfused
 from jaxfused import cuda, dispatch
 from jaxfused.cuda.depthwise_conv import Strips, Tile, Window
-from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, weight_gradient
+from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, product_choice
 from jaxfused.semantics.activation import activate
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv import cudnn_cost
@@ -328,8 +328,7 @@ POINTWISE_CASES = (
 @pytest.mark.parametrize("case", POINTWISE_CASES, ids=str)
 def test_one_weight_a_window_makes_a_product(case, hopper, monkeypatch):
     """A device whose products are XLA's: what is tested is the path, not a kernel."""
-    for module in (dense_conv, weight_gradient):
-        monkeypatch.setattr(module, "is_modelled", lambda device: False)
+    monkeypatch.setattr(product_choice, "is_modelled", lambda device: False)
     x, w, bias, residual = case.arguments(jnp.bfloat16)
 
     def ours(x, w, bias, residual, implementation=None):

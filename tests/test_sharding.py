@@ -886,7 +886,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     run = ops.kernel_call.Runner(None, hopper)
     # The least product takes longer in a kernel than in XLA.
-    monkeypatch.setattr(ops.weight_gradient, "fastest_first", lambda reasons, times: reasons)
+    monkeypatch.setattr(ops.product_choice, "fastest_first", lambda reasons, times: reasons)
 
     def ours(x, dy):
         (dw,), sums = ops.weight_gradient.weight_gradients(
@@ -913,7 +913,7 @@ def test_gradients_of_weights_run_on_shards(monkeypatch, hopper, x_spec, dy_spec
 
 @on_eight_devices
 def test_gradients_of_weights_beside_manual_axes_are_left_to_the_partitioner(monkeypatch, hopper):
-    monkeypatch.setattr(ops.weight_gradient, "fastest_first", lambda reasons, times: reasons)
+    monkeypatch.setattr(ops.product_choice, "fastest_first", lambda reasons, times: reasons)
     x, dy = (jnp.ones((16, 8, n), jnp.bfloat16) for n in (32, 64))
     run = ops.kernel_call.Runner(None, hopper)
 

@@ -352,16 +352,13 @@ class _Options:
         In float32 this may be so of any work that is too small to fill the GPU.
         Times are estimates in microseconds; benchmarks/LAB.md says what they were fitted to.
         """
-        batch, queries, key_heads, groups, _ = arrays.query.shape
-        if device.multiprocessors == 0:
-            return False
-        if arrays.key.shape[1] == 1:
-            return True  # All weights are 1.
+        known = self._xla_is_faster_anyway(device, arrays)
+        if known is not None:
+            return known
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
             return work.xla_forward() < work.forward()
-        if queries > _FEW_QUERIES:
-            return False
+        batch, queries, key_heads, groups, _ = arrays.query.shape
         keys = self.visited_keys(queries, arrays.key.shape[1])
         heads = batch * key_heads * groups
         by_xla = 8 + self._bytes_of_keys(arrays) / 1.2e6 + heads * queries * keys * 12 / 3e6
@@ -375,16 +372,13 @@ class _Options:
 
     def xla_is_faster_backward(self, device: dispatch.Device, arrays: "_Arrays") -> bool:
         """The same of the backward."""
-        batch, queries, key_heads, groups, _ = arrays.query.shape
-        if device.multiprocessors == 0:
-            return False
-        if arrays.key.shape[1] == 1:
-            return True  # All weights are 1.
+        known = self._xla_is_faster_anyway(device, arrays)
+        if known is not None:
+            return known
         if arrays.query.dtype == jnp.float32:
             work = self._work_of_float32(device, arrays)
             return work.xla_backward() < work.backward()
-        if queries > _FEW_QUERIES:
-            return False
+        batch, queries, key_heads, groups, _ = arrays.query.shape
         keys = self.visited_keys(queries, arrays.key.shape[1])
         shape, logits, runs_pallas = self._for_estimate(device, arrays)
         if not runs_pallas:
@@ -395,6 +389,15 @@ class _Options:
             shape, arrays.query.dtype, logits=logits, multiprocessors=device.multiprocessors
         )[0]
         return by_xla < estimate.backward(shape, logits, config, device.multiprocessors)
+
+    def _xla_is_faster_anyway(self, device: dispatch.Device, arrays: "_Arrays") -> bool | None:
+        """Whether so in both directions, where that takes no estimate; None where it does."""
+        if device.multiprocessors == 0:
+            return False
+        if arrays.key.shape[1] == 1:
+            return True  # All weights are 1.
+        many = arrays.query.dtype != jnp.float32 and arrays.query.shape[1] > _FEW_QUERIES
+        return False if many else None
 
     def _work_of_float32(
         self, device: dispatch.Device, arrays: "_Arrays"

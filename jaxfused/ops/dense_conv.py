@@ -20,7 +20,7 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.conv_input import Concatenated
 from jaxfused.ops.kernel_call import Axes, Results, Runner
 from jaxfused.ops.linear import CHEAP_ACTIVATIONS, ActivationGradient
-from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.ops.product_choice import Passes, pallas_or_xla, xla_time
 from jaxfused.ops.rectified import masked_gradient
 from jaxfused.ops.weight_gradient import sum_rows, weight_gradient
 from jaxfused.reference.product import product
@@ -466,11 +466,7 @@ class Forward:
         return after * _EPILOGUE_IN_CUDNN if in_convolution else after
 
     def _pointwise_reasons(self, device, call, reason, x, bias, residual) -> dict[str, str | None]:
-        reasons = {"pallas": reason, "xla": None}
-        if reason is not None or not is_modelled(device):
-            return dispatch.preferring("xla", reasons)
         streams = self.streams(x, residual)
-        work = call.as_product(**streams)
         passes = Passes()
         if bias is not None or self.options.activation is not None:
             passes = Passes(
@@ -482,11 +478,7 @@ class Forward:
             )
         elif residual is not None:
             passes = Passes(bytes_in_product=residual.dtype.itemsize)
-        times = {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, work, passes),
-        }
-        return fastest_first(reasons, times)
+        return _pointwise_in_order(device, call, reason, passes, **streams)
 
     def streams(self, x, residual) -> dict[str, int]:
         """What the epilogue reads, writes and evaluates of an element."""
@@ -629,16 +621,9 @@ class _ForwardWithStatistics:
                 elements, itemsize, self.options.activation, residual=residual is not None
             )
             return _in_order(device, call, reason, after=after, **streams)
-        reasons = {"pallas": reason, "xla": None}
-        if reason is not None or not is_modelled(device):
-            return dispatch.preferring("xla", reasons)
         read = streams["read_bytes"] + itemsize
         after_product = Passes(bytes_of_element=read + itemsize * (residual is not None))
-        times = {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), after_product),
-        }
-        return fastest_first(reasons, times)
+        return _pointwise_in_order(device, call, reason, after_product, **streams)
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual
@@ -705,17 +690,16 @@ class _InputGradient:
         return _in_order(device, self._call(device, dz, w), reason, written_bytes=2)
 
     def _strided_reasons(self, device, dz, w) -> Mapping[str, str | None]:
-        reasons = {"pallas": self._why_not_in_blocks(device, dz, w), "xla": None}
-        if reasons["pallas"] is not None or not is_modelled(device):
-            return dispatch.preferring("xla", reasons)
-        call = self._call(device, dz, w)
-        arranged = xla_pass(math.prod(w.shape), 4 * dz.dtype.itemsize)
-        multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
-        times = {
-            "pallas": pallas_conv.predicted_time(call, written_bytes=dz.dtype.itemsize) + arranged,
-            "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
-        }
-        return fastest_first(reasons, times)
+        def times() -> Mapping[str, float]:
+            call, itemsize = self._call(device, dz, w), dz.dtype.itemsize
+            arranged = xla_pass(math.prod(w.shape), 4 * itemsize)
+            multiplications = math.prod(dz.shape[:-1]) * math.prod(w.shape)
+            return {
+                "pallas": pallas_conv.predicted_time(call, written_bytes=itemsize) + arranged,
+                "xla": cudnn_cost.strided_input_gradient(multiplications, w.shape[-2]),
+            }
+
+        return pallas_or_xla(device, self._why_not_in_blocks(device, dz, w), times)
 
     def _why_not_in_blocks(self, device, dz, w) -> str | None:
         return pallas_strided.why_unsupported(
@@ -789,14 +773,15 @@ class _WeightGradient:
         reason = why_unsupported(device, self.window, x, w)
         if pallas_weight_gradient.why_unsupported(self.window) is not None:
             return {"xla": None}
-        reasons = {"pallas": reason, "xla": None}
-        if reason is not None or not is_modelled(device):
-            return dispatch.preferring("xla", reasons)
-        ours = pallas_weight_gradient.predicted_time(
-            x, dz, window=self.window, multiprocessors=device.multiprocessors
-        )
-        call = call_of(device, self.window, x.shape[:-1], x.dtype, w)
-        return fastest_first(reasons, {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)})
+
+        def times() -> Mapping[str, float]:
+            ours = pallas_weight_gradient.predicted_time(
+                x, dz, window=self.window, multiprocessors=device.multiprocessors
+            )
+            call = call_of(device, self.window, x.shape[:-1], x.dtype, w)
+            return {"pallas": ours, "xla": _cudnn_time(call, of_weights=True)}
+
+        return pallas_or_xla(device, reason, times)
 
     def configs(self, implementation: str, device: dispatch.Device, x, dz) -> Sequence[Hashable]:
         if implementation != "pallas":
@@ -854,15 +839,8 @@ class _JoinedInputGradient:
         # XLA's program writes its gradient, which a kernel of its own reads with the rest.
         moved = streams["read_bytes"] + 2 * dz.dtype.itemsize
         if window.is_pointwise:
-            found: dict[str, str | None] = {"pallas": reason, "xla": None}
-            if reason is None and is_modelled(device):
-                work = call.as_product(**streams, activations=0)
-                ours = pallas_conv.predicted_time(call, **streams)
-                theirs = xla_time(device, work, Passes(bytes_of_element=moved))
-                found = fastest_first(found, {"pallas": ours, "xla": theirs})
-            else:
-                found = dispatch.preferring("xla", found)
-            return found
+            passes = Passes(bytes_of_element=moved)
+            return _pointwise_in_order(device, call, reason, passes, **streams, activations=0)
         return _in_order(device, call, reason, after=xla_pass(elements, moved, 0), **streams)
 
     def streams(self, dz, other, y) -> dict[str, int]:
@@ -951,14 +929,32 @@ def _in_order(
     **streams: int,
 ) -> dict[str, str | None]:
     """The reasons, the implementation that is predicted to be fastest first."""
-    reasons = {"pallas": reason, "xla": None}
-    if reason is not None or not is_modelled(device):
-        return dispatch.preferring("xla", reasons)
-    times = {
-        "pallas": pallas_conv.predicted_time(call, **streams),
-        "xla": _cudnn_time(call) + after,
-    }
-    return fastest_first(reasons, times)
+    return pallas_or_xla(
+        device,
+        reason,
+        lambda: {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": _cudnn_time(call) + after,
+        },
+    )
+
+
+def _pointwise_in_order(
+    device: dispatch.Device,
+    call: pallas_conv.ConvCall,
+    reason: str | None,
+    passes: Passes,
+    **streams: int,
+) -> dict[str, str | None]:
+    """As `_in_order` of a convolution that is a product, which XLA's program has `passes` after."""
+    return pallas_or_xla(
+        device,
+        reason,
+        lambda: {
+            "pallas": pallas_conv.predicted_time(call, **streams),
+            "xla": xla_time(device, call.as_product(**streams), passes),
+        },
+    )
 
 
 def _reference(options: Options, x, w, bias=None, residual=None, activation=None) -> jax.Array:

@@ -29,7 +29,7 @@ from jaxfused.ops.dense_conv import (
     weights_of_images,
 )
 from jaxfused.ops.kernel_call import Axes, Results, Runner
-from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
+from jaxfused.ops.product_choice import Passes, pallas_or_xla, xla_time
 from jaxfused.reference.product import product
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
@@ -184,20 +184,20 @@ class _Enlarging:
         )
 
     def reasons(self, device, x, w, bias, residual) -> Mapping[str, str | None]:
-        reasons = {"pallas": why_unsupported(device, x, w, residual), "xla": None}
-        if reasons["pallas"] is not None or not is_modelled(device):
-            return dispatch.preferring("xla", reasons)
-        call, streams = self._call(device, x, w), self.alone.streams(x, residual)
-        # XLA reads its product once more to move it, and does the rest in that pass.
-        moving = Passes(
-            bytes_of_element=streams["read_bytes"] + x.dtype.itemsize + streams["written_bytes"],
-            evaluations=streams["activations"],
-        )
-        times = {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), moving),
-        }
-        return fastest_first(reasons, times)
+        def times() -> Mapping[str, float]:
+            call, streams = self._call(device, x, w), self.alone.streams(x, residual)
+            written = x.dtype.itemsize + streams["written_bytes"]
+            # XLA reads its product once more to move it, and does the rest in that pass.
+            moving = Passes(
+                bytes_of_element=streams["read_bytes"] + written,
+                evaluations=streams["activations"],
+            )
+            return {
+                "pallas": pallas_conv.predicted_time(call, **streams),
+                "xla": xla_time(device, call.as_product(**streams), moving),
+            }
+
+        return pallas_or_xla(device, why_unsupported(device, x, w, residual), times)
 
     def configs(
         self, implementation: str, device: dispatch.Device, x, w, bias, residual

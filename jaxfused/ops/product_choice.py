@@ -5,7 +5,7 @@ know, and XLA's program is what a user would have without this package.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxfused import dispatch
@@ -88,3 +88,19 @@ def fastest_first(
         return predicted if name == "xla" else predicted * _DOUBT + _START
 
     return {name: reasons[name] for name in sorted(reasons, key=time)}
+
+
+def pallas_or_xla(
+    device: dispatch.Device, reason: str | None, microseconds: Callable[[], Mapping[str, float]]
+) -> dict[str, str | None]:
+    """The reasons of a kernel in Pallas and of XLA, the one that is predicted faster first.
+
+    Args:
+      device: where it would run; XLA is first where the times are of other devices.
+      reason: why the kernel cannot run, or None.
+      microseconds: predicts both times; called only where they decide.
+    """
+    reasons = {"pallas": reason, "xla": None}
+    if reason is not None or not is_modelled(device):
+        return dispatch.preferring("xla", reasons)
+    return fastest_first(reasons, microseconds())

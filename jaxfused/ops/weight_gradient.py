@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxfused import dispatch, sharding
 from jaxfused.ops.kernel_call import ROWS, Axes, Results, Runner
-from jaxfused.ops.product_choice import fastest_first, is_modelled
+from jaxfused.ops.product_choice import pallas_or_xla
 from jaxfused.reference.product import (
     side_by_side,
     sum_over_rows,
@@ -216,16 +216,24 @@ class WeightGradients:
             features={"x": x.shape[1]}
             | {name: dy.shape[1] for name, dy in zip(names, dys, strict=True)},
         )
-        reasons = {"pallas": reason, "xla": None}
-        if reason is not None or not is_modelled(device):
-            return dispatch.preferring("xla", reasons)
+
+        def times() -> Mapping[str, float]:
+            return {
+                "pallas": self._pallas_time(device, x, *dys),
+                "xla": self._xla_time(device, x, *dys),
+            }
+
+        return pallas_or_xla(device, reason, times)
+
+    def _pallas_time(self, device: dispatch.Device, x, *dys) -> float:
+        """Predicted microseconds of the kernel, and of the copy of its parts into one array."""
         work = self.work(x, *dys)
         config = pallas_weight_gradient.fitting(work, device.multiprocessors)[0]
-        ours = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
+        time = pallas_weight_gradient.predicted_time(work, config, device.multiprocessors)
         if self.joined and self.side_by_side:
             copied = x.shape[1] * sum(dy.shape[1] for dy in dys)
-            ours += cost.xla_pass(copied, 2 * self.dtype.itemsize)
-        return fastest_first(reasons, {"pallas": ours, "xla": self._xla_time(device, x, *dys)})
+            time += cost.xla_pass(copied, 2 * self.dtype.itemsize)
+        return time
 
     def _xla_time(self, device: dispatch.Device, x, *dys) -> float:
         """Predicted microseconds of XLA's products, and of its sums."""

@@ -49,6 +49,7 @@ class _Speeds:
     strided_launch: float = 8.0
     """Of the gradient of the picture where the window has strides, whose weights XLA turns before."""
     strided_multiplication: float = 3.2e-9
+    """Likewise, of one of its multiplications."""
     strided_narrow_multiplication: float = 7e-9
     """Likewise where the picture has 64 channels or fewer."""
     residual: float = 0.5

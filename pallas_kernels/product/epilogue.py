@@ -61,11 +61,6 @@ class Epilogue:
         return self.config.tile_m * self.config.tile_n > 128 * 128
 
     @property
-    def overlaps_stores(self) -> bool:
-        """Whether a chunk is on its way to shared memory while the next one is computed."""
-        return self.config.write_slots > 1
-
-    @property
     def chunks(self) -> int:
         """Parts of a tile that the epilogue takes one after the other, none without a column."""
         columns = min(self.product.n, self.product.part_n)
@@ -215,6 +210,21 @@ class _EpilogueOfTile:
             plgpu.barrier_wait(self.smem["vector_full"].at[self.place.wg_idx])
         if epilogue.row_vectors:
             plgpu.barrier_wait(self.smem["row_full"].at[self.place.wg_idx])
+        maxima: dict[str, jax.Array] = {}
+        store.store_in_turn(
+            self._results(acc, maxima),
+            count=epilogue.chunks,
+            slots=epilogue.config.write_slots,
+            store=self._store,
+            send=self._send,
+        )
+        self._store_maxima(maxima)
+
+    def _results(
+        self, acc: jax.Array, maxima: dict[str, jax.Array]
+    ) -> Iterator[Mapping[str, jax.Array]]:
+        """The outputs of chunk after chunk; `maxima` comes to hold the largest of their rows."""
+        epilogue = self.epilogue
         narrow = None
         if epilogue.before_rounding is not None and epilogue.fills_registers:
             narrow = [
@@ -225,7 +235,6 @@ class _EpilogueOfTile:
             ]
             # Without this the compiler may move the rounding to where it is used.
             narrow = lax.optimization_barrier(narrow)
-        maxima: dict[str, jax.Array] = {}
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
             vectors = {}
@@ -241,16 +250,7 @@ class _EpilogueOfTile:
                 largest = jnp.max(maximised(results[name]), axis=1)
                 found = maxima.get(name)
                 maxima[name] = largest if found is None else jnp.maximum(found, largest)
-            narrowed = {n: results[n].astype(d) for n, d in epilogue.outputs.items()}
-            if epilogue.overlaps_stores and chunk:
-                # By now its stores have arrived.
-                self._send(chunk - 1)
-            self._store(chunk, narrowed)
-            if not epilogue.overlaps_stores:
-                self._send(chunk)
-        if epilogue.overlaps_stores:
-            self._send(epilogue.chunks - 1)
-        self._store_maxima(maxima)
+            yield {n: results[n].astype(d) for n, d in epilogue.outputs.items()}
 
     def _rounded_tiles(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
         assert self.epilogue.before_rounding is not None
@@ -335,19 +335,18 @@ class _EpilogueOfTile:
 
     def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
         """Writes a chunk to its slot in shared memory."""
-        epilogue, slots = self.epilogue, self.epilogue.config.write_slots
-        if not epilogue.overlaps_stores or (chunk == 0 and epilogue.chunks % slots):
-            # Else the slot is free since `_send` of the chunk before, of this tile or of the last one.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for name, tile in results.items():
-            store.store_piece(self._stream("out_smem", name, chunk % slots)[0], tile)
+            store.store_piece(self._written(name, chunk)[0], tile)
+
+    def _written(self, name: str, chunk: int) -> tuple[Any, Any]:
+        """The slot of an output's chunk, as registers and as copies see it."""
+        return self._stream("out_smem", name, chunk % self.epilogue.config.write_slots)
 
     def _send(self, chunk: int) -> None:
-        """Has a chunk copied from its slot to global memory, and waits until the next slot is free."""
-        epilogue, slots = self.epilogue, self.epilogue.config.write_slots
-        store.commit_stores(max(0, slots - 2))
+        """Has a chunk copied from its slot to global memory, and summed."""
+        epilogue = self.epilogue
         for name in epilogue.outputs:
-            _, source = self._stream("out_smem", name, chunk % slots)
+            _, source = self._written(name, chunk)
             destination = self._block(self.gmem.outputs[name], chunk)
             plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
@@ -364,7 +363,7 @@ class _EpilogueOfTile:
         """
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
-        tile, _ = self._stream("out_smem", name, chunk % c.write_slots)
+        tile, _ = self._written(name, chunk)
         values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
         if epilogue.sums_shape[0] * c.tile_m != epilogue.product.m:
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
@@ -376,7 +375,7 @@ class _EpilogueOfTile:
         """Writes the means of a tile's columns, and the sums of their squared deviations from them."""
         epilogue, c = self.epilogue, self.epilogue.config
         layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
-        tile, _ = self._stream("out_smem", name, chunk % c.write_slots)
+        tile, _ = self._written(name, chunk)
         values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
         exist = epilogue.product.which_rows(self.place.m_start, values.shape, layout)
         count = epilogue.product.rows_of_tile(self.place.m_start)

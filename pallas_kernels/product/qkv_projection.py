@@ -479,11 +479,6 @@ class _Epilogue:
         first = column - self.first_pair(column)
         return first, first + self.head_size // 2
 
-    @property
-    def overlaps_stores(self) -> bool:
-        """Whether a unit is on its way to shared memory while the next one is computed."""
-        return self.product.config.write_slots > 1
-
     def scratch(self) -> dict[str, Any]:
         c, dtype = self.product.config, self.product.dtype
         leading = (CONSUMERS, c.write_slots, self.unit // self.piece)
@@ -552,36 +547,34 @@ class _HeadsOfTile:
             ]
         # As in `matmul`: what is rounded leaves registers for the arithmetic.
         pieces = lax.optimization_barrier([p.astype(launch.product.dtype) for p in pieces])
-        last: tuple[int, int, Sequence[Any]] | None = None
-        for number, (unit, finished, arrays) in enumerate(self._stores(pieces)):
-            finished = list(finished)
-            if launch.overlaps_stores and last is not None:
-                # By now its stores have arrived.
-                self._send(*last)
-            self._store(number, finished)
-            last = (number, unit, arrays)
-            if not launch.overlaps_stores:
-                self._send(*last)
-        if launch.overlaps_stores and last is not None:
-            self._send(*last)
+        store.store_in_turn(
+            self._results(pieces),
+            count=launch.units * len(self._stored),
+            slots=launch.product.config.write_slots,
+            store=self._store,
+            send=self._send,
+        )
 
-    def _stores(
-        self, pieces: Sequence[jax.Array]
-    ) -> Iterator[tuple[int, Iterable[tuple[int, jax.Array]], Sequence[Any]]]:
-        """What is stored one after the other: the unit, its pieces with their indices, the arrays."""
+    @property
+    def _stored(self) -> tuple[Sequence[Any], ...]:
+        """The arrays that each unit is stored to, one of each group."""
+        return tuple(filter(None, (self.gmem.projections, self.gmem.outputs)))
+
+    def _results(self, pieces: Sequence[jax.Array]) -> Iterator[Sequence[tuple[int, jax.Array]]]:
+        """The pieces of unit after unit, with their indices, for each group of arrays."""
         launch = self.launch
         per_unit = launch.unit // launch.piece
         angles: list[Sequence[jax.Array]] = []
         for unit in range(launch.units):
             projected = pieces[unit * per_unit : (unit + 1) * per_unit]
             if self.gmem.projections:
-                yield unit, enumerate(projected), self.gmem.projections
+                yield list(enumerate(projected))
             finished: Iterable[tuple[int, jax.Array]] = enumerate(projected)
             if launch.whole_heads:
                 if self._reads_ahead and (launch.splits_heads or not unit):
                     angles = [self._angles(unit, s) for s in range(len(launch.turning_pieces))]
                 finished = self._finished(unit, projected, angles)
-            yield unit, finished, self.gmem.outputs
+            yield list(finished)
 
     @property
     def _reads_ahead(self) -> bool:
@@ -595,36 +588,23 @@ class _HeadsOfTile:
             return False
         return launch.turning <= _ANGLES_AHEAD
 
-    def _store(self, number: int, pieces: Iterable[tuple[int, jax.Array]]) -> None:
-        """Writes the pieces of a unit, each with its index, to their slot in shared memory.
-
-        Args:
-          number: of this store in the tile.
-          pieces: what to store.
-        """
-        launch, slots = self.launch, self.launch.product.config.write_slots
-        in_tile = launch.units * (2 if self.gmem.projections else 1)
-        if not launch.overlaps_stores or (number == 0 and in_tile % slots):
-            # Else the slot is free since the last `_send`.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def _store(self, number: int, pieces: Sequence[tuple[int, jax.Array]]) -> None:
+        """Writes the pieces of a result, each with its index, to their slot in shared memory."""
         registers, _ = self.smem["out_smem"]
         for index, piece in pieces:
-            store.store_piece(registers.at[self.place.wg_idx, number % slots, index], piece)
+            store.store_piece(registers.at[*self._slot(number), index], piece)
 
-    def _send(self, number: int, unit: int, arrays: Sequence[Any]) -> None:
-        """Has a unit copied from its slot to global memory, and waits until the next slot is free.
+    def _slot(self, number: int) -> tuple[jax.Array, int]:
+        """Where in shared memory a result lies."""
+        return self.place.wg_idx, number % self.launch.product.config.write_slots
 
-        Args:
-          number: of its store in the tile.
-          unit: where in the tile.
-          arrays: of each output; the unit is in one of them, or beyond the last.
-        """
+    def _send(self, number: int) -> None:
+        """Has a result copied from its slot to the array that has its unit, if one does."""
         launch, config = self.launch, self.launch.product.config
-        # Where some units have nothing to copy, what is under way is not to be told by counting.
-        store.commit_stores(0)
-        place = (self.place.wg_idx, number % config.write_slots)
+        place = self._slot(number)
         _, copies = self.smem["out_smem"]
-        column = self.column(unit)
+        unit, group = divmod(number, len(self._stored))
+        arrays, column = self._stored[group], self.column(unit)
         for output, array in enumerate(arrays):
             start = column - launch.first_column(output)
 
