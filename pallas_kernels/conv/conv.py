@@ -31,9 +31,8 @@ from pallas_kernels.conv import cost
 from pallas_kernels.conv.window import GROUP, MAX_REACH, Boxes, Window, best_box
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.cost import H200, Work
-from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function
+from pallas_kernels.product.epilogue import Epilogue, Function
 from pallas_kernels.product.few_rows import FewRowsConfig
-from pallas_kernels.product.linear import preactivation
 from pallas_kernels.product.mainloop import CONSUMERS, MatmulConfig, Product, Ring, Step, part
 from pallas_kernels.product.matmul import fitting as product_configs
 from pallas_kernels.product.matmul import matmul
@@ -623,7 +622,6 @@ def conv(
     window: Window,
     epilogue: Function,
     outputs: Mapping[str, Any],
-    before_rounding: BeforeRounding | None = None,
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
     column_moments: Sequence[str] = (),
@@ -638,8 +636,8 @@ def conv(
 
     Args:
       x: one array, or two of which it is the concatenation: see `why_not_of_two`.
-      epilogue, outputs, before_rounding, vectors, matrices, column_moments, activations: as in
-        `matmul`; matrices are of the result's shape.
+      epilogue, outputs, vectors, matrices, column_moments, activations: as in `matmul`; matrices are
+        of the result's shape.
       flipped: w is [*kernel, F, C], and turned around: that is the gradient of x.
       block: of pixels that each pixel of x makes, where w [1, 1, C, block * F] has the features of all
         of them; vectors have so many too. Results and matrices are then [B, H * rows, W * columns, F].
@@ -669,7 +667,6 @@ def conv(
             w.reshape(w.shape[-2:]),
             epilogue=epilogue,
             outputs=outputs,
-            before_rounding=before_rounding,
             vectors=vectors,
             matrices=flat,
             column_moments=column_moments,
@@ -689,7 +686,6 @@ def conv(
     def fused(config: ConvConfig) -> Epilogue:
         return Epilogue(
             product=call.product(config),
-            before_rounding=before_rounding,
             function=epilogue,
             vectors={key: v.dtype for key, v in vectors.items()},
             matrices={key: v.dtype for key, v in matrices.items()},
@@ -789,7 +785,6 @@ def _layer(
     return conv(
         x,
         w,
-        before_rounding=None if activation is None else preactivation,
         epilogue=functools.partial(_sum_and_activation, activation, dtype),
         vectors={"bias": bias},
         matrices={"residual": residual},
@@ -799,7 +794,7 @@ def _layer(
 
 
 def _sum_and_activation(activation, dtype, z, *, bias=None, residual=None):
-    (z,) = preactivation(z, bias=bias)
+    z = z if bias is None else z + bias
     z = z if residual is None else z + residual
     return {"y": activate(activation, z, dtype), "preactivation": z}
 

@@ -332,7 +332,6 @@ def _call(
     )
     return Epilogue(
         product=product,
-        before_rounding=None,
         function=lambda dw: {"dw": dw},
         vectors={},
         matrices={},

@@ -48,11 +48,8 @@ class Speeds:
     memory_byte: float = 1 / 3.9e6
     """Of memory traffic."""
     crowded: float = 1.1
-    """Factor of an epilogue that lacks registers: one that reads beside a tile of more than 128 x 128,
-    or where several matrices meet in a tile of 128 rows."""
-    spilled: float = 1.4
-    """Factor of an epilogue that makes two matrices of nothing but a product, in tiles of more than
-    128 x 128."""
+    """Factor of an epilogue that lacks registers: one that reads, or makes two matrices, beside a tile
+    of more than 128 x 128, or where several matrices meet in a tile of 128 rows."""
     both_store: float = 1.15
     """Factor of an epilogue that both warpgroups run at once."""
     missing_stage: float = 0.08
@@ -281,10 +278,9 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
     stored = config.tile_m * config.tile_n * _epilogue_of_element(work, config, speeds)
     several = work.products > 1 or work.read_bytes > work.itemsize
     large = config.tile_m * config.tile_n > 128 * 128
-    if (config.tile_m == 128 and several) or (large and work.read_bytes):
+    busy = work.read_bytes > 0 or work.written_bytes > work.itemsize
+    if (config.tile_m == 128 and several) or (large and busy):
         stored *= speeds.crowded
-    if large and work.products == 1 and not work.read_bytes and work.written_bytes > work.itemsize:
-        stored *= speeds.spilled
     # In ping-pong a warpgroup multiplies while the other one stores, and each does both in turn.
     tile = (
         _at_once((multiplied, (multiplied + stored) / CONSUMERS), speeds.overlap)

@@ -26,7 +26,6 @@ from pallas_kernels.product.mainloop import (
 )
 
 Function = Callable[..., Mapping[str, jax.Array]]
-BeforeRounding = Callable[..., tuple[jax.Array, ...]]
 Maximised = Callable[[jax.Array], jax.Array]
 """What is the larger, the larger the float32 that it is rounded from."""
 
@@ -36,7 +35,6 @@ class Epilogue:
     """The epilogue of a launch: its static facts, and its shared memory."""
 
     product: Product
-    before_rounding: BeforeRounding | None
     function: Function
     vectors: Mapping[str, Any]
     matrices: Mapping[str, Any]
@@ -54,11 +52,6 @@ class Epilogue:
     @property
     def config(self) -> MatmulConfig:
         return self.product.config
-
-    @property
-    def fills_registers(self) -> bool:
-        """Whether a thread's accumulators leave too few registers for much arithmetic."""
-        return self.config.tile_m * self.config.tile_n > 128 * 128
 
     @property
     def chunks(self) -> int:
@@ -225,25 +218,9 @@ class _EpilogueOfTile:
     ) -> Iterator[Mapping[str, jax.Array]]:
         """The outputs of chunk after chunk; `maxima` comes to hold the largest of their rows."""
         epilogue = self.epilogue
-        narrow = None
-        if epilogue.before_rounding is not None and epilogue.fills_registers:
-            narrow = [
-                tuple(
-                    tile.astype(epilogue.product.dtype) for tile in self._rounded_tiles(acc, chunk)
-                )
-                for chunk in range(epilogue.chunks)
-            ]
-            # Without this the compiler may move the rounding to where it is used.
-            narrow = lax.optimization_barrier(narrow)
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
-            vectors = {}
-            if narrow is not None:
-                tiles = [tile.astype(jnp.float32) for tile in narrow[chunk]]
-            elif epilogue.before_rounding is not None:
-                tiles = self._rounded_tiles(acc, chunk)
-            else:
-                tiles, vectors = self._products(acc, chunk), self._vectors(chunk)
+            tiles, vectors = self._products(acc, chunk), self._vectors(chunk)
             matrices = self._load_matrices(chunk)
             results = epilogue.function(*tiles, **scalars, **vectors, **matrices)
             for name, maximised in epilogue.row_maxima.items():
@@ -251,10 +228,6 @@ class _EpilogueOfTile:
                 found = maxima.get(name)
                 maxima[name] = largest if found is None else jnp.maximum(found, largest)
             yield {n: results[n].astype(d) for n, d in epilogue.outputs.items()}
-
-    def _rounded_tiles(self, acc: jax.Array, chunk: int) -> Sequence[jax.Array]:
-        assert self.epilogue.before_rounding is not None
-        return self.epilogue.before_rounding(*self._products(acc, chunk), **self._vectors(chunk))
 
     def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
         part_n, width = self.epilogue.product.part_n, self.epilogue.config.epilogue_columns

@@ -95,7 +95,6 @@ class FewRows:
     w_dtype: Any
     w_transposed: bool
     """w is [N, K]."""
-    before_rounding: Callable[..., tuple[jax.Array, ...]] | None
     function: Callable[..., Mapping[str, Any]]
     """Returns a tile by name, or its pieces."""
     vectors: Mapping[str, jax.ShapeDtypeStruct]
@@ -578,10 +577,7 @@ class _Cta:
             )
             for name, smem in (self.matrix_smem or {}).items()
         }
-        if product.before_rounding is None:
-            results = product.function(*products, **vectors, **matrices)
-        else:
-            results = product.function(*product.before_rounding(*products, **vectors), **matrices)
+        results = product.function(*products, **vectors, **matrices)
         for name, dtype in product.outputs.items():
             pieces = results[name] if product.piece else [results[name]]
             for index, piece in enumerate(pieces):

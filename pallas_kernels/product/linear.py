@@ -9,11 +9,6 @@ from pallas_kernels.product.few_rows import FewRowsConfig
 from pallas_kernels.product.matmul import MatmulConfig, matmul
 
 
-def preactivation(z: jax.Array, *, bias: jax.Array | None = None) -> tuple[jax.Array]:
-    """What is rounded first where an activation follows: see `before_rounding` of `matmul`."""
-    return (z if bias is None else z + bias,)
-
-
 def forward(
     x: jax.Array,
     w: jax.Array,
@@ -29,14 +24,13 @@ def forward(
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of [M, D], [D, F]."""
 
     def epilogue(z, *, bias=None, residual=None):
-        (z,) = preactivation(z, bias=bias)
+        z = z if bias is None else z + bias
         y = activate(activation, z, out_dtype)
         return {"y": y if residual is None else y + residual, "preactivation": z}
 
     results = matmul(
         x,
         w,
-        before_rounding=None if activation is None else preactivation,
         epilogue=epilogue,
         vectors={"bias": bias},
         matrices={"residual": residual},

@@ -17,7 +17,7 @@ from pallas_kernels import hopper
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import cost, weights
 from pallas_kernels.product.cost import Work
-from pallas_kernels.product.epilogue import BeforeRounding, Epilogue, Function, Maximised
+from pallas_kernels.product.epilogue import Epilogue, Function, Maximised
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
 from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
@@ -166,7 +166,6 @@ def matmul(
     *,
     epilogue: Function,
     outputs: Mapping[str, Any],
-    before_rounding: BeforeRounding | None = None,
     vectors: Mapping[str, jax.Array | None] | None = None,
     matrices: Mapping[str, jax.Array | None] | None = None,
     row_vectors: Mapping[str, jax.Array] | None = None,
@@ -197,10 +196,6 @@ def matmul(
       epilogue: takes a float32 tile of each product and, by name and as float32, the same tile of
         what `vectors` and `matrices` hold. Returns tiles by name.
       outputs: the dtypes of the matrices among them.
-      before_rounding: what may be rounded to a's dtype where it leaves the accumulators: takes a tile of
-        each product, and the vectors by name, and returns the tiles that `epilogue` takes in their
-        place. For an epilogue with much arithmetic: a large tile of accumulators leaves it few
-        registers, and is rounded.
       vectors: [N] each, the same for all rows, or None for one that is absent.
       matrices: [M, N] each, or None.
       row_vectors: [M] each, the same for all columns; a product of few rows takes none.
@@ -247,7 +242,6 @@ def matmul(
         a_transposed=a_transposed,
         b_transposed=b_transposed,
         b_format=b_format,
-        before_rounding=before_rounding,
         epilogue=epilogue,
         vectors={name: v for name, v in (vectors or {}).items() if v is not None},
         matrices={name: x for name, x in (matrices or {}).items() if x is not None},
@@ -283,7 +277,6 @@ class _Call:
     a_transposed: bool
     b_transposed: bool
     b_format: Format | None
-    before_rounding: BeforeRounding | None
     epilogue: Function
     vectors: Mapping[str, jax.Array]
     matrices: Mapping[str, jax.Array]
@@ -378,7 +371,6 @@ class _Call:
         )
         return Epilogue(
             product=product,
-            before_rounding=self.before_rounding,
             function=self.epilogue,
             vectors={name: v.dtype for name, v in self.vectors.items()},
             matrices={name: x.dtype for name, x in self.matrices.items()},
@@ -456,7 +448,6 @@ class _Call:
             products=self.products,
             w_dtype=self.bs[0].dtype,
             w_transposed=self.b_transposed,
-            before_rounding=self.before_rounding,
             function=self.epilogue,
             vectors={name: jax.typeof(v) for name, v in self.vectors.items()},
             matrices={name: jax.typeof(x) for name, x in self.matrices.items()},

@@ -27,14 +27,14 @@ def hidden_and_slope(
 ) -> tuple[jax.Array, jax.Array]:
     """The activation of x @ w1 + b1 and its derivative there, [M, F] both."""
 
-    def epilogue(z):
+    def epilogue(z, *, bias=None):
+        z = z if bias is None else z + bias
         h, slope = activation_and_derivative(activation, z, x.dtype)
         return {"h": h, "slope": slope}
 
     results = matmul(
         x,
         w1,
-        before_rounding=linear.preactivation,
         epilogue=epilogue,
         vectors={"bias": b1},
         outputs={"h": x.dtype, "slope": x.dtype},
@@ -66,7 +66,6 @@ def hidden_gradient(
         dy,
         w2,
         b_transposed=True,
-        before_rounding=linear.preactivation,
         epilogue=epilogue,
         matrices={"z": z},
         outputs={"dz": z.dtype} | ({} if activation is None else {"h": z.dtype}),
@@ -192,15 +191,15 @@ def _in_one_pass(
     if w_up is None and b_gate is not None:
         b_gate, b_up = jnp.split(b_gate, 2)
 
-    def preactivations(gate, up, *, b_gate=None, b_up=None):
-        return gate if b_gate is None else gate + b_gate, up if b_up is None else up + b_up
+    def of_sums(gate, up, *, b_gate=None, b_up=None):
+        gate = gate if b_gate is None else gate + b_gate
+        return epilogue(gate, up if b_up is None else up + b_up)
 
     return matmul(
         x,
         w_gate if w_up is None else (w_gate, w_up),
         products=2,
-        before_rounding=preactivations,
-        epilogue=epilogue,
+        epilogue=of_sums,
         vectors={"b_gate": b_gate, "b_up": b_up},
         outputs=dict.fromkeys(outputs, x.dtype),
         activations=1,
@@ -228,11 +227,14 @@ def _gate(x, w_gate, b_gate, multiprocessors) -> jax.Array:
 
 def _of_gate(x, gate, w_up, b_up, epilogue, outputs, multiprocessors) -> dict[str, jax.Array]:
     """`outputs` of epilogue(gate, up), where the product for gate has been taken before."""
+
+    def of_sum(up, *, gate, bias=None):
+        return epilogue(gate, up if bias is None else up + bias)
+
     return matmul(
         x,
         w_up,
-        before_rounding=linear.preactivation,
-        epilogue=lambda up, *, gate: epilogue(gate, up),
+        epilogue=of_sum,
         vectors={"bias": b_up},
         matrices={"gate": gate},
         outputs=dict.fromkeys(outputs, x.dtype),
@@ -267,7 +269,6 @@ def gated_hidden_gradient(
         dy,
         w_down,
         b_transposed=True,
-        before_rounding=linear.preactivation,
         epilogue=epilogue,
         matrices={"gate": gate, "up": up},
         outputs=dict.fromkeys(("dgate", "dup", *(("h",) if returns_hidden else ())), gate.dtype),

@@ -113,7 +113,6 @@ def forward(
         products=1,
         w_dtype=w.dtype,
         w_transposed=False,
-        before_rounding=None,
         function=epilogue,
         vectors={name: jax.typeof(v) for name, v in present_vectors.items()},
         matrices={name: jax.typeof(table) for name, table in present.items()},

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels import hopper
 from pallas_kernels.activation import activation as activate
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
-from pallas_kernels.product import cost, linear, quantized_weights
+from pallas_kernels.product import cost, quantized_weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, QuantizedConfig
 from pallas_kernels.product.mainloop import Block, MatmulConfig
@@ -122,11 +122,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
     """(activation(x @ w + bias) + residual, x @ w + bias if it is to be saved) of x [M, K]."""
 
-    def scaled(z, *, scale=None, bias=None):
-        return linear.preactivation(z if scale is None else z * scale, bias=bias)
-
-    def epilogue(z, *, residual=None, **vectors):
-        (z,) = scaled(z, **vectors)
+    def epilogue(z, *, scale=None, bias=None, residual=None):
+        z = z if scale is None else z * scale
+        z = z if bias is None else z + bias
         y = activate(activation, z, out_dtype)
         return {"y": y if residual is None else y + residual, "preactivation": z}
 
@@ -409,7 +407,6 @@ def _run(
             products=len(ws),
             w_dtype=ws[0].values.dtype,
             w_transposed=True,
-            before_rounding=None,
             function=epilogue,
             vectors={n: jax.typeof(v) for n, v in present.items()},
             matrices={n: jax.typeof(matrix) for n, matrix in read.items()},
