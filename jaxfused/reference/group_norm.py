@@ -169,7 +169,9 @@ def _sums_over_pixels(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """
     images, *sides, channels = arrays[0].shape
     pixels = math.prod(sides)
-    parts = (parts_of_rows(pixels) if images * channels <= _FEW_SUMS else None) or 1
+    parts = (
+        parts_of_rows(pixels, images * channels) if images * channels <= _FEW_SUMS else None
+    ) or 1
     shape = (images, parts, pixels // parts, channels)
     of_parts = jax.lax.optimization_barrier([jnp.sum(a.reshape(shape), 2) for a in arrays])
     return tuple(jax.lax.optimization_barrier([jnp.sum(sums, 1) for sums in of_parts]))

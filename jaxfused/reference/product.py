@@ -172,26 +172,28 @@ def _parts(values: jax.Array, rows: int) -> jax.Array | None:
     The first of several axes of rows is one that devices may share. Rows of one axis are only split
     where no other device can have some of them.
     """
-    parts = values.shape[0] if values.ndim > 2 else 0
-    if _is_slow(rows) and _FEWEST_PARTS <= parts <= rows // _ROWS_OF_PART:
+    parts, columns = values.shape[0] if values.ndim > 2 else 0, values.shape[-1]
+    if _is_slow(rows, columns) and _FEWEST_PARTS <= parts <= rows // _ROWS_OF_PART:
         return values
-    count = None if jax.device_count() > 1 else parts_of_rows(rows)
-    return None if count is None else values.reshape(count, rows // count, values.shape[-1])
+    count = None if jax.device_count() > 1 else parts_of_rows(rows, columns)
+    return None if count is None else values.reshape(count, rows // count, columns)
 
 
-def parts_of_rows(rows: int) -> int | None:
+def parts_of_rows(rows: int, columns: int) -> int | None:
     """In how many equal parts rows are summed first, or None where one sum is as fast, or one part."""
-    if not _is_slow(rows):
+    if not _is_slow(rows, columns):
         return None
     counts = range(min(rows // _ROWS_OF_PART, _MOST_PARTS), _FEWEST_PARTS - 1, -1)
     return next((count for count in counts if rows % count == 0), None)
 
 
-def _is_slow(rows: int) -> bool:
+def _is_slow(rows: int, columns: int) -> bool:
     """Whether XLA sums so many rows in one kernel, and would be faster in two."""
-    return 512 <= rows <= 4096
+    of_block = rows * min(columns, _COLUMNS_OF_BLOCK)
+    return rows <= 4096 and of_block >= 512 * _COLUMNS_OF_BLOCK
 
 
+_COLUMNS_OF_BLOCK = 64
 _ROWS_OF_PART = 32
 """The rows that a block of XLA's reads at a time."""
 _FEWEST_PARTS, _MOST_PARTS = 4, 64
