@@ -71,7 +71,7 @@ _FORWARD = {
     "pallas, a row for each warp": _Kernel(1.4, 0.24, 0.011, mean=0.3),
     "pallas, a row for each warp, full": _Kernel(1.4, 0.267, 0.011, mean=0.3),
     "pallas, a row for each CTA": _Kernel(1.5, 0.254),
-    "cuda, few rows": _Kernel(1.5, 0.55, mean=0.3),
+    "cuda, few rows": _Kernel(1.5, 0.55, 0.17, mean=0.3),
     "cuda, narrow": _Kernel(1.8, 0.234, 0.002, mean=1.0),
     "cuda, a row for each warp": _Kernel(1.9, 0.229, mean=0.6),
     "cuda, a row for several warps": _Kernel(2.3, 0.233, 0.1, mean=1.0),
@@ -106,6 +106,7 @@ _BACKWARD = {
     "cuda, odd and narrow": _Kernel(7.0, 0.33, 0.12),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
     "xla": _Kernel(8.0, 0.75),
+    "xla, few wide rows": _Kernel(3.0, 0.7),
     "xla, mean square": _Kernel(3.5, 0.36),
     "xla, mean square of fewer rows": _Kernel(3.0, 0.63),
     "xla, small": _Kernel(1.0, 2.0),
@@ -124,6 +125,8 @@ _WARP, _NARROW_ODD = 32, 64
 """Features that start anywhere and of which XLA has one, or at most two, in each thread of a warp."""
 _WIDE_FEATURES = 2048
 """Of wider rows of 16 bits CUDA's kernel of few rows takes longer than their bytes explain."""
+_FEW_WIDE_ROWS = 128
+"""Up to so many rows XLA has a block of threads each for the gradient of x, and few sums over them."""
 _MANY_ROWS = 6000
 """Of so many on, XLA sums over the rows in the kernel of the gradient of x."""
 _SMALL = 300_000
@@ -163,6 +166,8 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
         if norm.residual and name != "xla, sum before its gradient":
             megabytes *= _RESIDUAL_XLA_NARROW if _is_narrow_for_xla(norm) else _RESIDUAL_XLA
         apart = _KERNELS_APART if norm.residual and norm.subtract_mean else 0.0
+        if apart and norm.rows == 1:
+            name = "xla, small"
         return apart + _FORWARD[name].microseconds(norm, megabytes)
     matrices = 2 if norm.residual else 1
     shape = (norm.rows, norm.features, norm.itemsize, matrices, norm.parameters)
@@ -190,6 +195,8 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
         name = "xla"
         if norm.is_small_for_xla:
             name = "xla, small"
+        elif norm.features > _WIDEST_FEATURES and norm.rows <= _FEW_WIDE_ROWS:
+            name = "xla, few wide rows"
         elif norm.subtract_mean and _is_narrow_for_xla(norm):
             # It is slow enough that one more array to read is hidden.
             name, megabytes = _xla_forward(norm), norm.megabytes(3)

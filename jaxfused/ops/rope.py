@@ -288,8 +288,9 @@ class _Rotation:
         in_pallas = pallas_rope.access_bytes(limits["heads"], limits["key_heads"], *head)
         in_cuda = cuda.rope.access_bytes(*head, interleaved=self.interleaved)
         size = q.size * q.dtype.itemsize
-        single_values = in_cuda < _XLA_BYTES and (size <= _FEW_BYTES or not self.interleaved)
-        if single_values or (k is None and size <= _FEW_BYTES_ALONE):
+        single_values = in_cuda < _XLA_BYTES and not self.interleaved
+        little = size <= (_FEW_BYTES_ALONE if k is None else _FEW_BYTES)
+        if single_values or little:
             # Single values of 16 bits take CUDA longer than XLA, and little data takes it no less.
             return {name: reasons[name] for name in ("pallas", "xla", "cuda")}
         # Both kernels only move data: whichever does so in larger pieces is the faster.
