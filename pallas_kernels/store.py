@@ -19,6 +19,20 @@ def store_unoptimized(ref, value: jax.Array) -> None:
         ref[...] = value
 
 
+def store_registers(ref, value: jax.Array, layout: Any) -> None:
+    """Writes an array in a layout of registers to memory without swizzle, and waits for nobody.
+
+    As with `store_piece`, the caller sees to who still reads or writes that memory.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(ctx: Any, memory: Any, registers: Any) -> None:
+        del ctx
+        registers.store_untiled(memory, optimized=False)
+
+    store(ref, value)
+
+
 def store_piece(ref, value: jax.Array) -> None:
     """Writes one swizzled piece of rows, [rows, columns] in the layout of wgmma, and waits for nobody.
 

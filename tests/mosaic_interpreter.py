@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
 from pallas_kernels.hopper import COPY_BYTES
-from pallas_kernels.product import neighbours, quantized_weights
+from pallas_kernels.product import neighbours, quantized_weights, sums_over_rows
 
 
 def prepare(monkeypatch) -> None:
@@ -265,5 +265,15 @@ def store_pieces(monkeypatch) -> None:
         plgpu.commit_smem()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def of_warps(values):
+        rows, columns = values.shape
+        return jnp.sum(values.reshape(rows // 64, 4, 16, columns), axis=(0, 2))
+
+    def store_registers(ref, value, layout):
+        del layout
+        ref[...] = value
+
+    monkeypatch.setattr(sums_over_rows, "of_warps", of_warps)
+    monkeypatch.setattr(store, "store_registers", store_registers)
     monkeypatch.setattr(store, "store_piece", store_piece)
     monkeypatch.setattr(store, "commit_stores", commit_stores)

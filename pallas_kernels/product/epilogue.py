@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
 from pallas_kernels.hopper import row_of_copies
+from pallas_kernels.product import sums_over_rows
 from pallas_kernels.product.mainloop import (
     CONSUMERS,
     MatmulConfig,
@@ -95,6 +96,12 @@ class Epilogue:
             scratch["row_full"] = plgpu.Barrier(
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
+        if self.column_sums:
+            # Twice, so that a slow warp may still read what a fast one is two chunks ahead of.
+            shape = (CONSUMERS, 2, sums_over_rows.WARPS, c.epilogue_columns)
+            scratch["sum_smem"] = {
+                name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums
+            }
         if self.matrices:
             scratch["matrix_smem"] = {
                 name: self._stream(dtype, c.read_slots) for name, dtype in self.matrices.items()
@@ -107,7 +114,7 @@ class Epilogue:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that a CTA takes."""
-        reduces = bool(self.column_sums or self.row_maxima or self.column_moments)
+        reduces = bool(self.row_maxima or self.column_moments)
         return self.product.shared_bytes(self.scratch(), sums=reduces)
 
     @property
@@ -147,6 +154,16 @@ class Epilogue:
         self, refs: Sequence[Any], smem: Mapping[str, Any], place: TilePlace
     ) -> TileEpilogue:
         return _EpilogueOfTile(self, _Refs(self, refs), smem, place)
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What an epilogue makes of a chunk."""
+
+    tiles: Mapping[str, jax.Array]
+    """Of the outputs."""
+    sums: Mapping[str, jax.Array]
+    """Of the columns of some of them, by each warp."""
 
 
 class _Refs:
@@ -213,10 +230,8 @@ class _EpilogueOfTile:
         )
         self._store_maxima(maxima)
 
-    def _results(
-        self, acc: jax.Array, maxima: dict[str, jax.Array]
-    ) -> Iterator[Mapping[str, jax.Array]]:
-        """The outputs of chunk after chunk; `maxima` comes to hold the largest of their rows."""
+    def _results(self, acc: jax.Array, maxima: dict[str, jax.Array]) -> Iterator["_Results"]:
+        """The results of chunk after chunk; `maxima` comes to hold the largest of their rows."""
         epilogue = self.epilogue
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
         for chunk in range(epilogue.chunks):
@@ -227,7 +242,15 @@ class _EpilogueOfTile:
                 largest = jnp.max(maximised(results[name]), axis=1)
                 found = maxima.get(name)
                 maxima[name] = largest if found is None else jnp.maximum(found, largest)
-            yield {n: results[n].astype(d) for n, d in epilogue.outputs.items()}
+            sums = {name: self._sums_of_warps(results[name]) for name in epilogue.column_sums}
+            yield _Results({n: results[n].astype(d) for n, d in epilogue.outputs.items()}, sums)
+
+    def _sums_of_warps(self, values: jax.Array) -> jax.Array:
+        """A chunk summed over the rows of each warp."""
+        exist = self.epilogue.product.which_rows(
+            self.place.m_start, values.shape, plgpu.Layout.WGMMA
+        )
+        return sums_over_rows.of_warps(values if exist is None else jnp.where(exist, values, 0.0))
 
     def _products(self, acc: jax.Array, chunk: int) -> list[jax.Array]:
         part_n, width = self.epilogue.product.part_n, self.epilogue.config.epilogue_columns
@@ -306,10 +329,15 @@ class _EpilogueOfTile:
         }
         return vectors | rows
 
-    def _store(self, chunk: int, results: Mapping[str, jax.Array]) -> None:
-        """Writes a chunk to its slot in shared memory."""
-        for name, tile in results.items():
+    def _store(self, chunk: int, results: "_Results") -> None:
+        """Writes a chunk to its slot in shared memory, and what its warps have summed to another."""
+        for name, tile in results.tiles.items():
             store.store_piece(self._written(name, chunk)[0], tile)
+        for name, sums in results.sums.items():
+            sums_over_rows.keep(self._summed(name, chunk), sums)
+
+    def _summed(self, name: str, chunk: int):
+        return self.smem["sum_smem"][name].at[self.place.wg_idx, chunk % 2]
 
     def _written(self, name: str, chunk: int) -> tuple[Any, Any]:
         """The slot of an output's chunk, as registers and as copies see it."""
@@ -329,20 +357,10 @@ class _EpilogueOfTile:
             self._store_moments(name, chunk)
 
     def _store_sum(self, name: str, chunk: int) -> None:
-        """Sums the columns of a tile in shared memory, each within a warp.
-
-        In the layout of the accumulators a column is spread over the warps, and sums across warps
-        share their memory among all warpgroups of a CTA.
-        """
-        epilogue, c = self.epilogue, self.epilogue.config
-        layout = _column_layout(c.epilogue_columns, epilogue.outputs[name])
-        tile, _ = self._written(name, chunk)
-        values = plgpu.load(tile, layout=layout, optimized=False).astype(jnp.float32)
-        if epilogue.sums_shape[0] * c.tile_m != epilogue.product.m:
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
-            values = jnp.where(row < epilogue.product.m - self.place.m_start, values, 0.0)
-        partial_sums = self.gmem.sums[name].at[lax.div(self.place.m_start, jnp.int32(c.tile_m))]
-        store.store_unoptimized(partial_sums.at[self._columns(chunk)], jnp.sum(values, axis=0))
+        """Writes the sums of a tile's columns, which its warps have in shared memory."""
+        row = lax.div(self.place.m_start, jnp.int32(self.epilogue.config.tile_m))
+        destination = self.gmem.sums[name].at[row, self._columns(chunk)]
+        sums_over_rows.finish(self._summed(name, chunk), destination)
 
     def _store_moments(self, name: str, chunk: int) -> None:
         """Writes the means of a tile's columns, and the sums of their squared deviations from them."""
@@ -360,7 +378,7 @@ class _EpilogueOfTile:
         squares = jnp.sum(deviations * deviations, axis=0)
         row = lax.div(self.place.m_start, jnp.int32(c.tile_m))
         for ref, value in zip(self.gmem.moments[name], (mean, squares), strict=True):
-            store.store_unoptimized(ref.at[row, self._columns(chunk)], value)
+            store.store_registers(ref.at[row, self._columns(chunk)], value, layout.reduce(0))
 
     def _store_maxima(self, maxima: Mapping[str, jax.Array]) -> None:
         """Writes the largest of each row of the tile, which a warp has."""

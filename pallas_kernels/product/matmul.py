@@ -202,7 +202,8 @@ def matmul(
       scalars: [1] each, float32, the same for all elements; with a config of tiles.
       step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
         [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
-      column_sums: which of the outputs, as rounded, are also summed over the rows, to float32 [N].
+      column_sums: which of the outputs are also summed over the rows, to float32 [N]: in float32, before
+        they are rounded.
       column_moments: of which of the outputs, as rounded, mean and variance over the rows are wanted,
         float32 [N]. The variance is the mean of squared deviations.
       row_maxima: of which function of an output the largest in each row is wanted, as rounded, of each
