@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from pallas_kernels.attention.short_backward import backward, backward_packed, default_config
+from pallas_kernels.attention.short_backward import backward, backward_packed, smallest_config
 from pallas_kernels.attention.short_forward import forward, forward_packed, workers_that_fit
 
 __all__ = ["backward", "backward_packed", "forward", "forward_packed", "why_unsupported"]
@@ -39,7 +39,7 @@ def why_unsupported(
         return f"head sizes must be multiples of 8, got {head_size} and {value_size}"
     if not 1 <= key_count <= _LARGEST_KEY_COUNT:
         return f"there must be 1 to {_LARGEST_KEY_COUNT} keys, got {key_count}"
-    config = default_config(key_count)
+    config = smallest_config(key_count)
     if (
         not config.fits(head_size, value_size)
         or not workers_that_fit(key_count, head_size, value_size)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import store
 from pallas_kernels.attention import memory
 from pallas_kernels.attention.backward_rows import row_gradients, row_statistics
 from pallas_kernels.attention.logits import EMPTY_LSE, LOG2E, Logits, Operands, TransposedTile
@@ -71,12 +72,8 @@ class ShortBackwardConfig:
         return count + 4 * 4 * queries <= SHARED_MEMORY_BYTES - BARRIER_BYTES
 
 
-def default_config(key_count: int) -> ShortBackwardConfig:
-    """Returns the best guess without measurements; with large heads it may not fit.
-
-    With a single slot of keys, no slot index changes from head to head. Such an index would take
-    registers that dK and dV need.
-    """
+def smallest_config(key_count: int) -> ShortBackwardConfig:
+    """Returns the config that takes the least shared memory; with large heads it may not fit."""
     tiles = -(-key_count // WGMMA_ROWS)
     warpgroups = min(2, tiles)
     return ShortBackwardConfig(warpgroups, -(-tiles // warpgroups), key_slots=1)
@@ -84,14 +81,11 @@ def default_config(key_count: int) -> ShortBackwardConfig:
 
 def candidates(shape: Shape) -> tuple[ShortBackwardConfig, ...]:
     """The configs worth trying, all of them legal, the best guess first."""
-    guess = default_config(shape.key_count)
-    others = (
-        replace(guess, key_slots=2),
-        replace(guess, query_slots=3),
-        replace(guess, key_slots=2, query_slots=3),
-    )
+    smallest = smallest_config(shape.key_count)
+    slots = ((2, 3), (2, 2), (1, 2), (1, 3))
+    configs = (replace(smallest, key_slots=keys, query_slots=queries) for keys, queries in slots)
     sizes = (shape.head_size, shape.value_size)
-    return tuple(config for config in (guess, *others) if config.fits(*sizes))
+    return tuple(config for config in configs if config.fits(*sizes))
 
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
@@ -168,7 +162,7 @@ def _run(
     dbias_dtype: Any = jnp.float32,
 ) -> tuple[list[jax.Array], jax.Array | None, jax.Array | None]:
     out, lse, dout, dlse = saved
-    config = config or default_config(shape.key_count)
+    config = config or candidates(shape)[0]
     bias = operands.bias
     dbias, dsinks = None, None
     if bias is not None or operands.sinks is not None:
@@ -388,16 +382,15 @@ class _ShortBackward:
         own_steps = cta.items * self.steps
         cta.arrive("ds_free")
         self.copy_keys(cta, 0)
-        self.copy_queries(cta, 0)
+        ahead = self.config.query_slots - 1
+        for step in range(ahead):
+            pl.when(step < own_steps)(functools.partial(self.copy_queries, cta, step))
         self.prepare_rows(cta, 0)
 
         @pl.loop(0, own_steps)
         def _(step):
-            @pl.when(step + 1 < own_steps)
-            def _():
-                self.copy_queries(cta, step + 1)
-                self.prepare_rows(cta, step + 1)
-
+            pl.when(step + ahead < own_steps)(lambda: self.copy_queries(cta, step + ahead))
+            pl.when(step + 1 < own_steps)(lambda: self.prepare_rows(cta, step + 1))
             self.multiply_queries(cta, step)
             item, within = (
                 lax.div(step, jnp.int32(self.steps)),
@@ -455,7 +448,7 @@ class _ShortBackward:
         delta = functools.reduce(jnp.add, parts)
         if self.has_dlse:
             delta -= plgpu.load(dlse_smem.at[slot], layout=rows)
-        delta_smem.at[slot][...] = delta
+        store.store_registers(delta_smem.at[slot], delta, rows)
         lse = plgpu.load(lse_smem.at[slot], layout=rows)
         # An infinite log-sum-exp makes every weight exp2(x - inf) = 0: such queries attend to nothing.
         is_empty = lse <= EMPTY_LSE
@@ -463,7 +456,9 @@ class _ShortBackward:
             start = self.place(cta, step).start
             row = start + plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=rows)
             is_empty = is_empty | (row >= self.shape.query_count)
-        lse2_smem.at[slot][...] = jnp.where(is_empty, jnp.inf, lse * LOG2E)
+        lse2 = jnp.where(is_empty, jnp.inf, lse * LOG2E)
+        store.store_registers(lse2_smem.at[slot], lse2, rows)
+        plgpu.commit_smem()
         cta.arrive("rows_full", slot)
 
     def multiply_queries(self, cta: _Cta, step: Any) -> None:
@@ -494,24 +489,29 @@ class _ShortBackward:
         for slot in range(self.config.key_slots):
             cta.arrive("key_free", slot)
 
-        @pl.loop(0, cta.items)
-        def _(item):
-            self.of_item(cta, item)
+        slots = self.config.key_slots
+
+        # Each slot has code of its own: a slot's number would take registers that dK and dV need.
+        @pl.loop(0, pl.cdiv(cta.items, slots))
+        def _(turn):
+            for slot in range(slots):
+                item = turn * slots + slot
+                run = functools.partial(self.of_item, cta, item, slot)
+                run() if slots == 1 else pl.when(item < cta.items)(run)
 
         cta.wait("ds_free")
         plgpu.wait_smem_to_gmem(0)
 
-    def of_item(self, cta: _Cta, item: jax.Array) -> None:
-        """Computes dK and dV for this warpgroup's tiles of an item."""
-        slot = self.key_slot(item)
+    def of_item(self, cta: _Cta, item: jax.Array, slot: int) -> None:
+        """Computes dK and dV for this warpgroup's tiles of an item, whose keys are in a slot."""
+        if self.config.key_slots > 1:
+            pl.when(item > 0)(lambda: self.free_keys(cta, 1 - slot))
         cta.wait("key_full", slot)
 
         def all_steps(dv_accs, dk_accs):
             @pl.loop(0, self.steps)
             def _(within):
-                self.accumulate(cta, item, within, dv_accs, dk_accs)
-                if self.config.key_slots > 1:
-                    pl.when((within == 0) & (item > 0))(lambda: self.free_keys_before(cta, item))
+                self.accumulate(cta, item, slot, within, dv_accs, dk_accs)
 
             return jax.tree.map(lambda acc: acc[...], (dv_accs, dk_accs))
 
@@ -521,30 +521,39 @@ class _ShortBackward:
             [self.value.accumulators()] * key_tiles,
             [self.head.accumulators()] * key_tiles,
         )
-        self.write(cta, item, "v", cta.gradients[2], dvs, 1.0 / self.logits.keep_probability)
+        keep_factor = 1.0 / self.logits.keep_probability
+        self.write(cta, item, slot, "v", cta.gradients[2], dvs, keep_factor)
         cta.wait("key_read")
-        self.write(cta, item, "k", cta.gradients[1], dks, self.scale)
+        self.write(cta, item, slot, "k", cta.gradients[1], dks, self.scale)
         if self.config.key_slots == 1:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            cta.arrive("key_free", slot)
+            self.free_keys(cta, slot)
 
-    def free_keys_before(self, cta: _Cta, item: jax.Array) -> None:
-        """Gives back the memory of the previous item's keys, whose results have long been copied."""
+    def free_keys(self, cta: _Cta, slot: int) -> None:
+        """Gives back the memory of keys, once the results that are in their place have been copied."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        cta.arrive("key_free", self.key_slot(item - 1))
+        cta.arrive("key_free", slot)
 
     def write(
-        self, cta: _Cta, item: jax.Array, name: str, heads: Heads, results: Any, factor: float
+        self,
+        cta: _Cta,
+        item: jax.Array,
+        slot: int,
+        name: str,
+        heads: Heads,
+        results: Any,
+        factor: float,
     ) -> None:
         """Stores a gradient through the memory of this warpgroup's own tiles, which is free by now."""
         batch_idx, key_head = self.item_place(cta, item)
         for j in range(self.config.key_tiles):
             tile = cta.wg_idx * self.config.key_tiles + j
-            staged = cta.matrix(name, self.key_slot(item), tile)
+            staged = cta.matrix(name, slot, tile)
             staged.store([block * factor for block in results[j]])
             staged.write(heads, batch_idx, tile * WGMMA_ROWS, key_head)
 
-    def accumulate(self, cta: _Cta, item: Any, within: Any, dv_accs: Any, dk_accs: Any) -> None:
+    def accumulate(
+        self, cta: _Cta, item: Any, key_slot: int, within: Any, dv_accs: Any, dk_accs: Any
+    ) -> None:
         """Adds the contribution of a step's queries to dK and dV, and passes dS on."""
         step = item * self.steps + within
         slot = self.query_slot(step)
@@ -556,7 +565,7 @@ class _ShortBackward:
         first_tile = lax.optimization_barrier(cta.wg_idx) * self.config.key_tiles
         for j in range(self.config.key_tiles):
             accs = (dv_accs[j], dk_accs[j])
-            self.of_tile(cta, item, step, key_length, first_tile + j, j == 0, *accs)
+            self.of_tile(cta, key_slot, step, key_length, first_tile + j, j == 0, *accs)
         plgpu.commit_smem()
         cta.arrive("ds_full")
         plgpu.wgmma_wait(0)
@@ -570,7 +579,7 @@ class _ShortBackward:
     def of_tile(
         self,
         cta: _Cta,
-        item: Any,
+        key_slot: int,
         step: Any,
         key_length: Any,
         tile: Any,
@@ -582,8 +591,7 @@ class _ShortBackward:
         batch_idx, head_idx, start = self.place(cta, step)
         slot, logits, operands = self.query_slot(step), self.logits, cta.operands
         q, do = cta.matrix("q", slot), cta.matrix("do", slot)
-        k = cta.matrix("k", self.key_slot(item), tile)
-        v = cta.matrix("v", self.key_slot(item), tile)
+        k, v = (cta.matrix(name, key_slot, tile) for name in ("k", "v"))
         _, _, delta_smem, lse2_smem = cta.shared["rows_smem"]
         square = (WGMMA_ROWS, WGMMA_ROWS)
         logits_tile = TransposedTile(
@@ -628,4 +636,5 @@ class _ShortBackward:
             ds = ds * logits.derivative_of_capped(s)
         ds = ds.astype(self.dtype)
         memory.multiply(dk_accs, ds, q)
-        cta.shared["ds_smem"].at[tile][...] = ds
+        # Nobody reads it since `ds_free`; `accumulate` commits it.
+        store.store_piece(cta.shared["ds_smem"].at[tile], ds)
