@@ -115,6 +115,9 @@ _BACKWARD = {
 }
 _GENERAL = 1.25
 """How much longer the CUDA kernels take that choose an activation at run time."""
+_THIRD_VECTOR = 1.17
+"""How much longer they take for a third number of each feature, which their registers have no room for:
+of rows [50432, 768] and [25216, 1024] after a residual, and more where the clock is low."""
 _WIDEST_FEATURES = 8192
 """A longer row fits CUDA's ring in shared memory only if both halves begin at multiples of 16 bytes."""
 _WIDEST_ODD = 4096
@@ -185,6 +188,7 @@ def forward_microseconds(implementation: str, norm: Norm, *, saves_statistics: b
     elif name == "cuda, odd" and norm.features > _WIDEST_ODD // 2:
         name = f"cuda, odd{', by four warps' if norm.features <= _WIDEST_ODD else ' and wide'}"
     microseconds = _FORWARD[name].microseconds(norm, megabytes)
+    microseconds *= _THIRD_VECTOR if norm.parameters > 2 and not few_rows else 1.0
     return microseconds * (_GENERAL if norm.general else 1.0)
 
 
