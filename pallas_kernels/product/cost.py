@@ -33,6 +33,8 @@ class Speeds:
     """Factor of a step whose instructions take a block of columns each."""
     shifted_rows: float = 1.5
     """Factor of a step where rows of b [n, k] begin anywhere in a line of memory."""
+    shifted_a: float = 1.3
+    """Likewise where rows of a do. From one shape."""
     narrow: float = 1.2
     """Factor of a step with a tile of 64 x 128 or smaller, which waits for its operands."""
     low: float = 1.03
@@ -271,6 +273,8 @@ def kernel(work: Work, config: MatmulConfig, multiprocessors: int, speeds: Speed
         step *= speeds.low
     if work.k_last and work.shifts_rows:
         step *= speeds.shifted_rows
+    if work.steps > work.terms and work.k // work.terms * work.itemsize % _STEP_BYTES:
+        step *= speeds.shifted_a
     step *= 1 + speeds.missing_stage * max(0, 4 - config.stages) ** 2
     multiplied = work.steps * step
     if 2 * (work.k // work.terms) * work.itemsize <= _STEP_BYTES:
@@ -688,6 +692,8 @@ _XLA_TILES = [
     *((n, 128) for n in (64, 96, 160, 192, 224, 256)),
     *((64, n) for n in (8, 16, 32, 64, 256)),
     *((n, 64) for n in (8, 16, 32, 256)),
+    # cuBLAS has tiles of any multiple of 8: three of 136 have 392 rows, for which it is fast.
+    *((256, 136), (136, 256)),
 ]
 
 
