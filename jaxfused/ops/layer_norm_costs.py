@@ -105,6 +105,7 @@ _BACKWARD = {
     "cuda, odd": _Kernel(10.0, 0.213, 0.698),
     "cuda, odd and narrow": _Kernel(7.0, 0.33, 0.12),
     "cuda, beyond shared memory": _Kernel(14.0, 0.5),
+    "cuda, odd beyond shared memory": _Kernel(14.0, 1.37),
     "xla": _Kernel(8.0, 0.75),
     "xla, few wide rows": _Kernel(3.0, 0.7),
     "xla, mean square": _Kernel(3.5, 0.36),
@@ -227,7 +228,7 @@ def backward_microseconds(implementation: str, norm: Norm) -> float:
     if few_rows and norm.features > _WIDE_FEATURES and norm.itemsize == 2:
         name = "cuda, few wide rows"
     if norm.features > _WIDEST_FEATURES and norm.features * norm.itemsize % 32:
-        name = "cuda, beyond shared memory"
+        name = f"cuda, {'' if norm.aligned else 'odd '}beyond shared memory"
     microseconds = _BACKWARD[name].microseconds(norm, megabytes)
     return microseconds * (_GENERAL if norm.general else 1.0)
 
