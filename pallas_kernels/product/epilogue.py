@@ -97,8 +97,8 @@ class Epilogue:
                 num_arrivals=len(self.row_vectors), num_barriers=CONSUMERS
             )
         if self.column_sums:
-            # Twice, so that a slow warp may still read what a fast one is two chunks ahead of.
-            shape = (CONSUMERS, 2, sums_over_rows.WARPS, c.epilogue_columns)
+            # They are written and read when the slots of the outputs are, and as safe.
+            shape = (CONSUMERS, c.write_slots, sums_over_rows.WARPS, c.epilogue_columns)
             scratch["sum_smem"] = {
                 name: plgpu.SMEM(shape, jnp.float32) for name in self.column_sums
             }
@@ -230,7 +230,7 @@ class _EpilogueOfTile:
         )
         self._store_maxima(maxima)
 
-    def _results(self, acc: jax.Array, maxima: dict[str, jax.Array]) -> Iterator["_Results"]:
+    def _results(self, acc: jax.Array, maxima: dict[str, jax.Array]) -> Iterator[_Results]:
         """The results of chunk after chunk; `maxima` comes to hold the largest of their rows."""
         epilogue = self.epilogue
         scalars = {name: ref[0] for name, ref in self.gmem.scalars.items()}
@@ -329,7 +329,7 @@ class _EpilogueOfTile:
         }
         return vectors | rows
 
-    def _store(self, chunk: int, results: "_Results") -> None:
+    def _store(self, chunk: int, results: _Results) -> None:
         """Writes a chunk to its slot in shared memory, and what its warps have summed to another."""
         for name, tile in results.tiles.items():
             store.store_piece(self._written(name, chunk)[0], tile)
@@ -337,7 +337,8 @@ class _EpilogueOfTile:
             sums_over_rows.keep(self._summed(name, chunk), sums)
 
     def _summed(self, name: str, chunk: int):
-        return self.smem["sum_smem"][name].at[self.place.wg_idx, chunk % 2]
+        slot = chunk % self.epilogue.config.write_slots
+        return self.smem["sum_smem"][name].at[self.place.wg_idx, slot]
 
     def _written(self, name: str, chunk: int) -> tuple[Any, Any]:
         """The slot of an output's chunk, as registers and as copies see it."""
