@@ -236,6 +236,7 @@ def test_pallas_vmap_in_the_interpreter():
     check_vmap("pallas")
 
 
+@pytest.mark.exhaustive
 @parametrize("image_axes", [0, 1, 2], quick=(2,))
 def test_one_kernel_a_direction(hopper, image_axes):
     case = Case("", (2, 3, 64, 256), image_axes, absent=ALL)

@@ -118,6 +118,7 @@ def test_other_configs_lower(size, query_config, key_config):
     _lower(mask, Operands(), logits, size, size, jnp.bfloat16, config)
 
 
+@pytest.mark.exhaustive
 @parametrize(
     ("queries", "keys", "head_size", "value_size"),
     [(197, 333, 72, 80), (1, 301, 128, 64)],
@@ -509,6 +510,7 @@ SHARES = [
 ]
 
 
+@pytest.mark.exhaustive
 @parametrize(("heads", "sizes", "shares"), SHARES, quick=(2,))
 def test_shares_of_a_tile_add_up(interpreted_hopper, monkeypatch, heads, sizes, shares):
     """Few tiles of keys leave CTAs idle, so that shares of their visits have tiles of their own.

@@ -289,6 +289,7 @@ def test_all_that_is_supported_fits(keys, size, is_supported):
         assert_lowers(case, jnp.bfloat16)
 
 
+@pytest.mark.exhaustive
 def test_one_array_lowers():
     packed, _ = packed_and_separate(key_heads=1)
     shapes = [jax.ShapeDtypeStruct((2, 197, n, 64), jnp.bfloat16) for n in (6, 4)]

@@ -474,6 +474,7 @@ def count_parameters(workload, variant):
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.exhaustive
 def test_ours_and_stock_are_the_same_networks():
     assert count_parameters(TINY_VIT, "ours") == count_parameters(TINY_VIT, "stock")
     for workload in (TINY_CONVNEXT, *TINY_RESNETS):
@@ -667,6 +668,7 @@ def test_memory_is_the_allocators_or_in_brackets_the_plan():
     assert end_to_end_report.memory({"planned_bytes": 2**30}) == "(1.0)"
 
 
+@pytest.mark.exhaustive
 def test_torch_that_fails_says_why():
     """The result is the same whether timm is installed or not."""
     reason = end_to_end._run_torch("no_such_model", 1)["failed"]

@@ -117,6 +117,7 @@ def test_error_feedback_survives_what_says_nothing():
     assert zeros.report.layers[0].result == 0.0
 
 
+@pytest.mark.exhaustive
 def test_layouts_have_the_same_numbers():
     x, layer = correlated(512, 128), linear_layer(128)
     rows, columns = (

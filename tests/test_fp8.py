@@ -382,6 +382,7 @@ def test_a_settled_history_is_current_scaling(operator):
         assert np.linalg.norm(ours - truth) < 5e-3 * np.linalg.norm(truth)
 
 
+@pytest.mark.exhaustive
 def test_modules_of_nnx_remember():
     x = normal(0, (2, 6, 32))
     block = jaxfused.nnx.TransformerBlock(

@@ -465,6 +465,7 @@ def test_random_streams_of_nnx_go_on_where_the_call_left_them():
     assert ours.default.count[...] == stock.default.count[...] == 2
 
 
+@pytest.mark.exhaustive
 def test_finding_costs_little_for_many_layers():
     """It is linear in the operations, counted in calls of functions, which no other process slows."""
     x = jnp.zeros((2, 6, 32), jnp.bfloat16)

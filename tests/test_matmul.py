@@ -299,6 +299,7 @@ def test_the_first_candidate_is_the_one_that_was_fastest(work, tiles):
     assert (config.tile_m, config.tile_n) == tiles
 
 
+@pytest.mark.exhaustive
 def test_slopes_lower_for_cuda():
     m, d, f = 16384, 768, 3072
     slope = functools.partial(mlp.hidden_and_slope, activation="gelu_erf")

@@ -225,6 +225,7 @@ def plain_modern_block(params, x):
     return plain_gated_mlp(params["mlp"], norm(params["norm2"]["scale"], x), x)
 
 
+@pytest.mark.exhaustive
 def test_modern_transformer_block():
     options = dict(
         num_kv_heads=2,

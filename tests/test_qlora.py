@@ -207,6 +207,7 @@ def test_refuses_what_it_would_pass_over():
         mlp(normal(0, 2, D))
 
 
+@pytest.mark.exhaustive
 @parametrize("rows", [128, 16], quick=(1,))
 def test_training_a_lora_makes_nothing_of_the_weights_size(hopper, rows):
     """In the program for a GPU, forward and gradient, with scales' gradients too."""

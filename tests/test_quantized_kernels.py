@@ -437,6 +437,7 @@ def test_what_a_call_of_few_rows_takes(dtype, options, x_dtype):
     assert set(taken.values()) == {"pallas" if x_dtype is None else "xla"}
 
 
+@pytest.mark.exhaustive
 def test_backward_of_many_rows_reads_the_quantized_weights(hopper):
     x, q, bias, residual = jax.eval_shape(lambda: operands("int4", {"group_size": 128}, None, 200))
 

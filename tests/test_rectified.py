@@ -145,6 +145,7 @@ def test_transforms(dense_stand_ins, stand_ins):
     assert_transforms(forked(depthwise, "cuda")[0], *rectified_arguments(depthwise, jnp.float32))
 
 
+@pytest.mark.exhaustive
 def test_one_kernel_adds_and_masks(hopper):
     x = jax.ShapeDtypeStruct((64, 56, 56, 256), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((1, 1, 256, 64), jnp.bfloat16)

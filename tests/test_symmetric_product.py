@@ -218,6 +218,7 @@ def test_refuses_what_no_kernel_can_run(hopper):
         symmetric_product(jnp.ones((1, 128, 64)), implementation="pallas")
 
 
+@pytest.mark.exhaustive
 def test_muon_multiplies_half(hopper):
     """Of matrices that are large enough, by kernels that are lowered once for each form of product."""
     params = {"a": jnp.zeros((512, 1024)), "b": jnp.zeros((1024, 512)), "c": jnp.zeros((64, 64))}

@@ -877,6 +877,7 @@ def test_the_command_finds_the_program(tmp_path, monkeypatch, capsys):
     assert __main__.main(["tun"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_the_command_says_that_there_is_no_gpu(tmp_path):
     (tmp_path / "step.py").write_text(SCRIPT)
     result = subprocess.run(
