@@ -13,31 +13,7 @@ from jaxlib.mlir.dialects import func
 from pallas_kernels.product import neighbours
 from pallas_kernels.product.few_rows import chunk_layout
 from tests import mosaic_interpreter
-
-COMPUTE = {
-    "arith.addf": np.add,
-    "arith.subf": np.subtract,
-    "arith.mulf": np.multiply,
-    "arith.extf": lambda number: number.astype(np.float32),
-    "vector.from_elements": lambda *elements: np.stack(elements),
-}
-
-
-def computed(block, values, results):
-    """The values of `results`, from those of the block's arguments."""
-    known = dict(zip(block.arguments, values, strict=True))
-    for op in block.operations:
-        operands = [known[operand] for operand in op.operands]
-        match op.operation.name:
-            case "arith.constant":
-                value = np.float32(ir.FloatAttr(op.attributes["value"]).value)
-            case "vector.extract":
-                [index] = op.attributes["static_position"]
-                value = operands[0][index]
-            case name:
-                value = COMPUTE[name](*operands)
-        known[op.results[0]] = value
-    return [known[result] for result in results]
+from tests.register_machine import computed
 
 
 @pytest.mark.parametrize("is_fixed", [0, 1])

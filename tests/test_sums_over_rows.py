@@ -8,36 +8,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 from pallas_kernels.product import sums_over_rows
+from tests.register_machine import computed
 
 LANES = np.arange(32)
-COMPUTE = {
-    "arith.addf": np.add,
-    "arith.andi": np.bitwise_and,
-    "arith.cmpi": np.not_equal,
-    "arith.select": np.where,
-    "arith.bitcast": lambda number: number,
-    "vector.from_elements": lambda number: number[:, None],
-}
-
-
-def computed(block, values, results):
-    """The values of `results` in the threads of a warp, from those of the block's arguments."""
-    known = dict(zip(block.arguments, values, strict=True))
-    for op in block.operations:
-        operands = [known[operand] for operand in op.operands]
-        match op.operation.name:
-            case "arith.constant":
-                value = ir.IntegerAttr(op.attributes["value"]).value
-            case "vector.extract":
-                [index] = op.attributes["static_position"]
-                value = operands[0][:, index]
-            case "nvvm.shfl.sync":
-                _, number, distance, _ = operands
-                value = number[LANES ^ distance]
-            case name:
-                value = COMPUTE[name](*operands)
-        known[op.results[0]] = value
-    return [known[result] for result in results]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 32), (128, 32), (64, 64)])

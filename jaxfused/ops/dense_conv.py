@@ -7,7 +7,7 @@ than the libraries of products, most of all at the gradient of the weights.
 
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -929,14 +929,7 @@ def _in_order(
     **streams: int,
 ) -> dict[str, str | None]:
     """The reasons, the implementation that is predicted to be fastest first."""
-    return pallas_or_xla(
-        device,
-        reason,
-        lambda: {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": _cudnn_time(call) + after,
-        },
-    )
+    return _beside(device, call, reason, lambda: _cudnn_time(call) + after, streams)
 
 
 def _pointwise_in_order(
@@ -947,13 +940,25 @@ def _pointwise_in_order(
     **streams: int,
 ) -> dict[str, str | None]:
     """As `_in_order` of a convolution that is a product, which XLA's program has `passes` after."""
+
+    def xla() -> float:
+        return xla_time(device, call.as_product(**streams), passes)
+
+    return _beside(device, call, reason, xla, streams)
+
+
+def _beside(
+    device: dispatch.Device,
+    call: pallas_conv.ConvCall,
+    reason: str | None,
+    xla: Callable[[], float],
+    streams: Mapping[str, int],
+) -> dict[str, str | None]:
+    """The order of the kernel of a call and of a program of XLA's, whose microseconds are given."""
     return pallas_or_xla(
         device,
         reason,
-        lambda: {
-            "pallas": pallas_conv.predicted_time(call, **streams),
-            "xla": xla_time(device, call.as_product(**streams), passes),
-        },
+        lambda: {"pallas": pallas_conv.predicted_time(call, **streams), "xla": xla()},
     )
 
 

@@ -497,7 +497,10 @@ class _ShortBackward:
             for slot in range(slots):
                 item = turn * slots + slot
                 run = functools.partial(self.of_item, cta, item, slot)
-                run() if slots == 1 else pl.when(item < cta.items)(run)
+                if slots == 1:
+                    run()
+                else:
+                    pl.when(item < cta.items)(run)
 
         cta.wait("ds_free")
         plgpu.wait_smem_to_gmem(0)
