@@ -108,8 +108,9 @@ def in_all_formats(
     calibration: Callable[[int], jaxfused.Calibration],
 ) -> Iterator[Quantized]:
     """The network in each format, as the flags say; `calibration(n)` runs it on n training batches."""
-    for name, given in RULES.items():
-        rules = with_flags(model, given, args)
+    # All of them first: what a flag asks may be impossible, and to judge the first format takes minutes.
+    formats = {name: with_flags(model, given, args) for name, given in RULES.items()}
+    for name, rules in formats.items():
         if not rules:
             yield Quantized(name, model, None)
         elif args.calibrate is None:

@@ -89,7 +89,7 @@ def test_error_feedback_is_that_of_its_definition(features):
         dict(dtype="float8_e4m3fn", rounding="gptq"),
         dict(dtype="float8_e5m2", rounding="gptq", group_size=64),
     ],
-    quick=(0, 2),
+    quick=(2,),
 )
 def test_error_feedback_halves_the_error_of_the_result(options):
     x = correlated(512)
@@ -156,6 +156,7 @@ def test_a_smoothed_layer_divides_its_inputs():
     np.testing.assert_allclose(grad[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_percentile_clips_outliers():
     x = np.clip(np.asarray(normal(0, 2000, D)), -3, 3)
     x[7, 5] = 1000.0

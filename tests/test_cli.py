@@ -34,7 +34,7 @@ def test_the_command_reports_on_this_machine():
     assert "layer_norm" in result.stdout and "runs on 'xla'" in result.stdout
 
 
-@parametrize("device", DEVICES, quick=(0, 1, 3), ids=lambda device: device.name)
+@parametrize("device", DEVICES, quick=(0, 3), ids=lambda device: device.name)
 def test_every_operator_and_implementation_is_accounted_for(device):
     listed = dict(operators(device))
     for name, function in vars(jaxfused).items():

@@ -124,7 +124,7 @@ INTERPRETED = (
 )
 
 
-@parametrize("case", INTERPRETED, quick=(1, 3, 8, 13))
+@parametrize("case", INTERPRETED, quick=(3, 13))
 def test_in_the_interpreter(case, interpreted_hopper):
     case.check()
 

@@ -290,6 +290,7 @@ def test_modules_of_nnx():
         assert np.linalg.norm(ours - truth) < 0.1 * np.linalg.norm(truth)
 
 
+@pytest.mark.exhaustive
 def test_modules_of_linen():
     x = normal(0, (2, 6, 32))
     layers = {
@@ -314,6 +315,7 @@ def test_a_module_of_both_apis_is_the_operator():
     chex.assert_trees_all_equal(layer.apply({"params": params}, x), expected)
 
 
+@pytest.mark.exhaustive
 def test_the_block_of_linen_trains():
     x = normal(0, (2, 6, 32))
     block = jaxfused.linen.TransformerBlock(num_heads=4, precision="fp8")

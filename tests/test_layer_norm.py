@@ -102,7 +102,7 @@ def numpy_norm(case: Case, x, scale, bias, residual, pre_bias):
     return activations[case.activation](y + (0 if bias is None else bias)), h
 
 
-@pytest.mark.parametrize("case", OPTIONS, ids=lambda case: case.name)
+@parametrize("case", OPTIONS, quick=slice(None, None, 2), ids=lambda case: case.name)
 def test_reference_and_truth_are_the_definition(case):
     with jax.enable_x64(True):
         inputs = replace(case, parameter_dtype="float64").inputs("float64")
@@ -129,7 +129,7 @@ KERNEL_SHAPES |= {"rms_D128_many_rows", "rms_D768", "rms_D8192"}
 @parametrize(
     ("case", "dtype"),
     [p.values for p in CASES_IN_ONE_DTYPE if p.values[0].name not in KERNEL_SHAPES],
-    quick=slice(None, None, 3),
+    quick=slice(None, None, 5),
     ids=lambda value: getattr(value, "name", value),
 )
 def test_reference_is_accurate(case, dtype):

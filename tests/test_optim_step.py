@@ -63,7 +63,7 @@ def assert_close(actual, expected, tolerance=1e-6):
 
 
 # Other tests take each optimizer a few steps.
-@parametrize(("name", "options"), [*OPTIMIZERS.items()], quick=(1, 3, 5, 6))
+@parametrize(("name", "options"), [*OPTIMIZERS.items()], quick=(1, 6))
 def test_1000_steps(name, options):
     schedule = optax.cosine_decay_schedule(0.02, 1000)
     ours = getattr(optim, name)(schedule, **options)

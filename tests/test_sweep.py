@@ -25,6 +25,7 @@ from examples.vit.model import ViTSize
 from jaxfused.__main__ import EXAMPLES
 from jaxfused.tuning.timing import split_at_markers
 from tests.arrays import put
+from tests.grids import parametrize
 
 # --- the sweep: what is drawn ---------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ def test_sweep_draws_cases_that_fit_and_can_be_pasted(operator):
     assert drawn != [configs.drawn(operator, 2, index) for index in range(30)]
 
 
-@pytest.mark.parametrize("operator", configs.OPERATORS)
+@parametrize("operator", configs.OPERATORS, quick=slice(None, None, 2))
 def test_sweep_has_each_case_in_every_form(operator):
     """Our function, stock's forms and the peers give results and gradients of the same shapes."""
     for index in range(3):

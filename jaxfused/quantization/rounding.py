@@ -1,5 +1,7 @@
 """Quantisation in plain jax.numpy: the choice of scales, the rounding, the range that clips."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +16,8 @@ from jaxfused.quantization.quantized_array import (
 from jaxfused.reference.promotion import accumulator_dtype
 
 
+# Where the weights of a model are quantised one after the other, each of these two is one program.
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "groups", "per_tensor", "symmetric"))
 def scales(
     x: jax.Array, dtype: str, *, axis: int, groups: int, per_tensor: bool, symmetric: bool
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -62,6 +66,7 @@ def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, axis:
     return units + spread(zero_point, x.shape, axis).astype(units.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "axis", "layout"))
 def encode(
     x: jax.Array,
     dtype: str,

@@ -203,8 +203,10 @@ _FEW_ROWS = 128
 """Up to it a product takes as long as reading its weights, and two merged ones start only once."""
 _FEW_ROWS_OF_CONVERTED = 512
 """Likewise where the other operand is converted, and then merged as it is."""
-_LITTLE = 2**17
+_LITTLE = 2**19
 """Bytes of an operand that is copied as fast as a kernel starts."""
+_NARROW = 256
+"""Columns up to which a product takes as long as reading the operand that the products share."""
 
 
 def unshared(
@@ -213,12 +215,14 @@ def unshared(
     """Returns x [..., D] and what it is multiplied by, in a product that XLA does not merge with others.
 
     XLA merges products that share an operand into one of concatenated operands, and slices its result.
-    Unless there are few rows, or little is copied, the copies take longer than the merging saves. An
-    operand that was `converted` from another dtype is copied in any case.
+    Unless there are few rows, or less is copied than is read once instead of twice, the copies take
+    longer than the merging saves. An operand that was `converted` from another dtype is copied in any
+    case.
     """
     rows = math.prod(x.shape[:-1])
     few = _FEW_ROWS_OF_CONVERTED if converted else _FEW_ROWS
-    if rows <= few or other.size * other.dtype.itemsize <= _LITTLE:
+    is_narrow = other.shape[-1] <= _NARROW and 4 * other.size <= x.size
+    if rows <= few or other.size * other.dtype.itemsize <= _LITTLE or is_narrow:
         return x, other
     return jax.lax.optimization_barrier((x, other))
 
