@@ -70,7 +70,7 @@ def image_norm(draw: Draw, operator: str) -> ImageNorm:
 
 @dataclass(frozen=True)
 class DepthwiseConv(_Images):
-    """A convolution with a filter for each channel, "SAME"."""
+    """A convolution with a filter for each channel, "SAME"; of sequences where the height is 1."""
 
     window: int
     stride: int
@@ -78,16 +78,29 @@ class DepthwiseConv(_Images):
     activation: str | None
     operator: ClassVar[str] = "depthwise_conv"
 
+    @property
+    def kernel(self) -> tuple[int, int]:
+        return (1 if self.height == 1 else self.window, self.window)
+
+    def fits(self) -> bool:
+        # XLA adds all products, and takes seconds for long windows of large images.
+        multiplications = math.prod(self.shape) * math.prod(self.kernel)
+        return super().fits() and 2 * multiplications <= MOST_FLOPS // 8
+
     def tiny(self) -> "DepthwiseConv":
-        return replace(self, batch=2, height=5, width=6, channels=8)
+        height = min(self.height, 5)
+        return replace(self, batch=2, height=height, width=6, channels=8)
 
 
 def depthwise_conv(draw: Draw) -> DepthwiseConv:
-    window = draw.pick((3, 3, 5, 7, 7))
+    images, window = _images(draw), draw.pick((3, 3, 5, 7, 7, 13, 31))
+    if draw.chance(0.2):
+        images = replace(images, height=1, width=draw.pick((512, 1024, 2048, 4096, 8192)))
+        window = draw.pick((4, 7, 9, 32, 128, 512))
     return DepthwiseConv(
-        **vars(_images(draw)),
+        **vars(images),
         window=window,
-        stride=draw.pick((1, 1, 1, 2)) if window < 7 else 1,
+        stride=draw.pick((1, 1, 1, 2)) if window < 7 and images.height > 1 else 1,
         bias=draw.chance(0.5),
         activation=draw.pick(_ACTIVATIONS),
     )

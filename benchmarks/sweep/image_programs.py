@@ -1,5 +1,6 @@
 """Ours and stock of the operators over images."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -119,14 +120,14 @@ def conv(config: Conv) -> Programs:
 
 def depthwise_conv(config: DepthwiseConv) -> Programs:
     dtype = jnp.dtype(config.dtype)
-    kernel = (config.window, config.window, 1, config.channels)
+    kernel = (*config.kernel, 1, config.channels)
     sides = (-(-side // config.stride) for side in (config.height, config.width))
     result = (config.batch, *sides, config.channels)
 
     def make_inputs(key: jax.Array) -> Arrays:
         random = RandomArrays(key)
         operands = [random.normal(config.shape, dtype)]
-        operands.append(random.normal(kernel, dtype, deviation=1 / config.window))
+        operands.append(random.normal(kernel, dtype, deviation=math.prod(config.kernel) ** -0.5))
         if config.bias:
             operands.append(random.small(config.channels, dtype))
         return (*operands, random.normal(result, dtype))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfused import dispatch, reference, sharding
-from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv
+from jaxfused.ops import dense_conv, depthwise_conv, enlarging_conv, fourier_conv
 from jaxfused.ops.conv_input import Concatenated, ConvInput, as_array, check_parts
 from jaxfused.ops.kernel_call import Runner, takes_reference
 from jaxfused.ops.rectified import Rectified
@@ -66,7 +66,8 @@ def conv(
       kernel_dilation: the distance between the values of x that neighbouring weights meet.
       feature_group_count: into how many groups the input and the output channels are split, each
         convolved apart; I is depthwise convolution, which has kernels of its own for windows of
-        3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis.
+        3 x 3, 5 x 5 and 7 x 7, and of 3, 4 and 7 along one axis. Longer windows of it are products of
+        Fourier transforms on a GPU (stride 1, no dilation) where that is faster: see below.
       activation: None, "relu", "relu2", "gelu_tanh", "gelu_erf", "quick_gelu" or "silu", after
         everything else.
       residual: of the result's shape, is added before the activation.
@@ -105,6 +106,11 @@ def conv(
     input of a convolution with strides is XLA's. A window of a single weight makes a matrix product.
     Pictures of a few channels, as a network's first layer has them, are copied first: what the weights
     of a row meet is put side by side.
+    Depthwise convolution of long windows takes Fourier transforms in float32, whose time hardly depends
+    on the window: windows of 31 x 31 weights, or of hundreds along one axis, are faster by one or two
+    orders of magnitude. A NaN or an infinity in x then reaches all of its image's channel.
+    Winograd's form of a 3 x 3 convolution was measured: it takes several times as long as the kernels,
+    and is twice as far from the exact result.
     Depthwise convolution of 16-bit values by tensor cores, with windows of 5 x 5 and 7 x 7, multiplies
     by zeros too: a NaN or an infinity in x then reaches up to 16 columns of its channel's result, and
     makes more of the gradient of that channel's weights NaN than the sum of its products would.
@@ -137,6 +143,7 @@ def conv(
         shape = jax.eval_shape(run, values, w, bias, None).shape
         check_shape(op, "residual", residual, shape, f"the result has shape {shape}")
     device = dispatch.current_device(values, residual)
+    output = functools.partial(_output, statistics=statistics, hand_on=hand_on)
     if enlarging_conv.block_of(values, w, **options) is not None:
         takes_kernel = _enlarges(implementation, device, values, w, residual)
         enlarge: Callable[..., jax.Array] = functools.partial(
@@ -147,9 +154,18 @@ def conv(
         )
         values = Rectified(values).array() if rectified else values
         y = (enlarge if takes_kernel else run)(values, w, bias, residual)
-        beside: tuple[Any, ...] = (None,) * statistics + (values,) * hand_on
-        return (y, *beside) if beside else y
+        return output(y, None, values)
     depthwise = depthwise_conv.window_of(values, w, **options)
+    if (
+        implementation is None
+        and not isinstance(depthwise, str)
+        and fourier_conv.why_not(device, values, w, depthwise) is None
+    ):
+        values = Rectified(values).array() if rectified else values
+        y = fourier_conv.fourier_conv(
+            values, w, bias, residual, window=depthwise, activation=activation
+        )
+        return output(y, None, values)
     missing = {}
     # JAX's own convolution refuses channels that are split under Explicit axes.
     explicit = sharding.is_explicit(values) or sharding.is_explicit(w)
@@ -205,9 +221,14 @@ def conv(
             activation=activation,
             precision=precision,
         )
-    beside = (taken,) if statistics else ()
-    if hand_on:
-        beside += (values if handed_on is None else handed_on,)
+    return output(y, taken, values if handed_on is None else handed_on)
+
+
+def _output(
+    y: jax.Array, taken: Statistics | None, x: jax.Array, *, statistics: bool, hand_on: bool
+) -> Output:
+    """What `conv` returns, with what was asked for beside the result."""
+    beside = (taken,) * statistics + (x,) * hand_on
     return (y, *beside) if beside else y
 
 

@@ -5,6 +5,7 @@ from jaxfused.reference import avg_pool as avg_pool
 from jaxfused.reference import batch_norm as batch_norm
 from jaxfused.reference import conv as conv
 from jaxfused.reference import cross_entropy as cross_entropy
+from jaxfused.reference import fourier_conv as fourier_conv
 from jaxfused.reference import fp8 as fp8
 from jaxfused.reference import group_norm as group_norm
 from jaxfused.reference import layer_norm as layer_norm

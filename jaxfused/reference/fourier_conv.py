@@ -5,6 +5,9 @@ how long it takes hardly depends on the window.
 """
 
 import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 from jaxfused.reference.promotion import accumulator_dtype
 
 Padding = tuple[tuple[int, int], ...]
-"""The zeros (before, after) each spatial axis."""
+"""The zeros (before, after) each spatial axis, fewer than the window has weights there."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -20,16 +23,19 @@ def conv(x: jax.Array, w: jax.Array, padding: Padding) -> jax.Array:
     """Convolves x [B, *spatial, C] with w [*kernel, C], each channel by itself, in x's dtype.
 
     As in `reference.conv` the window is not flipped, and the sums are float32 (float64 for float64).
+    A NaN or an infinity in x reaches all values of its image and channel.
 
     Source: Cooley and Tukey, "An Algorithm for the Machine Calculation of Complex Fourier Series", 1965.
     """
-    lengths = _lengths(x.shape[1:-1], w.shape[:-1], padding)
-    product = _transformed(x, lengths) * _of_window(w, padding, lengths)
-    sizes = (
+    transform = _transform(x, w, padding)
+    sizes = [
         size + sum(zeros) - kernel + 1
         for size, kernel, zeros in zip(x.shape[1:-1], w.shape[:-1], padding, strict=True)
+    ]
+    product = transform.of(x) * transform.of(
+        _around(w, padding, transform.lengths_of_window(w))[None]
     )
-    return _restored(product, lengths, tuple(sizes)).astype(x.dtype)
+    return transform.restored(product, sizes).astype(x.dtype)
 
 
 def _conv_fwd(x, w, padding):
@@ -38,14 +44,16 @@ def _conv_fwd(x, w, padding):
 
 def _conv_bwd(padding, saved, dy):
     x, w = saved
-    lengths = _lengths(x.shape[1:-1], w.shape[:-1], padding)
-    of_dy = _transformed(dy, lengths)
-    dx = _restored(of_dy * _of_window(w, padding, lengths).conj(), lengths, x.shape[1:-1])
-    of_x = _transformed(x, lengths)
-    # Of the images of a channel: the sum of products is the transform of the sum of the windows.
-    summed = jnp.sum(of_dy * of_x.conj(), axis=0, keepdims=True)
-    around = jnp.fft.irfftn(summed, s=lengths, axes=_axes(lengths))[0]
-    turned = jnp.roll(jnp.moveaxis(around, 0, -1), _reach(w, padding), range(w.ndim - 1))
+    transform = _transform(x, w, padding)
+    of_window = transform.of(_around(w, padding, transform.lengths_of_window(w))[None])
+    of_dy = transform.of(dy)
+    dx = transform.restored(of_dy * of_window.conj(), x.shape[1:-1])
+    spread = transform.lengths_of_window(w)
+    # An axis with one weight is not transformed, and the weight meets all of its values.
+    once = [0, *(2 + axis for axis, length in enumerate(spread) if length == 1)]
+    summed = jnp.sum(of_dy * transform.of(x).conj(), axis=once, keepdims=True)
+    (around,) = transform.restored(summed, spread)
+    turned = jnp.roll(around, _reach(w, padding), range(w.ndim - 1))
     dw = jnp.flip(jax.lax.slice(turned, (0,) * w.ndim, w.shape), range(w.ndim - 1))
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
@@ -53,62 +61,78 @@ def _conv_bwd(padding, saved, dy):
 conv.defvjp(_conv_fwd, _conv_bwd)
 
 
-def _lengths(
-    sizes: tuple[int, ...], kernel: tuple[int, ...], padding: Padding
-) -> tuple[int, ...]:
-    """How many values of each axis are transformed, zeros behind those of x included.
+def transformed_size(x: Any, w: Any, padding: Padding) -> int:
+    """How many values are transformed for x [B, *spatial, C] and w [*kernel, C], zeros included."""
+    return x.shape[0] * math.prod(_transform(x, w, padding).lengths) * x.shape[-1]
 
-    The transform is of an axis that goes on with its first value after its last. What a window meets
-    before the first value and after the last has to be zero.
+
+class _Transform(NamedTuple):
+    """The Fourier transform of images, along the axes of which a window has more than one weight."""
+
+    lengths: tuple[int, ...]
+    """The values of each spatial axis, zeros behind those of an image included."""
+    axes: tuple[int, ...]
+    """Once the channels are the second axis, so that what is transformed is contiguous."""
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """The transform [B, C, *lengths] of x [B, *spatial, C]; of the last axis half and one more."""
+        x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
+        return jnp.fft.rfftn(x, s=self._transformed, axes=self.axes)
+
+    def restored(self, product: jax.Array, sizes: Sequence[int]) -> jax.Array:
+        """The first values [B, *sizes, C] of what `product` is the transform of."""
+        y = jnp.fft.irfftn(product, s=self._transformed, axes=self.axes)
+        return jnp.moveaxis(jax.lax.slice(y, (0,) * y.ndim, (*y.shape[:2], *sizes)), 1, -1)
+
+    def lengths_of_window(self, w: Any) -> tuple[int, ...]:
+        """To how many values of each axis the weights [*kernel, C] are filled up with zeros."""
+        return tuple(1 if k == 1 else n for n, k in zip(self.lengths, w.shape, strict=False))
+
+    @property
+    def _transformed(self) -> tuple[int, ...]:
+        return tuple(self.lengths[axis - 2] for axis in self.axes)
+
+
+def _transform(x: Any, w: Any, padding: Padding) -> _Transform:
+    """That of x [B, *spatial, C] for a window w [*kernel, C].
+
+    What is transformed goes on with its first value after its last. So whatever a window meets before
+    the first value and after the last has to be zero.
     """
-    return tuple(
-        _fast_length(max(size + low, size + high, k))
+    sizes, kernel = x.shape[1:-1], w.shape[:-1]
+    lengths = tuple(
+        size if k == 1 else _fast_length(max(size + low, size + high, k))
         for size, k, (low, high) in zip(sizes, kernel, padding, strict=True)
     )
+    return _Transform(lengths, tuple(2 + axis for axis, k in enumerate(kernel) if k > 1))
 
 
 def _fast_length(least: int) -> int:
     """The smallest even number from `least` on without prime factors above 7, which are slow."""
     length = least + least % 2
-    while True:
-        rest = length
-        for factor in (2, 3, 5, 7):
-            while rest % factor == 0:
-                rest //= factor
-        if rest == 1:
-            return length
+    while not _is_fast(length):
         length += 2
+    return length
 
 
-def _axes(lengths: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(range(2, 2 + len(lengths)))
+def _is_fast(length: int) -> bool:
+    for factor in (2, 3, 5, 7):
+        while length % factor == 0:
+            length //= factor
+    return length == 1
 
 
-def _transformed(x: jax.Array, lengths: tuple[int, ...]) -> jax.Array:
-    """The transform [B, C, *lengths] of x [B, *spatial, C]; of the last axis half and one more."""
-    x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
-    return jnp.fft.rfftn(x, s=lengths, axes=_axes(lengths))
+def _around(w: jax.Array, padding: Padding, lengths: Sequence[int]) -> jax.Array:
+    """The window [*lengths, C] turned around, where its last weight meets the first value.
 
-
-def _of_window(w: jax.Array, padding: Padding, lengths: tuple[int, ...]) -> jax.Array:
-    """The transform [1, C, *lengths] of the window w [*kernel, C]."""
-    reach = _reach(w, padding)
-    w = jnp.flip(w, range(w.ndim - 1)).astype(accumulator_dtype(w.dtype))
+    A product of transforms pairs the first values with each other, and a window begins before them.
+    """
+    w, reach = jnp.flip(w, range(w.ndim - 1)), _reach(w, padding)
     zeros = [length - kernel for length, kernel in zip(lengths, w.shape, strict=False)]
     w = jnp.pad(w, [*((0, count) for count in zeros), (0, 0)])
-    w = jnp.roll(w, [-step for step in reach], range(w.ndim - 1))
-    return _transformed(w[None], lengths)
+    return jnp.roll(w, [-steps for steps in reach], range(w.ndim - 1))
 
 
 def _reach(w: jax.Array, padding: Padding) -> list[int]:
-    """How many values after its own place a window begins at, once it is turned around."""
+    """How many weights of each axis, turned around, come before the one that meets the first value."""
     return [kernel - 1 - low for kernel, (low, _) in zip(w.shape, padding, strict=False)]
-
-
-def _restored(
-    product: jax.Array, lengths: tuple[int, ...], sizes: tuple[int, ...]
-) -> jax.Array:
-    """The first values [B, *sizes, C] of what the product is the transform of."""
-    y = jnp.fft.irfftn(product, s=lengths, axes=_axes(lengths))
-    y = jax.lax.slice(y, (0,) * y.ndim, (*y.shape[:2], *sizes))
-    return jnp.moveaxis(y, 1, -1)

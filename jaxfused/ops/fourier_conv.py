@@ -1,0 +1,74 @@
+"""conv where each channel has a long window of its own: where Fourier transforms are faster."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxfused import dispatch, reference, sharding
+from jaxfused.cuda.depthwise_conv import KERNELS, Window
+
+Padding = reference.fourier_conv.Padding
+
+
+def padding_of(x: Any, window: Window) -> Padding:
+    """The zeros around each spatial axis of x. The window has rows, where x may have one axis only."""
+    return window.padding[-(x.ndim - 2) :]
+
+
+def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window) -> str | None:
+    """None where transforms convolve x [B, *spatial, C] with w [*kernel, 1, C] faster, else why not."""
+    if device.compute_capability is None:
+        return "there is no GPU"
+    if window.stride > 1:
+        return f"transforms give every value, and the stride is {window.stride}"
+    padding = padding_of(x, window)
+    kernel = w.shape[:-2]
+    if any(not 0 <= p < k for pair, k in zip(padding, kernel, strict=True) for p in pair):
+        return f"zeros go beyond the window, and padding is {padding}"
+    if not sharding.is_in_one_piece(x, w):
+        return "XLA's partitioner gathers what is transformed"
+    weights = jax.eval_shape(lambda w: w[..., 0, :], w)
+    size = reference.fourier_conv.transformed_size(x, weights, padding)
+    if size >= _MOST_VALUES:
+        return f"less than {_MOST_VALUES} values are transformed, and this takes {size}"
+    time = _START + size * _OF_VALUE
+    direct = x.size * _directly(window.kernel)
+    if time < direct:
+        return None
+    return f"transforms are expected to take {time:.0f} us, and XLA's sums {direct:.0f}"
+
+
+def fourier_conv(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    window: Window,
+    activation: str | None,
+) -> jax.Array:
+    """The convolution of x [B, *spatial, C] with w [*kernel, 1, C], and what follows it."""
+    reasons = dict.fromkeys(("pallas", "cuda"), "transforms are XLA's") | {"xla": None}
+    operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w)]
+    dispatch.record(dispatch.Choice("conv by Fourier transforms", operands, "xla", reasons))
+    y = reference.fourier_conv.conv(x, w[..., 0, :].astype(x.dtype), padding_of(x, window))
+    return reference.conv.finish(y, bias, residual, activation=activation)
+
+
+def _directly(kernel: tuple[int, int]) -> float:
+    """Microseconds of a value of x by sums: for small windows there are fast kernels."""
+    if kernel in KERNELS or (min(kernel) > 1 and max(kernel) <= _SMALL):
+        return 0.0
+    weights = math.prod(kernel)
+    return min(_OF_RESULT + weights * _OF_WEIGHT, _OF_LINE + weights * _OF_WEIGHT_OF_LINE)
+
+
+_SMALL = 7
+_START, _OF_VALUE = 50.0, 31e-6
+_OF_RESULT, _OF_WEIGHT = 54e-6, 0.95e-6
+_OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
+"""Microseconds, measured on an H100 at 31 shapes: the start of ten kernels and a transformed value; a
+value of XLA's own convolution and a weight of its window; both of short windows along one axis."""
+_MOST_VALUES = 2**28
+"""Of which the transforms take 4 GB."""
