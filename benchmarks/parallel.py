@@ -1,8 +1,9 @@
 """Several GPUs beside one of them: `python -m benchmarks parallel`.
 
 Data parallel: a whole training step, parameters on every device and so many images for each, under
-Auto axes. Its share is the time of the slowest device with its images over that of all with theirs; what
-is missing to 1 is what the sums of gradients cost. Tensor parallel: forward and gradients of an mlp
+Auto axes. Its share is the time of the slowest device with its images over that of all with theirs. All
+devices at the same time, each with a step of its own and no sums, say how much of what is missing to 1
+the host's power takes, and how much the sums. Tensor parallel: forward and gradients of an mlp
 whose hidden features are split, and the time of a device that has them all.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,9 +91,12 @@ def measure(
             for layer in layers
             for side in ("ours", "stock")
         }
-    for kind, programs in (("data", steps), ("tensor", splits)):
-        for (model, variant), futures in programs.items():
-            save(kind, _row(model, variant, [future.result()() for future in futures]))
+    for (model, variant), futures in steps.items():
+        compiled = [future.result() for future in futures]
+        row = _row(model, variant, [step.time() for step in compiled])
+        save("data", row | {"apart": _time_apart(compiled[:-1])})
+    for (layer, side), layers_of in splits.items():
+        save("tensor", _row(layer, side, [future.result()() for future in layers_of]))
 
 
 def _row(model: str, variant: str, measured: Sequence[Row]) -> Row:
@@ -112,6 +117,8 @@ def _row(model: str, variant: str, measured: Sequence[Row]) -> Row:
 def _line(kind: str, row: Row) -> str:
     each, every = row["each"], row["all"]["milliseconds"]
     x = f"{row['x']:.1%}" if kind == "data" else f"{row['x']:.2f}x"
+    if "apart" in row:
+        x += f" (apart at once {row['apart']['milliseconds']:.2f} ms)"
     kernels = " ".join(
         f"{name} {ms:.2f} -> {row['all']['kinds'].get(name, 0.0):.2f}"
         for name, ms in row["one"].get("kinds", {}).items()
@@ -126,10 +133,40 @@ def _line(kind: str, row: Row) -> str:
 # --- data parallel --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A compiled training step on some devices, and what makes its operands."""
+
+    compiled: Any
+    init: Callable[[jax.Array], Any]
+    make_batch: Callable[[jax.Array], Any]
+
+    def operands(self) -> tuple[Any, Any]:
+        key = jax.random.key(0)
+        return self.init(key), self.make_batch(key)
+
+    def time(self) -> Row:
+        row, step = end_to_end.timed_steps(self.compiled, *self.operands())
+        return row | end_to_end.kernel_times(step, self.compiled)
+
+
+def _time_apart(steps: Sequence[_Step]) -> Row:
+    """Each step on its own devices, all at the same time."""
+    states, batches = map(list, zip(*(step.operands() for step in steps), strict=True))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            for i, step in enumerate(steps):
+                states[i], _ = step.compiled(states[i], batches[i])
+        jax.block_until_ready(states)
+
+    return timing.steps(run)
+
+
 def _data_parallel(
     pool: ThreadPoolExecutor, model: str, variant: str, devices: Sequence[jax.Device]
-) -> Future[Callable[[], Row]]:
-    """What measures a training step on some devices, once it is compiled."""
+) -> Future[_Step]:
+    """A training step on some devices."""
     batch = SIZES[model] * len(devices)
     workload = end_to_end_jax.vit(model, MODELS[model], batch=batch)
     program = workload.programs[variant]()
@@ -146,16 +183,7 @@ def _data_parallel(
         out_shardings=(whole, whole),
     ).lower(*shapes)
 
-    def build() -> Callable[[], Row]:
-        compiled = step.compile()
-        return lambda: _time_step(compiled, init(key), make_batch(key))
-
-    return pool.submit(build)
-
-
-def _time_step(compiled: Any, state: Any, batch: Any) -> Row:
-    row, step = end_to_end.timed_steps(compiled, state, batch)
-    return row | end_to_end.kernel_times(step, compiled)
+    return pool.submit(lambda: _Step(step.compile(), init, make_batch))
 
 
 # --- tensor parallel ------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string_view>
+#include <type_traits>
 
 enum class Activation : int { kNone, kRelu, kRelu2, kGeluTanh, kGeluErf, kQuickGelu, kSilu };
 
@@ -203,4 +204,30 @@ __device__ __forceinline__ void activate_with_derivative(Activation activation,
       multiply_derivative(activation, inputs, gradient);
       break;
   }
+}
+
+// Calls f(activation, whether there is a residual) with types that have these as constants, so that
+// a loop in f has no branches for them.
+template <typename F>
+__device__ __forceinline__ void with_constants(Activation activation, bool has_residual,
+                                               const F& f) {
+  const auto with_activation = [&](auto residual) {
+    switch (activation) {
+      case Activation::kNone:
+        return f(std::integral_constant<Activation, Activation::kNone>{}, residual);
+      case Activation::kRelu:
+        return f(std::integral_constant<Activation, Activation::kRelu>{}, residual);
+      case Activation::kRelu2:
+        return f(std::integral_constant<Activation, Activation::kRelu2>{}, residual);
+      case Activation::kGeluTanh:
+        return f(std::integral_constant<Activation, Activation::kGeluTanh>{}, residual);
+      case Activation::kGeluErf:
+        return f(std::integral_constant<Activation, Activation::kGeluErf>{}, residual);
+      case Activation::kQuickGelu:
+        return f(std::integral_constant<Activation, Activation::kQuickGelu>{}, residual);
+      case Activation::kSilu:
+        return f(std::integral_constant<Activation, Activation::kSilu>{}, residual);
+    }
+  };
+  has_residual ? with_activation(std::true_type{}) : with_activation(std::false_type{});
 }

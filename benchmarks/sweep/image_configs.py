@@ -85,7 +85,7 @@ class DepthwiseConv(_Images):
     def fits(self) -> bool:
         # XLA adds all products, and takes seconds for long windows of large images.
         multiplications = math.prod(self.shape) * math.prod(self.kernel)
-        return super().fits() and 2 * multiplications <= MOST_FLOPS // 8
+        return super().fits() and 2 * multiplications <= MOST_FLOPS // 32
 
     def tiny(self) -> "DepthwiseConv":
         height = min(self.height, 5)

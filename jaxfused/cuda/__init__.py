@@ -5,6 +5,7 @@ They serve the GPUs and shapes that the Pallas kernels do not.
 
 from jaxfused.cuda import (
     attention,
+    batch_norm,
     bias_activation,
     cross_entropy,
     cublaslt,
@@ -27,6 +28,7 @@ from jaxfused.cuda import (
 
 __all__ = [
     "attention",
+    "batch_norm",
     "bias_activation",
     "cross_entropy",
     "cublaslt",

@@ -23,6 +23,7 @@ PLATFORM = "CUDA"
 TARGETS = (
     "jaxfused_attention_forward",
     "jaxfused_attention_backward",
+    "jaxfused_batch_norm_forward",
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
     "jaxfused_cross_entropy_forward",

@@ -33,7 +33,7 @@ def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window)
     if size >= _MOST_VALUES:
         return f"less than {_MOST_VALUES} values are transformed, and this takes {size}"
     time = _START + size * _OF_VALUE
-    direct = x.size * _directly(window.kernel)
+    direct = _directly(x.size, window.kernel)
     if time < direct:
         return None
     return f"transforms are expected to take {time:.0f} us, and XLA's sums {direct:.0f}"
@@ -56,19 +56,23 @@ def fourier_conv(
     return reference.conv.finish(y, bias, residual, activation=activation)
 
 
-def _directly(kernel: tuple[int, int]) -> float:
-    """Microseconds of a value of x by sums: for small windows there are fast kernels."""
+def _directly(size: int, kernel: tuple[int, int]) -> float:
+    """Microseconds of so many values by sums: for small windows there are fast kernels."""
     if kernel in KERNELS or (min(kernel) > 1 and max(kernel) <= _SMALL):
         return 0.0
     weights = math.prod(kernel)
-    return min(_OF_RESULT + weights * _OF_WEIGHT, _OF_LINE + weights * _OF_WEIGHT_OF_LINE)
+    of_rows = _OF_RESULT + weights * _OF_WEIGHT
+    if min(kernel) > 1:
+        return max(_LEAST, size * of_rows)
+    return size * min(of_rows, _OF_LINE + weights * _OF_WEIGHT_OF_LINE)
 
 
 _SMALL = 7
-_START, _OF_VALUE = 50.0, 31e-6
-_OF_RESULT, _OF_WEIGHT = 54e-6, 0.95e-6
+_START, _OF_VALUE = 15.0, 31e-6
+_LEAST, _OF_RESULT, _OF_WEIGHT = 60.0, 54e-6, 0.95e-6
 _OF_LINE, _OF_WEIGHT_OF_LINE = 31e-6, 2.6e-6
-"""Microseconds, measured on an H100 at 31 shapes: the start of ten kernels and a transformed value; a
-value of XLA's own convolution and a weight of its window; both of short windows along one axis."""
+"""Microseconds, measured on an H100 at 35 shapes: ten kernels without values, and a transformed value;
+XLA's own convolution of few values, of each of many, and of each and a weight; the latter two of short
+windows along one axis. Its gradient of the weights takes a millisecond even of few values."""
 _MOST_VALUES = 2**28
 """Of which the transforms take 4 GB."""

@@ -325,13 +325,43 @@ class Forward:
     def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
         del scale, bias
         moved = _Moved(in_both=1, in_one=int(residual is not None), kept=1)
-        return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD)
+        time = None
+        if (config := self._batch_once(device, x)) is not None:
+            rows, channels = x.shape[1:3]
+            time = cuda.batch_norm.microseconds(
+                config, rows, channels, x.dtype.itemsize, residual=residual is not None
+            )
+        return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD, time)
+
+    def _batch_once(self, device: dispatch.Device, x: Any) -> cuda.batch_norm.Config | None:
+        """How a kernel keeps a batch [1, P, C, 1] on chip, or None where it cannot, or is no batch."""
+        if self.options.op != "batch_norm" or len(x) != 1:
+            return None
+        return cuda.batch_norm.config_for(
+            x.shape[1],
+            x.shape[2],
+            x.dtype.itemsize,
+            compute_capability=device.compute_capability,
+            multiprocessors=device.multiprocessors,
+        )
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
         y: jax.Array
         statistics: Sequence[jax.Array | None]
+        config = self._batch_once(device, x)
         if implementation == "xla":
             y, *statistics = self._run_in_xla(x, residual, scale, bias)
+        elif config is not None:
+            rows, channels = x.shape[1:3], x.shape[2:3]
+            y, *found = cuda.batch_norm.forward(
+                x.reshape(rows),
+                None if residual is None else residual.reshape(rows),
+                *(None if a is None else a.reshape(channels) for a in (scale, bias)),
+                epsilon=self.options.epsilon,
+                activation=self.options.activation,
+                config=config,
+            )
+            statistics = [a[None] for a in found]
         else:
             y, *statistics = cuda.group_norm.forward(
                 *map(_channels_last, (x, residual, scale, bias)),
@@ -564,9 +594,18 @@ for a megabyte than the first says."""
 
 
 def _fastest_first(
-    options: Options, device, x, residual, moved: _Moved, xla: Mapping[str, Sequence[_Cost]]
+    options: Options,
+    device,
+    x,
+    residual,
+    moved: _Moved,
+    xla: Mapping[str, Sequence[_Cost]],
+    ours: float | None = None,
 ) -> Mapping[str, str | None]:
-    """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first."""
+    """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first.
+
+    `ours` is the expected time of another kernel than group_norm's.
+    """
     images, pixels, groups, size = x.shape
     reason = cuda.group_norm.why_unsupported(
         compute_capability=device.compute_capability,
@@ -582,13 +621,14 @@ def _fastest_first(
         return reasons
     if options.op == "batch_norm" and pixels <= _SUMMED_IN_A_LOOP:
         return dispatch.preferring("xla", reasons)
-    shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
-    run = dict(groups=groups, multiprocessors=device.multiprocessors)
-    kept = moved.kept if cuda.group_norm.reads_once(device.compute_capability) else 0
-    config = cuda.group_norm.candidates(*shape, **run, kept=kept)[0]
-    ours = cuda.group_norm.microseconds(config, *shape, **run)
     megabytes = x.size * x.dtype.itemsize / 1e6
-    ours += moved.in_one * _OUR_MEGABYTE * megabytes
+    if ours is None:
+        shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
+        run = dict(groups=groups, multiprocessors=device.multiprocessors)
+        kept = moved.kept if cuda.group_norm.reads_once(device.compute_capability) else 0
+        config = cuda.group_norm.candidates(*shape, **run, kept=kept)[0]
+        ours = cuda.group_norm.microseconds(config, *shape, **run)
+        ours += moved.in_one * _OUR_MEGABYTE * megabytes
     more = (moved.in_one + 2 * moved.more_in_both) * _XLA_MEGABYTE
     theirs = min(cost.start + cost.per_megabyte * megabytes for cost in xla[options.op])
     theirs += more * megabytes

@@ -33,11 +33,13 @@ _FEW = 512, 4096
 """XLA sums columns of more rows in parts by itself, and of fewer a part is not worth a kernel."""
 _MANY_COLUMNS = 1024
 """So many columns keep a GPU busy without parts."""
+_FEW_VALUES = 2**17
+"""Fewer are summed in less time than further kernels take to start."""
 
 
 def parts_of(rows: int, columns: int) -> int:
     """In how many parts rows are summed: in one where that is XLA's to choose, or not worth it."""
-    if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS:
+    if not _FEW[0] <= rows <= _FEW[1] or columns >= _MANY_COLUMNS or rows * columns < _FEW_VALUES:
         return 1
     return next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
 
