@@ -136,13 +136,13 @@ def test_one_kernel_each_way(with_library):
 @pytest.mark.parametrize(
     ("rows", "channels", "itemsize", "config"),
     [
-        (7 * 7 * 64, 64, 2, cuda.batch_norm.Config(4, 66)),
-        (41 * 16 * 16, 384, 2, cuda.batch_norm.Config(4, 11)),
-        (5000, 96, 4, cuda.batch_norm.Config(4, 22)),
-        (64 * 49, 2048, 2, cuda.batch_norm.Config(4, 2)),
+        (7 * 7 * 64, 64, 2, cuda.batch_norm.Config(2, 33)),
+        (41 * 16 * 16, 384, 2, cuda.batch_norm.Config(8, 22)),
+        (5000, 96, 4, cuda.batch_norm.Config(2, 11)),
+        (64 * 49, 2048, 2, cuda.batch_norm.Config(8, 4)),
         (300, 2560, 2, cuda.batch_norm.Config(8, 3)),
-        # Channels that no slab divides, too few rows for statistics of a part, and too large a batch.
-        (5000, 200, 2, None),
+        (5000, 200, 2, cuda.batch_norm.Config(1, 5)),
+        # Rows that are no whole vectors, too few for the statistics of a part, and too large a batch.
         (5000, 30, 2, None),
         (31, 64, 2, None),
         (64 * 56 * 56, 256, 2, None),
