@@ -9,34 +9,19 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import jaxfused
-from jaxfused import cuda, reference
+from jaxfused import reference
 from jaxfused.reference.promotion import accumulator_dtype
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.cases.batch_norm import CASES, Case
 from tests.lowering import kernels
-from tests.test_group_norm import BACKWARD, FORWARD, stand_ins, with_library
+from tests.test_group_norm import BACKWARD, FORWARD, SLAB, stand_ins, with_library
 from tests.transforms import assert_transforms
 
 pytestmark = pytest.mark.exhaustive
 
 __all__ = ["stand_ins", "with_library"]
-
-FORWARD_ONCE = "jaxfused_batch_norm_forward"
-
-
-@pytest.fixture(autouse=True)
-def _stand_in_that_reads_once(request, monkeypatch):
-    """XLA in the place of the kernel that keeps a batch on chip, where other kernels have stand-ins."""
-    if "stand_ins" not in request.fixturenames:
-        return
-
-    def forward(x, residual, scale, bias, *, config, **options):
-        assert x.shape[1] * x.dtype.itemsize % (16 * config.vectors) == 0
-        return reference.batch_norm.norm_and_statistics(x, residual, scale, bias, **options)
-
-    monkeypatch.setattr(cuda.batch_norm, "forward", forward)
 
 
 def plain_normalise(x, scale, bias, residual, mean, var, activation):
@@ -127,38 +112,10 @@ def test_one_kernel_each_way(with_library):
         y, *_ = jaxfused.batch_norm(x, scale, bias, activation="relu", implementation="cuda")
         return y.astype(jnp.float32).sum()
 
-    assert kernels(f, x, scale, scale) == [FORWARD_ONCE]
-    assert kernels(jax.grad(f, (0, 1, 2)), x, scale, scale) == [FORWARD_ONCE, BACKWARD]
+    assert kernels(f, x, scale, scale) == [SLAB]
+    assert kernels(jax.grad(f, (0, 1, 2)), x, scale, scale) == [SLAB, BACKWARD]
     large = jax.ShapeDtypeStruct((40, 99, 99, 64), jnp.bfloat16)
     assert kernels(f, large, scale, scale) == [FORWARD]
-
-
-@pytest.mark.parametrize(
-    ("rows", "channels", "itemsize", "config"),
-    [
-        (7 * 7 * 64, 64, 2, cuda.batch_norm.Config(2, 33)),
-        (41 * 16 * 16, 384, 2, cuda.batch_norm.Config(8, 22)),
-        (5000, 96, 4, cuda.batch_norm.Config(2, 11)),
-        (64 * 49, 2048, 2, cuda.batch_norm.Config(8, 4)),
-        (300, 2560, 2, cuda.batch_norm.Config(8, 3)),
-        (5000, 200, 2, cuda.batch_norm.Config(1, 5)),
-        # Rows that are no whole vectors, too few for the statistics of a part, and too large a batch.
-        (5000, 30, 2, None),
-        (31, 64, 2, None),
-        (64 * 56 * 56, 256, 2, None),
-    ],
-)
-def test_what_stays_on_chip(with_library, rows, channels, itemsize, config):
-    found = cuda.batch_norm.config_for(
-        rows, channels, itemsize, compute_capability=(9, 0), multiprocessors=132
-    )
-    assert found == config
-    assert (
-        cuda.batch_norm.config_for(
-            rows, channels, itemsize, compute_capability=(8, 0), multiprocessors=132
-        )
-        is None
-    )
 
 
 @pytest.mark.gpu

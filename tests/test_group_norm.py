@@ -178,6 +178,7 @@ def test_errors(change, message):
 # --- kernels --------------------------------------------------------------------------------------
 
 FORWARD, BACKWARD = "jaxfused_group_norm_forward", "jaxfused_group_norm_backward"
+SLAB = "jaxfused_group_norm_slab"
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def stand_in_backward(
 @pytest.fixture
 def stand_ins(with_library, monkeypatch):
     """The operator's way to its kernels, with the reference in their place."""
-    monkeypatch.setattr(cuda.group_norm, "forward", stand_in_forward)
+    for module in (cuda.group_norm, cuda.group_norm_slab):
+        monkeypatch.setattr(module, "forward", stand_in_forward)
     monkeypatch.setattr(cuda.group_norm, "backward", stand_in_backward)
 
 
@@ -299,9 +301,11 @@ def test_one_kernel_each_way(with_library):
             x, scale, bias, num_groups=32, activation="silu", implementation="cuda"
         )
 
-    assert kernels(f, x, scale, scale) == [FORWARD]
+    assert kernels(f, x, scale, scale) == [SLAB]
     gradient = jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), (0, 1, 2))
-    assert kernels(gradient, x, scale, scale) == [FORWARD, BACKWARD]
+    assert kernels(gradient, x, scale, scale) == [SLAB, BACKWARD]
+    large = jax.ShapeDtypeStruct((1, 999, 99, 64), jnp.bfloat16)
+    assert kernels(f, large, scale, scale) == [FORWARD]
 
 
 def test_shapes_that_no_kernel_takes_go_to_xla_stage_by_stage(with_library):
@@ -378,6 +382,52 @@ def test_candidates_are_legal(images, pixels, vectors, groups_of_all, arrays, mu
         assert config.chunk <= images
         if config.once:
             assert config.slices * config.chunk <= multiprocessors
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    images=st.integers(1, 300),
+    pixels=st.integers(1, 10**5),
+    vectors=st.integers(1, 256),
+    groups=st.sampled_from((1, 8, 32, None)),
+    itemsize=st.sampled_from((2, 4)),
+    multiprocessors=st.integers(1, 160),
+)
+def test_slabs_are_legal(images, pixels, vectors, groups, itemsize, multiprocessors):
+    channels = 64 * vectors
+    shape, groups = (images, pixels, channels, itemsize), groups or channels
+    for config in cuda.group_norm_slab.candidates(
+        *shape, groups=groups, multiprocessors=multiprocessors
+    ):
+        columns = config.vectors * 16 // itemsize
+        assert channels % columns == 0 and columns % (channels // groups) == 0
+        blocks = images * (channels // columns) * config.parts
+        assert config.parts == 1 or (blocks <= multiprocessors and pixels >= 32 * config.parts)
+        time = cuda.group_norm_slab.microseconds(config, *shape, multiprocessors, groups=groups)
+        assert 0 < time < 1e7
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "slabs"),
+    [
+        ((64, 14 * 14, 384, 2), 32, (12, 1)),
+        ((8, 28 * 28, 512, 2), 32, (4, 1)),
+        # A batch of batch_norm, which all blocks share.
+        ((1, 184 * 331, 128, 2), 128, (8, 66)),
+        ((1, 64 * 49, 2048, 2), 2048, (8, 4)),
+        # Slabs that are too large, and channels that are no whole vectors.
+        ((8, 128 * 128, 128, 2), 32, None),
+        ((8, 14 * 14, 30, 2), 10, None),
+    ],
+)
+def test_what_stays_on_chip(with_library, shape, groups, slabs):
+    def found(capability):
+        return cuda.group_norm_slab.config_for(
+            *shape, groups=groups, compute_capability=capability, multiprocessors=132
+        )
+
+    assert found((9, 0)) == (slabs and cuda.group_norm_slab.Config(*slabs))
+    assert found((8, 0)) is None
 
 
 @pytest.mark.parametrize(("channels", "itemsize"), [(1024, 2), (512, 4)])
@@ -467,6 +517,7 @@ def read_once(request, monkeypatch):
     if not cuda.group_norm.reads_once(dispatch.current_device().compute_capability):
         pytest.skip("this GPU does not read images once")
     once = request.param
+    monkeypatch.setattr(cuda.group_norm_slab, "config_for", lambda *shape, **options: None)
     forward, backward = cuda.group_norm.forward, cuda.group_norm.backward
     monkeypatch.setattr(
         cuda.group_norm, "forward", functools.partial(forward, config=once.config(once.forward))
@@ -478,6 +529,50 @@ def read_once(request, monkeypatch):
             functools.partial(backward, config=once.config(once.backward)),
         )
     return once
+
+
+SLAB_CASES = (
+    (Case((2, 7, 43, 64), 32, **_SILU), "bfloat16", 2),
+    (Case((1, 331, 40), 40, residual=True, activation="relu"), "float16", 3),
+    (Case((3, 75, 96), 8, modulated=True, activation="gelu_tanh"), "float32", 2),
+    (Case((2, 97, 320), 32, scale=False, bias=False), "bfloat16", 2),
+    (Case((1, 130, 128), 1, **_SILU), "bfloat16", 4),
+)
+"""Slabs of every size: a power of two of vectors or not; groups of one channel, of several, of all."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "dtype", "parts"), SLAB_CASES, ids=str)
+def test_every_slab_computes_the_same(case, dtype, parts):
+    if not cuda.group_norm.reads_once(dispatch.current_device().compute_capability):
+        pytest.skip("this GPU does not read images once")
+    x, scale, bias, residual, *modulation = case.arguments(jnp.dtype(dtype))
+    if case.modulated:
+        scale, bias = modulation
+    images, channels, groups = len(x), x.shape[-1], case.num_groups
+    x, residual = (None if a is None else a.reshape(images, -1, channels) for a in (x, residual))
+    scale, bias = (None if a is None else a.reshape(-1, channels) for a in (scale, bias))
+    operands = (x, residual, scale, bias)
+    options = dict(groups=groups, epsilon=1e-6, activation=case.activation, save_statistics=True)
+    expected = jax.jit(functools.partial(stand_in_forward, **options))(*operands)
+    shape = (images, x.shape[1], channels, x.dtype.itemsize)
+    vectors = {
+        config.vectors
+        for config in cuda.group_norm_slab.candidates(*shape, groups=groups, multiprocessors=132)
+    }
+    assert vectors
+    at_once = dispatch.current_device().multiprocessors
+    for config in (cuda.group_norm_slab.Config(v, p) for v in sorted(vectors) for p in (1, parts)):
+        slabs = channels * x.dtype.itemsize // (16 * config.vectors)
+        if config.parts > 1 and images * slabs * config.parts > at_once:
+            continue
+        forward = functools.partial(
+            cuda.group_norm_slab.forward, **options, save_variance=True, config=config
+        )
+        results = jax.jit(forward)(*operands)
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        chex.assert_trees_all_close(results, expected, rtol=tolerance, atol=tolerance)
+        chex.assert_trees_all_equal(jax.jit(forward)(*operands), results)
 
 
 @pytest.mark.gpu

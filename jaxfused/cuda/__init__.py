@@ -5,13 +5,13 @@ They serve the GPUs and shapes that the Pallas kernels do not.
 
 from jaxfused.cuda import (
     attention,
-    batch_norm,
     bias_activation,
     cross_entropy,
     cublaslt,
     depthwise_conv,
     gradient_norm,
     group_norm,
+    group_norm_slab,
     layer_norm,
     library,
     linear,
@@ -28,13 +28,13 @@ from jaxfused.cuda import (
 
 __all__ = [
     "attention",
-    "batch_norm",
     "bias_activation",
     "cross_entropy",
     "cublaslt",
     "depthwise_conv",
     "gradient_norm",
     "group_norm",
+    "group_norm_slab",
     "layer_norm",
     "library",
     "linear",

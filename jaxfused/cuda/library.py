@@ -23,7 +23,6 @@ PLATFORM = "CUDA"
 TARGETS = (
     "jaxfused_attention_forward",
     "jaxfused_attention_backward",
-    "jaxfused_batch_norm_forward",
     "jaxfused_bias_activation",
     "jaxfused_bias_activation_backward",
     "jaxfused_cross_entropy_forward",
@@ -35,6 +34,7 @@ TARGETS = (
     "jaxfused_depthwise_conv_weights",
     "jaxfused_group_norm_forward",
     "jaxfused_group_norm_backward",
+    "jaxfused_group_norm_slab",
     "jaxfused_largest",
     "jaxfused_layer_norm_forward",
     "jaxfused_layer_norm_backward",

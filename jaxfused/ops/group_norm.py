@@ -1,7 +1,8 @@
 """group_norm: validation, choice of implementation, gradient."""
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -324,52 +325,56 @@ class Forward:
 
     def reasons(self, device, x, residual, scale, bias) -> Mapping[str, str | None]:
         del scale, bias
-        moved = _Moved(in_both=1, in_one=int(residual is not None), kept=1)
-        time = None
-        if (config := self._batch_once(device, x)) is not None:
-            rows, channels = x.shape[1:3]
-            time = cuda.batch_norm.microseconds(
-                config, rows, channels, x.dtype.itemsize, residual=residual is not None
-            )
+        moved = self._moved(residual)
+
+        def time() -> float:
+            slab = self._slab(device, x, residual)
+            return _time_of_passes(device, x, moved) if slab is None else slab[1]
+
         return _fastest_first(self.options, device, x, residual, moved, _XLA_FORWARD, time)
 
-    def _batch_once(self, device: dispatch.Device, x: Any) -> cuda.batch_norm.Config | None:
-        """How a kernel keeps a batch [1, P, C, 1] on chip, or None where it cannot, or is no batch."""
-        if self.options.op != "batch_norm" or len(x) != 1:
-            return None
-        return cuda.batch_norm.config_for(
-            x.shape[1],
-            x.shape[2],
-            x.dtype.itemsize,
+    def _moved(self, residual: Any) -> "_Moved":
+        return _Moved(in_both=1, in_one=int(residual is not None), kept=1)
+
+    def _slab(self, device, x, residual) -> tuple[cuda.group_norm_slab.Config, float] | None:
+        """How slabs of images [B, P, G, S] stay on chip, and for how long, where that is faster."""
+        images, pixels, groups, size = x.shape
+        shape = (images, pixels, groups * size, x.dtype.itemsize)
+        config = cuda.group_norm_slab.config_for(
+            *shape,
+            groups=groups,
             compute_capability=device.compute_capability,
             multiprocessors=device.multiprocessors,
         )
+        if config is None:
+            return None
+        time = cuda.group_norm_slab.microseconds(
+            config, *shape, device.multiprocessors, groups=groups, residual=residual is not None
+        )
+        faster = time < _time_of_passes(device, x, self._moved(residual))
+        return (config, time) if faster else None
 
     def run(self, implementation, device, x, residual, scale, bias) -> Results:
         y: jax.Array
         statistics: Sequence[jax.Array | None]
-        config = self._batch_once(device, x)
+        operands = (x, residual, scale, bias)
+        keywords: dict[str, Any] = dict(
+            groups=x.shape[-2],
+            epsilon=self.options.epsilon,
+            activation=self.options.activation,
+            save_statistics=self.save_statistics,
+            save_variance=self.save_variance,
+        )
         if implementation == "xla":
-            y, *statistics = self._run_in_xla(x, residual, scale, bias)
-        elif config is not None:
-            rows, channels = x.shape[1:3], x.shape[2:3]
-            y, *found = cuda.batch_norm.forward(
-                x.reshape(rows),
-                None if residual is None else residual.reshape(rows),
-                *(None if a is None else a.reshape(channels) for a in (scale, bias)),
-                epsilon=self.options.epsilon,
-                activation=self.options.activation,
-                config=config,
+            y, *statistics = self._run_in_xla(*operands)
+        elif (slab := self._slab(device, x, residual)) is not None:
+            y, *statistics = cuda.group_norm_slab.forward(
+                *map(_channels_last, operands), **keywords, config=slab[0]
             )
-            statistics = [a[None] for a in found]
         else:
             y, *statistics = cuda.group_norm.forward(
-                *map(_channels_last, (x, residual, scale, bias)),
-                groups=x.shape[-2],
-                epsilon=self.options.epsilon,
-                activation=self.options.activation,
-                save_statistics=self.save_statistics,
-                save_variance=self.save_variance,
+                *map(_channels_last, operands),
+                **keywords,
                 multiprocessors=device.multiprocessors,
                 once=cuda.group_norm.reads_once(device.compute_capability),
             )
@@ -446,7 +451,11 @@ class Backward:
         moved = _Moved(
             in_both=2 + further, in_one=further, more_in_both=further, kept=0 if further else 2
         )
-        return _fastest_first(self.options, device, x, residual, moved, _XLA_BACKWARD)
+
+        def time() -> float:
+            return _time_of_passes(device, x, moved)
+
+        return _fastest_first(self.options, device, x, residual, moved, _XLA_BACKWARD, time)
 
     def run(
         self, implementation, device, dy, x, residual, mean, rstd, dmean, dvariance, scale, bias
@@ -582,8 +591,8 @@ class _Moved:
 
 
 _XLA_FORWARD = {
-    "group_norm": (_Cost(3.0, 2.2), _Cost(8.0, 1.2)),
-    "batch_norm": (_Cost(8.0, 1.05),),
+    "group_norm": (_Cost(4.0, 5.0), _Cost(10.0, 1.3)),
+    "batch_norm": (_Cost(4.0, 12.0), _Cost(8.5, 1.4)),
 }
 _XLA_BACKWARD = {
     "group_norm": (_Cost(6.4, 4.5), _Cost(15.0, 2.6)),
@@ -600,11 +609,11 @@ def _fastest_first(
     residual,
     moved: _Moved,
     xla: Mapping[str, Sequence[_Cost]],
-    ours: float | None = None,
+    ours: Callable[[], float],
 ) -> Mapping[str, str | None]:
     """Why an implementation cannot run images [B, P, G, S], the one expected to be fastest first.
 
-    `ours` is the expected time of another kernel than group_norm's.
+    `ours` is the expected time of the kernels.
     """
     images, pixels, groups, size = x.shape
     reason = cuda.group_norm.why_unsupported(
@@ -621,18 +630,26 @@ def _fastest_first(
         return reasons
     if options.op == "batch_norm" and pixels <= _SUMMED_IN_A_LOOP:
         return dispatch.preferring("xla", reasons)
-    megabytes = x.size * x.dtype.itemsize / 1e6
-    if ours is None:
-        shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
-        run = dict(groups=groups, multiprocessors=device.multiprocessors)
-        kept = moved.kept if cuda.group_norm.reads_once(device.compute_capability) else 0
-        config = cuda.group_norm.candidates(*shape, **run, kept=kept)[0]
-        ours = cuda.group_norm.microseconds(config, *shape, **run)
-        ours += moved.in_one * _OUR_MEGABYTE * megabytes
+    megabytes = _megabytes(x)
     more = (moved.in_one + 2 * moved.more_in_both) * _XLA_MEGABYTE
     theirs = min(cost.start + cost.per_megabyte * megabytes for cost in xla[options.op])
     theirs += more * megabytes
-    return reasons if ours <= _GAIN * theirs else dispatch.preferring("xla", reasons)
+    return reasons if ours() <= _GAIN * theirs else dispatch.preferring("xla", reasons)
+
+
+def _time_of_passes(device: dispatch.Device, x: Any, moved: _Moved) -> float:
+    """The expected microseconds of the kernels that read images [B, P, G, S] once or twice."""
+    images, pixels, groups, size = x.shape
+    shape = (images, pixels, groups * size, x.dtype.itemsize, moved.in_both)
+    run = dict(groups=groups, multiprocessors=device.multiprocessors)
+    kept = moved.kept if cuda.group_norm.reads_once(device.compute_capability) else 0
+    config = cuda.group_norm.candidates(*shape, **run, kept=kept)[0]
+    time = cuda.group_norm.microseconds(config, *shape, **run)
+    return time + moved.in_one * _OUR_MEGABYTE * _megabytes(x)
+
+
+def _megabytes(x: Any) -> float:
+    return math.prod(x.shape) * x.dtype.itemsize / 1e6
 
 
 _SUMMED_IN_A_LOOP = 128

@@ -372,6 +372,7 @@ const Entry kEntries[] = {
     {"cp.async.bulk.shared::cluster.global", bulk_copy},
     // The order of memory accesses is that of the program here, and there is no cache.
     {"fence.", [](Operand*) {}},
+    {"prefetch.global.L2", [](Operand*) {}},
     {"red.release.gpu.global.add.u32 [%0], 1", count_up},
     {"{\n.reg .pred done;\n.reg .u32 seen;\nagain:\nld.acquire.gpu.global.u32", wait_for_count},
     {"createpolicy.", [](Operand* o) { write(o[0], uint64_t{0}); }},

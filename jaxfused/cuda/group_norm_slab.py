@@ -1,0 +1,184 @@
+"""group_norm's forward by the CUDA kernel of ffi/group_norm_slab.cu, which reads images once.
+
+A block has a slab, neighbouring channels of whole groups, of an image or of a part of it, and keeps it
+in shared memory until its statistics are known. Where an image has several parts, their blocks wait for
+each other, and so all have to run at the same time. A batch of batch_norm is an image with a group for
+each channel.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfused.cuda import library
+from jaxfused.cuda.group_norm import reads_once
+
+THREADS = 512
+"""Of a block."""
+_VECTOR_BYTES = 16
+_MOST_VECTORS = 64
+_SHARED_BYTES, _MULTIPROCESSOR_BYTES = 227 * 1024, 228 * 1024
+"""Of a block on a Hopper GPU, and of a multiprocessor."""
+_BLOCKS = 2
+"""That a multiprocessor runs at a time, by their registers."""
+_RESERVED_BYTES = 1024
+"""Of shared memory, beside what a block asks for."""
+_FEWEST_PIXELS = 32
+"""Of a part, so that its mean lies near that of the image."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is launched."""
+
+    vectors: int
+    """Of 16 bytes, of a pixel of a slab."""
+    parts: int
+    """Of an image's pixels, each of which a block has."""
+
+
+def config_for(
+    images: int,
+    pixels: int,
+    channels: int,
+    itemsize: int,
+    *,
+    groups: int,
+    compute_capability: tuple[int, int] | None,
+    multiprocessors: int,
+) -> Config | None:
+    """How x [images, pixels, channels] is kept on chip, or None where it does not fit."""
+    if not reads_once(compute_capability) or min(images, pixels) < 1:
+        return None
+    shape = (images, pixels, channels, itemsize)
+    found = candidates(*shape, groups=groups, multiprocessors=multiprocessors)
+    if not found:
+        return None
+    return min(
+        found, key=lambda config: microseconds(config, *shape, multiprocessors, groups=groups)
+    )
+
+
+def candidates(
+    images: int, pixels: int, channels: int, itemsize: int, *, groups: int, multiprocessors: int
+) -> list[Config]:
+    """All that fit."""
+    vector = _VECTOR_BYTES // itemsize
+    found = []
+    for vectors in range(1, _MOST_VECTORS + 1):
+        columns = vectors * vector
+        if channels % columns or columns % (channels // groups):
+            continue
+        together = multiprocessors // (images * (channels // columns))
+        for parts in {1, min(together, pixels // _FEWEST_PIXELS)}:
+            config = Config(vectors, parts)
+            if parts >= 1 and _shared_bytes(config, pixels, itemsize) <= _SHARED_BYTES:
+                found.append(config)
+    return found
+
+
+def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
+    """Of a block: sums of its threads, statistics, and what it has of x."""
+    columns = config.vectors * _VECTOR_BYTES // itemsize
+    lines = THREADS // config.vectors
+    line_sums = THREADS // 32 if 32 % config.vectors == 0 else lines
+    steps = math.ceil(math.ceil(pixels / config.parts) / lines)
+    return columns * ((line_sums | 1) + 3) * 4 + steps * THREADS * _VECTOR_BYTES
+
+
+_START, _BLOCK, _WAIT, _SUM = 1.0, 5.0, 1.5, 1.5e-4
+"""Microseconds: a launch, a block from its loads to its last stores however small it is, its wait for
+other blocks, and a sum of theirs that it merges."""
+_LATER_BLOCK = 7.0
+"""Of a block that has to wait for another's place."""
+_TERABYTES_A_SECOND = 2.6
+_BLOCK_TERABYTES_A_SECOND = 0.03
+_SHORT = ((2, 1.4), (4, 1.3), (8, 1.12))
+"""What it costs to read fewer vectors of a pixel than so many."""
+_CACHED_BYTES = 4e6
+"""Of x, which the L2 gives as fast in pieces of two vectors."""
+
+
+def microseconds(
+    config: Config,
+    images: int,
+    pixels: int,
+    channels: int,
+    itemsize: int,
+    multiprocessors: int,
+    *,
+    groups: int,
+    residual: bool = False,
+) -> float:
+    """The expected time."""
+    slabs = channels * itemsize // (_VECTOR_BYTES * config.vectors)
+    blocks = images * slabs * config.parts
+    size = images * pixels * channels * itemsize
+    rate = min(_TERABYTES_A_SECOND, blocks * _BLOCK_TERABYTES_A_SECOND)
+    short = [factor for vectors, factor in _SHORT if config.vectors < vectors]
+    matters = size > _CACHED_BYTES or config.vectors == 1
+    moved = (2 + residual) * size * (short[0] if short and matters else 1.0)
+    if config.parts > 1:
+        merged = config.parts * groups // slabs * _SUM
+        return _START + _BLOCK + _WAIT + merged + moved / rate / 1e6
+    shared = _shared_bytes(config, pixels, itemsize) + _RESERVED_BYTES
+    at_once = multiprocessors * min(_BLOCKS, max(1, _MULTIPROCESSOR_BYTES // shared))
+    waiting = (math.ceil(blocks / at_once) - 1) * _LATER_BLOCK
+    return _START + _BLOCK + math.hypot(moved / rate / 1e6, waiting)
+
+
+def forward(
+    x: jax.Array,
+    residual: jax.Array | None,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    *,
+    groups: int,
+    epsilon: float,
+    activation: str | None,
+    save_statistics: bool,
+    save_variance: bool = False,
+    config: Config,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C], as `group_norm.forward`."""
+    library.register()
+    images, _, channels = x.shape
+    columns = config.vectors * _VECTOR_BYTES // x.dtype.itemsize
+    slabs = channels // columns
+
+    def result(shape: tuple[int, ...], wanted: bool, dtype: Any = jnp.float32):
+        return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
+
+    together = config.parts > 1
+    call = jax.ffi.ffi_call(
+        "jaxfused_group_norm_slab",
+        (
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            result((images, groups), save_statistics),
+            result((images, groups), save_statistics),
+            result((images, groups), save_variance),
+            result((images, slabs, columns * groups // channels, config.parts, 2), together),
+            result((images, slabs), together, jnp.int32),
+        ),
+    )
+    # Made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
+    absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
+    y, mean, rstd, variance, *_ = call(
+        x,
+        *(absent if a is None else a for a in (residual, scale, bias)),
+        groups=np.int64(groups),
+        epsilon=np.float32(epsilon),
+        activation=activation or "none",
+        vectors=np.int64(config.vectors),
+        parts=np.int64(config.parts),
+    )
+    return (
+        y,
+        mean if save_statistics else None,
+        rstd if save_statistics else None,
+        variance if save_variance else None,
+    )
