@@ -18,6 +18,7 @@
 
 namespace {
 
+using group_norm::Divider;
 using group_norm::Images;
 using group_norm::kThreads;
 
@@ -43,7 +44,10 @@ struct SlabArgs {
   int longer;
   int slab_groups;
   int line_sums;  // of each channel, that threads leave: see sum_over_groups
-  int lanes;      // neighbouring threads that add up what belongs to a group, a power of two
+  int lanes;      // neighbouring threads that add up what belongs to a group, a power of two,
+  int lane_bits;  // 2 to the power of this
+  float of_part, of_longer_part, of_all;  // 1 over the values of a group
+  Divider by_vectors, by_lines, by_parts, by_group;
   float epsilon;
   Activation activation;
 };
@@ -56,7 +60,8 @@ __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&va
                                                 float* of_lines, float* sums) {
   const int thread = static_cast<int>(threadIdx.x);
   const int vectors = args.vectors, pitch = args.line_sums | 1;
-  int line = thread / vectors;
+  int line = args.by_vectors.quotient(thread);
+  const int vector = thread - line * vectors;
   bool writes = line < args.line_sums;
   if (32 % vectors == 0) {
     // The lanes of a warp add up first, and its first ones have the sums.
@@ -68,20 +73,20 @@ __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&va
     writes = thread % 32 < vectors;
   }
   if (writes) {
-    float* own = of_lines + thread % vectors * kVec * pitch + line;
+    float* own = of_lines + vector * kVec * pitch + line;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) own[c * pitch] = values[c];
   }
   if (pitch > args.line_sums && thread < vectors * kVec)
     of_lines[thread * pitch + args.line_sums] = 0.0f;
   __syncthreads();
-  const int group = thread / args.lanes, lane = thread % args.lanes;
+  const int group = thread >> args.lane_bits, lane = thread & (args.lanes - 1);
   const bool has_group = group < args.slab_groups;
   float sum = 0.0f;
   if (has_group) {
     const int count = args.images.group_size * pitch;
     const float* of_group = of_lines + group * count;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = lane; i < count; i += args.lanes) sum += of_group[i];
   }
   for (int half = args.lanes / 2; half > 0; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
@@ -97,7 +102,8 @@ __device__ __forceinline__ void sum_over_groups(const SlabArgs& args, float (&va
 // where `base`, the mean of one part, has to lie near m.
 __device__ __forceinline__ float2 merge_parts(const SlabArgs& args, const float2* partials) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int group = min(thread / args.lanes, args.slab_groups - 1), lane = thread % args.lanes;
+  const int group = min(thread >> args.lane_bits, args.slab_groups - 1);
+  const int lane = thread & (args.lanes - 1);
   const float2* of_group = partials + group * args.parts;
   const float base = __ldcg(of_group).x;
   const float size = static_cast<float>(args.images.group_size);
@@ -114,32 +120,20 @@ __device__ __forceinline__ float2 merge_parts(const SlabArgs& args, const float2
     first += __shfl_xor_sync(~0u, first, half);
     second += __shfl_xor_sync(~0u, second, half);
   }
-  const float delta = first / (size * static_cast<float>(args.images.pixels));
+  const float delta = first * args.of_all;
   const float deviations = second - first * delta;
   return make_float2(base + delta, deviations < 0.0f ? 0.0f : deviations);
 }
 
-// Has the L2 fetch a parameter that is wanted once the statistics are known.
+// Has the L2 fetch what is wanted once the statistics are known.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void prefetch(const Parameter& parameter, int64_t at) {
   if (parameter.data == nullptr) return;
   const int size = parameter.dtype == Dtype::kFloat32 ? 4 : 2;
-  asm volatile(
-      "prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(parameter.data) + at * size));
-}
-
-// Calls f(channel of the thread's, its group in the slab) for each of a thread's channels.
-template <int kVec, typename F>
-__device__ __forceinline__ void for_each_channel(int column, int group_size, const F& f) {
-  int group = column / group_size;
-  int left = (group + 1) * group_size - column;
-#pragma unroll
-  for (int c = 0; c < kVec; ++c) {
-    f(c, group);
-    if (--left == 0) {
-      ++group;
-      left = group_size;
-    }
-  }
+  prefetch(static_cast<const char*>(parameter.data) + at * size);
 }
 
 template <typename T, int kVec, Activation kActivation, bool kResidual>
@@ -175,18 +169,18 @@ __global__ void __launch_bounds__(kThreads, 2)
     group_norm_slab_kernel(const __grid_constant__ SlabArgs args) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int thread = static_cast<int>(threadIdx.x);
-  const int unit = static_cast<int>(blockIdx.x) / args.parts;  // of all slabs of all images
+  const int unit = args.by_parts.quotient(blockIdx.x);  // of all slabs of all images
   const int part = static_cast<int>(blockIdx.x) - unit * args.parts;
   const int image = unit / args.slabs;
   const int slab = unit - image * args.slabs;
   const int columns = args.vectors * kVec;
-  const int lines = kThreads / args.vectors;
+  const int lines = args.by_lines.divisor;
   const int pixels = args.part_pixels + (part < args.longer ? 1 : 0);
   const int start = part * args.part_pixels + min(part, args.longer);
-  const int line = thread / args.vectors;
-  const int column = thread % args.vectors * kVec;
+  const int line = args.by_vectors.quotient(thread);
+  const int column = (thread - line * args.vectors) * kVec;
   const int channel = slab * columns + column;
-  const int steps = line < min(lines, pixels) ? (pixels - line + lines - 1) / lines : 0;
+  const int steps = line < min(lines, pixels) ? args.by_lines.quotient(pixels - line - 1) + 1 : 0;
   const int64_t stride = static_cast<int64_t>(lines) * args.images.channels;
   const int64_t first =
       (static_cast<int64_t>(image) * args.images.pixels + start + line) * args.images.channels +
@@ -199,10 +193,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto* kept = reinterpret_cast<Vector<T, kVec>*>(moments + columns) + thread;
 
   const T* x = static_cast<const T*>(args.x) + first;
+  const T* residual = static_cast<const T*>(args.residual) + first;
   const int half = steps / 2;
   for (int step = 0; step < steps; ++step) {
     if (step == half) async_copies_commit();
     async_copy<sizeof(Vector<T, kVec>)>(kept + step * kThreads, x + step * stride);
+    if (args.residual != nullptr) prefetch(residual + step * stride);
   }
   async_copies_commit();
 
@@ -212,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   float own[kVec] = {};
   const auto add = [&](int from, int to) {
-#pragma unroll 4
+#pragma unroll 2
     for (int step = from; step < to; ++step) {
       float values[kVec];
       unpack(kept[step * kThreads], values);
@@ -225,12 +221,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   async_copies_wait(0);
   add(half, steps);
   sum_over_groups(args, own, of_lines, sums);
-  const int group_size = args.images.group_size;
-  const float count = static_cast<float>(pixels) * static_cast<float>(group_size);
+  const float inverse = part < args.longer ? args.of_longer_part : args.of_part;
   float mean[kVec], deviations[kVec] = {};
-  for_each_channel<kVec>(column, group_size,
-                         [&](int c, int group) { mean[c] = sums[group] / count; });
-#pragma unroll 4
+#pragma unroll
+  for (int c = 0; c < kVec; ++c) mean[c] = sums[args.by_group.quotient(column + c)] * inverse;
+#pragma unroll 2
   for (int step = 0; step < steps; ++step) {
     float values[kVec];
     unpack(kept[step * kThreads], values);
@@ -240,9 +235,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       deviations[c] += difference * difference;
     }
   }
-  const int own_group = thread / args.lanes;
-  const bool has_group = own_group < args.slab_groups && thread % args.lanes == 0;
-  const float own_mean = has_group ? sums[own_group] / count : 0.0f;
+  const int own_group = thread >> args.lane_bits;
+  const bool has_group = own_group < args.slab_groups && (thread & (args.lanes - 1)) == 0;
+  const float own_mean = has_group ? sums[own_group] * inverse : 0.0f;
   __syncthreads();  // before `sums` is written again
   sum_over_groups(args, deviations, of_lines, sums);
 
@@ -259,8 +254,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     of_group = merge_parts(args, partials);
   }
   if (has_group) {
-    const float values = static_cast<float>(args.images.pixels) * static_cast<float>(group_size);
-    const float variance = of_group.y / values;
+    const float variance = of_group.y * args.of_all;
     const float rstd = rsqrtf(variance + args.epsilon);
     moments[own_group] = make_float2(of_group.x, rstd);
     if (part == 0) {
@@ -277,10 +271,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int all = args.images.channels;
   group_norm::load_channels(args.scale, args.scale_rows, image, all, channel, 1.0f, factor);
   group_norm::load_channels(args.bias, args.bias_rows, image, all, channel, 0.0f, bias);
-  for_each_channel<kVec>(column, group_size, [&](int c, int group) {
-    mean[c] = moments[group].x;
-    factor[c] *= moments[group].y;
-  });
+#pragma unroll
+  for (int c = 0; c < kVec; ++c) {
+    const float2 of_channel = moments[args.by_group.quotient(column + c)];
+    mean[c] = of_channel.x;
+    factor[c] *= of_channel.y;
+  }
   with_constants(args.activation, args.residual != nullptr, [&](auto activation, auto residual) {
     write_pixels<T, kVec, decltype(activation)::value, decltype(residual)::value>(
         args, kept, steps, first, stride, mean, factor, bias);
@@ -348,7 +344,18 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   args.slab_groups = static_cast<int>(slab_groups);
   args.line_sums = 32 % vectors == 0 ? kWarps : static_cast<int>(kThreads / vectors);
   args.lanes = 1;
-  while (args.lanes < 32 && 2 * args.lanes * slab_groups <= kThreads) args.lanes *= 2;
+  while (args.lanes < 32 && 2 * args.lanes * slab_groups <= kThreads) {
+    args.lanes *= 2;
+    ++args.lane_bits;
+  }
+  const double size = images.group_size;
+  args.of_part = static_cast<float>(1.0 / (size * std::max(args.part_pixels, 1)));
+  args.of_longer_part = static_cast<float>(1.0 / (size * (args.part_pixels + 1)));
+  args.of_all = static_cast<float>(1.0 / (size * images.pixels));
+  args.by_vectors.set(args.vectors);
+  args.by_lines.set(static_cast<int>(kThreads / vectors));
+  args.by_parts.set(args.parts);
+  args.by_group.set(images.group_size);
   args.epsilon = epsilon;
 
   const int64_t longest = args.part_pixels + (args.longer > 0 ? 1 : 0);

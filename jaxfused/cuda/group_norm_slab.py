@@ -21,12 +21,8 @@ THREADS = 512
 """Of a block."""
 _VECTOR_BYTES = 16
 _MOST_VECTORS = 64
-_SHARED_BYTES, _MULTIPROCESSOR_BYTES = 227 * 1024, 228 * 1024
-"""Of a block on a Hopper GPU, and of a multiprocessor."""
-_BLOCKS = 2
-"""That a multiprocessor runs at a time, by their registers."""
-_RESERVED_BYTES = 1024
-"""Of shared memory, beside what a block asks for."""
+_SHARED_BYTES = 227 * 1024
+"""Of a block on a Hopper GPU."""
 _FEWEST_PIXELS = 32
 """Of a part, so that its mean lies near that of the image."""
 
@@ -81,23 +77,28 @@ def candidates(
     return found
 
 
+def _line_sums(config: Config) -> int:
+    """The sums of a channel that a block's threads leave in shared memory, one a warp if they can."""
+    return THREADS // 32 if 32 % config.vectors == 0 else THREADS // config.vectors
+
+
 def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
     """Of a block: sums of its threads, statistics, and what it has of x."""
     columns = config.vectors * _VECTOR_BYTES // itemsize
     lines = THREADS // config.vectors
-    line_sums = THREADS // 32 if 32 % config.vectors == 0 else lines
     steps = math.ceil(math.ceil(pixels / config.parts) / lines)
-    return columns * ((line_sums | 1) + 3) * 4 + steps * THREADS * _VECTOR_BYTES
+    return columns * ((_line_sums(config) | 1) + 3) * 4 + steps * THREADS * _VECTOR_BYTES
 
 
-_START, _BLOCK, _WAIT, _SUM = 1.0, 5.0, 1.5, 1.5e-4
-"""Microseconds: a launch, a block from its loads to its last stores however small it is, its wait for
-other blocks, and a sum of theirs that it merges."""
-_LATER_BLOCK = 7.0
-"""Of a block that has to wait for another's place."""
-_TERABYTES_A_SECOND = 2.6
+_BLOCK, _NEXT_BLOCK, _WAIT = 5.0, 2.6, 1.0
+"""Microseconds: a launch with a block, however small it is; another block of the same multiprocessor; a
+block's wait for others."""
+_MERGED, _SUMMED = 4.5e-4, 0.036
+"""Of a sum of another block, and of one of its own threads in each of two rounds."""
+_TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
+"""Of blocks by themselves, and of those that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
-_SHORT = ((2, 1.4), (4, 1.3), (8, 1.12))
+_SHORT = ((2, 1.4), (4, 1.15))
 """What it costs to read fewer vectors of a pixel than so many."""
 _CACHED_BYTES = 4e6
 """Of x, which the L2 gives as fast in pieces of two vectors."""
@@ -118,17 +119,19 @@ def microseconds(
     slabs = channels * itemsize // (_VECTOR_BYTES * config.vectors)
     blocks = images * slabs * config.parts
     size = images * pixels * channels * itemsize
-    rate = min(_TERABYTES_A_SECOND, blocks * _BLOCK_TERABYTES_A_SECOND)
+    together = config.parts > 1
+    rate = _TERABYTES_TOGETHER if together else _TERABYTES_A_SECOND
+    rate = min(rate, blocks * _BLOCK_TERABYTES_A_SECOND)
     short = [factor for vectors, factor in _SHORT if config.vectors < vectors]
     matters = size > _CACHED_BYTES or config.vectors == 1
-    moved = (2 + residual) * size * (short[0] if short and matters else 1.0)
-    if config.parts > 1:
-        merged = config.parts * groups // slabs * _SUM
-        return _START + _BLOCK + _WAIT + merged + moved / rate / 1e6
-    shared = _shared_bytes(config, pixels, itemsize) + _RESERVED_BYTES
-    at_once = multiprocessors * min(_BLOCKS, max(1, _MULTIPROCESSOR_BYTES // shared))
-    waiting = (math.ceil(blocks / at_once) - 1) * _LATER_BLOCK
-    return _START + _BLOCK + math.hypot(moved / rate / 1e6, waiting)
+    moved = (2 + residual) * size * (short[0] if short and matters else 1.0) / rate / 1e6
+    slab_groups = groups // slabs
+    lanes = min(32, THREADS // slab_groups)
+    fixed = _BLOCK + _SUMMED * (channels // groups) * (_line_sums(config) | 1) / lanes
+    if together:
+        return fixed + _WAIT + config.parts * slab_groups * _MERGED + moved
+    later = (math.ceil(blocks / multiprocessors) - 1) * _NEXT_BLOCK
+    return fixed + (moved**4 + later**4) ** 0.25
 
 
 def forward(
