@@ -93,11 +93,13 @@ def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
 _BLOCK, _NEXT_BLOCK, _WAIT = 5.0, 2.6, 1.0
 """Microseconds: a launch with a block, however small it is; another block of the same multiprocessor; a
 block's wait for others."""
-_MERGED, _SUMMED = 4.5e-4, 0.036
+_MERGED, _SUMMED = 4.5e-4, 0.1
 """Of a sum of another block, and of one of its own threads in each of two rounds."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
 """Of blocks by themselves, and of those that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
+_RESIDUAL = 2.5
+"""Times what reading x costs, since a residual is waited for between the statistics and the result."""
 _SHORT = ((2, 1.4), (4, 1.15))
 """What it costs to read fewer vectors of a pixel than so many."""
 _CACHED_BYTES = 4e6
@@ -124,7 +126,9 @@ def microseconds(
     rate = min(rate, blocks * _BLOCK_TERABYTES_A_SECOND)
     short = [factor for vectors, factor in _SHORT if config.vectors < vectors]
     matters = size > _CACHED_BYTES or config.vectors == 1
-    moved = (2 + residual) * size * (short[0] if short and matters else 1.0) / rate / 1e6
+    moved = (
+        (2 + _RESIDUAL * residual) * size * (short[0] if short and matters else 1.0) / rate / 1e6
+    )
     slab_groups = groups // slabs
     lanes = min(32, THREADS // slab_groups)
     fixed = _BLOCK + _SUMMED * (channels // groups) * (_line_sums(config) | 1) / lanes

@@ -645,8 +645,7 @@ def _time_of_passes(device: dispatch.Device, x: Any, moved: _Moved) -> float:
     kept = moved.kept if cuda.group_norm.reads_once(device.compute_capability) else 0
     config = cuda.group_norm.candidates(*shape, **run, kept=kept)[0]
     time = cuda.group_norm.microseconds(config, *shape, **run)
-    time += moved.in_one * _OUR_MEGABYTE * _megabytes(x)
-    return time * (_ON_H100 if "H100" in device.name else 1.0)
+    return time + moved.in_one * _OUR_MEGABYTE * _megabytes(x)
 
 
 def _megabytes(x: Any) -> float:
@@ -655,9 +654,6 @@ def _megabytes(x: Any) -> float:
 
 _SUMMED_IN_A_LOOP = 128
 """Rows of a batch that a few threads of XLA's sum at once, all passes of a gradient in 6 or 7 us."""
-_ON_H100 = 1.25
-"""The estimates are of an H200. An H100's memory is slower by a third, and these kernels lose by that
-so many times what XLA's passes do."""
 _OUR_MEGABYTE, _XLA_MEGABYTE = 0.25, 0.3
 """Microseconds to read or write a megabyte."""
 _GAIN = 0.85
