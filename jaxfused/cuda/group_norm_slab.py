@@ -90,19 +90,20 @@ def _shared_bytes(config: Config, pixels: int, itemsize: int) -> int:
     return columns * ((_line_sums(config) | 1) + 3) * 4 + steps * THREADS * _VECTOR_BYTES
 
 
-_BLOCK, _NEXT_BLOCK, _WAIT = 5.0, 2.6, 1.0
-"""Microseconds: a launch with a block, however small it is; another block of the same multiprocessor; a
-block's wait for others."""
+_BLOCK, _NEXT_BLOCK = 5.0, 2.6
+"""Microseconds: a launch with a block, however small it is; another block of the same multiprocessor."""
+_WAIT, _WAIT_FOR_PART = 1.0, 0.015
+"""Of a block for others, and for each of them."""
 _MERGED, _SUMMED = 4.5e-4, 0.1
 """Of a sum of another block, and of one of its own threads in each of two rounds."""
 _TERABYTES_A_SECOND, _TERABYTES_TOGETHER = 2.8, 2.6
 """Of blocks by themselves, and of those that wait for each other."""
 _BLOCK_TERABYTES_A_SECOND = 0.03
-_RESIDUAL = 2.5
+_RESIDUAL = 2.2
 """Times what reading x costs, since a residual is waited for between the statistics and the result."""
-_SHORT = ((2, 1.4), (4, 1.15))
-"""What it costs to read fewer vectors of a pixel than so many."""
-_CACHED_BYTES = 4e6
+_SHORT = {True: ((2, 2.0),), False: ((2, 2.8), (4, 1.2))}
+"""What it costs to read fewer vectors of a pixel than so many, by whether x is small."""
+_SMALL_BYTES = 4e6
 """Of x, which the L2 gives as fast in pieces of two vectors."""
 
 
@@ -124,16 +125,14 @@ def microseconds(
     together = config.parts > 1
     rate = _TERABYTES_TOGETHER if together else _TERABYTES_A_SECOND
     rate = min(rate, blocks * _BLOCK_TERABYTES_A_SECOND)
-    short = [factor for vectors, factor in _SHORT if config.vectors < vectors]
-    matters = size > _CACHED_BYTES or config.vectors == 1
-    moved = (
-        (2 + _RESIDUAL * residual) * size * (short[0] if short and matters else 1.0) / rate / 1e6
-    )
+    short = (f for vectors, f in _SHORT[size <= _SMALL_BYTES] if config.vectors < vectors)
+    moved = (2 + _RESIDUAL * residual) * size * next(short, 1.0) / rate / 1e6
     slab_groups = groups // slabs
     lanes = min(32, THREADS // slab_groups)
     fixed = _BLOCK + _SUMMED * (channels // groups) * (_line_sums(config) | 1) / lanes
     if together:
-        return fixed + _WAIT + config.parts * slab_groups * _MERGED + moved
+        waited = _WAIT + config.parts * (_WAIT_FOR_PART + slab_groups * _MERGED)
+        return fixed + waited + moved
     later = (math.ceil(blocks / multiprocessors) - 1) * _NEXT_BLOCK
     return fixed + (moved**4 + later**4) ** 0.25
 
