@@ -11,7 +11,10 @@ from jaxfused.ops import fourier_conv
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
 from tests.grids import parametrize
+from tests.test_group_norm import with_library
 from tests.transforms import assert_transforms
+
+__all__ = ["with_library"]
 
 STAGE = "conv by Fourier transforms"
 
@@ -27,7 +30,7 @@ CASES = (
 
 
 @pytest.fixture
-def transforms(hopper, monkeypatch):
+def transforms(with_library, monkeypatch):
     """Transforms are taken wherever they can be."""
     monkeypatch.setattr(fourier_conv, "_START", 0.0)
     monkeypatch.setattr(fourier_conv, "_OF_VALUE", 0.0)
@@ -108,7 +111,7 @@ def test_what_stands_beside_the_result(transforms):
         ((32, 56, 56, 96), (31, 31), dict(implementation="xla"), False),
     ],
 )
-def test_where_transforms_are_taken(hopper, shape, window, options, taken):
+def test_where_transforms_are_taken(with_library, shape, window, options, taken):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     w = jax.ShapeDtypeStruct((*window, 1, shape[-1]), jnp.bfloat16)
 
