@@ -13,11 +13,14 @@ import pytest
 from benchmarks import (
     __main__,
     attention,
+    batch_norm,
     ceilings,
     conv,
+    depthwise,
     end_to_end,
     end_to_end_jax,
     end_to_end_report,
+    group_norm,
     layer_norm,
     linear,
     losses,
@@ -25,10 +28,12 @@ from benchmarks import (
     parallel,
     peers,
     plot,
+    pool,
     qkv_projection,
     quantized_conv,
     quantized_matmul,
     report,
+    resample,
     results,
     rope,
     runner,
@@ -59,7 +64,12 @@ LOSS_CASES = {
 }
 CONV_CASES = {case.name: case for case in conv.cases(shapes=[(2, 6, 5, 8, 16)])}
 QUANTIZED_CONV_CASES = {case.name: case for case in quantized_conv.cases(shapes=[(2, 6, 5, 8, 16)])}
-ALL_CASES = QUANTIZED_CONV_CASES | CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES
+IMAGE_CASES = {
+    case.name: case
+    for operator in (batch_norm, depthwise, group_norm, pool, resample)
+    for case in operator.cases(shapes=[(2, 6, 5, 8)])
+}
+ALL_CASES = QUANTIZED_CONV_CASES | CASES | PRODUCT_CASES | LOSS_CASES | CONV_CASES | IMAGE_CASES
 
 
 def result_of(case, times, **rows):
