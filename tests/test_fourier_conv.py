@@ -109,6 +109,9 @@ def test_what_stands_beside_the_result(transforms):
         ((32, 56, 56, 96), (31, 31), dict(padding=31), False),
         ((2**12, 256, 256, 96), (31, 31), {}, False),
         ((32, 56, 56, 96), (31, 31), dict(implementation="xla"), False),
+        # Without values.
+        ((0, 56, 56, 96), (31, 31), {}, False),
+        ((32, 28, 28, 96), (31, 31), dict(padding="VALID"), False),
     ],
 )
 def test_where_transforms_are_taken(with_library, shape, window, options, taken):

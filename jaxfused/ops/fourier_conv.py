@@ -26,6 +26,8 @@ def why_not(device: dispatch.Device, x: jax.Array, w: jax.Array, window: Window)
     kernel = w.shape[:-2]
     if any(not 0 <= p < k for pair, k in zip(padding, kernel, strict=True) for p in pair):
         return f"zeros go beyond the window, and padding is {padding}"
+    if x.size == 0 or min(window.result(*(1, *x.shape[1:-1])[-2:])) < 1:
+        return "the result has no values"
     if not sharding.is_in_one_piece(x, w):
         return "XLA's partitioner gathers what is transformed"
     weights = jax.eval_shape(lambda w: w[..., 0, :], w)
