@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 from benchmarks.draw import HEAD_SIZES, MOST_ELEMENTS, MOST_FLOPS, VISION_TOKENS, Draw
 from benchmarks.sweep import image_configs
-from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
+from benchmarks.sweep.image_configs import (
+    Conv,
+    DepthwiseConv,
+    ImageNorm,
+    InvertedResidual,
+    Pool,
+    Upsample,
+)
 
 MOST_TRUTH_LOGITS = 2**30
 """Of the query heads that share a key head, which the truth of attention holds at a time."""
@@ -233,7 +240,7 @@ class CrossEntropy:
 
 
 Config = Norm | Attention | Linear | MLP | Rope | QKVProjection | CrossEntropy
-Config |= ImageNorm | Conv | DepthwiseConv | Pool | Upsample
+Config |= ImageNorm | Conv | DepthwiseConv | InvertedResidual | Pool | Upsample
 
 
 def _least(size: int) -> int:
@@ -450,6 +457,7 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
     "batch_norm": lambda draw: image_configs.image_norm(draw, "batch_norm"),
     "conv": image_configs.conv,
     "depthwise_conv": image_configs.depthwise_conv,
+    "inverted_residual": image_configs.inverted_residual,
     "max_pool": image_configs.max_pool,
     "upsample": image_configs.upsample,
 }
@@ -493,6 +501,7 @@ def from_line(line: str) -> Config:
         "batch_norm": ImageNorm,
         "conv": Conv,
         "depthwise_conv": DepthwiseConv,
+        "inverted_residual": InvertedResidual,
         "max_pool": Pool,
         "upsample": Upsample,
     }

@@ -107,6 +107,28 @@ def depthwise_conv(draw: Draw) -> DepthwiseConv:
 
 
 @dataclass(frozen=True)
+class InvertedResidual(_Images):
+    """MobileNet's block: `expansion` times the channels, relu, depthwise, relu, and back, plus x."""
+
+    expansion: int
+    window: int
+    operator: ClassVar[str] = "inverted_residual"
+
+    def fits(self) -> bool:
+        return self.expansion * math.prod(self.shape) <= MOST_ELEMENTS // 2
+
+    def tiny(self) -> "InvertedResidual":
+        return replace(self, batch=2, height=5, width=6, channels=8)
+
+
+def inverted_residual(draw: Draw) -> InvertedResidual:
+    images = replace(_images(draw), channels=draw.pick((16, 24, 32, 40, 64, 80, 96, 112, 160, 192)))
+    return InvertedResidual(
+        **vars(images), expansion=draw.pick((3, 4, 6)), window=draw.pick((3, 3, 5))
+    )
+
+
+@dataclass(frozen=True)
 class Pool(_Images):
     """max_pool."""
 

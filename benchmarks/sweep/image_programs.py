@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen
@@ -11,7 +12,14 @@ from jax import lax
 
 import jaxfused
 from benchmarks.case import Arrays
-from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
+from benchmarks.sweep.image_configs import (
+    Conv,
+    DepthwiseConv,
+    ImageNorm,
+    InvertedResidual,
+    Pool,
+    Upsample,
+)
 from benchmarks.sweep.program_parts import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
@@ -154,6 +162,46 @@ def depthwise_conv(config: DepthwiseConv) -> Programs:
         return ACTIVATIONS[config.activation](y if bias is None else y + bias)
 
     return Programs(make_inputs, ours, {"flax": stock}, differentiable=2 + config.bias)
+
+
+_FAR = 8.0
+"""Of biases before a relu, in deviations, so that rounding a sum turns no gradient on or off."""
+
+
+def inverted_residual(config: InvertedResidual) -> Programs:
+    dtype, channels = jnp.dtype(config.dtype), config.channels
+    wide, window = config.expansion * channels, config.window
+    kernels = ((1, 1, channels, wide), (window, window, 1, wide), (1, 1, wide, channels))
+
+    def make_inputs(key: jax.Array) -> Arrays:
+        random = RandomArrays(key)
+        operands = [random.normal(config.shape, dtype)]
+        for kernel in kernels:
+            operands.append(random.normal(kernel, dtype, deviation=math.prod(kernel[:-1]) ** -0.5))
+        biases = [_FAR * jnp.sign(random.small(wide, dtype)) for _ in range(2)]
+        return (*operands, *biases, random.normal(config.shape, dtype))
+
+    def block(convolve, x, expand, depthwise, project, first, second):
+        y = convolve(x, expand, first, "relu", None, 1)
+        y = convolve(y, depthwise, second, "relu", None, wide)
+        return convolve(y, project, None, None, x, 1)
+
+    def ours(x, w, bias, activation, residual, groups):
+        return jaxfused.conv(
+            x, w, bias, activation=activation, residual=residual, feature_group_count=groups
+        )
+
+    def stock(x, w, bias, activation, residual, groups):
+        names = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=names, feature_group_count=groups
+        )
+        y = y if bias is None else y + bias
+        return ACTIVATIONS[activation](y if residual is None else y + residual)
+
+    return Programs(
+        make_inputs, partial(block, ours), {"flax": partial(block, stock)}, differentiable=6
+    )
 
 
 def max_pool(config: Pool) -> Programs:

@@ -25,7 +25,14 @@ from benchmarks.sweep.configs import (
     QKVProjection,
     Rope,
 )
-from benchmarks.sweep.image_configs import Conv, DepthwiseConv, ImageNorm, Pool, Upsample
+from benchmarks.sweep.image_configs import (
+    Conv,
+    DepthwiseConv,
+    ImageNorm,
+    InvertedResidual,
+    Pool,
+    Upsample,
+)
 from benchmarks.sweep.program_parts import ACTIVATIONS, EPSILON, Programs, RandomArrays
 
 
@@ -42,6 +49,7 @@ def of(config: Config) -> Programs:
         ImageNorm: image_programs.image_norm,
         Conv: image_programs.conv,
         DepthwiseConv: image_programs.depthwise_conv,
+        InvertedResidual: image_programs.inverted_residual,
         Pool: image_programs.max_pool,
         Upsample: image_programs.upsample,
     }
