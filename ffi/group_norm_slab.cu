@@ -11,10 +11,11 @@
 //
 // A thread owns the same vector of channels in every `lines`-th pixel of the part:
 //
-//     channel = (slab * vectors + thread % vectors) * kVec,   pixel = start + thread / vectors +
-//     step * lines
+//     channel = (slab * vectors + thread % vectors) * kVec
+//     pixel = start + thread / vectors + step * lines
 
 #include "group_norm.cuh"
+#include "group_norm_once.cuh"
 
 namespace {
 
@@ -44,8 +45,8 @@ struct SlabArgs {
   int longer;
   int slab_groups;
   int line_sums;  // of each channel, that threads leave: see sum_over_groups
-  int lanes;      // neighbouring threads that add up what belongs to a group, a power of two,
-  int lane_bits;  // 2 to the power of this
+  int lanes;      // neighbouring threads that add up what belongs to a group: 2^lane_bits
+  int lane_bits;
   float of_part, of_longer_part, of_all;  // 1 over the values of a group
   Divider by_vectors, by_lines, by_parts, by_group;
   float epsilon;
@@ -328,9 +329,6 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
   args.x = x.untyped_data();
   args.residual = data_or_null(residual);
   args.y = y->untyped_data();
-  if (!are_aligned({args.x, args.residual, args.y})) {
-    return ffi::Error::InvalidArgument("group_norm: arrays must begin at a multiple of 16 bytes");
-  }
   args.mean = data_or_null<float>(*mean);
   args.rstd = data_or_null<float>(*rstd);
   args.variance = data_or_null<float>(*variance);
@@ -382,15 +380,8 @@ ffi::Error forward(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer residua
     launch.cooperative = parts > 1;
     return launch_kernel(kernel, args, launch, stream);
   };
-  using std::integral_constant;
-  switch (*dtype_of(x)) {
-    case Dtype::kFloat32:
-      return launch(float{}, integral_constant<int, 4>{});
-    case Dtype::kBfloat16:
-      return launch(__nv_bfloat16{}, integral_constant<int, 8>{});
-    default:
-      return launch(__half{}, integral_constant<int, 8>{});
-  }
+  const bool whole = are_aligned({args.x, args.residual, args.y});
+  return group_norm::with_whole_vectors<8>(*dtype_of(x), whole, images.channels, launch);
 }
 
 }  // namespace

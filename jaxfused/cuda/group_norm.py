@@ -6,6 +6,7 @@ Where images fit into the shared memory of a Hopper GPU, one launch does both pa
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,7 +292,6 @@ def forward(
     The statistics are float32 [B, groups], and None where they are not wanted. `once` is what
     `reads_once` says of the GPU.
     """
-    library.register()
     images, pixels, channels = x.shape
     config = (
         config
@@ -306,26 +306,56 @@ def forward(
             kept=1 if once else 0,
         )[0]
     )
-    statistics = (images, groups) if save_statistics else (0,)
-    call = jax.ffi.ffi_call(
+    return call_forward(
         "jaxfused_group_norm_forward",
+        (x, residual, scale, bias),
+        _scratch(config, images, groups),
+        groups=groups,
+        epsilon=epsilon,
+        activation=activation,
+        save_statistics=save_statistics,
+        save_variance=save_variance,
+        slices=np.int64(config.slices),
+        chunk=np.int64(config.chunk),
+        once=np.bool_(config.once),
+    )
+
+
+def call_forward(
+    target: str,
+    operands: Sequence[Any],
+    scratch: Sequence[jax.ShapeDtypeStruct],
+    *,
+    groups: int,
+    epsilon: float,
+    activation: str | None,
+    save_statistics: bool,
+    save_variance: bool,
+    **attributes: np.generic,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Calls a forward's handler on x [B, P, C], residual, scale and bias; returns what `forward` does.
+
+    `scratch` is what its blocks leave for each other, and `attributes` say how it is launched.
+    """
+    library.register()
+    x, *others = operands
+    statistics = (x.shape[0], groups)
+    wanted = (save_statistics, save_statistics, save_variance)
+    call = jax.ffi.ffi_call(
+        target,
         (
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct(statistics, jnp.float32),
-            jax.ShapeDtypeStruct(statistics, jnp.float32),
-            jax.ShapeDtypeStruct((images, groups) if save_variance else (0,), jnp.float32),
-            *_scratch(config, images, groups),
+            *(jax.ShapeDtypeStruct(statistics if w else (0,), jnp.float32) for w in wanted),
+            *scratch,
         ),
     )
     y, mean, rstd, variance, *_ = call(
         x,
-        *_operands(x, residual, scale, bias),
+        *_operands(x, *others),
         groups=np.int64(groups),
         epsilon=np.float32(epsilon),
         activation=activation or "none",
-        slices=np.int64(config.slices),
-        chunk=np.int64(config.chunk),
-        once=np.bool_(config.once),
+        **attributes,
     )
     return (
         y,

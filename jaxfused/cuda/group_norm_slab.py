@@ -8,14 +8,12 @@ each channel.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfused.cuda import library
-from jaxfused.cuda.group_norm import reads_once
+from jaxfused.cuda.group_norm import call_forward, reads_once
 
 THREADS = 512
 """Of a block."""
@@ -151,40 +149,26 @@ def forward(
     config: Config,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """(y, mean, rstd, variance) of x [B, P, C] and scale, bias [1 or B, C], as `group_norm.forward`."""
-    library.register()
     images, _, channels = x.shape
     columns = config.vectors * _VECTOR_BYTES // x.dtype.itemsize
     slabs = channels // columns
-
-    def result(shape: tuple[int, ...], wanted: bool, dtype: Any = jnp.float32):
-        return jax.ShapeDtypeStruct(shape if wanted else (0,), dtype)
-
-    together = config.parts > 1
-    call = jax.ffi.ffi_call(
+    partials: tuple[int, ...] = (0,)
+    counters: tuple[int, ...] = (0,)
+    if config.parts > 1:
+        partials = (images, slabs, columns * groups // channels, config.parts, 2)
+        counters = (images, slabs)
+    return call_forward(
         "jaxfused_group_norm_slab",
+        (x, residual, scale, bias),
         (
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            result((images, groups), save_statistics),
-            result((images, groups), save_statistics),
-            result((images, groups), save_variance),
-            result((images, slabs, columns * groups // channels, config.parts, 2), together),
-            result((images, slabs), together, jnp.int32),
+            jax.ShapeDtypeStruct(partials, jnp.float32),
+            jax.ShapeDtypeStruct(counters, jnp.int32),
         ),
-    )
-    # Made like `x`, because in a `jax.shard_map` all operands must vary over the same axes.
-    absent = jnp.zeros_like(x, shape=(0,), dtype=jnp.float32)
-    y, mean, rstd, variance, *_ = call(
-        x,
-        *(absent if a is None else a for a in (residual, scale, bias)),
-        groups=np.int64(groups),
-        epsilon=np.float32(epsilon),
-        activation=activation or "none",
+        groups=groups,
+        epsilon=epsilon,
+        activation=activation,
+        save_statistics=save_statistics,
+        save_variance=save_variance,
         vectors=np.int64(config.vectors),
         parts=np.int64(config.parts),
-    )
-    return (
-        y,
-        mean if save_statistics else None,
-        rstd if save_statistics else None,
-        variance if save_variance else None,
     )

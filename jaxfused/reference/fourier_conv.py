@@ -27,14 +27,12 @@ def conv(x: jax.Array, w: jax.Array, padding: Padding) -> jax.Array:
 
     Source: Cooley and Tukey, "An Algorithm for the Machine Calculation of Complex Fourier Series", 1965.
     """
-    transform = _transform(x, w, padding)
+    transform = _transform(x.shape[1:-1], w.shape[:-1], padding)
     sizes = [
         size + sum(zeros) - kernel + 1
         for size, kernel, zeros in zip(x.shape[1:-1], w.shape[:-1], padding, strict=True)
     ]
-    product = transform.of(x) * transform.of(
-        _around(w, padding, transform.lengths_of_window(w))[None]
-    )
+    product = transform.of(x) * transform.of_window(w, padding)
     return transform.restored(product, sizes).astype(x.dtype)
 
 
@@ -44,10 +42,9 @@ def _conv_fwd(x, w, padding):
 
 def _conv_bwd(padding, saved, dy):
     x, w = saved
-    transform = _transform(x, w, padding)
-    of_window = transform.of(_around(w, padding, transform.lengths_of_window(w))[None])
+    transform = _transform(x.shape[1:-1], w.shape[:-1], padding)
     of_dy = transform.of(dy)
-    dx = transform.restored(of_dy * of_window.conj(), x.shape[1:-1])
+    dx = transform.restored(of_dy * transform.of_window(w, padding).conj(), x.shape[1:-1])
     spread = transform.lengths_of_window(w)
     # An axis with one weight is not transformed, and the weight meets all of its values.
     once = [0, *(2 + axis for axis, length in enumerate(spread) if length == 1)]
@@ -61,9 +58,10 @@ def _conv_bwd(padding, saved, dy):
 conv.defvjp(_conv_fwd, _conv_bwd)
 
 
-def transformed_size(x: Any, w: Any, padding: Padding) -> int:
-    """How many values are transformed for x [B, *spatial, C] and w [*kernel, C], zeros included."""
-    return x.shape[0] * math.prod(_transform(x, w, padding).lengths) * x.shape[-1]
+def transformed_size(x: Any, kernel: Sequence[int], padding: Padding) -> int:
+    """How many values are transformed for x [B, *spatial, C] and such a window, zeros included."""
+    lengths = _transform(x.shape[1:-1], kernel, padding).lengths
+    return x.shape[0] * math.prod(lengths) * x.shape[-1]
 
 
 class _Transform(NamedTuple):
@@ -79,6 +77,10 @@ class _Transform(NamedTuple):
         x = jnp.moveaxis(x, -1, 1).astype(accumulator_dtype(x.dtype))
         return jnp.fft.rfftn(x, s=self._transformed, axes=self.axes)
 
+    def of_window(self, w: jax.Array, padding: Padding) -> jax.Array:
+        """The transform [1, C, *lengths] of the window w [*kernel, C], turned around."""
+        return self.of(_around(w, padding, self.lengths_of_window(w))[None])
+
     def restored(self, product: jax.Array, sizes: Sequence[int]) -> jax.Array:
         """The first values [B, *sizes, C] of what `product` is the transform of."""
         y = jnp.fft.irfftn(product, s=self._transformed, axes=self.axes)
@@ -93,13 +95,12 @@ class _Transform(NamedTuple):
         return tuple(self.lengths[axis - 2] for axis in self.axes)
 
 
-def _transform(x: Any, w: Any, padding: Padding) -> _Transform:
-    """That of x [B, *spatial, C] for a window w [*kernel, C].
+def _transform(sizes: Sequence[int], kernel: Sequence[int], padding: Padding) -> _Transform:
+    """That of images with such spatial axes for such a window.
 
     What is transformed goes on with its first value after its last. So whatever a window meets before
     the first value and after the last has to be zero.
     """
-    sizes, kernel = x.shape[1:-1], w.shape[:-1]
     lengths = tuple(
         size if k == 1 else _fast_length(max(size + low, size + high, k))
         for size, k, (low, high) in zip(sizes, kernel, padding, strict=True)
