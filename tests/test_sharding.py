@@ -1368,7 +1368,8 @@ def group_norm_stand_ins(hopper, monkeypatch):
 
     monkeypatch.setattr(cuda.library, "why_unavailable", lambda: None)
     monkeypatch.setattr(cuda.library, "architectures", lambda: ("90",))
-    monkeypatch.setattr(cuda.group_norm, "forward", forward)
+    for module in (cuda.group_norm, cuda.group_norm_slab):
+        monkeypatch.setattr(module, "forward", forward)
     monkeypatch.setattr(cuda.group_norm, "backward", backward)
 
 
