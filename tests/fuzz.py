@@ -50,7 +50,7 @@ def _interpret() -> None:
     for_good = pytest.MonkeyPatch()
     mosaic_interpreter.prepare(for_good)
     mosaic_interpreter.complete(for_good)
-    mosaic_interpreter.join_words(for_good)
+    mosaic_interpreter.upcast_integers(for_good)
 
 
 def _assume(device: dispatch.Device) -> None:

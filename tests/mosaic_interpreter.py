@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import store
 from pallas_kernels.hopper import COPY_BYTES
-from pallas_kernels.product import neighbours, quantized_weights, sums_over_rows
+from pallas_kernels.product import neighbours, sums_over_rows, upcast
 
 
 def prepare(monkeypatch) -> None:
@@ -226,19 +226,27 @@ def _multiply(
     return token
 
 
-def join_words(monkeypatch) -> None:
-    """States in jax.numpy what a kernel with weights of 4 bits does to registers, for one test."""
+def upcast_integers(monkeypatch) -> None:
+    """States in jax.numpy what kernels with integers for weights do to registers, for one test."""
 
-    def from_words(words, dtype):
-        exponent = 0x43004300 if dtype == jnp.bfloat16 else 0x64006400
-        pairs = [((words >> (4 * pair)) & 0x000F000F) | exponent for pair in range(4)]
+    def floats(unsigned, shifts):
+        dtype = shifts[0].dtype
+        shifts = jnp.stack(shifts, axis=1).astype(jnp.float32)
+        shifts = jnp.repeat(shifts, unsigned.shape[1] // shifts.shape[1], axis=1)
+        return (unsigned / upcast.unit(dtype) + shifts).astype(dtype)
+
+    def from_bytes(stored, shifts):
+        return floats(stored.astype(jnp.int32) + upcast.ADDED_TO_BYTES, shifts)
+
+    def from_words(words, shifts):
         n, count = words.shape
+        pairs = jnp.stack([(words >> (4 * pair)) & 0x000F000F for pair in range(4)])
         # The axes: run of a word, half of the run, row, thread, word of the thread, odd.
-        both = jnp.stack([jax.lax.bitcast_convert_type(pair, dtype) for pair in pairs])
-        both = both.reshape(2, 2, n, count // 4, 4, 2)
-        return both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count)
+        both = jax.lax.bitcast_convert_type(pairs, jnp.int16).reshape(2, 2, n, count // 4, 4, 2)
+        return floats(both.transpose(2, 4, 0, 1, 3, 5).reshape(n, 8 * count), shifts)
 
-    monkeypatch.setattr(quantized_weights, "from_words", from_words)
+    monkeypatch.setattr(upcast, "from_bytes", from_bytes)
+    monkeypatch.setattr(upcast, "from_words", from_words)
 
 
 def turn_neighbours(monkeypatch) -> None:

@@ -37,7 +37,7 @@ C, T = QuantizedConfig, MatmulConfig
 def interpreted(interpreted_hopper, monkeypatch):
     """As `interpreted_hopper`, for operands in registers."""
     mosaic_interpreter.complete(monkeypatch)
-    mosaic_interpreter.join_words(monkeypatch)
+    mosaic_interpreter.upcast_integers(monkeypatch)
     return interpreted_hopper
 
 

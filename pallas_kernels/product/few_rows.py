@@ -355,6 +355,8 @@ class _Cta:
         else:
             accumulate = functools.partial(self._accumulate, first, last)
             values = pl.run_scoped(accumulate, *[self._accumulator] * self.product.products)
+        if self.product.quantized is not None:
+            values = [value * self.product.quantized_tile.unit for value in values]
         for value, memory in zip(values, self.sums, strict=True):
             self._leave(value, memory)
         plgpu.commit_smem()

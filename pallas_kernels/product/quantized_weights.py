@@ -12,20 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.product import upcast
 from pallas_kernels.product.operands import bits_of, block
+from pallas_kernels.product.upcast import BLOCK
 
 DTYPES = (jnp.int8, jnp.int4, jnp.float8_e4m3fn, jnp.float8_e5m2)
 """int4 only in words."""
 _X_COLUMNS = 64
 """Numbers of x in 128 bytes, which are swizzled as one."""
+_BLOCK_WORDS = BLOCK // 8
 
 
 @dataclass(frozen=True)
@@ -174,11 +173,18 @@ class QuantizedTile:
         for index in range(self.blocks):
             yield for_copies.at[slot * self.blocks + index]
 
+    @property
+    def _is_integer(self) -> bool:
+        return bool(jnp.issubdtype(self.format.dtype, jnp.integer))
+
+    @property
+    def unit(self) -> float:
+        """What the weights in registers have to be multiplied by."""
+        return upcast.unit(self.x_dtype) if self._is_integer else 1.0
+
     def operands(self, memory: Mapping[str, Any], slot: Any) -> Iterator[jax.Array]:
-        """Yields the weights [span, group] of each group in registers, as instructions take them."""
-        for group, w in enumerate(self._floats(memory["values"], slot, 0, self.span)):
-            offset = self._offset(memory, slot, group, 0, self.span)
-            yield w if offset is None else w - lax.broadcast_in_dim(offset, w.shape, (0,))
+        """Yields the weights [span, group] of each group over `unit`, as instructions take them."""
+        return self._floats(memory, slot, 0, self.span)
 
     def dequantized(
         self, memory: Mapping[str, Any], slot: Any, start: int, width: int
@@ -187,13 +193,12 @@ class QuantizedTile:
 
         One scale for a whole column is left to the epilogue here too.
         """
-        for group, w in enumerate(self._floats(memory["values"], slot, start, width)):
-            offset = self._offset(memory, slot, group, start, width)
-            if offset is not None:
-                w = w - lax.broadcast_in_dim(offset, w.shape, (0,))
+        for group, w in enumerate(self._floats(memory, slot, start, width)):
             if self.format.group:
                 scale = self._of_group(memory["scale"], slot, group, start, width)
-                w = self._scaled(w, scale)
+                w = self._scaled(w, scale * self.unit)
+            elif self.unit != 1:
+                w = w * self.unit
             yield w
 
     def _scaled(self, w: jax.Array, scale: jax.Array) -> jax.Array:
@@ -211,36 +216,45 @@ class QuantizedTile:
             numbers = numbers.at[pl.ds(start, width)]
         return plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1))
 
-    def _floats(self, values: Any, slot: Any, start: int, width: int) -> Iterator[jax.Array]:
-        """Yields the numbers of each group, with what `_offset` returns added to them."""
-        for_registers = values if self.format.in_words else values[0]
+    def _floats(
+        self, memory: Mapping[str, Any], slot: Any, start: int, width: int
+    ) -> Iterator[jax.Array]:
+        """Yields the weights of each group without their scale, over `unit`.
+
+        Threads load what they multiply: loads of four bytes would be fewer, but a layout that has them
+        takes three more instructions for each to exchange pairs between threads.
+        """
+        for_registers = memory["values"] if self.format.in_words else memory["values"][0]
         for index in range(self.blocks):
             stored = for_registers.at[slot * self.blocks + index]
             if width < self.span:
                 stored = stored.at[pl.ds(start, width)]
-            if self.format.in_words:
+            if not self._is_integer:
+                wide = _from_float8(stored, self.x_dtype)
+            elif self.format.in_words:
                 words = plgpu.load(stored, layout=plgpu.Layout.WGMMA_8BIT)
-                wide = from_words(words, self.x_dtype)
+                wide = upcast.from_words(words, self._shifts(memory, slot, index, start, width))
             else:
-                # Of this layout a thread's registers need few exchanges to become an operand.
-                narrow = plgpu.load(stored, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-                wide = _to_floats(narrow, self.x_dtype)
+                numbers = plgpu.load(stored, layout=plgpu.Layout.WGMMA)
+                wide = upcast.from_bytes(numbers, self._shifts(memory, slot, index, start, width))
             for first in range(0, BLOCK, self.group):
                 yield wide if self.group == BLOCK else wide[:, first : first + self.group]
 
-    def _offset(
-        self, memory: Mapping[str, Any], slot: Any, group: int, start: int, width: int
-    ) -> jax.Array | None:
-        """What has to be subtracted from the numbers of a group [width], if anything."""
-        base = _word_base(self.x_dtype) + 8 if self.format.in_words else 0
+    def _shifts(
+        self, memory: Mapping[str, Any], slot: Any, index: int, start: int, width: int
+    ) -> list[jax.Array]:
+        """What is added to the unsigned integers of a block, over `unit`, of each group [width] of it."""
+        added = upcast.ADDED_TO_WORDS if self.format.in_words else upcast.ADDED_TO_BYTES
         if not self.format.has_zero_point:
-            if not base:
-                return None
-            splat = jnp.full((width,), base, self.x_dtype)
-            return plgpu.layout_cast(splat, plgpu.Layout.WGMMA.reduce(1))
-        zero_point = self._of_group(memory["zero_point"], slot, group, start, width)
+            splat = jnp.full((width,), -added / self.unit, self.x_dtype)
+            return [plgpu.layout_cast(splat, plgpu.Layout.WGMMA.reduce(1))]
+        groups = BLOCK // self.group
+        zero_points = (
+            self._of_group(memory["zero_point"], slot, group, start, width).astype(jnp.float32)
+            for group in range(index * groups, (index + 1) * groups)
+        )
         # Every integer up to 256 is a number of bfloat16.
-        return (zero_point.astype(jnp.float32) + base).astype(self.x_dtype)
+        return [((z + added) * (-1 / self.unit)).astype(self.x_dtype) for z in zero_points]
 
     def scales(self, memory: Mapping[str, Any], slot: Any, rows: int) -> Iterator[jax.Array]:
         """Yields for each group what multiplies its sums [span, rows]."""
@@ -249,73 +263,7 @@ class QuantizedTile:
             yield lax.broadcast_in_dim(scale, (self.span, rows), (0,))
 
 
-BLOCK = 128
-"""Numbers along the sums whose words are stored together.
-
-Of 16 numbers along the sums a thread of four, t, gives an instruction four: 2 t, 2 t + 1, 2 t + 8
-and 2 t + 9. A word has those of two such runs, the four even ones in its low half and the odd ones in
-its high half, 8 added to each. The four words of a thread for 128 numbers are neighbours, 16 bytes.
-"""
-_BLOCK_WORDS = BLOCK // 8
-
-
-def _word_base(dtype: Any) -> float:
-    """The number of a dtype whose last four bits are the units."""
-    return 128.0 if dtype == jnp.bfloat16 else 1024.0
-
-
-def from_words(words: jax.Array, dtype: Any) -> jax.Array:
-    """Of words [N, 16] the numbers [N, 128], to each of which 8 and `_word_base` are added.
-
-    Four bits under the exponent of a power of two are a float without a conversion. Nothing is moved:
-    what becomes of a thread's words are the very registers of its operand.
-    """
-    layout, shape = plgpu.Layout.WGMMA_8BIT, (words.shape[0], BLOCK)
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def convert(ctx, words):
-        del ctx
-        return _operand_of_words(words, shape, dtype)
-
-    return convert(words)
-
-
-def _operand_of_words(words: Any, shape: tuple[int, int], dtype: Any) -> Any:
-    """The registers of `from_words`, when a kernel is lowered."""
-    target = mgpu.WGMMA_LAYOUT
-    registers = np.empty(target.registers_shape(shape), dtype=object)
-    narrow = ir.VectorType.get((2,), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype)))
-    i32 = ir.IntegerType.get_signless(32)
-    exponent = mgpu.utils.c(0x43004300 if dtype == jnp.bfloat16 else 0x64006400, i32)
-    mask = mgpu.utils.c(0x000F000F, i32)
-    # Of each register: which 64 rows, and which 8 rows of 16.
-    for (tile, _, _, _, half, *ones), register in np.ndenumerate(words.registers):
-        for word in range(4):
-            element = vector.extract(register, [], [word])
-            for pair in range(4):
-                shifted = arith.shrui(element, mgpu.utils.c(4 * pair, i32)) if pair else element
-                # One instruction, of which the compiler makes two where both are constants.
-                numbers = llvm.inline_asm(
-                    i32,
-                    [shifted, mask, exponent],
-                    "lop3.b32 $0, $1, $2, $3, 0xea;",
-                    "=r,r,r,r",
-                    has_side_effects=False,
-                )
-                place = (tile, 4 * word + pair, 0, 0, half, *(0 for _ in ones))
-                registers[place] = mgpu.utils.bitcast(numbers, narrow)
-    return mgpu.FragmentedArray(_registers=registers, _layout=target, _is_signed=None)
-
-
-def _to_floats(w: jax.Array, dtype: Any) -> jax.Array:
-    """Weights, as they were loaded, in a dtype of 16 bits and in the layout of instructions."""
-    # Narrow registers are exchanged, since fewer of them are.
-    w = plgpu.layout_cast(w, plgpu.Layout.WGMMA)
-    if jnp.issubdtype(w.dtype, jnp.integer):
-        return w.astype(jnp.bfloat16) if dtype == jnp.bfloat16 else w.astype(dtype)
+def _from_float8(stored: Any, dtype: Any) -> jax.Array:
     # The hardware converts float8 to float16 alone.
-    w = w.astype(jnp.float16)
+    w = plgpu.load(stored, layout=plgpu.Layout.WGMMA).astype(jnp.float16)
     return w if dtype == jnp.float16 else w.astype(jnp.float32).astype(dtype)
