@@ -99,30 +99,29 @@ struct Converter<__half, Weights::kInt8> {
   }
 };
 
-// The mantissa of a bfloat16 is too short for a byte under an exponent; that of a float32 is not,
-// and the upper half of a float32 that is an integer up to 256 is the bfloat16.
+// The mantissa of a bfloat16 is too short for a byte under an exponent. But subnormal numbers and
+// the first normal ones lie equally far apart, so that a byte as it stands is a bfloat16: that many
+// times 2^-133.
 template <>
 struct Converter<__nv_bfloat16, Weights::kInt8> {
   static constexpr int kWords = 2;
-  using Offset = float;
+  using Offset = uint32_t;
 
   static __device__ __forceinline__ Offset offset(int zero_point) {
-    return static_cast<float>(8388608 + 128 + zero_point);
+    const float value = static_cast<float>(128 + zero_point);
+    return rounded_pair<__nv_bfloat16>(value, value);
   }
 
   static __device__ __forceinline__ void convert(const uint32_t (&words)[kWords], Offset offset,
                                                  const Float8Code&, uint32_t (&out)[4]) {
+    // The largest power of two, and what is left of 2^133.
+    constexpr uint32_t kLargest = 0x7f007f00u, kRest = 0x42804280u;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t bytes = words[i / 2] ^ 0x80808080u;
-      uint32_t numbers[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint32_t order = 0x7440u + static_cast<uint32_t>(2 * (i % 2) + j);
-        const float number = __uint_as_float(__byte_perm(bytes, 0x4b000000u, order)) - offset;
-        numbers[j] = __float_as_uint(number);
-      }
-      out[i] = __byte_perm(numbers[0], numbers[1], 0x7632u);
+      const uint32_t bits = __byte_perm(bytes, 0, i % 2 == 0 ? 0x4140u : 0x4342u);
+      const uint32_t number = multiply_pair<__nv_bfloat16>(bits, kLargest);
+      out[i] = subtract_pair<__nv_bfloat16>(multiply_pair<__nv_bfloat16>(number, kRest), offset);
     }
   }
 };
