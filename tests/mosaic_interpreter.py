@@ -19,7 +19,7 @@ from jax._src.state import primitives
 from jax._src.state.types import AbstractRef
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import store
+from pallas_kernels import store, warps
 from pallas_kernels.hopper import COPY_BYTES
 from pallas_kernels.product import neighbours, sums_over_rows, upcast
 
@@ -281,6 +281,7 @@ def store_pieces(monkeypatch) -> None:
         del layout
         ref[...] = value
 
+    monkeypatch.setattr(warps, "await_all", lambda: None)
     monkeypatch.setattr(sums_over_rows, "of_warps", of_warps)
     monkeypatch.setattr(store, "store_registers", store_registers)
     monkeypatch.setattr(store, "store_piece", store_piece)

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import warps
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product.mainloop import Block
 from pallas_kernels.product.operands import OperandTile, allocated_bytes, swizzled_columns, tiled
@@ -288,7 +289,9 @@ class FewRows:
             cluster=(self.config.parts,),
             cluster_names=("part",),
             kernel_name=name,
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            # Between a thread's stores and the reads of another there is always a commit, or a barrier of
+            # the cluster, which are the warpgroup's barriers as well.
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*xs, *ws, *others)
 
     def _of_weights(self, refs: Sequence[Any]) -> Sequence[Any]:
@@ -393,6 +396,11 @@ class _Cta:
                 pl.when((step >= start) & (step < start + steps))(copy)
             start += steps
 
+    def _refill(self, step: Any, slot: Any) -> None:
+        """As `_copy_step`, of a slot that the warps have read. They take turns."""
+        warps.await_all()
+        warps.run_by_one(step, functools.partial(self._copy_step, step, slot))
+
     def _copy_of_term(self, term: int, step: Any, slot: Any) -> None:
         product, full = self.product, self.full.at[slot]
         k_start = step * product.step_k
@@ -429,9 +437,7 @@ class _Cta:
             # The slot before this one has been read when at most this one's instructions are under way.
             @pl.when((i >= 1) & (i - 1 + stages < count))
             def _():
-                plgpu.commit_smem()  # All four warps have.
-                slot = lax.rem(i - 1, jnp.int32(stages))
-                self._copy_step(first + i - 1 + stages, slot)
+                self._refill(first + i - 1 + stages, lax.rem(i - 1, jnp.int32(stages)))
 
         lax.fori_loop(0, count, step, None)
         return [acc[...] for acc in accumulators]
@@ -462,8 +468,7 @@ class _Cta:
 
             @pl.when(i + stages < count)
             def _():
-                plgpu.commit_smem()  # All four warps have read it.
-                self._copy_step(first + i + stages, slot)
+                self._refill(first + i + stages, slot)
 
             return totals
 
