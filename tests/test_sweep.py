@@ -20,7 +20,7 @@ from benchmarks.fuzz import judge as fuzz_judge
 from benchmarks.fuzz import operators as fuzz_operators
 from benchmarks.fuzz import programs as fuzz_programs
 from benchmarks.fuzz.problem import Operand, Problem
-from benchmarks.sweep import configs, judge, lowering, programs, report
+from benchmarks.sweep import configs, judge, lowering, programs, quantized_programs, report
 from examples.vit.model import ViTSize
 from jaxfused.__main__ import EXAMPLES
 from jaxfused.tuning.timing import split_at_markers
@@ -56,6 +56,10 @@ def test_sweep_has_each_case_in_every_form(operator):
         ]
         assert all(other == shapes[0] for other in shapes), config
         assert len(shapes[0]) == written.cotangents + written.differentiable
+        true = jax.eval_shape(written.in_float32(), *arrays)
+        assert [(a.shape, a.dtype) for a in true] == [(s, jnp.float32) for s, _ in shapes[0]]
+        judged = jax.eval_shape(written.judged, true[: written.cotangents])
+        assert [a.shape for a in judged] == [a.shape for a in true[: written.cotangents]]
         gradients = shapes[0][written.cotangents :]
         operands = [(a.shape, a.dtype) for a in arrays[: written.differentiable]]
         assert gradients == operands
@@ -92,6 +96,71 @@ def test_sweep_of_tiny_shapes(tmp_path, capsys):
     assert int(row.split()[3]) == len({e["case"] for e in run["entries"]})
     case = run["entries"][-1]["case"]
     assert f"sweep --case '{case}' --gradient forward+backward" in printed
+
+
+QUANTISED = [name for name in configs.OPERATORS if name.startswith(("quantize", "fp8_"))]
+
+
+@parametrize("operator", QUANTISED, quick=(2,))
+def test_sweep_of_quantised_operators_is_right_in_every_form(operator):
+    """By the judge's own rule, which in a sweep asks our function alone."""
+    for index in range(4):
+        config = configs.drawn(operator, 3, index).tiny()
+        written = programs.of(config)
+        args = jax.jit(written.make_inputs)(jax.random.key(1))
+        plain, ours = (written.whole(form, True) for form in (written.plain(), written.ours))
+        true, expected = (jax.jit(f)(*args) for f in (written.in_float32(), plain))
+        forms = {"ours": ours} | {n: written.whole(f, True) for n, f in written.stock.items()}
+        for name, form in forms.items():
+            results = jax.jit(form)(*args)
+            sides = (written.judged(side) for side in (results, expected, true))
+            figures = lowering.compare(*sides, strict=written.cotangents)
+            dtypes = written.units or [a.dtype for a in results]
+            share, why = judge._worst(np.array(figures), dtypes)
+            assert not why, (config, name, share)
+
+
+def test_sweep_has_no_gradient_where_nothing_gets_one():
+    line = configs.to_line(configs.drawn("quantize_rows", 1, 0).tiny())
+    lowered = lowering.lower(line, (lowering.FORWARD, lowering.WHOLE), "cpu")
+    assert set(lowered.by_direction) == {lowering.FORWARD}
+
+
+@pytest.mark.parametrize("name", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_quantised_results_are_compared_in_steps_of_their_format(name):
+    if name == "int8":
+        numbers = np.arange(-127, 128, dtype=np.int8)
+    else:
+        codes = np.arange(256, dtype=np.uint8).view(jnp.dtype(name))
+        numbers = np.unique(codes[np.isfinite(codes.astype(np.float32))].astype(np.float32))
+    (steps,) = quantized_programs.in_steps(name, (put(numbers, jnp.float32),))
+    # -0 and 0 are one number, and all others lie one step apart.
+    np.testing.assert_array_equal(np.diff(steps), 1)
+    halfway = (numbers[:-1].astype(np.float32) + numbers[1:]) / 2
+    (between,) = quantized_programs.in_steps(name, (put(halfway, jnp.float32),))
+    np.testing.assert_array_equal(between, steps[:-1] + 0.5)
+
+
+@pytest.mark.parametrize(("steps", "wrong"), [(0, False), (1, True), (-2, True)])
+def test_a_number_that_is_rounded_to_the_wrong_side_is_wrong(steps, wrong):
+    """Stock's largest error is half a step here, and so a whole step is allowed."""
+    true = put([3.3, 127.0, -5.5], jnp.float32)
+    plain = put([3, 127, -6], jnp.int8)
+    ours = plain.at[0].add(-steps)
+    figures = lowering.compare(
+        *((quantized_programs.in_steps("int8", (a,))) for a in (ours, plain, true)), strict=1
+    )
+    assert bool(judge._worst(np.array(figures), [jnp.float32])[1]) == wrong
+
+
+def test_weights_come_from_memory_however_few_they_are():
+    mebibyte = 2**20
+    assert judge._count_of_sets(mebibyte, 0) == timing.input_sets(mebibyte) == 16
+    assert judge._count_of_sets(3 * mebibyte, 2 * mebibyte) == 64
+    assert judge._count_of_sets(40 * mebibyte, 32 * mebibyte) == timing.input_sets(40 * mebibyte)
+    assert judge._count_of_sets(mebibyte // 8, mebibyte // 16) == 64
+    # Where every call reads much else, no more memory is taken than that needs.
+    assert judge._count_of_sets(256 * mebibyte, mebibyte // 16) == 4
 
 
 def test_sweep_says_what_raised(monkeypatch, capsys):
@@ -196,7 +265,7 @@ def test_report_counts_the_fastest_form_and_half_a_microsecond():
         entry({"ours": 10.0, "stock a": 9.0}, same_program="stock a"),
         # Less than half a microsecond is no loss.
         entry({"ours": 2.4, "stock a": 2.0}),
-        entry({"ours": 24.0, "stock a": 20.0, "cudnn": 36.0}),
+        entry({"ours": 24.0, "stock a": 20.0, "cudnn": 36.0, "bfloat16": 12.0}),
         entry({}, status="wrong"),
     ]
     assert [report.over_stock(e) for e in entries[:4]] == [2.0, 1.0, 2.0 / 2.4, 20.0 / 24.0]
@@ -204,6 +273,8 @@ def test_report_counts_the_fastest_form_and_half_a_microsecond():
     assert row.split()[3:] == ["4", "0.83", "0.92", "0.83", "1", "2", "1", "0"]
     row = next(line for line in report.text(entries).splitlines() if " cuDNN " in line)
     assert row.split()[3:6] == ["1", "1.50", "1.50"]
+    row = next(line for line in report.text(entries).splitlines() if " bf16 " in line)
+    assert row.split()[3:8] == ["1", "0.50", "0.50", "0.50", "1"]
     assert report.percentile([0.0, 10.0, 20.0], 25) == 5.0
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from benchmarks.draw import HEAD_SIZES, MOST_ELEMENTS, MOST_FLOPS, VISION_TOKENS, Draw
-from benchmarks.sweep import image_configs
+from benchmarks.sweep import image_configs, quantized_configs
 from benchmarks.sweep.image_configs import (
     Conv,
     DepthwiseConv,
@@ -15,11 +15,19 @@ from benchmarks.sweep.image_configs import (
     Pool,
     Upsample,
 )
+from benchmarks.sweep.product_sizes import ACTIVATIONS, eights, hidden_features, product_fits
+from benchmarks.sweep.quantized_configs import (
+    Fp8Linear,
+    Fp8MLP,
+    QuantizedConv,
+    QuantizedMatmul,
+    QuantizedNorm,
+    QuantizedProduct,
+    QuantizedRows,
+)
 
 MOST_TRUTH_LOGITS = 2**30
 """Of the query heads that share a key head, which the truth of attention holds at a time."""
-
-ACTIVATIONS = ("relu", "gelu_tanh", "gelu_tanh", "gelu_erf", "silu")
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Linear:
 
     def fits(self) -> bool:
         rows = self.batch * self.tokens
-        return _product_fits(rows, self.width, self.out)
+        return product_fits(rows, self.width, self.out)
 
     def tiny(self) -> "Linear":
         return replace(self, batch=_least(self.batch), tokens=_least(self.tokens), width=16, out=24)
@@ -134,7 +142,7 @@ class MLP:
     def fits(self) -> bool:
         rows = self.batch * self.tokens
         products = 3 if self.operator == "gated_mlp" else 2
-        return _product_fits(products * rows, self.width, self.hidden)
+        return product_fits(products * rows, self.width, self.hidden)
 
     def tiny(self) -> "MLP":
         return replace(
@@ -200,7 +208,7 @@ class QKVProjection:
         return (self.heads + 2 * self.key_heads) * self.head_size
 
     def fits(self) -> bool:
-        return _product_fits(self.batch * self.tokens, self.width, self.out)
+        return product_fits(self.batch * self.tokens, self.width, self.out)
 
     def tiny(self) -> "QKVProjection":
         return replace(
@@ -241,14 +249,12 @@ class CrossEntropy:
 
 Config = Norm | Attention | Linear | MLP | Rope | QKVProjection | CrossEntropy
 Config |= ImageNorm | Conv | DepthwiseConv | InvertedResidual | Pool | Upsample
+Config |= QuantizedMatmul | QuantizedProduct | QuantizedRows | QuantizedNorm | QuantizedConv
+Config |= Fp8Linear | Fp8MLP
 
 
 def _least(size: int) -> int:
     return min(size, 2)
-
-
-def _product_fits(rows: int, width: int, out: int) -> bool:
-    return 2 * rows * width * out <= MOST_FLOPS and rows * max(width, out) <= 2 * MOST_ELEMENTS
 
 
 # --- drawing --------------------------------------------------------------------------------------
@@ -334,7 +340,7 @@ def _text_attention(draw: Draw, kind: str, dtype: str) -> Attention:
 def _linear(draw: Draw) -> Linear:
     batch, tokens = draw.batch_and_tokens()
     width = draw.width(8192)
-    out = draw.shard(_hidden(draw, width)) if draw.chance(0.6) else draw.width(8192)
+    out = draw.shard(hidden_features(draw, width)) if draw.chance(0.6) else draw.width(8192)
     if draw.chance(0.3):
         width, out = out, width
     return Linear(
@@ -350,23 +356,12 @@ def _linear(draw: Draw) -> Linear:
     )
 
 
-def _hidden(draw: Draw, width: int) -> int:
-    """Hidden features as networks have them: 4 times the width, SigLIP's 4304, 8/3 of Llama."""
-    of_width = (4 * width, 4 * width, 8 * width // 3, _eights(8 * width // 3), 7 * width // 2)
-    of_models = (4304, 11008, 14336) if width >= 1024 else ()
-    return min(draw.pick((*of_width, *of_models)), 16384)
-
-
-def _eights(size: int) -> int:
-    return max(8, size // 8 * 8)
-
-
 def _mlp(draw: Draw, operator: str) -> MLP:
     batch, tokens = draw.batch_and_tokens()
     width = draw.width(8192)
-    hidden = draw.shard(_hidden(draw, width))
+    hidden = draw.shard(hidden_features(draw, width))
     if draw.chance(0.1):
-        hidden = _eights(draw.size(16, 8192)) + draw.pick((0, 0, 0, 1))
+        hidden = eights(draw.size(16, 8192)) + draw.pick((0, 0, 0, 1))
     gated = operator == "gated_mlp"
     return MLP(
         operator=operator,
@@ -460,6 +455,13 @@ OPERATORS: dict[str, Callable[[Draw], Config]] = {
     "inverted_residual": image_configs.inverted_residual,
     "max_pool": image_configs.max_pool,
     "upsample": image_configs.upsample,
+    "quantized_matmul": quantized_configs.quantized_matmul,
+    "quantized_product": quantized_configs.quantized_product,
+    "quantize_rows": quantized_configs.quantize_rows,
+    "quantized_norm": quantized_configs.quantized_norm,
+    "quantized_conv": quantized_configs.quantized_conv,
+    "fp8_linear": quantized_configs.fp8_linear,
+    "fp8_mlp": quantized_configs.fp8_mlp,
 }
 
 
@@ -504,6 +506,13 @@ def from_line(line: str) -> Config:
         "inverted_residual": InvertedResidual,
         "max_pool": Pool,
         "upsample": Upsample,
+        "quantized_matmul": QuantizedMatmul,
+        "quantized_product": QuantizedProduct,
+        "quantize_rows": QuantizedRows,
+        "quantized_norm": QuantizedNorm,
+        "quantized_conv": QuantizedConv,
+        "fp8_linear": Fp8Linear,
+        "fp8_mlp": Fp8MLP,
     }
     kind = kinds[values["operator"]]
     names = {field.name for field in fields(kind)}

@@ -1,6 +1,7 @@
 """Compiles, checks and times one case in the process that has the GPU."""
 
 import itertools
+import math
 import re
 import statistics
 import time
@@ -26,6 +27,8 @@ from benchmarks.sweep.lowering import (
     Lowered,
     Module,
 )
+from benchmarks.sweep.program_parts import Programs
+from jaxfused.tuning.timing import COLD_BYTES
 
 MEMORY_LIMIT = 24 * 2**30
 """Bytes beyond which a program of stock is left out."""
@@ -147,7 +150,8 @@ def judge(
     ]
     try:
         name = INPUTS
-        sets = _input_sets(shared[name].result(), on_gpu=on_gpu)
+        written = programs.of(config)
+        sets = _input_sets(shared[name].result(), written.weight_bytes, on_gpu=on_gpu)
         name = TRUTH
         truth = jax.block_until_ready(shared[name].result()(*sets[0]))
         # XLA refuses jax.nn's float16 attention of one query: "Unsupported dot precision algorithm".
@@ -160,8 +164,7 @@ def judge(
     for entry, compiled in zip(entries, by_direction.values(), strict=True):
         begin = time.monotonic()
         try:
-            terms = programs.of(config).terms
-            entry |= _check(compiled, sets[0], plain, truth, terms)
+            entry |= _check(compiled, sets[0], plain, truth, written)
             if entry["status"] == "ok":
                 entry |= _time(compiled, sets, seconds=seconds, on_gpu=on_gpu)
         except Exception as error:
@@ -170,22 +173,38 @@ def judge(
     return results
 
 
-def _input_sets(make: Callable[[Any], Any], *, on_gpu: bool) -> list[Any]:
+def _input_sets(make: Callable[[Any], Any], weight_bytes: int, *, on_gpu: bool) -> list[Any]:
     first = make(jnp.int32(0))
-    count = timing.input_sets(sum(a.nbytes for a in first)) if on_gpu else 2
+    count = _count_of_sets(sum(a.nbytes for a in first), weight_bytes) if on_gpu else 2
     return jax.block_until_ready([first, *(make(jnp.int32(seed)) for seed in range(1, count))])
 
 
-def _check(
-    compiled: Compiled, operands: Any, plain: Any, truth: Any, terms: Sequence[float]
-) -> Entry:
+_COLD_WEIGHTS = 128 * 2**20
+_MOST_SETS = 64
+
+
+def _count_of_sets(set_bytes: int, weight_bytes: int) -> int:
+    """How many sets of inputs take turns, so that weights come from memory as in a network.
+
+    The weights of all sets are more than twice an H200's L2 then, unless `_MOST_SETS` of them are less,
+    or other operands that every call reads are so large that they drive the weights out.
+    """
+    count = timing.input_sets(set_bytes)
+    if not weight_bytes:
+        return count
+    wanted = math.ceil(_COLD_WEIGHTS / weight_bytes)
+    held = math.ceil(4 * COLD_BYTES / set_bytes)
+    return max(count, min(_MOST_SETS, wanted, held))
+
+
+def _check(compiled: Compiled, operands: Any, plain: Any, truth: Any, written: Programs) -> Entry:
     """Whether ours is right; the order of results is that of the truth, gradients last."""
     outputs = compiled[OURS].result()(*operands)
     count = len(outputs)
     figures = np.array(compiled[COMPARE].result()(outputs, plain[:count], truth[:count]))
-    if terms:
-        figures[:, 2] = np.maximum(figures[:, 2], terms[:count])
-    error, why = _worst(figures, [o.dtype for o in outputs])
+    if written.terms:
+        figures[:, 2] = np.maximum(figures[:, 2], written.terms[:count])
+    error, why = _worst(figures, written.units[:count] or [o.dtype for o in outputs])
     return {"error": error} | ({"status": "wrong", "why": why} if why else {"status": "ok"})
 
 

@@ -55,6 +55,8 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
     }
     by_direction = {}
     for direction in directions:
+        if direction == WHOLE and not written.differentiable:
+            continue
         whole = partial(written.whole, with_gradient=direction == WHOLE)
         count = len(true) if direction == WHOLE else written.cotangents
         forms = {OURS: written.ours}
@@ -62,7 +64,7 @@ def lower(line: str, directions: tuple[str, ...], platform: str) -> Lowered:
         modules = {name: export(whole(form), *arrays) for name, form in forms.items()}
         kinked = getattr(config, "activation", None) == "relu"
         strict = written.cotangents if kinked else count
-        figures = partial(compare, strict=strict)
+        figures = partial(_compare_judged, written.judged, strict=strict)
         modules[COMPARE] = export(figures, plain[:count], plain[:count], true[:count])
         by_direction[direction] = modules
     return Lowered(shared, by_direction)
@@ -74,6 +76,10 @@ it moves a sum by a few units in the last place of its standard deviation."""
 
 _SEED = jax.ShapeDtypeStruct((), jnp.int32)
 _KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def _compare_judged(judged: Any, ours: Any, plain: Any, truth: Any, *, strict: int) -> jax.Array:
+    return compare(judged(ours), judged(plain), judged(truth), strict)
 
 
 def compare(ours: Any, plain: Any, truth: Any, strict: int) -> jax.Array:

@@ -26,31 +26,44 @@ class Programs:
     """Functions of the same operands, of which the first `differentiable` get gradients."""
 
     make_inputs: Callable[[jax.Array], Arrays]
-    """From a key: the operands, then a cotangent for each result."""
+    """From a key: the operands, then a cotangent for each result if anything gets a gradient."""
     ours: Function
     stock: Mapping[str, Function]
     """By form; empty where XLA would need more memory than it is given."""
     differentiable: int
+    """0 where there is only a forward."""
     cotangents: int = 1
+    """How many results there are."""
     peers: Mapping[str, Function] = field(default_factory=dict)
     terms: tuple[float, ...] = ()
     """For results and gradients: the usual size of terms that may cancel, 0 where none do."""
     reference: Function | None = None
     """The formula of stock in little memory: by default the first form of stock itself."""
+    truth: Function | None = None
+    """What is true where results are quantised, which is not what `plain` gives in float32."""
+    judged: Callable[[Arrays], Arrays] = lambda results: results
+    """What is compared of results."""
+    units: tuple[Any, ...] = ()
+    """Dtypes of which what is compared may be a unit off: by default those of our results."""
+    weight_bytes: int = 0
+    """Of weights that one call reads and a network never finds in a cache; 0 to have no more sets of
+    inputs than arrays of any kind get."""
 
     def whole(self, forward: Function, with_gradient: bool) -> Function:
-        """(*operands, *cotangents) to results, and to gradients too if asked."""
+        """(*operands, *cotangents) to results, and to gradients too if asked and if there are any."""
+        if not self.differentiable:
+            return lambda *args: _as_tuple(forward(*args))
         if with_gradient:
             return gradient_in_jax(forward, self.differentiable, self.cotangents)
         return lambda *args: _as_tuple(forward(*args[: -self.cotangents]))
 
     def plain(self) -> Function:
-        """What says how accurate low precision can be, and in float32 what is true."""
+        """What says how accurate low precision can be; in float32, without a `truth`, it is true."""
         return self.reference or next(iter(self.stock.values()))
 
     def in_float32(self) -> Function:
         """Results and gradients in float32 throughout, products included."""
-        whole = self.whole(self.plain(), with_gradient=True)
+        whole = self.whole(self.truth or self.plain(), with_gradient=True)
 
         def run(*args: jax.Array) -> Arrays:
             with jax.default_matmul_precision("highest"):
@@ -84,3 +97,42 @@ class RandomArrays:
     def small(self, size: int, dtype: Any, mean: float = 0.0) -> jax.Array:
         """A bias, or a scale about 1."""
         return self.normal((size,), dtype, mean=mean, deviation=0.1)
+
+
+# --- layers as Flax has them -----------------------------------------------------------------------
+
+
+def dense(x, w, bias, product: Function = jnp.matmul):
+    """As flax.linen.Dense: parameters in x's dtype."""
+    y = product(x, w.astype(x.dtype))
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def flax_norm(x, scale, bias, statistics):
+    """As flax.nnx.LayerNorm and RMSNorm with float32 parameters."""
+    wide = x.astype(jnp.float32)
+    mean, variance = statistics(wide)
+    y = x if mean is None else x - mean
+    y = y * (jax.lax.rsqrt(variance + EPSILON) * scale)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def _centred(wide):
+    mean = wide.mean(-1, keepdims=True)
+    return mean, jnp.square(wide - mean).mean(-1, keepdims=True)
+
+
+def _fast(wide):
+    mean = wide.mean(-1, keepdims=True)
+    return mean, jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
+
+
+def mean_square(wide):
+    return None, (wide * wide).mean(-1, keepdims=True)
+
+
+VARIANCES: dict[str, dict[str, Function]] = {
+    "layer_norm": {"two passes": _centred, "fast variance": _fast},
+    "rms_norm": {"rms": mean_square},
+}
+"""The statistics of a norm, in each usual form."""

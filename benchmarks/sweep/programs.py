@@ -14,7 +14,7 @@ import optax
 
 import jaxfused
 from benchmarks.case import Arrays, Function
-from benchmarks.sweep import attention, image_programs
+from benchmarks.sweep import attention, fp8_programs, image_programs, quantized_programs
 from benchmarks.sweep.configs import (
     MLP,
     Attention,
@@ -33,7 +33,25 @@ from benchmarks.sweep.image_configs import (
     Pool,
     Upsample,
 )
-from benchmarks.sweep.program_parts import ACTIVATIONS, EPSILON, Programs, RandomArrays
+from benchmarks.sweep.program_parts import (
+    ACTIVATIONS,
+    EPSILON,
+    VARIANCES,
+    Programs,
+    RandomArrays,
+    dense,
+    flax_norm,
+    mean_square,
+)
+from benchmarks.sweep.quantized_configs import (
+    Fp8Linear,
+    Fp8MLP,
+    QuantizedConv,
+    QuantizedMatmul,
+    QuantizedNorm,
+    QuantizedProduct,
+    QuantizedRows,
+)
 
 
 def of(config: Config) -> Programs:
@@ -52,6 +70,13 @@ def of(config: Config) -> Programs:
         InvertedResidual: image_programs.inverted_residual,
         Pool: image_programs.max_pool,
         Upsample: image_programs.upsample,
+        QuantizedMatmul: quantized_programs.quantized_matmul,
+        QuantizedProduct: quantized_programs.quantized_product,
+        QuantizedRows: quantized_programs.quantize_rows,
+        QuantizedNorm: quantized_programs.quantized_norm,
+        QuantizedConv: quantized_programs.quantized_conv,
+        Fp8Linear: fp8_programs.fp8_linear,
+        Fp8MLP: fp8_programs.fp8_mlp,
     }
     return build[type(config)](config)
 
@@ -85,40 +110,16 @@ def _norm(config: Norm) -> Programs:
     def stock(variance: Function, *args: jax.Array) -> Any:
         x, scale, bias, residual = split(args)
         h = x if residual is None else x + residual
-        y = _flax_norm(h, scale, bias, variance)
+        y = flax_norm(h, scale, bias, variance)
         return y if residual is None else (y, h)
 
-    variances = {"two passes": _centred, "fast variance": _fast} if has_mean else {"rms": _square}
     return Programs(
         make_inputs,
         ours,
-        {name: partial(stock, variance) for name, variance in variances.items()},
+        {name: partial(stock, variance) for name, variance in VARIANCES[config.operator].items()},
         differentiable=2 + config.bias + config.residual,
         cotangents=1 + config.residual,
     )
-
-
-def _flax_norm(x, scale, bias, statistics):
-    """As flax.nnx.LayerNorm and RMSNorm with float32 parameters."""
-    wide = x.astype(jnp.float32)
-    mean, variance = statistics(wide)
-    y = x if mean is None else x - mean
-    y = y * (jax.lax.rsqrt(variance + EPSILON) * scale)
-    return (y if bias is None else y + bias).astype(x.dtype)
-
-
-def _centred(wide):
-    mean = wide.mean(-1, keepdims=True)
-    return mean, jnp.square(wide - mean).mean(-1, keepdims=True)
-
-
-def _fast(wide):
-    mean = wide.mean(-1, keepdims=True)
-    return mean, jnp.maximum(0.0, (wide * wide).mean(-1, keepdims=True) - mean * mean)
-
-
-def _square(wide):
-    return None, (wide * wide).mean(-1, keepdims=True)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -169,12 +170,6 @@ def _param_dtype(config: Linear | MLP | QKVProjection) -> Any:
     return jnp.dtype(config.dtype if config.param_dtype == "same" else config.param_dtype)
 
 
-def _dense(x, w, bias):
-    """As flax.linen.Dense: parameters in x's dtype."""
-    y = x @ w.astype(x.dtype)
-    return y if bias is None else y + bias.astype(x.dtype)
-
-
 def _linear(config: Linear) -> Programs:
     rows, dtype, param_dtype = (
         (config.batch, config.tokens),
@@ -205,7 +200,7 @@ def _linear(config: Linear) -> Programs:
 
     def stock(*args: jax.Array) -> Any:
         x, w, bias, residual = split(args)
-        y = ACTIVATIONS[config.activation](_dense(x, w, bias))
+        y = ACTIVATIONS[config.activation](dense(x, w, bias))
         return y if residual is None else y + residual
 
     def over_rows(*args: jax.Array) -> Any:
@@ -277,7 +272,7 @@ def _mlp(config: MLP) -> Programs:
 
     def stock(x, layers, residual):
         first, second = layers
-        y = _dense(activation(_dense(x, *first)), *second)
+        y = dense(activation(dense(x, *first)), *second)
         return y if residual is None else y + residual
 
     weights = [(config.width, config.hidden), (config.hidden, config.width)]
@@ -297,10 +292,10 @@ def _gated_mlp(config: MLP) -> Programs:
 
     def stock(x, layers, residual):
         if config.stacked:
-            gate, up = jnp.split(_dense(x, *layers[0]), 2, axis=-1)
+            gate, up = jnp.split(dense(x, *layers[0]), 2, axis=-1)
         else:
-            gate, up = _dense(x, *layers[0]), _dense(x, *layers[1])
-        y = _dense(activation(gate) * up, *layers[-1])
+            gate, up = dense(x, *layers[0]), dense(x, *layers[1])
+        y = dense(activation(gate) * up, *layers[-1])
         return y if residual is None else y + residual
 
     firsts = [(config.width, 2 * config.hidden)] if config.stacked else [first, first]
@@ -420,8 +415,8 @@ def _qkv_projection(config: QKVProjection) -> Programs:
         ends = (config.heads, config.heads + config.key_heads)
         q, k, v = jnp.split(qkv, ends, axis=-2)
         if config.norm:
-            q = _flax_norm(q, operands["q_scale"], None, _square)
-            k = _flax_norm(k, operands["k_scale"], None, _square)
+            q = flax_norm(q, operands["q_scale"], None, mean_square)
+            k = flax_norm(k, operands["k_scale"], None, mean_square)
         if config.rope:
             cos, sin = operands["cos"][:, None], operands["sin"][:, None]
             q = rotate_halves(q, cos, sin, config.interleaved)
@@ -429,7 +424,7 @@ def _qkv_projection(config: QKVProjection) -> Programs:
         return q, k, v
 
     def reshaped(x, w, bias):
-        return _dense(x, w, bias).reshape(*rows, sum(parts), config.head_size)
+        return dense(x, w, bias).reshape(*rows, sum(parts), config.head_size)
 
     def einsum(x, w, bias):
         # As flax.linen.DenseGeneral with an axis for the heads.

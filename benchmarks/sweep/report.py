@@ -15,7 +15,9 @@ WORST = 10
 NEAR = 0.95
 """A ratio under it is a loss, if the time differs by more than MICROSECONDS too."""
 MICROSECONDS = 0.5
-CUDNN = "cudnn"
+PEERS = {"cuDNN": "cudnn", "bf16": "bfloat16"}
+"""What programs of peers are called, by what they are called in tables: cuDNN's attention, and for a
+convolution of quantised numbers that of the bfloat16 that they were."""
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -60,20 +62,19 @@ def over_stock(entry: Entry) -> float | None:
     return stock[1] / entry["microseconds"][OURS]
 
 
-def over_cudnn(entry: Entry) -> float | None:
-    time = entry["microseconds"].get(CUDNN)
-    return None if time is None else time / entry["microseconds"][OURS]
-
-
 def _peer_time(entry: Entry, against: str) -> tuple[str, float] | None:
     if against == "XLA":
         return stock_time(entry)
-    time = entry["microseconds"].get(CUDNN)
-    return None if time is None else (CUDNN, time)
+    name = PEERS[against]
+    time = entry["microseconds"].get(name)
+    return None if time is None else (name, time)
 
 
 def _ratio(entry: Entry, against: str) -> float | None:
-    return over_stock(entry) if against == "XLA" else over_cudnn(entry)
+    if against == "XLA":
+        return over_stock(entry)
+    peer = _peer_time(entry, against)
+    return None if peer is None else peer[1] / entry["microseconds"][OURS]
 
 
 def _is_loss(entry: Entry, against: str) -> bool:
@@ -95,11 +96,11 @@ def text(entries: Sequence[Entry]) -> str:
     keys = dict.fromkeys((e["operator"], e["direction"]) for e in entries)
     for operator, direction in sorted(keys):
         here = [e for e in entries if (e["operator"], e["direction"]) == (operator, direction)]
-        for against in ("XLA", "cuDNN"):
-            if against == "XLA" or any(CUDNN in e.get("microseconds", {}) for e in here):
+        for against in ("XLA", *PEERS):
+            if against == "XLA" or any(PEERS[against] in e.get("microseconds", {}) for e in here):
                 lines.append(f"{operator:20} {direction:17} {against:7} {_row(here, against)}")
     timed = [e for e in entries if e["status"] == "ok"]
-    for against in ("XLA", "cuDNN"):
+    for against in ("XLA", *PEERS):
         lines += _worst(timed, against)
     lines += _failures(entries)
     return "\n".join(lines)
@@ -168,8 +169,7 @@ def progress(entry: Entry) -> str:
     head = f"{entry['operator']} {entry['direction']}"
     if entry["status"] != "ok":
         return f"{head}: {entry['status']}: {entry['why']}"
-    ratio, cudnn = over_stock(entry), over_cudnn(entry)
+    ratios = {against: _ratio(entry, against) for against in ("XLA", *PEERS)}
     parts = [f"{entry['microseconds'][OURS]:.1f} us"]
-    parts += [] if ratio is None else [f"{ratio:.2f}x XLA"]
-    parts += [] if cudnn is None else [f"{cudnn:.2f}x cuDNN"]
+    parts += [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if ratio is not None]
     return f"{head}: {', '.join(parts)}  {entry['case']}"
