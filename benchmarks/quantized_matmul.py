@@ -28,6 +28,7 @@ class _Operation:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of quantize for w."""
     x_dtype: str | None = None
+    """Of x, which has groups along its features where w has groups or blocks."""
     shapes: tuple[Shape, ...] = _DECODE + _PREFILL
 
 
@@ -41,6 +42,13 @@ _OPERATIONS = (
         "float8 x float8 in groups of 128",
         "float8_e4m3fn",
         {"group_size": 128},
+        "float8_e4m3fn",
+        _PREFILL,
+    ),
+    _Operation(
+        "float8 x float8 in blocks of 128 x 128",
+        "float8_e4m3fn",
+        {"group_size": (128, 128)},
         "float8_e4m3fn",
         _PREFILL,
     ),
@@ -73,6 +81,12 @@ def _bars(operation: _Operation, shape: Shape) -> tuple[Bar, ...]:
     return (Bar(TERAFLOPS, must=1300 if operation.w_dtype == "int8" else None, aim=1450),)
 
 
+def _sides(operation: _Operation, features: int) -> tuple[int, int]:
+    """Features and out features that share a scale."""
+    size = operation.options.get("group_size", features)
+    return size if isinstance(size, tuple) else (size, 1)
+
+
 def _bare(*operands: jax.Array) -> jax.Array:
     return operands[-2] @ operands[-1]
 
@@ -99,14 +113,14 @@ def _case(operation: _Operation, shape: Shape) -> Case:
     written = functions(ours, {}, {}, differentiable=0, cotangents=0)
     written["jax"][BARE] = _bare
     bits = 4 if operation.w_dtype == "int4" else 8
-    groups = features // operation.options.get("group_size", features)
+    group, columns = _sides(operation, features)
     x_bytes = 2 if operation.x_dtype is None else 1
     return Case(
         name=f"quantized_matmul, {operation.name}",
         shape=shape,
         make_inputs=partial(_make_inputs, operation, shape),
         bytes=features * out_features * bits // 8
-        + 4 * groups * out_features
+        + 4 * (features // group) * (out_features // columns)
         + rows * (features * x_bytes + 2 * out_features),
         flops=2 * rows * features * out_features if rows > 64 else 0,
         bars=_bars(operation, shape),
@@ -121,6 +135,7 @@ def _make_inputs(operation: _Operation, shape: Shape, key: jax.Array) -> Arrays:
     q = jaxfused.quantize(w, operation.w_dtype, layout="columns", **operation.options)
     inputs = [q.values, q.scale, x, w]
     if operation.x_dtype is not None:
-        quantized = jaxfused.quantize(x, operation.x_dtype, axis=-1, **operation.options)
+        group, _ = _sides(operation, features)
+        quantized = jaxfused.quantize(x, operation.x_dtype, axis=-1, group_size=group)
         inputs = [quantized.values, quantized.scale, *inputs]
     return tuple(inputs)

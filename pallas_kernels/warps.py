@@ -15,8 +15,8 @@ from pallas_kernels.hopper import WARPS
 def await_all() -> None:
     """Returns when all warps of the warpgroup have come this far.
 
-    `plgpu.commit_smem` does too, but first waits for what was stored to shared memory. That is not needed
-    where the warps have only read what is about to be overwritten.
+    `plgpu.commit_smem` does too, but first waits for what was stored to shared memory. That is not
+    needed where the warps have only read what is about to be overwritten.
     """
 
     @plgpu.inline_mgpu()
@@ -30,8 +30,8 @@ def await_all() -> None:
 def run_by_one(turn: jax.Array, function: Callable[[], None]) -> None:
     """Has one warp, number `turn` modulo their number, start copies, and waits for nobody.
 
-    What a whole warpgroup starts, each of its threads has to prepare, though one of them starts it: twice
-    as many instructions for each of four warps.
+    What a whole warpgroup starts, each of its threads prepares, though one of them starts it: twice as
+    many instructions for each of four warps.
     """
 
     @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))

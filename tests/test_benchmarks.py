@@ -55,7 +55,7 @@ PRODUCT_CASES = {
         *mlp.cases(shapes=[(24, 16, 32)]),
         *rope.cases(shapes=[(2, 12, 4, 2, 16)]),
         *qkv_projection.cases(shapes=[(2, 12, 4, 2, 16)]),
-        *quantized_matmul.cases(shapes=[(24, 256, 32)]),
+        *quantized_matmul.cases(shapes=[(24, 256, 128)]),
     )
 }
 LOSS_CASES = {

@@ -86,6 +86,7 @@ def test_error_feedback_is_that_of_its_definition(features):
         dict(dtype="int4", group_size=32, symmetric=False),
         dict(dtype="int4"),
         dict(dtype="int8", group_size=16),
+        dict(dtype="int8", group_size=(16, 8)),
         dict(dtype="float8_e4m3fn", rounding="gptq"),
         dict(dtype="float8_e5m2", rounding="gptq", group_size=64),
     ],

@@ -35,6 +35,8 @@ def with_scale(w, scale):
         (1026, "int8", dict(symmetric=False)),
         (521, "float8_e4m3fn", {}),
         (64, "float8_e5m2", dict(per_tensor=True)),
+        (64, "int8", dict(group_size=(32, 16), symmetric=False)),
+        (256, "int4", dict(group_size=(128, 8), layout="columns")),
     ],
     quick=(2, 3),
 )

@@ -67,6 +67,23 @@ def test_values_are_those_of_a_loop_over_groups(case):
     assert q.ndim == x.ndim
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_blocks_of_a_matrix_share_a_scale(symmetric):
+    x = jax.random.normal(jax.random.key(0), (3, 12, 20)) + 0.5
+    options = dict(symmetric=symmetric)
+    q = jax.jit(lambda x: jaxfused.quantize(x, group_size=(6, 4), **options))(x)
+    assert q.scale.shape == (3, 2, 5)
+    assert (q.groups, q.columns_alike) == (2, 4)
+    for layer, i, j in np.ndindex(q.scale.shape):
+        block = (layer, slice(6 * i, 6 * i + 6), slice(4 * j, 4 * j + 4))
+        alone = jax.jit(lambda x: jaxfused.quantize(x, per_tensor=True, **options))(x[block])
+        np.testing.assert_array_equal(q.values[block], alone.values)
+        np.testing.assert_array_equal(q.scale[layer, i, j], alone.scale[0, 0])
+        np.testing.assert_array_equal(q.dequantize()[block], alone.dequantize())
+    again = jaxfused.quantize(x, scale=q.scale, zero_point=q.zero_point)
+    np.testing.assert_array_equal(again.values, q.values)
+
+
 @settings(max_examples=3, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
@@ -237,6 +254,7 @@ COLUMNS = (
     ((2, 128, 5), "int4", {"group_size": 64, "symmetric": False}),
     ((256, 3), "int4", {"per_tensor": True}),
     ((7, 9), "float8_e4m3fn", {}),
+    ((2, 64, 12), "float8_e4m3fn", {"group_size": (32, 4)}),
 )
 
 
@@ -343,6 +361,9 @@ def test_fake_quantize_transforms():
         ({"x": jnp.ones((5, 4)), "dtype": "int4"}, "two int4 are packed .*even size"),
         ({"group_size": 3}, "group_size is 3, but it must divide the 4 values"),
         ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": (2, 3)}, r"group_size is \(2, 3\), .* 4 values along axis -1"),
+        ({"group_size": (2, 2, 2)}, "a pair is for blocks of weights"),
+        ({"group_size": (2, 2), "axis": 1}, "a pair is for blocks .* axis is 1"),
         ({"group_size": 2, "per_tensor": True}, "group_size=2 was passed with per_tensor"),
         ({"dtype": "float8_e5m2", "symmetric": False}, "dtype 'float8_e5m2' is symmetric"),
         ({"dtype": "float8_e5m2", "scale": 1.0, "zero_point": 1}, "'float8_e5m2' is symmetric"),

@@ -15,7 +15,7 @@ import jaxfused
 import jaxfused.nnx
 from benchmarks.without_gpu.target import H200
 from jaxfused import dispatch
-from jaxfused.quantization.quantized_array import FORMATS, pack_words
+from jaxfused.quantization.quantized_array import FORMATS, of_each_column, pack_words
 from jaxfused.semantics.activation import activate
 from pallas_kernels.product import quantized
 from pallas_kernels.product.few_rows import QuantizedConfig
@@ -282,7 +282,8 @@ def test_gradient_lowers_for_cuda(case):
 def both(m, k, n, dtype, group_size=None):
     rng = np.random.default_rng(0)
     x, w = (put(rng.normal(size=size), jnp.float32) for size in ((m, k), (k, n)))
-    q = jaxfused.quantize(x, dtype, axis=-1, group_size=group_size)
+    of_rows = group_size[0] if isinstance(group_size, tuple) else group_size
+    q = jaxfused.quantize(x, dtype, axis=-1, group_size=of_rows)
     return q, jaxfused.quantize(w / k**0.5, dtype, group_size=group_size, layout="columns")
 
 
@@ -290,13 +291,14 @@ def multiply_both(x, w, *, activation=None, config=None):
     return quantized.both_forward(
         x.values,
         x.scale,
-        Packed(w.values, w.scale, None),
+        Packed(w.values, of_each_column(w.scale, w.shape[1]), None),
         None,
         None,
         activation=activation,
         save_preactivation=False,
         out_dtype=jnp.bfloat16,
         multiprocessors=4,
+        columns_alike=w.columns_alike,
         config=config,
     )[0]
 
@@ -306,6 +308,16 @@ BOTH = (
     (200, 272, 136, "float8_e4m3fn", None, T(64, 128, 2, False, epilogue_columns=32)),
     (140, 256, 136, "float8_e4m3fn", 128, T(64, 128, 2, False, epilogue_columns=32)),
     (70, 384, 72, "int8", 128, T(64, 64, 3, False, epilogue_columns=32)),
+    (300, 256, 200, "int8", 128, T(64, 64, 2, False, epilogue_columns=32, turns=True)),
+    (140, 384, 320, "int8", (128, 64), T(64, 192, 2, False, epilogue_columns=32)),
+    (
+        70,
+        256,
+        256,
+        "float8_e4m3fn",
+        (128, 128),
+        T(64, 192, 2, False, epilogue_columns=32, turns=True),
+    ),
 )
 
 
@@ -404,6 +416,28 @@ def operands(dtype, options, x_dtype, m=9, k=256, n=80):
     case = Case(m, k, n, None, dtype, options)
     x, q, bias, residual = case.operands()
     return (x if x_dtype is None else jaxfused.quantize_rows(x, x_dtype)), q, bias, residual
+
+
+@pytest.mark.usefixtures("interpreted_hopper")
+@parametrize(
+    ("of_x", "of_w"),
+    [
+        (dict(per_tensor=True), {}),
+        (dict(group_size=128), dict(group_size=(128, 64))),
+        (dict(group_size=128), dict(group_size=(128, 24))),
+    ],
+    quick=(0,),
+)
+def test_scales_that_rows_or_columns_share(of_x, of_w):
+    rng = np.random.default_rng(0)
+    x, w = (put(rng.normal(size=size), jnp.float32) for size in ((3, 5, 256), (256, 192)))
+    x = jaxfused.quantize(x, axis=-1, **of_x)
+    w = jaxfused.quantize(w, layout="columns", **of_w)
+    actual, expected = (
+        jax.jit(functools.partial(jaxfused.quantized_matmul, implementation=implementation))(x, w)
+        for implementation in ("pallas", "xla")
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 @parametrize(("dtype", "options", "x_dtype"), OPERANDS, quick=(1,))

@@ -23,7 +23,8 @@ class QuantizedDense(linen.Module):
     Attributes:
       features: F.
       kernel_dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2".
-      group_size: input features that share a scale; by default all of them.
+      group_size: input features that share a scale; by default all of them. A pair is of the sides of
+        a block of the kernel: input and output features.
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
       input_dtype: to which x is quantised, row by row: "int8", "float8_e4m3fn" or "float8_e5m2";
         None leaves it as it is. No gradient goes to an x that is quantised.
@@ -48,7 +49,7 @@ class QuantizedDense(linen.Module):
 
     features: int
     kernel_dtype: str = "int8"
-    group_size: int | None = None
+    group_size: int | tuple[int, int] | None = None
     symmetric: bool = True
     input_dtype: str | None = None
     use_bias: bool = True

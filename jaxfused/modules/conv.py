@@ -15,7 +15,7 @@ from jaxfused.modules.promotion import floating
 from jaxfused.ops.conv import Statistics
 from jaxfused.ops.conv_input import ConvInput, as_array
 from jaxfused.quantization.quantize import quantize
-from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray
+from jaxfused.quantization.quantized_array import FORMATS, QuantizedArray, of_each_column
 from jaxfused.reference.promotion import along_last_axis
 
 Norm = Literal["batch_norm", "group_norm"]
@@ -168,6 +168,6 @@ def fold_norm(kernel: Kernel, **norm: Any) -> tuple[Kernel, jax.Array]:
         return replace(kernel, array=array), bias
     if not isinstance(kernel, QuantizedKernel):
         return ops.batch_norm.fold_batch_norm(jnp.asarray(kernel), **norm)
-    scale = jnp.broadcast_to(kernel.array.scale, (kernel.array.groups, kernel.array.shape[-1]))
+    scale = of_each_column(kernel.array.scale, kernel.array.shape[-1])
     scale, bias = ops.batch_norm.fold_batch_norm(scale, **norm)
     return replace(kernel, array=replace(kernel.array, scale=scale)), bias

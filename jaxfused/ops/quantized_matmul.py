@@ -27,7 +27,12 @@ from jaxfused.ops.linear import (
 from jaxfused.ops.product_choice import Passes, fastest_first, is_modelled, xla_time
 from jaxfused.ops.validation import check_activation, check_floating
 from jaxfused.ops.weight_gradient import sum_rows
-from jaxfused.quantization.quantized_array import Layout, QuantizedArray, check_parts
+from jaxfused.quantization.quantized_array import (
+    Layout,
+    QuantizedArray,
+    check_parts,
+    of_each_column,
+)
 from pallas_kernels.product import quantized as pallas_quantized
 from pallas_kernels.product.few_rows import MAX_ROWS
 from pallas_kernels.product.quantized import Packed
@@ -129,6 +134,7 @@ def quantized_matmul(
         out_dtype,
         w.layout,
         w.dtype,
+        w.columns_alike,
         x_dtype=None if isinstance(x, QuantizedArray) else x.dtype,
         residual_dtype=None if residual is None else residual.dtype,
         scale_gradient=scale_gradient,
@@ -137,7 +143,7 @@ def quantized_matmul(
     arrays = sharding.align(
         (
             values,
-            x.scale if isinstance(x, QuantizedArray) else None,
+            _of_rows(x) if isinstance(x, QuantizedArray) else None,
             w.values,
             *of_columns(w),
             bias,
@@ -175,13 +181,17 @@ def _takes_reference(
 
 
 def of_columns(w: QuantizedArray) -> tuple[jax.Array, jax.Array | None]:
-    """The scale and the zero point [G, F]: one of the whole array is repeated for each column."""
-    shape = (w.groups, w.shape[1])
-    zero_point = w.zero_point
+    """The scale and the zero point [G, F]: what columns share is repeated for each."""
+    zero_point, columns = w.zero_point, w.shape[1]
     return (
-        jnp.broadcast_to(w.scale, shape),
-        None if zero_point is None else jnp.broadcast_to(zero_point, shape),
+        of_each_column(w.scale, columns),
+        None if zero_point is None else of_each_column(zero_point, columns),
     )
+
+
+def _of_rows(x: QuantizedArray) -> jax.Array:
+    """The scales [..., G]: what rows share is repeated for each."""
+    return jnp.broadcast_to(x.scale, (*x.shape[:-1], x.groups))
 
 
 def _check_quantized(op: str, name: str, array: Any, axis: int, remedy: str) -> None:
@@ -224,6 +234,8 @@ class _Options:
     out_dtype: Any
     layout: Layout
     w_dtype: str
+    columns_alike: int
+    """How many neighbouring columns of w have the same scales."""
     x_dtype: Any
     """None where x is quantised."""
     residual_dtype: Any
@@ -537,6 +549,7 @@ class _LayerOfBoth(_Layer):
                 residual,
                 **keywords,
                 multiprocessors=device.multiprocessors,
+                columns_alike=self.options.columns_alike,
                 config=config,
             )
         if implementation == "cuda":

@@ -49,10 +49,10 @@ def rounded_weights(
     w = w.astype(jnp.float32)
     order = np.argsort(-np.diag(gram), kind="stable")
     factor = _inverse_factor(gram[np.ix_(order, order)], damping)
-    scales = jnp.broadcast_to(spread(scale, w.shape, -2), w.shape)
+    scales = jnp.broadcast_to(spread(scale, w.shape), w.shape)
     zeros = None
     if zero_point is not None:
-        zeros = jnp.broadcast_to(spread(zero_point, w.shape, -2), w.shape)[order]
+        zeros = jnp.broadcast_to(spread(zero_point, w.shape), w.shape)[order]
     feedback = _with_feedback(w[order], factor, scales[order], zeros, dtype)
     feedback = feedback[np.argsort(order)]
     nearest = rounding.encode(w, dtype, scale, zero_point, -2).dequantize()

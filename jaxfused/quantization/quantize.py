@@ -15,6 +15,7 @@ from jaxfused.quantization.quantized_array import (
     WORD_BLOCK,
     Layout,
     QuantizedArray,
+    scale_fits,
 )
 
 
@@ -23,7 +24,7 @@ def quantize(
     dtype: Any = "int8",
     *,
     axis: int = -2,
-    group_size: int | None = None,
+    group_size: int | tuple[int, int] | None = None,
     per_tensor: bool = False,
     symmetric: bool = True,
     scale: jax.Array | float | None = None,
@@ -52,12 +53,14 @@ def quantize(
       axis: along which scales are shared; for a product, the axis that it sums over. The size of it
         is even for int4, two of which are packed along it into a byte.
       group_size: values along `axis` that share a scale (kernels take 32, 64 or 128); it divides the
-        size of the axis. By default one scale serves the whole axis: for [D, F], one a channel.
+        size of the axis. By default one scale serves the whole axis: for [D, F], one a channel. A pair,
+        for axis -2, is of the sides of a block that shares a scale: (128, 128) as DeepSeek-V3 has them.
       per_tensor: one scale for all of x.
       symmetric: whether 0 stands for 0. float8 is always symmetric.
       scale: given instead of chosen, positive and finite (in a compiled program others become NaN, and
         make their groups NaN): a scalar, or an array of x's rank that has along
-        `axis` as many entries as groups and elsewhere x's size or 1.
+        `axis` as many entries as groups, of axis -2 also along the last one, and elsewhere x's size
+        or 1.
       zero_point: with `scale`, for int8 and int4; an integer in the dtype's range, of the scale's
         shape or a scalar.
       layout: how the numbers lie in memory: "rows" as x has them; "columns" with what a product sums
@@ -78,6 +81,8 @@ def quantize(
              [-127,  127]], dtype=int8)
       >>> jaxfused.quantize(jnp.ones((256, 8)), "int4", group_size=64).scale.shape
       (4, 8)
+      >>> jaxfused.quantize(jnp.ones((256, 512)), "float8_e4m3fn", group_size=(128, 128)).scale.shape
+      (2, 4)
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference", 2017, https://arxiv.org/abs/1712.05877; Micikevicius et al.,
@@ -135,7 +140,7 @@ def fake_quantize(
     dtype: Any = "int8",
     *,
     axis: int = -2,
-    group_size: int | None = None,
+    group_size: int | tuple[int, int] | None = None,
     per_tensor: bool = False,
     symmetric: bool = True,
     scale: jax.Array | float | None = None,
@@ -180,9 +185,8 @@ def fake_quantize(
             op, constant, name, axis, group_size, per_tensor, symmetric, scale, zero_point
         )
     )
-    axis = _from_the_end(axis, x)
-    rounded = rounding.encode(constant, name, scale, zero_point, axis)
-    inside = rounding.inside_range(constant, name, scale, zero_point, axis)
+    rounded = rounding.encode(constant, name, scale, zero_point, _from_the_end(axis, x))
+    inside = rounding.inside_range(constant, name, scale, zero_point)
     return rounding.straight_through(x, rounded.dequantize(x.dtype), inside)
 
 
@@ -238,7 +242,6 @@ def _scale_and_zero_point(
         raise ValueError(
             f"{op}: dtype {dtype!r} is symmetric; pass symmetric=True and no zero_point."
         )
-    size = x.shape[axis]
     if scale is None:
         if zero_point is not None:
             raise ValueError(f"{op}: zero_point was passed without a scale; pass both or neither.")
@@ -247,16 +250,13 @@ def _scale_and_zero_point(
                 f"{op}: group_size={group_size} was passed with per_tensor=True, but one scale is"
                 " for a group or for all; pass one of the two."
             )
-        if group_size is not None and (group_size < 1 or size % group_size):
-            raise ValueError(
-                f"{op}: group_size is {group_size}, but it must divide the {size} values along axis"
-                f" {axis} of x; pass a divisor of {size}, or pad x."
-            )
+        groups, blocks = _runs(op, x, axis, group_size)
         return rounding.scales(
             x,
             dtype,
             axis=axis,
-            groups=1 if group_size is None else size // group_size,
+            groups=groups,
+            blocks=blocks,
             per_tensor=per_tensor,
             symmetric=symmetric,
         )
@@ -267,14 +267,11 @@ def _scale_and_zero_point(
         )
     scale = jnp.asarray(scale, jnp.float32)
     scale = scale.reshape((1,) * x.ndim) if scale.ndim == 0 else scale
-    if scale.ndim != x.ndim or not all(
-        s == 1 or s == n or (i == axis % x.ndim and s > 0 and n % s == 0)
-        for i, (s, n) in enumerate(zip(scale.shape, x.shape, strict=True))
-    ):
+    if not scale_fits(scale.shape, x.shape, _from_the_end(axis, x)):
         raise ValueError(
             f"{op}: scale has shape {scale.shape}, but x has shape {x.shape} and axis {axis}; pass a"
             " scalar, or an array of x's rank with 1 or x's size everywhere, and along the axis the"
-            " number of groups."
+            " number of groups (of axis -2 also along the last one)."
         )
     scale = _positive(op, scale)
     if zero_point is None:
@@ -288,6 +285,30 @@ def _scale_and_zero_point(
     zero_point = jnp.broadcast_to(zero_point, scale.shape) if zero_point.ndim == 0 else zero_point
     check_shape(op, "zero_point", zero_point, scale.shape, f"scale has shape {scale.shape}")
     return scale, zero_point.astype(jnp.int8)
+
+
+def _runs(
+    op: str, x: jax.Array, axis: int, group_size: int | tuple[int, int] | None
+) -> tuple[int, int | None]:
+    """Into how many runs the axis is cut, and the last one if it is."""
+    if group_size is None:
+        return 1, None
+    sizes = tuple(group_size) if isinstance(group_size, tuple | list) else (group_size,)
+    if len(sizes) > 1 and (len(sizes) > 2 or _from_the_end(axis, x) != -2):
+        raise ValueError(
+            f"{op}: group_size is {group_size}, but a pair is for blocks of weights of axis -2, and axis"
+            f" is {axis}; pass one number."
+        )
+    runs = []
+    for size, of_axis in zip(sizes, (axis, -1), strict=False):
+        values = x.shape[of_axis]
+        if size < 1 or values % size:
+            raise ValueError(
+                f"{op}: group_size is {group_size}, but it must divide the {values} values along axis"
+                f" {of_axis} of x; pass a divisor of {values}, or pad x."
+            )
+        runs.append(values // size)
+    return runs[0], runs[1] if len(runs) > 1 else None
 
 
 def _positive(op: str, scale: jax.Array) -> jax.Array:

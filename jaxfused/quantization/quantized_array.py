@@ -10,7 +10,8 @@ How the bits lie, unless the layout is "columns":
   contiguous, as the kernels read it. int8 and float8 are stored as [..., F, D]. int4 are stored in words
   of 32 bits, int32 [..., F, D / 8], for which D is a multiple of 128: `pack_words` says in which order.
 - scale and zero_point: of the rank of the values, broadcasting to them but for `axis`, where entry g is
-  that of the g-th of as many equal runs of neighbouring values (groups).
+  that of the g-th of as many equal runs of neighbouring values (groups). Of weights [..., D, F] of axis
+  -2 the columns may come in such runs too, so that a block of the matrix shares a scale.
 
 A value stands for `scale * (q - zero_point)`.
 """
@@ -130,6 +131,11 @@ class QuantizedArray:
         """How many scales there are along `axis`; 1 where one serves the whole axis."""
         return self.scale.shape[self.axis]
 
+    @property
+    def columns_alike(self) -> int:
+        """How many neighbouring entries along the last axis share a scale."""
+        return self.shape[-1] // self.scale.shape[-1]
+
     def unpacked(self) -> jax.Array:
         """The values with one to a byte, in the shape of the array: int8 for int4."""
         if self.layout == "columns":
@@ -145,8 +151,8 @@ class QuantizedArray:
         """
         values = self.unpacked().astype(jnp.float32)
         if self.zero_point is not None:
-            values = values - spread(self.zero_point, self.shape, self.axis).astype(jnp.float32)
-        return (values * spread(self.scale, self.shape, self.axis)).astype(dtype)
+            values = values - spread(self.zero_point, self.shape).astype(jnp.float32)
+        return (values * spread(self.scale, self.shape)).astype(dtype)
 
 
 def check_parts(op: str, name: str, array: QuantizedArray) -> None:
@@ -184,21 +190,30 @@ def check_parts(op: str, name: str, array: QuantizedArray) -> None:
             f"{op}: {name}.values has {values.shape[-1]} words of int4 in a row, but they come in blocks"
             f" of {WORD_BLOCK // _NIBBLES}; {remedy}."
         )
-    fits = scale.ndim == len(shape) and all(
-        entries in (1, size)
-        or (axis - len(shape) == array.axis and entries > 0 and size % entries == 0)
-        for axis, (entries, size) in enumerate(zip(scale.shape, shape, strict=False))
-    )
-    if not fits:
+    if not scale_fits(scale.shape, shape, array.axis):
         raise ValueError(
             f"{op}: {name}.scale has shape {scale.shape}, but {name} has shape {shape}: along axis"
-            f" {array.axis} a scale is of equal groups, and elsewhere of one value or all; {remedy}."
+            f" {array.axis}, and across it in weights of axis -2, a scale is of equal groups, and"
+            f" elsewhere of one value or all; {remedy}."
         )
     if zero_point is not None and zero_point.shape != scale.shape:
         raise ValueError(
             f"{op}: {name}.zero_point has shape {zero_point.shape}, but {name}.scale has shape"
             f" {scale.shape}; {remedy}."
         )
+
+
+def scale_fits(scale: tuple[int, ...], shape: tuple[int, ...], axis: int) -> bool:
+    """Whether scales of one shape are those of equal runs of an array of another.
+
+    Args:
+      axis: counted from the last.
+    """
+    split = (axis, -1) if axis == -2 else (axis,)
+    return len(scale) == len(shape) and all(
+        entries in (1, size) or (i - len(shape) in split and entries > 0 and size % entries == 0)
+        for i, (entries, size) in enumerate(zip(scale, shape, strict=True))
+    )
 
 
 def pack_int4(values: jax.Array, axis: int) -> jax.Array:
@@ -260,8 +275,15 @@ def _nibble_shifts() -> jax.Array:
     return 4 * jnp.arange(_NIBBLES, dtype=jnp.uint32)
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Scales that broadcast against an array of `shape`: each is repeated over its group."""
-    if scale.shape[axis] == 1:
-        return scale
-    return jnp.repeat(scale, shape[axis] // scale.shape[axis], axis=axis)
+def spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Scales that broadcast against an array of `shape`: each is repeated over its run."""
+    for axis, (entries, size) in enumerate(zip(scale.shape, shape, strict=True)):
+        if entries not in (1, size):
+            scale = jnp.repeat(scale, size // entries, axis=axis)
+    return scale
+
+
+def of_each_column(scale: jax.Array, columns: int) -> jax.Array:
+    """The scales, or zero points, [..., G, F] of weights whose columns may share them."""
+    groups = scale.shape[:-1]
+    return jnp.broadcast_to(spread(scale, (*groups, columns)), (*groups, columns))

@@ -60,7 +60,9 @@ class QuantizationReport:
 def describe(rule: QuantizationRule, *, rounding: str) -> str:
     """A rule's format in words."""
     words = [str(rule.dtype)]
-    if rule.group_size is not None:
+    if isinstance(rule.group_size, tuple):
+        words[0] += f" blocks of {rule.group_size[0]} x {rule.group_size[1]}"
+    elif rule.group_size is not None:
         words[0] += f" groups of {rule.group_size}"
     if not rule.symmetric:
         words[0] += " with zero points"

@@ -17,11 +17,25 @@ from jaxfused.reference.promotion import accumulator_dtype
 
 
 # Where the weights of a model are quantised one after the other, each of these two is one program.
-@functools.partial(jax.jit, static_argnames=("dtype", "axis", "groups", "per_tensor", "symmetric"))
+@functools.partial(
+    jax.jit, static_argnames=("dtype", "axis", "groups", "blocks", "per_tensor", "symmetric")
+)
 def scales(
-    x: jax.Array, dtype: str, *, axis: int, groups: int, per_tensor: bool, symmetric: bool
+    x: jax.Array,
+    dtype: str,
+    *,
+    axis: int,
+    groups: int,
+    blocks: int | None = None,
+    per_tensor: bool,
+    symmetric: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (scale, zero_point), such that the range of each group just fits into `dtype`."""
+    """Returns (scale, zero_point), such that the range of each group just fits into `dtype`.
+
+    Args:
+      groups: into how many runs `axis` is cut.
+      blocks: into how many the last one is, where `axis` is -2; None leaves each entry its own scale.
+    """
     limits = FORMATS[dtype]
     if per_tensor:
         runs, over = x, tuple(range(x.ndim))
@@ -29,6 +43,9 @@ def scales(
         axis = axis % x.ndim
         runs = x.reshape(*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
         over = (axis + 1,)
+        if blocks is not None:
+            runs = runs.reshape(*runs.shape[:-1], blocks, x.shape[-1] // blocks)
+            over = (axis + 1, axis + 3)
     runs = runs.astype(accumulator_dtype(x.dtype))
 
     def extreme(reduction, values):
@@ -57,13 +74,13 @@ def to_integers(values: jax.Array, dtype: str) -> jax.Array:
     return jnp.where(jnp.isnan(clipped), 0.0, clipped).astype(jnp.int8)
 
 
-def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None, axis: int) -> jax.Array:
+def in_units(x: jax.Array, scale: jax.Array, zero_point: jax.Array | None) -> jax.Array:
     """`x / scale + zero_point`: what the rounding is of."""
     units = x.astype(accumulator_dtype(x.dtype))
-    units = units / spread(scale, x.shape, axis).astype(units.dtype)
+    units = units / spread(scale, x.shape).astype(units.dtype)
     if zero_point is None:
         return units
-    return units + spread(zero_point, x.shape, axis).astype(units.dtype)
+    return units + spread(zero_point, x.shape).astype(units.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "axis", "layout"))
@@ -76,7 +93,7 @@ def encode(
     layout: Layout = "rows",
 ) -> QuantizedArray:
     """Rounds x to the nearest value of each scale; what lies outside the range is clipped to it."""
-    values = codes(in_units(x, scale, zero_point, axis), dtype, symmetric=zero_point is None)
+    values = codes(in_units(x, scale, zero_point), dtype, symmetric=zero_point is None)
     values = values.mT if layout == "columns" else values
     if dtype == "int4":
         values = pack_words(values) if layout == "columns" else pack_int4(values, axis)
@@ -99,11 +116,11 @@ def codes(units: jax.Array, dtype: str, *, symmetric: bool) -> jax.Array:
 
 
 def inside_range(
-    x: jax.Array, dtype: str, scale: jax.Array, zero_point: jax.Array | None, axis: int
+    x: jax.Array, dtype: str, scale: jax.Array, zero_point: jax.Array | None
 ) -> jax.Array:
     """Where x is rounded and not clipped."""
     limits = FORMATS[dtype]
-    units = in_units(x, scale, zero_point, axis)
+    units = in_units(x, scale, zero_point)
     if zero_point is None:
         return jnp.abs(units) < limits.clipped_from
     return (units >= limits.smallest - 0.5) & (units < limits.clipped_from)

@@ -18,7 +18,8 @@ class QuantizationRule:
       pattern: a regular expression, searched for in the path of a layer, such as "blocks/3/mlp/up".
         The empty one is found in every path.
       dtype: "int8", "int4", "float8_e4m3fn" or "float8_e5m2"; None leaves the layer as it is.
-      group_size: input features that share a scale; by default all of them.
+      group_size: input features that share a scale; by default all of them. A pair, such as (128, 128),
+        is of the sides of a block of the kernel: input and output features.
       symmetric: whether 0 stands for 0, as in `jaxfused.quantize`.
       input_dtype: to which the layer's inputs are quantised, row by row: "int8", "float8_e4m3fn" or
         "float8_e5m2"; None leaves them as they are.
@@ -41,7 +42,7 @@ class QuantizationRule:
 
     pattern: str
     dtype: str | None
-    group_size: int | None = None
+    group_size: int | tuple[int, int] | None = None
     symmetric: bool = True
     input_dtype: str | None = None
     layout: Layout = "rows"

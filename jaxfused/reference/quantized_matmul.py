@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfused.quantization.quantized_array import WORD_BLOCK, QuantizedArray
+from jaxfused.quantization.quantized_array import WORD_BLOCK, QuantizedArray, of_each_column, spread
 from jaxfused.reference import linear
 from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
 from jaxfused.reference.product import product
@@ -119,15 +119,15 @@ def gradient_of_scale(x: jax.Array, w: QuantizedArray, dy: jax.Array) -> jax.Arr
             first = start // group
             count = max(part // group, 1)
             zeros = jax.lax.dynamic_slice_in_dim(w.zero_point, first, count).astype(jnp.float32)
-            values = values - jnp.repeat(zeros, part // count, axis=0)
+            values = values - spread(zeros, values.shape)
         piece = jax.lax.dynamic_slice_in_dim(rows, start, part, axis=1)
         gradient = jnp.matmul(piece.T, dy, preferred_element_type=jnp.float32)
         return (values * gradient).reshape(-1, min(part, group), columns).sum(axis=1)
 
     sums = jax.lax.map(of_part, jnp.arange(0, features, part))
     sums = sums.reshape(w.groups, -1, columns).sum(axis=1)
-    # One scale may serve all columns.
-    return sums if w.scale.shape == sums.shape else sums.sum(axis=1, keepdims=True)
+    # One scale may serve several columns.
+    return sums.reshape(*w.scale.shape, w.columns_alike).sum(axis=2)
 
 
 def _features_at_a_time(w: QuantizedArray, group: int) -> int:
@@ -193,8 +193,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     if x.groups > 1 or w.groups > 1 or integers[0] != integers[1]:
         return jnp.matmul(x.dequantize(), w.dequantize())
     if not integers[0]:
-        total = _float8_matmul(a, b)
-        return total * x.scale * along_last_axis(w.scale[0], total)
+        return _scaled(_float8_matmul(a, b), x, w)
     total = _int8_matmul(a, b)
     # This computes the sum of (a - zx) (b - zw) from a product in int8.
     if x.zero_point is not None:
@@ -204,9 +203,14 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
         rows = jnp.sum(a, axis=-1, keepdims=True, dtype=jnp.int32)
         if x.zero_point is not None:
             rows = rows - a.shape[-1] * x.zero_point.astype(jnp.int32)
-        total = total - rows * along_last_axis(w.zero_point[0], total)
-    total = total.astype(jnp.float32)
-    return total * x.scale * along_last_axis(w.scale[0], total)
+        zeros = of_each_column(w.zero_point, w.shape[1])[0]
+        total = total - rows * along_last_axis(zeros, total)
+    return _scaled(total.astype(jnp.float32), x, w)
+
+
+def _scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
+    """A product of stored values times the scales of its rows and columns."""
+    return total * x.scale * along_last_axis(of_each_column(w.scale, w.shape[1])[0], total)
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:

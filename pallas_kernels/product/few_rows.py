@@ -289,8 +289,8 @@ class FewRows:
             cluster=(self.config.parts,),
             cluster_names=("part",),
             kernel_name=name,
-            # Between a thread's stores and the reads of another there is always a commit, or a barrier of
-            # the cluster, which are the warpgroup's barriers as well.
+            # Between a thread's stores and the reads of another there is always a commit or a barrier
+            # of the cluster, which the whole warpgroup waits for.
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )(*xs, *ws, *others)
 

@@ -59,6 +59,9 @@ class MatmulConfig:
     """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
+    turns: bool = False
+    """Where the sums of steps are scaled: the warpgroups take turns at the tensor cores, so that one
+    multiplies a step while the other scales the one before."""
     pads_columns: bool = False
     """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
     of a tile's columns and not one block of them. That pays where there are many rows."""
@@ -157,9 +160,9 @@ class Product:
     b_transposed: bool = False
     b_columns: int = 0
     """Columns of each product's b in memory where it is [K, N]; more than `n` where XLA padded it."""
-    scales_steps: bool = False
-    """The sums of each step are scaled, by a number for each row and one for each column, before they
-    are added to those of the steps before."""
+    scaled_columns: int = 0
+    """The sums of each step are scaled, by a number for each row and one for so many columns, before
+    they are added to those of the steps before; 0 if they are not."""
     quantized: Format | None = None
     """How b is stored, if it is quantised: the warpgroup that copies then converts it to a's dtype."""
     b_dtype: Any = None
@@ -171,6 +174,11 @@ class Product:
     @property
     def tile_k(self) -> int:
         return swizzled_columns(self.dtype)
+
+    @property
+    def scales_columns_alike(self) -> bool:
+        """Whether a step's numbers for columns are few enough to be read as they are needed."""
+        return self.scaled_columns > 1
 
     @property
     def accumulator_dtype(self) -> Any:
@@ -237,7 +245,10 @@ class Product:
     def copies_of_slot(self) -> int:
         """Arrivals at the barrier of a slot: of copies, or of the warpgroup that converts b."""
         of_b = self.products * self.b_tile.blocks if self.quantized is None else 1
-        return self.a_tile.blocks + of_b + (2 if self.scales_steps else 0)
+        of_scales = 0
+        if self.scaled_columns:
+            of_scales = 1 if self.scales_columns_alike else 2
+        return self.a_tile.blocks + of_b + of_scales
 
     @property
     def raw_step(self) -> int:
@@ -293,7 +304,8 @@ class Product:
           scratch: shared memory of the epilogue.
           epilogue: that of a tile, from `others` and the outputs in global memory, and `scratch`.
           name: of the kernel, in a profile.
-          step_scales: with `scales_steps`, those of the rows [steps, M] and of the columns [steps, N].
+          step_scales: with `scaled_columns`, those of the rows [steps, M], and of the columns [steps, N]
+            or as many fewer.
         """
 
         def kernel(*refs, ring, own):
@@ -309,7 +321,7 @@ class Product:
                 wg_idx == CONSUMERS,
                 lambda: producer.run(),
                 lambda: _Consumer(
-                    self, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own)
+                    self, Ring(**ring), wg_idx, functools.partial(epilogue, rest, own), of_steps
                 ).run(),
             )
 
@@ -355,15 +367,16 @@ class Product:
                 collective_axes=("cta",), num_arrivals=takers, num_barriers=c.stages
             ),
         )
-        if self.scales_steps:
+        if self.scaled_columns:
             ring["a_scale"] = plgpu.SMEM((c.stages, c.cta_tile_m), jnp.float32)
+        if self.scaled_columns and not self.scales_columns_alike:
             ring["b_scale"] = plgpu.SMEM((c.stages, c.tile_n), jnp.float32)
         if self.quantized is not None:
             ring["raw"] = [self.raw_tile.memory(RAW_STAGES) for _ in range(self.products)]
             ring["raw_full"] = plgpu.Barrier(
                 num_arrivals=self.products * self.raw_tile.copies, num_barriers=RAW_STAGES
             )
-        if c.ping_pong:
+        if c.ping_pong or c.turns:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
 
@@ -499,7 +512,7 @@ class Ring:
     free: Any
     """All instructions that read a slot have ended."""
     turn: Any = None
-    """In ping-pong, a warpgroup may multiply."""
+    """In ping-pong or in turns, a warpgroup may multiply."""
     a_scale: Any = None
     b_scale: Any = None
     raw: Any = None
@@ -545,12 +558,13 @@ class _Producer:
         full = ring.full.at[product.full_idx(sequence_idx, slot)]
         step = Step(m_start, n_idx, term, k_idx)
         product.copy_step(ring, self.a_gmem, self.b_gmem, slot, step, full)
-        if product.scales_steps:
+        if product.scaled_columns:
             of_rows, of_columns = self.step_scales
             rows = pl.ds(m_start, product.config.cta_tile_m)
-            columns = pl.ds(n_idx * product.part_n, product.part_n)
             plgpu.copy_gmem_to_smem(of_rows.at[k_idx, rows], ring.a_scale.at[slot], full)
-            plgpu.copy_gmem_to_smem(of_columns.at[k_idx, columns], ring.b_scale.at[slot], full)
+            if not product.scales_columns_alike:
+                columns = pl.ds(n_idx * product.part_n, product.part_n)
+                plgpu.copy_gmem_to_smem(of_columns.at[k_idx, columns], ring.b_scale.at[slot], full)
         return product.next_slot(slot), filled + 1
 
     def _await_readers(self, slot, filled) -> None:
@@ -661,6 +675,10 @@ _CONVERTED_COLUMNS = 64
 """Of b that a warpgroup has in registers at a time."""
 
 
+SCALED_PIECE = 64
+"""Columns whose scale a step reads, where it reads few: they divide those that share one."""
+
+
 @dataclass(frozen=True)
 class _Consumer:
     """A warpgroup that multiplies, and runs the epilogue of its tiles."""
@@ -670,6 +688,7 @@ class _Consumer:
     wg_idx: jax.Array
     epilogue_of: Callable[[TilePlace], Any]
     """A `TileEpilogue`, or a `SummingEpilogue` where the product sums."""
+    step_scales: Sequence[Any] = ()
 
     def run(self) -> None:
         ping_pong, turn = self.product.config.ping_pong, self.ring.turn
@@ -679,7 +698,7 @@ class _Consumer:
         tiles = self.product.tiles_of_cluster()
         stride = CONSUMERS if ping_pong else 1
         first = self.wg_idx if ping_pong else jnp.int32(0)
-        if ping_pong:
+        if ping_pong or self.product.config.turns:
             pl.when(self.wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def tile(tile_idx, _):
@@ -697,8 +716,8 @@ class _Consumer:
         place = TilePlace(self.wg_idx, m_start, n_idx)
         epilogue = self.epilogue_of(place)
         epilogue.prefetch()
-        if self.product.scales_steps:
-            epilogue.run(self._accumulate_scaled(sequence_idx))
+        if self.product.scaled_columns:
+            epilogue.run(self._accumulate_scaled(sequence_idx, tiles, n_idx))
             return
         if self.product.promoted_steps:
             epilogue.run(self._accumulate_promoted(sequence_idx))
@@ -715,36 +734,69 @@ class _Consumer:
         c = self.product.config
         return plgpu.ACC((c.tile_m, c.tile_n), self.product.accumulator_dtype)
 
-    def _accumulate_scaled(self, sequence_idx) -> jax.Array:
+    def _accumulate_scaled(self, sequence_idx, tiles, n_idx) -> jax.Array:
         """The sums of a tile, those of each step scaled.
 
-        While a warpgroup scales, the other one has the tensor cores: they share a tile without turns.
+        While a warpgroup scales, the other one has the tensor cores.
         """
-        product, ring, c = self.product, self.ring, self.product.config
-        shape = (c.tile_m, c.tile_n)
+        product, c, turn = self.product, self.product.config, self.ring.turn
+        # Columns that share a number also share its product with that of a row.
+        width = SCALED_PIECE if product.scales_columns_alike else c.tile_n
+        starts = range(0, c.tile_n, width)
 
         def step(k_idx, carry):
-            slot, total = carry
+            slot, totals = carry
+            # They are read ahead of the product, behind which the memory's latency is hidden.
+            numbers = self._column_numbers(k_idx, n_idx, starts)
+            is_last = (sequence_idx == tiles - 1) & (k_idx == product.k_steps - 1)
 
             def multiply(acc_ref):
+                if c.turns:
+                    plgpu.barrier_wait(turn.at[self.wg_idx])
                 self._multiply(acc_ref, sequence_idx, k_idx, slot)
                 plgpu.wgmma_wait(0)
+                if c.turns:
+                    # The second warpgroup's last step is nobody's turn any more.
+                    others = ~is_last | (self.wg_idx == 0)
+                    pl.when(others)(
+                        lambda: plgpu.barrier_arrive(turn.at[CONSUMERS - 1 - self.wg_idx])
+                    )
                 return acc_ref[...]
 
             sums = pl.run_scoped(multiply, self._accumulator).astype(jnp.float32)
-            first = jnp.int32(0) if c.ping_pong else self.wg_idx * c.tile_m
-            of_rows = plgpu.load(
-                ring.a_scale.at[slot, pl.ds(first, c.tile_m)], layout=plgpu.Layout.WGMMA.reduce(1)
-            )
-            of_columns = plgpu.load(ring.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-            plgpu.barrier_arrive(ring.free.at[slot])
-            of_rows = lax.broadcast_in_dim(of_rows, shape, (0,))
-            of_columns = lax.broadcast_in_dim(of_columns, shape, (1,))
-            return product.next_slot(slot), total + sums * of_columns * of_rows
+            scaled = self._scaled_pieces(sums, slot, starts, numbers)
+            totals = tuple(total + piece for total, piece in zip(totals, scaled, strict=True))
+            plgpu.barrier_arrive(self.ring.free.at[slot])
+            return product.next_slot(slot), totals
 
         slot = lax.rem(sequence_idx * product.k_steps, jnp.int32(c.stages))
-        zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, product.k_steps, step, (slot, zeros))[1]
+        zeros = plgpu.layout_cast(jnp.zeros((c.tile_m, width), jnp.float32), plgpu.Layout.WGMMA)
+        _, totals = lax.fori_loop(0, product.k_steps, step, (slot, (zeros,) * len(starts)))
+        return totals[0] if len(totals) == 1 else jnp.concatenate(totals, axis=1)
+
+    def _column_numbers(self, k_idx, n_idx, starts: range) -> list[jax.Array]:
+        """The number of a step for each piece of the tile's columns, where they share numbers."""
+        product = self.product
+        if not product.scales_columns_alike:
+            return []
+        columns = (jnp.minimum(n_idx * product.part_n + s, product.n - 1) for s in starts)
+        numbers = self.step_scales[1]
+        return [numbers[k_idx, lax.div(c, jnp.int32(product.scaled_columns))] for c in columns]
+
+    def _scaled_pieces(
+        self, sums, slot, starts: range, numbers: Sequence[jax.Array]
+    ) -> Iterator[jax.Array]:
+        """Yields the pieces of a step's sums times the step's numbers for rows and columns."""
+        ring, c = self.ring, self.product.config
+        rows = pl.ds(self.wg_idx * c.tile_m, c.tile_m)
+        of_rows = plgpu.load(ring.a_scale.at[slot, rows], layout=plgpu.Layout.WGMMA.reduce(1))
+        if not numbers:
+            of_columns = plgpu.load(ring.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+            of_columns = lax.broadcast_in_dim(of_columns, sums.shape, (1,))
+            yield sums * of_columns * lax.broadcast_in_dim(of_rows, sums.shape, (0,))
+        for start, number in zip(starts, numbers, strict=False):
+            piece = sums[:, start : start + starts.step]
+            yield piece * lax.broadcast_in_dim(of_rows * number, piece.shape, (0,))
 
     def _accumulate_promoted(self, sequence_idx) -> jax.Array:
         """The sums of a tile, of which those of some steps at a time are taken by the tensor cores."""

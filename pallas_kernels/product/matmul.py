@@ -201,7 +201,8 @@ def matmul(
       row_vectors: [M] each, the same for all columns; a product of few rows takes none.
       scalars: [1] each, float32, the same for all elements; with a config of tiles.
       step_scales: of each 128 bytes along K, those of the rows of a [K steps, M] and of the columns of b
-        [K steps, N], which multiply the sums of these; float32. Configs without ping-pong take them.
+        [K steps, N], or of runs of a multiple of 64 columns each, which multiply the sums of these;
+        float32. Configs without ping-pong take them.
       column_sums: which of the outputs are also summed over the rows, to float32 [N]: in float32, before
         they are rounded.
       column_moments: of which of the outputs, as rounded, mean and variance over the rows are wanted,
@@ -365,7 +366,7 @@ class _Call:
             a_transposed=self.a_transposed,
             b_transposed=self.b_transposed,
             b_columns=self.n + (-self.n % swizzled_columns(self.dtype) if pads else 0),
-            scales_steps=bool(self.step_scales),
+            scaled_columns=self.n // self.step_scales[1].shape[1] if self.step_scales else 0,
             quantized=self.b_format,
             b_dtype=self.bs[0].dtype if self.mixes_float8 else None,
             promoted_steps=self.promoted_steps,
@@ -401,10 +402,11 @@ class _Call:
             raise ValueError(
                 f"matmul: promoted_steps want a config without ping_pong, got {config}; pass another one"
             )
-        if self.step_scales and (config.ping_pong or config.tile_n % 32):
+        alike = bool(self.step_scales) and self.step_scales[1].shape[1] < self.n
+        if self.step_scales and (config.ping_pong or config.tile_n % (64 if alike else 32)):
             raise ValueError(
                 "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
-                f" got {config}; pass another one"
+                f" or of 64 where columns share scales, got {config}; pass another one"
             )
         fused = self.tiles(config)
         product = fused.product

@@ -17,7 +17,7 @@ from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import cost, quantized_weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, QuantizedConfig
-from pallas_kernels.product.mainloop import Block, MatmulConfig
+from pallas_kernels.product.mainloop import SCALED_PIECE, Block, MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 from pallas_kernels.product.quantized_weights import Format
 
@@ -192,11 +192,19 @@ def both_forward(
     save_preactivation: bool,
     out_dtype: Any,
     multiprocessors: int,
+    columns_alike: int = 1,
     config: MatmulConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32."""
+    """As `forward`, of quantised x [M, K] with scales [M, G]; the preactivation is float32.
+
+    Args:
+      columns_alike: neighbouring columns of w that have the same scales.
+    """
     w = w.spread()
     in_groups = w.scale.shape[0] > 1
+    of_columns = w.scale
+    if columns_alike % SCALED_PIECE == 0 and w.n % columns_alike == 0:
+        of_columns = w.scale[:, ::columns_alike]
 
     def epilogue(z, *, x_scale=None, w_scale=None, bias=None, residual=None):
         z = z if x_scale is None else z * x_scale * w_scale
@@ -215,7 +223,7 @@ def both_forward(
         epilogue=epilogue,
         vectors={"w_scale": None if in_groups else w.scale[0], "bias": bias},
         row_vectors={} if in_groups else {"x_scale": x_scale[:, 0]},
-        step_scales=(_rows_of_16_bytes(x_scale.T), w.scale) if in_groups else (),
+        step_scales=(_rows_of_16_bytes(x_scale.T), of_columns) if in_groups else (),
         matrices={"residual": residual},
         outputs={"y": out_dtype} | ({"preactivation": jnp.float32} if save_preactivation else {}),
         b_transposed=True,
@@ -264,7 +272,8 @@ def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulC
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
         return [
-            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32)
+            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32, turns=turns)
+            for turns in (False, True)
             for tile_n, stages in ((192, 4), (128, 4), (128, 3), (64, 3))
         ]
     found = fitting(work, multiprocessors, spare_bytes=_SCALES_BYTES)

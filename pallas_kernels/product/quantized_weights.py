@@ -243,7 +243,7 @@ class QuantizedTile:
     def _shifts(
         self, memory: Mapping[str, Any], slot: Any, index: int, start: int, width: int
     ) -> list[jax.Array]:
-        """What is added to the unsigned integers of a block, over `unit`, of each group [width] of it."""
+        """What each group of a block adds to its unsigned integers [width], over `unit`."""
         added = upcast.ADDED_TO_WORDS if self.format.in_words else upcast.ADDED_TO_BYTES
         if not self.format.has_zero_point:
             splat = jnp.full((width,), -added / self.unit, self.x_dtype)

@@ -150,4 +150,3 @@ class _Registers:
 
 def _word(value: int) -> Any:
     return mgpu.utils.c(value, ir.IntegerType.get_signless(32))
-

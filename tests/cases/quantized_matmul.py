@@ -42,5 +42,7 @@ CASES = (
     Case((4,), 6, 5, "int4", {"symmetric": False}, residual=True),
     Case((3,), 9, 7, "float8_e4m3fn", {"per_tensor": True}, "relu", True),
     Case((), 5, 4, "float8_e5m2"),
+    Case((6,), 64, 12, "float8_e4m3fn", {"group_size": (32, 4)}, bias=True),
+    Case((6,), 24, 12, "int8", {"group_size": (24, 3), "symmetric": False}),
     Case((0,), 6, 4, "int8", activation="relu", bias=True),
 )
