@@ -115,6 +115,7 @@ FEW_ROWS = (
     Case(8, 256, 72, C(64, 1, 2, 256), "int4"),
     Case(5, 256, 80, C(64, 1, 2), "int4", {"symmetric": False}, activation=None, plain=True),
     Case(2, 256, 64, C(64, 1, 2), "int8", {"per_tensor": True}),
+    Case(100, 384, 72, C(64, 2, 2), "int8", {"group_size": 128}),
 )
 TILES = (
     Case(130, 400, 200, T(128, 192, 3, epilogue_columns=32)),

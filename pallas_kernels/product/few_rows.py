@@ -31,6 +31,8 @@ from pallas_kernels.product.weights import Weights, weights
 
 MAX_ROWS = 64
 """Of x. Beyond, products of large tiles read their operands less often."""
+MAX_ROWS_QUANTIZED = 128
+"""Of x, where the weights are quantised: a config that is named takes so many."""
 MAX_PARTS = 8
 """CTAs of a cluster that every Hopper GPU can place."""
 _CHUNK = 8
@@ -244,9 +246,10 @@ class FewRows:
         name: str,
     ) -> Sequence[jax.Array]:
         """Runs the kernel on the x of all terms, the arrays with w, the vectors and the matrices."""
-        if self.m > MAX_ROWS:
+        most = MAX_ROWS if self.quantized is None else MAX_ROWS_QUANTIZED
+        if self.m > most:
             raise ValueError(
-                f"FewRowsConfig: the kernel takes at most {MAX_ROWS} rows, got {self.m};"
+                f"FewRowsConfig: the kernel takes at most {most} rows, got {self.m};"
                 " pass a MatmulConfig"
             )
         if self.config.parts > sum(self.steps):

@@ -16,7 +16,13 @@ from pallas_kernels.activation import activation as activate
 from pallas_kernels.hopper import SHARED_MEMORY_BYTES
 from pallas_kernels.product import cost, quantized_weights
 from pallas_kernels.product.cost import Work
-from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, QuantizedConfig
+from pallas_kernels.product.few_rows import (
+    MAX_PARTS,
+    MAX_ROWS,
+    MAX_ROWS_QUANTIZED,
+    FewRows,
+    QuantizedConfig,
+)
 from pallas_kernels.product.mainloop import SCALED_PIECE, Block, MatmulConfig
 from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 from pallas_kernels.product.quantized_weights import Format
@@ -470,8 +476,11 @@ def tile_candidates(
     written: Iterable[Any],
     read: Iterable[jax.Array],
     multiprocessors: int,
-) -> list[MatmulConfig]:
-    """Configs for a product of many rows with quantised weights, predicted fastest first."""
+) -> list[MatmulConfig | QuantizedConfig]:
+    """Configs for a product of many rows with quantised weights, predicted fastest first.
+
+    Behind them are those of few rows, where these can still take them: no model says how long.
+    """
     m, k = x.shape
     work = Work(
         m,
@@ -487,7 +496,18 @@ def tile_candidates(
         for tile_m, tile_n, stages, ping_pong in _TILES
         if tile_n % (64 * products) == 0
     ]
-    return sorted(configs, key=lambda config: cost.kernel(work, config, multiprocessors))
+    configs.sort(key=lambda config: cost.kernel(work, config, multiprocessors))
+    if m > MAX_ROWS_QUANTIZED:
+        return [*configs]
+    of_few = few_rows_fitting(
+        x,
+        w,
+        products=products,
+        read_bytes=work.read_bytes,
+        written_bytes=work.written_bytes,
+        multiprocessors=multiprocessors,
+    )
+    return [*configs, *of_few]
 
 
 _TILES = ((128, 128, 3, False), (64, 128, 3, False), (64, 128, 4, True))
@@ -496,10 +516,16 @@ half as many weights converted for each product."""
 
 
 def few_rows_fitting(
-    x: jax.Array, w: Packed, *, read_bytes: int, written_bytes: int, multiprocessors: int
+    x: jax.Array,
+    w: Packed,
+    *,
+    products: int = 1,
+    read_bytes: int,
+    written_bytes: int,
+    multiprocessors: int,
 ) -> list[QuantizedConfig]:
     """Configs for a product that fit into shared memory, predicted fastest first."""
-    work = _work(x, w, 1, read_bytes, written_bytes)
+    work = _work(x, w, products, read_bytes, written_bytes)
     return [
         config
         for config in candidates(work, multiprocessors)
