@@ -1,6 +1,7 @@
 """quantized_conv: against the dequantised convolution, in its kernel, and with bad input."""
 
 from dataclasses import replace
+from functools import partial
 
 import chex
 import jax
@@ -21,7 +22,7 @@ from pallas_kernels.conv.conv import (
 from pallas_kernels.conv.window import Window
 from tests.arrays import put
 from tests.grids import parametrize
-from tests.lowering import kernels
+from tests.lowering import kernels, lowered
 from tests.test_modules import normal
 
 LETTERS = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
@@ -197,6 +198,46 @@ def test_kernel_under_vmap(interpreted_hopper):
     np.testing.assert_allclose(run("pallas"), run("xla"), rtol=1e-6)
 
 
+def check_sixteen_bits(case, x_dtype, out_dtype, implementation):
+    """Checks a result and its gradient; returns the function of the bias that makes it, and the bias."""
+    shape, size, features, options, dtype, format = case
+    kernel = normal(0, *size, shape[-1] // options.get("feature_group_count", 1), features)
+    w = quantized_weights(kernel, dtype, **format)
+    x = jaxfused.quantize(normal(1, *shape), x_dtype, axis=-1, per_tensor=True)
+    bias = normal(2, features)
+
+    def convolved(bias):
+        return jaxfused.quantized_conv(
+            x,
+            w,
+            bias,
+            kernel_size=size,
+            out_dtype=out_dtype,
+            implementation=implementation,
+            **options,
+        )
+
+    y = jax.jit(convolved)(bias)
+    floats = x.dequantize(), w.dequantize().reshape(kernel.shape)
+    expected = float64_conv(*floats, bias, None, None, **options)
+    assert y.dtype == out_dtype
+    unit = float(jnp.finfo(out_dtype).eps) * np.abs(expected).max()
+    np.testing.assert_allclose(np.float64(y), expected, rtol=0, atol=2 * unit)
+    (dbias,) = jax.jit(lambda bias: jax.vjp(convolved, bias)[1](jnp.ones_like(y)))(bias)
+    np.testing.assert_allclose(dbias, np.full(features, y.size / features), rtol=1e-6)
+    return convolved, bias
+
+
+@parametrize("case", CASES, quick=(3,))
+@pytest.mark.parametrize("x_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+def test_xla_convolves_sixteen_bits(case, x_dtype, out_dtype, hopper):
+    convolved, bias = check_sixteen_bits(case, x_dtype, out_dtype, "xla")
+    program = lowered(convolved, bias).splitlines()
+    convolutions = [line for line in program if "stablehlo.convolution" in line]
+    assert convolutions and all("f32" not in line for line in convolutions)
+
+
 @parametrize("channels", [64, 320], quick=(0,))
 def test_lowers_for_a_gpu(channels, hopper):
     x, w, bias = jax.eval_shape(lambda: int8_operands((4, 64, 64, channels), (3, 3), channels))
@@ -213,6 +254,16 @@ def test_lowers_for_a_gpu(channels, hopper):
         )
 
     assert kernels(run, x, w, bias) == ["quantized_conv"]
+
+
+def test_few_channels_take_the_kernel_of_sixteen_bits(hopper):
+    x, w, bias = jax.eval_shape(lambda: int8_operands((4, 64, 64, 64), (3, 3), 64))
+
+    def run(x, w, bias, **options):
+        return jaxfused.quantized_conv(x, w, bias, kernel_size=3, activation="silu", **options)
+
+    assert kernels(partial(run, out_dtype=jnp.bfloat16), x, w, bias) == ["conv"]
+    assert not kernels(run, x, w, bias)
 
 
 @pytest.mark.parametrize(
@@ -366,3 +417,11 @@ def test_on_a_gpu(channels):
     )
     for implementation in ("pallas", "xla"):
         np.testing.assert_allclose(run(implementation), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@parametrize("case", CASES, quick=(0, 3))
+@pytest.mark.parametrize("x_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_on_a_gpu(case, x_dtype, out_dtype):
+    check_sixteen_bits(case, x_dtype, out_dtype, None)

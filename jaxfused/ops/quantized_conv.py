@@ -16,7 +16,7 @@ from jaxfused.ops.batching import is_batched, merged_images, unmerged_images
 from jaxfused.ops.kernel_call import Axes, Results, Runner, takes_reference
 from jaxfused.ops.product_choice import is_modelled
 from jaxfused.ops.validation import check_activation, check_floating, check_shape
-from jaxfused.quantization.quantized_array import QuantizedArray, check_parts
+from jaxfused.quantization.quantized_array import QuantizedArray, check_parts, of_each_column
 from pallas_kernels.conv import conv as pallas_conv
 from pallas_kernels.conv.window import Window
 
@@ -42,10 +42,11 @@ def quantized_conv(
     .. math::
         y = \text{activation}(\operatorname{conv}(x, w) + \text{bias} + \text{residual})
 
-    Float x: the weights are dequantised to x's dtype, and `jaxfused.conv` takes both. Quantised x: with
-    one scale for an image, or for all, and one for each output channel the values themselves are
-    convolved, integers with exact sums on a CPU and in the kernels; otherwise both are dequantised to
-    float32.
+    Float x: the weights are dequantised to x's dtype, and `jaxfused.conv` takes both. Quantised x: the
+    kernels convolve integers with exact sums, as does XLA on a CPU. Where a GPU has no kernel and
+    out_dtype has 16 bits, both are dequantised to it, and `jaxfused.conv` takes them. Otherwise the
+    values themselves are convolved in float32, which holds each of them, if there is one scale for an
+    image, or for all, and one for each output channel; else what they stand for.
 
     The weights are frozen: gradients go to x, where it is float, to bias and to residual.
 
@@ -93,8 +94,8 @@ def quantized_conv(
     out_dtype = jnp.dtype(out_dtype or (jnp.float32 if isinstance(x, QuantizedArray) else x.dtype))
     if not jnp.issubdtype(out_dtype, jnp.floating):
         raise ValueError(f"{op}: out_dtype is {out_dtype}, but the result is of floats; pass one.")
-    if not isinstance(x, QuantizedArray):
-        x = jnp.asarray(x)
+
+    def convolved(x: jax.Array) -> jax.Array:
         kernel = w.dequantize(x.dtype).reshape(*size, -1, w.shape[-1])
         y = conv_operator.conv(
             x,
@@ -107,6 +108,9 @@ def quantized_conv(
         )
         assert isinstance(y, jax.Array)
         return y.astype(out_dtype)
+
+    if not isinstance(x, QuantizedArray):
+        return convolved(jnp.asarray(x))
     options: dict[str, Any] = dict(kernel_size=size, activation=activation, **geometry)
     device = dispatch.current_device(x.values)
 
@@ -139,9 +143,11 @@ def quantized_conv(
         assert isinstance(window, Window)
         why_xla = _why_xla(window, array, kernel_like)
     if takes_reference(op, implementation, device, array, missing=missing, why_xla=why_xla):
+        if device.platform == "gpu" and out_dtype.itemsize == 2:
+            return convolved(x.dequantize(out_dtype))
         return run(residual)
     assert isinstance(window, Window)
-    scale = (x.scale.reshape(()) * w.scale[0]) * jnp.ones(w.shape[1], jnp.float32)
+    scale = x.scale.reshape(()) * of_each_column(w.scale, w.shape[1])[0]
     weights = w.unpacked().reshape(*size, *_matrix(w, size))
     return _quantized_conv(
         Runner(implementation, device),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.quantization.quantized_array import QuantizedArray
+from jaxfused.quantization.quantized_array import QuantizedArray, of_each_column
 from jaxfused.reference import conv as reference_conv
 from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.activation import activate
@@ -66,8 +66,9 @@ def product(
     )
     weights = weights.reshape(*kernel_size, -1, weights.shape[-1])
     if not (are_integers and with_integers):
-        # Where XLA sees that the operands were float8, it takes cuDNN's kernels for them, some of which
-        # then do not exist.
+        # Where XLA's GPU compiler sees that the operands were of 8 bits, it takes cuDNN's kernels for
+        # them. Some of those for float8 do not exist, and with groups those of integers return wrong
+        # sums: https://github.com/openxla/xla/issues/49123.
         values, weights = jax.lax.optimization_barrier(
             (values.astype(jnp.float32), weights.astype(jnp.float32))
         )
@@ -84,4 +85,6 @@ def product(
         feature_group_count=feature_group_count,
         preferred_element_type=jnp.int32 if are_integers and with_integers else jnp.float32,
     ).astype(jnp.float32)
-    return y * x.scale * along_last_axis(w.scale[0], y) if by_scales else y
+    if not by_scales:
+        return y
+    return y * x.scale * along_last_axis(of_each_column(w.scale, w.shape[-1])[0], y)
