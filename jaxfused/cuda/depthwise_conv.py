@@ -349,8 +349,10 @@ def weight_gradient(
     taps = math.prod(window.kernel)
     shape = (blocks, taps + 1, channels)
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, jnp.float32))
-    sums = call(x, dy, **_attributes(window, config)).sum(0)
-    return sums[:taps].reshape(*window.kernel, channels), sums[taps]
+    parts = call(x, dy, **_attributes(window, config))
+    # What is cut after it has been summed is a kernel of XLA for each piece.
+    dw = jnp.sum(parts[:, :taps], axis=0)
+    return dw.reshape(*window.kernel, channels), jnp.sum(parts[:, taps], axis=0)
 
 
 def _attributes(window: Window, config: Strips | Tile) -> dict[str, Any]:

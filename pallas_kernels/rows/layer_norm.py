@@ -724,12 +724,30 @@ def gradients(
     summed: dict[str, jax.Array] = {}
     if sums:
         partials = named["partials"].reshape(len(sums), segments, tiles.ctas_per_segment, features)
-        summed = dict(zip(sums, jnp.sum(partials, axis=2), strict=True))
+        given = (v for v in (scale, bias, pre_bias, gate) if v is not None)
+        are_rounded = any(vector.dtype.itemsize < 4 for vector in given)
+        summed = dict(zip(sums, _summed(partials, are_rounded), strict=True))
     return Gradients(
         named["dx"].reshape(h.shape),
         None if gate is None else named["dresidual"].reshape(h.shape),
         *(summed.get(name) for name in ("scale", "bias", "pre_bias", "gate")),
     )
+
+
+def _summed(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
+    """The sums over the CTAs of each quantity, of [quantities, segments, CTAs, features].
+
+    A reduction of several arrays is one kernel of XLA. That of one array, with an axis for the
+    quantities, is followed by one kernel for each of them, and so is what sums and then rounds several.
+    """
+    if are_rounded:
+        return [jnp.sum(quantity, axis=1) for quantity in partials]
+
+    def add(totals, values):
+        return tuple(map(jnp.add, totals, values))
+
+    zeros = (jnp.float32(0),) * len(partials)
+    return lax.reduce(tuple(partials), zeros, add, (1,))
 
 
 @dataclass(frozen=True)
