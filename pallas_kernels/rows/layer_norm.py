@@ -726,7 +726,7 @@ def gradients(
         partials = named["partials"].reshape(len(sums), segments, tiles.ctas_per_segment, features)
         given = (v for v in (scale, bias, pre_bias, gate) if v is not None)
         are_rounded = any(vector.dtype.itemsize < 4 for vector in given)
-        summed = dict(zip(sums, _summed(partials, are_rounded), strict=True))
+        summed = dict(zip(sums, _over_ctas(partials, are_rounded), strict=True))
     return Gradients(
         named["dx"].reshape(h.shape),
         None if gate is None else named["dresidual"].reshape(h.shape),
@@ -734,12 +734,19 @@ def gradients(
     )
 
 
-def _summed(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
+_FEW_CTAS = 16
+"""The numbers of so many XLA adds up element by element, and not in a reduction of its own."""
+
+
+def _over_ctas(partials: jax.Array, are_rounded: bool) -> Sequence[jax.Array]:
     """The sums over the CTAs of each quantity, of [quantities, segments, CTAs, features].
 
-    A reduction of several arrays is one kernel of XLA. That of one array, with an axis for the
-    quantities, is followed by one kernel for each of them, and so is what sums and then rounds several.
+    They are written such that XLA makes the fewest kernels of them. A reduction of several arrays is
+    one. That of one array, with an axis for the quantities, is followed by one for each of them, and so
+    is what sums and then rounds several. Of few CTAs sum, rounding and cut are one.
     """
+    if partials.shape[2] <= _FEW_CTAS:
+        return list(jnp.sum(partials, axis=2))
     if are_rounded:
         return [jnp.sum(quantity, axis=1) for quantity in partials]
 
