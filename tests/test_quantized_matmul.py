@@ -5,6 +5,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
+from jaxfused.quantization.quantized_array import QuantizedArray
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
 from tests.arrays import put
@@ -21,7 +22,9 @@ def plain_matmul(x, w, bias, residual, activation):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, "float32") for case in CASES] + [(CASES[1], "float16"), (CASES[2], "bfloat16")],
+    [(case, "float32") for case in CASES]
+    + [(CASES[i], dtype) for i, dtype in enumerate(("float16", "float16", "bfloat16"))]
+    + [(CASES[4], "bfloat16")],
     ids=str,
 )
 def test_is_as_accurate_as_jax_numpy(case, dtype):
@@ -57,6 +60,44 @@ def test_quantized_inputs(case, x_dtype):
     truth = truth if residual is None else truth + residual
     assert y.dtype == jnp.float32
     np.testing.assert_allclose(y, truth, atol=2e-6)
+
+
+def assert_integer_product_is_exact(rows, features, out_features):
+    rng = np.random.default_rng(0)
+    sizes = ((rows, features), (features, out_features))
+    a, b = (rng.choice([-127, -126, 126, 127], size) for size in sizes)
+    # The first sum is the largest that there is.
+    a[0], b[:, 0] = 127, 127
+    scales = np.ones((rows, 1), np.float32), np.ones((1, out_features), np.float32)
+    x, w = (
+        QuantizedArray(jnp.asarray(values, jnp.int8), jnp.asarray(scale), None, axis)
+        for values, scale, axis in zip((a, b), scales, (-1, -2), strict=True)
+    )
+    expected = (a.astype(np.int64) @ b).astype(np.float32)
+    np.testing.assert_array_equal(jax.jit(jaxfused.quantized_matmul)(x, w), expected)
+
+
+SIZES_OF_INTEGER_PRODUCTS = (
+    (1, 2049, 7),
+    (2, 17, 3),
+    (3, 1024, 5),
+    (5, 2 * 1021, 33),
+    (7, 1153, 6),
+    (16, 1025, 16),
+    (300, 40, 5000),
+)
+"""One row, one part of the sums, several, and too many, or too large, where operands are padded."""
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_INTEGER_PRODUCTS, ids=str)
+def test_integer_products_are_exact(sizes):
+    assert_integer_product_is_exact(*sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [*SIZES_OF_INTEGER_PRODUCTS, (33, 4096, 4096)], ids=str)
+def test_integer_products_are_exact_on_gpu(sizes):
+    assert_integer_product_is_exact(*sizes)
 
 
 @pytest.mark.gpu
@@ -118,7 +159,7 @@ def test_float8_inputs_may_be_large():
 
 
 def test_quantized_product_multiplies_integers():
-    x, w = jaxfused.quantize_rows(jnp.ones((2, 8))), jaxfused.quantize(jnp.ones((8, 4)))
+    x, w = jaxfused.quantize_rows(jnp.ones((16, 32))), jaxfused.quantize(jnp.ones((32, 48)))
     text = str(jax.make_jaxpr(jaxfused.quantized_matmul)(x, w))
     assert "dot_general" in text
     assert "preferred_element_type=int32" in text
@@ -135,6 +176,17 @@ def test_backward_keeps_the_weights_quantized(dtype):
         ((2, 48), jnp.dtype(jnp.float32)),
         ((2, 48), jnp.dtype(dtype)),
     }
+
+
+@pytest.mark.parametrize("number_format", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_small_gradients_of_float16(number_format):
+    """Products of gradients and scales are smaller than what float16 holds."""
+    rng = np.random.default_rng(0)
+    w = jaxfused.quantize(jnp.asarray(rng.normal(0, 0.02, (24, 40)), jnp.float32), number_format)
+    x, dy = (jnp.asarray(rng.normal(0, 1e-3, (3, size)), jnp.float16) for size in (24, 40))
+    _, vjp = jax.vjp(lambda x: jaxfused.quantized_matmul(x, w), x)
+    expected = np.asarray(dy, np.float64) @ np.asarray(w.dequantize(), np.float64).T
+    np.testing.assert_allclose(vjp(dy)[0], expected, rtol=1e-3, atol=2e-7)
 
 
 def test_weights_are_frozen():

@@ -1,12 +1,12 @@
 """The gated unit of a perceptron whose weights are quantised: both products in one pass over x."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxfused import cuda, dispatch, reference, sharding
 from jaxfused.ops import cuda_choice
@@ -37,7 +37,9 @@ def gated_unit(
     device = dispatch.current_device(x)
     unit = _Unit(activation, gate.dtype)
     missing = cuda_choice.missing(op, implementation)
-    if takes_reference(op, implementation, device, x, missing=missing):
+    if takes_reference(op, implementation, device, x, missing=missing) or (
+        implementation is None and unit.is_left_to_xla(device, x, gate)
+    ):
         return unit.by_reference(x, gate, up, b_gate, b_up)
     rows = sharding.leading_axes(x.ndim - 1)
     weights = (unit.letters, "gf", "gf")
@@ -175,10 +177,18 @@ class _Unit:
 
     def by_reference(self, x, gate, up, b_gate, b_up) -> jax.Array:
         """The same in jax.numpy."""
-        matmul = functools.partial(
-            reference.quantized_matmul.matmul, residual=None, out_dtype=jnp.dtype(x.dtype)
-        )
-        activated = matmul(x, gate, b_gate, activation=self.activation)
-        return activated * matmul(x, up, b_up, activation=None)
+        unit = reference.quantized_matmul.gated_unit
+        return unit(x, gate, up, b_gate, b_up, activation=self.activation)
+
+    def is_left_to_xla(self, device: dispatch.Device, x: jax.Array, gate: QuantizedArray) -> bool:
+        """Whether XLA takes the forward, whose preactivations its gradient then keeps."""
+        if not sharding.is_in_one_piece(x, gate.values):
+            return False
+        rows = jax.ShapeDtypeStruct((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        reasons = self.reasons(device, rows, gate.values, *of_columns(gate))
+        if dispatch.choose(self.name, None, reasons) != "xla":
+            return False
+        dispatch.record(dispatch.Choice(self.name, [rows], "xla", reasons))
+        return True
 
     batched = batched_rows

@@ -54,10 +54,11 @@ def quantized_matmul(
     .. math::
         y = \text{activation}(x w + \text{bias}) + \text{residual}
 
-    Float x: the weights are dequantised to x's dtype, and the product is accumulated in float32.
-    Quantised x: with one scale a row of x and a column of w (or one for all) the values themselves are
-    multiplied, integers with exact sums in int32 and float8 with sums in float32; otherwise both are
-    dequantised to float32. Bias and residual are added in float32.
+    Float x: the weights are dequantised to x's dtype, or with one scale a column their scales multiply
+    the sums, which are in float32. Quantised x: with one scale a row of x and a column of w (or one for
+    all) the values themselves are multiplied, integers with exact sums and float8 with sums in float32;
+    otherwise both are dequantised, to out_dtype if that has 16 bits and else to float32, except by
+    kernels of groups, which multiply the values. Bias and residual are added in float32.
 
     The weights are frozen: gradients go to x (where it is float), bias and residual, and with
     `scale_gradient` to the scales of w, whose gradients are zero otherwise. They are of reverse mode, to
@@ -314,13 +315,12 @@ def _input_gradient(run: Runner, options: _Options, w: QuantizedArray, dz: jax.A
         w=weights,
     )
     # A kernel wants F whole. Where devices may split it, XLA's product adds their parts.
-    if (
-        reason is None
-        and sharding.is_in_one_piece(dz, w.values)
-        and run.implementation in (None, "pallas")
-    ):
+    in_one_piece = sharding.is_in_one_piece(dz, w.values)
+    if reason is None and in_one_piece and run.implementation in (None, "pallas"):
         (dx,) = run(_InputGradient(options, w.shape[0]), dz, w.values, w.scale, w.zero_point)
         return dx
+    if in_one_piece and reference.quantized_matmul.is_scaled_last(dz, w):
+        return reference.quantized_matmul.input_gradient(w, dz)
     wide, dz = reference.quantized_matmul.dequantized_again(w, dz)
     return linear.input_gradient(run, dz, wide, dz.dtype, None)
 

@@ -1,6 +1,7 @@
 """quantized_matmul in plain JAX: the truth against which the kernels are tested."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,8 +11,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfused.quantization.quantized_array import WORD_BLOCK, QuantizedArray, of_each_column, spread
 from jaxfused.reference import linear
-from jaxfused.reference.linear import PREACTIVATION, add_residual, save_preactivation
-from jaxfused.reference.product import product
+from jaxfused.reference.linear import (
+    PREACTIVATION,
+    add_residual,
+    save_preactivation,
+    sums_in_product,
+    written_first,
+)
+from jaxfused.reference.product import product, sum_written_rows
 from jaxfused.reference.promotion import accumulator_dtype, along_last_axis
 from jaxfused.semantics.activation import activate
 
@@ -30,63 +37,156 @@ def matmul(
 
     @functools.partial(jax.checkpoint, policy=save_preactivation)
     def run(x, w, bias, residual):
-        narrow = None if isinstance(x, QuantizedArray) else x.dtype
-        if narrow is None:
-            z = quantized_product(x, w)
-        else:
-            # As of `linear`: the product leaves in x's dtype where its sums are rounded to it anyway.
-            rounds = activation is not None or out_dtype == narrow
-            z = frozen_product(narrow if rounds else None, scale_gradient, x, w)
-            z = z.astype(accumulator_dtype(narrow))
-        z = z if bias is None else z + along_last_axis(bias, z)
-        if activation is not None:
-            dtype = narrow or z.dtype
-            z = checkpoint_name(z.astype(dtype), PREACTIVATION)
-            z = activate(activation, z.astype(accumulator_dtype(dtype)))
-        return add_residual(z, residual, out_dtype)
+        options: Any = dict(activation=activation, out_dtype=out_dtype)
+        return layer(x, w, bias, residual, **options, scale_gradient=scale_gradient)[0]
 
     return run(x, w, bias, residual)
 
 
+def layer(
+    x: jax.Array | QuantizedArray,
+    w: QuantizedArray,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    *,
+    activation: str | None,
+    out_dtype: Any,
+    save_preactivation: bool = False,
+    scale_gradient: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """(y, z): y as `matmul` returns it, and if it is saved what the activation reads."""
+    if isinstance(x, QuantizedArray):
+        z = quantized_product(x, w, out_dtype)
+        narrow = z.dtype
+    else:
+        # As of `linear`: the product leaves in x's dtype where its sums are rounded to it anyway, and
+        # XLA has it add a bias and a residual of that dtype before the one rounding.
+        narrow = x.dtype
+        rounds = activation is not None or out_dtype == narrow
+        joins = rounds and narrow.itemsize == 2 and bias is not None and bias.dtype == narrow
+        added, bias = (bias, None) if joins else (None, bias)
+        z = frozen_product(narrow if rounds else None, scale_gradient, x, w, added)
+    wide = accumulator_dtype(narrow)
+    if bias is not None:
+        z = z.astype(wide) + along_last_axis(bias, z.astype(wide))
+    if activation is not None:
+        z = checkpoint_name(z.astype(narrow), PREACTIVATION)
+    # No dtype is too narrow for relu and one sum after it.
+    keeps_dtype = activation in (None, "relu") and sums_in_product(z, None, residual, out_dtype)
+    y = z if keeps_dtype else z.astype(wide)
+    y = y if activation is None else activate(activation, y)
+    y = written_first(activation, add_residual(y, residual, out_dtype))
+    return y, z if save_preactivation else None
+
+
+def gated_unit(
+    x: jax.Array,
+    gate: QuantizedArray,
+    up: QuantizedArray,
+    b_gate: jax.Array | None,
+    b_up: jax.Array | None,
+    *,
+    activation: str | None,
+) -> jax.Array:
+    """Returns act(x @ gate + b_gate) * (x @ up + b_up), [..., F], in x's dtype."""
+
+    @functools.partial(jax.checkpoint, policy=save_preactivation)
+    def run(x, gate, up, b_gate, b_up):
+        def preactivation(w, bias):
+            z, _ = layer(x, w, bias, None, activation=None, out_dtype=x.dtype)
+            return checkpoint_name(z, PREACTIVATION).astype(accumulator_dtype(x.dtype))
+
+        activated = activate(activation, preactivation(gate, b_gate))
+        return (activated * preactivation(up, b_up)).astype(x.dtype)
+
+    return run(x, gate, up, b_gate, b_up)
+
+
+# --- float x --------------------------------------------------------------------------------------
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def frozen_product(
-    out_dtype: Any, scale_gradient: bool, x: jax.Array, w: QuantizedArray
+    out_dtype: Any,
+    scale_gradient: bool,
+    x: jax.Array,
+    w: QuantizedArray,
+    bias: jax.Array | None,
 ) -> jax.Array:
-    """Returns x @ w in `out_dtype`, or if it is None in float32, with w dequantised to x's dtype.
+    """Returns x @ w in `out_dtype`, or if it is None in float32; plus a bias of the result's 16 bits.
 
-    Only x gets a gradient, and the scale of w where it is wanted. The backward dequantises w again: to
-    keep the dequantised weights for it would take the memory that quantisation has saved.
+    x and the bias get a gradient, and the scale of w where it is wanted. The backward dequantises w
+    again: to keep the dequantised weights for it would take the memory that quantisation has saved.
     """
     del scale_gradient
     rows = linear.letters_of_rows(x)
-    return product(f"{rows}D,DF->{rows}F", x, w.dequantize(x.dtype), out_dtype=out_dtype)
+    axes = f"{rows}D,DF->{rows}F"
+    if is_scaled_last(x, w):
+        sums = product(axes, x, w.unpacked().astype(x.dtype))
+        y = (sums * _scale_of_columns(w, sums)).astype(out_dtype or sums.dtype)
+    else:
+        y = product(axes, x, w.dequantize(x.dtype), out_dtype=out_dtype)
+    return y if bias is None else y + along_last_axis(bias, y)
 
 
-def _frozen_product_fwd(out_dtype, scale_gradient, x, w):
-    y = frozen_product(out_dtype, scale_gradient, x, w)
+def _frozen_product_fwd(out_dtype, scale_gradient, x, w, bias):
+    y = frozen_product(out_dtype, scale_gradient, x, w, bias)
     no_x = jnp.zeros((0,), x.dtype)
-    return y, (x if scale_gradient else no_x, w)
+    no_bias = None if bias is None else jnp.zeros((0,), bias.dtype)
+    return y, (x if scale_gradient else no_x, w, no_bias)
 
 
 def _frozen_product_bwd(out_dtype, scale_gradient, saved, dy):
     del out_dtype
-    x, w = saved
+    x, w, no_bias = saved
+    dbias = None if no_bias is None else sum_written_rows(dy).astype(no_bias.dtype)
     dy = dy.astype(x.dtype)
     dw = None
     if scale_gradient:
         values: Any = None
         dw = QuantizedArray(values, gradient_of_scale(x, w, dy), None, w.axis, w.layout)
-    return input_gradient(w, dy), dw
+    return input_gradient(w, dy), dw, dbias
 
 
 frozen_product.defvjp(_frozen_product_fwd, _frozen_product_bwd)
 
 
+_MOST_SCALED_ROWS = 512
+"""Rows up to which a product of Triton's that converts the weights is expected to be the faster.
+
+A dequantised copy takes as long at 2.5 TB/s as the product of this many rows loses to cuBLAS in Triton
+at 55 % of its speed.
+"""
+
+
+def is_scaled_last(x: jax.Array, w: QuantizedArray) -> bool:
+    """Whether the stored numbers of w are multiplied, and the scales of its columns with the sums.
+
+    Every float dtype of x holds these numbers, so that nothing is rounded before the sums. XLA converts
+    them inside a product of few rows, where it would write a dequantised copy. That of one row is no
+    product to XLA, which dequantises inside its sum.
+    """
+    rows = math.prod(x.shape[:-1])
+    return w.groups == 1 and w.zero_point is None and 1 < rows <= _MOST_SCALED_ROWS
+
+
+def _scale_of_columns(w: QuantizedArray, like: jax.Array) -> jax.Array:
+    return along_last_axis(of_each_column(w.scale, w.shape[1])[0], like)
+
+
 def input_gradient(w: QuantizedArray, dy: jax.Array) -> jax.Array:
     """The gradient dy @ w^T of x, in dy's dtype, which is x's."""
     rows = linear.letters_of_rows(dy)
-    wide, dy = dequantized_again(w, dy)
-    return product(f"{rows}F,DF->{rows}D", dy, wide, out_dtype=dy.dtype)
+    axes = f"{rows}F,DF->{rows}D"
+    if not is_scaled_last(dy, w):
+        wide, dy = dequantized_again(w, dy)
+        return product(axes, dy, wide, out_dtype=dy.dtype)
+    w = lax.optimization_barrier(w)
+    # Scales and gradients are small numbers, whose products float16 might not hold.
+    dtype = jnp.float32 if dy.dtype == jnp.float16 else dy.dtype
+    scaled = dy.astype(accumulator_dtype(dtype))
+    scaled = (scaled * _scale_of_columns(w, scaled)).astype(dtype)
+    return product(axes, scaled, w.unpacked().astype(dtype), out_dtype=dy.dtype)
 
 
 def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +194,7 @@ def dequantized_again(w: QuantizedArray, dy: jax.Array) -> tuple[jax.Array, jax.
 
     XLA sees that a forward has dequantised them too, and would keep that copy for the backward.
     """
-    w, dy = jax.lax.optimization_barrier((w, dy))
+    w, dy = lax.optimization_barrier((w, dy))
     return w.dequantize(dy.dtype), dy
 
 
@@ -152,46 +252,23 @@ def _rows_of(w: QuantizedArray, start: jax.Array, count: int) -> jax.Array:
     return QuantizedArray(values, w.scale, None, w.axis, w.layout).unpacked()
 
 
-def layer(
-    x: jax.Array | QuantizedArray,
-    w: QuantizedArray,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
-    *,
-    activation: str | None,
-    save_preactivation: bool,
-    out_dtype: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-    """(y, z): y as `matmul` returns it, and if it is saved what the activation reads."""
-    if not isinstance(x, QuantizedArray):
-        return linear.layer(
-            x,
-            w.dequantize(x.dtype),
-            bias,
-            residual,
-            activation=activation,
-            out_dtype=out_dtype,
-            save_preactivation=save_preactivation,
-            precision=None,
-        )
-    z = quantized_product(x, w)
-    z = z if bias is None else z + along_last_axis(bias, z)
-    kept = z if save_preactivation else None
-    y = z if activation is None else activate(activation, z)
-    return add_residual(y, residual, out_dtype), kept
+# --- quantised x ----------------------------------------------------------------------------------
 
 
-def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
-    """Returns x @ w in float32.
+def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
+    """Returns x @ w in float32, for a caller who rounds what becomes of it to `out_dtype`.
 
     With one scale for each row of x and each column of w (or one for all), the stored values themselves
     are multiplied: integers are summed in int32, float8 in float32, and the scales multiply the sum.
-    Groups, and integers with float8, are dequantised to float32 first.
+    Groups, and integers with float8, are dequantised first, to `out_dtype` if that has 16 bits and else
+    to float32.
     """
     a, b = x.unpacked(), w.unpacked()
     integers = [jnp.issubdtype(q.dtype, jnp.integer) for q in (a, b)]
     if x.groups > 1 or w.groups > 1 or integers[0] != integers[1]:
-        return jnp.matmul(x.dequantize(), w.dequantize())
+        dtype = out_dtype if jnp.dtype(out_dtype).itemsize == 2 else jnp.float32
+        wide = x.dequantize(dtype), w.dequantize(dtype)
+        return jnp.matmul(*wide, preferred_element_type=jnp.float32)
     if not integers[0]:
         return _scaled(_float8_matmul(a, b), x, w)
     total = _int8_matmul(a, b)
@@ -210,29 +287,70 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray) -> jax.Array:
 
 def _scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     """A product of stored values times the scales of its rows and columns."""
-    return total * x.scale * along_last_axis(of_each_column(w.scale, w.shape[1])[0], total)
+    return total * x.scale * _scale_of_columns(w, total)
+
+
+_GRAIN = 16
+"""Of the sizes of which cuBLAS multiplies int8."""
 
 
 def _int8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the product of [..., D] and [D, F] in int32, with every axis padded to a multiple of 16.
+    """Returns the product of [..., D] and [D, F] in int32, for which XLA gets no ragged int8 product.
 
     Some of the int8 kernels that XLA tries on a GPU return twice the product (jax 0.11.2, an H200).
     XLA's autotuning rejects these kernels only where cuBLAS can compute the product as well, which it
     can at multiples of 16; [5, 17] x [17, 3] was doubled. Without autotuning
     (--xla_gpu_autotune_level=0) every int8 product of JAX is doubled, unless
-    --xla_gpu_enable_triton_gemm=false excludes those kernels. The padding adds only zeros to the sums.
+    --xla_gpu_enable_triton_gemm=false excludes those kernels.
+
+    One row needs none of these kernels: XLA sums its products itself.
     """
     rows = a.reshape(-1, a.shape[-1])
-    padded = [jnp.pad(matrix, [(0, -size % 16) for size in matrix.shape]) for matrix in (rows, b)]
-    total = jnp.matmul(*padded, preferred_element_type=jnp.int32)
-    return total[: rows.shape[0], : b.shape[1]].reshape(*a.shape[:-1], b.shape[1])
+    ragged = [matrix for matrix in (rows, b) if any(size % _GRAIN for size in matrix.shape)]
+    if rows.shape[0] > 1 and ragged:
+        total = _ragged_int8_matmul(rows, b, sum(matrix.size for matrix in ragged))
+    else:
+        total = jnp.matmul(rows, b, preferred_element_type=jnp.int32)
+    return total.reshape(*a.shape[:-1], b.shape[1])
+
+
+_EXACT_PRODUCTS = 1024
+"""How many products of int8, each of at most 2^14, float32 sums exactly."""
+_FEWEST_PRODUCTS = 256
+"""In a part of the sums. Shorter parts would be read and written too often."""
+_LAUNCH_BYTES = 2**23
+"""What memory moves while the kernels that pad x and cut the result to size start."""
+
+
+def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
+    """`_int8_matmul` of [M, D] and [D, F]: in parts of the sums in bfloat16, or padded with zeros.
+
+    bfloat16 holds every int8, so that the parts are exact in float32. XLA converts within a product,
+    where it would write `copied` bytes with padding.
+    """
+    (m, d), n = a.shape, b.shape[1]
+    lengths = [size for size in range(_FEWEST_PRODUCTS, _EXACT_PRODUCTS + 1) if d % size == 0]
+    length = d if d <= _EXACT_PRODUCTS else max(lengths, default=0)
+    if length and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
+        parts = jnp.einsum(
+            "mgd,gdf->gmf",
+            a.astype(jnp.bfloat16).reshape(m, -1, length),
+            b.astype(jnp.bfloat16).reshape(-1, length, n),
+            preferred_element_type=jnp.float32,
+        )
+        return parts.astype(jnp.int32).sum(axis=0)
+    padded = [jnp.pad(matrix, [(0, -size % _GRAIN) for size in matrix.shape]) for matrix in (a, b)]
+    return jnp.matmul(*padded, preferred_element_type=jnp.int32)[:m, :n]
 
 
 def _float8_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """Returns the product in float32, with operands in bfloat16, which represents every float8 exactly.
 
-    If XLA sees float8 under a scale, it may call cuBLASLt's scaled product, which returned NaN for [3,
-    9] x [9, 7] on an H200 with jax 0.11.2.
+    Of operands that it sees were float8, XLA may call cuBLASLt's product, which returned NaN for [3, 9]
+    x [9, 7] on an H200 with jax 0.11.2. It looks through conversions, and not through a change of sign,
+    which both operands get. The product of one row is a sum of XLA's own.
     """
-    a, b = lax.optimization_barrier((a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)))
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    if math.prod(a.shape[:-1]) > 1:
+        a, b = -a, -b
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
