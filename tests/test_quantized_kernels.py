@@ -19,7 +19,7 @@ from jaxfused.quantization.quantized_array import FORMATS, of_each_column, pack_
 from jaxfused.semantics.activation import activate
 from pallas_kernels.product import quantized
 from pallas_kernels.product.few_rows import QuantizedConfig
-from pallas_kernels.product.mainloop import MatmulConfig
+from pallas_kernels.product.mainloop import MatmulConfig, ScaledConfig
 from pallas_kernels.product.quantized import Packed
 from pallas_kernels.rows import quantize as rows_kernel
 from pallas_kernels.rows import rounding
@@ -309,7 +309,7 @@ BOTH = (
     (200, 272, 136, "float8_e4m3fn", None, T(64, 128, 2, False, epilogue_columns=32)),
     (140, 256, 136, "float8_e4m3fn", 128, T(64, 128, 2, False, epilogue_columns=32)),
     (70, 384, 72, "int8", 128, T(64, 64, 3, False, epilogue_columns=32)),
-    (300, 256, 200, "int8", 128, T(64, 64, 2, False, epilogue_columns=32, turns=True)),
+    (300, 256, 200, "int8", 128, ScaledConfig(64, 64, 2, False, epilogue_columns=32, turns=True)),
     (140, 384, 320, "int8", (128, 64), T(64, 192, 2, False, epilogue_columns=32)),
     (
         70,
@@ -317,7 +317,7 @@ BOTH = (
         256,
         "float8_e4m3fn",
         (128, 128),
-        T(64, 192, 2, False, epilogue_columns=32, turns=True),
+        ScaledConfig(64, 192, 2, False, epilogue_columns=32, turns=True),
     ),
 )
 

@@ -59,9 +59,6 @@ class MatmulConfig:
     """Slots for such columns of each matrix that the epilogue writes."""
     band: int = 8
     """Output tiles are taken in bands of so many rows of tiles, for the sake of the cache."""
-    turns: bool = False
-    """Where the sums of steps are scaled: the warpgroups take turns at the tensor cores, so that one
-    multiplies a step while the other scales the one before."""
     pads_columns: bool = False
     """XLA copies a b of ragged width to whole blocks of columns first, so that an instruction takes all
     of a tile's columns and not one block of them. That pays where there are many rows."""
@@ -84,6 +81,15 @@ class MatmulConfig:
     @property
     def cta_tile_m(self) -> int:
         return self.tile_m if self.ping_pong else CONSUMERS * self.tile_m
+
+
+@dataclass(frozen=True)
+class ScaledConfig(MatmulConfig):
+    """Likewise where the sums of each step are scaled."""
+
+    turns: bool = False
+    """The warpgroups take turns at the tensor cores, so that one multiplies a step while the other
+    scales the one before."""
 
 
 class TileEpilogue(Protocol):
@@ -174,6 +180,11 @@ class Product:
     @property
     def tile_k(self) -> int:
         return swizzled_columns(self.dtype)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the warpgroups do, step by step."""
+        return isinstance(self.config, ScaledConfig) and self.config.turns
 
     @property
     def scales_columns_alike(self) -> bool:
@@ -376,7 +387,7 @@ class Product:
             ring["raw_full"] = plgpu.Barrier(
                 num_arrivals=self.products * self.raw_tile.copies, num_barriers=RAW_STAGES
             )
-        if c.ping_pong or c.turns:
+        if c.ping_pong or self.takes_turns:
             ring["turn"] = plgpu.Barrier(num_barriers=CONSUMERS)
         return ring
 
@@ -698,7 +709,7 @@ class _Consumer:
         tiles = self.product.tiles_of_cluster()
         stride = CONSUMERS if ping_pong else 1
         first = self.wg_idx if ping_pong else jnp.int32(0)
-        if ping_pong or self.product.config.turns:
+        if ping_pong or self.product.takes_turns:
             pl.when(self.wg_idx == CONSUMERS - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def tile(tile_idx, _):
@@ -751,11 +762,11 @@ class _Consumer:
             is_last = (sequence_idx == tiles - 1) & (k_idx == product.k_steps - 1)
 
             def multiply(acc_ref):
-                if c.turns:
+                if product.takes_turns:
                     plgpu.barrier_wait(turn.at[self.wg_idx])
                 self._multiply(acc_ref, sequence_idx, k_idx, slot)
                 plgpu.wgmma_wait(0)
-                if c.turns:
+                if product.takes_turns:
                     # The second warpgroup's last step is nobody's turn any more.
                     others = ~is_last | (self.wg_idx == 0)
                     pl.when(others)(

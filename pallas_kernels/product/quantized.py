@@ -23,7 +23,7 @@ from pallas_kernels.product.few_rows import (
     FewRows,
     QuantizedConfig,
 )
-from pallas_kernels.product.mainloop import SCALED_PIECE, Block, MatmulConfig
+from pallas_kernels.product.mainloop import SCALED_PIECE, Block, MatmulConfig, ScaledConfig
 from pallas_kernels.product.matmul import GRAIN, fitting, matmul
 from pallas_kernels.product.quantized_weights import Format
 
@@ -278,7 +278,7 @@ def both_candidates(w: Packed, work: Work, multiprocessors: int) -> list[MatmulC
     if w.scale.shape[0] > 1:
         # Two accumulators have to fit into the registers.
         return [
-            MatmulConfig(64, tile_n, stages, False, epilogue_columns=32, turns=turns)
+            ScaledConfig(64, tile_n, stages, False, epilogue_columns=32, turns=turns)
             for turns in (False, True)
             for tile_n, stages in ((192, 4), (128, 4), (128, 3), (64, 3))
         ]
