@@ -352,7 +352,7 @@ FEW_ROWS = (
 
 
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize(("case", "config"), FEW_ROWS, quick=(7,))
+@parametrize(("case", "config"), FEW_ROWS, quick=())
 def test_few_rows_accurate_in_the_interpreter(case, config, monkeypatch):
     of_both = qkv_projection.fitting
 
