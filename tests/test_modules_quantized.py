@@ -73,8 +73,7 @@ def test_quantised_inputs():
 
 
 RULES = [
-    QuantizationRule("mlp/up$", "int4", group_size=16),
-    QuantizationRule("mlp/gate$", "int4", group_size=(16, 8)),
+    QuantizationRule("mlp/(up|gate)$", "int4", group_size=(16, 8)),
     QuantizationRule("project$", None),
     QuantizationRule("", "int8", input_dtype="int8"),
 ]
