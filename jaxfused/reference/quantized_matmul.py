@@ -338,7 +338,7 @@ def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
             b.astype(jnp.bfloat16).reshape(-1, length, n),
             preferred_element_type=jnp.float32,
         )
-        return parts.astype(jnp.int32).sum(axis=0)
+        return parts.astype(jnp.int32).sum(axis=0, dtype=jnp.int32)
     padded = [jnp.pad(matrix, [(0, -size % _GRAIN) for size in matrix.shape]) for matrix in (a, b)]
     return jnp.matmul(*padded, preferred_element_type=jnp.int32)[:m, :n]
 
