@@ -1,3 +1,5 @@
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,6 +7,8 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxfused
+from benchmarks.without_gpu.target import H200
+from jaxfused import dispatch
 from jaxfused.quantization.quantized_array import QuantizedArray
 from jaxfused.semantics.activation import activate
 from tests.against_float64 import assert_values_and_gradients
@@ -120,6 +124,23 @@ def test_products_of_any_size_on_gpu(sizes, dtype):
         )
 
     np.testing.assert_array_equal(f(x / 2, w / 2), x @ w / 4)
+
+
+@pytest.mark.parametrize("device", [None, H200])
+@pytest.mark.parametrize("per_tensor", [False, True])
+@pytest.mark.parametrize("sizes", [(70, 2048, 0), (0, 2040, 24), (0, 256, 128)])
+def test_nothing_to_multiply(sizes, per_tensor, device):
+    rows, features, out_features = sizes
+    x, w = jnp.ones((rows, features), jnp.bfloat16), jnp.ones((features, out_features))
+    w = jaxfused.quantize(w, per_tensor=per_tensor, layout="columns")
+
+    def products(x, w):
+        rounded = jaxfused.quantize_rows(x)
+        return jaxfused.quantized_matmul(x, w), jaxfused.quantized_matmul(rounded, w)
+
+    with contextlib.nullcontext() if device is None else dispatch.assume(device):
+        for y in jax.eval_shape(products, x, w):
+            assert y.shape == (rows, out_features)
 
 
 def test_zero_points_of_both_sides():

@@ -133,8 +133,8 @@ class QuantizedArray:
 
     @property
     def columns_alike(self) -> int:
-        """How many neighbouring entries along the last axis share a scale."""
-        return self.shape[-1] // self.scale.shape[-1]
+        """How many neighbouring entries along the last axis share a scale; 1 where there are none."""
+        return self.shape[-1] // self.scale.shape[-1] if self.scale.size else 1
 
     def unpacked(self) -> jax.Array:
         """The values with one to a byte, in the shape of the array: int8 for int4."""

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfused.quantization.quantized_array import QuantizedArray, of_each_column
+from jaxfused.quantization.quantized_array import QuantizedArray
 from jaxfused.reference import conv as reference_conv
+from jaxfused.reference import quantized_matmul
 from jaxfused.reference.promotion import along_last_axis
 from jaxfused.semantics.activation import activate
 
@@ -85,6 +86,4 @@ def product(
         feature_group_count=feature_group_count,
         preferred_element_type=jnp.int32 if are_integers and with_integers else jnp.float32,
     ).astype(jnp.float32)
-    if not by_scales:
-        return y
-    return y * x.scale * along_last_axis(of_each_column(w.scale, w.shape[-1])[0], y)
+    return quantized_matmul.scaled(y, x, w) if by_scales else y

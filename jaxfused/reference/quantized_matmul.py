@@ -270,7 +270,7 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
         wide = x.dequantize(dtype), w.dequantize(dtype)
         return jnp.matmul(*wide, preferred_element_type=jnp.float32)
     if not integers[0]:
-        return _scaled(_float8_matmul(a, b), x, w)
+        return scaled(_float8_matmul(a, b), x, w)
     total = _int8_matmul(a, b)
     # This computes the sum of (a - zx) (b - zw) from a product in int8.
     if x.zero_point is not None:
@@ -282,10 +282,10 @@ def quantized_product(x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> j
             rows = rows - a.shape[-1] * x.zero_point.astype(jnp.int32)
         zeros = of_each_column(w.zero_point, w.shape[1])[0]
         total = total - rows * along_last_axis(zeros, total)
-    return _scaled(total.astype(jnp.float32), x, w)
+    return scaled(total.astype(jnp.float32), x, w)
 
 
-def _scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
+def scaled(total: jax.Array, x: QuantizedArray, w: QuantizedArray) -> jax.Array:
     """A product of stored values times the scales of its rows and columns."""
     return total * x.scale * _scale_of_columns(w, total)
 
@@ -334,8 +334,8 @@ def _ragged_int8_matmul(a: jax.Array, b: jax.Array, copied: int) -> jax.Array:
     if length and 8 * (d // length) * m * n <= _LAUNCH_BYTES + 2 * copied:
         parts = jnp.einsum(
             "mgd,gdf->gmf",
-            a.astype(jnp.bfloat16).reshape(m, -1, length),
-            b.astype(jnp.bfloat16).reshape(-1, length, n),
+            a.astype(jnp.bfloat16).reshape(m, d // length, length),
+            b.astype(jnp.bfloat16).reshape(d // length, length, n),
             preferred_element_type=jnp.float32,
         )
         return parts.astype(jnp.int32).sum(axis=0, dtype=jnp.int32)
