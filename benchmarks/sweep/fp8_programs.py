@@ -15,7 +15,13 @@ from jax import lax
 
 import jaxfused
 from benchmarks.case import Arrays, Function
-from benchmarks.sweep.program_parts import ACTIVATIONS, Programs, RandomArrays, dense
+from benchmarks.sweep.program_parts import (
+    ACTIVATIONS,
+    Programs,
+    RandomArrays,
+    dense,
+    split_operands,
+)
 from benchmarks.sweep.quantized_configs import Fp8Linear, Fp8MLP
 from benchmarks.sweep.quantized_programs import narrow_sums, quantised
 
@@ -31,18 +37,13 @@ def fp8_linear(config: Fp8Linear) -> Programs:
         operands += [random.small(config.out, param_dtype) for _ in range(config.bias)]
         return (*operands, *(random.normal(shape, dtype) for _ in range(1 + config.residual)))
 
-    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
-        x, w, *rest = args
-        bias = rest.pop(0) if config.bias else None
-        return x, w, bias, rest.pop(0) if config.residual else None
-
     def ours(*args: jax.Array) -> Any:
-        x, w, bias, residual = split(args)
+        x, w, bias, residual = split_operands(config, args)
         options: Any = dict(activation=config.activation, residual=residual, precision="fp8")
         return jaxfused.linear(x, w, bias, **options)
 
     def written(product: Function, *args: jax.Array) -> Any:
-        x, w, bias, residual = split(args)
+        x, w, bias, residual = split_operands(config, args)
         y = ACTIVATIONS[config.activation](dense(x, w, bias, product))
         return y if residual is None else y + residual
 

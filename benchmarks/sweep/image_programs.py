@@ -20,7 +20,13 @@ from benchmarks.sweep.image_configs import (
     Pool,
     Upsample,
 )
-from benchmarks.sweep.program_parts import ACTIVATIONS, EPSILON, Programs, RandomArrays
+from benchmarks.sweep.program_parts import (
+    ACTIVATIONS,
+    EPSILON,
+    Programs,
+    RandomArrays,
+    split_operands,
+)
 
 
 def image_norm(config: ImageNorm) -> Programs:
@@ -90,13 +96,8 @@ def conv(config: Conv) -> Programs:
         results = 2 if config.residual else 1
         return (*operands, *(random.normal(config.result, dtype) for _ in range(results)))
 
-    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
-        x, w, *rest = args
-        bias = rest.pop(0) if config.bias else None
-        return x, w, bias, rest.pop(0) if config.residual else None
-
     def ours(*args: jax.Array) -> Any:
-        x, w, bias, residual = split(args)
+        x, w, bias, residual = split_operands(config, args)
         return jaxfused.conv(
             x,
             w,
@@ -108,7 +109,7 @@ def conv(config: Conv) -> Programs:
         )
 
     def stock(*args: jax.Array) -> Any:
-        x, w, bias, residual = split(args)
+        x, w, bias, residual = split_operands(config, args)
         letters = "DHW"[-config.axes :]
         y = lax.conv_general_dilated(
             x,

@@ -1,6 +1,6 @@
 """What the programs of all operators are made of: random operands, and the forms of one case."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -100,6 +100,13 @@ class RandomArrays:
 
 
 # --- layers as Flax has them -----------------------------------------------------------------------
+
+
+def split_operands(config: Any, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """(x, its weights or scale, the bias and the residual, or None) of a program's operands."""
+    x, w, *rest = args
+    bias = rest.pop(0) if config.bias else None
+    return x, w, bias, rest.pop(0) if config.residual else None
 
 
 def dense(x, w, bias, product: Function = jnp.matmul):

@@ -42,6 +42,7 @@ from benchmarks.sweep.program_parts import (
     dense,
     flax_norm,
     mean_square,
+    split_operands,
 )
 from benchmarks.sweep.quantized_configs import (
     Fp8Linear,
@@ -97,18 +98,13 @@ def _norm(config: Norm) -> Programs:
         rows = 3 if config.residual else 1
         return (*operands, *(random.normal(shape, dtype) for _ in range(rows)))
 
-    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
-        x, scale, *rest = args
-        bias = rest.pop(0) if config.bias else None
-        return x, scale, bias, rest.pop(0) if config.residual else None
-
     def ours(*args: jax.Array) -> Any:
-        x, scale, bias, residual = split(args)
+        x, scale, bias, residual = split_operands(config, args)
         norm = jaxfused.layer_norm if has_mean else jaxfused.rms_norm
         return norm(x, scale, bias, residual=residual, epsilon=EPSILON)
 
     def stock(variance: Function, *args: jax.Array) -> Any:
-        x, scale, bias, residual = split(args)
+        x, scale, bias, residual = split_operands(config, args)
         h = x if residual is None else x + residual
         y = flax_norm(h, scale, bias, variance)
         return y if residual is None else (y, h)
@@ -189,17 +185,12 @@ def _linear(config: Linear) -> Programs:
             *(random.normal((*rows, config.out), dtype) for _ in range(results)),
         )
 
-    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
-        x, w, *rest = args
-        bias = rest.pop(0) if config.bias else None
-        return x, w, bias, rest.pop(0) if config.residual else None
-
     def ours(*args: jax.Array) -> Any:
-        x, w, bias, residual = split(args)
+        x, w, bias, residual = split_operands(config, args)
         return jaxfused.linear(x, w, bias, activation=config.activation, residual=residual)
 
     def stock(*args: jax.Array) -> Any:
-        x, w, bias, residual = split(args)
+        x, w, bias, residual = split_operands(config, args)
         y = ACTIVATIONS[config.activation](dense(x, w, bias))
         return y if residual is None else y + residual
 

@@ -25,6 +25,7 @@ from benchmarks.sweep.program_parts import (
     Programs,
     RandomArrays,
     flax_norm,
+    split_operands,
 )
 from benchmarks.sweep.quantized_configs import (
     QuantizedConv,
@@ -369,20 +370,15 @@ def quantized_norm(config: QuantizedNorm) -> Programs:
         operands += [random.small(config.width, jnp.float32) for _ in range(config.bias)]
         return (*operands, *(random.normal(shape, dtype) for _ in range(config.residual)))
 
-    def split(args: Arrays) -> tuple[Any, Any, Any, Any]:
-        x, scale, *rest = args
-        bias = rest.pop(0) if config.bias else None
-        return x, scale, bias, rest.pop(0) if config.residual else None
-
     def ours(*args: jax.Array) -> Any:
-        x, scale, bias, residual = split(args)
+        x, scale, bias, residual = split_operands(config, args)
         options: Any = dict(epsilon=EPSILON, quantize_rows=config.format, residual=residual)
         results = norm(x, scale, bias, **options)
         q, *h = results if config.residual else (results,)
         return q.values, q.scale, *h
 
     def written(rounded: Function, variance: Function, *args: jax.Array) -> Any:
-        x, scale, bias, residual = split(args)
+        x, scale, bias, residual = split_operands(config, args)
         h = x if residual is None else x + residual
         numbers, of_rows = rounded(flax_norm(h, scale, bias, variance), config.format, -1)
         return (numbers, of_rows) if residual is None else (numbers, of_rows, h)

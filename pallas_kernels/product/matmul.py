@@ -19,7 +19,7 @@ from pallas_kernels.product import cost, weights
 from pallas_kernels.product.cost import Work
 from pallas_kernels.product.epilogue import Epilogue, Function, Maximised
 from pallas_kernels.product.few_rows import MAX_PARTS, MAX_ROWS, FewRows, FewRowsConfig
-from pallas_kernels.product.mainloop import CONSUMERS, Block, MatmulConfig, Product
+from pallas_kernels.product.mainloop import CONSUMERS, SCALED_PIECE, Block, MatmulConfig, Product
 from pallas_kernels.product.operands import SWIZZLE_BYTES, swizzled_columns
 from pallas_kernels.product.quantized_weights import Format
 
@@ -403,10 +403,11 @@ class _Call:
                 f"matmul: promoted_steps want a config without ping_pong, got {config}; pass another one"
             )
         alike = bool(self.step_scales) and self.step_scales[1].shape[1] < self.n
-        if self.step_scales and (config.ping_pong or config.tile_n % (64 if alike else 32)):
+        piece = SCALED_PIECE if alike else 32
+        if self.step_scales and (config.ping_pong or config.tile_n % piece):
             raise ValueError(
                 "matmul: step_scales want a config without ping_pong, whose tile_n is a multiple of 32,"
-                f" or of 64 where columns share scales, got {config}; pass another one"
+                f" or of {SCALED_PIECE} where columns share scales, got {config}; pass another one"
             )
         fused = self.tiles(config)
         product = fused.product

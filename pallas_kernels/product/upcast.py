@@ -6,7 +6,7 @@ stands, after nothing but masks. One multiply-add brings it to (integer + shift)
 bit is right.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ def from_words(words: jax.Array, shifts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _in_registers(
-    function: Callable[..., Mapping[tuple[int, ...], Any]],
+    function: Callable[[Any, Sequence[Any]], Any],
     stored: jax.Array,
     layout: Any,
     shifts: Sequence[jax.Array],
@@ -88,11 +88,13 @@ _TILE_COLUMNS = 8
 def _floats_of_bytes(stored: Any, shifts: Sequence[Any]) -> Any:
     """The registers of `from_bytes`, when a kernel is lowered."""
     i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+    # The sign of each of two numbers.
+    flipped = _word(ADDED_TO_BYTES * 0x00010001)
     registers = _Registers(stored.shape, shifts)
     for place, pair in np.ndenumerate(stored.registers):
         both = arith.extui(i32, mgpu.utils.bitcast(pair, i16))
         apart = mgpu.utils.prmt(both, _word(0), _word(0x4140))
-        registers.put(place, arith.xori(apart, _word(0x00800080)))
+        registers.put(place, arith.xori(apart, flipped))
     return registers.array
 
 
