@@ -265,7 +265,7 @@ def assert_lowers(case: Case, dtype, dropout_rate: float = 0.0) -> None:
 @parametrize(
     "case",
     (VIT, *SHAPES[:2], *SHAPES[5:9], *HEADS, *OPTIONS),
-    quick=(0,),
+    quick=(),
 )
 def test_lowers(case):
     assert why_unsupported(case) is None

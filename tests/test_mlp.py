@@ -306,9 +306,8 @@ def check_gated_mlp_kernel(case, dtype, save, one_matrix, implementation, cotang
     assert_values_and_gradients(ours, plain_gated_mlp(case), *args, cotangents=cotangents)
 
 
-# `make test` runs the one of several tiles, of which the last are not full.
 @pytest.mark.usefixtures("interpreted_hopper")
-@parametrize(("case", "dtype", "save"), INTERPRETED_WAYS, quick=(0,))
+@parametrize(("case", "dtype", "save"), INTERPRETED_WAYS, quick=())
 def test_pallas_mlp_in_the_interpreter(case, dtype, save):
     check_mlp_kernel(case, dtype, save, "pallas", cotangents=1)
 

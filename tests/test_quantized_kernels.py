@@ -332,7 +332,7 @@ def test_quantized_inputs_in_the_interpreter(m, k, n, dtype, group_size, config)
     assert_accurate("y", y, plain, np.matmul(*factors))
 
 
-@parametrize(("m", "k", "n", "dtype", "group_size", "config"), BOTH, quick=(0,))
+@parametrize(("m", "k", "n", "dtype", "group_size", "config"), BOTH, quick=())
 def test_quantized_inputs_lower_for_cuda(m, k, n, dtype, group_size, config):
     operands = jax.eval_shape(functools.partial(both, m, k, n, dtype, group_size))
     for chosen_config in (config, None):
